@@ -1,0 +1,23 @@
+"""Errors a person can act on: each names the thing, what is wrong with it and the cure.
+
+Expected outcomes (a miss, a refused reservation, a pending promotion) are values, not errors; an
+exception here means a wrong configuration, a broken medium or a bug.
+"""
+
+from __future__ import annotations
+
+
+class KvrecallError(Exception):
+    """Base of all errors raised on purpose by kvrecall."""
+
+
+class ConfigError(KvrecallError):
+    """A setting is missing, unknown, of the wrong type or out of range."""
+
+
+class TierError(KvrecallError):
+    """A tier cannot be opened or used (unwritable path, no room, held by another process)."""
+
+
+class EngineError(KvrecallError):
+    """The engine cannot be served by kvrecall as configured (unsupported model or version)."""

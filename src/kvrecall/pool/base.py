@@ -1,0 +1,163 @@
+"""What the pool promises to an engine: values and the one interface both its forms satisfy.
+
+A *pool* holds blocks of bytes under keys. An engine talks to it in two conversations:
+
+recall   ``find`` how much of a prefix is there, ``acquire`` it (leases host blocks, starts
+         promoting the others), ``poll`` until READY, copy from the arena, ``release``.
+save     ``reserve`` arena slots for freshly computed blocks, copy into them, ``commit``.
+
+No method waits for I/O except ``flush`` and ``close``. All methods may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvrecall.block import BlockKey, Namespace, TierName
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaHandle:
+    """How another process of the same user maps the arena: ``/proc/<pid>/fd/<fd>``.
+
+    The arena is an anonymous memory file: it has no name in ``/dev/shm`` and is freed by the
+    kernel with its last holder, however that one ends.
+    """
+
+    pid: int
+    fd: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The longest prefix of the asked keys that is in the pool, and the tier of each block."""
+
+    tiers: tuple[TierName, ...]
+
+    @property
+    def blocks(self) -> int:
+        return len(self.tiers)
+
+
+class RecallState(enum.Enum):
+    PENDING = "pending"
+    READY = "ready"
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """State of an acquisition. READY: ``offsets[i]`` is the arena offset (bytes) of block i.
+
+    May hold fewer blocks than were asked for (evicted, corrupt, too late, no room): always a
+    prefix of them. ``tiers[i]`` is where block i was when it was acquired.
+    """
+
+    state: RecallState
+    offsets: tuple[int, ...] = ()
+    tiers: tuple[TierName, ...] = ()
+
+
+class Verdict(enum.Enum):
+    """Answer to a reservation."""
+
+    RESERVED = "reserved"  # fill the slot, then commit or abandon
+    PRESENT = "present"  # the pool has it, or somebody is filling it
+    REFUSED = "refused"  # no room, or shedding load; compute on, nothing is owed
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    verdict: Verdict
+    offset: int = -1  # bytes into the arena; valid if RESERVED
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """Counters since the pool was opened, and gauges. Bytes, blocks and seconds."""
+
+    name: str
+    capacity_bytes: int
+    used_bytes: int
+    blocks: int
+    hits: int = 0
+    reads: int = 0
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    writes: int = 0
+    write_bytes: int = 0
+    write_seconds: float = 0.0
+    evictions: int = 0
+    dropped: int = 0  # stores shed (queue full, no room)
+    errors: int = 0  # I/O errors
+    corrupt: int = 0  # checksum or length mismatches; such a block is a miss
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    tiers: tuple[TierStats, ...]
+    leases: int = 0
+    reserved: int = 0  # slots being filled
+    queued_writes: int = 0
+    queued_reads: int = 0
+    lookups: int = 0  # blocks looked up
+    hits: int = 0  # blocks found, any tier
+    refused: int = 0  # reservations refused
+    histograms: dict[str, tuple[tuple[float, int], ...]] = field(default_factory=dict)
+
+
+class PoolClient(Protocol):
+    """The pool as an engine sees it: embedded in its process or (later) a node service."""
+
+    def arena_handle(self) -> ArenaHandle: ...
+
+    def register(self, namespace: Namespace, block_bytes: int) -> None:
+        """Declares a namespace and the size of its blocks (bytes, any positive number).
+
+        Must come before keys of it are used. Raises ConfigError if the arena cannot hold even
+        one block of that size.
+        """
+
+    def find(self, keys: Sequence[BlockKey]) -> Found:
+        """Longest present prefix of ``keys``. No side effect on recency; counts as a lookup."""
+
+    def acquire(self, keys: Sequence[BlockKey], deadline_s: float) -> int:
+        """Leases the present prefix of ``keys`` and starts promoting what is not in the host.
+
+        Returns a ticket for ``poll``/``release``. After ``deadline_s`` seconds the recall is
+        READY with what has arrived.
+        """
+
+    def poll(self, ticket: int) -> Recall:
+        """State of an acquisition; does not wait. Unknown ticket: KeyError (a bug)."""
+
+    def release(self, ticket: int) -> None:
+        """Gives back all leases of a ticket, finished or not. Idempotent."""
+
+    def reserve(self, keys: Sequence[BlockKey]) -> tuple[Reservation, ...]:
+        """Room for the blocks of ``keys`` (a chain, prefix first). Evicts if need be."""
+
+    def commit(self, keys: Sequence[BlockKey]) -> None:
+        """The slots reserved for ``keys`` are filled: makes them visible and queues their write
+        to the lower tiers. Keys not reserved are ignored."""
+
+    def abandon(self, keys: Sequence[BlockKey]) -> None:
+        """Gives reserved slots back unfilled. Keys not reserved are ignored."""
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """The chain ``keys`` (prefix first) was used: refreshes recency in every tier."""
+
+    def flush(self, keys: Sequence[BlockKey], deadline_s: float) -> bool:
+        """Waits until every committed block of ``keys`` is durable in the lowest local tier.
+        True if so, False on the deadline or if one was shed. Without a disk: True at once."""
+
+    def clear(self) -> None:
+        """Drops every block not leased, from every tier."""
+
+    def stats(self) -> PoolStats: ...
+
+    def close(self) -> None:
+        """Finishes queued writes (bounded), then frees everything. Idempotent."""
