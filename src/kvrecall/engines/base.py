@@ -1,0 +1,187 @@
+"""What the server needs of an engine: plain values and one interface, without an engine import.
+
+The server builds a ``ServeSpec``, the engine room runs it and hands back a ``Generator``. Nothing
+here knows HTTP, and nothing here imports vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Literal, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class RecallSplit:
+    """Where the prompt tokens of one request came from. The counts add up to the prompt.
+
+    ``unspecified`` counts tokens that were recalled from a tier the engine did not name: it
+    reports the split when *it* ends a request, not when a stop string found outside it does.
+    """
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    remote: int = 0
+    computed: int = 0
+    unspecified: int = 0
+
+    @classmethod
+    def of_report(
+        cls, report: Mapping[str, object] | None, prompt: int, cached: int, pooled: bool
+    ) -> RecallSplit:
+        """The split of a request with ``prompt`` tokens, of which the engine calls ``cached``
+        recalled.
+
+        ``report`` is what the connector said (source -> tokens), None if it said nothing; then
+        the cached tokens are device hits, or of an unspecified tier if a pool is in use
+        (``pooled``).
+        """
+        if report is not None:
+            names = {field.name for field in fields(cls)}
+            return cls(**{k: v for k, v in report.items() if k in names and isinstance(v, int)})
+        cached = min(cached, prompt)
+        if pooled:
+            return cls(unspecified=cached, computed=prompt - cached)
+        return cls(device=cached, computed=prompt - cached)
+
+    def as_dict(self) -> dict[str, int]:
+        """For replies: every tier, zero or not; ``unspecified`` only where it is not zero."""
+        counts = {field.name: int(getattr(self, field.name)) for field in fields(self)}
+        if not self.unspecified:
+            del counts["unspecified"]
+        return counts
+
+
+class Finish(StrEnum):
+    """Why a sequence ended, in TGI's words."""
+
+    LENGTH = "length"
+    EOS = "eos_token"
+    STOP = "stop_sequence"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample. ``temperature`` 0 is greedy; None leaves a value to the model's defaults."""
+
+    max_tokens: int
+    temperature: float | None = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    n: int = 1
+    prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One prompt to complete.
+
+    ``truncate`` keeps only the last so many prompt tokens (0: all of them). ``adapter`` names a
+    LoRA adapter; ``priority`` follows the engine's order. With ``stream`` an update follows each
+    step, otherwise there is one update with everything.
+    """
+
+    request_id: str
+    prompt: str
+    sampling: Sampling
+    stream: bool = False
+    truncate: int = 0
+    adapter: str | None = None
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token with its text and natural-log probability (None for the first prompt token)."""
+
+    id: int
+    text: str
+    logprob: float | None
+    special: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """New tokens of sequence ``index``; ``finish`` is set on its last update.
+
+    ``split``, ``prompt_tokens`` and ``prefill`` (the prompt's tokens, if prompt log
+    probabilities were asked for) are final in an update with ``finish``.
+    """
+
+    index: int
+    tokens: tuple[Token, ...]
+    text: str
+    finish: Finish | None
+    prompt_tokens: int
+    split: RecallSplit
+    prefill: tuple[Token, ...] = ()
+
+
+class Fault(StrEnum):
+    """Kinds of failed requests."""
+
+    INPUT = "input"  # the request cannot be served as it stands
+    UNKNOWN = "unknown"  # it names a model or adapter that is not there
+    BUSY = "busy"  # try again later
+    TIMEOUT = "timeout"
+    ENGINE = "engine"
+
+
+class GenerateError(Exception):
+    """A request failed; the message is for the client."""
+
+    def __init__(self, fault: Fault, message: str) -> None:
+        super().__init__(message)
+        self.fault = fault
+
+
+class Generator(Protocol):
+    """An engine that completes prompts."""
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
+        """Updates of the request, until each of its sequences has finished.
+
+        Raises GenerateError. Closing or cancelling the generator aborts the request: the engine
+        stops computing for it.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds on what a request may ask for and how long it may take. 0 means no bound."""
+
+    token_timeout_s: float = 0.0  # for each step of output, the first included
+    total_timeout_s: float = 0.0
+    max_input_tokens: int = 0
+    truncation: Literal["error", "left", "right"] = "error"  # for prompts beyond max_input_tokens
+    max_new_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSpec:
+    """Everything an engine room needs to serve a model over HTTP.
+
+    ``options`` are engine options by their command-line names without dashes in front
+    (``max-model-len``); True and False become ``--x`` and ``--no-x``, mappings JSON.
+    ``extra_args`` are further command-line words, given as they are; they win over ``options``.
+    ``recall`` are the pool's settings (RecallSettings keys), None for no pool.
+    """
+
+    model: str
+    host: str
+    port: int
+    options: Mapping[str, object]
+    extra_args: tuple[str, ...] = ()
+    recall: Mapping[str, object] | None = None
+    limits: Limits = Limits()

@@ -1,0 +1,23 @@
+"""vLLM: the connector a vLLM engine loads, and the only room that imports vLLM.
+
+``--kv-transfer-config '{"kv_connector":"RecallConnector",
+"kv_connector_module_path":"kvrecall.engines.vllm","kv_role":"kv_both"}'``
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvrecall.engines.vllm.connector import RecallConnector
+
+__all__ = ["RecallConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads the connector on first use: importing this room must not import vLLM."""
+    if name == "RecallConnector":
+        from kvrecall.engines.vllm.connector import RecallConnector
+
+        return RecallConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

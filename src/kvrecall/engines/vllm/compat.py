@@ -1,0 +1,162 @@
+"""The only module that knows vLLM's versions. Everything else asks here.
+
+Supported: 0.32 (built and tested here on the CPU). Older 0.2x versions are recognised where a
+difference is known, and listed as untested in the docs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import vllm
+from vllm.v1.core import kv_cache_utils
+
+from kvrecall.errors import EngineError
+
+TESTED_VERSION = "0.32"
+
+
+def engine_version() -> str:
+    """``major.minor`` of the installed vLLM."""
+    return ".".join(str(vllm.__version__).split("+")[0].split(".")[:2])
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlacement:
+    """Where a layer's blocks lie: bytes of one block, and bytes from one block to the next."""
+
+    page_bytes: int
+    block_stride: int
+
+
+def layer_placements(kv_cache_config: Any) -> Mapping[str, LayerPlacement]:
+    """Placement of every layer of the engine's one KV group, in a fixed order."""
+    (group,) = kv_cache_config.kv_cache_groups
+    spec = group.kv_cache_spec
+    strides = {
+        name: tensor.block_stride
+        for tensor in kv_cache_config.kv_cache_tensors
+        for name in tensor.layers
+    }
+    placements = {}
+    for name in group.layer_names:
+        page = _layer_spec(spec, name).page_size_bytes
+        placements[name] = LayerPlacement(page, strides.get(name, page))
+    return placements
+
+
+def _layer_spec(spec: Any, layer: str) -> Any:
+    """The spec of one layer; a uniform group of differing layers keeps one spec each."""
+    specs = getattr(spec, "kv_cache_specs", None)
+    return specs[layer] if isinstance(specs, dict) else spec
+
+
+def kv_replicas(kv_cache_config: Any) -> int:
+    """How many consecutive tensor-parallel ranks hold identical KV (1: none)."""
+    return int(getattr(kv_cache_config, "kv_tp_replicas", 1))
+
+
+def kernel_of(vllm_config: Any, layer_names: tuple[str, ...]) -> str:
+    """Attention backends of the layers and the instruction set their bytes are packed for."""
+    layers = vllm_config.compilation_config.static_forward_context
+    names = set()
+    for name in layer_names:
+        layer = layers.get(name)
+        backend = getattr(layer, "attn_backend", None)
+        get_name = getattr(backend, "get_name", None)
+        names.add(f"{get_name() if get_name else 'unknown'}/{getattr(layer, 'isa', '')}")
+    device = torch.accelerator.current_accelerator()
+    machine = device.type if device is not None else torch.backends.cpu.get_cpu_capability()
+    return f"{'+'.join(sorted(names))} on {machine}"
+
+
+def root_seed() -> str:
+    """The seed the first block's hash starts from. Settled once the engine has started."""
+    get_seed = getattr(kv_cache_utils, "get_none_hash_seed", None)
+    if get_seed is not None:
+        return str(get_seed())
+    return os.environ.get("PYTHONHASHSEED", "unset")
+
+
+def root_seed_is_random(hash_algo: str) -> bool:
+    """Whether every process starts its hashes elsewhere, so that no restart can ever hit."""
+    return hash_algo.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ
+
+
+def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Tokens per block hash."""
+    resolved = getattr(kv_cache_config, "hash_block_size", None)
+    return int(resolved or vllm_config.cache_config.block_size)
+
+
+def group_block_size(kv_cache_config: Any) -> int:
+    """Tokens per device block of the engine's one KV group."""
+    (group,) = kv_cache_config.kv_cache_groups
+    return int(group.kv_cache_spec.block_size)
+
+
+def require_supported(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raises EngineError with cause and cure for what the pool cannot serve rightly."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        raise EngineError(
+            f"this model has {len(groups)} KV cache groups; kvrecall serves models with one. "
+            "Start vLLM with --disable-hybrid-kv-cache-manager: sliding-window layers then keep "
+            "their full KV and join the one group. Mamba and other recurrent models are not "
+            "supported"
+        )
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise EngineError(
+            "prefix caching is off, and a KV pool works only on top of it. Pass "
+            "--enable-prefix-caching; if vLLM turned it off itself, this model cannot continue "
+            "from a cached prefix on this platform (for example MLA on a CPU without AMX)"
+        )
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise EngineError(f"{name} is {getattr(parallel, name)}; kvrecall supports only 1")
+    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+    if policy != "recompute":
+        # A lost block must be a miss, never a failed request.
+        vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+
+
+def freed_while_running(kv_cache_config: Any) -> bool:
+    """Whether the engine may free a running request's blocks (sliding windows)."""
+    (group,) = kv_cache_config.kv_cache_groups
+    spec = group.kv_cache_spec
+    specs = getattr(spec, "kv_cache_specs", None)
+    kinds = list(specs.values()) if isinstance(specs, dict) else [spec]
+    return any(type(kind).__name__ != "FullAttentionSpec" for kind in kinds) and not all(
+        type(kind).__name__ in ("FullAttentionSpec", "MLAAttentionSpec") for kind in kinds
+    )
+
+
+def tensor_rank() -> int:
+    """This worker's rank in its tensor-parallel group."""
+    from vllm.distributed import parallel_state
+
+    return int(parallel_state.get_tensor_model_parallel_rank())
+
+
+def shard_position(nbytes: int, replicas: int) -> int:
+    """Bytes of the shards before this worker's in a block's record.
+
+    Records are ordered by pipeline rank, then tensor rank; ranks of one tensor-parallel group
+    hold equally many bytes, those of different pipeline stages may not.
+    """
+    from vllm.distributed import parallel_state
+
+    tensor = parallel_state.get_tp_group()
+    stages = parallel_state.get_pp_group()
+    writers = tensor.world_size // replicas
+    before = 0
+    if stages.world_size > 1:
+        sizes: list[int | None] = [None] * stages.world_size
+        torch.distributed.all_gather_object(sizes, nbytes, group=stages.cpu_group)
+        before = sum(size or 0 for size in sizes[: stages.rank_in_group]) * writers
+    return before + tensor.rank_in_group // replicas * nbytes

@@ -1,0 +1,264 @@
+"""``RecallConnector``: what vLLM loads. It only hands calls to one side or the other."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvrecall.block import Namespace, TierName
+from kvrecall.config import RecallSettings
+from kvrecall.engines.vllm import compat
+from kvrecall.engines.vllm.identity import Adapters, namespace_of
+from kvrecall.engines.vllm.metrics import PoolWatch, RecallPromMetrics, RecallStats
+from kvrecall.engines.vllm.scheduler_side import EngineFacts, RecallScheduler
+from kvrecall.engines.vllm.wire import Shard, StepOrders, StepReport
+from kvrecall.engines.vllm.worker_side import RecallWorker
+from kvrecall.errors import EngineError
+from kvrecall.pool import Pool
+from kvrecall.pool.base import PoolClient
+
+logger = logging.getLogger("vllm.kvrecall")
+
+_SOURCES = {
+    TierName.HOST: CacheHitSource.HOST,
+    TierName.DISK: CacheHitSource.DISK,
+    TierName.REMOTE: CacheHitSource.P2P,
+}
+
+
+class RecallConnector(KVConnectorBase_V1):
+    """Recalls KV blocks from the pool and saves new ones into it.
+
+    Settings come from ``kv_connector_extra_config``; see ``RecallSettings.from_mapping``.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._scheduler: RecallScheduler | None = None
+        self._worker: RecallWorker | None = None
+        self._pool: PoolClient | None = None
+        self._watch = PoolWatch()
+        if role is KVConnectorRole.WORKER:
+            compat.require_supported(vllm_config, kv_cache_config)
+            self._worker = RecallWorker(vllm_config, kv_cache_config)
+        else:
+            compat.require_supported(vllm_config, kv_cache_config)
+            self._settings = _settings_of(vllm_config)
+            _warn_if_hopeless(vllm_config)
+            self._pool = Pool.open(self._settings.pool)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache owes nobody a delivery: a lost save is a later miss."""
+        return False
+
+    # ---- worker side --------------------------------------------------------------------
+
+    @property
+    def _w(self) -> RecallWorker:
+        assert self._worker is not None
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._w.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._w.shard()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, StepOrders)
+        self._w.before_overwrite(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, StepOrders)
+        self._w.start_loads(orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: all loads are asynchronous, a request runs when they are done."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing to do a layer: blocks are saved whole, after the step."""
+
+    def wait_for_save(self) -> None:
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, StepOrders)
+        self._w.start_stores(orders)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        released, loaded, failed = self._w.finished()
+        return KVConnectorTransferResults(
+            finished_sending=released, finished_recving=loaded, failed_recving=failed
+        )
+
+    def build_connector_worker_meta(self) -> StepReport | None:
+        return self._w.report()
+
+    # ---- scheduler side -----------------------------------------------------------------
+
+    @property
+    def _s(self) -> RecallScheduler:
+        assert self._scheduler is not None, "the workers have not told their shards yet"
+        return self._scheduler
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """The engine is up and every rank has told what it holds of a block: opens business."""
+        assert self._pool is not None
+        shards = [metadata[rank] for rank in sorted(metadata)]
+        assert all(isinstance(shard, Shard) for shard in shards)
+        facts = self._facts([shard for shard in shards if isinstance(shard, Shard)])
+        self._scheduler = RecallScheduler(
+            self._pool,
+            self._settings,
+            facts,
+            lambda: self._namespace(shards),
+            Adapters().digest,
+            self._block_ids,
+        )
+        logger.info(
+            "kvrecall: pool open: host %.2f GiB, disk %s, %d bytes a block of %d tokens",
+            self._settings.pool.host_bytes / 2**30,
+            _disk_text(self._settings),
+            facts.block_bytes,
+            facts.block_size,
+        )
+
+    def _facts(self, shards: list[Shard]) -> EngineFacts:
+        parallel = self._vllm_config.parallel_config
+        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        if len(shards) != ranks:
+            raise EngineError(
+                f"{len(shards)} of {ranks} ranks told what they hold of a block; kvrecall supports "
+                "tensor and pipeline parallel engines whose ranks all report"
+            )
+        replicas = compat.kv_replicas(self._kv_cache_config)
+        return EngineFacts(
+            block_size=compat.group_block_size(self._kv_cache_config),
+            hash_block_size=compat.hash_block_size(self._vllm_config, self._kv_cache_config),
+            block_bytes=sum(shard.nbytes for shard in shards) // replicas,
+            ranks=ranks,
+            copies_in_step=all(shard.copies_in_step for shard in shards),
+            frees_while_running=compat.freed_while_running(self._kv_cache_config),
+        )
+
+    def _namespace(self, shards: list[Any]) -> Namespace:
+        namespace = namespace_of(self._vllm_config, self._kv_cache_config, shards)
+        logger.info("kvrecall: namespace %s of %s", namespace.digest.hex(), dict(namespace.parts))
+        return namespace
+
+    def _block_ids(self, request_id: str) -> list[int]:
+        assert self._kv_cache_manager is not None
+        ids: list[int] = self._kv_cache_manager.get_block_ids(request_id)[0]
+        return ids
+
+    def on_new_request(self, request: Any) -> None:
+        self._s.admit(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._s.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._s.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        return {_SOURCES[tier]: n for tier, n in self._s.sources(request).items() if n}
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        assert self._pool is not None
+        return self._s.orders(scheduler_output, self._pool.arena_handle())
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        report = connector_output.kv_connector_worker_meta
+        self._s.reported(
+            report,
+            connector_output.finished_recving or set(),
+            connector_output.failed_recving or set(),
+        )
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._s.finished(request, block_ids)
+
+    def reset_cache(self) -> bool | None:
+        return self._s.reset()
+
+    # ---- both ---------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> RecallStats | None:
+        if self._scheduler is None or self._pool is None:
+            return None
+        counts, gauges = self._watch.take(self._pool.stats())
+        stats = RecallStats.of({**counts, **self._scheduler.tally.take()}, gauges)
+        return None if not stats.data["counts"] else stats
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> RecallStats | None:
+        return RecallStats(data=data) if data else RecallStats.of({}, {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> RecallPromMetrics:
+        return RecallPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        if self._pool is not None:
+            self._pool.close()
+
+
+def _settings_of(vllm_config: Any) -> RecallSettings:
+    """Settings from the engine's configuration; replicas of a model get a disk folder each."""
+    raw = vllm_config.kv_transfer_config.kv_connector_extra_config
+    settings = RecallSettings.from_mapping(raw, "kv_connector_extra_config")
+    parallel = vllm_config.parallel_config
+    disk = settings.pool.disk
+    if parallel.data_parallel_size > 1 and disk is not None:
+        folder = disk.path / f"replica-{parallel.data_parallel_rank}"
+        return replace(settings, pool=replace(settings.pool, disk=replace(disk, path=folder)))
+    return settings
+
+
+def _warn_if_hopeless(vllm_config: Any) -> None:
+    algo = vllm_config.cache_config.prefix_caching_hash_algo
+    if compat.root_seed_is_random(algo):
+        logger.warning(
+            "kvrecall: NOTHING CAN HIT AFTER A RESTART: block hashes of %s start from a random "
+            "seed in every process. Pass --prefix-caching-hash-algo sha256_cbor, or set "
+            "PYTHONHASHSEED to a fixed number",
+            algo,
+        )
+
+
+def _disk_text(settings: RecallSettings) -> str:
+    disk = settings.pool.disk
+    return f"{disk.capacity_bytes / 2**30:.2f} GiB in {disk.path}" if disk else "none"

@@ -1,0 +1,62 @@
+"""What the scheduler side remembers of each request."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvrecall.block import BlockKey, Namespace, TierName
+from kvrecall.pool.base import Recall
+
+
+@dataclass(slots=True)
+class Claim:
+    """Blocks of the pool acquired for a request that has not been admitted yet.
+
+    ``start``: index of the first block within the request's chain.
+    """
+
+    ticket: int
+    start: int
+    recall: Recall | None = None  # set once READY
+
+
+@dataclass(slots=True)
+class RequestState:
+    """A request in the scheduler. Owned by ``RecallScheduler``.
+
+    ``space`` is None if the request is not pooled. ``saved``: leading blocks of the chain that
+    are in the pool or on their way; ``closed``: nothing more of it can be saved;
+    ``touched``: the pool has been told that its chain is in use.
+    """
+
+    request: Any
+    space: Namespace | None
+    hashes_per_block: int
+    saved: int = 0
+    closed: bool = False
+    failed_load: bool = False
+    touched: bool = False
+    claim: Claim | None = None
+    device_tokens: int = 0
+    recalled: Counter[TierName] = field(default_factory=Counter)
+    open_stores: set[int] = field(default_factory=set)
+    _keys: list[BlockKey] = field(default_factory=list)
+
+    def keys(self, count: int) -> list[BlockKey]:
+        """Keys of the first ``count`` blocks, or of as many as are hashed by now."""
+        if self.space is None:
+            return []
+        step = self.hashes_per_block
+        hashes = self.request.block_hashes
+        for index in range(len(self._keys), min(count, len(hashes) // step)):
+            self._keys.append(self.space.key(hashes[(index + 1) * step - 1]))
+        return self._keys[:count]
+
+    def sources(self) -> dict[str, int]:
+        """Prompt tokens by where their KV came from."""
+        counts = {str(tier): self.recalled[tier] for tier in TierName}
+        counts[str(TierName.DEVICE)] = self.device_tokens
+        counts["computed"] = max(0, self.request.num_prompt_tokens - sum(counts.values()))
+        return counts

@@ -1,0 +1,197 @@
+"""Counts of the connector, and their way to vLLM's logs and Prometheus endpoint.
+
+vLLM carries a ``KVConnectorStats`` payload from the engine to the API process once a step; the
+payload holds increments of counters and current values of gauges, all plain numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import Counter, Gauge
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from kvrecall.engines.vllm.wire import StepReport
+from kvrecall.pool.base import PoolStats
+
+SOURCES = ("device", "host", "disk", "remote", "computed")
+
+COUNTERS = {
+    "requests": "Requests finished.",
+    **{f"prompt_tokens_{s}": f"Prompt tokens whose KV came from: {s}." for s in SOURCES},
+    "loaded_bytes": "Bytes copied from the arena to the device.",
+    "load_seconds": "Seconds spent copying them.",
+    "stored_bytes": "Bytes copied from the device to the arena.",
+    "store_seconds": "Seconds spent copying them.",
+    "blocks_refused": "Blocks not saved because the pool had no room or was shedding load.",
+    "stores_failed": "Stores that failed on a worker.",
+    "loads_failed": "Requests recomputed because their load failed.",
+    "flushes_missed": "Replies sent before their blocks were durable (async_write off).",
+}
+TIER_COUNTERS = {
+    "hits": "Blocks found in the tier.",
+    "reads": "Blocks read from the tier.",
+    "read_bytes": "Bytes read from the tier.",
+    "read_seconds": "Seconds spent reading.",
+    "writes": "Blocks written to the tier.",
+    "write_bytes": "Bytes written to the tier.",
+    "write_seconds": "Seconds spent writing.",
+    "evictions": "Blocks evicted from the tier.",
+    "dropped": "Stores shed by the tier.",
+    "errors": "I/O errors of the tier.",
+    "corrupt": "Blocks dropped because their checksum or length was wrong.",
+}
+TIER_GAUGES = {
+    "capacity_bytes": "Hard limit of the tier.",
+    "used_bytes": "Bytes in use.",
+    "blocks": "Blocks held.",
+}
+POOL_GAUGES = {
+    "leases": "Blocks leased by requests.",
+    "reserved": "Slots being filled.",
+    "queued_writes": "Blocks waiting to be written below the host.",
+    "queued_reads": "Blocks waiting to be promoted.",
+}
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counters of the scheduler side since the last report."""
+
+    counts: dict[str, float] = field(default_factory=dict)
+    blocks_refused: int = 0
+    stores_failed: int = 0
+    loads_failed: int = 0
+    flushes_missed: int = 0
+
+    def count_request(self, sources: dict[str, int]) -> None:
+        """Adds a finished request and where its prompt's KV came from (tokens)."""
+        self._add("requests", 1)
+        for source, tokens in sources.items():
+            self._add(f"prompt_tokens_{source}", tokens)
+
+    def count_step(self, report: StepReport) -> None:
+        """Adds the copies of a step."""
+        self._add("loaded_bytes", report.loaded_bytes)
+        self._add("load_seconds", report.load_seconds)
+        self._add("stored_bytes", report.stored_bytes)
+        self._add("store_seconds", report.store_seconds)
+
+    def _add(self, name: str, amount: float) -> None:
+        if amount:
+            self.counts[name] = self.counts.get(name, 0) + amount
+
+    def take(self) -> dict[str, float]:
+        """The counts so far; starts anew."""
+        for name in ("blocks_refused", "stores_failed", "loads_failed", "flushes_missed"):
+            self._add(name, getattr(self, name))
+            setattr(self, name, 0)
+        counts, self.counts = self.counts, {}
+        return counts
+
+
+class PoolWatch:
+    """Turns the pool's running totals into increments for Prometheus counters."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+
+    def take(self, stats: PoolStats) -> tuple[dict[str, float], dict[str, float]]:
+        """Increments of the counters since the last call, and the gauges as they are."""
+        counts: dict[str, float] = {}
+        gauges: dict[str, float] = {name: getattr(stats, name) for name in POOL_GAUGES}
+        for tier in stats.tiers:
+            for name in TIER_COUNTERS:
+                label = f"{tier.name}:{name}"
+                value = float(getattr(tier, name))
+                if value != self._last.get(label, 0.0):
+                    counts[label] = value - self._last.get(label, 0.0)
+                    self._last[label] = value
+            for name in TIER_GAUGES:
+                gauges[f"{tier.name}:{name}"] = float(getattr(tier, name))
+        return counts, gauges
+
+
+class RecallStats(KVConnectorStats):
+    """Payload: ``{"counts": {name: increment}, "gauges": {name: value}}``."""
+
+    @classmethod
+    def of(cls, counts: dict[str, float], gauges: dict[str, float]) -> RecallStats:
+        return cls(data={"counts": counts, "gauges": gauges})
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {"counts": {}, "gauges": {}}
+
+    def is_empty(self) -> bool:
+        return not self.data.get("counts") and not self.data.get("gauges")
+
+    def aggregate(self, other: KVConnectorStats) -> RecallStats:
+        counts = dict(self.data.get("counts", {}))
+        for name, amount in other.data.get("counts", {}).items():
+            counts[name] = counts.get(name, 0) + amount
+        gauges = {**self.data.get("gauges", {}), **other.data.get("gauges", {})}
+        return RecallStats.of(counts, gauges)
+
+    def reduce(self) -> dict[str, int | float]:
+        """What a person wants in the log line of the last interval."""
+        counts = self.data.get("counts", {})
+        line: dict[str, int | float] = {
+            f"{source} tokens": int(counts.get(f"prompt_tokens_{source}", 0)) for source in SOURCES
+        }
+        for way, seconds in (("loaded", "load_seconds"), ("stored", "store_seconds")):
+            nbytes = counts.get(f"{way}_bytes", 0)
+            line[f"{way} MB"] = round(nbytes / 1e6, 1)
+            if counts.get(seconds):
+                line[f"{way} GB/s"] = round(nbytes / counts[seconds] / 1e9, 2)
+        return line
+
+
+class RecallPromMetrics(KVConnectorPromMetrics):
+    """Registers ``kvrecall_*`` metrics and feeds them; labels: engine's own, and ``tier``."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counter, gauge = metric_types[Counter], metric_types[Gauge]
+        tiered = [*labelnames, "tier"]
+        self._counters = {
+            name: counter(name=f"kvrecall_{name}", documentation=text, labelnames=labelnames)
+            for name, text in COUNTERS.items()
+        }
+        self._tier_counters = {
+            name: counter(name=f"kvrecall_tier_{name}", documentation=text, labelnames=tiered)
+            for name, text in TIER_COUNTERS.items()
+        }
+        self._gauges = {
+            name: gauge(name=f"kvrecall_{name}", documentation=text, labelnames=labelnames)
+            for name, text in POOL_GAUGES.items()
+        }
+        self._tier_gauges = {
+            name: gauge(name=f"kvrecall_tier_{name}", documentation=text, labelnames=tiered)
+            for name, text in TIER_GAUGES.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Feeds one payload of ``RecallStats``."""
+        labels = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
+        for name, amount in transfer_stats_data.get("counts", {}).items():
+            tier, _, metric = name.rpartition(":")
+            if tier:
+                self._tier_counters[metric].labels(*labels, tier).inc(amount)
+            else:
+                self._counters[name].labels(*labels).inc(amount)
+        for name, value in transfer_stats_data.get("gauges", {}).items():
+            tier, _, metric = name.rpartition(":")
+            if tier:
+                self._tier_gauges[metric].labels(*labels, tier).set(value)
+            else:
+                self._gauges[name].labels(*labels).set(value)

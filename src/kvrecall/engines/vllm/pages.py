@@ -1,0 +1,97 @@
+"""Byte views of the device KV cache: for every layer one matrix, a row a block.
+
+A row holds all bytes of a block in that layer, whatever the backend packs into them (K and V, of
+all heads of the rank, fp8 or bf16): the pool moves bytes and never interprets them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kvrecall.engines.vllm.compat import LayerPlacement
+from kvrecall.errors import EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Rows of one layer: uint8 ``[num_blocks, page_bytes]``, row stride ``block_stride`` bytes."""
+
+    name: str
+    rows: torch.Tensor
+    layout: str
+
+    @property
+    def page_bytes(self) -> int:
+        return int(self.rows.shape[1])
+
+
+def pages_of(
+    kv_caches: Mapping[str, torch.Tensor],
+    placements: Mapping[str, LayerPlacement],
+    num_blocks: int,
+) -> tuple[Pages, ...]:
+    """Pages of every layer that owns memory, in the order of ``placements``.
+
+    Layers that share another layer's memory are left out. Raises EngineError for a layout in
+    which a block of a layer is not one run of bytes.
+    """
+    pages: list[Pages] = []
+    seen: set[int] = set()
+    for name, place in placements.items():
+        tensor = kv_caches.get(name)
+        if tensor is None or tensor.data_ptr() in seen:
+            continue
+        seen.add(tensor.data_ptr())
+        pages.append(_layer_pages(name, tensor, place, num_blocks))
+    if not pages:
+        raise EngineError("the engine registered no KV cache memory; nothing to pool")
+    return tuple(pages)
+
+
+def _layer_pages(name: str, tensor: torch.Tensor, place: LayerPlacement, num_blocks: int) -> Pages:
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    whole.set_(tensor.untyped_storage())
+    start = tensor.storage_offset() * tensor.element_size()
+    last = start + (num_blocks - 1) * place.block_stride + place.page_bytes
+    if last > whole.numel() or not _is_one_run(tensor, place, num_blocks):
+        raise EngineError(
+            f"layer {name}: this KV cache layout (shape {tuple(tensor.shape)}, strides "
+            f"{tensor.stride()}, {tensor.dtype}) does not keep a block's bytes together, which "
+            "the pool needs; choose another attention backend or KV cache layout"
+        )
+    rows = whole.as_strided((num_blocks, place.page_bytes), (place.block_stride, 1), start)
+    layout = f"{_inner(tensor, place)} {tensor.dtype} {place.page_bytes}"
+    return Pages(name, rows, layout)
+
+
+def _dims(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Extent and step in bytes of every dimension that has more than one element."""
+    size = tensor.element_size()
+    shape = zip(tensor.shape, tensor.stride(), strict=True)
+    return [(extent, step * size) for extent, step in shape if extent > 1]
+
+
+def _inner(tensor: torch.Tensor, place: LayerPlacement) -> list[tuple[int, int]]:
+    """Dimensions within a block, outermost first."""
+    return [(extent, step) for extent, step in _dims(tensor) if extent * step <= place.block_stride]
+
+
+def _is_one_run(tensor: torch.Tensor, place: LayerPlacement, num_blocks: int) -> bool:
+    """Whether the first page_bytes at each block stride are exactly one block's elements.
+
+    A kernel may split a block into several of its own, so the dimensions within a (kernel) block
+    must fill it without gaps, a whole number of kernel blocks must fill the page, and the one
+    dimension left must step from (kernel) block to (kernel) block.
+    """
+    inner = _inner(tensor, place)
+    reach = filled = tensor.element_size()
+    for extent, step in inner:
+        reach += (extent - 1) * step
+        filled *= extent
+    outer = [step for extent, step in _dims(tensor) if (extent, step) not in inner]
+    splits = tensor.numel() * tensor.element_size() // (num_blocks * filled)
+    blocks_in_order = len(outer) <= 1 and all(s in (filled, place.block_stride) for s in outer)
+    return reach == filled and splits * filled == place.page_bytes and blocks_in_order

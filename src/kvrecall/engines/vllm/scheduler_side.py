@@ -1,0 +1,360 @@
+"""The scheduler side: decides what to recall and what to save. Never touches KV bytes.
+
+It runs inside the engine's scheduling step, so it asks the pool only questions that are answered
+at once; promotions from disk are polled. The one exception is asked for: with ``async_write``
+off, the step that ends a request waits (bounded) until its blocks are durable.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvrecall.block import BlockKey, Namespace, TierName
+from kvrecall.config import RecallSettings
+from kvrecall.engines.vllm.ledger import Claim, RequestState
+from kvrecall.engines.vllm.metrics import Tally
+from kvrecall.engines.vllm.wire import Copy, Load, StepOrders, StepReport, Store
+from kvrecall.pool.base import PoolClient, RecallState, Verdict
+
+logger = logging.getLogger("vllm.kvrecall")
+
+FLUSH_DEADLINE_S = 30.0
+"""Longest a reply waits for its blocks to be durable when ``async_write`` is off."""
+
+_FINISHED_WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What the scheduler side must know of the engine.
+
+    ``block_size``, ``hash_block_size``: tokens. ``block_bytes``: bytes of a block over all ranks.
+    ``copies_in_step``: stores are off the device when their step returns.
+    ``frees_while_running``: the engine may take blocks from a running request (sliding window).
+    """
+
+    block_size: int
+    hash_block_size: int
+    block_bytes: int
+    ranks: int
+    copies_in_step: bool
+    frees_while_running: bool
+
+
+@dataclass(slots=True)
+class _OpenStore:
+    keys: tuple[BlockKey, ...]
+    ranks_left: int
+    request_id: str
+    failed: bool = False
+
+
+class RecallScheduler:
+    """Scheduler side of the connector for one engine. Called from the engine's thread only."""
+
+    def __init__(
+        self,
+        pool: PoolClient,
+        settings: RecallSettings,
+        facts: EngineFacts,
+        namespace: Callable[[], Namespace],
+        adapter_digest: Callable[[Any], str | None],
+        block_ids: Callable[[str], Sequence[int]],
+    ) -> None:
+        """``namespace`` is called once, at the first request: the engine's hash seed is not
+        settled earlier. ``block_ids`` gives the device blocks of a request, in chain order."""
+        self._pool = pool
+        self._settings = settings
+        self._facts = facts
+        self._make_namespace = namespace
+        self._adapter_digest = adapter_digest
+        self._block_ids = block_ids
+        self._namespace: Namespace | None = None
+        self._registered: set[bytes] = set()
+        self._epoch = 0
+        self._states: dict[str, RequestState] = {}
+        self._loading: dict[str, int] = {}
+        self._loads: list[Load] = []
+        self._stores: list[Store] = []
+        self._releases: list[str] = []
+        self._open: dict[int, _OpenStore] = {}
+        self._next_store = 0
+        self._unflushed: list[Sequence[BlockKey]] = []
+        self.tally = Tally()
+
+    # ---- recall -------------------------------------------------------------------------
+
+    def match(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens the pool can add to ``computed_tokens``; None while blocks are on their way.
+
+        Whole blocks only, and at least one token is left to compute, as the device cache does:
+        so a recalled prefix is cut exactly as one hit on the device.
+        """
+        state = self._state(request)
+        if request.num_preemptions == 0:
+            state.device_tokens = computed_tokens
+        if state.space is None or state.failed_load or request.skip_reading_prefix_cache:
+            return 0, False
+        start = computed_tokens // self._facts.block_size
+        if state.claim is not None and state.claim.start != start:
+            self._drop_claim(state)
+        if state.claim is None and not self._claim(state, start):
+            return 0, False
+        assert state.claim is not None
+        recall = self._pool.poll(state.claim.ticket)
+        if recall.state is RecallState.PENDING:
+            return None, False
+        state.claim.recall = recall
+        if not recall.offsets:
+            self._drop_claim(state)
+            state.failed_load = True
+            return 0, False
+        return len(recall.offsets) * self._facts.block_size, True
+
+    def _claim(self, state: RequestState, start: int) -> bool:
+        limit = (state.request.num_tokens - 1) // self._facts.block_size
+        chain = state.keys(limit)
+        if not state.touched:
+            self._pool.touch(chain)
+            state.touched = True
+        keys = chain[start:]
+        found = self._pool.find(keys) if keys else None
+        if found is None or found.blocks == 0:
+            return False
+        deadline = self._settings.pool.load_deadline_s
+        ticket = self._pool.acquire(keys[: found.blocks], deadline)
+        state.claim = Claim(ticket, start)
+        return True
+
+    def _drop_claim(self, state: RequestState) -> None:
+        if state.claim is not None:
+            self._pool.release(state.claim.ticket)
+            state.claim = None
+
+    def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
+        """The engine gave the request device blocks; ``external_tokens`` are to be loaded."""
+        state = self._state(request)
+        claim = state.claim
+        if external_tokens == 0:
+            self._drop_claim(state)
+            return
+        assert claim is not None
+        assert claim.recall is not None
+        count = external_tokens // self._facts.block_size
+        first = claim.start
+        copy = Copy(tuple(block_ids[first : first + count]), claim.recall.offsets[:count])
+        self._loads.append(Load(request.request_id, copy))
+        self._loading[request.request_id] = claim.ticket
+        if request.num_preemptions == 0:
+            state.recalled.clear()
+            for tier in claim.recall.tiers[:count]:
+                state.recalled[tier] += self._facts.block_size
+        state.claim = None
+
+    def sources(self, request: Any) -> dict[TierName, int]:
+        """Tokens of the request's load by tier."""
+        return dict(self._state(request).recalled)
+
+    # ---- save ---------------------------------------------------------------------------
+
+    def orders(self, scheduler_output: Any, arena: Any) -> StepOrders:
+        """This step's work for the workers."""
+        for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
+            state = self._states.get(request_id)
+            if state is not None:
+                request = state.request
+                final = min(request.num_computed_tokens + tokens, request.num_tokens)
+                self._save(state, final // self._facts.block_size, None)
+        orders = StepOrders(arena, self._loads, self._stores, self._releases, self._must_drain())
+        self._loads, self._stores, self._releases = [], [], []
+        return orders
+
+    def _must_drain(self) -> bool:
+        """Whether device blocks of open stores may be overwritten in this step."""
+        if self._facts.copies_in_step or not self._open:
+            return False
+        if self._facts.frees_while_running:
+            return True
+        waiting = (self._states.get(store.request_id) for store in self._open.values())
+        return any(
+            state is not None and state.request.status.name == "PREEMPTED" for state in waiting
+        )
+
+    def _save(self, state: RequestState, upto: int, ids: Sequence[int] | None) -> None:
+        """Orders stores for the blocks of the chain up to ``upto`` that the pool lacks.
+
+        Those blocks hold final tokens only: rejected speculation lies behind ``num_tokens``.
+        """
+        if state.closed or state.space is None or upto <= state.saved:
+            return
+        keys = state.keys(upto)
+        new = keys[state.saved :]
+        if not new:
+            return
+        if ids is None:
+            ids = self._block_ids(state.request.request_id)
+        answers = list(zip(new, self._pool.reserve(new), strict=True))
+        rows: list[tuple[BlockKey, int, int]] = []
+        for key, reservation in answers:
+            if reservation.verdict is Verdict.REFUSED:
+                self.tally.blocks_refused += 1
+                break
+            if reservation.verdict is Verdict.RESERVED:
+                block = ids[state.saved] if state.saved < len(ids) else 0
+                rows.append((key, block, reservation.offset))
+            state.saved += 1
+        behind_gap = answers[len(answers) - (len(keys) - state.saved) :]
+        self._pool.abandon([key for key, r in behind_gap if r.verdict is Verdict.RESERVED])
+        self._order_store(state, rows)
+
+    def _order_store(self, state: RequestState, rows: list[tuple[BlockKey, int, int]]) -> None:
+        """Orders the copy of reserved blocks; those no longer on the device end the chain."""
+        gone = next((i for i, row in enumerate(rows) if row[1] == 0), None)
+        if gone is not None:
+            self._pool.abandon([row[0] for row in rows[gone:]])
+            rows = rows[:gone]
+            state.closed = True
+        if not rows:
+            return
+        store_id = self._next_store
+        self._next_store += 1
+        keys = tuple(row[0] for row in rows)
+        copy = Copy(tuple(row[1] for row in rows), tuple(row[2] for row in rows))
+        self._stores.append(Store(store_id, copy))
+        self._open[store_id] = _OpenStore(keys, self._facts.ranks, state.request.request_id)
+        state.open_stores.add(store_id)
+
+    def finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any]]:
+        """A request ended. True if its device blocks must be kept until a release is reported."""
+        state = self._states.pop(request.request_id, None)
+        if state is None:
+            return False, {}
+        self._drop_claim(state)
+        whole = request.status.name in _FINISHED_WHOLE
+        before = self._next_store
+        if whole:
+            # The last token sampled has no KV yet; under asynchronous scheduling the step that
+            # computes it may be under way.
+            final = min(request.num_computed_tokens, request.num_tokens - 1)
+            self._save(state, final // self._facts.block_size, block_ids)
+        if whole and state.saved and not self._settings.async_write:
+            self._unflushed.append(state.keys(state.saved))
+        tail = self._next_store > before
+        hold = tail or (bool(state.open_stores) and not self._facts.copies_in_step)
+        if hold:
+            self._releases.append(request.request_id)
+        sources = state.sources()
+        self.tally.count_request(sources)
+        return hold, {"kvrecall": sources}
+
+    # ---- reports ------------------------------------------------------------------------
+
+    def reported(self, report: StepReport | None, loaded: set[str], failed: set[str]) -> None:
+        """Takes in what the workers finished in a step."""
+        if report is not None:
+            self.tally.count_step(report)
+            for store_id, ranks in report.stored.items():
+                self._count_down(store_id, ranks, store_id in report.failed)
+        for request_id in loaded:
+            ticket = self._loading.pop(request_id, None)
+            if ticket is not None:
+                self._pool.release(ticket)
+        for request_id in failed:
+            self._load_failed(request_id)
+        self._flush()
+
+    def _count_down(self, store_id: int, ranks: int, failed: bool) -> None:
+        store = self._open[store_id]
+        store.ranks_left -= ranks
+        store.failed |= failed
+        if store.ranks_left > 0:
+            return
+        del self._open[store_id]
+        state = self._states.get(store.request_id)
+        if state is not None:
+            state.open_stores.discard(store_id)
+        if store.failed:
+            self._pool.abandon(store.keys)
+            self.tally.stores_failed += 1
+            if state is not None:
+                state.closed = True
+        else:
+            self._pool.commit(store.keys)
+
+    def _load_failed(self, request_id: str) -> None:
+        """The engine recomputes the request; it is not offered the pool again."""
+        self.tally.loads_failed += 1
+        state = self._states.get(request_id)
+        if state is not None:
+            state.failed_load = True
+            state.recalled.clear()
+
+    def _flush(self) -> None:
+        """With ``async_write`` off, replies of this step leave once their blocks are durable."""
+        chains, self._unflushed = self._unflushed, []
+        for keys in chains:
+            if not self._pool.flush(keys, FLUSH_DEADLINE_S):
+                self.tally.flushes_missed += 1
+                logger.warning(
+                    "kvrecall: a reply was sent before its blocks were durable (disk too slow, "
+                    "full, or a store was shed)"
+                )
+
+    # ---- life ---------------------------------------------------------------------------
+
+    def admit(self, request: Any) -> None:
+        """A request entered the engine."""
+        self._state(request)
+
+    def reset(self) -> bool:
+        """Forgets everything pooled, and does not find it again.
+
+        vLLM resets its caches when weights are replaced in place, which no fingerprint sees; so
+        from here on this engine's blocks have a namespace private to this process. False (and
+        nothing done) while blocks are being loaded.
+        """
+        if self._loading:
+            return False
+        self._pool.clear()
+        self._epoch += 1
+        for state in self._states.values():
+            self._drop_claim(state)
+            state.space = None  # its hashes stay, its blocks are of the old weights
+        if self._namespace is not None:
+            self._namespace = self._private(self._make_namespace())
+        return True
+
+    def _private(self, namespace: Namespace) -> Namespace:
+        if self._epoch == 0:
+            return namespace
+        return namespace.derive(epoch=secrets.token_hex(16))
+
+    def _state(self, request: Any) -> RequestState:
+        state = self._states.get(request.request_id)
+        if state is None:
+            step = self._facts.block_size // self._facts.hash_block_size
+            state = RequestState(request, self._space(request), step)
+            self._states[request.request_id] = state
+        return state
+
+    def _space(self, request: Any) -> Namespace | None:
+        """Namespace of a request's blocks, with its adapter's content; None: not pooled."""
+        if self._namespace is None:
+            self._namespace = self._private(self._make_namespace())
+        space = self._namespace
+        if request.lora_request is not None:
+            digest = self._adapter_digest(request.lora_request)
+            if digest is None:
+                return None
+            space = space.derive(adapter=digest)
+        if space.digest not in self._registered:
+            self._pool.register(space, self._facts.block_bytes)
+            self._registered.add(space.digest)
+        return space
+
+    def close(self) -> None:
+        self._pool.close()

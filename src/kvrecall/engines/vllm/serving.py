@@ -1,0 +1,267 @@
+"""vLLM as a server: its own async engine, OpenAI app and HTTP loop, with our routes on top.
+
+``serve`` is the only entry. Everything here follows vLLM 0.32's own ``vllm serve``
+(``vllm/entrypoints/launchers/api_server/entry.py``): the same functions in the same order, with
+three differences: the OpenAI handlers are replaced by those of ``answers.py`` (which report where
+a prompt's tokens came from), routes are attached before the first request, and how the server
+ended is told by an exit status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+from argparse import Namespace
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import psutil
+import uvloop
+from fastapi import FastAPI
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.launchers.launcher import serve_http, setup_server
+from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+from vllm.exceptions import GenerationError
+from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.executor import Executor
+
+from kvrecall.engines.base import Generator, Limits, ServeSpec
+from kvrecall.engines.vllm.answers import VllmGenerator, recall_chat, recall_completion
+from kvrecall.errors import EngineError
+
+log = logging.getLogger("kvrecall.server")
+
+Attach = Callable[[FastAPI, Generator], None]
+
+_GIB = 1 << 30
+_MAX_DEFAULT_CPU_KV = 4 * _GIB
+
+
+class RequestTimeoutError(GenerationError):
+    """A request ran past the token or the end-to-end timeout and was aborted."""
+
+
+class TimedAsyncLLM(AsyncLLM):
+    """vLLM's async engine, with the server's time limits on every request of every route."""
+
+    limits: Limits = Limits()
+    died: bool = False
+    """Whether the engine had failed when it was first shut down."""
+    _closed: bool = False
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        if not self._closed:
+            self._closed, self.died = True, bool(self.errored)
+        super().shutdown(timeout=timeout)
+
+    async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+        """As AsyncLLM.generate; raises RequestTimeoutError when a step or the whole takes too
+        long. The request is then aborted in the engine."""
+        outputs = super().generate(*args, **kwargs)
+        clock = asyncio.get_running_loop().time
+        total, step = self.limits.total_timeout_s, self.limits.token_timeout_s
+        end = clock() + total if total else None
+        try:
+            while True:
+                deadlines = [t for t in (end, clock() + step if step else None) if t is not None]
+                try:
+                    async with asyncio.timeout_at(min(deadlines, default=None)):
+                        output = await anext(outputs)
+                except StopAsyncIteration:
+                    return
+                except TimeoutError:
+                    raise self._timed_out(end is not None and clock() >= end) from None
+                yield output
+        finally:
+            await outputs.aclose()
+
+    def _timed_out(self, whole: bool) -> RequestTimeoutError:
+        if whole:
+            return RequestTimeoutError(
+                f"request took longer than {self.limits.total_timeout_s:g} s (e2eTimeout)"
+            )
+        return RequestTimeoutError(f"no token for {self.limits.token_timeout_s:g} s (tokenTimeout)")
+
+
+def serve(spec: ServeSpec, attach: Attach) -> int:
+    """Serves ``spec`` until told to stop; returns the exit status.
+
+    ``attach`` gets the application and a generator before the first request is accepted. SIGINT
+    and SIGTERM finish running requests (``shutdown-timeout`` seconds) and give 0; a dead engine
+    gives 1. Raises EngineError when vLLM does not accept the settings or does not start.
+    """
+    cli_env_setup()
+    args = parse_args(spec)
+    try:
+        return cast(int, uvloop.run(_serve(args, spec, attach)))
+    except KeyboardInterrupt:
+        log.info("stopped before the engine was ready")
+        return 0
+
+
+def parse_args(spec: ServeSpec) -> Namespace:
+    """vLLM's own parsed arguments for ``spec``; exits with vLLM's message on unknown ones."""
+    words = [*command_line({**platform_defaults(spec), **spec.options}), *spec.extra_args]
+    words += ["--host", spec.host, "--port", str(spec.port)]
+    if spec.recall is not None:
+        words += ["--kv-transfer-config", json.dumps(connector_config(spec.recall))]
+    parser = make_arg_parser(FlexibleArgumentParser(prog="kvrecall serve MODEL --"))
+    args = parser.parse_args([spec.model, *words])
+    args.model = args.model_tag
+    try:
+        validate_parsed_serve_args(args)
+    except (ValueError, TypeError) as error:
+        raise EngineError(f"vLLM does not accept these settings: {_first_line(error)}") from error
+    return cast(Namespace, args)
+
+
+def connector_config(recall: Mapping[str, object]) -> dict[str, object]:
+    """vLLM's ``kv_transfer_config`` that loads kvrecall's connector with these settings."""
+    return {
+        "kv_connector": "RecallConnector",
+        "kv_connector_module_path": "kvrecall.engines.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": dict(recall),
+    }
+
+
+def command_line(options: Mapping[str, object]) -> list[str]:
+    """Command-line words for engine options (see ServeSpec.options). None leaves one out."""
+    words: list[str] = []
+    for name, value in options.items():
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, Mapping):
+            words += [f"--{name}", json.dumps(value)]
+        else:
+            words += [f"--{name}", str(value)]
+    return words
+
+
+def platform_defaults(spec: ServeSpec) -> dict[str, object]:
+    """Options this platform wants unless the spec says otherwise.
+
+    On a CPU: no compilation (a fast start), and a bounded KV cache, because vLLM's own default
+    there is a share of all memory and refuses to start on a machine that is in use.
+    """
+    if not current_platform.is_cpu():
+        return {}
+    defaults: dict[str, object] = {"enforce-eager": True}
+    if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        available = psutil.virtual_memory().available
+        defaults["kv-cache-memory-bytes"] = min(_MAX_DEFAULT_CPU_KV, available // 4)
+    return defaults
+
+
+async def _serve(args: Namespace, spec: ServeSpec, attach: Attach) -> int:
+    # Until uvicorn runs, a signal must end a start that takes minutes.
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        address, sock = setup_server(args, reuse_port=False)
+    except OSError as error:
+        raise EngineError(f"cannot listen on {spec.host}:{spec.port}: {error.strerror}") from error
+    try:
+        async with _engine(args, spec.limits) as engine:
+            app = await _application(engine, args, spec, attach)
+            log.info("serving %s on %s", ", ".join(_names(args)), address)
+            shutdown = await serve_http(
+                app, sock=sock, enable_ssl_refresh=args.enable_ssl_refresh, **_uvicorn(args)
+            )
+        await shutdown
+    finally:
+        sock.close()
+    if engine.died:
+        log.error("the engine died; see its own message above")
+        return 1
+    return 0
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@asynccontextmanager
+async def _engine(args: Namespace, limits: Limits) -> AsyncIterator[TimedAsyncLLM]:
+    """The running engine; shut down, with its processes, on leaving."""
+    context = UsageContext.OPENAI_API_SERVER
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    try:
+        config = engine_args.create_engine_config(usage_context=context)
+    except (ValueError, OSError, NotImplementedError) as error:
+        raise EngineError(f"vLLM does not accept these settings: {_first_line(error)}") from error
+    try:
+        engine = TimedAsyncLLM(
+            vllm_config=config,
+            executor_class=Executor.get_class(config),
+            log_requests=engine_args.enable_log_requests,
+            log_stats=not engine_args.disable_log_stats,
+            usage_context=context,
+        )
+    except RuntimeError as error:
+        raise EngineError(f"vLLM's engine did not start: {_first_line(error)}") from error
+    engine.limits = limits
+    try:
+        await engine.reset_mm_cache()
+        yield engine
+    finally:
+        engine.shutdown(timeout=config.shutdown_timeout)
+
+
+async def _application(
+    engine: TimedAsyncLLM, args: Namespace, spec: ServeSpec, attach: Attach
+) -> FastAPI:
+    """vLLM's application with the recall-reporting handlers and our routes."""
+    tasks = await engine.get_supported_tasks()
+    if "generate" not in tasks:
+        raise EngineError(f"{spec.model} generates no text (it supports: {', '.join(tasks)})")
+    app = cast(FastAPI, build_app(args, tasks, engine.model_config))
+    await init_app_state(engine, app.state, args, tasks)
+    pooled = engine.vllm_config.kv_transfer_config is not None
+    state = app.state
+    state.openai_serving_chat = recall_chat(state.openai_serving_chat, spec.limits, pooled)
+    completion = recall_completion(state.openai_serving_completion, spec.limits, pooled)
+    state.openai_serving_completion = completion
+    app.middleware_stack = None  # vLLM has built it already; it is built anew when serving starts
+    attach(app, VllmGenerator(completion, spec.limits))
+    return app
+
+
+def _uvicorn(args: Namespace) -> dict[str, Any]:
+    """Keyword arguments of serve_http, as vLLM's build_and_serve gives them."""
+    kwargs = {
+        name: getattr(args, name)
+        for name in (
+            "host port ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers "
+            "h11_max_incomplete_event_size h11_max_header_count"
+        ).split()
+    }
+    kwargs["log_level"] = args.uvicorn_log_level
+    kwargs["access_log"] = not args.disable_uvicorn_access_log
+    log_config = get_uvicorn_log_config(args)
+    if log_config is not None:
+        kwargs["log_config"] = log_config
+    return kwargs
+
+
+def _names(args: Namespace) -> list[str]:
+    return list(args.served_model_name or [args.model])
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

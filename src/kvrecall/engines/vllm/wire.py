@@ -1,0 +1,120 @@
+"""What the scheduler side and the worker side of the connector tell each other, step by step.
+
+Everything here is pickled by vLLM once a step, so it is small and plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvrecall.pool.base import ArenaHandle
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Blocks to copy between the device and the arena; row i of both lists belongs together.
+
+    ``offsets`` are bytes into the arena where a block's record starts; a rank adds its shard's
+    place within the record.
+    """
+
+    block_ids: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Arena -> device for one request, which waits until every rank has reported it."""
+
+    request_id: str
+    copy: Copy
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Device -> arena, after this step's forward pass."""
+
+    store_id: int
+    copy: Copy
+
+
+@dataclass(slots=True)
+class StepOrders(KVConnectorMetadata):
+    """The scheduler side's orders for one step.
+
+    ``releases``: finished requests whose device blocks are held until the stores ordered so far
+    have left the device. ``drain``: wait for all stores before anything is overwritten (a request
+    was preempted or its blocks may be reused).
+    """
+
+    arena: ArenaHandle
+    loads: list[Load] = field(default_factory=list)
+    stores: list[Store] = field(default_factory=list)
+    releases: list[str] = field(default_factory=list)
+    drain: bool = False
+
+
+@dataclass(slots=True)
+class StepReport(KVConnectorWorkerMetadata):
+    """What the workers finished: how many ranks completed, and which failed, each store."""
+
+    stored: dict[int, int] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)
+    loaded_bytes: int = 0
+    load_seconds: float = 0.0
+    stored_bytes: int = 0
+    store_seconds: float = 0.0
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
+        """Sums the reports of two ranks."""
+        assert isinstance(other, StepReport)
+        stored = dict(self.stored)
+        for store_id, ranks in other.stored.items():
+            stored[store_id] = stored.get(store_id, 0) + ranks
+        return StepReport(
+            stored,
+            self.failed | other.failed,
+            self.loaded_bytes + other.loaded_bytes,
+            max(self.load_seconds, other.load_seconds),
+            self.stored_bytes + other.stored_bytes,
+            max(self.store_seconds, other.store_seconds),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayer:
+    """One layer's part of a block on one rank."""
+
+    name: str
+    page_bytes: int
+    layout: str  # logical shape of a block, strides, dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Shard(KVConnectorHandshakeMetadata):
+    """What one rank holds of every block, told once at start.
+
+    ``kernel`` names the attention backend and the instruction set its bytes are packed for.
+    ``copies_in_step``: stores are complete when the step that ordered them returns.
+    """
+
+    layers: tuple[ShardLayer, ...]
+    kernel: str
+    copies_in_step: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one block on this rank."""
+        return total_bytes(self.layers)
+
+
+def total_bytes(layers: Iterable[ShardLayer]) -> int:
+    """Bytes of one block over ``layers``."""
+    return sum(layer.page_bytes for layer in layers)

@@ -1,0 +1,148 @@
+"""The worker side: copies bytes between this rank's device KV cache and the arena. Decides nothing.
+
+A copy that cannot be made is reported as failed and the engine recomputes; it never raises into
+the engine's step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvrecall.engines.vllm import compat
+from kvrecall.engines.vllm.copier import Copier, make_copier
+from kvrecall.engines.vllm.pages import Pages, pages_of
+from kvrecall.engines.vllm.wire import Shard, ShardLayer, StepOrders, StepReport
+from kvrecall.errors import TierError
+from kvrecall.pool.arena import Arena
+from kvrecall.pool.base import ArenaHandle
+
+logger = logging.getLogger("vllm.kvrecall")
+
+
+class RecallWorker:
+    """Worker side of the connector for one rank. Called from the worker's thread only."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._pages: tuple[Pages, ...] = ()
+        self._arena: Arena | None = None
+        self._copier: Copier | None = None
+        self._broken = False
+        self._loading: list[tuple[int, str]] = []  # (ordinal of the load, request)
+        self._storing: list[tuple[int, int]] = []  # (ordinal of the store, store id)
+        self._releases: list[tuple[int, str]] = []  # (stores that must be done, request)
+        self._loads = 0
+        self._stores = 0
+        self._failed_loads: set[str] = set()
+        self._report = StepReport()
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Takes the device KV cache: one tensor a layer."""
+        placements = compat.layer_placements(self._kv_cache_config)
+        self._pages = pages_of(kv_caches, placements, self._kv_cache_config.num_blocks)
+
+    def shard(self) -> Shard:
+        """What this rank holds of a block."""
+        layers = tuple(ShardLayer(page.name, page.page_bytes, page.layout) for page in self._pages)
+        kernel = compat.kernel_of(self._vllm_config, tuple(page.name for page in self._pages))
+        in_step = self._pages[0].rows.device.type == "cpu"
+        return Shard(layers, kernel, in_step)
+
+    def start_loads(self, orders: StepOrders) -> None:
+        """Starts the step's loads."""
+        for load in orders.loads:
+            copier = self._ready_copier(orders.arena)
+            self._loads += 1
+            self._loading.append((self._loads, load.request_id))
+            if copier is None:
+                self._failed_loads.add(load.request_id)
+                self._loads -= 1
+                continue
+            moved = copier.load(load.copy)
+            self._report.loaded_bytes += moved.nbytes
+            self._report.load_seconds += moved.seconds
+
+    def start_stores(self, orders: StepOrders) -> None:
+        """Starts the step's stores; the forward pass has been submitted."""
+        for store in orders.stores:
+            copier = self._ready_copier(orders.arena)
+            if copier is None:
+                self._report.stored[store.store_id] = 1
+                self._report.failed.add(store.store_id)
+                continue
+            if not self._writes_shard():
+                self._report.stored[store.store_id] = 1
+                continue
+            self._stores += 1
+            self._storing.append((self._stores, store.store_id))
+            moved = copier.store(store.copy)
+            self._report.stored_bytes += moved.nbytes
+            self._report.store_seconds += moved.seconds
+        self._releases.extend((self._stores, request_id) for request_id in orders.releases)
+
+    def before_overwrite(self, orders: StepOrders) -> None:
+        """Called before the step writes any device block."""
+        if orders.drain and self._copier is not None:
+            self._copier.drain()
+
+    def finished(self) -> tuple[set[str], set[str], set[str]]:
+        """Requests whose device blocks may be freed, whose load has ended, whose load failed."""
+        loads = self._copier.loads_done() if self._copier is not None else 0
+        stores = self._copier.stores_done() if self._copier is not None else 0
+        failed, self._failed_loads = self._failed_loads, set()
+        loaded = {request for at, request in self._loading if at <= loads} | failed
+        self._loading = [(at, request) for at, request in self._loading if request not in loaded]
+        released = {request for at, request in self._releases if at <= stores}
+        self._releases = [(at, request) for at, request in self._releases if at > stores]
+        for at, store_id in self._storing:
+            if at <= stores:
+                self._report.stored[store_id] = 1
+        self._storing = [(at, store_id) for at, store_id in self._storing if at > stores]
+        return released, loaded, failed
+
+    def report(self) -> StepReport | None:
+        """What happened since the last report; None if nothing did."""
+        report, self._report = self._report, StepReport()
+        idle = not (report.stored or report.failed or report.loaded_bytes or report.stored_bytes)
+        return None if idle else report
+
+    def close(self) -> None:
+        if self._copier is not None:
+            self._copier.drain()
+        self._copier = None
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    def _writes_shard(self) -> bool:
+        """Of ranks that hold identical KV, the first writes it."""
+        return compat.tensor_rank() % compat.kv_replicas(self._kv_cache_config) == 0
+
+    def _ready_copier(self, handle: ArenaHandle) -> Copier | None:
+        """The copier over the arena, mapped at first use; None if it cannot be mapped."""
+        if self._copier is None and not self._broken:
+            try:
+                self._arena = Arena.attach(handle)
+            except TierError as error:
+                self._broken = True
+                logger.error(
+                    "kvrecall: cannot map the pool's arena (%s); every block is "
+                    "recomputed until the engine is restarted",
+                    error,
+                )
+                return None
+            view = torch.frombuffer(self._arena.memory, dtype=torch.uint8)
+            self._copier = make_copier(view, self._pages, self._shard_offset())
+        return self._copier
+
+    def _shard_offset(self) -> int:
+        """Where this rank's bytes start in a block's record: after those of the ranks before it
+        that hold different KV."""
+        nbytes = sum(page.page_bytes for page in self._pages)
+        replicas = compat.kv_replicas(self._kv_cache_config)
+        return compat.shard_position(nbytes, replicas)

@@ -1,0 +1,198 @@
+"""A process that hosts one real vLLM engine and does what the test tells it, a JSON line each.
+
+Its own process, so that a test can kill it, and so that engines never share state.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM prints to stdout; keep that for the log
+    setup = json.loads(sys.stdin.readline())
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(setup.pop("kv_space_gib", 1))
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler side lives here
+    os.environ.update(setup.pop("env", {}))
+    answer(replies, lambda: Host(setup))
+    host = Host.instance
+    if host is None:
+        raise SystemExit(1)
+    for line in sys.stdin:
+        order = json.loads(line)
+        name = order.pop("do")
+        if name == "close":
+            host.close()
+            break
+        answer(replies, lambda name=name, order=order: getattr(host, name)(**order))
+
+
+def answer(replies: Any, act: Any) -> None:
+    try:
+        result = act()
+        reply = {"ok": result if not isinstance(result, Host) else "ready"}
+    except BaseException as error:  # noqa: BLE001 - told to the test, which judges
+        traceback.print_exc()
+        reply = {"error": f"{type(error).__name__}: {error}"}
+    replies.write(json.dumps(reply) + "\n")
+    replies.flush()
+
+
+class Host:
+    instance: Host | None = None
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        pool = setup.pop("pool", None)
+        transfer = None
+        if pool is not None:
+            transfer = {
+                "kv_connector": setup.pop("connector", "RecallConnector"),
+                "kv_connector_module_path": setup.pop("module", "kvrecall.engines.vllm"),
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": pool,
+            }
+        options = {
+            "enforce_eager": True,
+            "block_size": 128,
+            "disable_log_stats": False,
+            "max_num_seqs": 8,
+            "prefix_caching_hash_algo": "sha256_cbor",
+            "enable_prefix_caching": True,
+            **setup,
+        }
+        self.llm = LLM(**options, kv_transfer_config=transfer)
+        Host.instance = self
+
+    # ---- orders ----
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        salts: list[str | None] | None = None,
+        lora: list[Any] | None = None,
+        **sampling: Any,
+    ) -> list[dict[str, Any]]:
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        params = SamplingParams(**{"temperature": 0.0, "logprobs": 1, "max_tokens": 8, **sampling})
+        inputs = []
+        for prompt, salt in zip(prompts, salts or [None] * len(prompts), strict=True):
+            item: dict[str, Any] = {"prompt_token_ids": prompt}
+            if salt:
+                item["cache_salt"] = salt
+            inputs.append(item)
+        adapter = LoRARequest(*lora) if lora else None
+        outputs = self.llm.generate(inputs, params, lora_request=adapter, use_tqdm=False)
+        return [reply_of(output) for output in outputs]
+
+    def beam(self, prompt: list[int], width: int, max_tokens: int) -> list[list[int]]:
+        from vllm.sampling_params import BeamSearchParams
+
+        params = BeamSearchParams(beam_width=width, max_tokens=max_tokens)
+        (output,) = self.llm.beam_search([{"prompt_token_ids": prompt}], params)
+        return [beam.tokens for beam in output.sequences]
+
+    def forget_device(self) -> bool:
+        return bool(self.llm.reset_prefix_cache())
+
+    def forget_all(self) -> bool:
+        return bool(self.llm.reset_prefix_cache(reset_connector=True))
+
+    def engine(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
+
+    def connector(self) -> Any:
+        return self.engine().scheduler.connector
+
+    def pool_stats(self) -> dict[str, Any]:
+        stats = self.connector()._pool.stats()
+        tiers = {
+            tier.name: {name: getattr(tier, name) for name in tier.__slots__}
+            for tier in stats.tiers
+        }
+        plain = {n: getattr(stats, n) for n in ("leases", "reserved", "queued_writes", "refused")}
+        return {"tiers": tiers, **plain}
+
+    def namespace(self) -> dict[str, str]:
+        self.connector()._s._space(_Plain())
+        return dict(self.connector()._s._namespace.parts)
+
+    def flush(self, seconds: float = 20.0) -> bool:
+        """Waits until all queued writes are on disk."""
+        import time
+
+        end = time.monotonic() + seconds
+        while self.connector()._pool.stats().queued_writes and time.monotonic() < end:
+            time.sleep(0.01)
+        return not self.connector()._pool.stats().queued_writes
+
+    def abort_midway(self, prompt: list[int], after_steps: int, **sampling: Any) -> int:
+        """Adds a request, steps a few times, aborts it; returns requests left in the engine."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        engine.add_request("doomed", {"prompt_token_ids": prompt}, SamplingParams(**sampling))
+        for _ in range(after_steps):
+            engine.step()
+        engine.abort_request(["doomed"])
+        for _ in range(50):
+            engine.step()
+            if not self.engine().scheduler.has_requests():
+                break
+        return len(self.engine().scheduler.requests)
+
+    def preemptions(self) -> int:
+        for metric in self.llm.get_metrics():
+            if metric.name == "vllm:num_preemptions":
+                return int(metric.value)
+        return -1
+
+    def metrics(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for metric in self.llm.get_metrics():
+            if metric.name.startswith("kvrecall") and hasattr(metric, "value"):
+                tier = metric.labels.get("tier")
+                found[metric.name + (f":{tier}" if tier else "")] = metric.value
+        return found
+
+    def shm(self) -> list[str]:
+        return sorted(path.name for path in Path("/dev/shm").iterdir())
+
+    def close(self) -> None:
+        self.engine().shutdown()
+
+
+class _Plain:
+    lora_request = None
+
+
+def reply_of(output: Any) -> dict[str, Any]:
+    completions = [
+        {
+            "tokens": list(one.token_ids),
+            "logprobs": [
+                [(token, entry.logprob) for token, entry in sorted(step.items())]
+                for step in (one.logprobs or [])
+            ],
+        }
+        for one in output.outputs
+    ]
+    return {
+        **completions[0],
+        "all": completions,
+        "cached": output.num_cached_tokens,
+        "from": (output.kv_transfer_params or {}).get("kvrecall"),
+    }
+
+
+if __name__ == "__main__":
+    main()

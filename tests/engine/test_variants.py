@@ -1,0 +1,142 @@
+"""The same bits from every tier, for every kind of engine a CPU can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrecall.testing.models import write_lora, write_w8a8
+
+from .engine import Engine, EngineFailed, prompt_of
+from .exactness import BLOCK, hits, nothing_held, same_bits_from_every_tier
+
+pytestmark = pytest.mark.engine
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+
+
+def pool_at(folder: Path, block_bytes: int) -> dict[str, Any]:
+    return {
+        "host_size": 24 * block_bytes,
+        "disk_path": str(folder),
+        "disk_size": "256MiB",
+        "async_write": True,
+    }
+
+
+VARIANTS = {
+    "qwen2-fp8-kv-unchunked": (
+        "qwen2",
+        {
+            "kv_cache_dtype": "fp8",
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": 4096,
+        },
+        1,
+    ),
+    "llama-ngram-speculation": ("llama", {"speculative_config": NGRAM}, 2),
+    "qwen3-sliding-window": (
+        "qwen2",
+        {
+            "hf_overrides": {
+                "use_sliding_window": True,
+                "sliding_window": 256,
+                "max_window_layers": 2,
+                "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2,
+            }
+        },
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant(
+    name: str,
+    start: Callable[..., Engine],
+    model_folder: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    architecture, options, kv_bytes = VARIANTS[name]
+    block_bytes = 4 * 2 * 2 * 64 * BLOCK * kv_bytes
+    engine = start(
+        model=str(model_folder(architecture)), pool=pool_at(tmp_path, block_bytes), **options
+    )
+    same_bits_from_every_tier(engine, 1)
+    if "speculative_config" in options:
+        repeated = prompt_of(60, 3) * 6
+        first = engine.ask(repeated, max_tokens=150)
+        assert engine.forget_device()
+        turn = repeated + first["tokens"]
+        recalled = engine.ask(turn, max_tokens=20)
+        assert hits(recalled) == (0, (len(turn) - 1) // BLOCK * BLOCK, 0)
+        assert recalled["logprobs"] == engine.ask(turn, max_tokens=20)["logprobs"]
+    nothing_held(engine)
+    engine.close()
+
+
+def test_int8_weights(
+    start: Callable[..., Engine], model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = write_w8a8(tmp_path / "w8a8", model_folder("qwen3"))
+    engine = start(model=str(folder), pool=pool_at(tmp_path / "pool", 4 * 2 * 2 * 64 * BLOCK * 2))
+    same_bits_from_every_tier(engine, 1)
+    nothing_held(engine)
+    engine.close()
+
+
+def test_adapters_of_one_name(
+    start: Callable[..., Engine], model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Two adapters of one name and other weights never share a block, not even at one path."""
+    base = model_folder("qwen3")
+    path = tmp_path / "adapter"
+    pool = pool_at(tmp_path / "pool", 4 * 2 * 2 * 64 * BLOCK * 2)
+    pool["async_write"] = False
+    options = {"model": str(base), "pool": pool, "enable_lora": True, "max_lora_rank": 8}
+    prompt = prompt_of(3 * BLOCK + 4, 1)
+
+    write_lora(path, base, rank=8, seed=1)
+    engine = start(**options)
+    plain = engine.ask(prompt)
+    first = engine.ask(prompt, lora=["style", 1, str(path)])
+    assert hits(first) == (0, 0, 0)
+    assert engine.forget_device()
+    assert hits(engine.ask(prompt, lora=["style", 1, str(path)])) == (0, 3 * BLOCK, 0)
+    engine.close()
+
+    for file in path.iterdir():
+        file.unlink()
+    write_lora(path, base, rank=8, seed=2)
+    engine = start(**options)
+    other = engine.ask(prompt, lora=["style", 1, str(path)])
+    assert hits(other) == (0, 0, 0)
+    assert other["logprobs"] != first["logprobs"]
+    again = engine.ask(prompt)
+    assert hits(again) == (0, 0, 3 * BLOCK)
+    assert again["tokens"] == plain["tokens"]
+    engine.close()
+
+
+def test_two_ranks(
+    start: Callable[..., Engine], model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    engine = start(
+        model=str(model_folder("qwen3")),
+        pool=pool_at(tmp_path, 4 * 2 * 2 * 64 * BLOCK * 2),
+        tensor_parallel_size=2,
+    )
+    same_bits_from_every_tier(engine, 1)
+    nothing_held(engine)
+    engine.close()
+
+
+def test_what_cannot_be_served_is_refused(
+    start: Callable[..., Engine], model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    """DeepSeek's MLA has no prefix reuse on a CPU without AMX; vLLM turns prefix caching off."""
+    with pytest.raises(EngineFailed, match="prefix caching is off"):
+        start(model=str(model_folder("deepseek_v3")), pool={"host_size": "64MiB"}, block_size=16)
