@@ -157,12 +157,15 @@ class Host:
         return -1
 
     def metrics(self) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for metric in self.llm.get_metrics():
-            if metric.name.startswith("kvrecall") and hasattr(metric, "value"):
-                tier = metric.labels.get("tier")
-                found[metric.name + (f":{tier}" if tier else "")] = metric.value
-        return found
+        """What Prometheus would scrape, ``name`` or ``name:tier``."""
+        from prometheus_client import REGISTRY
+
+        return {
+            ":".join([s.name, *(s.labels[k] for k in ("tier", "source") if k in s.labels)]): s.value
+            for family in REGISTRY.collect()
+            for s in family.samples
+            if s.name.startswith("kvrecall") and not s.name.endswith("_created")
+        }
 
     def shm(self) -> list[str]:
         return sorted(path.name for path in Path("/dev/shm").iterdir())

@@ -6,6 +6,7 @@ here knows HTTP, and nothing here imports vLLM.
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -168,12 +169,19 @@ class Limits:
     max_new_tokens: int = 0
 
 
+class Tls(Protocol):
+    """Makes the TLS context of the listener."""
+
+    def context(self) -> ssl.SSLContext: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ServeSpec:
     """Everything an engine room needs to serve a model over HTTP.
 
     ``options`` are engine options by their command-line names without dashes in front
-    (``max-model-len``); True and False become ``--x`` and ``--no-x``, mappings JSON.
+    (``max-model-len``); True and False become ``--x`` and ``--no-x``, mappings JSON, lists
+    several words; None leaves the option out.
     ``extra_args`` are further command-line words, given as they are; they win over ``options``.
     ``recall`` are the pool's settings (RecallSettings keys), None for no pool.
     """
@@ -185,3 +193,4 @@ class ServeSpec:
     extra_args: tuple[str, ...] = ()
     recall: Mapping[str, object] | None = None
     limits: Limits = Limits()
+    tls: Tls | None = None

@@ -124,7 +124,9 @@ class PoolClient(Protocol):
     def find(self, keys: Sequence[BlockKey]) -> Found:
         """Longest present prefix of ``keys``. No side effect on recency; counts as a lookup."""
 
-    def acquire(self, keys: Sequence[BlockKey], deadline_s: float) -> int:
+    def acquire(
+        self, keys: Sequence[BlockKey], deadline_s: float, parent: BlockKey | None = None
+    ) -> int:
         """Leases the present prefix of ``keys`` and starts promoting what is not in the host.
 
         Returns a ticket for ``poll``/``release``. After ``deadline_s`` seconds the recall is
@@ -137,8 +139,13 @@ class PoolClient(Protocol):
     def release(self, ticket: int) -> None:
         """Gives back all leases of a ticket, finished or not. Idempotent."""
 
-    def reserve(self, keys: Sequence[BlockKey]) -> tuple[Reservation, ...]:
-        """Room for the blocks of ``keys`` (a chain, prefix first). Evicts if need be."""
+    def reserve(
+        self, keys: Sequence[BlockKey], parent: BlockKey | None = None
+    ) -> tuple[Reservation, ...]:
+        """Room for the blocks of ``keys`` (a chain, prefix first). Evicts if need be.
+
+        ``parent``: key before ``keys[0]`` if the chain starts in the middle of a sequence.
+        """
 
     def commit(self, keys: Sequence[BlockKey]) -> None:
         """The slots reserved for ``keys`` are filled: makes them visible and queues their write

@@ -22,7 +22,6 @@ SOURCES = ("device", "host", "disk", "remote", "computed")
 
 COUNTERS = {
     "requests": "Requests finished.",
-    **{f"prompt_tokens_{s}": f"Prompt tokens whose KV came from: {s}." for s in SOURCES},
     "loaded_bytes": "Bytes copied from the arena to the device.",
     "load_seconds": "Seconds spent copying them.",
     "stored_bytes": "Bytes copied from the device to the arena.",
@@ -32,6 +31,7 @@ COUNTERS = {
     "loads_failed": "Requests recomputed because their load failed.",
     "flushes_missed": "Replies sent before their blocks were durable (async_write off).",
 }
+PROMPT_TOKENS = "Prompt tokens by where their KV came from."
 TIER_COUNTERS = {
     "hits": "Blocks found in the tier.",
     "reads": "Blocks read from the tier.",
@@ -72,7 +72,7 @@ class Tally:
         """Adds a finished request and where its prompt's KV came from (tokens)."""
         self._add("requests", 1)
         for source, tokens in sources.items():
-            self._add(f"prompt_tokens_{source}", tokens)
+            self._add(f"{source}:prompt_tokens", tokens)
 
     def count_step(self, report: StepReport) -> None:
         """Adds the copies of a step."""
@@ -106,13 +106,13 @@ class PoolWatch:
         gauges: dict[str, float] = {name: getattr(stats, name) for name in POOL_GAUGES}
         for tier in stats.tiers:
             for name in TIER_COUNTERS:
-                label = f"{tier.name}:{name}"
+                label = f"{tier.name}:tier_{name}"
                 value = float(getattr(tier, name))
                 if value != self._last.get(label, 0.0):
                     counts[label] = value - self._last.get(label, 0.0)
                     self._last[label] = value
             for name in TIER_GAUGES:
-                gauges[f"{tier.name}:{name}"] = float(getattr(tier, name))
+                gauges[f"{tier.name}:tier_{name}"] = float(getattr(tier, name))
         return counts, gauges
 
 
@@ -140,7 +140,7 @@ class RecallStats(KVConnectorStats):
         """What a person wants in the log line of the last interval."""
         counts = self.data.get("counts", {})
         line: dict[str, int | float] = {
-            f"{source} tokens": int(counts.get(f"prompt_tokens_{source}", 0)) for source in SOURCES
+            f"{source} tokens": int(counts.get(f"{source}:prompt_tokens", 0)) for source in SOURCES
         }
         for way, seconds in (("loaded", "load_seconds"), ("stored", "store_seconds")):
             nbytes = counts.get(f"{way}_bytes", 0)
@@ -163,35 +163,43 @@ class RecallPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         counter, gauge = metric_types[Counter], metric_types[Gauge]
         tiered = [*labelnames, "tier"]
+        sources = [*labelnames, "source"]
         self._counters = {
             name: counter(name=f"kvrecall_{name}", documentation=text, labelnames=labelnames)
             for name, text in COUNTERS.items()
         }
-        self._tier_counters = {
-            name: counter(name=f"kvrecall_tier_{name}", documentation=text, labelnames=tiered)
+        self._labelled = {
+            f"tier_{name}": counter(
+                name=f"kvrecall_tier_{name}", documentation=text, labelnames=tiered
+            )
             for name, text in TIER_COUNTERS.items()
         }
+        self._labelled["prompt_tokens"] = counter(
+            name="kvrecall_prompt_tokens", documentation=PROMPT_TOKENS, labelnames=sources
+        )
         self._gauges = {
             name: gauge(name=f"kvrecall_{name}", documentation=text, labelnames=labelnames)
             for name, text in POOL_GAUGES.items()
         }
         self._tier_gauges = {
-            name: gauge(name=f"kvrecall_tier_{name}", documentation=text, labelnames=tiered)
+            f"tier_{name}": gauge(
+                name=f"kvrecall_tier_{name}", documentation=text, labelnames=tiered
+            )
             for name, text in TIER_GAUGES.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Feeds one payload of ``RecallStats``."""
+        """Feeds one payload of ``RecallStats``. ``label:metric`` names a labelled metric."""
         labels = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
         for name, amount in transfer_stats_data.get("counts", {}).items():
-            tier, _, metric = name.rpartition(":")
-            if tier:
-                self._tier_counters[metric].labels(*labels, tier).inc(amount)
+            label, _, metric = name.rpartition(":")
+            if label:
+                self._labelled[metric].labels(*labels, label).inc(amount)
             else:
                 self._counters[name].labels(*labels).inc(amount)
         for name, value in transfer_stats_data.get("gauges", {}).items():
-            tier, _, metric = name.rpartition(":")
-            if tier:
-                self._tier_gauges[metric].labels(*labels, tier).set(value)
+            label, _, metric = name.rpartition(":")
+            if label:
+                self._tier_gauges[metric].labels(*labels, label).set(value)
             else:
                 self._gauges[name].labels(*labels).set(value)

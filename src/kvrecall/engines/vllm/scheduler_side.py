@@ -126,7 +126,8 @@ class RecallScheduler:
         if found is None or found.blocks == 0:
             return False
         deadline = self._settings.pool.load_deadline_s
-        ticket = self._pool.acquire(keys[: found.blocks], deadline)
+        parent = chain[start - 1] if start else None
+        ticket = self._pool.acquire(keys[: found.blocks], deadline, parent)
         state.claim = Claim(ticket, start)
         return True
 
@@ -197,7 +198,8 @@ class RecallScheduler:
             return
         if ids is None:
             ids = self._block_ids(state.request.request_id)
-        answers = list(zip(new, self._pool.reserve(new), strict=True))
+        parent = keys[state.saved - 1] if state.saved else None
+        answers = list(zip(new, self._pool.reserve(new, parent), strict=True))
         rows: list[tuple[BlockKey, int, int]] = []
         for key, reservation in answers:
             if reservation.verdict is Verdict.REFUSED:

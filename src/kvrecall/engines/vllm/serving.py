@@ -148,6 +148,8 @@ def command_line(options: Mapping[str, object]) -> list[str]:
             words.append(f"--{name}" if value else f"--no-{name}")
         elif isinstance(value, Mapping):
             words += [f"--{name}", json.dumps(value)]
+        elif isinstance(value, list | tuple):
+            words += [f"--{name}", *map(str, value)]
         else:
             words += [f"--{name}", str(value)]
     return words
@@ -172,15 +174,16 @@ async def _serve(args: Namespace, spec: ServeSpec, attach: Attach) -> int:
     # Until uvicorn runs, a signal must end a start that takes minutes.
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        address, sock = setup_server(args, reuse_port=False)
+        _, sock = setup_server(args, reuse_port=False)
     except OSError as error:
         raise EngineError(f"cannot listen on {spec.host}:{spec.port}: {error.strerror}") from error
     try:
         async with _engine(args, spec.limits) as engine:
             app = await _application(engine, args, spec, attach)
-            log.info("serving %s on %s", ", ".join(_names(args)), address)
+            scheme = "https" if spec.tls else "http"
+            log.info("serving %s on %s://%s:%s", _names(args), scheme, spec.host, spec.port)
             shutdown = await serve_http(
-                app, sock=sock, enable_ssl_refresh=args.enable_ssl_refresh, **_uvicorn(args)
+                app, sock=sock, enable_ssl_refresh=False, **_uvicorn(args, spec)
             )
         await shutdown
     finally:
@@ -241,8 +244,8 @@ async def _application(
     return app
 
 
-def _uvicorn(args: Namespace) -> dict[str, Any]:
-    """Keyword arguments of serve_http, as vLLM's build_and_serve gives them."""
+def _uvicorn(args: Namespace, spec: ServeSpec) -> dict[str, Any]:
+    """Keyword arguments of serve_http, as vLLM's build_and_serve gives them, and our TLS."""
     kwargs = {
         name: getattr(args, name)
         for name in (
@@ -252,14 +255,17 @@ def _uvicorn(args: Namespace) -> dict[str, Any]:
     }
     kwargs["log_level"] = args.uvicorn_log_level
     kwargs["access_log"] = not args.disable_uvicorn_access_log
+    tls = spec.tls
+    if tls is not None:
+        kwargs["ssl_context_factory"] = lambda *_: tls.context()
     log_config = get_uvicorn_log_config(args)
     if log_config is not None:
         kwargs["log_config"] = log_config
     return kwargs
 
 
-def _names(args: Namespace) -> list[str]:
-    return list(args.served_model_name or [args.model])
+def _names(args: Namespace) -> str:
+    return ", ".join(args.served_model_name or [args.model])
 
 
 def _first_line(error: BaseException) -> str:
