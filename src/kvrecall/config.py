@@ -66,6 +66,7 @@ class RecallSettings:
     pool: PoolConfig
     backend: str = "embedded"
     async_write: bool = True
+    appraise_loads: bool = True
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, object], source: str = "settings") -> RecallSettings:
@@ -79,6 +80,8 @@ class RecallSettings:
         async_write   bool, default true: saves leave the critical path and are shed under
                       pressure; false: a reply ends only when its blocks are durable in the pool
         policy        eviction policy, default lru
+        load_or_compute  auto (default): of a prefix, only what is expected to load faster than it
+                      computes is loaded; load: whatever is found is loaded
         load_deadline seconds a request waits for blocks from below the host, default 10
         """
         return _SettingsReader(raw, source).read()
@@ -99,7 +102,7 @@ class _SettingsReader:
                 hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
                 raise ConfigError(f"{self._source}: unknown setting {key!r}{hint}")
         backend = self._choice("backend", "embedded", ("embedded",))
-        settings = RecallSettings(
+        return RecallSettings(
             pool=PoolConfig(
                 host_bytes=self._size("host_size", 4 * _GIB),
                 disk=self._disk(),
@@ -108,8 +111,8 @@ class _SettingsReader:
             ),
             backend=backend,
             async_write=self._flag("async_write", True),
+            appraise_loads=self._choice("load_or_compute", "auto", ("auto", "load")) == "auto",
         )
-        return settings
 
     def _disk(self) -> DiskConfig | None:
         path = self._text("disk_path", "")
@@ -166,5 +169,8 @@ class _SettingsReader:
 
 
 _KNOWN_SETTINGS = frozenset(
-    "backend host_size disk_path disk_size direct_io async_write policy load_deadline".split()
+    (
+        "backend host_size disk_path disk_size direct_io async_write policy "
+        "load_deadline load_or_compute"
+    ).split()
 )

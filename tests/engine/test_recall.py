@@ -31,6 +31,7 @@ def setup(model_folder: Callable[..., Path], disk: Path) -> dict[str, Any]:
         "disk_path": str(disk),
         "disk_size": "256MiB",
         "async_write": False,
+        "load_or_compute": "load",
     }
     return {
         "model": str(model_folder("qwen3")),

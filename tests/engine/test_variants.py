@@ -24,6 +24,7 @@ def pool_at(folder: Path, block_bytes: int) -> dict[str, Any]:
         "disk_path": str(folder),
         "disk_size": "256MiB",
         "async_write": True,
+        "load_or_compute": "load",
     }
 
 

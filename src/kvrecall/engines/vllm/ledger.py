@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvrecall.block import BlockKey, Namespace, TierName
+from kvrecall.engines.vllm.stepclock import Mark
 from kvrecall.pool.base import Recall
 
 
@@ -14,11 +15,14 @@ from kvrecall.pool.base import Recall
 class Claim:
     """Blocks of the pool acquired for a request that has not been admitted yet.
 
-    ``start``: index of the first block within the request's chain.
+    ``start``: index of the first block within the request's chain. ``tiers``: where its blocks
+    were found. ``mark``: when, by the scheduler side's clock.
     """
 
     ticket: int
     start: int
+    tiers: tuple[TierName, ...]
+    mark: Mark
     recall: Recall | None = None  # set once READY
 
 

@@ -27,6 +27,7 @@ COUNTERS = {
     "stored_bytes": "Bytes copied from the device to the arena.",
     "store_seconds": "Seconds spent copying them.",
     "blocks_refused": "Blocks not saved because the pool had no room or was shedding load.",
+    "blocks_declined": "Blocks found but computed, as loading was expected to take longer.",
     "stores_failed": "Stores that failed on a worker.",
     "loads_failed": "Requests recomputed because their load failed.",
     "flushes_missed": "Replies sent before their blocks were durable (async_write off).",
@@ -58,12 +59,16 @@ POOL_GAUGES = {
 }
 
 
+_EVENTS = ("blocks_refused", "blocks_declined", "stores_failed", "loads_failed", "flushes_missed")
+
+
 @dataclass(slots=True)
 class Tally:
     """Counters of the scheduler side since the last report."""
 
     counts: dict[str, float] = field(default_factory=dict)
     blocks_refused: int = 0
+    blocks_declined: int = 0
     stores_failed: int = 0
     loads_failed: int = 0
     flushes_missed: int = 0
@@ -87,7 +92,7 @@ class Tally:
 
     def take(self) -> dict[str, float]:
         """The counts so far; starts anew."""
-        for name in ("blocks_refused", "stores_failed", "loads_failed", "flushes_missed"):
+        for name in _EVENTS:
             self._add(name, getattr(self, name))
             setattr(self, name, 0)
         counts, self.counts = self.counts, {}

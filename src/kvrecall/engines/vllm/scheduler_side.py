@@ -15,10 +15,12 @@ from typing import Any
 
 from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.config import RecallSettings
+from kvrecall.engines.vllm.appraisal import Appraiser, Plan
 from kvrecall.engines.vllm.ledger import Claim, RequestState
 from kvrecall.engines.vllm.metrics import Tally
+from kvrecall.engines.vllm.stepclock import StepClock, Work
 from kvrecall.engines.vllm.wire import Copy, Load, StepOrders, StepReport, Store
-from kvrecall.pool.base import PoolClient, RecallState, Verdict
+from kvrecall.pool.base import PoolClient, Recall, RecallState, Verdict
 
 logger = logging.getLogger("vllm.kvrecall")
 
@@ -85,6 +87,9 @@ class RecallScheduler:
         self._next_store = 0
         self._unflushed: list[Sequence[BlockKey]] = []
         self.tally = Tally()
+        deadline = settings.pool.load_deadline_s
+        self._appraiser = Appraiser(facts.block_size, facts.block_bytes, deadline)
+        self._clock = StepClock()
 
     # ---- recall -------------------------------------------------------------------------
 
@@ -108,6 +113,8 @@ class RecallScheduler:
         recall = self._pool.poll(state.claim.ticket)
         if recall.state is RecallState.PENDING:
             return None, False
+        if state.claim.recall is None:
+            self._appraise(state.claim, recall)
         state.claim.recall = recall
         if not recall.offsets:
             self._drop_claim(state)
@@ -125,11 +132,23 @@ class RecallScheduler:
         found = self._pool.find(keys) if keys else None
         if found is None or found.blocks == 0:
             return False
-        deadline = self._settings.pool.load_deadline_s
+        plan = Plan(found.blocks, self._settings.pool.load_deadline_s)
+        if self._settings.appraise_loads:
+            plan = self._appraiser.plan(found.tiers, start)
+            self.tally.blocks_declined += found.blocks - plan.blocks
+            if plan.blocks == 0:
+                return False
         parent = chain[start - 1] if start else None
-        ticket = self._pool.acquire(keys[: found.blocks], deadline, parent)
-        state.claim = Claim(ticket, start)
+        ticket = self._pool.acquire(keys[: plan.blocks], plan.deadline_s, parent)
+        state.claim = Claim(ticket, start, found.tiers[: plan.blocks], self._clock.mark())
         return True
+
+    def _appraise(self, claim: Claim, recall: Recall) -> None:
+        """Learns from a promotion that ended, unless a step of other work lay in between."""
+        seconds = self._clock.since(claim.mark)
+        for tier in set(claim.tiers) - {TierName.HOST}:
+            if seconds is not None:
+                self._appraiser.saw_load(tier, recall.tiers.count(tier), seconds)
 
     def _drop_claim(self, state: RequestState) -> None:
         if state.claim is not None:
@@ -170,9 +189,24 @@ class RecallScheduler:
                 request = state.request
                 final = min(request.num_computed_tokens + tokens, request.num_tokens)
                 self._save(state, final // self._facts.block_size, None)
+        self._clock.step_begins(self._prompt_work(scheduler_output))
         orders = StepOrders(arena, self._loads, self._stores, self._releases, self._must_drain())
         self._loads, self._stores, self._releases = [], [], []
         return orders
+
+    def _prompt_work(self, scheduler_output: Any) -> Work:
+        """Prompt tokens that this step computes, and their mean position."""
+        tokens = positions = 0
+        for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
+            state = self._states.get(request_id)
+            if state is not None:
+                first = state.request.num_computed_tokens
+                count = min(scheduled, state.request.num_prompt_tokens - first)
+                if count > 0:
+                    tokens += count
+                    positions += count * first + count * count // 2
+        everything = bool(scheduler_output.num_scheduled_tokens)
+        return Work(everything, tokens, positions // tokens if tokens else 0)
 
     def _must_drain(self) -> bool:
         """Whether device blocks of open stores may be overwritten in this step."""
@@ -257,8 +291,14 @@ class RecallScheduler:
 
     def reported(self, report: StepReport | None, loaded: set[str], failed: set[str]) -> None:
         """Takes in what the workers finished in a step."""
+        work, seconds = self._clock.step_ends()
+        if work.prompt_tokens and seconds is not None:
+            self._appraiser.saw_step(work.prompt_tokens, work.depth, seconds)
         if report is not None:
             self.tally.count_step(report)
+            if report.load_seconds > 0:
+                blocks = report.loaded_bytes // self._facts.block_bytes
+                self._appraiser.saw_load(TierName.HOST, blocks, report.load_seconds)
             for store_id, ranks in report.stored.items():
                 self._count_down(store_id, ranks, store_id in report.failed)
         for request_id in loaded:

@@ -17,11 +17,12 @@ import signal
 from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import psutil
 import uvloop
 from fastapi import FastAPI
+from pydantic import ValidationError
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
@@ -38,8 +39,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor import Executor
 
 from kvrecall.engines.base import Generator, Limits, ServeSpec
+from kvrecall.engines.vllm import orphan
 from kvrecall.engines.vllm.answers import VllmGenerator, recall_chat, recall_completion
-from kvrecall.errors import EngineError
+from kvrecall.errors import ConfigError, EngineError
 
 log = logging.getLogger("kvrecall.server")
 
@@ -95,6 +97,13 @@ class TimedAsyncLLM(AsyncLLM):
         return RequestTimeoutError(f"no token for {self.limits.token_timeout_s:g} s (tokenTimeout)")
 
 
+class _Parser(FlexibleArgumentParser):
+    """vLLM's parser, without its 400 lines of usage before each error."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"vLLM options: {message}")
+
+
 def serve(spec: ServeSpec, attach: Attach) -> int:
     """Serves ``spec`` until told to stop; returns the exit status.
 
@@ -103,27 +112,28 @@ def serve(spec: ServeSpec, attach: Attach) -> int:
     gives 1. Raises EngineError when vLLM does not accept the settings or does not start.
     """
     cli_env_setup()
+    orphan.install()
     args = parse_args(spec)
     try:
-        return cast(int, uvloop.run(_serve(args, spec, attach)))
+        return uvloop.run(_serve(args, spec, attach))
     except KeyboardInterrupt:
         log.info("stopped before the engine was ready")
         return 0
 
 
 def parse_args(spec: ServeSpec) -> Namespace:
-    """vLLM's own parsed arguments for ``spec``; exits with vLLM's message on unknown ones."""
+    """vLLM's own parsed arguments for ``spec``. Raises ConfigError on those it does not take."""
     words = [*command_line({**platform_defaults(spec), **spec.options}), *spec.extra_args]
     words += ["--host", spec.host, "--port", str(spec.port)]
     if spec.recall is not None:
         words += ["--kv-transfer-config", json.dumps(connector_config(spec.recall))]
-    parser = make_arg_parser(FlexibleArgumentParser(prog="kvrecall serve MODEL --"))
+    parser = make_arg_parser(_Parser(prog="kvrecall serve MODEL --"))
     args = parser.parse_args([spec.model, *words])
     args.model = args.model_tag
     try:
         validate_parsed_serve_args(args)
     except (ValueError, TypeError) as error:
-        raise EngineError(f"vLLM does not accept these settings: {_first_line(error)}") from error
+        raise ConfigError(f"vLLM does not accept these settings: {_reason(error)}") from error
     return cast(Namespace, args)
 
 
@@ -206,7 +216,7 @@ async def _engine(args: Namespace, limits: Limits) -> AsyncIterator[TimedAsyncLL
     try:
         config = engine_args.create_engine_config(usage_context=context)
     except (ValueError, OSError, NotImplementedError) as error:
-        raise EngineError(f"vLLM does not accept these settings: {_first_line(error)}") from error
+        raise ConfigError(f"vLLM does not accept these settings: {_reason(error)}") from error
     try:
         engine = TimedAsyncLLM(
             vllm_config=config,
@@ -216,7 +226,7 @@ async def _engine(args: Namespace, limits: Limits) -> AsyncIterator[TimedAsyncLL
             usage_context=context,
         )
     except RuntimeError as error:
-        raise EngineError(f"vLLM's engine did not start: {_first_line(error)}") from error
+        raise EngineError(f"vLLM's engine did not start: {_reason(error)}") from error
     engine.limits = limits
     try:
         await engine.reset_mm_cache()
@@ -268,6 +278,9 @@ def _names(args: Namespace) -> str:
     return ", ".join(args.served_model_name or [args.model])
 
 
-def _first_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
+    """What an error says, in one line."""
+    if isinstance(error, ValidationError):
+        return error.errors()[0]["msg"].replace("\n", " ")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -1,0 +1,43 @@
+"""An engine core that does not outlive the server that started it.
+
+When the API server of vLLM 0.32 is killed (``kill -9``, the OOM killer), its engine core stays,
+idle and unreachable, with all its memory and, in our case, the lock of the disk tier: the next
+server could not start. Workers end with their engine core by themselves.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from typing import Any
+
+from vllm.v1.engine.core import EngineCoreProc
+
+_run_engine_core = EngineCoreProc.run_engine_core
+
+
+def end_with_parent() -> None:
+    """Has this process killed when its parent process ends. Nothing without a parent process of
+    ``multiprocessing``. What the pool has committed survives a kill, so nothing is lost."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="kvrecall-orphan-watch", daemon=True).start()
+
+
+def run_engine_core(*args: Any, **kwargs: Any) -> None:
+    """vLLM's engine core process, ending with its parent."""
+    end_with_parent()
+    _run_engine_core(*args, **kwargs)
+
+
+def install() -> None:
+    """Has vLLM start its engine cores by ``run_engine_core``. Idempotent."""
+    EngineCoreProc.run_engine_core = staticmethod(run_engine_core)

@@ -1,0 +1,85 @@
+"""Load or recompute: the cheaper one is chosen, from what was seen."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrecall.block import TierName
+from kvrecall.engines.vllm.appraisal import Appraiser
+from kvrecall.engines.vllm.stepclock import StepClock, Work
+
+HOST, DISK = TierName.HOST, TierName.DISK
+MB = 1 << 20
+
+
+def appraiser(disk_mb_s: float | None, ms_per_token: float) -> Appraiser:
+    """Blocks of 128 tokens and 1 MiB; the host gives 10 GiB/s."""
+    it = Appraiser(block_tokens=128, block_bytes=MB, deadline_s=10.0)
+    for depth in (256, 2000, 4000):
+        it.saw_step(512, depth, 512 * ms_per_token / 1000)
+    it.saw_load(HOST, 64, 64 / 10240)
+    if disk_mb_s is not None:
+        it.saw_load(DISK, 64, 64 / disk_mb_s)
+    return it
+
+
+def test_nothing_known_loads_everything() -> None:
+    fresh = Appraiser(128, MB, 10.0)
+    plan = fresh.plan((HOST, DISK, DISK), 0)
+    assert (plan.blocks, plan.deadline_s) == (3, 10.0)
+
+
+def test_a_fast_disk_is_used_and_a_slow_one_is_not() -> None:
+    found = (HOST,) * 10 + (DISK,) * 50
+    assert appraiser(1000, ms_per_token=1).plan(found, 0).blocks == 60
+    slow = appraiser(2, ms_per_token=1).plan(found, 0)
+    assert 10 <= slow.blocks <= 12, "what the host has is taken, and a probe of the disk at most"
+
+
+def test_a_tier_never_seen_is_tried() -> None:
+    assert appraiser(None, ms_per_token=0.001).plan((DISK,) * 40, 0).blocks == 40
+
+
+def test_trivial_loads_are_not_argued_about() -> None:
+    quick_engine = appraiser(100, ms_per_token=0.0001)
+    assert quick_engine.plan((DISK,), 0).blocks == 1
+    assert quick_engine.plan((DISK,) * 100, 0).blocks <= 2
+
+
+def test_deeper_tokens_cost_more_so_deeper_hits_are_worth_more() -> None:
+    it = Appraiser(128, MB, 10.0)
+    for depth in (500, 10_000, 20_000, 40_000):
+        it.saw_step(512, depth, 512 * (0.1 + depth / 10_000) / 1000)
+    assert it.compute_seconds(300) > 5 * it.compute_seconds(1)
+    it.saw_load(DISK, 64, 64 * 0.1)  # 100 ms a block
+    assert it.plan((DISK,) * 20, 0).blocks < 20
+    assert it.plan((DISK,) * 20, 300).blocks == 20
+
+
+def test_the_wait_is_bounded_by_what_is_expected() -> None:
+    plan = appraiser(1000, ms_per_token=1).plan((DISK,) * 50, 0)
+    assert 0.02 <= plan.deadline_s <= 0.2
+    stalled = appraiser(1000, ms_per_token=1)
+    stalled.saw_load(DISK, 1, 0.2)
+    assert stalled.plan((DISK,) * 50, 0).blocks < 50, "a stall is believed at once"
+
+
+def test_small_steps_teach_nothing_of_prefill() -> None:
+    it = Appraiser(128, MB, 10.0)
+    it.saw_step(1, 5000, 0.05)
+    assert it.plan((DISK,) * 5, 0).deadline_s == 10.0
+
+
+def test_overlapping_steps_are_not_timed() -> None:
+    ticks = iter(range(100))
+    clock = StepClock(lambda: float(next(ticks)))
+    clock.step_begins(Work(True, 100, 50))
+    assert clock.step_ends() == (Work(True, 100, 50), 1.0)
+    clock.step_begins(Work(True, 1))
+    clock.step_begins(Work(True, 2))
+    assert clock.step_ends() == (Work(True, 1), None)
+    mark = clock.mark()
+    clock.step_begins(Work(False))
+    assert clock.since(mark) == pytest.approx(2.0)
+    clock.step_begins(Work(True))
+    assert clock.since(mark) is None
