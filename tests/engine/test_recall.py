@@ -38,6 +38,9 @@ def setup(model_folder: Callable[..., Path], disk: Path) -> dict[str, Any]:
         "dtype": "float32",
         "pool": pool,
         "num_gpu_blocks_override": DEVICE_BLOCKS,
+        "module": "failing",
+        "connector": "FailingConnector",
+        "env": {"KVRECALL_TEST_FAIL": str(disk.parent / "fail-loads")},
     }
 
 
@@ -147,6 +150,22 @@ def test_abort_while_loading(engine: Engine) -> None:
         nothing_held(engine)
         assert engine.forget_device()
     assert engine.ask(prompt)["tokens"] == first["tokens"]
+
+
+def test_failed_loads_are_recomputed(engine: Engine, setup: dict[str, Any]) -> None:
+    prompt = prompt_of(5 * BLOCK + 3, 35)
+    first = engine.ask(prompt)
+    assert engine.forget_device()
+    flag = Path(setup["env"]["KVRECALL_TEST_FAIL"])
+    flag.touch()
+    again = engine.ask(prompt)
+    flag.unlink()
+    assert again["tokens"] == first["tokens"]
+    assert hits(again) == (0, 0, 0)
+    assert engine.metrics()["kvrecall_loads_failed_total"] == 1
+    nothing_held(engine)
+    assert engine.forget_device()
+    assert hits(engine.ask(prompt)) == (0, 5 * BLOCK, 0)
 
 
 def test_metrics_tell_it(engine: Engine) -> None:

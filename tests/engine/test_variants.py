@@ -28,6 +28,11 @@ def pool_at(folder: Path, block_bytes: int) -> dict[str, Any]:
     }
 
 
+def windows(*kinds: str) -> dict[str, Any]:
+    """Four layers, two of each kind, with a window of two blocks."""
+    return {"sliding_window": 256, "layer_types": [f"{kind}_attention" for kind in kinds * 2]}
+
+
 VARIANTS = {
     "qwen2-fp8-kv-unchunked": (
         "qwen2",
@@ -39,18 +44,8 @@ VARIANTS = {
         1,
     ),
     "llama-ngram-speculation": ("llama", {"speculative_config": NGRAM}, 2),
-    "qwen3-sliding-window": (
-        "qwen2",
-        {
-            "hf_overrides": {
-                "use_sliding_window": True,
-                "sliding_window": 256,
-                "max_window_layers": 2,
-                "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2,
-            }
-        },
-        2,
-    ),
+    "llama-some-windows": ("llama", {"hf_overrides": windows("full", "sliding")}, 2),
+    "llama-all-windows": ("llama", {"hf_overrides": windows("sliding", "sliding")}, 2),
 }
 
 
@@ -129,6 +124,7 @@ def test_two_ranks(
         model=str(model_folder("qwen3")),
         pool=pool_at(tmp_path, 4 * 2 * 2 * 64 * BLOCK * 2),
         tensor_parallel_size=2,
+        env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     )
     same_bits_from_every_tier(engine, 1)
     nothing_held(engine)
