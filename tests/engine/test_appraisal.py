@@ -58,7 +58,7 @@ def test_deeper_tokens_cost_more_so_deeper_hits_are_worth_more() -> None:
 
 def test_the_wait_is_bounded_by_what_is_expected() -> None:
     plan = appraiser(1000, ms_per_token=1).plan((DISK,) * 50, 0)
-    assert 0.02 <= plan.deadline_s <= 0.2
+    assert 0.1 <= plan.deadline_s <= 0.7, "at most a tenth of the 6.4 s it saves"
     stalled = appraiser(1000, ms_per_token=1)
     stalled.saw_load(DISK, 1, 0.2)
     assert stalled.plan((DISK,) * 50, 0).blocks < 50, "a stall is believed at once"

@@ -18,6 +18,7 @@ TRIVIAL_S = 0.02
 _MEMORY = 0.9  # weight of the past in running averages
 _MIN_STEP_TOKENS = 32  # smaller steps are decoding, and tell nothing of prefill
 _PROBE_SHARE = 0.05  # share of the computing time that a probe of a slow tier may cost
+_RISK_SHARE = 0.1  # share of the computing time saved that may be waited in vain
 _SLACK = 2.0  # a load may take so many times what is expected before the wait ends
 
 
@@ -80,8 +81,10 @@ class Appraiser:
         if best < len(tiers):
             best = max(best, self._probe(loads, sum(computes)))
         expected = sum(loads[:best])
-        patience = max(_SLACK * expected, TRIVIAL_S) if expected else self._deadline_s
-        return Plan(best, min(self._deadline_s, patience))
+        if not expected:
+            return Plan(best, self._deadline_s)
+        worth = _RISK_SHARE * sum(computes[:best])
+        return Plan(best, min(self._deadline_s, max(_SLACK * expected, worth, TRIVIAL_S)))
 
     def load_seconds(self, tier: TierName) -> float:
         """Expected seconds to load one block; 0 if the tier was not seen yet."""

@@ -33,6 +33,7 @@ class RecallWorker:
         self._arena: Arena | None = None
         self._copier: Copier | None = None
         self._broken = False
+        self._offset = 0
         self._loading: list[tuple[int, str]] = []  # (ordinal of the load, request)
         self._storing: list[tuple[int, int]] = []  # (ordinal of the store, store id)
         self._releases: list[tuple[int, str]] = []  # (stores that must be done, request)
@@ -47,10 +48,11 @@ class RecallWorker:
         self._pages = pages_of(kv_caches, placements, self._kv_cache_config.num_blocks)
 
     def shard(self) -> Shard:
-        """What this rank holds of a block."""
+        """What this rank holds of a block. All ranks must be asked at once: they confer."""
         layers = tuple(ShardLayer(page.name, page.page_bytes, page.layout) for page in self._pages)
         kernel = compat.kernel_of(self._vllm_config, tuple(page.name for page in self._pages))
         in_step = self._pages[0].rows.device.type == "cpu"
+        self._offset = self._shard_offset()
         return Shard(layers, kernel, in_step)
 
     def start_loads(self, orders: StepOrders) -> None:
@@ -137,7 +139,7 @@ class RecallWorker:
                 )
                 return None
             view = torch.frombuffer(self._arena.memory, dtype=torch.uint8)
-            self._copier = make_copier(view, self._pages, self._shard_offset())
+            self._copier = make_copier(view, self._pages, self._offset)
         return self._copier
 
     def _shard_offset(self) -> int:
