@@ -25,9 +25,10 @@ from kvrecall.engines.vllm.metrics import PoolWatch, RecallPromMetrics, RecallSt
 from kvrecall.engines.vllm.scheduler_side import EngineFacts, RecallScheduler
 from kvrecall.engines.vllm.wire import Shard, StepOrders, StepReport
 from kvrecall.engines.vllm.worker_side import RecallWorker
-from kvrecall.errors import EngineError
+from kvrecall.errors import ConfigError, EngineError
 from kvrecall.pool import Pool
 from kvrecall.pool.base import PoolClient
+from kvrecall.pool.slots import slot_bytes_of
 
 logger = logging.getLogger("vllm.kvrecall")
 
@@ -123,6 +124,7 @@ class RecallConnector(KVConnectorBase_V1):
         shards = [metadata[rank] for rank in sorted(metadata)]
         assert all(isinstance(shard, Shard) for shard in shards)
         facts = self._facts([shard for shard in shards if isinstance(shard, Shard)])
+        _check_room(self._settings, facts, self._vllm_config.model_config.max_model_len)
         self._scheduler = RecallScheduler(
             self._pool,
             self._settings,
@@ -246,6 +248,24 @@ def _settings_of(vllm_config: Any) -> RecallSettings:
         folder = disk.path / f"replica-{parallel.data_parallel_rank}"
         return replace(settings, pool=replace(settings.pool, disk=replace(disk, path=folder)))
     return settings
+
+
+def _check_room(settings: RecallSettings, facts: EngineFacts, max_model_len: int) -> None:
+    """Raises ConfigError if the host tier holds no block; warns if it holds no whole sequence."""
+    host = settings.pool.host_bytes
+    blocks = host // slot_bytes_of(facts.block_bytes)
+    if blocks == 0:
+        raise ConfigError(
+            f"host_size is {host} bytes, and one block of this model ({facts.block_size} tokens) "
+            f"takes {facts.block_bytes}; set host_size to some hundred times that"
+        )
+    if blocks * facts.block_size < max_model_len:
+        logger.warning(
+            "kvrecall: host_size holds %d tokens, less than one sequence of max_model_len=%d: "
+            "longer prefixes are recalled in part",
+            blocks * facts.block_size,
+            max_model_len,
+        )
 
 
 def _warn_if_hopeless(vllm_config: Any) -> None:

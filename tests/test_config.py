@@ -1,0 +1,77 @@
+"""Settings of the pool: units, defaults, and errors that name the key, the value and the cure."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrecall.block import Namespace
+from kvrecall.config import RecallSettings, parse_size
+from kvrecall.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        (4096, 4096),
+        ("4096", 4096),
+        ("4GiB", 4 << 30),
+        ("4GB", 4 * 10**9),
+        ("1.5g", 1_500_000_000),
+        (" 512 MiB ", 512 << 20),
+        ("2k", 2000),
+        ("7B", 7),
+    ],
+)
+def test_sizes(text: str | int, nbytes: int) -> None:
+    assert parse_size(text, "host_size") == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "4 apples", "-1GB", "4GiBs", "1e9", "0x10"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match="host_size"):
+        parse_size(text, "host_size")
+
+
+def test_defaults() -> None:
+    settings = RecallSettings.from_mapping({})
+    assert settings.pool.host_bytes == 4 << 30
+    assert settings.pool.disk is None
+    assert settings.async_write
+    assert settings.appraise_loads
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"host_sise": "4GiB"}, ["host_sise", "did you mean 'host_size'"]),
+        ({"zzz": 1}, ["zzz", "known:"]),
+        ({"host_size": True}, ["host_size", "True"]),
+        ({"host_size": 0}, ["host_size", "more than 0"]),
+        ({"host_size": "4 apples"}, ["host_size", "4 apples", "8GiB"]),
+        ({"host_size": None}, ["host_size", "None"]),
+        ({"disk_path": "/x"}, ["disk_size", "hard limit"]),
+        ({"disk_size": "4GiB"}, ["disk_size", "disk_path"]),
+        ({"disk_path": 7, "disk_size": 1}, ["disk_path", "7", "string"]),
+        ({"async_write": "yes"}, ["async_write", "'yes'", "true, false"]),
+        ({"load_or_compute": "never"}, ["load_or_compute", "never", "auto, load"]),
+        ({"load_deadline": 0}, ["load_deadline", "above 0"]),
+        ({"load_deadline": "soon"}, ["load_deadline", "number"]),
+        ({"backend": "floppy"}, ["backend", "floppy", "embedded"]),
+    ],
+)
+def test_errors_name_the_thing(raw: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RecallSettings.from_mapping(raw, "pool.json")
+    text = str(caught.value)
+    assert text.startswith("pool.json")
+    assert "\n" not in text
+    for word in words:
+        assert word in text, text
+
+
+def test_namespaces_do_not_depend_on_order_and_never_run_together() -> None:
+    assert Namespace.of({"a": "1", "b": "2"}) == Namespace.of({"b": "2", "a": "1"})
+    assert Namespace.of({"a": "1,b"}).digest != Namespace.of({"a": "1", "b": ""}).digest
+    base = Namespace.of({"a": "1"})
+    assert base.derive(adapter="x").digest not in (base.digest, base.derive(adapter="y").digest)
+    assert base.key(b"hash").startswith(base.digest)
