@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,6 +54,14 @@ class PoolConfig:
     load_deadline_s: float = 10.0
 
 
+@dataclass(frozen=True, slots=True)
+class ServiceConfig:
+    """Where an engine finds the node's pool service."""
+
+    socket: Path
+    call_timeout_s: float = 0.1  # the longest a call waits for the service
+
+
 _GIB = 1024**3
 
 
@@ -67,12 +76,15 @@ class RecallSettings:
     backend: str = "embedded"
     async_write: bool = True
     appraise_loads: bool = True
+    service: ServiceConfig | None = None  # with backend "service", which then owns ``pool``
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, object], source: str = "settings") -> RecallSettings:
         """Parses and checks a flat mapping. Unknown keys and wrong values raise ConfigError.
 
-        backend       embedded (default)
+        backend       embedded (default): a pool in the engine's process; service: the node's
+        socket        path of the service's socket, default /tmp/kvrecall-UID/pool.sock
+        call_timeout  seconds an engine waits for an answer of the service, default 0.1
         host_size     size of the host arena, default 4GiB
         disk_path     folder of the disk tier; absent = no disk tier
         disk_size     hard limit of the disk tier, required with disk_path
@@ -83,6 +95,9 @@ class RecallSettings:
         load_or_compute  auto (default): of a prefix, only what is expected to load faster than it
                       computes is loaded; load: whatever is found is loaded
         load_deadline seconds a request waits for blocks from below the host, default 10
+
+        With backend=service the memory and the disk are settings of the service (``pool serve``),
+        and errors here; without it ``socket`` and ``call_timeout`` are.
         """
         return _SettingsReader(raw, source).read()
 
@@ -101,7 +116,10 @@ class _SettingsReader:
                 close = difflib.get_close_matches(key, known, 1)
                 hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
                 raise ConfigError(f"{self._source}: unknown setting {key!r}{hint}")
-        backend = self._choice("backend", "embedded", ("embedded",))
+        backend = self._choice("backend", "embedded", ("embedded", "service"))
+        for key in _EMBEDDED_ONLY if backend == "service" else _SERVICE_ONLY:
+            if key in self._left:
+                raise self._fail(key, self._left[key], f"it has no effect with backend {backend!r}")
         return RecallSettings(
             pool=PoolConfig(
                 host_bytes=self._size("host_size", 4 * _GIB),
@@ -112,6 +130,13 @@ class _SettingsReader:
             backend=backend,
             async_write=self._flag("async_write", True),
             appraise_loads=self._choice("load_or_compute", "auto", ("auto", "load")) == "auto",
+            service=self._service() if backend == "service" else None,
+        )
+
+    def _service(self) -> ServiceConfig:
+        return ServiceConfig(
+            socket=Path(self._text("socket", str(default_socket()))),
+            call_timeout_s=self._number("call_timeout", 0.1, 0.0, 60.0),
         )
 
     def _disk(self) -> DiskConfig | None:
@@ -168,9 +193,16 @@ class _SettingsReader:
         return float(value)
 
 
+def default_socket() -> Path:
+    """Where a user's pool service listens if nothing else is said."""
+    return Path(f"/tmp/kvrecall-{os.getuid()}/pool.sock")
+
+
+_SERVICE_ONLY = frozenset("socket call_timeout".split())
+_EMBEDDED_ONLY = frozenset("host_size disk_path disk_size direct_io policy".split())
 _KNOWN_SETTINGS = frozenset(
     (
-        "backend host_size disk_path disk_size direct_io async_write policy "
+        "backend socket call_timeout host_size disk_path disk_size direct_io async_write policy "
         "load_deadline load_or_compute"
     ).split()
 )

@@ -130,7 +130,7 @@ class PoolClient(Protocol):
         """Leases the present prefix of ``keys`` and starts promoting what is not in the host.
 
         Returns a ticket for ``poll``/``release``. After ``deadline_s`` seconds the recall is
-        READY with what has arrived.
+        READY with what has arrived. Does not count as a use of the blocks: ``touch`` does.
         """
 
     def poll(self, ticket: int) -> Recall:
@@ -155,7 +155,11 @@ class PoolClient(Protocol):
         """Gives reserved slots back unfilled. Keys not reserved are ignored."""
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """The chain ``keys`` (prefix first) was used: refreshes recency in every tier."""
+        """The chain ``keys`` (prefix first) was used: refreshes recency in every tier.
+
+        Once per request, on arrival, with all its full blocks, in the pool or not: policies learn
+        from what was asked for in vain, too.
+        """
 
     def flush(self, keys: Sequence[BlockKey], deadline_s: float) -> bool:
         """Waits until every committed block of ``keys`` is durable in the lowest local tier.

@@ -1,0 +1,175 @@
+"""The arena: one piece of shared memory that pool and engine workers map."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrecall.errors import ConfigError, TierError
+from kvrecall.pool.base import ArenaHandle
+
+_LOG = logging.getLogger(__name__)
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_STEP = 64 << 20  # bytes populated at a time; the first step is done before ``create`` returns
+_GIB = 1 << 30
+
+
+def available_memory() -> int:
+    """Bytes that can be allocated now: the machine's, bounded by this process's cgroups."""
+    meminfo = Path("/proc/meminfo").read_text()
+    free = next(line for line in meminfo.splitlines() if line.startswith("MemAvailable:"))
+    room = int(free.split()[1]) * 1024
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root = Path("/sys/fs/cgroup") / controllers
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        limit_name, usage_name = names if controllers else ("memory.max", "memory.current")
+        folder = root / path.lstrip("/")
+        for level in (folder, *folder.parents):
+            limit, usage = _number(level / limit_name), _number(level / usage_name)
+            if limit is not None and usage is not None:
+                room = min(room, limit - usage)
+            if level == root:
+                break
+    return max(0, room)
+
+
+def _number(path: Path) -> int | None:
+    """The number in a kernel file; None if there is no such file or no number in it ("max")."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+class Arena:
+    """A fixed number of bytes of anonymous shared memory.
+
+    ``create`` makes one (the owner), ``attach`` maps another process's. The memory has no name
+    and is freed by the kernel with its last holder. Its size is sealed: nobody can shrink it under
+    a reader. Bytes below ``ready_bytes`` are backed by real pages, so touching them can neither
+    fault nor fail; a background thread raises ``ready_bytes`` to ``nbytes``.
+
+    ``memory`` is the whole arena as a writable memoryview; for torch use
+    ``torch.frombuffer(arena.memory, dtype=torch.uint8)`` and slice, for numpy ``array``.
+    """
+
+    def __init__(self, fd: int, nbytes: int, background: bool) -> None:
+        self._fd = fd
+        self.nbytes = nbytes
+        self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.memory = memoryview(self._map)
+        self.ready_bytes = 0
+        self._stop = threading.Event()
+        self._filler: threading.Thread | None = None
+        self._step()
+        if self.ready_bytes < nbytes:
+            if background:
+                self._filler = threading.Thread(
+                    target=self._fill, name="kvrecall-arena", daemon=True
+                )
+                self._filler.start()
+            else:
+                self._fill()
+
+    @classmethod
+    def create(cls, nbytes: int, background: bool = True) -> Arena:
+        """A new arena. Raises ConfigError if the machine has not that much memory to give."""
+        room = available_memory()
+        room -= room // 20  # for everybody else
+        if nbytes > room:
+            raise ConfigError(
+                f"host_size: {nbytes / _GIB:.2f} GiB is more than the {room / _GIB:.2f} GiB of "
+                "memory this machine (or container) has left; set a smaller host_size"
+            )
+        fd = os.memfd_create("kvrecall-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, nbytes)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        return cls(fd, nbytes, background)
+
+    @classmethod
+    def attach(cls, handle: ArenaHandle, background: bool = True) -> Arena:
+        """Maps the arena of another process of the same user. Raises TierError if it is gone."""
+        try:
+            fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise TierError(
+                f"cannot map the arena of process {handle.pid}: {os.strerror(error.errno or 0)}; "
+                "is that process alive and of the same user?"
+            ) from error
+        if os.fstat(fd).st_size != handle.nbytes:
+            os.close(fd)
+            raise TierError(f"process {handle.pid} has no arena of {handle.nbytes} bytes any more")
+        return cls(fd, handle.nbytes, background)
+
+    def handle(self) -> ArenaHandle:
+        """How other processes attach; valid while this process holds the arena."""
+        return ArenaHandle(os.getpid(), self._fd, self.nbytes)
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Writable view of ``nbytes`` bytes from ``offset`` on."""
+        return self.memory[offset : offset + nbytes]
+
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The whole arena as a numpy array, shape (nbytes,), sharing its memory."""
+        return np.frombuffer(self.memory, dtype=np.uint8)
+
+    def wait_ready(self) -> None:
+        """Waits until every page is there (or cannot be had)."""
+        if self._filler is not None:
+            self._filler.join()
+
+    def close(self) -> None:
+        """Lets go of the memory. Views still held by others stay valid. Idempotent."""
+        if self._fd < 0:
+            return
+        self._stop.set()
+        self.wait_ready()
+        os.close(self._fd)
+        self._fd = -1
+        try:
+            self.memory.release()
+            self._map.close()
+        except BufferError:
+            _LOG.debug("arena views are still in use; the memory goes with the last of them")
+
+    def _fill(self) -> None:
+        began = time.perf_counter()
+        while self.ready_bytes < self.nbytes and not self._stop.is_set():
+            if not self._step():
+                return
+        seconds = time.perf_counter() - began
+        _LOG.info("arena: %.2f GiB populated in %.1f s", self.ready_bytes / _GIB, seconds)
+
+    def _step(self) -> bool:
+        """Backs the next bytes with pages. False if the kernel has none left."""
+        start = self.ready_bytes
+        length = min(_STEP, self.nbytes - start)
+        address, size = ctypes.c_void_p(self._address + start), ctypes.c_size_t(length)
+        if _LIBC.madvise(address, size, _MADV_POPULATE_WRITE) != 0:
+            code = ctypes.get_errno()
+            if code != errno.EINVAL:
+                _LOG.warning(
+                    "arena: stopped at %d of %d bytes: %s", start, self.nbytes, os.strerror(code)
+                )
+                return False
+            os.posix_fallocate(self._fd, start, length)  # a kernel before 5.14
+        self.ready_bytes = start + length
+        return True

@@ -1,0 +1,333 @@
+"""The flusher: the one thread that writes slabs and the index, in that order."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvrecall.block import BlockKey, Namespace
+from kvrecall.pool.disk.catalog import Catalog
+from kvrecall.pool.disk.index import MAX_ROWS, WAL_BYTES, Index, Row, seconds_now
+from kvrecall.pool.disk.ledger import Ledger
+from kvrecall.pool.disk.reader import checksum_of
+from kvrecall.pool.disk.reclaimer import Reclaimer
+from kvrecall.pool.disk.slabs import SlabLost, SlabStore
+from kvrecall.pool.tier import Done, Outcome, Put, PutVerdict
+
+_LOG = logging.getLogger(__name__)
+_BATCH_BYTES = 128 << 20
+_WRITE_BYTES = 4 << 20  # one system call
+_WRITE_BLOCKS = 512
+_PATIENCE_S = 0.05  # how long one write lets reads go first
+_TICK_S = 1.0
+_RECENCY_S = 5.0  # how often last uses are noted
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    put: Put
+    at: float
+
+
+class Flusher:
+    """Makes puts durable: slots, bytes, fdatasync, rows, then visible. Group commit: whatever
+    waits goes in one batch with one sync and one transaction.
+
+    ``submit``, ``cancel`` and ``clear`` may be called from any thread and do not wait; everything
+    else happens in the flusher's thread, which alone uses the index and the slot maps.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        store: SlabStore,
+        index: Index,
+        ledger: Ledger,
+        reclaimer: Reclaimer,
+        max_queued_bytes: int,
+        on_done: Callable[[Done], None],
+    ) -> None:
+        self._catalog = catalog
+        self._store = store
+        self._index = index
+        self._ledger = ledger
+        self._reclaimer = reclaimer
+        self._max_queued_bytes = max_queued_bytes
+        self._on_done = on_done
+        self._wake = threading.Condition()
+        self._queue: deque[_Queued] = deque()
+        self._pending: dict[BlockKey, bool] = {}  # queued or being written -> still wanted
+        self._queued_bytes = 0
+        self._namespaces: list[tuple[Namespace, int]] = []
+        self._lost: set[int] = set()
+        self._closing_at: float | None = None
+        self._broken = False
+        self._recency_at = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="kvrecall-flush", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    # -- any thread ------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> int:
+        return len(self._pending)
+
+    def register(self, namespace: Namespace, block_bytes: int) -> None:
+        with self._wake:
+            self._namespaces.append((namespace, block_bytes))
+            self._wake.notify()
+
+    def submit(self, puts: Sequence[Put]) -> list[PutVerdict]:
+        now = time.monotonic()
+        verdicts: list[PutVerdict] = []
+        with self._wake:
+            for put in puts:
+                if put.key in self._catalog or put.key in self._pending:
+                    verdicts.append(PutVerdict.PRESENT)
+                elif (
+                    self._broken
+                    or self._closing_at is not None
+                    or (
+                        self._queued_bytes
+                        and self._queued_bytes + len(put.data) > self._max_queued_bytes
+                    )
+                ):
+                    verdicts.append(PutVerdict.SHED)
+                else:
+                    self._queue.append(_Queued(put, now))
+                    self._pending[put.key] = True
+                    self._queued_bytes += len(put.data)
+                    verdicts.append(PutVerdict.QUEUED)
+            self._wake.notify()
+        self._ledger.shed_some(verdicts.count(PutVerdict.SHED))
+        return verdicts
+
+    def cancel(self, keys: Sequence[BlockKey] | None) -> None:
+        """Puts of these keys (None: all) that are under way shall not become visible."""
+        with self._wake:
+            for key in list(self._pending) if keys is None else keys:
+                if key in self._pending:
+                    self._pending[key] = False
+
+    def report_lost(self, slab: int) -> None:
+        """The file of that slab is gone."""
+        with self._wake:
+            self._lost.add(slab)
+            self._wake.notify()
+        self._catalog.forget_slab(slab)
+
+    def close(self, deadline_s: float) -> bool:
+        """Stores what is queued as far as ``deadline_s`` allows, then ends. False if the thread
+        is stuck in the medium."""
+        with self._wake:
+            self._closing_at = time.monotonic() + deadline_s
+            self._wake.notify()
+        self._thread.join(deadline_s + 2.0)
+        return not self._thread.is_alive()
+
+    # -- the thread ------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        batch: list[_Queued] = []
+        try:
+            while True:
+                batch = self._next_batch()
+                self._tend()
+                if batch:
+                    self._store_batch(batch)
+                elif self._closing_at is not None and not self._queue:
+                    break
+            self._note_uses(limit=8 * MAX_ROWS)
+        finally:
+            self._fail_rest(batch)
+
+    def _fail_rest(self, batch: list[_Queued]) -> None:
+        """Ends what is queued still; nothing is unless the thread ends by a bug."""
+        with self._wake:
+            self._broken = True
+            rest = [item for item in batch if item.put.key in self._pending]
+            rest += self._queue
+            self._queue.clear()
+        self._finish(rest, set())
+
+    def _next_batch(self) -> list[_Queued]:
+        """The next puts, waiting for one at most a tick."""
+        with self._wake:
+            if not self._queue and self._closing_at is None and not self._lost:
+                self._wake.wait(_TICK_S)
+            batch: list[_Queued] = []
+            size = 0
+            while self._queue and len(batch) < MAX_ROWS and size < _BATCH_BYTES:
+                batch.append(self._queue.popleft())
+                size += len(batch[-1].put.data)
+            late = self._closing_at is not None and time.monotonic() > self._closing_at
+        if late:
+            self._finish(batch, set())
+            return []
+        return batch
+
+    def _tend(self) -> None:
+        """Small duties: namespaces, lost slabs, deleted rows, last uses."""
+        with self._wake:
+            namespaces, self._namespaces = self._namespaces, []
+            lost, self._lost = self._lost, set()
+        for namespace, block_bytes in namespaces:
+            try:
+                self._index.register(namespace, block_bytes)
+            except sqlite3.Error as error:
+                self._reclaimer.index_failed(error)
+                with self._wake:
+                    self._namespaces.append((namespace, block_bytes))
+        for number in lost:
+            self._catalog.forget_slab(number)
+            if number in self._store.numbers():
+                self._store.remove(number)
+                self._ledger.failed("a slab is gone", SlabLost(errno.EIO, str(number)))
+        self._reclaimer.reap()
+        if time.monotonic() - self._recency_at > _RECENCY_S:
+            self._recency_at = time.monotonic()
+            self._note_uses(limit=2 * MAX_ROWS)
+
+    def _note_uses(self, limit: int) -> None:
+        while limit > 0 and (uses := self._catalog.take_uses(MAX_ROWS)):
+            limit -= len(uses)
+            try:
+                self._index.mark_used(uses)
+            except sqlite3.Error as error:
+                self._reclaimer.index_failed(error)
+                return
+
+    # -- storing ---------------------------------------------------------------------------
+
+    def _store_batch(self, batch: list[_Queued]) -> None:
+        began = time.monotonic()
+        knows = self._index.knows  # a namespace whose row could not be written waits for it
+        wanted = [i.put for i in batch if self._pending[i.put.key] and knows(i.put.key)]
+        placed = self._place(wanted)
+        written = self._sync(self._write(placed))
+        stored = self._commit(written)
+        self._ledger.wrote(sum(len(put.data) for put in stored), time.monotonic() - began)
+        self._finish(batch, {put.key for put in stored})
+
+    def _place(self, puts: Sequence[Put]) -> list[tuple[int, Put]]:
+        """Slots for puts, by ascending address; puts without one are left out."""
+        placed: list[tuple[int, Put]] = []
+        if not self._reclaimer.index_works():
+            return placed
+        by_size: dict[int, list[Put]] = {}
+        for put in puts:
+            by_size.setdefault(len(put.data), []).append(put)
+        for slot_bytes, group in by_size.items():
+            admitted = self._reclaimer.admitted(slot_bytes, group)
+            self._reclaimer.make_room(slot_bytes, len(admitted))
+            addresses = self._store.slot_class(slot_bytes).take(len(admitted))
+            placed += zip(addresses, admitted, strict=False)
+        return placed
+
+    def _write(self, placed: list[tuple[int, Put]]) -> list[tuple[int, Put]]:
+        """Writes runs of adjacent slots; returns what was written. Lets reads go first before
+        every few MiB, however small the runs."""
+        written: list[tuple[int, Put]] = []
+        since = _WRITE_BYTES
+        for run in _adjacent(placed):
+            if since >= _WRITE_BYTES:
+                self._ledger.yield_to_reads(_PATIENCE_S)
+                since = 0
+            since += sum(len(put.data) for _, put in run)
+            try:
+                self._store.write(run[0][0], [put.data for _, put in run])
+                written += run
+            except OSError as error:
+                self._medium_failed(error, run)
+        return written
+
+    def _sync(self, written: list[tuple[int, Put]]) -> list[tuple[int, Put]]:
+        """Makes the bytes durable; returns those that are."""
+        durable: list[tuple[int, Put]] = []
+        by_slab: dict[int, list[tuple[int, Put]]] = {}
+        for address, put in written:
+            by_slab.setdefault(address >> 40, []).append((address, put))
+        for run in by_slab.values():
+            try:
+                self._store.sync(run[0][0])
+                durable += run
+            except OSError as error:
+                self._medium_failed(error, run)
+        return durable
+
+    def _commit(self, durable: list[tuple[int, Put]]) -> list[Put]:
+        """Writes the rows and makes the blocks visible; returns the puts that are stored."""
+        now = seconds_now()
+        rows = [
+            Row(
+                address,
+                put.key,
+                put.parent,
+                put.depth,
+                put.nbytes,
+                checksum_of(put.key, put.data[: put.nbytes]),
+                now,
+            )
+            for address, put in durable
+        ]
+        if not rows:
+            return []
+        try:
+            self._index.limit(self._store.limit_bytes - self._store.file_bytes - WAL_BYTES)
+            self._index.insert(rows)
+        except sqlite3.Error as error:
+            self._reclaimer.index_failed(error)
+            self._reclaimer.give_back([row.address for row in rows])
+            return []
+        if not self._index.is_in_place():
+            self._broken = True
+            _LOG.error("disk tier: its index was deleted; nothing more is stored until a restart")
+            return []
+        with self._wake:
+            wanted = [row for row in rows if self._pending[row.key]]
+            self._catalog.publish(wanted)
+        kept = {row.key for row in wanted}
+        self._catalog.condemn(row.address for row in rows if row.key not in kept)
+        return [put for _, put in durable if put.key in kept]
+
+    def _finish(self, batch: Sequence[_Queued], stored: set[BlockKey]) -> None:
+        now = time.monotonic()
+        with self._wake:
+            for item in batch:
+                del self._pending[item.put.key]
+                self._queued_bytes -= len(item.put.data)
+        for item in batch:
+            outcome = Outcome.STORED if item.put.key in stored else Outcome.SHED
+            self._ledger.write_done(outcome, now - item.at)
+            self._on_done(Done(item.put.key, outcome))
+
+    def _medium_failed(self, error: OSError, run: Sequence[tuple[int, Put]]) -> None:
+        self._ledger.failed("write failed, stores are shed", error)
+        self._reclaimer.give_back([address for address, _ in run])
+        if isinstance(error, SlabLost):
+            self.report_lost(run[0][0] >> 40)
+
+
+def _adjacent(placed: Sequence[tuple[int, Put]]) -> Iterator[list[tuple[int, Put]]]:
+    """Cuts puts, by ascending address, into runs that one system call can write."""
+    run: list[tuple[int, Put]] = []
+    end = size = 0
+    for address, put in placed:
+        nbytes = len(put.data)
+        full = len(run) == _WRITE_BLOCKS or size + nbytes > _WRITE_BYTES
+        if run and (address != end or full):
+            yield run
+            run, size = [], 0
+        run.append((address, put))
+        size += nbytes
+        end = address + nbytes
+    if run:
+        yield run

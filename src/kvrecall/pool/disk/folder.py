@@ -1,0 +1,68 @@
+"""The folder of a disk tier: checked before anything is changed, locked, owner-only."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from kvrecall.errors import TierError
+
+_GIB = 1 << 30
+_LOCK = "lock"
+
+
+def own_bytes(path: Path) -> int:
+    """Bytes on the medium that files of a tier in ``path`` take already."""
+    if not path.is_dir():
+        return 0
+    names = [*path.glob("slab-*.kv"), *path.glob("index.sqlite*")]
+    return sum(name.stat().st_blocks * 512 for name in names)
+
+
+def check_room(path: Path, capacity_bytes: int) -> None:
+    """Raises TierError if ``path`` cannot become a tier of that size. Changes nothing."""
+    standing = path
+    while not standing.exists():
+        standing = standing.parent
+    if not standing.is_dir():
+        raise TierError(f"disk_path: {standing} is not a folder")
+    if not os.access(standing, os.R_OK | os.W_OK | os.X_OK):
+        raise TierError(f"disk_path: {standing} is not writable for this user")
+    system = os.statvfs(standing)
+    free = system.f_bavail * system.f_frsize + own_bytes(path)
+    if capacity_bytes > free:
+        raise TierError(
+            f"disk_size: {capacity_bytes / _GIB:.2f} GiB is more than the {free / _GIB:.2f} GiB "
+            f"free on the file system of {path}; set a smaller disk_size or another disk_path"
+        )
+
+
+class FolderLock:
+    """Held by the one process that uses the folder; the kernel lets go of it at any exit."""
+
+    def __init__(self, path: Path) -> None:
+        """Makes the folder if need be. TierError if another process holds it."""
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.chmod(0o700)
+            fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise TierError(f"disk_path: {path}: {error.strerror}") from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(fd)
+            raise TierError(
+                f"disk_path: {path} is in use by process {holder}; stop it or use another folder"
+            ) from error
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        self._fd = fd
+
+    def release(self) -> None:
+        """Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

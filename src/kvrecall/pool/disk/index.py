@@ -1,0 +1,311 @@
+"""The disk tier's index: one SQLite file saying which block lies in which slot.
+
+A row exists only for a block whose bytes are durable; a slot is used again only after the
+deletion of its old row is. Used by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import logging
+import os
+import sqlite3
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrecall.block import FORMAT_VERSION, NAMESPACE_BYTES, BlockKey, Namespace
+from kvrecall.errors import TierError
+
+_LOG = logging.getLogger(__name__)
+INDEX_NAME = "index.sqlite"
+_ASIDE_NAME = INDEX_NAME + ".aside"
+_APPLICATION_ID = 0x6B767263  # "kvrc"
+SCHEMA_VERSION = FORMAT_VERSION * 100 + 1
+_PAGE = 4096
+_WAL_PAGES = 256
+_SHM_BYTES = 256 << 10  # more than the log's shared memory file takes
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
+WAL_BYTES = 4 << 20
+"""Bound of the write-ahead log and its shared memory file: checkpoints come after 1 MiB, and a
+transaction of ``MAX_ROWS`` rows adds 2.5 MiB at the worst (a page for every row)."""
+MAX_ROWS = 512
+"""Rows a transaction may insert, delete or update."""
+ROW_BYTES = 288
+"""Upper estimate of what a row costs in the file, half-filled pages included."""
+
+_SCHEMA = """
+CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE namespaces (
+    id INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE, parts TEXT NOT NULL,
+    block_bytes INTEGER NOT NULL
+);
+CREATE TABLE blocks (
+    address INTEGER PRIMARY KEY, namespace INTEGER NOT NULL, hash BLOB NOT NULL, parent BLOB,
+    depth INTEGER NOT NULL, nbytes INTEGER NOT NULL, checksum BLOB NOT NULL,
+    used INTEGER NOT NULL
+);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A stored block. ``address`` is its slot, ``used`` the wall-clock second of its last use."""
+
+    address: int
+    key: BlockKey
+    parent: BlockKey | None
+    depth: int
+    nbytes: int
+    checksum: bytes
+    used: int
+
+
+class Index:
+    """An open index. Its methods raise sqlite3.Error when the medium fails; the change they were
+    to make is then not made."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection, pool_id: bytes) -> None:
+        self._path = path
+        self._connection = connection
+        self._log_path = path.with_name(path.name + "-wal")
+        self.pool_id = pool_id
+        self._ids: dict[bytes, int] = {}
+        for number, digest in connection.execute("SELECT id, digest FROM namespaces"):
+            self._ids[bytes(digest)] = number
+        self.probe()  # now the log exists
+        self._inodes = [os.stat(file).st_ino for file in (path, self._log_path)]
+
+    @classmethod
+    def open(cls, folder: Path) -> Index:
+        """Opens or makes the index of a folder. A damaged, foreign or older file is moved aside
+        and an empty one takes its place; one of a newer kvrecall raises TierError."""
+        path = folder / INDEX_NAME
+        if path.exists():
+            why = _unfit(path)
+            if why:
+                _move_aside(path, why)
+        try:
+            connection = _connect(path)
+            if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
+                _make_schema(connection)
+            row = connection.execute("SELECT value FROM meta WHERE name = 'pool_id'").fetchone()
+            path.chmod(0o600)
+            return cls(path, connection, bytes.fromhex(row[0]))
+        except sqlite3.Error as error:
+            raise TierError(f"disk_path: {path} cannot be opened: {error}") from error
+
+    def rows(self) -> Iterable[Row]:
+        """All rows, least recently used first, within a second the deepest first."""
+        digests = {number: digest for digest, number in self._ids.items()}
+        query = (
+            "SELECT address, namespace, hash, parent, depth, nbytes, checksum, used FROM blocks"
+            " ORDER BY used, depth DESC"
+        )
+        for (
+            address,
+            number,
+            name,
+            parent,
+            depth,
+            nbytes,
+            checksum,
+            used,
+        ) in self._connection.execute(query):
+            digest = digests.get(number)
+            if digest is None:
+                continue
+            yield Row(
+                address,
+                BlockKey(digest + name),
+                None if parent is None else BlockKey(digest + parent),
+                depth,
+                nbytes,
+                checksum,
+                used,
+            )
+
+    def namespaces(self) -> list[tuple[Namespace, int]]:
+        """Namespaces ever registered, with the bytes of their blocks."""
+        query = "SELECT digest, parts, block_bytes FROM namespaces"
+        return [
+            (Namespace(bytes(digest), tuple((k, v) for k, v in json.loads(parts))), nbytes)
+            for digest, parts, nbytes in self._connection.execute(query)
+        ]
+
+    def knows(self, key: BlockKey) -> bool:
+        """Whether the key's namespace is registered; rows of others cannot be inserted."""
+        return key[:NAMESPACE_BYTES] in self._ids
+
+    def register(self, namespace: Namespace, block_bytes: int) -> None:
+        """Notes a namespace. Durable when it returns."""
+        with self._connection as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            cursor = connection.execute(
+                "INSERT INTO namespaces (digest, parts, block_bytes) VALUES (?, ?, ?)"
+                " ON CONFLICT (digest) DO UPDATE SET parts = excluded.parts,"
+                " block_bytes = excluded.block_bytes RETURNING id",
+                (namespace.digest, json.dumps(namespace.parts), block_bytes),
+            )
+            self._ids[namespace.digest] = cursor.fetchone()[0]
+
+    def insert(self, rows: Sequence[Row]) -> None:
+        """Adds at most ``MAX_ROWS`` rows, all or none. Durable when it returns."""
+        with self._connection as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.executemany(
+                "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                [
+                    (
+                        row.address,
+                        self._ids[row.key[:NAMESPACE_BYTES]],
+                        row.key[NAMESPACE_BYTES:],
+                        None if row.parent is None else row.parent[NAMESPACE_BYTES:],
+                        row.depth,
+                        row.nbytes,
+                        row.checksum,
+                        row.used,
+                    )
+                    for row in rows
+                ],
+            )
+
+    def delete(self, addresses: Sequence[int]) -> None:
+        """Deletes rows, all or none; ones that are not there are ignored. Durable on return."""
+        with self._connection as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.executemany(
+                "DELETE FROM blocks WHERE address = ?", [(a,) for a in addresses]
+            )
+
+    def delete_all(self) -> None:
+        """Deletes every row. Durable when it returns."""
+        with self._connection as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute("DELETE FROM blocks")
+
+    def mark_used(self, uses: Sequence[tuple[int, int]]) -> None:
+        """Notes ``(wall-clock second, address)`` of last uses."""
+        with self._connection as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.executemany("UPDATE blocks SET used = ? WHERE address = ?", uses)
+
+    def probe(self) -> None:
+        """Writes something durable; raises sqlite3.Error if the medium takes no writes now."""
+        with self._connection as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute(
+                "INSERT OR REPLACE INTO meta VALUES ('probe', ?)", (str(time.time()),)
+            )
+
+    def reserve(self, nbytes: int) -> bool:
+        """Makes sure that the medium has room for ``nbytes`` of index and for its log, so that
+        blocks that have a slot can also get a row. False if it has not; True also where the file
+        system cannot tell."""
+        return _reserve(self._path, nbytes) and _reserve(self._log_path, WAL_BYTES - _SHM_BYTES)
+
+    def limit(self, nbytes: int) -> None:
+        """From now on the file cannot grow beyond ``nbytes``; changes that need more fail."""
+        pages = max(1, nbytes // _PAGE)
+        self._connection.execute(f"PRAGMA max_page_count = {pages}").fetchone()
+
+    def file_bytes(self) -> int:
+        """Bytes of the index file itself, without its log."""
+        return os.stat(self._path).st_size
+
+    def is_in_place(self) -> bool:
+        """Whether the files are still where they were opened (nobody deleted or replaced them)."""
+        try:
+            inodes = [os.stat(file).st_ino for file in (self._path, self._log_path)]
+        except FileNotFoundError:
+            return False
+        return inodes == self._inodes
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """Opens a database so that a finished transaction is durable."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    connection.execute(f"PRAGMA page_size = {_PAGE}")
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
+    connection.execute("PRAGMA locking_mode = NORMAL")
+    return connection
+
+
+def _make_schema(connection: sqlite3.Connection) -> None:
+    connection.executescript("BEGIN IMMEDIATE;" + _SCHEMA)
+    connection.execute("INSERT INTO meta VALUES ('pool_id', ?)", (uuid.uuid4().hex,))
+    connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    connection.execute("COMMIT")
+
+
+def _reserve(path: Path, nbytes: int) -> bool:
+    """Allocates the first ``nbytes`` of a file without changing its size."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        size = ctypes.c_int64(nbytes)
+        if _LIBC.fallocate(fd, _KEEP_SIZE, ctypes.c_int64(0), size) == 0:
+            return True
+        return ctypes.get_errno() not in (errno.ENOSPC, errno.EDQUOT)
+    finally:
+        os.close(fd)
+
+
+def _unfit(path: Path) -> str:
+    """Why the file cannot be used as an index; empty if it can. TierError if it is newer."""
+    try:
+        connection = sqlite3.connect(path, isolation_level=None)
+        try:
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+            owner = connection.execute("PRAGMA application_id").fetchone()[0]
+            if version == 0 and owner == 0:
+                tables = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
+                return "it belongs to another program" if tables else ""
+            if owner != _APPLICATION_ID:
+                return "it belongs to another program"
+            if version > SCHEMA_VERSION:
+                raise TierError(
+                    f"disk_path: {path} was written by a newer kvrecall (format {version}, this "
+                    f"one reads {SCHEMA_VERSION}); update kvrecall or use another folder"
+                )
+            if version < SCHEMA_VERSION:
+                return f"its format {version} is older than {SCHEMA_VERSION}"
+            verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+            return "" if verdict == "ok" else f"it is damaged ({verdict})"
+        finally:
+            connection.close()
+    except sqlite3.DatabaseError as error:
+        return f"it is damaged ({error})"
+
+
+def aside_bytes(folder: Path) -> int:
+    """Bytes of an index that was moved aside."""
+    aside = folder / _ASIDE_NAME
+    return aside.stat().st_size if aside.exists() else 0
+
+
+def _move_aside(path: Path, why: str) -> None:
+    aside = path.with_name(_ASIDE_NAME)
+    os.replace(path, aside)
+    for suffix in ("-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    _LOG.warning("disk tier: %s: %s; it is now %s and the tier starts empty", path, why, aside)
+
+
+def seconds_now() -> int:
+    """Wall-clock time in whole seconds, as stored in ``Row.used``."""
+    return int(time.time())

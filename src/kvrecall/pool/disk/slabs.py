@@ -1,0 +1,310 @@
+"""Slab files: preallocated files of equal slots, grown on demand up to a hard limit.
+
+An *address* is ``slab number << 40 | byte offset in the file``. Each file begins with a header
+page that says whose it is; slots follow. Not thread-safe except for reading and writing slots.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrecall.pool.disk.index import ROW_BYTES, SCHEMA_VERSION, WAL_BYTES
+from kvrecall.pool.disk.io import FileIo
+from kvrecall.pool.slots import ALIGNMENT, SlotClass
+
+_LOG = logging.getLogger(__name__)
+_SHIFT = 40
+_MAGIC = b"kvrecall"
+_HEADER = struct.Struct("<8sI16sIQQ")  # magic, version, pool id, number, slot bytes, slots
+_GIB = 1 << 30
+INDEX_BASE_BYTES = WAL_BYTES + (256 << 10)
+"""What the index takes before its first row: its log and the empty file."""
+
+
+class SlabLost(OSError):
+    """The file was deleted or is too short: its blocks are gone."""
+
+
+@dataclass(slots=True)
+class Slab:
+    """An open slab file."""
+
+    number: int
+    path: Path
+    fd: int
+    slot_bytes: int
+    slots: int
+    direct: bool
+    busy: int = 0  # system calls under way
+    removed: bool = False  # to be closed after the last of them
+
+    @property
+    def nbytes(self) -> int:
+        return ALIGNMENT + self.slot_bytes * self.slots
+
+    @property
+    def base(self) -> int:
+        """Address of its first slot."""
+        return self.number << _SHIFT | ALIGNMENT
+
+    def check(self) -> None:
+        """Raises SlabLost if the file is not there in full."""
+        status = os.fstat(self.fd)
+        if status.st_nlink == 0 or status.st_size < self.nbytes:
+            raise SlabLost(errno.EIO, f"{self.path} was deleted or truncated")
+
+
+class SlabStore:
+    """All slabs of a folder: gives out slots and moves their bytes.
+
+    ``limit_bytes`` bounds slabs plus the index that so many slots can need (``INDEX_BASE_BYTES``
+    and ``ROW_BYTES`` a slot).
+    """
+
+    def __init__(
+        self, folder: Path, limit_bytes: int, pool_id: bytes, io: FileIo, direct: bool
+    ) -> None:
+        self._folder = folder
+        self.limit_bytes = limit_bytes
+        self._pool_id = pool_id
+        self._io = io
+        self._want_direct = direct
+        self._slabs: dict[int, Slab] = {}
+        self._classes: dict[int, SlotClass] = {}
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()  # guards closing a file against its users
+        self.full = False  # the medium refused to grow; cleared when a slab is given back
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether all files bypass the page cache."""
+        return self._want_direct and all(slab.direct for slab in self._slabs.values())
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(slab.nbytes for slab in self._slabs.values())
+
+    @property
+    def index_bytes(self) -> int:
+        """Upper bound of the index for the slots there are."""
+        slots = sum(slab.slots for slab in self._slabs.values())
+        return INDEX_BASE_BYTES + slots * ROW_BYTES
+
+    def numbers(self) -> list[int]:
+        return list(self._slabs)
+
+    def slab(self, address: int) -> Slab | None:
+        """The slab that holds ``address``."""
+        return self._slabs.get(address >> _SHIFT)
+
+    def slot_class(self, slot_bytes: int) -> SlotClass:
+        if slot_bytes not in self._classes:
+            self._classes[slot_bytes] = SlotClass(slot_bytes)
+        return self._classes[slot_bytes]
+
+    def classes(self) -> Iterable[SlotClass]:
+        return self._classes.values()
+
+    def room_for(self, slot_bytes: int) -> int:
+        """Slots of that size that could still be added within the limit."""
+        left = self.limit_bytes - self.file_bytes - self.index_bytes - ALIGNMENT
+        return max(0, left // (slot_bytes + ROW_BYTES))
+
+    def target_slots(self, slot_bytes: int) -> int:
+        """Slots of a full-sized new slab."""
+        target = max(min(self.limit_bytes // 16, _GIB), self.limit_bytes // 512)
+        return max(1, target // slot_bytes)
+
+    # -- opening ---------------------------------------------------------------------------
+
+    def recover(self, used: dict[int, list[int]]) -> list[int]:
+        """Opens the files of this pool and deletes others. ``used`` maps a slab's number to the
+        addresses of its blocks. Returns numbers whose file is missing, foreign or too short."""
+        present: set[int] = set()
+        for path in sorted(self._folder.glob("slab-*.kv")):
+            slab = self._open_existing(path)
+            if slab is None or slab.number not in used:
+                _LOG.info("disk tier: %s holds no block of this pool; deleted", path)
+                path.unlink()
+                if slab is not None:
+                    os.close(slab.fd)
+                continue
+            present.add(slab.number)
+            self._slabs[slab.number] = slab
+        self._numbers = itertools.count(max([*present, *used], default=-1) + 1)
+        return [number for number in used if number not in present]
+
+    def place(self, number: int, used: Iterable[int]) -> None:
+        """Makes the free slots of a recovered slab available."""
+        slab = self._slabs[number]
+        self.slot_class(slab.slot_bytes).add_extent(slab.base, slab.slots, used)
+
+    def is_slot(self, address: int, nbytes: int) -> bool:
+        """Whether ``address`` is a slot of an open slab that can hold ``nbytes``."""
+        slab = self.slab(address)
+        if slab is None or not 0 < nbytes <= slab.slot_bytes:
+            return False
+        place, rest = divmod(address - slab.base, slab.slot_bytes)
+        return rest == 0 and 0 <= place < slab.slots
+
+    def _open_existing(self, path: Path) -> Slab | None:
+        try:
+            with path.open("rb") as file:
+                header = file.read(_HEADER.size)
+            magic, version, pool_id, number, slot_bytes, slots = _HEADER.unpack(header)
+        except (struct.error, OSError):
+            return None
+        ours = (magic, version, pool_id) == (_MAGIC, SCHEMA_VERSION, self._pool_id)
+        if not ours or slot_bytes <= 0 or slot_bytes % ALIGNMENT:
+            return None
+        if path != self._path(number):
+            return None
+        fd, direct = self._open_file(path)
+        slab = Slab(number, path, fd, slot_bytes, slots, direct)
+        if os.fstat(fd).st_size < slab.nbytes:
+            os.close(fd)
+            return None
+        return slab
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"slab-{number:06d}.kv"
+
+    def _open_file(self, path: Path) -> tuple[int, bool]:
+        if self._want_direct:
+            try:
+                return self._io.open(path, True), True
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                _LOG.warning("disk tier: no direct I/O on the file system of %s", path)
+        return self._io.open(path, False), False
+
+    # -- growing and shrinking -------------------------------------------------------------
+
+    def grow(self, slot_bytes: int) -> bool:
+        """Adds a slab of that size class. False if the limit or the medium has no room."""
+        slots = min(self.target_slots(slot_bytes), self.room_for(slot_bytes))
+        if slots < 1:
+            return False
+        number = next(self._numbers)
+        path = self._path(number)
+        path.unlink(missing_ok=True)
+        try:
+            fd, direct = self._open_file(path)
+        except OSError as error:
+            return self._cannot_grow(error)
+        slab = Slab(number, path, fd, slot_bytes, slots, direct)
+        try:
+            self._io.allocate(fd, slab.nbytes)
+            self._write_header(slab)
+        except OSError as error:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            return self._cannot_grow(error)
+        self._slabs[number] = slab
+        self.slot_class(slot_bytes).add_extent(slab.base, slots)
+        return True
+
+    def _cannot_grow(self, error: OSError) -> bool:
+        if not self.full:
+            _LOG.warning("disk tier: cannot add a slab in %s: %s", self._folder, error.strerror)
+        self.full = True
+        return False
+
+    def _write_header(self, slab: Slab) -> None:
+        page = mmap.mmap(-1, ALIGNMENT)
+        fields = (_MAGIC, SCHEMA_VERSION, self._pool_id, slab.number, slab.slot_bytes, slab.slots)
+        page[: _HEADER.size] = _HEADER.pack(*fields)
+        with memoryview(page) as view:
+            if self._io.write(slab.fd, [view], 0) != ALIGNMENT:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        page.close()
+        self._io.sync(slab.fd)
+        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def remove(self, number: int) -> None:
+        """Deletes a slab. Its slots must be free (or it is lost and nobody gives them back)."""
+        slab = self._slabs[number]
+        slots = self.slot_class(slab.slot_bytes)
+        if slab.base in slots.extents():
+            slots.discard_extent(slab.base)
+        if _is_same_file(slab):
+            slab.path.unlink(missing_ok=True)
+        self.full = False
+        with self._lock:
+            del self._slabs[number]
+            slab.removed = True
+            if not slab.busy:
+                os.close(slab.fd)
+
+    # -- moving bytes ----------------------------------------------------------------------
+
+    def write(self, address: int, buffers: Sequence[memoryview]) -> None:
+        """Writes adjacent slots. OSError if that fails, SlabLost if the file is gone."""
+        slab = self._enter(address)
+        try:
+            slab.check()
+            expected = sum(len(buffer) for buffer in buffers)
+            if self._io.write(slab.fd, buffers, address & (1 << _SHIFT) - 1) != expected:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            self._leave(slab)
+
+    def read(self, address: int, buffers: Sequence[memoryview]) -> int:
+        """Reads adjacent slots; returns the bytes read, fewer if the file ends there. OSError if
+        that fails, SlabLost if the file is gone."""
+        slab = self._enter(address)
+        try:
+            got = self._io.read(slab.fd, buffers, address & (1 << _SHIFT) - 1)
+            slab.check()
+            return got
+        finally:
+            self._leave(slab)
+
+    def sync(self, address: int) -> None:
+        """Makes what was written to the slab of ``address`` durable."""
+        slab = self._enter(address)
+        try:
+            self._io.sync(slab.fd)
+            slab.check()
+        finally:
+            self._leave(slab)
+
+    def close(self) -> None:
+        for slab in self._slabs.values():
+            os.close(slab.fd)
+        self._slabs.clear()
+
+    def _enter(self, address: int) -> Slab:
+        with self._lock:
+            slab = self.slab(address)
+            if slab is None:
+                raise SlabLost(errno.EIO, "the slab is gone")
+            slab.busy += 1
+            return slab
+
+    def _leave(self, slab: Slab) -> None:
+        with self._lock:
+            slab.busy -= 1
+            if slab.removed and not slab.busy:
+                os.close(slab.fd)
+
+
+def _is_same_file(slab: Slab) -> bool:
+    try:
+        return os.stat(slab.path).st_ino == os.fstat(slab.fd).st_ino
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,55 @@
+"""What a tier asks of an eviction policy."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from kvrecall.block import BlockKey
+
+
+class EvictionPolicy(ABC):
+    """Orders the blocks of one tier for eviction.
+
+    Owner: one tier; not thread-safe; never blocks; a few microseconds per block. The tier tells
+    everything that happens, the policy owns nothing but the order. One request makes these calls:
+
+    1. ``access(chain)`` once, on arrival, with all its full blocks whether resident or not;
+    2. for each block to be stored, prefix first: if the tier is full, ``admit`` and, if that
+       says yes, ``victims``; ``remove`` for each victim taken; then ``insert``.
+
+    A resident block whose parent is not resident cannot be hit, so a policy gives up children
+    before their parents wherever it can.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def insert(self, key: BlockKey, parent: BlockKey | None, depth: int, now: float) -> None:
+        """A block became resident. ``depth`` counts from 0 at the root, ``now`` is in seconds and
+        never decreases. Counts as the block's first use. Already resident: nothing happens.
+        """
+
+    @abstractmethod
+    def access(self, chain: Sequence[BlockKey], now: float) -> None:
+        """A request used ``chain`` (prefix first). Keys that are not resident are allowed: a
+        policy may learn from them, it does not make them resident."""
+
+    @abstractmethod
+    def remove(self, key: BlockKey) -> None:
+        """The block was evicted or dropped. Not resident: nothing happens."""
+
+    @abstractmethod
+    def victims(
+        self, count: int, evictable: Callable[[BlockKey], bool], now: float
+    ) -> list[BlockKey]:
+        """Up to ``count`` resident blocks to give up, the best first. Nothing is removed: the
+        caller says so with ``remove``. Blocks that are not ``evictable`` (leased, pinned) are
+        passed over and keep their place.
+        """
+
+    def admit(self, key: BlockKey, parent: BlockKey | None, depth: int, now: float) -> bool:
+        """Whether the new block is worth more than what it would push out. Asked only when the
+        tier is full. No: do not insert it, nor what comes after it in its chain."""
+        return True

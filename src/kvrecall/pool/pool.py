@@ -1,0 +1,373 @@
+"""The pool in its owner's process: arena and host store above, one asynchronous tier below."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
+from kvrecall.config import PoolConfig
+from kvrecall.errors import ConfigError
+from kvrecall.pool.arena import Arena
+from kvrecall.pool.base import (
+    ArenaHandle,
+    Found,
+    PoolStats,
+    Recall,
+    Reservation,
+    TierStats,
+    Verdict,
+)
+from kvrecall.pool.disk import DiskTier
+from kvrecall.pool.eviction import make_policy
+from kvrecall.pool.host import Block, HostStore
+from kvrecall.pool.room import ArenaRoom
+from kvrecall.pool.slots import slot_bytes_of
+from kvrecall.pool.ticket import Ticket
+from kvrecall.pool.tier import NullTier, Tier
+from kvrecall.pool.traffic import Traffic
+
+_LOG = logging.getLogger(__name__)
+_TICK_S = 0.1
+_RETRY_S = 0.02
+_PRESENT = Reservation(Verdict.PRESENT)
+_REFUSED = Reservation(Verdict.REFUSED)
+
+
+class Pool:
+    """A ``PoolClient`` that owns its arena and its lower tier. Thread-safe.
+
+    Every method but ``flush`` and ``close`` returns within microseconds per key; all I/O is done
+    by threads of the tier below. Use as a context manager or call ``close``.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        below: Tier,
+        policy: str = "lru",
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Takes over ``arena`` and ``below``. ``clock`` dates uses, ``monotonic`` deadlines."""
+        self._arena = arena
+        self._below = below
+        self._monotonic = monotonic
+        self._changed = threading.Condition()  # its lock guards everything below
+        room = ArenaRoom(arena.nbytes, lambda: arena.ready_bytes)
+        self._host = HostStore(room, policy, not isinstance(below, NullTier), clock)
+        self._traffic = Traffic(self._host, below, arena, monotonic)
+        self._sizes: dict[bytes, int] = {}
+        self._filling: dict[BlockKey, Block] = {}
+        self._tickets: dict[int, Ticket] = {}
+        self._numbers = itertools.count(1)
+        self._lookups = self._found = self._refused = 0
+        self._host_hits = self._commits = self._commit_bytes = 0
+        self._closed = False
+        self._reaper = threading.Thread(target=self._reap, name="kvrecall-pool", daemon=True)
+        if self._traffic.has_below:
+            self._reaper.start()
+
+    @classmethod
+    def open(cls, config: PoolConfig) -> Pool:
+        """Opens the pool a configuration describes. Raises ConfigError or TierError, with nothing
+        left behind, if the memory or the disk cannot be had."""
+        make_policy(config.policy, 1)  # before anything is touched
+        with contextlib.ExitStack() as undo:
+            arena = Arena.create(config.host_bytes)
+            undo.callback(arena.close)
+            below: Tier = NullTier()
+            if config.disk is not None:
+                queued = min(config.disk.max_queued_bytes, config.host_bytes // 2)
+                disk = dataclasses.replace(config.disk, max_queued_bytes=queued)
+                below = DiskTier(disk, config.policy)
+                undo.callback(below.close)
+            pool = cls(arena, below, config.policy)
+            undo.pop_all()
+            return pool
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def arena(self) -> Arena:
+        """The arena, for workers in this process."""
+        return self._arena
+
+    def arena_handle(self) -> ArenaHandle:
+        return self._arena.handle()
+
+    def register(self, namespace: Namespace, block_bytes: int) -> None:
+        if block_bytes <= 0:
+            raise ConfigError(f"block_bytes is {block_bytes}; it must be more than 0")
+        slot_bytes = slot_bytes_of(block_bytes)
+        if slot_bytes > self._arena.nbytes:
+            raise ConfigError(
+                f"host_size: {self._arena.nbytes} bytes cannot hold one block of {slot_bytes} bytes"
+            )
+        with self._changed:
+            known = self._sizes.get(namespace.digest, block_bytes)
+            if known != block_bytes:
+                raise ConfigError(
+                    f"namespace {namespace.digest.hex()} has blocks of {known} bytes, "
+                    f"not of {block_bytes}"
+                )
+            self._sizes[namespace.digest] = block_bytes
+            self._host.resize(self._arena.nbytes // slot_bytes)
+            self._below.register(namespace, block_bytes)
+
+    # -- recall ----------------------------------------------------------------------------
+
+    def find(self, keys: Sequence[BlockKey]) -> Found:
+        tiers: list[TierName] = []
+        with self._changed:
+            blocks, contains = self._host.blocks, self._below.contains
+            below, has_below = self._below.name, self._traffic.answers()
+            for key in keys:
+                if key in blocks:
+                    tiers.append(TierName.HOST)
+                elif has_below and contains(key):
+                    tiers.append(below)
+                else:
+                    break
+            self._lookups += len(keys)
+            self._found += len(tiers)
+        return Found(tuple(tiers))
+
+    def acquire(
+        self, keys: Sequence[BlockKey], deadline_s: float, parent: BlockKey | None = None
+    ) -> int:
+        with self._changed:
+            self._traffic.drain()
+            ticket = Ticket(self._monotonic() + deadline_s)
+            self._lease_present(keys, ticket)
+            self._traffic.load(keys, ticket, parent, self._size_of)
+            self._host_hits += ticket.tiers.count(TierName.HOST)
+            number = next(self._numbers)
+            self._tickets[number] = ticket
+            return number
+
+    def poll(self, ticket: int) -> Recall:
+        with self._changed:
+            self._traffic.drain()
+            found = self._tickets[ticket]
+            recall, beyond = found.settle(self._monotonic())
+            self._host.unlease(beyond)
+            return recall
+
+    def release(self, ticket: int) -> None:
+        with self._changed:
+            found = self._tickets.pop(ticket, None)
+            if found is not None:
+                self._host.unlease(found.give_up())
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        with self._changed:
+            self._host.access(keys)
+            if self._traffic.has_below:
+                self._below.touch(keys)
+
+    # -- save ------------------------------------------------------------------------------
+
+    def reserve(
+        self, keys: Sequence[BlockKey], parent: BlockKey | None = None
+    ) -> tuple[Reservation, ...]:
+        answers: list[Reservation] = [_PRESENT] * len(keys)
+        with self._changed:
+            self._traffic.drain()
+            blocks, filling, holds = self._host.blocks, self._filling, self._traffic.holds
+            new: dict[int, dict[BlockKey, int]] = {}
+            for place, key in enumerate(keys):
+                if not (key in blocks or key in filling or holds(key)):
+                    new.setdefault(self._size_of(key), {}).setdefault(key, place)
+            held = [blocks[key] for key in keys if key in blocks] if new else []
+            for block in held:  # not to be evicted for their own suffix
+                self._host.lease(block)
+            depth = self._depth_of(parent)
+            for nbytes, places in new.items():
+                made = [
+                    Block(key, keys[place - 1] if place else parent, depth + place, -1, nbytes)
+                    for key, place in places.items()
+                ]
+                room = 0 if self._closed else self._give_slots(made)
+                for block, place in zip(made[:room], places.values(), strict=False):
+                    filling[block.key] = block
+                    answers[place] = Reservation(Verdict.RESERVED, block.offset)
+                for place in list(places.values())[room:]:
+                    answers[place] = _REFUSED
+            self._refused += answers.count(_REFUSED)
+            self._host.unlease(held)
+        return tuple(answers)
+
+    def commit(self, keys: Sequence[BlockKey]) -> None:
+        with self._changed:
+            blocks = [self._filling.pop(key) for key in keys if key in self._filling]
+            for block in blocks:
+                self._host.publish(block)
+                self._commit_bytes += block.nbytes
+            self._commits += len(blocks)
+            self._traffic.store(blocks)
+
+    def abandon(self, keys: Sequence[BlockKey]) -> None:
+        with self._changed:
+            for key in keys:
+                block = self._filling.pop(key, None)
+                if block is not None:
+                    self._host.free(block)
+
+    def flush(self, keys: Sequence[BlockKey], deadline_s: float) -> bool:
+        if not self._traffic.has_below:
+            return True
+        until = self._monotonic() + deadline_s
+        with self._changed:
+            while True:
+                self._traffic.drain()
+                waiting = self._traffic.chase(keys)
+                left = until - self._monotonic()
+                if waiting is not None and not waiting:
+                    return True
+                if waiting is None or left <= 0 or self._closed:
+                    return False
+                self._changed.wait(min(left, _RETRY_S))
+
+    def clear(self) -> None:
+        with self._changed:
+            self._traffic.drain()
+            self._below.clear()
+            self._forget(list(self._host.blocks))
+            self._traffic.expire()
+
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        """Drops these blocks from every tier; leased ones stay in the host."""
+        with self._changed:
+            self._traffic.drain()
+            self._below.drop(keys)
+            self._forget([key for key in keys if key in self._host.blocks])
+            self._traffic.expire(keys)
+
+    # -- the rest --------------------------------------------------------------------------
+
+    def stats(self) -> PoolStats:
+        with self._changed:
+            self._traffic.drain()
+            host = TierStats(
+                name=str(TierName.HOST),
+                capacity_bytes=self._arena.nbytes,
+                used_bytes=self._host.room.used_bytes,
+                blocks=len(self._host.blocks),
+                hits=self._host_hits,
+                writes=self._commits,
+                write_bytes=self._commit_bytes,
+                evictions=self._host.evictions,
+                dropped=self._refused,
+            )
+            puts, gets = self._below.queued()
+            return PoolStats(
+                tiers=(host, self._below.stats()) if self._traffic.has_below else (host,),
+                leases=self._host.leases,
+                reserved=len(self._filling),
+                queued_writes=puts,
+                queued_reads=gets,
+                lookups=self._lookups,
+                hits=self._found,
+                refused=self._refused,
+                histograms=self._below.histograms(),
+            )
+
+    def close(self, deadline_s: float = 10.0) -> None:
+        """See ``PoolClient``; queued writes get ``deadline_s`` seconds."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+        self._below.close(deadline_s)
+        if self._reaper.is_alive():
+            self._reaper.join()
+        with self._changed:
+            self._traffic.drain()
+            self._tickets.clear()
+            self._host.blocks.clear()
+            self._traffic.has_below = False
+            self._changed.notify_all()
+        self._arena.close()
+
+    # -- inside, under the lock ------------------------------------------------------------
+
+    def _size_of(self, key: BlockKey) -> int:
+        size = self._sizes.get(key[:NAMESPACE_BYTES])
+        if size is None:
+            raise KeyError(f"namespace {key[:NAMESPACE_BYTES].hex()} was not registered")
+        return size
+
+    def _depth_of(self, parent: BlockKey | None) -> int:
+        """Depth of the child of ``parent``; 0 if it is not known."""
+        if parent is None:
+            return 0
+        block = self._host.blocks.get(parent) or self._filling.get(parent)
+        if block is not None:
+            return block.depth + 1
+        depth = self._below.depth_of(parent)
+        return 0 if depth is None else depth + 1
+
+    def _forget(self, keys: Sequence[BlockKey]) -> None:
+        """Drops blocks from the host as far as they are not leased. The slots of blocks that are
+        being stored come back when that ends."""
+        for key in keys:
+            block = self._host.blocks[key]
+            if block.leases:
+                block.stored = False
+                continue
+            self._host.withdraw(key)
+            if not block.pins:
+                self._host.free(block)
+
+    def _give_slots(self, blocks: Sequence[Block]) -> int:
+        """Gives slots to the first of ``blocks``, all of one size; returns to how many.
+
+        With nothing below, the policy may keep blocks out that are worth less than those they
+        would push out; else the arena is on their way down and takes all."""
+        pick = not self._traffic.has_below
+        offsets = self._host.allocate(blocks[0].nbytes, len(blocks), blocks if pick else ())
+        for block, offset in zip(blocks, offsets, strict=False):
+            block.offset = offset
+        return len(offsets)
+
+    def _lease_present(self, keys: Sequence[BlockKey], ticket: Ticket) -> None:
+        """Leases what of the present prefix is in the host; notes what is below."""
+        blocks, holds = self._host.blocks, self._traffic.holds
+        answers = self._traffic.answers()
+        present: list[Block] = []
+        for key in keys:
+            block = blocks.get(key)
+            if block is not None:
+                self._host.lease(block)
+                ticket.add(TierName.HOST, block)
+                present.append(block)
+            elif answers and holds(key):
+                ticket.add(self._below.name, None)
+            else:
+                break
+        self._traffic.store_again(present)
+
+    def _reap(self) -> None:
+        """Thread: takes what the tier below has done, so that waiting calls hear of it."""
+        while not self._closed:
+            done = self._below.poll(_TICK_S)
+            with self._changed:
+                self._traffic.apply(done)
+                if done:
+                    self._changed.notify_all()

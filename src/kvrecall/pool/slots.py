@@ -1,0 +1,218 @@
+"""Room for blocks of different sizes in one address space: runs of free bytes, size classes."""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+ALIGNMENT = 4096
+"""Slots start at and fill multiples of this, so that direct I/O can read and write them."""
+
+
+def slot_bytes_of(block_bytes: int) -> int:
+    """Bytes of the slot that holds a block: its size class."""
+    return -(-block_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class RunSet:
+    """Disjoint runs ``[start, start + length)`` of free bytes; neighbours are merged.
+
+    ``add`` and ``take`` cost O(1) whatever the number of runs (segregated fit by powers of two).
+    """
+
+    def __init__(self) -> None:
+        self._length_at: dict[int, int] = {}
+        self._start_at_end: dict[int, int] = {}
+        self._bins: list[dict[int, None]] = [{} for _ in range(64)]
+        self.total = 0
+
+    def add(self, start: int, length: int) -> None:
+        """Frees a run that is not free now."""
+        self.total += length
+        end = start + length
+        after = self._length_at.get(end)
+        if after is not None:
+            self._forget(end)
+            end += after
+        before = self._start_at_end.get(start)
+        if before is not None:
+            self._forget(before)
+            start = before
+        self._note(start, end - start)
+
+    def take(self, length: int, unit: int) -> list[tuple[int, int]]:
+        """Takes up to ``length`` bytes in whole ``unit`` pieces, as few runs as can be.
+
+        ``length`` is a multiple of ``unit``. Returns runs by ascending start; less than asked, or
+        nothing, if no run has room for a unit more.
+        """
+        taken: list[tuple[int, int]] = []
+        while length > 0:
+            start = self._fitting(length)
+            if start is None:
+                start = self._largest()
+            if start is None:
+                break
+            whole = self._length_at[start]
+            part = min(length, whole - whole % unit)
+            if part == 0:
+                break
+            self._forget(start)
+            self.total -= part
+            if whole > part:
+                self._note(start + part, whole - part)
+            taken.append((start, part))
+            length -= part
+        taken.sort()
+        return taken
+
+    def has_run(self, length: int) -> bool:
+        """Whether one run has room for ``length`` bytes (may miss a barely fitting one)."""
+        return self._fitting(length) is not None
+
+    def runs(self) -> list[tuple[int, int]]:
+        """``(start, length)`` of every run, in no order."""
+        return list(self._length_at.items())
+
+    def remove_within(self, start: int, length: int) -> None:
+        """Takes out all that is free in ``[start, start + length)``. O(number of runs)."""
+        end = start + length
+        inside = [
+            (begin, begin + size)
+            for begin, size in self._length_at.items()
+            if begin < end and start < begin + size
+        ]
+        for begin, stop in inside:
+            self._forget(begin)
+            self.total -= min(stop, end) - max(begin, start)
+            if begin < start:
+                self._note(begin, start - begin)
+            if stop > end:
+                self._note(end, stop - end)
+
+    def _note(self, start: int, length: int) -> None:
+        self._length_at[start] = length
+        self._start_at_end[start + length] = start
+        self._bins[length.bit_length()][start] = None
+
+    def _forget(self, start: int) -> None:
+        length = self._length_at.pop(start)
+        del self._start_at_end[start + length]
+        del self._bins[length.bit_length()][start]
+
+    def _fitting(self, length: int) -> int | None:
+        own = length.bit_length()
+        for tries, start in enumerate(self._bins[own]):
+            if self._length_at[start] >= length:
+                return start
+            if tries == 8:
+                break
+        for bin_ in self._bins[own + 1 :]:
+            for start in bin_:
+                return start
+        return None
+
+    def _largest(self) -> int | None:
+        for bin_ in reversed(self._bins):
+            if bin_:
+                return (
+                    max(bin_, key=self._length_at.__getitem__)
+                    if len(bin_) < 9
+                    else next(iter(bin_))
+                )
+        return None
+
+
+@dataclass(slots=True)
+class _Extent:
+    slots: int
+    used: int
+
+
+class SlotClass:
+    """All slots of one size: extents of room are given to it, slots taken from and given to them.
+
+    Not thread-safe.
+    """
+
+    def __init__(self, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self._runs = RunSet()
+        self._extents: dict[int, _Extent] = {}
+        self._bases: list[int] = []
+
+    @property
+    def free(self) -> int:
+        """Slots that are free."""
+        return self._runs.total // self.slot_bytes
+
+    @property
+    def slots(self) -> int:
+        """Slots in all extents."""
+        return sum(extent.slots for extent in self._extents.values())
+
+    @property
+    def has_extents(self) -> bool:
+        return bool(self._extents)
+
+    def add_extent(self, base: int, slots: int, used: Iterable[int] = ()) -> None:
+        """Room for ``slots`` slots from address ``base`` on; those at addresses ``used`` are
+        taken already."""
+        taken = sorted(used)
+        self._extents[base] = _Extent(slots, len(taken))
+        insort(self._bases, base)
+        begin = base
+        for address in [*taken, base + slots * self.slot_bytes]:
+            if address > begin:
+                self._runs.add(begin, address - begin)
+            begin = address + self.slot_bytes
+
+    def take(self, count: int) -> list[int]:
+        """Addresses of up to ``count`` free slots, ascending, adjacent as far as possible."""
+        size = self.slot_bytes
+        addresses: list[int] = []
+        for start, length in self._runs.take(count * size, size):
+            addresses.extend(range(start, start + length, size))
+        for address in addresses:
+            self._extents[self.extent_of(address)].used += 1
+        return addresses
+
+    def give(self, address: int) -> None:
+        """Frees a slot."""
+        self._extents[self.extent_of(address)].used -= 1
+        self._runs.add(address, self.slot_bytes)
+
+    def has_run(self, count: int) -> bool:
+        """Whether ``count`` adjacent slots are free."""
+        return self._runs.has_run(count * self.slot_bytes)
+
+    def extent_of(self, address: int) -> int:
+        """Base of the extent that holds ``address``."""
+        return self._bases[bisect_right(self._bases, address) - 1]
+
+    def extents(self) -> dict[int, int]:
+        """Base and length in bytes of every extent."""
+        return {base: e.slots * self.slot_bytes for base, e in self._extents.items()}
+
+    def used_by_extent(self) -> dict[int, int]:
+        """Base and number of used slots of every extent."""
+        return {base: extent.used for base, extent in self._extents.items()}
+
+    def empty_extents(self) -> list[int]:
+        """Bases of extents without a used slot."""
+        return [base for base, extent in self._extents.items() if extent.used == 0]
+
+    def remove_extent(self, base: int) -> int:
+        """Takes back an empty extent; returns its length in bytes."""
+        extent = self._extents[base]
+        if extent.used:
+            raise ValueError(f"extent {base} still holds {extent.used} slots")
+        return self.discard_extent(base)
+
+    def discard_extent(self, base: int) -> int:
+        """Takes away an extent whose used slots nobody will give back; returns its length."""
+        length = self._extents.pop(base).slots * self.slot_bytes
+        self._bases.remove(base)
+        self._runs.remove_within(base, length)
+        return length

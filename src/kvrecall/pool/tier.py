@@ -1,0 +1,171 @@
+"""A tier below the host: takes and gives blocks of bytes asynchronously."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrecall.block import BlockKey, Namespace, TierName
+from kvrecall.pool.base import TierStats
+
+Buckets = tuple[tuple[float, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """A block to store. ``data`` is its whole slot (a multiple of 4096 bytes, aligned to 4096),
+    the block is its first ``nbytes`` bytes; it must not change until the put is done."""
+
+    key: BlockKey
+    parent: BlockKey | None
+    depth: int
+    data: memoryview
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Get:
+    """A block to fetch ``into`` a slot (as ``Put.data``), which nobody else may use until the
+    get is done. If it fails, the slot's content is undefined."""
+
+    key: BlockKey
+    into: memoryview
+
+
+class PutVerdict(enum.Enum):
+    """Immediate answer to a put."""
+
+    QUEUED = "queued"  # a Done will follow
+    PRESENT = "present"  # stored or being stored already; no Done will follow
+    SHED = "shed"  # the tier has no room in its queue now; no Done will follow
+
+
+class Outcome(enum.Enum):
+    """How a queued operation ended."""
+
+    STORED = "stored"  # durable
+    SHED = "shed"  # not stored: no room, the medium failed, or the tier is closing
+    LOADED = "loaded"  # the bytes are in the slot and their checksum is right
+    MISS = "miss"  # not there (any more)
+    CORRUPT = "corrupt"  # bytes missing or wrong; the block is dropped
+    ERROR = "error"  # the medium failed; the block is dropped
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """End of a queued operation."""
+
+    key: BlockKey
+    outcome: Outcome
+
+
+class Tier(ABC):
+    """Stores blocks under keys. No method but ``close`` waits for I/O; all are thread-safe.
+
+    Owner: one pool. It owes every queued put and get its memory until the matching ``Done`` was
+    polled; the tier owes each exactly one ``Done``, also when it fails or closes. A block that
+    ``contains`` reports is durable in this tier.
+    """
+
+    name: TierName
+
+    @abstractmethod
+    def register(self, namespace: Namespace, block_bytes: int) -> None:
+        """Blocks of ``namespace`` have ``block_bytes`` bytes. Comes before puts of its keys."""
+
+    @abstractmethod
+    def contains(self, key: BlockKey) -> bool:
+        """Whether the block can be fetched. A hint: it may be gone when asked for."""
+
+    @abstractmethod
+    def depth_of(self, key: BlockKey) -> int | None:
+        """The block's place in its chain (0 at the root), None if the block is not here."""
+
+    @abstractmethod
+    def submit_put(self, puts: Sequence[Put]) -> list[PutVerdict]:
+        """Queues blocks to be stored; a chain comes prefix first."""
+
+    @abstractmethod
+    def submit_get(self, gets: Sequence[Get]) -> None:
+        """Queues blocks to be fetched, most wanted first."""
+
+    @abstractmethod
+    def poll(self, timeout_s: float = 0.0) -> list[Done]:
+        """Operations that ended since the last call; waits up to ``timeout_s`` for the first."""
+
+    @abstractmethod
+    def touch(self, chain: Sequence[BlockKey]) -> None:
+        """A request used ``chain`` (prefix first); keys not here are allowed."""
+
+    @abstractmethod
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        """Forgets blocks; they are not found from now on."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forgets every block, also those queued to be stored."""
+
+    @abstractmethod
+    def stats(self) -> TierStats: ...
+
+    @abstractmethod
+    def histograms(self) -> dict[str, Buckets]:
+        """Latencies by name, e.g. ``disk_read_seconds``."""
+
+    @abstractmethod
+    def queued(self) -> tuple[int, int]:
+        """Puts and gets not done yet."""
+
+    @abstractmethod
+    def close(self, deadline_s: float = 10.0) -> None:
+        """Finishes queued puts as far as ``deadline_s`` allows; ends all else. Idempotent."""
+
+
+class NullTier(Tier):
+    """No tier: holds nothing, takes nothing, finds nothing."""
+
+    def __init__(self, name: TierName = TierName.DISK) -> None:
+        self.name = name
+        self._done: list[Done] = []
+
+    def register(self, namespace: Namespace, block_bytes: int) -> None:
+        pass
+
+    def contains(self, key: BlockKey) -> bool:
+        return False
+
+    def depth_of(self, key: BlockKey) -> int | None:
+        return None
+
+    def submit_put(self, puts: Sequence[Put]) -> list[PutVerdict]:
+        return [PutVerdict.SHED] * len(puts)
+
+    def submit_get(self, gets: Sequence[Get]) -> None:
+        self._done += [Done(get.key, Outcome.MISS) for get in gets]
+
+    def poll(self, timeout_s: float = 0.0) -> list[Done]:
+        done, self._done = self._done, []
+        return done
+
+    def touch(self, chain: Sequence[BlockKey]) -> None:
+        pass
+
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
+    def stats(self) -> TierStats:
+        return TierStats(str(self.name), 0, 0, 0)
+
+    def histograms(self) -> dict[str, Buckets]:
+        return {}
+
+    def queued(self) -> tuple[int, int]:
+        return (0, len(self._done))
+
+    def close(self, deadline_s: float = 10.0) -> None:
+        pass

@@ -1,0 +1,412 @@
+"""What every pool must do. Subclass ``PoolContract`` in a test module and give it a pool."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvrecall.block import BlockKey, TierName
+from kvrecall.errors import ConfigError
+from kvrecall.pool import Pool
+from kvrecall.pool.arena import Arena
+from kvrecall.pool.base import PoolClient, Recall, RecallState, Verdict
+from kvrecall.testing.blocks import chain, content, namespace, wait_until
+
+BLOCK_BYTES = 60_000
+SLOT_BYTES = 61_440
+NAMESPACE = namespace()
+
+
+class Engine:
+    """Plays an engine: saves blocks into a pool and recalls them, checking every byte."""
+
+    def __init__(self, pool: PoolClient, block_bytes: int = BLOCK_BYTES) -> None:
+        self.pool = pool
+        self.block_bytes = block_bytes
+        self._arena = Arena.attach(pool.arena_handle())
+
+    def fill(self, key: BlockKey, offset: int) -> None:
+        """Writes what the block ``key`` must hold into a reserved slot."""
+        self._arena.view(offset, self.block_bytes)[:] = content(key, self.block_bytes)
+
+    def save(self, keys: Sequence[BlockKey]) -> Counter[Verdict]:
+        """Reserves, fills and commits; returns how many answers there were of each kind."""
+        answers = self.pool.reserve(keys)
+        reserved = [
+            (key, answer.offset)
+            for key, answer in zip(keys, answers, strict=True)
+            if answer.verdict is Verdict.RESERVED
+        ]
+        for key, offset in reserved:
+            self.fill(key, offset)
+        self.pool.commit([key for key, _ in reserved])
+        return Counter(answer.verdict for answer in answers)
+
+    def wait(self, ticket: int) -> Recall:
+        """Polls until READY."""
+        recalls: list[Recall] = []
+
+        def ready() -> bool:
+            recalls.append(self.pool.poll(ticket))
+            return recalls[-1].state is RecallState.READY
+
+        wait_until(ready)
+        return recalls[-1]
+
+    def recall(self, keys: Sequence[BlockKey]) -> tuple[TierName, ...]:
+        """Acquires, checks the bytes, releases; returns the tier of each block that came."""
+        ticket = self.pool.acquire(keys, 10.0)
+        recall = self.wait(ticket)
+        self.check(keys, recall)
+        self.pool.release(ticket)
+        return recall.tiers
+
+    def check(self, keys: Sequence[BlockKey], recall: Recall) -> None:
+        assert len(recall.offsets) == len(recall.tiers)
+        for key, offset in zip(keys, recall.offsets, strict=False):
+            assert offset % 4096 == 0
+            got = bytes(self._arena.view(offset, self.block_bytes))
+            assert got == content(key, self.block_bytes), "wrong KV"
+
+    def close(self) -> None:
+        self._arena.close()
+
+
+class PoolContract:
+    """Contract of ``kvrecall.pool.base.PoolClient``. A subclass overrides ``make``."""
+
+    def make(self, host_bytes: int, disk_path: Path | None) -> PoolClient:
+        """A pool with an arena of ``host_bytes``; with a disk of at least 64 MiB if there is a
+        path."""
+        raise NotImplementedError
+
+    def drop(self, pool: PoolClient, keys: Sequence[BlockKey]) -> None:
+        """Drops blocks by whatever way that pool has for it."""
+        assert isinstance(pool, Pool)
+        pool.drop(keys)
+
+    @pytest.fixture
+    def start(self, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+        """Starts a pool with room for ``blocks`` in the host, and an engine on it."""
+        engines: list[Engine] = []
+
+        def start(blocks: int = 64, disk: bool = True) -> Engine:
+            pool = self.make(blocks * SLOT_BYTES, tmp_path / "disk" if disk else None)
+            pool.register(NAMESPACE, BLOCK_BYTES)
+            engines.append(Engine(pool))
+            return engines[-1]
+
+        yield start
+        for engine in engines:
+            engine.close()
+            engine.pool.close()
+
+    @pytest.mark.parametrize("disk", [False, True])
+    def test_saved_chain_is_found_and_recalled(
+        self, start: Callable[..., Engine], disk: bool
+    ) -> None:
+        engine = start(disk=disk)
+        keys = chain(NAMESPACE, 20)
+        assert engine.pool.find(keys).blocks == 0
+        assert engine.save(keys) == {Verdict.RESERVED: 20}
+        assert engine.pool.find(keys).tiers == (TierName.HOST,) * 20
+        assert engine.recall(keys) == (TierName.HOST,) * 20
+
+    def test_arena_can_be_used_to_the_last_slot(self, start: Callable[..., Engine]) -> None:
+        engine = start(blocks=64, disk=False)
+        assert engine.save(chain(NAMESPACE, 64)) == {Verdict.RESERVED: 64}
+        assert engine.pool.find(chain(NAMESPACE, 64)).blocks == 64
+
+    def test_slots_of_a_chain_are_adjacent_and_ascending(
+        self, start: Callable[..., Engine]
+    ) -> None:
+        pool = start(disk=False).pool
+        offsets = [answer.offset for answer in pool.reserve(chain(NAMESPACE, 30))]
+        steps = [after - before for before, after in itertools.pairwise(offsets)]
+        assert steps == [SLOT_BYTES] * 29
+
+    def test_finds_the_longest_prefix_only(self, start: Callable[..., Engine]) -> None:
+        engine = start()
+        keys = chain(NAMESPACE, 10)
+        engine.save(keys[:4])
+        engine.save(keys[6:])
+        assert engine.pool.find(keys).blocks == 4
+        assert len(engine.recall(keys)) == 4
+        assert engine.pool.find(keys[6:]).blocks == 4
+
+    def test_uncommitted_blocks_are_not_found(self, start: Callable[..., Engine]) -> None:
+        engine = start()
+        keys = chain(NAMESPACE, 4)
+        engine.pool.reserve(keys)
+        assert engine.pool.find(keys).blocks == 0
+        assert engine.recall(keys) == ()
+        assert engine.pool.stats().reserved == 4
+        engine.pool.abandon(keys)
+        assert engine.pool.stats().reserved == 0
+        engine.pool.commit(keys)
+        assert engine.pool.find(keys).blocks == 0
+
+    def test_abandoned_slots_can_be_reserved_again(self, start: Callable[..., Engine]) -> None:
+        engine = start(blocks=8, disk=False)
+        for _ in range(3):
+            answers = engine.pool.reserve(chain(NAMESPACE, 8))
+            assert {answer.verdict for answer in answers} == {Verdict.RESERVED}
+            engine.pool.abandon(chain(NAMESPACE, 8))
+
+    def test_a_key_is_reserved_by_one_only(self, start: Callable[..., Engine]) -> None:
+        engine = start()
+        keys = chain(NAMESPACE, 6)
+        engine.pool.reserve(keys[:3])
+        assert engine.save(keys) == {Verdict.PRESENT: 3, Verdict.RESERVED: 3}
+        assert engine.save(keys) == {Verdict.PRESENT: 6}
+
+    def test_the_same_key_twice_in_one_call(self, start: Callable[..., Engine]) -> None:
+        engine = start(blocks=8, disk=False)
+        key = chain(NAMESPACE, 1)[0]
+        answers = engine.pool.reserve([key, key])
+        assert [a.verdict for a in answers] == [Verdict.RESERVED, Verdict.PRESENT]
+        engine.fill(key, answers[0].offset)
+        engine.pool.commit([key, key])
+        assert engine.recall([key, key]) == (TierName.HOST,) * 2
+        assert engine.pool.stats().leases == 0
+
+    def test_leased_blocks_are_not_evicted(self, start: Callable[..., Engine]) -> None:
+        engine = start(blocks=16, disk=False)
+        keys = chain(NAMESPACE, 10)
+        engine.save(keys)
+        ticket = engine.pool.acquire(keys, 10.0)
+        other = chain(NAMESPACE, 10, "other")
+        assert engine.save(other) == {Verdict.RESERVED: 6, Verdict.REFUSED: 4}
+        assert engine.save(chain(NAMESPACE, 10, "third"))[Verdict.RESERVED] == 6
+        engine.check(keys, engine.wait(ticket))
+        assert engine.pool.find(keys).blocks == 10
+        engine.pool.release(ticket)
+        engine.pool.release(ticket)
+        assert engine.save(chain(NAMESPACE, 16, "fourth")) == {Verdict.RESERVED: 16}
+
+    def test_reserved_blocks_are_not_evicted(self, start: Callable[..., Engine]) -> None:
+        engine = start(blocks=8, disk=False)
+        engine.pool.reserve(chain(NAMESPACE, 6))
+        assert engine.save(chain(NAMESPACE, 8, "b")) == {Verdict.RESERVED: 2, Verdict.REFUSED: 6}
+        assert engine.pool.stats().refused == 6
+
+    def test_saving_a_suffix_does_not_evict_its_own_prefix(
+        self, start: Callable[..., Engine]
+    ) -> None:
+        engine = start(blocks=8, disk=False)
+        keys = chain(NAMESPACE, 12)
+        engine.save(keys[:6])
+        engine.save(chain(NAMESPACE, 2, "other"))
+        assert engine.save(keys) == {Verdict.PRESENT: 6, Verdict.RESERVED: 2, Verdict.REFUSED: 4}
+        assert engine.pool.find(keys).blocks == 8
+
+    def test_suffixes_leave_before_prefixes(self, start: Callable[..., Engine]) -> None:
+        engine = start(blocks=16, disk=False)
+        old, new = chain(NAMESPACE, 12, "old"), chain(NAMESPACE, 8, "new")
+        engine.save(old)
+        assert engine.recall(old) == (TierName.HOST,) * 12
+        engine.pool.touch(old)
+        engine.save(new)
+        assert engine.pool.find(old).blocks == 8
+
+    def test_poll_of_an_unknown_ticket_is_a_bug(self, start: Callable[..., Engine]) -> None:
+        engine = start(disk=False)
+        ticket = engine.pool.acquire([], 1.0)
+        assert engine.wait(ticket).offsets == ()
+        engine.pool.release(ticket)
+        with pytest.raises(KeyError):
+            engine.pool.poll(ticket)
+
+    def test_register_refuses_what_cannot_be(self, start: Callable[..., Engine]) -> None:
+        engine = start(blocks=4, disk=False)
+        with pytest.raises(ConfigError, match="cannot hold one block"):
+            engine.pool.register(namespace("huge"), 5 * SLOT_BYTES)
+        with pytest.raises(ConfigError, match="blocks of 60000 bytes"):
+            engine.pool.register(NAMESPACE, 4096)
+        with pytest.raises(ConfigError, match="more than 0"):
+            engine.pool.register(namespace("none"), 0)
+
+    def test_unregistered_namespace(self, start: Callable[..., Engine]) -> None:
+        engine = start(blocks=4, disk=False)
+        strange = chain(namespace("strange"), 2)
+        assert engine.pool.find(strange).blocks == 0
+        with pytest.raises(KeyError):
+            engine.pool.reserve(strange)
+
+    def test_flush_makes_durable_and_a_new_pool_finds(self, start: Callable[..., Engine]) -> None:
+        engine = start()
+        keys = chain(NAMESPACE, 30)
+        engine.save(keys)
+        assert engine.pool.flush(keys, 20.0)
+        engine.close()
+        engine.pool.close()
+        engine = start()
+        assert engine.pool.find(keys).tiers == (TierName.DISK,) * 30
+        assert engine.save(keys) == {Verdict.PRESENT: 30}
+        assert engine.recall(keys) == (TierName.DISK,) * 30
+        assert engine.recall(keys) == (TierName.HOST,) * 30
+
+    def test_flush_without_a_disk_is_true_at_once(self, start: Callable[..., Engine]) -> None:
+        engine = start(disk=False)
+        assert engine.pool.flush(chain(NAMESPACE, 3), 0.0)
+
+    def test_flush_of_blocks_the_pool_never_got_is_false(
+        self, start: Callable[..., Engine]
+    ) -> None:
+        engine = start()
+        keys = chain(NAMESPACE, 3)
+        engine.save(keys[:2])
+        assert not engine.pool.flush(keys, 5.0)
+        assert engine.pool.flush(keys[:2], 5.0)
+
+    def test_evicted_from_the_host_is_kept_on_disk(self, start: Callable[..., Engine]) -> None:
+        engine = start(blocks=16)
+        keys = chain(NAMESPACE, 12)
+        engine.save(keys)
+        assert engine.pool.flush(keys, 20.0)
+        other = chain(NAMESPACE, 12, "other")
+        engine.save(other)
+        assert engine.pool.flush(other, 20.0)
+        assert engine.pool.find(keys).blocks == 12
+        assert TierName.DISK in engine.pool.find(keys).tiers
+        assert TierName.DISK in engine.recall(keys)
+
+    def test_recall_of_more_than_fits_is_cut(self, start: Callable[..., Engine]) -> None:
+        engine = start(blocks=16)
+        keys = chain(NAMESPACE, 32)
+        for part in (keys[:8], keys[8:16], keys[16:24], keys[24:]):
+            engine.save(part)
+            assert engine.pool.flush(part, 20.0)
+        assert engine.pool.find(keys).blocks == 32
+        tiers = engine.recall(keys)
+        assert 8 <= len(tiers) <= 16
+        assert engine.pool.stats().leases == 0
+
+    def test_two_recalls_share_one_load(self, start: Callable[..., Engine]) -> None:
+        engine = start()
+        keys = chain(NAMESPACE, 10)
+        engine.save(keys)
+        assert engine.pool.flush(keys, 20.0)
+        engine.close()
+        engine.pool.close()
+        engine = start()
+        tickets = [engine.pool.acquire(keys, 10.0) for _ in range(3)]
+        recalls = [engine.wait(ticket) for ticket in tickets]
+        assert {recall.offsets for recall in recalls} == {recalls[0].offsets}
+        assert len(recalls[0].offsets) == 10
+        for ticket in tickets:
+            engine.pool.release(ticket)
+        disk = next(t for t in engine.pool.stats().tiers if t.name == TierName.DISK)
+        assert disk.reads == 10
+        assert engine.pool.stats().leases == 0
+
+    def test_release_before_ready_leaves_nothing(self, start: Callable[..., Engine]) -> None:
+        engine = start()
+        keys = chain(NAMESPACE, 10)
+        engine.save(keys)
+        assert engine.pool.flush(keys, 20.0)
+        engine.close()
+        engine.pool.close()
+        engine = start(blocks=16)
+        engine.pool.release(engine.pool.acquire(keys, 10.0))
+        wait_until(lambda: engine.pool.find(keys).tiers == (TierName.HOST,) * 10)
+        assert engine.pool.stats().leases == 0
+        other = chain(NAMESPACE, 16, "other")
+        assert engine.save(other[:8])[Verdict.RESERVED] == 8
+        assert engine.pool.flush(other[:8], 10.0)
+
+    @pytest.mark.parametrize("disk", [False, True])
+    def test_clear_drops_all_that_is_not_leased(
+        self, start: Callable[..., Engine], disk: bool
+    ) -> None:
+        engine = start(disk=disk)
+        keys = chain(NAMESPACE, 20)
+        engine.save(keys)
+        ticket = engine.pool.acquire(keys[:5], 10.0)
+        engine.pool.clear()
+        assert engine.pool.find(keys).tiers == (TierName.HOST,) * 5
+        assert engine.pool.find(keys[5:]).blocks == 0
+        engine.check(keys, engine.wait(ticket))
+        engine.pool.release(ticket)
+        engine.pool.clear()
+        assert engine.pool.find(keys).blocks == 0
+        wait_until(lambda: engine.pool.stats().queued_writes == 0)
+        assert engine.save(keys) == {Verdict.RESERVED: 20}
+        assert engine.recall(keys) == (TierName.HOST,) * 20
+        assert engine.pool.flush(keys, 20.0)
+
+    @pytest.mark.parametrize("disk", [False, True])
+    def test_drop_of_some_blocks(self, start: Callable[..., Engine], disk: bool) -> None:
+        engine = start(disk=disk)
+        keys = chain(NAMESPACE, 10)
+        engine.save(keys)
+        assert engine.pool.flush(keys, 20.0)
+        self.drop(engine.pool, keys[4:6])
+        assert engine.pool.find(keys).blocks == 4
+        assert engine.pool.find(keys[6:]).blocks == 4
+        assert engine.save(keys) == {Verdict.PRESENT: 8, Verdict.RESERVED: 2}
+        assert engine.recall(keys) == (TierName.HOST,) * 10
+
+    def test_namespaces_of_other_block_sizes_share_the_arena(
+        self, start: Callable[..., Engine]
+    ) -> None:
+        engine = start(blocks=64, disk=False)
+        small, large = namespace("small"), namespace("large")
+        engine.pool.register(small, 1000)
+        engine.pool.register(large, 10 * SLOT_BYTES)
+        assert engine.save(chain(NAMESPACE, 64)) == {Verdict.RESERVED: 64}
+        little, big = Engine(engine.pool, 1000), Engine(engine.pool, 10 * SLOT_BYTES)
+        assert little.save(chain(small, 20)) == {Verdict.RESERVED: 20}
+        assert little.recall(chain(small, 20)) == (TierName.HOST,) * 20
+        assert big.save(chain(large, 2)) == {Verdict.RESERVED: 2}
+        assert big.recall(chain(large, 2)) == (TierName.HOST,) * 2
+        kept = engine.pool.find(chain(NAMESPACE, 64)).blocks
+        assert engine.recall(chain(NAMESPACE, 64)) == (TierName.HOST,) * kept
+        assert kept >= 30
+        engine.pool.clear()
+        assert engine.save(chain(NAMESPACE, 64)) == {Verdict.RESERVED: 64}
+        little.close()
+        big.close()
+
+    def test_room_with_slots_being_filled_is_not_taken_over(
+        self, start: Callable[..., Engine]
+    ) -> None:
+        engine = start(blocks=256, disk=False)
+        small = namespace("small")
+        engine.pool.register(small, 1000)
+        keys = chain(NAMESPACE, 256)
+        for key, answer in zip(keys, engine.pool.reserve(keys), strict=True):
+            engine.fill(key, answer.offset)
+        engine.pool.commit(keys[::2])
+        little = Engine(engine.pool, 1000)
+        assert little.save(chain(small, 4)) == {Verdict.REFUSED: 4}
+        engine.pool.abandon(keys[1:128:2])
+        assert little.save(chain(small, 4)) == {Verdict.RESERVED: 4}
+        engine.pool.commit(keys[129::2])
+        assert engine.recall(keys[128:]) == (TierName.HOST,) * 128
+        little.close()
+
+    def test_counts_lookups_and_hits(self, start: Callable[..., Engine]) -> None:
+        engine = start(disk=False)
+        keys = chain(NAMESPACE, 10)
+        engine.save(keys[:4])
+        engine.pool.find(keys)
+        stats = engine.pool.stats()
+        assert (stats.lookups, stats.hits) == (10, 4)
+        assert stats.tiers[0].blocks == 4
+        assert stats.tiers[0].used_bytes == 4 * SLOT_BYTES
+
+    def test_close_is_idempotent_and_ends_everything(self, start: Callable[..., Engine]) -> None:
+        engine = start()
+        keys = chain(NAMESPACE, 4)
+        engine.save(keys)
+        engine.pool.close()
+        engine.pool.close()
+        assert engine.pool.find(keys).blocks == 0
+        assert {a.verdict for a in engine.pool.reserve(keys)} == {Verdict.REFUSED}
+        again = start()
+        assert again.pool.find(keys).blocks == 4  # close finished the queued writes

@@ -1,0 +1,254 @@
+"""Tiers for tests: one in memory, and wrappers that delay, fail and record."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvrecall.block import BlockKey, Namespace, TierName
+from kvrecall.pool.base import TierStats
+from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier
+
+
+class MemoryTier(Tier):
+    """A tier in a dictionary. Everything submitted is done at the next ``poll``."""
+
+    name = TierName.REMOTE
+
+    def __init__(self, capacity_blocks: int = 1 << 30) -> None:
+        self._lock = threading.Lock()
+        self._capacity = capacity_blocks
+        self._blocks: dict[BlockKey, tuple[bytes, int]] = {}
+        self._puts: dict[BlockKey, tuple[Put, bool]] = {}
+        self._gets: deque[Get] = deque()
+        self._closed = False
+
+    def register(self, namespace: Namespace, block_bytes: int) -> None:
+        pass
+
+    def contains(self, key: BlockKey) -> bool:
+        return key in self._blocks
+
+    def depth_of(self, key: BlockKey) -> int | None:
+        block = self._blocks.get(key)
+        return None if block is None else block[1]
+
+    def submit_put(self, puts: Sequence[Put]) -> list[PutVerdict]:
+        verdicts = []
+        with self._lock:
+            for put in puts:
+                if put.key in self._blocks or put.key in self._puts:
+                    verdicts.append(PutVerdict.PRESENT)
+                elif self._closed or len(self._blocks) + len(self._puts) >= self._capacity:
+                    verdicts.append(PutVerdict.SHED)
+                else:
+                    self._puts[put.key] = put, True
+                    verdicts.append(PutVerdict.QUEUED)
+        return verdicts
+
+    def submit_get(self, gets: Sequence[Get]) -> None:
+        with self._lock:
+            self._gets.extend(gets)
+
+    def poll(self, timeout_s: float = 0.0) -> list[Done]:
+        until = time.monotonic() + timeout_s
+        while not (done := self._work()) and time.monotonic() < until:
+            time.sleep(0.001)
+        return done
+
+    def _work(self) -> list[Done]:
+        done: list[Done] = []
+        with self._lock:
+            for key, (put, wanted) in self._puts.items():
+                if wanted:
+                    self._blocks[key] = bytes(put.data[: put.nbytes]), put.depth
+                done.append(Done(key, Outcome.STORED if wanted else Outcome.SHED))
+            self._puts.clear()
+            while self._gets:
+                get = self._gets.popleft()
+                block = None if self._closed else self._blocks.get(get.key)
+                if block is not None:
+                    get.into[: len(block[0])] = block[0]
+                done.append(Done(get.key, Outcome.MISS if block is None else Outcome.LOADED))
+        return done
+
+    def touch(self, chain: Sequence[BlockKey]) -> None:
+        pass
+
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        with self._lock:
+            for key in keys:
+                self._blocks.pop(key, None)
+                if key in self._puts:
+                    self._puts[key] = self._puts[key][0], False
+
+    def clear(self) -> None:
+        self.drop([*self._blocks, *self._puts])
+
+    def stats(self) -> TierStats:
+        used = sum(len(data) for data, _ in self._blocks.values())
+        return TierStats(str(self.name), self._capacity, used, len(self._blocks))
+
+    def histograms(self) -> dict[str, Buckets]:
+        return {}
+
+    def queued(self) -> tuple[int, int]:
+        return len(self._puts), len(self._gets)
+
+    def close(self, deadline_s: float = 10.0) -> None:
+        self._closed = True
+
+
+class WrapperTier(Tier):
+    """Passes everything on to ``inner``; the base of wrappers that change one thing."""
+
+    def __init__(self, inner: Tier) -> None:
+        self.inner = inner
+        self.name = inner.name
+
+    def register(self, namespace: Namespace, block_bytes: int) -> None:
+        self.inner.register(namespace, block_bytes)
+
+    def contains(self, key: BlockKey) -> bool:
+        return self.inner.contains(key)
+
+    def depth_of(self, key: BlockKey) -> int | None:
+        return self.inner.depth_of(key)
+
+    def submit_put(self, puts: Sequence[Put]) -> list[PutVerdict]:
+        return self.inner.submit_put(puts)
+
+    def submit_get(self, gets: Sequence[Get]) -> None:
+        self.inner.submit_get(gets)
+
+    def poll(self, timeout_s: float = 0.0) -> list[Done]:
+        return self.inner.poll(timeout_s)
+
+    def touch(self, chain: Sequence[BlockKey]) -> None:
+        self.inner.touch(chain)
+
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        self.inner.drop(keys)
+
+    def clear(self) -> None:
+        self.inner.clear()
+
+    def stats(self) -> TierStats:
+        return self.inner.stats()
+
+    def histograms(self) -> dict[str, Buckets]:
+        return self.inner.histograms()
+
+    def queued(self) -> tuple[int, int]:
+        return self.inner.queued()
+
+    def close(self, deadline_s: float = 10.0) -> None:
+        self.inner.close(deadline_s)
+
+
+class LatencyTier(WrapperTier):
+    """Every operation is heard of ``delay_s`` seconds after the inner tier did it."""
+
+    def __init__(
+        self, inner: Tier, delay_s: float, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(inner)
+        self.delay_s = delay_s
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._held: deque[tuple[float, Done]] = deque()
+
+    def poll(self, timeout_s: float = 0.0) -> list[Done]:
+        fresh = self.inner.poll(timeout_s)
+        now = self._monotonic()
+        with self._lock:
+            self._held.extend((now + self.delay_s, done) for done in fresh)
+            ripe: list[Done] = []
+            while self._held and self._held[0][0] <= now:
+                ripe.append(self._held.popleft()[1])
+        return ripe
+
+
+@dataclass(slots=True)
+class Faults:
+    """What goes wrong in a ``FaultyTier``, by key. May be changed at any time."""
+
+    shed: set[BlockKey] = field(default_factory=set)  # puts that fail
+    gets: dict[BlockKey, Outcome] = field(default_factory=dict)  # gets that end so
+    hung: set[BlockKey] = field(default_factory=set)  # gets whose end is not heard of
+
+
+class FaultyTier(WrapperTier):
+    """A tier some of whose operations fail or hang as ``faults`` says."""
+
+    def __init__(self, inner: Tier, faults: Faults | None = None) -> None:
+        super().__init__(inner)
+        self.faults = faults or Faults()
+        self._lock = threading.Lock()
+        self._own: list[Done] = []
+        self._hung: list[Done] = []
+
+    def submit_put(self, puts: Sequence[Put]) -> list[PutVerdict]:
+        verdicts = []
+        for put in puts:
+            if put.key in self.faults.shed:
+                with self._lock:
+                    self._own.append(Done(put.key, Outcome.SHED))
+                verdicts.append(PutVerdict.QUEUED)
+            else:
+                verdicts += self.inner.submit_put([put])
+        return verdicts
+
+    def submit_get(self, gets: Sequence[Get]) -> None:
+        passed = []
+        for get in gets:
+            outcome = self.faults.gets.get(get.key)
+            if outcome is None:
+                passed.append(get)
+                continue
+            with self._lock:
+                self._own.append(Done(get.key, outcome))
+            if outcome in (Outcome.CORRUPT, Outcome.ERROR):
+                get.into[:] = b"\xff" * len(get.into)
+                self.inner.drop([get.key])
+        self.inner.submit_get(passed)
+
+    def poll(self, timeout_s: float = 0.0) -> list[Done]:
+        done = self.inner.poll(0.0 if self._own else timeout_s)
+        with self._lock:
+            done += self._own
+            self._own = []
+            hung = self.faults.hung
+            late = [d for d in done if d.key in hung and d.outcome is not Outcome.STORED]
+            done = [d for d in done if d not in late]
+            self._hung += late
+            done += [d for d in self._hung if d.key not in hung]
+            self._hung = [d for d in self._hung if d.key in hung]
+        return done
+
+
+class RecordingTier(WrapperTier):
+    """Keeps the names and arguments of the calls that change something."""
+
+    def __init__(self, inner: Tier) -> None:
+        super().__init__(inner)
+        self.calls: list[tuple[str, tuple[BlockKey, ...]]] = []
+
+    def submit_put(self, puts: Sequence[Put]) -> list[PutVerdict]:
+        self.calls.append(("put", tuple(put.key for put in puts)))
+        return super().submit_put(puts)
+
+    def submit_get(self, gets: Sequence[Get]) -> None:
+        self.calls.append(("get", tuple(get.key for get in gets)))
+        super().submit_get(gets)
+
+    def touch(self, chain: Sequence[BlockKey]) -> None:
+        self.calls.append(("touch", tuple(chain)))
+        super().touch(chain)
+
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        self.calls.append(("drop", tuple(keys)))
+        super().drop(keys)

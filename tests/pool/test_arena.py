@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvrecall.errors import ConfigError, TierError
+from kvrecall.pool import arena as module
+from kvrecall.pool.arena import Arena, available_memory
+from kvrecall.pool.base import ArenaHandle
+
+MIB = 1 << 20
+
+
+def test_another_process_sees_the_same_bytes() -> None:
+    arena = Arena.create(2 * MIB)
+    arena.view(4096, 5)[:] = b"hello"
+    handle = arena.handle()
+    code = (
+        "from kvrecall.pool.arena import Arena, ArenaHandle\n"
+        f"arena = Arena.attach(ArenaHandle({handle.pid}, {handle.fd}, {handle.nbytes}))\n"
+        "assert bytes(arena.view(4096, 5)) == b'hello'\n"
+        "arena.view(8192, 5)[:] = b'world'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert bytes(arena.view(8192, 5)) == b"world"
+    arena.close()
+
+
+def test_array_shares_the_memory() -> None:
+    arena = Arena.create(MIB)
+    array = arena.array()
+    assert array.shape == (MIB,)
+    array[10] = 77
+    assert arena.memory[10] == 77
+    arena.close()
+    assert array[10] == 77  # stays valid while somebody holds it
+    arena.close()
+
+
+def test_has_no_name_and_leaves_nothing() -> None:
+    before = set(os.listdir("/dev/shm"))
+    fds = len(os.listdir("/proc/self/fd"))
+    arena = Arena.create(MIB)
+    assert set(os.listdir("/dev/shm")) == before
+    arena.close()
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_nobody_can_shrink_it() -> None:
+    arena = Arena.create(MIB)
+    fd = os.open(f"/proc/self/fd/{arena.handle().fd}", os.O_RDWR)
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 0)
+    os.close(fd)
+    arena.close()
+
+
+def test_pages_come_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_STEP", MIB)
+    arena = Arena.create(16 * MIB)
+    assert arena.ready_bytes >= MIB
+    arena.wait_ready()
+    assert arena.ready_bytes == 16 * MIB
+    arena.close()
+
+
+def test_closing_while_pages_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_STEP", MIB)
+    Arena.create(256 * MIB).close()
+
+
+def test_more_than_the_machine_has_is_one_clear_line() -> None:
+    with pytest.raises(ConfigError, match=r"host_size: .* GiB is more than the .* GiB") as caught:
+        Arena.create(available_memory() * 2)
+    assert "\n" not in str(caught.value)
+
+
+def test_limit_of_the_container_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    files = {
+        "/proc/meminfo": "MemTotal: 100 kB\nMemAvailable:    50000 kB\n",
+        "/proc/self/cgroup": "0::/pod/box\n",
+        "/sys/fs/cgroup/pod/box/memory.max": "max\n",
+        "/sys/fs/cgroup/pod/memory.max": "30000000\n",
+        "/sys/fs/cgroup/pod/memory.current": "10000000\n",
+    }
+
+    def read_text(path: Path) -> str:
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert available_memory() == 20_000_000
+
+
+def test_attaching_to_what_is_gone() -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True
+    )
+    with pytest.raises(TierError, match="cannot map the arena of process"):
+        Arena.attach(ArenaHandle(int(child.stdout), 3, MIB))
+    arena = Arena.create(MIB)
+    wrong = ArenaHandle(os.getpid(), arena.handle().fd, 2 * MIB)
+    with pytest.raises(TierError, match="has no arena of 2097152 bytes"):
+        Arena.attach(wrong)
+    arena.close()
+
+
+def test_can_be_read_and_written_directly(tmp_path: Path) -> None:
+    arena = Arena.create(MIB)
+    arena.array()[:] = np.arange(MIB, dtype=np.uint64).astype(np.uint8)
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    assert os.pwritev(fd, [arena.view(4096, 8192)], 0) == 8192
+    assert os.preadv(fd, [arena.view(65536, 8192)], 0) == 8192
+    assert arena.view(65536, 8192) == arena.view(4096, 8192)
+    os.close(fd)
+    arena.close()

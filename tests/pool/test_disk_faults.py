@@ -1,0 +1,431 @@
+"""What the disk tier does when the medium fails under it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sqlite3
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrecall.config import DiskConfig
+from kvrecall.pool.disk import DiskTier
+from kvrecall.pool.disk.flusher import Flusher
+from kvrecall.pool.disk.index import Index
+from kvrecall.pool.tier import Outcome, PutVerdict
+from kvrecall.testing.blocks import chain, wait_until
+from kvrecall.testing.disks import FaultyIo
+from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench
+
+MIB = 1 << 20
+KEYS = chain(NAMESPACE, 32)
+Start = Callable[..., Bench]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "disk"
+
+
+@pytest.fixture
+def io() -> FaultyIo:
+    return FaultyIo()
+
+
+@pytest.fixture
+def start(folder: Path, io: FaultyIo) -> Iterator[Start]:
+    benches: list[Bench] = []
+
+    def start(nbytes: int = 64 * MIB, block_bytes: int = BLOCK_BYTES, **settings: object) -> Bench:
+        config = DiskConfig(folder, nbytes, **settings)  # type: ignore[arg-type]
+        tier = DiskTier(config, io=io)
+        tier.register(NAMESPACE, block_bytes)
+        benches.append(Bench(tier, slots=512, block_bytes=block_bytes))
+        return benches[-1]
+
+    yield start
+    io.gate.set()
+    io.read_gate.set()
+    for bench in benches:
+        bench.tier.close()
+
+
+def slabs(folder: Path) -> list[Path]:
+    return sorted(folder.glob("slab-*.kv"))
+
+
+def test_a_flipped_bit_is_a_miss_and_counted(start: Start, io: FaultyIo) -> None:
+    bench = start()
+    bench.put(KEYS)
+    io.faults.flip_bit = True
+    assert bench.get(KEYS[:1]) == [Outcome.CORRUPT]
+    io.faults.flip_bit = False
+    assert not bench.tier.contains(KEYS[0])
+    assert bench.get(KEYS[1:]) == [Outcome.LOADED] * 31
+    assert bench.tier.stats().corrupt == 1
+    assert bench.put(KEYS[:1]) == [Outcome.STORED]
+
+
+def test_every_byte_is_covered_by_the_checksum(start: Start, folder: Path) -> None:
+    bench = start(block_bytes=5000)
+    bench.put(KEYS[:1])
+    data = bytes(bench.slot(0)[:5000])
+    content = slabs(folder)[0].read_bytes()
+    at = content.index(data)
+    for place in (0, 1, 2500, 4999):
+        with slabs(folder)[0].open("r+b") as file:
+            file.seek(at + place)
+            file.write(bytes([data[place] ^ 0x10]))
+            file.flush()
+            os.fsync(file.fileno())
+        assert bench.get(KEYS[:1]) == [Outcome.CORRUPT]
+        bench.put(KEYS[:1])
+        content = slabs(folder)[0].read_bytes()
+        at = content.index(data)
+
+
+def test_bytes_of_another_block_do_not_pass(start: Start, folder: Path) -> None:
+    bench = start()
+    bench.put(KEYS[:2])
+    bench.tier.close()
+    with sqlite3.connect(folder / "index.sqlite") as db:
+        (a, name_a), (b, name_b) = db.execute("SELECT address, hash FROM blocks").fetchall()
+        db.execute("UPDATE blocks SET hash = ? WHERE address = ?", (name_b, a))
+        db.execute("UPDATE blocks SET hash = ? WHERE address = ?", (name_a, b))
+    db.close()
+    assert start().get(KEYS[:2]) == [Outcome.CORRUPT] * 2
+
+
+def test_short_reads_lose_only_what_is_missing(start: Start, io: FaultyIo) -> None:
+    bench = start()
+    bench.put(KEYS)
+    io.faults.short_read = 4096
+    outcomes = bench.get(KEYS)
+    assert outcomes.count(Outcome.LOADED) >= 28
+    assert outcomes[-1] is Outcome.CORRUPT
+
+
+def test_read_errors_are_misses(start: Start, io: FaultyIo) -> None:
+    bench = start()
+    bench.put(KEYS)
+    io.faults.read_error = errno.EIO
+    assert bench.get(KEYS[:4]) == [Outcome.ERROR] * 4
+    io.faults.read_error = 0
+    assert bench.tier.stats().errors >= 4
+    assert bench.get(KEYS[:5]) == [Outcome.MISS] * 4 + [Outcome.LOADED]
+
+
+@pytest.mark.parametrize("fault", ["full", "write_error", "sync_error"])
+def test_failing_writes_shed_stores_and_lose_nothing(
+    start: Start, io: FaultyIo, fault: str
+) -> None:
+    bench = start()
+    bench.put(KEYS[:8])
+    setattr(io.faults, fault, errno.EIO)
+    assert bench.put(KEYS[8:]) == [Outcome.SHED] * 24
+    setattr(io.faults, fault, 0)
+    assert bench.get(KEYS[:9]) == [Outcome.LOADED] * 8 + [Outcome.MISS]
+    assert bench.tier.stats().dropped == 24
+    assert bench.tier.stats().errors >= 1
+    assert bench.put(KEYS[8:]) == [Outcome.STORED] * 24
+    assert bench.get(KEYS) == [Outcome.LOADED] * 32
+    assert bench.holds(KEYS)
+
+
+def test_no_room_for_the_first_slab(start: Start, io: FaultyIo, folder: Path) -> None:
+    io.faults.no_room = True
+    bench = start()
+    assert bench.put(KEYS) == [Outcome.SHED] * 32
+    assert slabs(folder) == []
+
+
+def test_no_room_for_more_slabs_evicts(start: Start, io: FaultyIo) -> None:
+    bench = start(16 * MIB)
+    keys = chain(NAMESPACE, 400)
+    bench.put(keys[:60])
+    io.faults.no_room = True
+    outcomes = [bench.put(keys[at : at + 20]) for at in range(60, 200, 20)]
+    assert any(Outcome.STORED in some for some in outcomes)
+    assert bench.tier.stats().evictions > 0
+
+
+def test_index_that_cannot_grow_sheds(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = start()
+    bench.put(KEYS[:8])
+    real = Index.limit
+    monkeypatch.setattr(Index, "limit", lambda self, nbytes: real(self, 4096))
+    keys = chain(NAMESPACE, 400, "more")
+    outcomes: list[Outcome] = []
+    for at in range(0, 400, 100):
+        outcomes += bench.put(keys[at : at + 100])
+    assert Outcome.SHED in outcomes
+    assert bench.tier.stats().errors > 0
+    monkeypatch.setattr(Index, "limit", real)
+    assert bench.put(chain(NAMESPACE, 100, "again")) == [Outcome.STORED] * 100
+    assert bench.get(KEYS[:8]) == [Outcome.LOADED] * 8
+    assert bench.holds(KEYS[:8])
+
+
+def test_full_medium_takes_no_stores_and_keeps_what_it_has(tmp_path: Path) -> None:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=32m", "none", str(mount)], capture_output=True
+    )
+    if done.returncode:
+        pytest.skip("may not mount a small file system")
+    try:
+        tier = DiskTier(DiskConfig(mount / "disk", 24 * MIB))
+        tier.register(NAMESPACE, BLOCK_BYTES)
+        bench = Bench(tier, slots=512)
+        assert bench.put(KEYS) == [Outcome.STORED] * 32
+        subprocess.run(["dd", "if=/dev/zero", f"of={mount}/eat", "bs=4096"], capture_output=True)
+        assert shutil.disk_usage(mount).free == 0
+        more = chain(NAMESPACE, 600, "more")
+        outcomes = [o for at in range(0, 600, 60) for o in bench.put(more[at : at + 60])]
+        assert set(outcomes) <= {Outcome.STORED, Outcome.SHED}
+        assert tier.stats().blocks > 50
+        (mount / "eat").unlink()
+        kept = [key for key in KEYS + more if tier.contains(key)]
+        tier.close()
+        tier = bench.tier = DiskTier(DiskConfig(mount / "disk", 24 * MIB))
+        tier.register(NAMESPACE, BLOCK_BYTES)
+        assert len(kept) == tier.stats().blocks
+        assert bench.get(kept) == [Outcome.LOADED] * len(kept)
+        assert bench.put(chain(NAMESPACE, 300, "again")) == [Outcome.STORED] * 300
+        tier.close()
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_blocks_are_not_given_up_for_rows_that_cannot_be_written(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Index, *args: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    bench = start(12 * MIB)
+    keys = chain(NAMESPACE, 560)
+    for at in range(0, 560, 80):
+        assert bench.put(keys[at : at + 80]) == [Outcome.STORED] * 80
+    for name in ("insert", "delete", "probe"):
+        monkeypatch.setattr(Index, name, full)
+    for name in range(10):
+        assert bench.put(chain(NAMESPACE, 80, str(name))) == [Outcome.SHED] * 80
+    assert bench.tier.stats().blocks > 400
+    monkeypatch.undo()
+    assert bench.put(chain(NAMESPACE, 80, "again")) == [Outcome.STORED] * 80
+
+
+@pytest.mark.parametrize("how", ["delete", "truncate"])
+def test_slab_lost_while_running(start: Start, folder: Path, how: str) -> None:
+    bench = start()
+    bench.put(KEYS)
+    for slab in slabs(folder):
+        if how == "delete":
+            slab.unlink()
+        else:
+            os.truncate(slab, 8192)
+    outcomes = bench.get(KEYS)
+    assert Outcome.LOADED not in outcomes
+    assert not any(bench.tier.contains(key) for key in KEYS)
+    wait_until(lambda: bench.tier.stats().errors > 0)
+    assert bench.put(KEYS) == [Outcome.STORED] * 32
+    assert bench.get(KEYS) == [Outcome.LOADED] * 32
+    assert bench.holds(KEYS)
+    bench.tier.close()
+    assert start().get(KEYS) == [Outcome.LOADED] * 32
+
+
+def test_folder_deleted_while_running(start: Start, folder: Path) -> None:
+    bench = start()
+    bench.put(KEYS[:8])
+    shutil.rmtree(folder)
+    assert Outcome.STORED not in bench.put(KEYS[8:])
+    assert Outcome.LOADED not in bench.get(KEYS)
+    assert bench.submit_put(KEYS)[-1] in (PutVerdict.SHED, PutVerdict.QUEUED)
+
+
+@pytest.mark.parametrize("name", ["index.sqlite", "index.sqlite-wal"])
+def test_index_deleted_while_running(start: Start, folder: Path, name: str) -> None:
+    bench = start()
+    bench.put(KEYS[:8])
+    (folder / name).unlink()
+    assert bench.put(KEYS[8:16]) == [Outcome.SHED] * 8, "its rows would be lost"
+    assert bench.submit_put(KEYS[16:]) == [PutVerdict.SHED] * 16
+    assert bench.get(KEYS[:9]) == [Outcome.LOADED] * 8 + [Outcome.MISS]
+    bench.tier.close()
+    bench = start()
+    outcomes = bench.get(KEYS)
+    assert set(outcomes) <= {Outcome.LOADED, Outcome.MISS}
+    assert bench.holds([k for k, o in zip(KEYS, outcomes, strict=True) if o is Outcome.LOADED])
+    missing = [key for key in KEYS if not bench.tier.contains(key)]
+    assert bench.put(missing) == [Outcome.STORED] * len(missing)
+
+
+def test_full_queue_sheds_and_takes_again(start: Start, io: FaultyIo) -> None:
+    bench = start(max_queued_bytes=20 * 12288)
+    io.gate.clear()
+    verdicts = bench.submit_put(KEYS)
+    assert verdicts == [PutVerdict.QUEUED] * 20 + [PutVerdict.SHED] * 12
+    assert bench.tier.queued() == (20, 0)
+    io.gate.set()
+    assert bench.collect(KEYS[:20]) == [Outcome.STORED] * 20
+    assert bench.put(KEYS[20:]) == [Outcome.STORED] * 12
+    assert bench.tier.stats().dropped == 12
+
+
+def test_reads_are_served_while_writes_hang(start: Start, io: FaultyIo) -> None:
+    bench = start()
+    bench.put(KEYS[:4])
+    io.gate.clear()
+    bench.submit_put(KEYS[4:], base=100)
+    assert bench.get(KEYS[:4]) == [Outcome.LOADED] * 4
+    io.gate.set()
+    bench.collect(KEYS[4:])
+
+
+def test_blocks_being_read_are_not_evicted(start: Start, io: FaultyIo) -> None:
+    bench = start(12 * MIB)
+    bench.put(KEYS)
+    io.read_gate.clear()
+    bench.submit_get(KEYS[:4], base=200)
+    for name in range(9):
+        keys = chain(NAMESPACE, 100, str(name))
+        assert set(bench.put(keys)) == {Outcome.STORED}
+    assert bench.tier.stats().evictions > 100
+    assert [bench.tier.contains(key) for key in KEYS] == [True] * 4 + [False] * 28
+    io.read_gate.set()
+    assert bench.collect(KEYS[:4]) == [Outcome.LOADED] * 4
+
+
+def test_slots_of_dropped_blocks_stay_until_their_read_ends(start: Start, io: FaultyIo) -> None:
+    bench = start(12 * MIB)
+    bench.put(KEYS)
+    io.read_gate.clear()
+    bench.submit_get(KEYS, base=200)
+    bench.tier.drop(KEYS)
+    bench.put(chain(NAMESPACE, 100, "new"))
+    io.read_gate.set()
+    assert bench.collect(KEYS) == [Outcome.LOADED] * 32
+    for name in range(4):
+        assert bench.put(chain(NAMESPACE, 100, str(name))) == [Outcome.STORED] * 100
+    for name in range(4):
+        assert bench.get(chain(NAMESPACE, 100, str(name))) == [Outcome.LOADED] * 100
+
+
+@pytest.mark.parametrize("way", ["clear", "drop"])
+def test_blocks_dropped_while_being_written_do_not_appear(
+    start: Start, io: FaultyIo, way: str
+) -> None:
+    bench = start()
+    bench.put(KEYS[:1])
+    io.gate.clear()
+    before = io.writes_begun
+    bench.submit_put(KEYS[1:], base=1)
+    wait_until(lambda: io.writes_begun > before)
+    if way == "clear":
+        bench.tier.clear()
+    else:
+        bench.tier.drop(KEYS)
+    io.gate.set()
+    assert bench.collect(KEYS[1:]) == [Outcome.SHED] * 31
+    assert not any(bench.tier.contains(key) for key in KEYS)
+    bench.tier.close()
+    assert start().tier.stats().blocks == 0
+
+
+def test_writes_wait_for_reads(start: Start, io: FaultyIo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrecall.pool.disk.flusher._PATIENCE_S", 20.0)
+    bench = start()
+    bench.put(KEYS[:4])
+    io.read_gate.clear()
+    bench.submit_get(KEYS[:4])
+    before = len(io.write_sizes)
+    bench.submit_put(KEYS[4:], base=4)
+    time.sleep(0.2)
+    assert len(io.write_sizes) == before
+    io.read_gate.set()
+    assert set(bench.collect(KEYS)) == {Outcome.LOADED, Outcome.STORED}
+
+
+def test_neighbours_are_read_and_written_together(start: Start, io: FaultyIo) -> None:
+    bench = start()
+    bench.put(KEYS)
+    assert max(io.write_sizes) == 32 * 12288
+    bench.get(KEYS)
+    assert io.read_sizes == [32 * 12288]
+
+
+def test_close_does_not_wait_for_a_hung_medium(start: Start, io: FaultyIo) -> None:
+    bench = start()
+    io.gate.clear()
+    bench.submit_put(KEYS)
+    began = time.monotonic()
+    bench.tier.close(deadline_s=0.2)
+    assert time.monotonic() - began < 5
+    io.gate.set()
+
+
+def test_a_bug_in_the_flusher_ends_its_puts(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Flusher, *args: object) -> None:
+        raise ZeroDivisionError
+
+    bench = start()
+    monkeypatch.setattr(Flusher, "_place", broken)
+    monkeypatch.setattr("threading.excepthook", lambda args: None)
+    assert bench.put(KEYS[:3]) == [Outcome.SHED] * 3
+    assert bench.submit_put(KEYS[3:5]) == [PutVerdict.SHED] * 2
+
+
+def test_rows_come_after_durable_bytes(start: Start, io: FaultyIo, folder: Path) -> None:
+    seen: list[tuple[str, int]] = []
+    bench = start()
+    bench.put(KEYS[:1])
+
+    def rows() -> int:
+        with sqlite3.connect(folder / "index.sqlite") as db:
+            count: int = db.execute("SELECT count(*) FROM blocks").fetchone()[0]
+        db.close()
+        return count
+
+    write, sync = io.write, io.sync
+    io.write = lambda *a: (seen.append(("write", rows())), write(*a))[1]  # type: ignore
+    io.sync = lambda *a: (sync(*a), seen.append(("sync", rows())))[0]  # type: ignore
+    bench.put(KEYS[1:])
+    assert seen == [("write", 1), ("sync", 1)]
+    assert rows() == 32
+
+
+def test_slots_are_used_again_only_after_their_rows_are_gone(
+    start: Start, io: FaultyIo, folder: Path
+) -> None:
+    bench = start(12 * MIB)
+    taken: set[int] = set()
+
+    def rows() -> set[int]:
+        with sqlite3.connect(folder / "index.sqlite") as db:
+            found = {row[0] for row in db.execute("SELECT address FROM blocks")}
+        db.close()
+        return found
+
+    write = io.write
+    wrong: list[int] = []
+
+    def checked(fd: int, buffers: list[memoryview], offset: int) -> int:
+        number = int(os.readlink(f"/proc/self/fd/{fd}")[-9:-3])
+        if offset:
+            wrong.extend(rows() & {number << 40 | offset + n * 12288 for n in range(len(buffers))})
+            taken.add(offset)
+        return write(fd, buffers, offset)
+
+    io.write = checked  # type: ignore[method-assign]
+    for name in range(30):
+        bench.put(chain(NAMESPACE, 40, str(name)))
+    assert bench.tier.stats().evictions > 100
+    assert wrong == []

@@ -1,0 +1,369 @@
+"""The disk tier's folder: opening, limits, recovery."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvrecall.config import DiskConfig
+from kvrecall.errors import TierError
+from kvrecall.pool.disk import DiskTier
+from kvrecall.pool.disk.folder import FolderLock
+from kvrecall.pool.tier import Outcome
+from kvrecall.testing.blocks import chain, namespace
+from kvrecall.testing.clocks import ManualClock
+from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench
+
+MIB = 1 << 20
+KEYS = chain(NAMESPACE, 32)
+
+
+def open_tier(folder: Path, nbytes: int = 64 * MIB, block_bytes: int = BLOCK_BYTES) -> Bench:
+    tier = DiskTier(DiskConfig(folder, nbytes))
+    tier.register(NAMESPACE, block_bytes)
+    return Bench(tier, slots=512, block_bytes=block_bytes)
+
+
+def filled(folder: Path, nbytes: int = 64 * MIB) -> None:
+    bench = open_tier(folder, nbytes)
+    bench.put(KEYS)
+    bench.tier.close()
+
+
+def bytes_in(folder: Path) -> int:
+    """What the files take: their size or their blocks on the medium, whichever is more."""
+    stats = [path.stat() for path in folder.iterdir()]
+    return sum(max(stat.st_size, stat.st_blocks * 512) for stat in stats)
+
+
+def test_is_the_owners_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "disk"
+    bench = open_tier(folder)
+    bench.put(KEYS)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    bench.tier.close()
+
+
+def test_blocks_are_there_after_a_restart(tmp_path: Path) -> None:
+    filled(tmp_path)
+    bench = open_tier(tmp_path)
+    assert bench.tier.stats().blocks == 32
+    assert [bench.tier.depth_of(key) for key in KEYS] == list(range(32))
+    assert bench.get(KEYS) == [Outcome.LOADED] * 32
+    assert bench.holds(KEYS)
+    more = chain(NAMESPACE, 32, "more")
+    bench.put(more)
+    assert bench.get(KEYS + more) == [Outcome.LOADED] * 64
+    assert bench.holds(KEYS + more)
+    bench.tier.close()
+
+
+def test_what_a_namespace_consists_of_can_be_told(tmp_path: Path) -> None:
+    filled(tmp_path)
+    tier = DiskTier(DiskConfig(tmp_path, 64 * MIB))
+    assert tier.namespaces() == [(NAMESPACE, BLOCK_BYTES)]
+    tier.close()
+
+
+# -- refused at open, with nothing changed ------------------------------------------------------
+
+
+def test_larger_than_the_file_system(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "disk"
+    free = shutil.disk_usage(tmp_path).free
+    with pytest.raises(TierError, match=r"disk_size: .* GiB is more than the .* GiB free"):
+        open_tier(folder, free * 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_small(tmp_path: Path) -> None:
+    with pytest.raises(TierError, match="the least is 8MiB"):
+        open_tier(tmp_path / "new", MIB)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_path_through_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(TierError, match="is not a folder"):
+        open_tier(tmp_path / "file" / "disk")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_unwritable_folder(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(TierError, match="is not writable"):
+        open_tier(tmp_path / "new")
+
+
+def test_unwritable_folder_of_the_kernel() -> None:
+    with pytest.raises(TierError, match="disk_"):
+        open_tier(Path("/proc/kvrecall"))
+
+
+def test_folder_in_use_names_the_process(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib\n"
+        "from kvrecall.pool.disk.folder import FolderLock\n"
+        f"lock = FolderLock(pathlib.Path({str(tmp_path)!r}))\n"
+        "print('held', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert holder.stdout is not None
+    assert holder.stdin is not None
+    holder.stdout.readline()
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(TierError, match=f"is in use by process {holder.pid};"):
+        open_tier(tmp_path)
+    assert sorted(tmp_path.iterdir()) == before
+    holder.kill()
+    holder.wait()
+    holder.stdin.close()
+    holder.stdout.close()
+    open_tier(tmp_path).tier.close()
+
+
+def test_lock_is_given_back_by_close_and_by_a_failed_open(tmp_path: Path) -> None:
+    open_tier(tmp_path).tier.close()
+    with sqlite3.connect(tmp_path / "index.sqlite") as db:
+        db.execute("PRAGMA user_version = 100000")
+    db.close()
+    with pytest.raises(TierError, match=r"newer kvrecall .*; update kvrecall"):
+        open_tier(tmp_path)
+    FolderLock(tmp_path).release()
+
+
+# -- damage found at open -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["garbage", "torn", "foreign", "older", "page"])
+def test_unfit_index_is_moved_aside(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    filled(tmp_path)
+    index = tmp_path / "index.sqlite"
+    if damage == "garbage":
+        index.write_bytes(b"not a database" * 1000)
+    elif damage == "torn":
+        os.truncate(index, index.stat().st_size - 5000)
+    elif damage == "page":
+        with index.open("r+b") as file:
+            file.seek(4096)
+            file.write(b"\xff" * 4096)
+    else:
+        change = {"foreign": "application_id = 7", "older": "user_version = 1"}[damage]
+        with sqlite3.connect(index) as db:
+            db.execute(f"PRAGMA {change}")
+        db.close()
+    bench = open_tier(tmp_path)
+    assert bench.tier.stats().blocks == 0
+    assert "the tier starts empty" in caplog.text
+    assert (tmp_path / "index.sqlite.aside").exists()
+    assert not list(tmp_path.glob("slab-*.kv")), "slabs nobody knows would take room for ever"
+    assert bench.put(KEYS) == [Outcome.STORED] * 32
+    bench.tier.close()
+
+
+def test_empty_index_file_is_an_empty_tier(tmp_path: Path) -> None:
+    (tmp_path / "index.sqlite").touch()
+    bench = open_tier(tmp_path)
+    assert bench.put(KEYS) == [Outcome.STORED] * 32
+    bench.tier.close()
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "header", "foreign"])
+def test_damaged_slab_loses_its_blocks_only(tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "disk"
+    bench = open_tier(folder, 16 * MIB)
+    keys = chain(NAMESPACE, 200)
+    for at in range(0, 200, 50):
+        bench.put(keys[at : at + 50])
+    bench.tier.close()
+    slabs = sorted(folder.glob("slab-*.kv"))
+    assert len(slabs) > 2
+    if damage == "missing":
+        slabs[0].unlink()
+    elif damage == "truncated":
+        os.truncate(slabs[0], 20_000)
+    elif damage == "header":
+        with slabs[0].open("r+b") as file:
+            file.write(b"\0" * 64)
+    else:
+        filled(tmp_path / "other", 16 * MIB)
+        shutil.copy(sorted((tmp_path / "other").glob("slab-*.kv"))[0], slabs[0])
+    bench = open_tier(folder, 16 * MIB)
+    outcomes = bench.get(keys)
+    assert 0 < outcomes.count(Outcome.LOADED) < 200
+    assert set(outcomes) == {Outcome.LOADED, Outcome.MISS}
+    lost = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.MISS]
+    assert bench.put(lost) == [Outcome.STORED] * len(lost)
+    bench.tier.close()
+
+
+def test_rows_that_cannot_be_are_dropped(tmp_path: Path) -> None:
+    filled(tmp_path)
+    with sqlite3.connect(tmp_path / "index.sqlite") as db:
+        addresses = [row[0] for row in db.execute("SELECT address FROM blocks")]
+        db.execute("UPDATE blocks SET address = address + 100 WHERE address = ?", addresses[:1])
+        db.execute("UPDATE blocks SET nbytes = 1 << 30 WHERE address = ?", addresses[1:2])
+        db.execute("UPDATE blocks SET namespace = 99 WHERE address = ?", addresses[2:3])
+    db.close()
+    bench = open_tier(tmp_path)
+    assert bench.tier.stats().blocks == 29
+    assert bench.get(KEYS).count(Outcome.LOADED) == 29
+    bench.tier.close()
+
+
+def test_other_block_size_in_a_namespace_is_a_miss(tmp_path: Path) -> None:
+    filled(tmp_path)
+    bench = open_tier(tmp_path, block_bytes=BLOCK_BYTES - 1)
+    assert bench.get(KEYS[:2]) == [Outcome.MISS] * 2
+    bench.tier.close()
+
+
+# -- limits -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block_bytes", [500, 10_000, 300_000])
+def test_never_more_than_the_limit(tmp_path: Path, block_bytes: int) -> None:
+    limit = 24 * MIB
+    bench = open_tier(tmp_path, limit, block_bytes)
+    most = 0
+    stored = 0
+    for name in range(40 if block_bytes < 300_000 else 10):
+        outcomes = bench.put(chain(NAMESPACE, 200, str(name)))
+        stored += outcomes.count(Outcome.STORED)
+        most = max(most, bytes_in(tmp_path))
+    assert stored > 150
+    assert most <= limit
+    assert bench.tier.stats().evictions > 0
+    assert most > limit * 0.6
+    bench.tier.close()
+
+
+def test_watermarks(tmp_path: Path) -> None:
+    bench = open_tier(tmp_path, 16 * MIB)
+    for name in range(60):
+        bench.put(chain(NAMESPACE, 20, str(name)))
+    slots = (16 * MIB - 4.5 * MIB) / (12288 + 288)
+    assert 0.85 * slots < bench.tier.stats().blocks < 0.96 * slots
+    bench.tier.close()
+
+
+def test_suffixes_are_evicted_first(tmp_path: Path) -> None:
+    bench = open_tier(tmp_path, 16 * MIB)
+    old = chain(NAMESPACE, 300, "old")
+    bench.put(old[:150])
+    bench.put(old[150:])
+    bench.tier.touch(old)
+    for name in range(32):
+        bench.put(chain(NAMESPACE, 20, str(name)))
+    kept = [bench.tier.contains(key) for key in old]
+    assert 0 < sum(kept) < 300
+    assert kept == sorted(kept, reverse=True)
+    bench.tier.close()
+
+
+def test_a_smaller_limit_at_the_next_start(tmp_path: Path) -> None:
+    bench = open_tier(tmp_path, 64 * MIB)
+    for name in range(20):
+        bench.put(chain(NAMESPACE, 100, str(name)))
+    bench.tier.close()
+    assert bytes_in(tmp_path) > 20 * MIB
+    bench = open_tier(tmp_path, 16 * MIB)
+    assert bytes_in(tmp_path) <= 16 * MIB
+    assert 0 < bench.tier.stats().blocks < 2000
+    bench.tier.close()
+
+
+def test_slabs_go_to_another_block_size(tmp_path: Path) -> None:
+    bench = open_tier(tmp_path, 16 * MIB)
+    for name in range(40):
+        bench.put(chain(NAMESPACE, 40, str(name)))
+    large = namespace("large")
+    bench.tier.register(large, 2_000_000)
+    big = Bench(bench.tier, slots=4, block_bytes=2_000_000)
+    keys = chain(large, 2)
+    assert big.put(keys) == [Outcome.STORED] * 2
+    assert big.get(keys) == [Outcome.LOADED] * 2
+    assert big.holds(keys)
+    assert bytes_in(tmp_path) <= 16 * MIB
+    assert bench.tier.stats().blocks > 100
+    bench.tier.close()
+
+
+def test_recency_survives_a_restart(tmp_path: Path) -> None:
+    clock = ManualClock(time.time())
+    config = DiskConfig(tmp_path, 16 * MIB)
+    tier = DiskTier(config, clock=clock)
+    tier.register(NAMESPACE, BLOCK_BYTES)
+    bench = Bench(tier)
+    first, second = chain(NAMESPACE, 30, "first"), chain(NAMESPACE, 150, "second")
+    bench.put(first)
+    bench.put(second)
+    clock.advance(100)
+    tier.touch(first)
+    tier.close()
+    clock.advance(100)
+    bench.tier = tier = DiskTier(config, clock=clock)
+    tier.register(NAMESPACE, BLOCK_BYTES)
+    name = 0
+    while tier.stats().evictions == 0:
+        bench.put(chain(NAMESPACE, 30, str(name)))
+        name += 1
+    assert all(tier.contains(key) for key in first)
+    assert not all(tier.contains(key) for key in second)
+    tier.close()
+
+
+def test_a_hundred_thousand_blocks_are_found_in_seconds(tmp_path: Path) -> None:
+    bench = open_tier(tmp_path, 1024 * MIB, block_bytes=100)
+    bench.put(KEYS[:1])
+    bench.tier.close()
+    slots = 100_000
+    with sqlite3.connect(tmp_path / "index.sqlite") as db:
+        row = db.execute("SELECT * FROM blocks").fetchone()
+        slab = sorted(tmp_path.glob("slab-*.kv"))[0]
+        room = (slab.stat().st_size - 4096) // 4096
+        header = slab.read_bytes()[:4096]
+        size = slab.stat().st_size
+        for number in range(1, slots // room + 1):
+            path = tmp_path / f"slab-{number:06d}.kv"
+            path.write_bytes(header[:28] + number.to_bytes(4, "little") + header[32:])
+            os.truncate(path, size)
+        db.executemany(
+            "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            [
+                (
+                    n // room << 40 | 4096 + n % room * 4096,
+                    row[1],
+                    n.to_bytes(32, "big"),
+                    row[2],
+                    n,
+                    100,
+                    row[6],
+                    n,
+                )
+                for n in range(1, slots)
+            ],
+        )
+    db.close()
+    began = time.monotonic()
+    bench = open_tier(tmp_path, 1024 * MIB, block_bytes=100)
+    seconds = time.monotonic() - began
+    assert bench.tier.stats().blocks == slots
+    assert seconds < 10  # the goal is 3 on a quiet machine; measured in docs/log.md
+    print(f"start with {slots} blocks: {seconds:.2f} s")
+    bench.tier.close()

@@ -1,0 +1,295 @@
+"""What the pool does when the tier below it is slow, fails, hangs or is full."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrecall.block import TierName
+from kvrecall.config import DiskConfig, PoolConfig
+from kvrecall.errors import ConfigError, TierError
+from kvrecall.pool import Pool
+from kvrecall.pool.arena import Arena, available_memory
+from kvrecall.pool.base import RecallState, Verdict
+from kvrecall.pool.disk import DiskTier
+from kvrecall.pool.tier import Outcome, Tier
+from kvrecall.testing.blocks import chain, wait_until
+from kvrecall.testing.clocks import ManualClock
+from kvrecall.testing.disks import FaultyIo
+from kvrecall.testing.pool_contract import BLOCK_BYTES, NAMESPACE, SLOT_BYTES, Engine
+from kvrecall.testing.tiers import FaultyTier, LatencyTier, MemoryTier, RecordingTier
+
+MIB = 1 << 20
+KEYS = chain(NAMESPACE, 10)
+REMOTE = TierName.REMOTE
+Start = Callable[..., Engine]
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def start(clock: ManualClock) -> Iterator[Start]:
+    engines: list[Engine] = []
+
+    def start(below: Tier, blocks: int = 32, by_hand: bool = True) -> Engine:
+        monotonic = clock if by_hand else time.monotonic
+        pool = Pool(Arena.create(blocks * SLOT_BYTES), below, monotonic=monotonic)
+        pool.register(NAMESPACE, BLOCK_BYTES)
+        engines.append(Engine(pool))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+        engine.pool.close()
+
+
+def push_out(engine: Engine, blocks: int = 32) -> None:
+    """Evicts everything else from the host: fills it with other chains, twice over."""
+    for name in ("x", "y", "z", "w"):
+        keys = chain(NAMESPACE, blocks // 2, name)
+        engine.save(keys)
+        assert engine.pool.flush(keys, 10.0)
+
+
+def test_late_blocks_cut_the_recall_and_come_later(start: Start, clock: ManualClock) -> None:
+    tier = FaultyTier(MemoryTier())
+    engine = start(tier)
+    engine.save(KEYS)
+    assert engine.pool.flush(KEYS, 5.0)
+    push_out(engine)
+    tier.faults.hung = set(KEYS[6:8])
+    ticket = engine.pool.acquire(KEYS, 3.0)
+    wait_until(lambda: engine.pool.find(KEYS[:6]).tiers == (TierName.HOST,) * 6)
+    assert engine.pool.poll(ticket).state is RecallState.PENDING
+    clock.advance(3.1)
+    recall = engine.pool.poll(ticket)
+    assert recall.state is RecallState.READY
+    assert recall.tiers == (REMOTE,) * 6
+    engine.check(KEYS, recall)
+    engine.pool.release(ticket)
+    assert engine.pool.stats().leases == 0
+    tier.faults.hung = set()
+    wait_until(lambda: engine.pool.find(KEYS).tiers == (TierName.HOST,) * 10)
+    assert engine.recall(KEYS) == (TierName.HOST,) * 10
+
+
+def test_a_hung_tier_costs_one_deadline_not_many(start: Start, clock: ManualClock) -> None:
+    tier = FaultyTier(MemoryTier())
+    engine = start(tier)
+    other = chain(NAMESPACE, 5, "other")
+    for keys in (KEYS, other):
+        engine.save(keys)
+        assert engine.pool.flush(keys, 5.0)
+    push_out(engine)
+    tier.faults.hung = {KEYS[0]}
+    ticket = engine.pool.acquire(KEYS[:1], 3.0)
+    clock.advance(3.1)
+    assert engine.pool.poll(ticket).offsets == ()
+    assert engine.pool.find(other).blocks == 0
+    late = engine.pool.acquire(other, 3.0)
+    assert engine.pool.poll(late).state is RecallState.READY
+    engine.pool.release(late)
+    clock.advance(31)  # it is given another chance, though the first load still hangs
+    assert engine.pool.find(other).blocks == 5
+    late = engine.pool.acquire(KEYS[:1], 3.0)
+    clock.advance(3.1)
+    assert engine.pool.poll(late).offsets == ()
+    tier.faults.hung = set()
+    wait_until(lambda: engine.pool.find(other).blocks == 5)
+    assert engine.recall(other) == (REMOTE,) * 5
+
+
+@pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.ERROR, Outcome.MISS])
+def test_a_block_that_does_not_come_cuts_the_recall(start: Start, outcome: Outcome) -> None:
+    tier = FaultyTier(MemoryTier())
+    engine = start(tier)
+    engine.save(KEYS)
+    assert engine.pool.flush(KEYS, 5.0)
+    push_out(engine)
+    tier.faults.gets = {KEYS[4]: outcome}
+    assert engine.recall(KEYS) == (REMOTE,) * 4
+    assert engine.pool.stats().leases == 0
+    if outcome is not Outcome.MISS:
+        assert engine.pool.find(KEYS).blocks == 4
+        tier.faults.gets = {}
+        assert engine.save(KEYS)[Verdict.RESERVED] == 1
+        assert len(engine.recall(KEYS)) == 10
+    engine.pool.clear()
+    wait_until(lambda: engine.pool.stats().tiers[0].used_bytes == 0)
+
+
+def test_stores_that_fail_are_tried_again_but_not_for_ever(start: Start) -> None:
+    tier = FaultyTier(MemoryTier())
+    engine = start(tier, by_hand=False)
+    tier.faults.shed = {KEYS[3]}
+    engine.save(KEYS)
+    began = time.monotonic()
+    assert not engine.pool.flush(KEYS, 10.0)
+    assert time.monotonic() - began < 5
+    assert engine.pool.flush(KEYS[:3], 10.0)
+    tier.faults.shed = set()
+    assert engine.pool.find(KEYS).blocks == 10
+
+
+def test_blocks_that_were_shed_are_stored_when_they_are_used(start: Start) -> None:
+    tier = MemoryTier(capacity_blocks=4)
+    engine = start(tier)
+    engine.save(KEYS)
+    wait_until(lambda: tier.stats().blocks == 4)
+    tier.drop(KEYS[:4])
+    engine.recall(KEYS)
+    wait_until(lambda: tier.stats().blocks == 4)
+    assert tier.contains(KEYS[4])
+
+
+def test_blocks_being_stored_are_not_evicted(tmp_path: Path, start: Start) -> None:
+    io = FaultyIo()
+    engine = start(DiskTier(DiskConfig(tmp_path, 64 * MIB), io=io), by_hand=False)
+    io.gate.clear()
+    engine.save(chain(NAMESPACE, 32))
+    assert engine.save(chain(NAMESPACE, 4, "more")) == {Verdict.REFUSED: 4}
+    assert not engine.pool.flush(KEYS, 0.05)
+    io.gate.set()
+    assert engine.pool.flush(chain(NAMESPACE, 32), 10.0)
+    assert engine.save(chain(NAMESPACE, 4, "more")) == {Verdict.RESERVED: 4}
+
+
+def test_saved_again_while_the_old_ones_are_being_stored(tmp_path: Path, start: Start) -> None:
+    io = FaultyIo()
+    engine = start(DiskTier(DiskConfig(tmp_path, 64 * MIB), io=io), by_hand=False)
+    io.gate.clear()
+    engine.save(KEYS)
+    engine.pool.clear()
+    assert engine.save(KEYS) == {Verdict.RESERVED: 10}
+    assert engine.pool.stats().tiers[0].used_bytes == 20 * SLOT_BYTES
+    io.gate.set()
+    assert engine.pool.flush(KEYS, 10.0)
+    assert engine.pool.stats().tiers[0].used_bytes == 10 * SLOT_BYTES
+    assert engine.recall(KEYS) == (TierName.HOST,) * 10
+    engine.pool.clear()
+    wait_until(lambda: engine.pool.stats().tiers[0].used_bytes == 0)
+
+
+def test_saved_again_before_the_end_of_the_first_was_heard_of(start: Start) -> None:
+    engine = start(LatencyTier(MemoryTier(), 0.5), by_hand=False)
+    engine.save(KEYS)
+    time.sleep(0.2)  # stored by now, but the pool does not know
+    engine.pool.clear()
+    assert engine.save(KEYS) == {Verdict.RESERVED: 10}
+    assert engine.pool.flush(KEYS, 10.0)
+    assert engine.pool.stats().tiers[0].used_bytes == 10 * SLOT_BYTES
+
+
+def test_durable_blocks_are_evicted_first(start: Start) -> None:
+    tier = FaultyTier(MemoryTier())
+    engine = start(tier, blocks=16)
+    first, second = chain(NAMESPACE, 8, "first"), chain(NAMESPACE, 8, "second")
+    tier.faults.shed = set(first)
+    engine.save(first)
+    engine.save(second)
+    assert engine.pool.flush(second, 5.0)
+    wait_until(lambda: engine.pool.stats().queued_writes == 0)
+    engine.save(chain(NAMESPACE, 4, "third"))
+    assert engine.pool.find(first).tiers == (TierName.HOST,) * 8
+    assert REMOTE in engine.pool.find(second).tiers
+
+
+def test_the_tier_is_told_chain_and_depth(start: Start) -> None:
+    tier = RecordingTier(MemoryTier())
+    engine = start(tier)
+    engine.save(KEYS[:4])
+    answers = engine.pool.reserve(KEYS[4:], KEYS[3])  # type: ignore[call-arg]
+    assert {answer.verdict for answer in answers} == {Verdict.RESERVED}
+    engine.pool.commit(KEYS[4:])
+    assert engine.pool.flush(KEYS, 5.0)
+    assert [tier.depth_of(key) for key in KEYS] == list(range(10))
+    engine.pool.touch(KEYS)
+    assert tier.calls[-1] == ("touch", tuple(KEYS))
+
+
+def test_many_threads_at_once(tmp_path: Path, start: Start) -> None:
+    tier = LatencyTier(DiskTier(DiskConfig(tmp_path, 64 * MIB)), 0.002)
+    engine = start(tier, by_hand=False)
+    failures: list[BaseException] = []
+    recalled: list[int] = []
+
+    def work(seed: int) -> None:
+        try:
+            for step in range(30):
+                keys = chain(NAMESPACE, 8, f"{(seed + step) % 7}")
+                ticket = engine.pool.acquire(keys, 5.0)
+                recall = engine.wait(ticket)
+                engine.check(keys, recall)
+                engine.save(keys)
+                engine.check(keys, recall)
+                recalled.append(len(recall.offsets))
+                engine.pool.release(ticket)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert sum(recalled) > 100
+    engine.pool.clear()
+    wait_until(lambda: engine.pool.stats().tiers[0].used_bytes == 0)
+    assert engine.pool.stats().leases == 0
+
+
+def test_open_leaves_nothing_when_it_fails(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="host_size"):
+        Pool.open(PoolConfig(available_memory() * 2, DiskConfig(tmp_path / "a", 64 * MIB)))
+    assert list(tmp_path.iterdir()) == []
+    with Pool.open(PoolConfig(MIB, DiskConfig(tmp_path / "b", 64 * MIB))):
+        with pytest.raises(TierError, match="is in use"):
+            Pool.open(PoolConfig(MIB, DiskConfig(tmp_path / "b", 64 * MIB)))
+        with pytest.raises(ConfigError, match="policy"):
+            Pool.open(PoolConfig(MIB, DiskConfig(tmp_path / "c", 64 * MIB), policy="none"))
+    assert not (tmp_path / "c").exists()
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith("kvrecall")]
+
+
+def test_stats_have_latencies(tmp_path: Path) -> None:
+    with Pool.open(PoolConfig(32 * SLOT_BYTES, DiskConfig(tmp_path, 64 * MIB))) as pool:
+        pool.register(NAMESPACE, BLOCK_BYTES)
+        engine = Engine(pool)
+        engine.save(KEYS)
+        assert pool.flush(KEYS, 10.0)
+        push_out(engine)
+        assert TierName.DISK in engine.recall(KEYS)
+        stats = pool.stats()
+        host, disk = stats.tiers
+        assert host.name == "host"
+        assert host.evictions > 0
+        assert disk.name == "disk"
+        assert disk.writes == 10 + 64
+        assert disk.write_bytes == 74 * SLOT_BYTES
+        assert disk.reads == disk.hits > 0
+        for name, count in (("disk_read_seconds", disk.reads), ("disk_write_seconds", 74)):
+            buckets = stats.histograms[name]
+            assert buckets[-1] == (float("inf"), count)
+            assert [n for _, n in buckets] == sorted(n for _, n in buckets)
+        engine.close()
+
+
+def test_imports_neither_torch_nor_vllm() -> None:
+    code = (
+        "import kvrecall.pool.measure, sys\n"
+        "sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+
+from kvrecall.config import DiskConfig, PoolConfig
+from kvrecall.pool import Pool
+from kvrecall.pool.base import PoolClient
+from kvrecall.testing.pool_machine import PoolMachine
+
+
+class HazardMachine(PoolMachine):
+    """The same with the policy that keeps blocks out."""
+
+    def open_pool(self, folder: Path) -> PoolClient:
+        return Pool.open(PoolConfig(1 << 20, DiskConfig(folder, 32 << 20), policy="hazard"))
+
+
+TestHazardMachine = HazardMachine.TestCase
+TestHazardMachine.settings = settings(
+    max_examples=8,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(
+    max_examples=25,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
