@@ -17,8 +17,8 @@ from typing import Literal, Protocol
 class RecallSplit:
     """Where the prompt tokens of one request came from. The counts add up to the prompt.
 
-    ``unspecified`` counts tokens that were recalled from a tier the engine did not name: it
-    reports the split when *it* ends a request, not when a stop string found outside it does.
+    ``unspecified`` counts tokens that were recalled from a tier the engine did not name (beam
+    search, or statistics switched off and the request ended by a stop string).
     """
 
     device: int = 0
@@ -81,6 +81,7 @@ class Sampling:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     n: int = 1
+    logprobs: bool = False  # updates name each token; without, they have only the text
     prompt_logprobs: bool = False
 
 
@@ -116,6 +117,7 @@ class Token:
 class Update:
     """New tokens of sequence ``index``; ``finish`` is set on its last update.
 
+    ``tokens`` is empty unless the request's sampling asks for ``logprobs``.
     ``split``, ``prompt_tokens`` and ``prefill`` (the prompt's tokens, if prompt log
     probabilities were asked for) are final in an update with ``finish``.
     """

@@ -38,6 +38,7 @@ from kvrecall.engines.base import (
     Token,
     Update,
 )
+from kvrecall.engines.vllm.splits import BOARD
 
 REPORT = "kvrecall"
 """Key of the connector's report in ``kv_transfer_params``."""
@@ -76,7 +77,7 @@ class Ledger:
             return None
         parts = [
             RecallSplit.of_report(
-                self._reports.get(key),
+                self._reports.get(key) or BOARD.find(key),
                 self._prompts.get(key, 0),
                 self._cached.get(key, 0),
                 self._pooled,
@@ -297,7 +298,7 @@ class VllmGenerator:
         kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
         return SamplingParams(
             max_tokens=min(sampling.max_tokens, cap, room),
-            logprobs=0,
+            logprobs=0 if sampling.logprobs else None,
             prompt_logprobs=0 if sampling.prompt_logprobs else None,
             output_kind=kind,
             **_given(sampling, self._handler.default_sampling_params),
@@ -319,7 +320,7 @@ class VllmGenerator:
         ledger: Ledger,
         prefill: tuple[Token, ...],
     ) -> Update:
-        ids = list(sequence.token_ids)
+        ids = list(sequence.token_ids) if sequence.logprobs is not None else []
         found = [places[token] for places, token in zip(sequence.logprobs or (), ids, strict=False)]
         special = [token in self._special for token in ids]
         texts = _spread(sequence.text, [place.decoded_token or "" for place in found], special)
@@ -396,6 +397,8 @@ def _finish(sequence: CompletionOutput) -> Finish | None:
         return None
     if sequence.finish_reason == "stop":
         return Finish.EOS if sequence.stop_reason is None else Finish.STOP
+    if sequence.finish_reason == "repetition":
+        return Finish.STOP
     if sequence.finish_reason == "length":
         return Finish.LENGTH
     raise GenerationError(f"the engine ended the request: {sequence.finish_reason}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,12 +23,13 @@ from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm import compat
 from kvrecall.engines.vllm.identity import Adapters, namespace_of
 from kvrecall.engines.vllm.metrics import PoolWatch, RecallPromMetrics, RecallStats
+from kvrecall.engines.vllm.orphan import end_with_parent
 from kvrecall.engines.vllm.scheduler_side import EngineFacts, RecallScheduler
 from kvrecall.engines.vllm.wire import Shard, StepOrders, StepReport
 from kvrecall.engines.vllm.worker_side import RecallWorker
 from kvrecall.errors import ConfigError, EngineError
-from kvrecall.pool import Pool
 from kvrecall.pool.base import PoolClient
+from kvrecall.pool.open import open_pool
 from kvrecall.pool.slots import slot_bytes_of
 
 logger = logging.getLogger("vllm.kvrecall")
@@ -56,9 +58,11 @@ class RecallConnector(KVConnectorBase_V1):
             self._worker = RecallWorker(vllm_config, kv_cache_config)
         else:
             compat.require_supported(vllm_config, kv_cache_config)
+            if multiprocessing.current_process().name.startswith("EngineCore"):
+                end_with_parent()
             self._settings = _settings_of(vllm_config)
             _warn_if_hopeless(vllm_config)
-            self._pool = Pool.open(self._settings.pool)
+            self._pool = open_pool(self._settings)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -211,8 +215,9 @@ class RecallConnector(KVConnectorBase_V1):
         if self._scheduler is None or self._pool is None:
             return None
         counts, gauges = self._watch.take(self._pool.stats())
-        stats = RecallStats.of({**counts, **self._scheduler.tally.take()}, gauges)
-        return None if not stats.data["counts"] else stats
+        tally = self._scheduler.tally
+        stats = RecallStats.of({**counts, **tally.take()}, gauges, tally.take_splits())
+        return stats if stats.data["counts"] or stats.data["splits"] else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> RecallStats | None:

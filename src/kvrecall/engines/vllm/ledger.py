@@ -32,7 +32,8 @@ class RequestState:
 
     ``space`` is None if the request is not pooled. ``saved``: leading blocks of the chain that
     are in the pool or on their way; ``closed``: nothing more of it can be saved;
-    ``touched``: the pool has been told that its chain is in use.
+    ``touched``: the pool has been told that its chain is in use;
+    ``told``: the API process has been told where its prompt comes from.
     """
 
     request: Any
@@ -42,6 +43,7 @@ class RequestState:
     closed: bool = False
     failed_load: bool = False
     touched: bool = False
+    told: bool = False
     claim: Claim | None = None
     device_tokens: int = 0
     recalled: Counter[TierName] = field(default_factory=Counter)

@@ -1,7 +1,8 @@
 """Counts of the connector, and their way to vLLM's logs and Prometheus endpoint.
 
 vLLM carries a ``KVConnectorStats`` payload from the engine to the API process once a step; the
-payload holds increments of counters and current values of gauges, all plain numbers.
+payload holds increments of counters, current values of gauges, and for requests that began where
+their prompts come from (``splits.py``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from kvrecall.engines.vllm.splits import BOARD
 from kvrecall.engines.vllm.wire import StepReport
 from kvrecall.pool.base import PoolStats
 
@@ -67,6 +69,7 @@ class Tally:
     """Counters of the scheduler side since the last report."""
 
     counts: dict[str, float] = field(default_factory=dict)
+    splits: dict[str, dict[str, int]] = field(default_factory=dict)
     blocks_refused: int = 0
     blocks_declined: int = 0
     stores_failed: int = 0
@@ -98,6 +101,11 @@ class Tally:
         counts, self.counts = self.counts, {}
         return counts
 
+    def take_splits(self) -> dict[str, dict[str, int]]:
+        """Prompt tokens by source of the requests that began since the last call."""
+        splits, self.splits = self.splits, {}
+        return splits
+
 
 class PoolWatch:
     """Turns the pool's running totals into increments for Prometheus counters."""
@@ -122,14 +130,20 @@ class PoolWatch:
 
 
 class RecallStats(KVConnectorStats):
-    """Payload: ``{"counts": {name: increment}, "gauges": {name: value}}``."""
+    """Payload: ``counts`` (name -> increment), ``gauges`` (name -> value) and ``splits`` (request
+    -> source -> tokens)."""
 
     @classmethod
-    def of(cls, counts: dict[str, float], gauges: dict[str, float]) -> RecallStats:
-        return cls(data={"counts": counts, "gauges": gauges})
+    def of(
+        cls,
+        counts: dict[str, float],
+        gauges: dict[str, float],
+        splits: dict[str, dict[str, int]] | None = None,
+    ) -> RecallStats:
+        return cls(data={"counts": counts, "gauges": gauges, "splits": splits or {}})
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = {"counts": {}, "gauges": {}}
+        self.data: dict[str, Any] = {"counts": {}, "gauges": {}, "splits": {}}
 
     def is_empty(self) -> bool:
         return not self.data.get("counts") and not self.data.get("gauges")
@@ -139,7 +153,8 @@ class RecallStats(KVConnectorStats):
         for name, amount in other.data.get("counts", {}).items():
             counts[name] = counts.get(name, 0) + amount
         gauges = {**self.data.get("gauges", {}), **other.data.get("gauges", {})}
-        return RecallStats.of(counts, gauges)
+        splits = {**self.data.get("splits", {}), **other.data.get("splits", {})}
+        return RecallStats.of(counts, gauges, splits)
 
     def reduce(self) -> dict[str, int | float]:
         """What a person wants in the log line of the last interval."""
@@ -195,6 +210,8 @@ class RecallPromMetrics(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Feeds one payload of ``RecallStats``. ``label:metric`` names a labelled metric."""
+        for request_id, split in transfer_stats_data.get("splits", {}).items():
+            BOARD.post(request_id, split)
         labels = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
         for name, amount in transfer_stats_data.get("counts", {}).items():
             label, _, metric = name.rpartition(":")

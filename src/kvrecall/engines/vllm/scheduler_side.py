@@ -174,6 +174,12 @@ class RecallScheduler:
             for tier in claim.recall.tiers[:count]:
                 state.recalled[tier] += self._facts.block_size
         state.claim = None
+        self._tell(state)
+
+    def _tell(self, state: RequestState) -> None:
+        if not state.told:
+            state.told = True
+            self.tally.splits[state.request.request_id] = state.sources()
 
     def sources(self, request: Any) -> dict[TierName, int]:
         """Tokens of the request's load by tier."""
@@ -186,6 +192,7 @@ class RecallScheduler:
         for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
             state = self._states.get(request_id)
             if state is not None:
+                self._tell(state)
                 request = state.request
                 final = min(request.num_computed_tokens + tokens, request.num_tokens)
                 self._save(state, final // self._facts.block_size, None)

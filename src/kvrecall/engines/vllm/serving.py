@@ -10,6 +10,7 @@ ended is told by an exit status.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -49,10 +50,17 @@ Attach = Callable[[FastAPI, Generator], None]
 
 _GIB = 1 << 30
 _MAX_DEFAULT_CPU_KV = 4 * _GIB
+_LAST_BYTES_S = 5  # for connections to take what was sent before the engine ended
 
 
 class RequestTimeoutError(GenerationError):
     """A request ran past the token or the end-to-end timeout and was aborted."""
+
+
+def _not_the_last_output(record: logging.LogRecord) -> bool:
+    """Drops a traceback vLLM may log when it is shut down as asked: its output loop finds the
+    engine gone before it is told to end."""
+    return record.msg != "AsyncLLM output_handler failed."
 
 
 class TimedAsyncLLM(AsyncLLM):
@@ -64,8 +72,10 @@ class TimedAsyncLLM(AsyncLLM):
     _closed: bool = False
 
     def shutdown(self, timeout: float | None = None) -> None:
-        if not self._closed:
+        if not self._closed and "engine_core" in vars(self):  # not so if its start failed
             self._closed, self.died = True, bool(self.errored)
+            if not self.died:
+                logging.getLogger("vllm.v1.engine.async_llm").addFilter(_not_the_last_output)
         super().shutdown(timeout=timeout)
 
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
@@ -114,11 +124,7 @@ def serve(spec: ServeSpec, attach: Attach) -> int:
     cli_env_setup()
     orphan.install()
     args = parse_args(spec)
-    try:
-        return uvloop.run(_serve(args, spec, attach))
-    except KeyboardInterrupt:
-        log.info("stopped before the engine was ready")
-        return 0
+    return uvloop.run(_serve(args, spec, attach))
 
 
 def parse_args(spec: ServeSpec) -> Namespace:
@@ -181,8 +187,8 @@ def platform_defaults(spec: ServeSpec) -> dict[str, object]:
 
 
 async def _serve(args: Namespace, spec: ServeSpec, attach: Attach) -> int:
-    # Until uvicorn runs, a signal must end a start that takes minutes.
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGTERM, signal.SIGINT):  # until serve_http handles them
+        signal.signal(number, _end_at_once)
     try:
         _, sock = setup_server(args, reuse_port=False)
     except OSError as error:
@@ -204,8 +210,14 @@ async def _serve(args: Namespace, spec: ServeSpec, attach: Attach) -> int:
     return 0
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+def _end_at_once(*_: object) -> None:
+    """Ends a start, which may take minutes. Nothing is being served and nothing stored, so the
+    processes are killed; an exception in the midst of vLLM's start leaves it hanging."""
+    log.info("stopped before the engine was ready")
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    os._exit(0)
 
 
 @asynccontextmanager
@@ -263,6 +275,7 @@ def _uvicorn(args: Namespace, spec: ServeSpec) -> dict[str, Any]:
             "h11_max_incomplete_event_size h11_max_header_count"
         ).split()
     }
+    kwargs["timeout_graceful_shutdown"] = _LAST_BYTES_S
     kwargs["log_level"] = args.uvicorn_log_level
     kwargs["access_log"] = not args.disable_uvicorn_access_log
     tls = spec.tls

@@ -1,0 +1,135 @@
+"""``kvrecall serve`` and ``kvrecall config``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvrecall.errors import ConfigError, KvrecallError
+from kvrecall.server import launch
+from kvrecall.server.plan import Plan
+
+_POOL = "Pool"
+_ENGINE = "Engine"
+
+
+def _option(text: str, panel: str | None = None, *names: str, **bounds: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, **bounds)
+
+
+_Model = Annotated[str | None, typer.Argument(help="Model folder or hub id.", show_default=False)]
+_Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[-- VLLM_OPTIONS]", help="Any option of vllm serve, after --."),
+]
+_Config = Annotated[Path | None, _option("MindIE config.json; instead of MODEL and options.")]
+_Port = Annotated[int, _option("Port to listen on.", min=1, max=65535)]
+_AsyncWrite = Annotated[
+    bool | None,
+    _option(
+        "Save blocks off the critical path, or before a reply ends. [async]",
+        _POOL,
+        "--async-write/--no-async-write",
+    ),
+]
+_Eager = Annotated[
+    bool | None,
+    _option(
+        "Do not compile the model. [eager on a CPU]", _ENGINE, "--enforce-eager/--no-enforce-eager"
+    ),
+]
+
+
+def serve(
+    model: _Model = None,
+    vllm_options: _Words = None,
+    config: _Config = None,
+    host: Annotated[str, _option("Address to listen on.")] = "127.0.0.1",
+    port: _Port = 8000,
+    host_size: Annotated[str | None, _option("Host memory for blocks. [4GiB]", _POOL)] = None,
+    disk_path: Annotated[str | None, _option("Folder for blocks on disk.", _POOL)] = None,
+    disk_size: Annotated[str | None, _option("Limit of the disk tier: 100GiB", _POOL)] = None,
+    async_write: _AsyncWrite = None,
+    pool: Annotated[bool, _option("Serve with a pool.", _POOL, "--pool/--no-pool")] = True,
+    block_size: Annotated[int | None, _option("Tokens in a block. [128]", _ENGINE)] = None,
+    max_model_len: Annotated[str | None, _option("Longest sequence, tokens.", _ENGINE)] = None,
+    served_model_name: Annotated[str | None, _option("Name in requests.", _ENGINE)] = None,
+    dtype: Annotated[str | None, _option("auto, bfloat16, float16, ...", _ENGINE)] = None,
+    kv_cache_dtype: Annotated[str | None, _option("auto, fp8, ...", _ENGINE)] = None,
+    kv_cache_memory_bytes: Annotated[
+        str | None, _option("Device KV cache: 2GiB [CPU: a quarter of what is free]", _ENGINE)
+    ] = None,
+    enforce_eager: _Eager = None,
+) -> None:
+    """Serve a model: OpenAI and MindIE/TGI routes, with recall from the pool."""
+    recall = {
+        "host_size": host_size,
+        "disk_path": disk_path,
+        "disk_size": disk_size,
+        "async_write": async_write,
+    }
+    engine: dict[str, object] = {
+        "block-size": block_size,
+        "max-model-len": max_model_len,
+        "served-model-name": served_model_name,
+        "dtype": dtype,
+        "kv-cache-dtype": kv_cache_dtype,
+        "kv-cache-memory-bytes": kv_cache_memory_bytes,
+        "enforce-eager": enforce_eager,
+    }
+    words = tuple(vllm_options or ())
+    if model is not None and model.startswith("-"):  # kvrecall serve -- --vllm-option
+        words, model = (model, *words), None
+    asked = launch.Asked(
+        model=model,
+        host=host,
+        port=port,
+        recall={k: v for k, v in recall.items() if v is not None} if pool else None,
+        engine={k: v for k, v in engine.items() if v is not None},
+        extra_args=words,
+    )
+    raise typer.Exit(_run(asked, config))
+
+
+def _run(asked: launch.Asked, config: Path | None) -> int:
+    """Plans and serves; returns the exit status, after one line on what is wrong."""
+    try:
+        return launch.run(_plan_config(config, asked) if config else launch.plan_model(asked))
+    except ConfigError as error:
+        typer.echo(f"kvrecall: {error}", err=True)
+        return 2
+    except KvrecallError as error:
+        typer.echo(f"kvrecall: {error}", err=True)
+        return 1
+
+
+config_app = typer.Typer(no_args_is_help=True, help="MindIE's config.json: check it, or begin one.")
+
+
+@config_app.command("check")
+def config_check(
+    file: Annotated[Path, typer.Argument(help="The config.json.")],
+    every: Annotated[bool, typer.Option("--all", help="Also fields that are not given.")] = False,
+) -> None:
+    """Say what each field of a config.json does here, and what is wrong with it."""
+    from kvrecall.server.mindie.explaining import explain
+
+    raise typer.Exit(explain(file, every))
+
+
+@config_app.command("example")
+def config_example() -> None:
+    """Print a minimal config.json."""
+    from kvrecall.server.mindie.explaining import EXAMPLE
+
+    typer.echo(EXAMPLE, nl=False)
+
+
+def _plan_config(config: Path, asked: launch.Asked) -> Plan:
+    if asked != launch.Asked(model=None):
+        raise ConfigError("--config comes alone: MODEL and the other options are in the file")
+    from kvrecall.server.mindie.planning import plan_config
+
+    return plan_config(config)

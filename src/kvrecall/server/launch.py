@@ -1,0 +1,106 @@
+"""From what a person asked for to a running server: check, build the spec, run the engine."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvrecall.config import RecallSettings, parse_size
+from kvrecall.engines.base import Limits, ServeSpec
+from kvrecall.errors import ConfigError
+from kvrecall.server import preflight
+from kvrecall.server.plan import ENGINE_DEFAULTS, Plan
+
+log = logging.getLogger("kvrecall.server")
+
+DEFAULT_MODEL = Path("models/recall-tiny")
+_OWN_OPTIONS = ("--host", "--port", "--kv-transfer-config", "--uds", "--config", "--headless")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What ``kvrecall serve MODEL`` was given. ``engine`` as ServeSpec.options."""
+
+    model: str | None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    recall: Mapping[str, object] | None = field(default_factory=dict)
+    engine: Mapping[str, object] = field(default_factory=dict)
+    extra_args: tuple[str, ...] = ()
+
+
+def plan_model(asked: Asked) -> Plan:
+    """The plan for ``kvrecall serve MODEL``. Raises ConfigError."""
+    for word in asked.extra_args:
+        name = word.partition("=")[0].replace("_", "-")
+        if name in _OWN_OPTIONS:
+            raise ConfigError(f"{name} cannot be given after --; kvrecall sets it itself")
+    engine = dict(asked.engine)
+    memory = "kv-cache-memory-bytes"
+    if memory in engine:
+        engine[memory] = parse_size(str(engine[memory]), f"--{memory}")
+    return Plan(
+        ServeSpec(
+            model=asked.model or default_model(),
+            host=asked.host,
+            port=asked.port,
+            options={**ENGINE_DEFAULTS, **engine},
+            extra_args=asked.extra_args,
+            recall=asked.recall,
+            limits=Limits(),
+        )
+    )
+
+
+def default_model() -> str:
+    """The example model of the repository, if this is one. Raises ConfigError."""
+    here = Path.cwd() / DEFAULT_MODEL
+    repository = Path(__file__).resolve().parents[3] / DEFAULT_MODEL
+    for folder in (here, repository):
+        if (folder / "config.json").is_file():
+            return str(folder)
+    raise ConfigError("no MODEL given; name a model folder or a model id of the Hugging Face hub")
+
+
+def check(plan: Plan) -> None:
+    """Everything that can be found wrong before the engine is loaded. Changes nothing.
+
+    Raises ConfigError or TierError.
+    """
+    spec = plan.spec
+    preflight.check_model(spec.model)
+    if spec.recall is not None:
+        preflight.check_pool(RecallSettings.from_mapping(spec.recall, "kvrecall").pool)
+    preflight.check_port(spec.host, spec.port)
+
+
+def run(plan: Plan) -> int:
+    """Checks ``plan`` and serves it; returns the exit status. Raises KvrecallError."""
+    check(plan)
+    _log_to_stderr()
+    log.info("%s", plan.summary())
+    for warning in plan.warnings:
+        log.warning("%s", warning)
+    for note in plan.notes:
+        log.info("%s", note)
+    log.info("loading the engine")
+    from kvrecall.engines.vllm.serving import serve
+    from kvrecall.server.application import attach_all
+
+    return serve(plan.spec, lambda app, generator: attach_all(app, generator, plan))
+
+
+def _log_to_stderr() -> None:
+    root = logging.getLogger("kvrecall")
+    if root.handlers:
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        logging.Formatter("%(levelname)s %(asctime)s [kvrecall] %(message)s", "%m-%d %H:%M:%S")
+    )
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    root.propagate = False

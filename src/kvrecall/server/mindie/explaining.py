@@ -1,0 +1,137 @@
+"""What ``kvrecall config check`` and ``config example`` print."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvrecall.errors import ConfigError, KvrecallError
+from kvrecall.jsonfile import JsonPath
+from kvrecall.server.mindie.fields import Effect, effect_of
+from kvrecall.server.mindie.planning import plan_config
+from kvrecall.server.mindie.reading import Problems, dotted, read_config
+from kvrecall.server.plan import Plan
+from kvrecall.server.preflight import check_model
+
+EXAMPLE = r"""{
+  "Version": "1.0.0",
+  "ServerConfig": {
+    "ipAddress": "127.0.0.1",
+    "port": 1025,
+    "allowAllZeroIpListening": false,
+    "maxLinkNum": 1000,
+    "httpsEnabled": false
+  },
+  "BackendConfig": {
+    "kvPoolConfig": {"backend": "embedded", "configPath": "pool.json", "asyncWrite": true},
+    "ModelDeployConfig": {
+      "maxSeqLen": 8192,
+      "maxInputTokenLen": 8000,
+      "truncation": false,
+      "ModelConfig": [
+        {
+          "modelName": "my-model",
+          "modelWeightPath": "/path/to/the/model",
+          "worldSize": 1,
+          "cpuMemSize": 4,
+          "npuMemSize": -1,
+          "plugin_params": "{\"plugin_type\":\"prefix_cache,splitfuse\"}"
+        }
+      ]
+    },
+    "ScheduleConfig": {"cacheBlockSize": 128, "maxBatchSize": 64, "maxIterTimes": 2048}
+  }
+}
+"""
+"""A minimal config.json. The pool.json beside it: ``{"disk_path": ..., "disk_size": "20GiB"}``."""
+
+_STYLES = {Effect.ACTS: "green", Effect.PARTLY: "yellow", Effect.NONE: "dim", Effect.RETIRED: "red"}
+
+
+def explain(file: Path, every: bool) -> int:
+    """Prints a table of the fields and what is wrong; returns the exit status."""
+    console, errors = _console(), Console(stderr=True, soft_wrap=True)
+    try:
+        config, _ = read_config(file)
+    except Problems as error:
+        for line in error.lines:
+            errors.print(escape(line), highlight=False)
+        return 2
+    except ConfigError as error:
+        errors.print(escape(str(error)), highlight=False)
+        return 2
+    console.print(_table(config, every))
+    try:
+        plan = plan_config(file)
+        check_model(plan.spec.model)
+    except KvrecallError as error:
+        errors.print(escape(str(error)), highlight=False)
+        return 2
+    _print_plan(console, plan)
+    return 0
+
+
+def _console() -> Console:
+    """As wide as the terminal, and wide enough for the tables where there is none."""
+    return Console() if sys.stdout.isatty() else Console(width=140)
+
+
+def _table(config: BaseModel, every: bool) -> Table:
+    table = Table("field", "value", "here", "what it does")
+    section: JsonPath | None = None
+    for path, value, effect, text in _rows(config, (), every):
+        if path[:-1] != section:
+            section = path[:-1]
+            table.add_section()
+            table.add_row(f"[bold]{escape(dotted(section)) or 'config.json'}[/]")
+        style = _STYLES[effect]
+        name = f"  {path[-1]}"
+        table.add_row(name, escape(value), f"[{style}]{effect.value}[/]", escape(text))
+    return table
+
+
+def _rows(
+    section: BaseModel, path: JsonPath, every: bool
+) -> Iterator[tuple[JsonPath, str, Effect, str]]:
+    """The given fields of all sections (``every``: all fields), in the order of the schema."""
+    for name, field in type(section).model_fields.items():
+        value: Any = getattr(section, name)
+        given = name in section.model_fields_set
+        if isinstance(value, BaseModel):
+            yield from _rows(value, (*path, name), every)
+        elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
+            for index, item in enumerate(value):
+                yield from _rows(item, (*path, name, index), every)
+        elif given or (every and not _is_section(field.annotation)):
+            shown = str(value) if given else f"({value})" if value is not None else ""
+            yield (*path, name), shown, effect_of(field), field.description or ""
+
+
+def _is_section(annotation: Any) -> bool:
+    kinds = get_args(annotation) if get_origin(annotation) is not None else (annotation,)
+    return any(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in kinds)
+
+
+def _print_plan(console: Console, plan: Plan) -> None:
+    """The effective configuration: what vLLM and the pool are told."""
+    table = Table("effective setting", "value")
+    spec = plan.spec
+    table.add_row("model", escape(spec.model))
+    table.add_row("listens on", f"{'https' if spec.tls else 'http'}://{spec.host}:{spec.port}")
+    for name, value in spec.options.items():
+        if value is not None:
+            table.add_row(f"vllm --{name}", escape(str(value)))
+    for name, value in (spec.recall or {"pool": "off"}).items():
+        table.add_row(f"pool {name}", escape(str(value)))
+    console.print(table)
+    for warning in plan.warnings:
+        console.print(f"[yellow]warning:[/] {escape(warning)}")
+    for note in plan.notes:
+        console.print(f"[dim]note:[/] {escape(note)}")

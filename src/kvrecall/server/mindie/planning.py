@@ -1,0 +1,404 @@
+"""From a checked config.json to the plan of a server: its fields in vLLM's and the pool's terms."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from kvrecall.config import RecallSettings
+from kvrecall.engines.base import Limits, ServeSpec
+from kvrecall.errors import ConfigError
+from kvrecall.jsonfile import Document, JsonPath, read_json
+from kvrecall.server.mindie.fields import Effect, effect_of
+from kvrecall.server.mindie.reading import dotted, problem, read_config
+from kvrecall.server.mindie.schema import MindieConfig, ModelSection, Plugins
+from kvrecall.server.plan import ENGINE_DEFAULTS, Plan
+from kvrecall.server.tls import TlsFiles
+
+_GIB = 1 << 30
+_SERVER = ("ServerConfig",)
+_BACKEND = ("BackendConfig",)
+_DEPLOY = (*_BACKEND, "ModelDeployConfig")
+_MODEL: JsonPath = (*_DEPLOY, "ModelConfig", 0)
+_SCHEDULE = (*_BACKEND, "ScheduleConfig")
+_POOL = (*_BACKEND, "kvPoolConfig")
+
+_OTHER_BACKENDS = ("service", "mooncake", "memcache", "yuanrong")
+_NGRAM_TOKENS = 4
+_NGRAM_LOOKUP = 4
+
+
+def plan_config(path: Path) -> Plan:
+    """The plan for ``kvrecall serve --config``. Raises ConfigError; changes nothing."""
+    config, document = read_config(path)
+    return _Planner(config, document, path.parent).plan()
+
+
+def without_effect(config: MindieConfig) -> list[tuple[JsonPath, str]]:
+    """The fields given in ``config`` that have no effect here, and why."""
+    return [(path, text) for path, effect, text in _given(config, ()) if effect is Effect.NONE]
+
+
+class _Planner:
+    """Works through one configuration; notes and warnings gather on the way."""
+
+    def __init__(self, config: MindieConfig, document: Document, folder: Path) -> None:
+        self._document = document
+        self._folder = folder
+        self._server = config.ServerConfig
+        self._backend = config.BackendConfig
+        self._deploy = config.BackendConfig.ModelDeployConfig
+        self._model: ModelSection = self._deploy.ModelConfig[0]
+        self._schedule = config.BackendConfig.ScheduleConfig
+        self._plugins = Plugins.of(self._model.plugin_params)
+        self._config = config
+        self._notes: list[str] = []
+        self._warnings: list[str] = []
+
+    def plan(self) -> Plan:
+        self._refuse_unavailable()
+        self._report()
+        options = {
+            **ENGINE_DEFAULTS,
+            **self._model_options(),
+            **self._parallel_options(),
+            **self._schedule_options(),
+            **self._plugin_options(),
+            **self._lora_options(),
+        }
+        recall = self._recall()
+        server = self._server
+        spec = ServeSpec(
+            model=str(self._resolved(self._model.modelWeightPath)),
+            host=self._address(),
+            port=server.port,
+            options=options,
+            recall=recall,
+            limits=self._limits(),
+            tls=self._tls(),
+        )
+        return Plan(
+            spec,
+            max_body_bytes=server.maxRequestLength << 20,
+            max_links=server.maxLinkNum,
+            notes=tuple(self._notes),
+            warnings=tuple(self._warnings),
+        )
+
+    # What is refused, what is only reported
+
+    def _refuse_unavailable(self) -> None:
+        checks: tuple[tuple[JsonPath, object, tuple[object, ...]], ...] = (
+            ((*_SERVER, "inferMode"), self._server.inferMode, ("standard",)),
+            ((*_SERVER, "fullTextEnabled"), self._server.fullTextEnabled, (False,)),
+            ((*_BACKEND, "modelInstanceNumber"), self._backend.modelInstanceNumber, (1,)),
+            ((*_MODEL, "modelInstanceType"), self._model.modelInstanceType, ("Standard", None)),
+            ((*_MODEL, "sp"), self._model.sp, (1, -1, 0, None)),
+            ((*_MODEL, "cp"), self._model.cp, (1, -1, 0, None)),
+        )
+        for path, value, allowed in checks:
+            if value not in allowed:
+                raise problem(
+                    self._document,
+                    path,
+                    f"is {value!r}; not available in this version, allowed: {allowed[0]!r}",
+                )
+        if len(self._deploy.ModelConfig) > 1:
+            raise problem(
+                self._document,
+                (*_DEPLOY, "ModelConfig", 1),
+                "is a second model; one server serves one model",
+            )
+
+    def _report(self) -> None:
+        by_reason: dict[str, list[str]] = {}
+        for path, why in without_effect(self._config):
+            by_reason.setdefault(why, []).append(dotted(path))
+        parts = [f"{', '.join(names)} ({why})" for why, names in by_reason.items()]
+        if parts:
+            self._notes.append("accepted without effect: " + "; ".join(parts))
+        server = self._server
+        planes = {server.managementPort, server.metricsPort} - {server.port}
+        if planes or server.managementIpAddress not in (None, server.ipAddress):
+            self._notes.append(
+                f"ports {server.managementPort} (management) and {server.metricsPort} (metrics) "
+                f"are not opened by this version; /health and /metrics are on port {server.port}"
+            )
+        for path, effect, text in _given(self._config, ()):
+            if effect is Effect.RETIRED:
+                self._warnings.append(f"{dotted(path)} is retired and ignored: {text}")
+        if self._backend.multiNodesInferEnabled:
+            self._warnings.append(
+                "BackendConfig.multiNodesInferEnabled: this server uses the devices of this host; "
+                "several hosts are joined with vLLM's own options"
+            )
+
+    # Server
+
+    def _address(self) -> str:
+        text = self._server.ipAddress
+        path = (*_SERVER, "ipAddress")
+        try:
+            address = ipaddress.ip_address(text)
+        except ValueError:
+            raise problem(
+                self._document, path, f"is {text!r}; it must be an IPv4 or IPv6 address"
+            ) from None
+        if address.is_unspecified and not self._server.allowAllZeroIpListening:
+            raise problem(
+                self._document,
+                path,
+                f"is {text}, which listens on every network; allowed only with "
+                "ServerConfig.allowAllZeroIpListening true",
+            )
+        return text
+
+    def _limits(self) -> Limits:
+        most = min(self._deploy.maxInputTokenLen, self._deploy.maxSeqLen - 1)
+        if most < self._deploy.maxInputTokenLen:
+            self._notes.append(
+                f"maxInputTokenLen {self._deploy.maxInputTokenLen} is lowered to {most}, "
+                "maxSeqLen - 1"
+            )
+        if most < 1:
+            raise problem(self._document, (*_DEPLOY, "maxSeqLen"), "is 1; allowed: 2 or more")
+        return Limits(
+            token_timeout_s=self._server.tokenTimeout,
+            total_timeout_s=self._server.e2eTimeout,
+            max_input_tokens=most,
+            truncation=_truncation(self._deploy.truncation),
+            max_new_tokens=self._schedule.maxIterTimes,
+        )
+
+    def _tls(self) -> TlsFiles | None:
+        server = self._server
+        if not server.httpsEnabled:
+            if not ipaddress.ip_address(server.ipAddress).is_loopback:
+                self._warnings.append("httpsEnabled is false: requests travel in the clear")
+            return None
+        for name in ("tlsCert", "tlsPk", "tlsCaFile"):
+            if not getattr(server, name):
+                path = (*_SERVER, name)
+                raise problem(self._document, path, "is required when httpsEnabled is true")
+        revoked = [*(server.tlsCrlFiles or ()), *([server.tlsCrl] if server.tlsCrl else ())]
+        files = TlsFiles(
+            certificate=self._resolved(server.tlsCert),
+            key=self._resolved(server.tlsPk),
+            authorities=tuple(self._resolved(server.tlsCaPath, f) for f in server.tlsCaFile),
+            revoked=tuple(self._resolved(server.tlsCrlPath or "", f) for f in revoked),
+        )
+        try:
+            self._warnings += files.check()
+        except ConfigError as error:
+            path = (*_SERVER, "httpsEnabled")
+            raise problem(self._document, path, f"is true; {error}") from error
+        return files
+
+    # Engine
+
+    def _model_options(self) -> dict[str, object]:
+        model = self._model
+        folder = self._resolved(model.modelWeightPath)
+        if not folder.is_dir():
+            path = (*_MODEL, "modelWeightPath")
+            raise problem(self._document, path, f"is {str(folder)!r}; there is no such folder")
+        if model.npuMemSize != -1 and model.npuMemSize <= 0:
+            raise problem(
+                self._document,
+                (*_MODEL, "npuMemSize"),
+                f"is {model.npuMemSize}; allowed: -1 (automatic) or more than 0",
+            )
+        automatic = model.npuMemSize == -1
+        return {
+            "served-model-name": model.modelName,
+            "max-model-len": self._deploy.maxSeqLen,
+            "trust-remote-code": True if model.trustRemoteCode else None,
+            "kv-cache-memory-bytes": None if automatic else int(model.npuMemSize * _GIB),
+        }
+
+    def _parallel_options(self) -> dict[str, object]:
+        model = self._model
+        pp, dp = max(model.pp, 1), max(model.dp, 1)
+        tp = model.tp if model.tp > 0 else max(model.worldSize // (pp * dp), 1)
+        if tp * pp * dp != model.worldSize and not self._backend.multiNodesInferEnabled:
+            raise problem(
+                self._document,
+                (*_MODEL, "worldSize"),
+                f"is {model.worldSize}, but tp x pp x dp is {tp} x {pp} x {dp} = {tp * pp * dp}",
+            )
+        return {
+            "tensor-parallel-size": tp if tp > 1 else None,
+            "pipeline-parallel-size": pp if pp > 1 else None,
+            "data-parallel-size": dp if dp > 1 else None,
+            "enable-expert-parallel": True if (model.moe_ep or 0) > 1 else None,
+        }
+
+    def _schedule_options(self) -> dict[str, object]:
+        schedule = self._schedule
+        batch = max(schedule.maxPrefillTokens, schedule.maxBatchSize)
+        if batch > schedule.maxPrefillTokens:
+            self._notes.append(
+                f"maxPrefillTokens {schedule.maxPrefillTokens} is raised to maxBatchSize {batch}: "
+                "a step must have room for a token of each sequence"
+            )
+        mixed = schedule.templateType == "Mix" or "splitfuse" in self._plugins.kinds
+        return {
+            "block-size": schedule.cacheBlockSize,
+            "max-num-seqs": schedule.maxBatchSize,
+            "max-num-batched-tokens": batch,
+            "enable-chunked-prefill": True if mixed else None,
+            "override-generation-config": {"max_new_tokens": schedule.maxIterTimes},
+        }
+
+    def _plugin_options(self) -> dict[str, object]:
+        kinds = self._plugins.kinds
+        options: dict[str, object] = {"enable-prefix-caching": "prefix_cache" in kinds}
+        wanted = self._plugins.num_speculative_tokens or self._plugins.decoding_length
+        if "mtp" in kinds:
+            self._check_mtp()
+            options["speculative-config"] = {
+                "method": "mtp",
+                "num_speculative_tokens": wanted or 1,
+            }
+        elif kinds & {"la", "memory_decoding"}:
+            options["speculative-config"] = {
+                "method": "ngram",
+                "num_speculative_tokens": wanted or _NGRAM_TOKENS,
+                "prompt_lookup_max": _NGRAM_LOOKUP,
+                "prompt_lookup_min": 1,
+            }
+            name = min(kinds & {"la", "memory_decoding"})
+            self._notes.append(f"plugin_type {name} is served by vLLM's n-gram speculation")
+        return options
+
+    def _check_mtp(self) -> None:
+        """A model without prediction layers cannot speculate with them."""
+        path = self._resolved(self._model.modelWeightPath) / "config.json"
+        if not path.is_file():
+            return  # the check of the model folder says so
+        try:
+            described = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, OSError):
+            return
+        keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers")
+        if not any(described.get(key) for key in keys):
+            raise problem(
+                self._document,
+                (*_MODEL, "plugin_params"),
+                "asks for mtp, but the model has no prediction layers (its config.json has no "
+                f"{keys[0]}); remove mtp",
+            )
+
+    def _lora_options(self) -> dict[str, object]:
+        modules = self._deploy.LoraModules
+        if not modules:
+            return {}
+        return {
+            "enable-lora": True,
+            "lora-modules": [
+                json.dumps({"name": module.name, "path": str(self._resolved(module.path))})
+                for module in modules
+            ],
+            "max-loras": self._deploy.maxLoraNum,
+            "max-lora-rank": self._deploy.maxLoraRank,
+        }
+
+    # Pool
+
+    def _recall(self) -> Mapping[str, object] | None:
+        pool = self._backend.kvPoolConfig
+        if not pool.backend:
+            if pool.configPath:
+                self._notes.append("kvPoolConfig.backend is empty: pooling is off")
+            return None
+        path = (*_POOL, "backend")
+        if pool.backend in _OTHER_BACKENDS:
+            raise problem(
+                self._document,
+                path,
+                f"is {pool.backend!r}, which is not available in this version; allowed: "
+                "'' (no pool), 'embedded'",
+            )
+        if pool.backend != "embedded":
+            raise problem(
+                self._document, path, f"is {pool.backend!r}; allowed: '' (no pool), 'embedded'"
+            )
+        if not pool.configPath:
+            self._warnings.append(
+                "kvPoolConfig.backend is set but configPath is empty: pooling is off, as in MindIE"
+            )
+            return None
+        if "prefix_cache" not in self._plugins.kinds:
+            raise problem(
+                self._document,
+                (*_MODEL, "plugin_params") if self._model.plugin_params else _MODEL,
+                "has no prefix_cache, on which the KV pool builds; set "
+                r'"plugin_params": "{\"plugin_type\":\"prefix_cache\"}"',
+            )
+        return self._pool_settings()
+
+    def _pool_settings(self) -> Mapping[str, object]:
+        pool = self._backend.kvPoolConfig
+        file = self._resolved(pool.configPath)
+        if not file.exists():
+            path = (*_POOL, "configPath")
+            raise problem(self._document, path, f"is {str(file)!r}; there is no such file")
+        document = read_json(file)
+        settings = document.value
+        if not isinstance(settings, dict):
+            raise ConfigError(f"{document.where(())}: must hold a JSON object of pool settings")
+        settings = dict(settings)
+        if "asyncWrite" in pool.model_fields_set:
+            given = settings.setdefault("async_write", pool.asyncWrite)
+            if given is not pool.asyncWrite:
+                raise problem(
+                    self._document,
+                    (*_POOL, "asyncWrite"),
+                    f"is {pool.asyncWrite}, but {document.where(('async_write',))} says {given!r}",
+                )
+        settings.setdefault("async_write", False)
+        if self._model.cpuMemSize > 0 and "host_size" not in settings:
+            settings["host_size"] = int(self._model.cpuMemSize * _GIB)
+            self._notes.append(f"the pool's host_size is cpuMemSize, {self._model.cpuMemSize} GiB")
+        _check_settings(settings, document)
+        return settings
+
+    def _resolved(self, *parts: str) -> Path:
+        """A path of the file; relative ones lie beside the file."""
+        return self._folder.joinpath(*parts).absolute()
+
+
+def _check_settings(settings: Mapping[str, object], document: Document) -> None:
+    """Raises ConfigError with the place of the setting it is about."""
+    try:
+        RecallSettings.from_mapping(settings, document.source)
+    except ConfigError as error:
+        message = str(error).removeprefix(f"{document.source}: ")
+        named = [key for key in settings if re.search(rf"\b{re.escape(key)}\b", message)]
+        raise ConfigError(f"{document.where(tuple(named[:1]))}: {message}") from error
+
+
+def _truncation(value: bool | int) -> Literal["error", "left", "right"]:
+    if value is True or value == -1:
+        return "right"
+    return "left" if value == 1 else "error"
+
+
+def _given(section: BaseModel, path: JsonPath) -> Iterator[tuple[JsonPath, Effect, str]]:
+    """The fields that were given, in all sections, with their effects and texts."""
+    for name in section.model_fields_set:
+        value: Any = getattr(section, name)
+        field = type(section).model_fields[name]
+        if isinstance(value, BaseModel):
+            yield from _given(value, (*path, name))
+        elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
+            for index, item in enumerate(value):
+                yield from _given(item, (*path, name, index))
+        else:
+            yield (*path, name), effect_of(field), field.description or ""

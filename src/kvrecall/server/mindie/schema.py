@@ -1,0 +1,275 @@
+"""The sections of MindIE's config.json, field by field.
+
+Types, ranges, defaults and required fields follow MindIE 2.x's documentation. The text of a field
+says what it does in kvrecall; ``kvrecall config check`` prints it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from kvrecall.server.mindie.fields import (
+    Names,
+    Path,
+    Port,
+    Section,
+    acts,
+    idle,
+    partly,
+    retired,
+)
+
+_ASCEND = "no Ascend runtime here"
+_ONE_HOST = "MindIE's own inter-node protocol; vLLM brings its own"
+_PLANE = "this version has no plane of its own for it"
+_SCHEDULER = "vLLM's scheduler has no such setting"
+_KEY_STORE = "keys are read as PEM files without MindIE's key store"
+
+
+class LogSection(Section):
+    logLevel: str | None = idle("log levels are vLLM's (VLLM_LOGGING_LEVEL)")
+    dynamicLogLevel: str | None = idle("log levels are vLLM's (VLLM_LOGGING_LEVEL)")
+    dynamicLogLevelValidHours: int | None = idle("log levels are vLLM's")
+    dynamicLogLevelValidTime: str | None = idle("log levels are vLLM's")
+    logFileSize: int | None = idle("the log goes to standard error", ge=0, le=500)
+    logFileNum: int | None = idle("the log goes to standard error", ge=0, le=64)
+    logPath: Path | None = idle("the log goes to standard error")
+
+
+class ServerSection(Section):
+    ipAddress: str = acts("address of the business plane")
+    managementIpAddress: str | None = partly(
+        f"{_PLANE}; /health and /metrics are on the business plane", "127.0.0.2"
+    )
+    port: Port = acts("port of the business plane")
+    managementPort: Port = partly(f"{_PLANE}; /health is on the business plane", 1026)
+    metricsPort: Port = partly(f"{_PLANE}; /metrics is on the business plane", 1027)
+    allowAllZeroIpListening: bool = acts("whether ipAddress may be 0.0.0.0 or ::")
+    maxLinkNum: int = acts("most open connections; further ones get 503", ge=1, le=4096)
+    httpsEnabled: bool = acts("serve HTTPS with the tls* fields")
+    fullTextEnabled: bool = partly("false only: streams carry what is new, not all so far", False)
+    tlsCaPath: Path = acts("folder of tlsCaFile", "")
+    tlsCaFile: Names = acts("CA files that client certificates are checked against", [])
+    tlsCert: Path = acts("the server's certificate chain (PEM)", "")
+    tlsPk: Path = acts("the server's private key (PEM, not encrypted)", "")
+    tlsPkPwd: Path | None = idle(_KEY_STORE)
+    tlsCrlPath: Path | None = acts("revocation lists for client certificates (PEM)", None)
+    tlsCrlFiles: Names | None = acts("revocation lists for client certificates (PEM)", None)
+    tlsCrl: Path | None = acts("revocation lists for client certificates (PEM)", None)
+    managementTlsCaFile: Names | None = idle(_PLANE)
+    managementTlsCert: Path | None = idle(_PLANE)
+    managementTlsPk: Path | None = idle(_PLANE)
+    managementTlsPkPwd: Path | None = idle(_PLANE)
+    managementTlsCrlPath: Path | None = idle(_PLANE)
+    managementTlsCrlFiles: Names | None = idle(_PLANE)
+    managementTlsCrl: Path | None = idle(_PLANE)
+    metricsTlsCaFile: Names | None = idle(_PLANE)
+    metricsTlsCert: Path | None = idle(_PLANE)
+    metricsTlsPk: Path | None = idle(_PLANE)
+    metricsTlsPkPwd: Path | None = idle(_PLANE)
+    metricsTlsCrlPath: Path | None = idle(_PLANE)
+    metricsTlsCrlFiles: Names | None = idle(_PLANE)
+    kmcKsfMaster: Path | None = idle(_KEY_STORE)
+    kmcKsfStandby: Path | None = idle(_KEY_STORE)
+    inferMode: Literal["standard", "dmi"] = partly(
+        "standard; dmi (prefill and decode apart) is not available", "standard"
+    )
+    interCommTLSEnabled: bool | None = idle(_ONE_HOST)
+    interCommPort: Port | None = idle(_ONE_HOST)
+    interCommTlsCaPath: Path | None = idle(_ONE_HOST)
+    interCommTlsCaFile: Path | None = idle(_ONE_HOST)
+    interCommTlsCaFiles: Names | None = idle(_ONE_HOST)
+    interCommTlsCert: Path | None = idle(_ONE_HOST)
+    interCommPk: Path | None = idle(_ONE_HOST)
+    interCommPkPwd: Path | None = idle(_ONE_HOST)
+    interCommTlsCrl: Path | None = idle(_ONE_HOST)
+    interCommTlsCrlPath: Path | None = idle(_ONE_HOST)
+    interCommTlsCrlFiles: Names | None = idle(_ONE_HOST)
+    openAiSupport: Literal["vllm", "openai"] = partly(
+        "vllm: the OpenAI routes are vLLM's own, which also serve clients of openai", "vllm"
+    )
+    tokenTimeout: int = acts("seconds until each next token, and the first", 600, ge=1, le=3600)
+    e2eTimeout: int = acts("seconds a request may take", 600, ge=1, le=65535)
+    maxRequestLength: int = acts("MB a body may have; beyond it 413", 40, ge=1, le=100)
+    distDPServerEnabled: bool | None = idle(_ONE_HOST)
+
+
+class KvPoolSection(Section):
+    backend: str = acts('"" = no pool; "embedded" = the pool inside the engine process', "")
+    configPath: str = acts("JSON file with the pool's settings", "", max_length=500)
+    asyncWrite: bool = acts("save blocks off the critical path", False)
+
+
+class LoraSection(Section):
+    name: str = acts("name of the adapter in requests")
+    path: Path = acts("its folder")
+    baseModelName: str | None = idle("there is one base model")
+
+
+class ModelSection(Section):
+    modelInstanceType: str | None = partly("Standard", "Standard")
+    modelName: str = acts("name of the model in requests", min_length=1, max_length=256)
+    modelWeightPath: Path = acts("model folder", min_length=1)
+    worldSize: int = acts("devices of the model: tp x pp", ge=1, le=1024)
+    cpuMemSize: int | float = partly(
+        "GB of host memory; the pool's host_size where configPath sets none", ge=0, le=65536
+    )
+    npuMemSize: int | float = acts("GB of device KV cache; -1 = automatic", ge=-1, le=65536)
+    backendType: Literal["atb", "torch", "ms"] | None = idle("vLLM runs the model", "atb")
+    trustRemoteCode: bool = acts("let the model folder bring its own code", False)
+    tp: int = acts("tensor parallel size; absent or -1: worldSize / (dp x pp)", -1, ge=-1)
+    pp: int = acts("pipeline parallel size", 1, ge=-1)
+    dp: int = acts("data parallel size", 1, ge=-1)
+    sp: int | None = partly("only 1 and -1: sequence parallelism is not mapped", None, ge=-1)
+    cp: int | None = partly("only 1 and -1: context parallelism is not mapped", None, ge=-1)
+    moe_tp: int | None = idle("vLLM derives it from tp, dp and moe_ep", ge=-1)
+    moe_ep: int | None = acts("more than 1: expert parallelism on", None, ge=-1)
+    kv_trans_timeout: int | None = idle("for prefill and decode apart", ge=0)
+    kv_link_timeout: int | None = idle("for prefill and decode apart", ge=0)
+    async_scheduler_wait_time: int | None = idle(_SCHEDULER, ge=0)
+    ignore_eos: bool | None = idle("a setting of requests, not of the server")
+    plugin_params: str | dict[str, Any] | None = acts(
+        "plugin_type: prefix_cache, splitfuse, mtp, la, memory_decoding", None
+    )
+    models: dict[str, Any] | None = idle("options of Ascend's own model code")
+
+    @field_validator("plugin_params")
+    @classmethod
+    def _readable(cls, value: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+        Plugins.of(value)
+        return value
+
+
+class DeploySection(Section):
+    maxSeqLen: int = acts("longest sequence, prompt and answer", ge=1, le=1 << 24)
+    maxInputTokenLen: int = acts("longest prompt; at most maxSeqLen - 1", ge=1, le=1 << 24)
+    truncation: bool | Literal[-1, 0, 1] = acts(
+        "longer prompts: false or 0 = refused, true or -1 = cut on the right, 1 = on the left",
+        False,
+    )
+    ModelConfig: list[ModelSection] = Field(min_length=1, max_length=10)
+    LoraModules: list[LoraSection] | None = acts("LoRA adapters to load", None)
+    maxLoraNum: int | None = acts("most adapters in use at once", None, ge=1)
+    maxLoraRank: int | None = acts("largest rank of an adapter", None, ge=1)
+
+
+class ScheduleSection(Section):
+    templateType: Literal["Standard", "Mix"] = acts("Mix = splitfuse: chunked prefill", "Standard")
+    templateName: str | None = idle("there is one template", "Standard_LLM")
+    cacheBlockSize: int = acts("tokens in a KV block", 128, ge=1, le=128)
+    maxPrefillBatchSize: int | None = idle(_SCHEDULER, 50, ge=1)
+    maxPrefillTokens: int = acts("tokens of a step (max_num_batched_tokens)", 8192, ge=1)
+    prefillTimeMsPerReq: int | None = idle(_SCHEDULER, ge=0)
+    prefillPolicyType: int | None = idle(_SCHEDULER, ge=0, le=3)
+    decodeTimeMsPerReq: int | None = idle(_SCHEDULER, ge=0)
+    decodePolicyType: int | None = idle(_SCHEDULER, ge=0, le=3)
+    policyType: int | None = idle(_SCHEDULER, ge=0)
+    maxBatchSize: int = acts("sequences of a step (max_num_seqs)", 200, ge=1, le=5000)
+    maxIterTimes: int = acts("most tokens of an answer", 512, ge=1)
+    maxPreemptCount: int | None = idle("vLLM preempts by recomputation", ge=0)
+    supportSelectBatch: bool | None = idle(_SCHEDULER)
+    maxQueueDelayMicroseconds: int | None = idle(_SCHEDULER, ge=0)
+    maxFirstTokenWaitTime: int | None = idle(_SCHEDULER, ge=0)
+    maxN: int | None = idle("vLLM bounds n itself", ge=1)
+    enablePrefixCache: Any = retired("use plugin_params prefix_cache")
+    enableSplit: bool | None = retired("use templateType Mix or plugin_params splitfuse")
+    splitType: bool | None = idle(_SCHEDULER)
+    splitStartType: bool | None = idle(_SCHEDULER)
+    splitChunkTokens: int | None = idle("maxPrefillTokens bounds a chunk", ge=1)
+    splitStartBatchSize: int | None = idle(_SCHEDULER, ge=0)
+
+    @field_validator("cacheBlockSize")
+    @classmethod
+    def _multiple(cls, value: int) -> int:
+        if value % 16:
+            raise ValueError("allowed: multiples of 16")
+        return value
+
+
+class BackendSection(Section):
+    backendName: str | None = idle("vLLM is the engine", "mindieservice_llm_engine")
+    modelInstanceNumber: int = partly("1 only: one engine per server", 1, ge=1, le=10)
+    npuDeviceIds: list[list[int]] | None = idle("devices are chosen by CUDA_VISIBLE_DEVICES")
+    tokenizerProcessNumber: int | None = idle("vLLM tokenizes in the server", 8, ge=1, le=32)
+    multiNodesInferEnabled: bool | None = idle(_ONE_HOST)
+    multiNodesInferPort: Port | None = idle(_ONE_HOST)
+    interNodeTLSEnabled: bool | None = idle(_ONE_HOST)
+    interNodeTlsCaPath: Path | None = idle(_ONE_HOST)
+    interNodeTlsCaFile: Path | None = idle(_ONE_HOST)
+    interNodeTlsCaFiles: Names | None = idle(_ONE_HOST)
+    interNodeTlsCert: Path | None = idle(_ONE_HOST)
+    interNodeTlsPk: Path | None = idle(_ONE_HOST)
+    interNodeTlsPkPwd: Path | None = idle(_ONE_HOST)
+    interNodeTlsCrl: Path | None = idle(_ONE_HOST)
+    interNodeTlsCrlPath: Path | None = idle(_ONE_HOST)
+    interNodeTlsCrlFiles: Names | None = idle(_ONE_HOST)
+    interNodeKmcKsfMaster: Path | None = idle(_ONE_HOST)
+    interNodeKmcKsfStandby: Path | None = idle(_ONE_HOST)
+    kvPoolConfig: KvPoolSection = KvPoolSection()
+    ModelDeployConfig: DeploySection
+    ScheduleConfig: ScheduleSection = ScheduleSection()
+
+
+class MindieConfig(Section):
+    """The whole file."""
+
+    Version: Literal["1.0.0"] | None = idle("there is one version")
+    EnableDynamicAdjustTimeoutConfig: bool | None = idle("timeouts are as given")
+    ServerConfig: ServerSection
+    BackendConfig: BackendSection
+    LogConfig: LogSection | None = None
+
+
+PLUGIN_TYPES = ("prefix_cache", "splitfuse", "mtp", "la", "memory_decoding")
+
+
+class Plugins(Section):
+    """What ``plugin_params`` asks for, from its text or object."""
+
+    plugin_type: str = ""
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=64)] | None = None
+    level: int | None = None  # of la: window sizes, which n-gram speculation does not have
+    window: int | None = None
+    guess_set_size: int | None = None
+    decoding_length: Annotated[int, Field(ge=1, le=64)] | None = None
+    dynamic_algo: bool | None = None
+
+    @classmethod
+    def of(cls, value: str | dict[str, Any] | None) -> Plugins:
+        """Raises ValueError (pydantic's included) on what cannot be read."""
+        if value is None or value == "":
+            return cls()
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"not a JSON object in a string: {error}") from error
+            if not isinstance(value, dict):
+                raise ValueError(r'not a JSON object; write "{\"plugin_type\":\"prefix_cache\"}"')
+        try:
+            return cls.model_validate(value)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            if "ctx" in first and "error" in first["ctx"]:
+                raise ValueError(str(first["ctx"]["error"])) from error
+            name = ".".join(str(part) for part in first["loc"])
+            raise ValueError(f"its {name}: {first['msg']}, got {first['input']!r}") from error
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        return frozenset(kind.strip() for kind in self.plugin_type.split(",") if kind.strip())
+
+    @model_validator(mode="after")
+    def _known(self) -> Plugins:
+        for kind in sorted(self.kinds):
+            if kind not in PLUGIN_TYPES:
+                raise ValueError(
+                    f"plugin_type {kind!r}; allowed: {', '.join(PLUGIN_TYPES)}, joined by commas"
+                )
+        speculative = self.kinds & {"mtp", "la", "memory_decoding"}
+        if len(speculative) > 1:
+            raise ValueError(f"{' and '.join(sorted(speculative))} exclude each other")
+        return self

@@ -1,0 +1,117 @@
+"""Checks made before an engine is started. None of them changes anything on disk."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import socket
+from pathlib import Path
+
+from kvrecall.config import DiskConfig, PoolConfig
+from kvrecall.errors import ConfigError, TierError
+from kvrecall.pool.disk.folder import check_room
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_GIB = 1 << 30
+LOCK_NAME = "lock"  # kvrecall.pool.disk.folder.FolderLock
+
+
+def check_model(model: str, name: str = "model") -> None:
+    """Raises ConfigError unless ``model`` is a model folder or may be the id of a hub model."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"{name}: {model} is no model folder: it has no config.json")
+        return
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return
+        raise ConfigError(f"{name}: {model} is a file; it must be a model folder")
+    looks_local = path.is_absolute() or model.startswith((".", "~")) or _first_is_dir(path)
+    if looks_local or not _HUB_ID.fullmatch(model):
+        raise ConfigError(f"{name}: there is no folder {model}")
+
+
+def _first_is_dir(path: Path) -> bool:
+    return bool(path.parts) and Path(path.parts[0]).is_dir()
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises ConfigError if nothing can listen on ``host``:``port``."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(f"{host} is no address of this machine: {error}") from error
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            probe.listen(1)
+        except OSError as error:
+            raise ConfigError(_unbindable(host, port, error)) from error
+
+
+def _unbindable(host: str, port: int, error: OSError) -> str:
+    reasons = {
+        errno.EADDRINUSE: f"port {port} on {host} is in use; stop its server or choose another",
+        errno.EACCES: f"port {port} needs more rights than this user has",
+        errno.EADDRNOTAVAIL: f"{host} is no address of this machine",
+    }
+    return reasons.get(error.errno or 0, f"cannot listen on {host}:{port}: {error.strerror}")
+
+
+def check_pool(pool: PoolConfig) -> None:
+    """Raises ConfigError or TierError if the pool cannot be opened as configured."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if pool.host_bytes > memory:
+        raise ConfigError(
+            f"host_size is {_gib(pool.host_bytes)}; this machine has {_gib(memory)} of memory"
+        )
+    if pool.disk is not None:
+        check_disk(pool.disk)
+
+
+def check_disk(disk: DiskConfig) -> None:
+    """Raises TierError if the folder cannot be written, is in use, or has too little room."""
+    folder = disk.path.expanduser().absolute()
+    check_room(folder, disk.capacity_bytes)
+    if os.statvfs(_standing(folder)).f_flag & os.ST_RDONLY:
+        raise TierError(f"disk_path: {folder} is on a read-only file system")
+    holder = _holder(folder / LOCK_NAME)
+    if holder:
+        raise TierError(
+            f"disk_path: {folder} is in use by process {holder}; stop it or use another folder"
+        )
+
+
+def _standing(folder: Path) -> Path:
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def _holder(lock: Path) -> str:
+    """The process that holds the lock file, "" if none does. The file is not changed.
+
+    The pool takes the lock itself when it is opened, long after this look; this one is for the
+    message, that one for safety.
+    """
+    try:
+        fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+    finally:
+        os.close(fd)
+    return ""
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / _GIB:.2f} GiB"

@@ -1,0 +1,81 @@
+"""A config.json that is right, for tests to spoil."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]
+
+_RIGHT: Json = {
+    "Version": "1.0.0",
+    "ServerConfig": {
+        "ipAddress": "127.0.0.1",
+        "port": 1025,
+        "allowAllZeroIpListening": False,
+        "maxLinkNum": 1000,
+        "httpsEnabled": False,
+    },
+    "BackendConfig": {
+        "kvPoolConfig": {"backend": "", "configPath": ""},
+        "ModelDeployConfig": {
+            "maxSeqLen": 2560,
+            "maxInputTokenLen": 2048,
+            "truncation": False,
+            "ModelConfig": [
+                {
+                    "modelName": "m",
+                    "modelWeightPath": "model",
+                    "worldSize": 1,
+                    "cpuMemSize": 0,
+                    "npuMemSize": -1,
+                    "plugin_params": '{"plugin_type":"prefix_cache"}',
+                }
+            ],
+        },
+        "ScheduleConfig": {},
+    },
+}
+
+
+def right() -> Json:
+    return copy.deepcopy(_RIGHT)
+
+
+def server(config: Json) -> Json:
+    part: Json = config["ServerConfig"]
+    return part
+
+
+def backend(config: Json) -> Json:
+    part: Json = config["BackendConfig"]
+    return part
+
+
+def deploy(config: Json) -> Json:
+    part: Json = backend(config)["ModelDeployConfig"]
+    return part
+
+
+def model(config: Json) -> Json:
+    part: Json = deploy(config)["ModelConfig"][0]
+    return part
+
+
+def schedule(config: Json) -> Json:
+    part: Json = backend(config)["ScheduleConfig"]
+    return part
+
+
+def write(folder: Path, config: Json, pool: Json | None = None) -> Path:
+    """Writes config.json, a folder ``model`` and, if given, pool.json; returns config.json."""
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model" / "config.json").write_text("{}")
+    if pool is not None:
+        (folder / "pool.json").write_text(json.dumps(pool, indent=1))
+        backend(config)["kvPoolConfig"] |= {"backend": "embedded", "configPath": "pool.json"}
+    path = folder / "config.json"
+    path.write_text(json.dumps(config, indent=1))
+    return path

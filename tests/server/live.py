@@ -1,0 +1,88 @@
+"""A real ``kvrecall serve`` as a subprocess, with its log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+KVRECALL = Path(sys.executable).parent / "kvrecall"
+START_LIMIT_S = 300
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class LiveServer:
+    """Started by the constructor; ``wait_ready`` before use; ``close`` leaves nothing behind."""
+
+    def __init__(self, folder: Path, words: list[str], url: str, verify: Any = True) -> None:
+        self.url = url
+        self.verify = verify
+        self.client = httpx.Client(base_url=url, timeout=120, verify=verify)
+        self._log = folder / "server.log"
+        environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [KVRECALL, "serve", *words],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait_ready(self) -> None:
+        end = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                raise AssertionError(f"the server ended at once:\n{self.log[-4000:]}")
+            try:
+                if self.client.get("/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.2)
+        raise AssertionError(f"the server did not start:\n{self.log[-4000:]}")
+
+    def family(self) -> list[psutil.Process]:
+        """The server's process and all below it."""
+        main = psutil.Process(self.process.pid)
+        return [main, *main.children(recursive=True)]
+
+    def engine_core(self) -> psutil.Process:
+        (core,) = (p for p in self.family() if p.name().startswith("VLLM::EngineCor"))
+        return core
+
+    def wait_end(self, timeout: float = 60) -> int:
+        return self.process.wait(timeout)
+
+    def close(self) -> None:
+        self.client.close()
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def all_gone(processes: list[psutil.Process], timeout: float = 20) -> bool:
+    """Whether these processes end (or are but zombies) in time."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if not [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+            return True
+        time.sleep(0.1)
+    return False

@@ -1,0 +1,148 @@
+"""The parts of vLLM's server room that need vLLM but no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from kvrecall.engines.base import Limits, ServeSpec
+
+from .live import all_gone
+
+pytestmark = pytest.mark.engine
+
+
+def outputs(*delays: float, seen: list[str]) -> Any:
+    async def generate(self: object, *_: Any, **__: Any) -> AsyncGenerator[int, None]:
+        try:
+            for index, delay in enumerate(delays):
+                await asyncio.sleep(delay)
+                yield index
+        finally:
+            seen.append("closed")
+
+    return generate
+
+
+@pytest.mark.parametrize(
+    ("limits", "delays", "got", "said"),
+    [
+        (Limits(), (0.0, 0.3), [0, 1], ""),
+        (Limits(token_timeout_s=0.2), (0.0, 0.1, 0.1, 0.1), [0, 1, 2, 3], ""),
+        (Limits(token_timeout_s=0.2), (0.0, 9.0), [0], "tokenTimeout"),
+        (Limits(total_timeout_s=0.2), (0.0, 0.1, 9.0), [0, 1], "e2eTimeout"),
+        (Limits(token_timeout_s=0.1, total_timeout_s=9.0), (9.0,), [], "tokenTimeout"),
+    ],
+)
+def test_timeouts(
+    monkeypatch: pytest.MonkeyPatch, limits: Limits, delays: Any, got: list[int], said: str
+) -> None:
+    from kvrecall.engines.vllm.serving import AsyncLLM, RequestTimeoutError, TimedAsyncLLM
+
+    seen: list[str] = []
+    monkeypatch.setattr(AsyncLLM, "generate", outputs(*delays, seen=seen))
+
+    class Engine(TimedAsyncLLM):
+        def __del__(self) -> None:
+            """There is nothing to shut down."""
+
+    engine = object.__new__(Engine)
+    engine.limits = limits
+
+    async def run(told: list[Any]) -> None:
+        async for output in engine.generate("prompt"):
+            told.append(output)
+
+    told: list[Any] = []
+    if said:
+        with pytest.raises(RequestTimeoutError, match=said):
+            asyncio.run(run(told))
+    else:
+        asyncio.run(run(told))
+    assert told == got
+    assert seen == ["closed"]
+
+
+@pytest.mark.parametrize(
+    ("text", "decoded", "special", "parts"),
+    [
+        ("ab", ["a", "b"], "..", ["a", "b"]),
+        ("ab", ["a", "b", "<e>"], "..s", ["a", "b", "<e>"]),
+        ("ab", ["a", "b", " stop"], "...", ["a", "b", ""]),
+        ("a世", ["a", "", "", "世"], "....", ["a", "", "", "世"]),
+        ("\x1f�mx", ["\x1f", "", "m", "x"], "....", ["\x1f", "", "�m", "x"]),
+        ("a�", ["a", ""], "..", ["a", "�"]),
+        ("", ["<e>"], "s", ["<e>"]),
+        ("", [], "", []),
+    ],
+)
+def test_text_over_tokens(text: str, decoded: list[str], special: str, parts: list[str]) -> None:
+    from kvrecall.engines.vllm.answers import _spread
+
+    flags = [char == "s" for char in special]
+    assert _spread(text, decoded, flags) == parts
+    assert "".join(p for p, flag in zip(parts, flags, strict=True) if not flag) == text
+
+
+def test_ledger_adds_prompts_and_counts_sequences_once() -> None:
+    from kvrecall.engines.vllm.answers import Ledger
+
+    def output(key: str, prompt: int, cached: int, report: object = None) -> Any:
+        return SimpleNamespace(
+            request_id=key,
+            prompt_token_ids=[0] * prompt,
+            num_cached_tokens=cached,
+            kv_transfer_params=report and {"kvrecall": report},
+        )
+
+    ledger = Ledger(pooled=True)
+    assert ledger.split() is None
+    ledger.note(output("a", 300, 0))
+    ledger.note(output("a", 300, 256, {"device": 0, "host": 0, "computed": 300}))
+    ledger.note(output("a", 300, 256, {"device": 256, "computed": 44}))
+    ledger.note(output("b", 200, 128))
+    split = ledger.split()
+    assert split is not None
+    assert split.as_dict() == {
+        "device": 0, "host": 0, "disk": 0, "remote": 0, "computed": 372, "unspecified": 128
+    }  # fmt: skip
+
+
+def test_command_line() -> None:
+    from kvrecall.engines.vllm.serving import command_line, connector_config, parse_args
+
+    options = {"a": 1, "b": True, "c": False, "d": None, "e": {"x": 1}, "f": ["y", "z"]}
+    words = "--a 1 --b --no-c --e".split()
+    assert command_line(options) == [*words, '{"x": 1}', "--f", "y", "z"]
+    spec = ServeSpec(
+        "model", "127.0.0.1", 1234, {"max-model-len": 99}, ("--max-model-len", "77"), {"a": 1}
+    )
+    args = parse_args(spec)
+    assert (args.model, args.host, args.port, args.max_model_len) == (
+        "model", "127.0.0.1", 1234, 77
+    )  # fmt: skip
+    assert args.kv_transfer_config.kv_load_failure_policy == "recompute"
+    assert connector_config({"a": 1})["kv_connector_extra_config"] == {"a": 1}
+
+
+def test_an_engine_core_ends_with_its_parent() -> None:
+    """A parent that is killed takes the process that called ``end_with_parent`` with it."""
+    code = (
+        "import multiprocessing as m, time\n"
+        "from kvrecall.engines.vllm.orphan import end_with_parent\n"
+        "def core():\n    end_with_parent()\n    time.sleep(600)\n"
+        "child = m.get_context('fork').Process(target=core)\n"
+        "child.start()\nprint(child.pid, flush=True)\ntime.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        core = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    assert all_gone([core])

@@ -1,0 +1,357 @@
+"""MindIE's config.json: what is wrong is told with place, field, value and cure; what is right
+comes out as vLLM's options and the pool's settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvrecall.errors import ConfigError
+from kvrecall.jsonfile import parse_json
+from kvrecall.server.mindie.fields import Effect, effect_of
+from kvrecall.server.mindie.planning import plan_config
+from kvrecall.server.mindie.reading import Problems, validate
+from kvrecall.server.mindie.schema import MindieConfig
+from kvrecall.server.plan import Plan
+
+from .configs import Json, backend, deploy, model, right, schedule, server, write
+
+SAMPLES = Path(__file__).parent / "samples"
+MODEL = "BackendConfig.ModelDeployConfig.ModelConfig[0]"
+Spoil = Callable[[Json], object]
+
+
+def plan_of(folder: Path, spoil: Spoil = lambda c: None, pool: Json | None = None) -> Plan:
+    config = right()
+    spoil(config)
+    return plan_config(write(folder, config, pool))
+
+
+def error_of(folder: Path, spoil: Spoil, pool: Json | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        plan_of(folder, spoil, pool)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+WRONG: list[tuple[Spoil, list[str]]] = [
+    # Types
+    (lambda c: model(c).update(worldSize="8"), [f"{MODEL}.worldSize is '8'", "whole number"]),
+    (lambda c: model(c).update(worldSize=True), [f"{MODEL}.worldSize is True", "whole number"]),
+    (lambda c: model(c).update(worldSize=1.5), [f"{MODEL}.worldSize is 1.5", "whole number"]),
+    (lambda c: model(c).update(npuMemSize="a"), [f"{MODEL}.npuMemSize is 'a'", "number"]),
+    (lambda c: model(c).update(trustRemoteCode="false"), ["'false'", "true or false"]),
+    (lambda c: model(c).update(modelName=None), [f"{MODEL}.modelName is None", "string"]),
+    (lambda c: server(c).update(httpsEnabled=0), ["ServerConfig.httpsEnabled is 0"]),
+    (lambda c: server(c).update(tlsCaFile="ca.pem"), ["ServerConfig.tlsCaFile", "a list"]),
+    (lambda c: c.update(ServerConfig=[]), ["ServerConfig is []", "object"]),
+    (lambda c: deploy(c).update(ModelConfig={}), ["ModelConfig is {}", "list"]),
+    (lambda c: backend(c)["kvPoolConfig"].update(backend=None), ["backend is None", "string"]),
+    # Ranges and choices
+    (lambda c: model(c).update(worldSize=0), [f"{MODEL}.worldSize is 0", "1 to 1024"]),
+    (lambda c: server(c).update(port=80), ["ServerConfig.port is 80", "1024 to 65535"]),
+    (lambda c: server(c).update(maxLinkNum=5000), ["maxLinkNum is 5000", "1 to 4096"]),
+    (lambda c: server(c).update(tokenTimeout=0), ["tokenTimeout is 0", "1 to 3600"]),
+    (lambda c: server(c).update(maxRequestLength=101), ["is 101", "1 to 100"]),
+    (lambda c: server(c).update(openAiSupport="x"), ["openAiSupport is 'x'", "'vllm'"]),
+    (lambda c: schedule(c).update(cacheBlockSize=100), ["is 100", "multiples of 16"]),
+    (lambda c: schedule(c).update(cacheBlockSize=256), ["is 256", "1 to 128"]),
+    (lambda c: schedule(c).update(templateType="Pure"), ["'Standard' or 'Mix'"]),
+    (lambda c: deploy(c).update(truncation=2), ["truncation is 2", "-1, 0 or 1"]),
+    (lambda c: deploy(c).update(ModelConfig=[]), ["ModelConfig is []", "not be empty"]),
+    (lambda c: model(c).update(npuMemSize=0), [f"{MODEL}.npuMemSize is 0", "-1 (automatic)"]),
+    (
+        lambda c: backend(c)["kvPoolConfig"].update(configPath="x" * 501),
+        ["kvPoolConfig.configPath", "at most 500"],
+    ),
+    # Required and unknown fields
+    (lambda c: c.pop("ServerConfig"), ["ServerConfig is required"]),
+    (lambda c: model(c).pop("worldSize"), [f"{MODEL}.worldSize is required"]),
+    (lambda c: server(c).pop("httpsEnabled"), ["ServerConfig.httpsEnabled is required"]),
+    (lambda c: model(c).update(modelNam="x"), [f"{MODEL}.modelNam", "did you mean modelName?"]),
+    (lambda c: server(c).update(Port=1), ["ServerConfig.Port", "did you mean port?"]),
+    (
+        lambda c: server(c).update(maxPrefillTokens=1),
+        ["ServerConfig.maxPrefillTokens", "it belongs into BackendConfig.ScheduleConfig"],
+    ),
+    (lambda c: c.update(xyzzy=1), ["xyzzy is not a field of config.json"]),
+    # plugin_params
+    (lambda c: model(c).update(plugin_params="prefix_cache"), ["not a JSON object in a string"]),
+    (lambda c: model(c).update(plugin_params='["mtp"]'), ["not a JSON object"]),
+    (lambda c: model(c).update(plugin_params='{"plugin_type":"x"}'), ["'x'", "memory_decoding"]),
+    (
+        lambda c: model(c).update(plugin_params={"plugin_type": "mtp,la"}),
+        ["la and mtp exclude each other"],
+    ),
+    (
+        lambda c: model(c).update(plugin_params={"num_speculative_tokens": "1"}),
+        ["plugin_params", "num_speculative_tokens"],
+    ),
+    (
+        lambda c: model(c).update(plugin_params='{"plugin_type":"mtp"}'),
+        [f"{MODEL}.plugin_params asks for mtp", "no prediction layers"],
+    ),
+    # What this version does not have
+    (lambda c: server(c).update(inferMode="dmi"), ["inferMode is 'dmi'", "not available"]),
+    (lambda c: backend(c).update(modelInstanceNumber=2), ["modelInstanceNumber is 2"]),
+    (lambda c: model(c).update(cp=2), [f"{MODEL}.cp is 2", "not available"]),
+    (lambda c: deploy(c)["ModelConfig"].append(dict(model(c))), ["second model"]),
+    # Relations
+    (lambda c: server(c).update(ipAddress="0.0.0.0"), ["0.0.0.0", "allowAllZeroIpListening"]),
+    (lambda c: server(c).update(ipAddress="::"), ["allowAllZeroIpListening"]),
+    (lambda c: server(c).update(ipAddress="localhost"), ["'localhost'", "IPv4 or IPv6"]),
+    (lambda c: model(c).update(worldSize=8, tp=4), ["worldSize is 8", "4 x 1 x 1 = 4"]),
+    (lambda c: model(c).update(modelWeightPath="/none"), ["'/none'", "no such folder"]),
+    (lambda c: server(c).update(httpsEnabled=True), ["tlsCert is required when httpsEnabled"]),
+    (
+        lambda c: server(c).update(
+            httpsEnabled=True, tlsCert="a.pem", tlsPk="b.pem", tlsCaFile=["c.pem"]
+        ),
+        ["httpsEnabled is true", "there is no file", "a.pem"],
+    ),
+    (
+        lambda c: backend(c)["kvPoolConfig"].update(backend="mooncake", configPath="m.json"),
+        ["kvPoolConfig.backend is 'mooncake'", "not available in this version", "embedded"],
+    ),
+    (
+        lambda c: backend(c)["kvPoolConfig"].update(backend="kv_pool_backend_name", configPath="p"),
+        ["is 'kv_pool_backend_name'", "allowed: '' (no pool), 'embedded'"],
+    ),
+    (
+        lambda c: backend(c)["kvPoolConfig"].update(backend="embedded", configPath="none.json"),
+        ["kvPoolConfig.configPath is", "none.json", "no such file"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("spoil", "words"), WRONG)
+def test_wrong(tmp_path: Path, spoil: Spoil, words: list[str]) -> None:
+    message = error_of(tmp_path, spoil)
+    assert message.startswith(f"{tmp_path}/config.json:")
+    for word in words:
+        assert word in message
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model"]
+
+
+def test_place_of_a_value(tmp_path: Path) -> None:
+    config = right()
+    model(config)["worldSize"] = "8"
+    path = write(tmp_path, config)
+    line = path.read_text().splitlines().index('     "worldSize": "8",') + 1
+    with pytest.raises(ConfigError, match=rf"config\.json:{line}:6: "):
+        plan_config(path)
+
+
+def test_every_problem_is_told() -> None:
+    config = right()
+    model(config)["worldSize"] = 0
+    server(config)["port"] = "x"
+    with pytest.raises(Problems, match="and 1 more") as caught:
+        validate(parse_json(json.dumps(config), "c.json"))
+    assert len(caught.value.lines) == 2
+
+
+POOL_WRONG: list[tuple[Json, Spoil, list[str]]] = [
+    ({"hostsize": 1}, lambda c: None, ["pool.json:2:2", "'hostsize'", "host_size"]),
+    ({"host_size": "many"}, lambda c: None, ["pool.json:2:2", "'many'", "8GiB"]),
+    ({"disk_path": "/d"}, lambda c: None, ["pool.json:2:2", "disk_size is not"]),
+    (
+        {"async_write": True},
+        lambda c: backend(c)["kvPoolConfig"].update(asyncWrite=False),
+        ["asyncWrite is False", "pool.json:2:2", "True"],
+    ),
+    (
+        {"host_size": 1},
+        lambda c: model(c).pop("plugin_params"),
+        ["prefix_cache", "on which the KV pool builds"],
+    ),
+    (
+        {"host_size": 1},
+        lambda c: model(c).update(plugin_params='{"plugin_type":"splitfuse"}'),
+        [f"{MODEL}.plugin_params has no prefix_cache"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("pool", "spoil", "words"), POOL_WRONG)
+def test_wrong_pool(tmp_path: Path, pool: Json, spoil: Spoil, words: list[str]) -> None:
+    message = error_of(tmp_path, spoil, pool)
+    for word in words:
+        assert word in message
+
+
+RIGHT: list[tuple[Spoil, str, object]] = [
+    # What is given, an engine option, its value
+    (lambda c: None, "served-model-name", "m"),
+    (lambda c: None, "max-model-len", 2560),
+    (lambda c: None, "block-size", 128),
+    (lambda c: None, "prefix-caching-hash-algo", "sha256_cbor"),
+    (lambda c: None, "enable-prefix-caching", True),
+    (lambda c: None, "max-num-seqs", 200),
+    (lambda c: None, "max-num-batched-tokens", 8192),
+    (lambda c: None, "override-generation-config", {"max_new_tokens": 512}),
+    (lambda c: None, "kv-cache-memory-bytes", None),
+    (lambda c: None, "enable-chunked-prefill", None),
+    (lambda c: None, "tensor-parallel-size", None),
+    (lambda c: model(c).pop("plugin_params"), "enable-prefix-caching", False),
+    (lambda c: schedule(c).update(templateType="Mix"), "enable-chunked-prefill", True),
+    (
+        lambda c: model(c).update(plugin_params={"plugin_type": "splitfuse, prefix_cache"}),
+        "enable-chunked-prefill",
+        True,
+    ),
+    (lambda c: schedule(c).update(maxPrefillTokens=100), "max-num-batched-tokens", 200),
+    (lambda c: schedule(c).update(cacheBlockSize=64), "block-size", 64),
+    (lambda c: model(c).update(npuMemSize=2), "kv-cache-memory-bytes", 2 << 30),
+    (lambda c: model(c).update(npuMemSize=0.5), "kv-cache-memory-bytes", 1 << 29),
+    (lambda c: model(c).update(trustRemoteCode=True), "trust-remote-code", True),
+    (lambda c: model(c).update(worldSize=4), "tensor-parallel-size", 4),
+    (lambda c: model(c).update(worldSize=4, dp=2), "data-parallel-size", 2),
+    (lambda c: model(c).update(worldSize=4, pp=2), "tensor-parallel-size", 2),
+    (
+        lambda c: model(c).update(plugin_params='{"plugin_type":"la,prefix_cache"}'),
+        "speculative-config",
+        {
+            "method": "ngram",
+            "num_speculative_tokens": 4,
+            "prompt_lookup_max": 4,
+            "prompt_lookup_min": 1,
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "option", "value"), RIGHT)
+def test_engine_options(tmp_path: Path, given: Spoil, option: str, value: object) -> None:
+    assert plan_of(tmp_path, given).spec.options.get(option) == value
+
+
+def test_mtp_on_a_model_with_prediction_layers(tmp_path: Path) -> None:
+    config = right()
+    model(config)["plugin_params"] = (
+        '{"plugin_type":"mtp,prefix_cache","num_speculative_tokens": 1}'
+    )
+    path = write(tmp_path, config)
+    (tmp_path / "model" / "config.json").write_text('{"num_nextn_predict_layers": 1}')
+    options = plan_config(path).spec.options
+    assert options["speculative-config"] == {"method": "mtp", "num_speculative_tokens": 1}
+    assert options["enable-prefix-caching"] is True
+
+
+@pytest.mark.parametrize(
+    ("given", "side"),
+    [(False, "error"), (0, "error"), (True, "right"), (-1, "right"), (1, "left")],
+)
+def test_truncation(tmp_path: Path, given: object, side: str) -> None:
+    limits = plan_of(tmp_path, lambda c: deploy(c).update(truncation=given)).spec.limits
+    assert limits.truncation == side
+
+
+def test_limits(tmp_path: Path) -> None:
+    def spoil(config: Json) -> None:
+        server(config).update(tokenTimeout=5, e2eTimeout=50, maxRequestLength=2, maxLinkNum=7)
+        deploy(config).update(maxInputTokenLen=2560)
+        schedule(config).update(maxIterTimes=33)
+
+    plan = plan_of(tmp_path, spoil)
+    limits = plan.spec.limits
+    assert (limits.token_timeout_s, limits.total_timeout_s) == (5, 50)
+    assert (limits.max_input_tokens, limits.max_new_tokens) == (2559, 33)
+    assert (plan.max_body_bytes, plan.max_links) == (2 << 20, 7)
+    assert any("lowered to 2559" in note for note in plan.notes)
+
+
+POOLS: list[tuple[Json, Spoil, Json]] = [
+    ({}, lambda c: None, {"async_write": False}),
+    (
+        {"host_size": "1GiB"},
+        lambda c: backend(c)["kvPoolConfig"].update(asyncWrite=True),
+        {"host_size": "1GiB", "async_write": True},
+    ),
+    ({"async_write": True}, lambda c: None, {"async_write": True}),
+    (
+        {},
+        lambda c: model(c).update(cpuMemSize=5),
+        {"async_write": False, "host_size": 5 << 30},
+    ),
+    (
+        {"host_size": "1GiB"},
+        lambda c: model(c).update(cpuMemSize=5),
+        {"async_write": False, "host_size": "1GiB"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("pool", "spoil", "recall"), POOLS)
+def test_pool(tmp_path: Path, pool: Json, spoil: Spoil, recall: Json) -> None:
+    assert plan_of(tmp_path, spoil, pool).spec.recall == recall
+
+
+@pytest.mark.parametrize(
+    ("pool", "said"),
+    [
+        ({"backend": "", "configPath": ""}, ""),
+        ({"backend": "", "configPath": "p.json"}, "backend is empty"),
+        ({"backend": "embedded", "configPath": ""}, "configPath is empty"),
+        ({"backend": "embedded"}, "configPath is empty"),
+    ],
+)
+def test_pool_off(tmp_path: Path, pool: Json, said: str) -> None:
+    plan = plan_of(tmp_path, lambda c: backend(c).update(kvPoolConfig=pool))
+    assert plan.spec.recall is None
+    assert any(said in line for line in (*plan.notes, *plan.warnings))
+
+
+def test_what_has_no_effect_is_told_once(tmp_path: Path) -> None:
+    def spoil(config: Json) -> None:
+        backend(config).update(npuDeviceIds=[[0]], interNodeTLSEnabled=False)
+        model(config)["models"] = {"deepseekv2": {"kv_cache_options": {"enable_nz": True}}}
+        schedule(config)["enablePrefixCache"] = True
+
+    plan = plan_of(tmp_path, spoil)
+    (idle,) = (note for note in plan.notes if note.startswith("accepted without effect"))
+    for name in ("BackendConfig.npuDeviceIds", "interNodeTLSEnabled", f"{MODEL}.models"):
+        assert idle.count(name) == 1
+    assert any("enablePrefixCache is retired" in line for line in plan.warnings)
+    assert any("1026 (management) and 1027 (metrics)" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("name", ["kv_pool.txt", "kv_pool_page.txt"])
+def test_repaired_samples_of_the_seeds(tmp_path: Path, name: str) -> None:
+    """With the punctuation mended and a ServerConfig, every field of the samples is known."""
+    text = (SAMPLES / name).read_text(encoding="utf-8")
+    text = text.replace('"backend"："', '"backend":"').replace('"backend""', '"backend":"')
+    text = text.rstrip().removesuffix(",") + "}"
+    config = json.loads("{" + text + "}")
+    config["ServerConfig"] = right()["ServerConfig"]
+    backend(config)["kvPoolConfig"]["backend"] = "embedded"
+    assert isinstance(validate(parse_json(json.dumps(config), "c.json")), MindieConfig)
+    model(config)["modelWeightPath"] = "model"
+    plan = plan_config(write(tmp_path, config, {"host_size": "1GiB"}))
+    assert plan.spec.options["tensor-parallel-size"] == 8
+    assert plan.spec.options["data-parallel-size"] == 2
+    assert plan.spec.options["enable-expert-parallel"] is True
+    assert any("multiNodesInferEnabled" in line for line in plan.warnings)
+
+
+def test_a_section_alone_is_recognised() -> None:
+    text = (SAMPLES / "prefix_cache.txt").read_text(encoding="utf-8").rstrip().removesuffix(",")
+    with pytest.raises(ConfigError, match="ModelDeployConfig belongs into BackendConfig"):
+        validate(parse_json("{" + text + "}", "c.json"))
+
+
+def test_every_field_says_what_it_does() -> None:
+    def walk(section: type) -> None:
+        for name, field in section.model_fields.items():  # type: ignore[attr-defined]
+            inner = [field.annotation, *getattr(field.annotation, "__args__", ())]
+            below = [kind for kind in inner if hasattr(kind, "model_fields")]
+            assert below or field.description, name
+            assert effect_of(field) in Effect
+            for kind in below:
+                walk(kind)
+
+    walk(MindieConfig)

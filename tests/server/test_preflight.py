@@ -1,0 +1,164 @@
+"""What is found wrong before an engine is loaded, and that looking changes nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvrecall.config import DiskConfig, PoolConfig
+from kvrecall.errors import ConfigError, TierError
+from kvrecall.pool.disk.folder import FolderLock
+from kvrecall.server import preflight
+
+KVRECALL = Path(sys.executable).parent / "kvrecall"
+
+
+def kvrecall(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [KVRECALL, *words], capture_output=True, text=True, timeout=60, check=False, cwd=cwd
+    )
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["/none", "./none", "../none", "~/none", "none", "a/b/c", ""])
+def test_missing_model(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"there is no folder|no model folder"):
+        preflight.check_model(name)
+
+
+def test_model(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preflight.check_model(str(model))
+    preflight.check_model("Qwen/Qwen3-0.6B")
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        preflight.check_model(str(tmp_path))
+    with pytest.raises(ConfigError, match="is a file"):
+        preflight.check_model(str(model / "config.json"))
+    monkeypatch.chdir(tmp_path.parent)
+    with pytest.raises(ConfigError, match="no folder"):  # not the hub: the first part is a folder
+        preflight.check_model(f"{tmp_path.name}/modell")
+
+
+def test_port() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use"):
+            preflight.check_port("127.0.0.1", port)
+    preflight.check_port("127.0.0.1", port)
+    with pytest.raises(ConfigError, match="no address of this machine"):
+        preflight.check_port("192.0.2.1", port)
+
+
+def disk(path: Path, size: int = 1 << 20) -> PoolConfig:
+    return PoolConfig(host_bytes=1 << 20, disk=DiskConfig(path, size))
+
+
+def test_pool(tmp_path: Path) -> None:
+    preflight.check_pool(disk(tmp_path / "new" / "deeper"))
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(TierError, match="disk_size"):
+        preflight.check_pool(disk(tmp_path, 1 << 60))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TierError, match="not a folder"):
+        preflight.check_pool(disk(tmp_path / "file"))
+    with pytest.raises(TierError, match="not a folder"):
+        preflight.check_pool(disk(tmp_path / "file" / "below"))
+    with pytest.raises(ConfigError, match=r"host_size is .* this machine has"):
+        preflight.check_pool(PoolConfig(host_bytes=1 << 60))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_unwritable_disk(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(TierError, match="writ"):
+        preflight.check_pool(disk(tmp_path / "below"))
+
+
+def test_folder_in_use(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(TierError, match=f"in use by process {os.getpid()}"):
+        preflight.check_pool(disk(tmp_path))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    lock.release()
+    preflight.check_pool(disk(tmp_path))
+
+
+ONE_LINERS: list[tuple[list[str], int, str]] = [
+    (["serve", "/none"], 2, "there is no folder /none"),
+    (["serve", "model", "--disk-path", "d"], 2, "disk_size is not"),
+    (["serve", "model", "--disk-size", "1GiB"], 2, "disk_path is not"),
+    (["serve", "model", "--host-size", "lots"], 2, "'lots' is not a size"),
+    (["serve", "model", "--kv-cache-memory-bytes", "x"], 2, "'x' is not a size"),
+    (["serve", "model", "--disk-path", "d", "--disk-size", "999TiB"], 1, "disk_size"),
+    (["serve", "model", "--disk-path", "/proc/x", "--disk-size", "1MiB"], 1, "disk_path"),
+    (["serve", "model", "--host", "192.0.2.1"], 2, "no address of this machine"),
+    (["serve", "model", "--", "--port", "1"], 2, "--port cannot be given after --"),
+    (["serve", "model", "--config", "c.json"], 2, "--config comes alone"),
+    (["serve", "--config", "none.json"], 2, "no such file"),
+    (["serve", "--config", "."], 2, "is a folder"),
+    (["serve", "--config", "broken.json"], 2, "broken.json:1:5: expected ':'"),
+    (["config", "check", "broken.json"], 2, "broken.json:1:5: expected ':'"),
+]
+
+
+@pytest.mark.parametrize(("words", "status", "said"), ONE_LINERS, ids=lambda v: str(v)[:60])
+def test_one_line_and_nothing_changed(
+    model: Path, words: list[str], status: int, said: str
+) -> None:
+    folder = model.parent
+    (folder / "broken.json").write_text('{"a"："b"}')
+    before = sorted(folder.rglob("*"))
+    done = kvrecall(*words, cwd=folder)
+    assert done.returncode == status
+    assert said in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert done.stdout == ""
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_help_is_fast_and_without_engine() -> None:
+    code = (
+        "import sys, kvrecall.cli; kvrecall.cli.app(['serve', '--help'], standalone_mode=False);"
+        "bad = {'vllm', 'torch', 'fastapi'} & set(sys.modules); sys.exit(f'imported {bad}' if bad "
+        "else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--disk-path" in done.stdout
+
+
+def test_version() -> None:
+    from kvrecall import __version__
+
+    assert kvrecall("version").stdout == f"kvrecall {__version__}\n"
+
+
+def test_example_is_right_but_for_the_model(tmp_path: Path) -> None:
+    example = kvrecall("config", "example").stdout
+    path = tmp_path / "config.json"
+    path.write_text(example)
+    done = kvrecall("config", "check", str(path))
+    assert done.returncode == 2
+    assert "modelWeightPath is '/path/to/the/model'; there is no such folder" in done.stderr
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    (tmp_path / "pool.json").write_text('{"host_size": "1GiB"}')
+    path.write_text(example.replace("/path/to/the/model", str(tmp_path / "m")))
+    done = kvrecall("config", "check", str(path))
+    assert done.returncode == 0, done.stderr
+    for words in ("cacheBlockSize", "without effect", "vllm --max-model-len", "pool host_size"):
+        assert words in done.stdout

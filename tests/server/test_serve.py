@@ -1,0 +1,303 @@
+"""``kvrecall serve MODEL``, the real thing: one server, all routes, recall from every tier, and
+a stop that lets running requests end. The tests run in the order they are written in."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from .live import KVRECALL, LiveServer, all_gone, free_port
+
+pytestmark = pytest.mark.engine
+
+Json = dict[str, Any]
+TEXT = "The quick brown fox jumps over the lazy dog. " * 20  # 900 tokens, 7 blocks of 128 and 4
+BLOCKS = 896
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from kvrecall.testing.models import write_model
+
+    folder = tmp_path_factory.mktemp("serve")
+    write_model(folder / "model", "qwen3", hidden=64, layers=2, max_position=4096)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[LiveServer]:
+    port = free_port()
+    pool = ["--host-size", "32MiB", "--disk-path", str(folder / "disk"), "--disk-size", "64MiB"]
+    words = [str(folder / "model"), "--port", str(port), "--served-model-name", "tiny", *pool]
+    words += ["--kv-cache-memory-bytes", "64MiB", "--no-async-write", "--", "--max-num-seqs", "8"]
+    live = LiveServer(folder, words, f"http://127.0.0.1:{port}")
+    try:
+        live.wait_ready()
+        yield live
+    finally:
+        live.close()
+
+
+def generate(server: LiveServer, text: str, **parameters: Any) -> Json:
+    body = {"inputs": text, "parameters": {"details": True, "max_new_tokens": 8} | parameters}
+    reply = server.client.post("/generate", json=body)
+    assert reply.status_code == 200, reply.text
+    answer: Json = reply.json()
+    recall = answer["details"]["recall"]
+    assert sum(recall.values()) == answer["details"]["prompt_tokens"]
+    return answer
+
+
+def events(reply: httpx.Response) -> list[Json]:
+    lines = [part for part in reply.text.split("\n\n") if part]
+    return [json.loads(line[6:]) for line in lines if line != "data: [DONE]"]
+
+
+def test_the_start_is_told(server: LiveServer) -> None:
+    assert "[kvrecall] model " in server.log
+    assert "host_size=32MiB" in server.log
+    assert "serving tiny on http://127.0.0.1:" in server.log
+
+
+def test_recall_from_every_tier(server: LiveServer) -> None:
+    first = generate(server, TEXT)
+    assert first["details"]["recall"]["computed"] == 900
+    again = generate(server, TEXT)
+    assert again["details"]["recall"]["device"] == BLOCKS
+    assert server.client.post("/reset_prefix_cache").status_code == 200
+    pooled = generate(server, TEXT)
+    assert pooled["details"]["recall"]["host"] == BLOCKS
+    assert pooled["details"]["recall"]["computed"] == 4
+    assert first["generated_text"] == again["generated_text"] == pooled["generated_text"]
+    header = server.client.post("/generate", json={"inputs": TEXT}).headers["x-kvrecall"]
+    assert header == "device=896;host=0;disk=0;remote=0;computed=4"
+
+
+def test_the_split_survives_a_stop_string(server: LiveServer) -> None:
+    """vLLM finds stop strings outside the engine, which then only hears of an abort."""
+    whole = generate(server, TEXT, max_new_tokens=20)
+    stop = next(t["text"] for t in whole["details"]["tokens"][4:] if t["text"].isprintable())
+    assert server.client.post("/reset_prefix_cache").status_code == 200
+    cut = generate(server, TEXT, max_new_tokens=20, stop=[stop])
+    assert cut["details"]["finish_reason"] == "stop_sequence"
+    assert cut["details"]["recall"]["host"] == BLOCKS
+    assert "unspecified" not in cut["details"]["recall"]
+
+
+def test_stream_equals_reply(server: LiveServer) -> None:
+    whole = generate(server, "Once upon a time", max_new_tokens=40)
+    body = {"inputs": "Once upon a time", "parameters": {"max_new_tokens": 40, "details": True}}
+    told = events(server.client.post("/generate_stream", json=body))
+    last = told[-1]
+    assert last["generated_text"] == whole["generated_text"]
+    assert [event["token"]["id"] for event in told] == [
+        token["id"] for token in whole["details"]["tokens"]
+    ]
+    ordinary = [e["token"]["text"] for e in told if not e["token"]["special"]]
+    assert "".join(ordinary) == whole["generated_text"]
+    assert last["details"]["finish_reason"] == whole["details"]["finish_reason"]
+    assert sum(last["details"]["recall"].values()) == last["details"]["prompt_tokens"]
+    for event in told[:-1]:
+        assert event["generated_text"] is None
+
+
+def test_details(server: LiveServer) -> None:
+    answer = generate(server, "abc", max_new_tokens=3, decoder_input_details=True)
+    details = answer["details"]
+    assert [token["text"] for token in details["prefill"]] == ["a", "b", "c"] or details["prefill"]
+    assert details["prefill"][0]["logprob"] is None
+    assert all(token["logprob"] <= 0 for token in details["prefill"][1:])
+    assert details["generated_tokens"] == len(details["tokens"]) == 3
+    assert details["finish_reason"] == "length"
+
+
+def test_sampling(server: LiveServer) -> None:
+    wanted = {"do_sample": True, "temperature": 2.0, "seed": 1, "max_new_tokens": 16}
+    one, two = generate(server, "Once", **wanted), generate(server, "Once", **wanted)
+    other = generate(server, "Once", **(wanted | {"seed": 2}))
+    assert one["generated_text"] == two["generated_text"] != other["generated_text"]
+    assert one["details"]["seed"] == 1
+
+
+def test_stop_and_truncate(server: LiveServer) -> None:
+    whole = generate(server, "Stop here", max_new_tokens=30)
+    tokens = [t for t in whole["details"]["tokens"][2:] if t["text"].isprintable() and t["text"]]
+    stop = tokens[0]["text"]
+    cut = generate(server, "Stop here", max_new_tokens=30, stop=[stop])
+    assert cut["details"]["finish_reason"] == "stop_sequence"
+    assert stop not in cut["generated_text"]
+    assert whole["generated_text"].startswith(cut["generated_text"])
+    assert generate(server, TEXT, truncate=10)["details"]["prompt_tokens"] == 10
+
+
+CHAT = {"messages": [{"role": "user", "content": TEXT}]}
+OPENAI = [("/v1/completions", {"prompt": TEXT}), ("/v1/chat/completions", CHAT)]
+
+
+@pytest.mark.parametrize(("path", "what"), OPENAI)
+def test_openai_usage(server: LiveServer, path: str, what: Json) -> None:
+    body = {"model": "tiny", "max_tokens": 4, "temperature": 0} | what
+    server.client.post(path, json=body)
+    reply = server.client.post(path, json=body).json()
+    streamed = events(
+        server.client.post(
+            path, json=body | {"stream": True, "stream_options": {"include_usage": True}}
+        )
+    )
+    for usage in (reply["usage"], streamed[-1]["usage"]):
+        details = usage["prompt_tokens_details"]
+        assert sum(details["recall"].values()) == usage["prompt_tokens"]
+        assert details["recall"]["device"] == details["cached_tokens"] >= BLOCKS
+        assert details["recall"]["computed"] == usage["prompt_tokens"] - details["cached_tokens"]
+    assert streamed[-1]["choices"] == []
+    (choice,) = reply["choices"]
+    parts = [c for event in streamed for c in event["choices"]]
+    if path == "/v1/completions":
+        assert "".join(part["text"] for part in parts) == choice["text"]
+    else:
+        content = [part["delta"]["content"] for part in parts]
+        assert "".join(content) == choice["message"]["content"]
+    plain = events(server.client.post(path, json=body | {"stream": True}))
+    assert all("usage" not in event or event["usage"] is None for event in plain)
+
+
+def test_openai_several(server: LiveServer) -> None:
+    body = {"model": "tiny", "max_tokens": 2, "prompt": [TEXT, TEXT + "x"], "n": 2}
+    usage = server.client.post("/v1/completions", json=body).json()["usage"]
+    assert sum(usage["prompt_tokens_details"]["recall"].values()) == usage["prompt_tokens"] == 1801
+    beams = {"model": "tiny", "max_tokens": 2, "prompt": "x", "n": 2, "use_beam_search": True}
+    assert server.client.post("/v1/completions", json=beams).status_code == 200
+
+
+def test_openai_client(server: LiveServer) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    done = client.completions.create(model="tiny", prompt=TEXT, max_tokens=2)
+    assert done.usage.prompt_tokens_details.cached_tokens == BLOCKS
+    assert done.usage.prompt_tokens_details.model_extra["recall"]["device"] == BLOCKS
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt="x")
+    client.close()
+
+
+def test_prompt_form(server: LiveServer) -> None:
+    body = {"prompt": "Hi", "max_tokens": 4, "temperature": 0, "n": 1}
+    (text,) = server.client.post("/generate", json=body).json()["text"]
+    assert text.startswith("Hi")
+    chunks = server.client.post("/generate", json=body | {"stream": True}).text.split("\0")
+    assert json.loads(chunks[-2]) == {"text": [text]}
+
+
+BAD: list[tuple[str, object, int, str]] = [
+    ("/generate", {}, 422, "Input Validation Error"),
+    ("/generate", {"inputs": ""}, 422, "Input Validation Error"),
+    ("/generate", {"inputs": "x" * 5000}, 422, "Input Validation Error"),
+    ("/generate", {"inputs": "x", "parameters": {"top_p": 2}}, 422, "Input Validation Error"),
+    ("/generate", {"inputs": "x", "parameters": {"adapter_id": "a"}}, 404, "NotFoundError"),
+    ("/generate_stream", {"inputs": "x" * 5000}, 422, "Input Validation Error"),
+    ("/nowhere", {}, 404, "NotFoundError"),
+    ("/health", {}, 405, "Method Not Allowed"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "kind"), BAD, ids=lambda v: str(v)[:30])
+def test_bad_requests(server: LiveServer, path: str, body: object, status: int, kind: str) -> None:
+    reply = server.client.post(path, json=body)
+    assert (reply.status_code, reply.json()["error_type"]) == (status, kind)
+
+
+def test_body_too_large(server: LiveServer) -> None:
+    reply = server.client.post("/generate", content=b" " * ((40 << 20) + 1))
+    assert (reply.status_code, reply.json()["error_type"]) == (413, "Payload Too Large")
+
+
+def running(server: LiveServer) -> float:
+    lines = server.client.get("/metrics").text.splitlines()
+    return sum(float(s.rsplit(" ", 1)[1]) for s in lines if s.startswith("vllm:num_requests_run"))
+
+
+def until(condition: Any, timeout: float = 15) -> bool:
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+def test_a_client_that_leaves(server: LiveServer, path: str) -> None:
+    body = {"inputs": "x", "parameters": {"max_new_tokens": 4000, "temperature": 2.0}}
+    with httpx.Client(base_url=server.url) as client:
+        leaving = threading.Thread(target=_leave_after, args=(1.0, client, path, body))
+        leaving.start()
+        assert until(lambda: running(server) == 1)
+        leaving.join()
+    assert until(lambda: running(server) == 0)
+    assert generate(server, "still there")["generated_text"]
+
+
+def _leave_after(seconds: float, client: httpx.Client, path: str, body: Json) -> None:
+    """Asks, and closes the connection after so many seconds, answered or not."""
+    end = time.monotonic() + seconds
+    try:
+        with client.stream("POST", path, json=body, timeout=seconds) as reply:
+            for _ in reply.iter_raw():
+                if time.monotonic() > end:
+                    return
+    except httpx.TimeoutException:
+        pass
+
+
+def test_second_servers_are_refused_in_one_line(server: LiveServer, folder: Path) -> None:
+    disk = ["--disk-path", str(folder / "disk"), "--disk-size", "64MiB"]
+    port = server.url.rsplit(":", 1)[1]
+    cases = [
+        ([*disk, "--port", str(free_port())], f"in use by process {server.engine_core().pid}"),
+        (["--port", port], f"port {port} on 127.0.0.1 is in use"),
+    ]
+    for words, said in cases:
+        command = [KVRECALL, "serve", folder / "model", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode != 0
+        assert said in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+    assert generate(server, "still there")["generated_text"]
+
+
+def test_sigterm_lets_a_running_request_end(server: LiveServer) -> None:
+    family = server.family()
+    body = {"inputs": "x", "parameters": {"max_new_tokens": 300, "do_sample": True, "seed": 1}}
+    told: list[Json] = []
+    with server.client.stream("POST", "/generate_stream", json=body) as reply:
+        lines = reply.iter_lines()
+        told.append(json.loads(next(lines)[6:]))
+        os.kill(server.process.pid, signal.SIGTERM)
+        told += [json.loads(line[6:]) for line in lines if line]
+    assert told[-1]["generated_text"] is not None
+    assert server.wait_end() == 0
+    assert all_gone(family)
+    assert "Traceback" not in server.log
+
+
+def test_sigterm_while_starting(folder: Path) -> None:
+    words = [str(folder / "model"), "--no-pool", "--port", str(free_port())]
+    starting = LiveServer(folder, words, "http://127.0.0.1")
+    try:
+        assert until(lambda: any(p.name().startswith("VLLM::") for p in starting.family()), 120)
+        family = starting.family()
+        starting.process.send_signal(signal.SIGTERM)
+        assert starting.wait_end(10) == 0
+        assert all_gone(family)
+    finally:
+        starting.close()

@@ -1,0 +1,143 @@
+"""``kvrecall serve --config``, the real thing: what the fields of a config.json do, over mutual
+TLS, and how the server ends when its engine dies. The tests run in the order written."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from .configs import backend, deploy, model, right, schedule, server, write
+from .live import LiveServer, all_gone, free_port
+
+pytest.importorskip("cryptography")
+
+from .certificates import Authority
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    from kvrecall.testing.models import write_model
+
+    folder = tmp_path_factory.mktemp("config")
+    authority = Authority(folder, "ca")
+    certificate, key, _ = authority.issue("server")
+    mine, my_key, _ = authority.issue("client")
+    port = free_port()
+    config = right()
+    server(config).update(
+        port=port,
+        maxLinkNum=6,
+        httpsEnabled=True,
+        tlsCert=certificate.name,
+        tlsPk=key.name,
+        tlsCaPath=str(folder),
+        tlsCaFile=["ca.pem"],
+        maxRequestLength=1,
+    )
+    backend(config).update(npuDeviceIds=[[0]], interNodeTLSEnabled=False)
+    deploy(config).update(maxSeqLen=1024, maxInputTokenLen=300)
+    model(config).update(npuMemSize=0.0625)
+    model(config)["plugin_params"] = {
+        "plugin_type": "prefix_cache,splitfuse,la",
+        "num_speculative_tokens": 2,
+    }
+    schedule(config).update(maxIterTimes=8, maxBatchSize=8, enablePrefixCache=True)
+    path = write(folder, config, {"host_size": "32MiB"})
+    write_model(folder / "model", "qwen3", hidden=64, layers=2, max_position=4096)
+    context = ssl.create_default_context(cafile=str(authority.path))
+    context.load_cert_chain(mine, my_key)
+    started = LiveServer(
+        folder, ["--config", str(path)], f"https://127.0.0.1:{port}", verify=context
+    )
+    try:
+        started.wait_ready()
+        yield started
+    finally:
+        started.close()
+
+
+def test_what_has_no_effect_is_logged_once(live: LiveServer) -> None:
+    lines = live.log.splitlines()
+    (idle,) = (line for line in lines if "accepted without effect" in line)
+    assert "BackendConfig.npuDeviceIds" in idle
+    assert "BackendConfig.interNodeTLSEnabled" in idle
+    assert sum("enablePrefixCache is retired" in line for line in lines) == 1
+    assert sum("(management)" in line for line in lines) == 1
+
+
+def test_a_client_with_a_certificate(live: LiveServer) -> None:
+    body = {"inputs": "Question: who? Answer:", "parameters": {"max_new_tokens": 512}}
+    reply = live.client.post("/generate", json=body)
+    assert reply.status_code == 200
+    assert reply.json()["generated_text"]
+
+
+def test_clients_without_one(live: LiveServer) -> None:
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{live.url}/health", verify=False)
+    with pytest.raises(httpx.TransportError):
+        httpx.get(live.url.replace("https", "http") + "/health")
+
+
+def test_answers_are_capped(live: LiveServer) -> None:
+    body: dict[str, Any] = {"inputs": "x", "parameters": {"max_new_tokens": 99, "details": True}}
+    details = live.client.post("/generate", json=body).json()["details"]
+    assert details["generated_tokens"] <= 8
+    asked = {"model": "m", "prompt": "x", "max_tokens": 99, "ignore_eos": True}
+    usage = live.client.post("/v1/completions", json=asked).json()["usage"]
+    assert usage["completion_tokens"] == 8
+
+
+def test_long_prompts_are_refused(live: LiveServer) -> None:
+    reply = live.client.post("/generate", json={"inputs": "x" * 301})
+    assert reply.status_code == 422
+    assert "301 tokens; maxInputTokenLen allows 300" in reply.json()["error"]
+    reply = live.client.post("/v1/completions", json={"model": "m", "prompt": "x" * 301})
+    assert reply.status_code == 400
+    assert "maxInputTokenLen allows 300" in reply.json()["error"]["message"]
+    message = [{"role": "user", "content": "x" * 301}]
+    reply = live.client.post("/v1/chat/completions", json={"model": "m", "messages": message})
+    assert reply.status_code == 400
+
+
+def test_recall_with_speculation(live: LiveServer) -> None:
+    text = "0123456789" * 28
+    body = {"inputs": text, "parameters": {"details": True}}
+    live.client.post("/generate", json=body)
+    assert live.client.post("/reset_prefix_cache").status_code == 200
+    recall = live.client.post("/generate", json=body).json()["details"]["recall"]
+    assert recall["host"] == 256
+    assert recall["computed"] == 24
+
+
+def test_body_too_large(live: LiveServer) -> None:
+    reply = live.client.post("/generate", content=b" " * ((1 << 20) + 1))
+    assert reply.status_code == 413
+    assert "larger than 1 MB" in reply.json()["error"]
+
+
+def test_too_many_links(live: LiveServer) -> None:
+    clients = [httpx.Client(base_url=live.url, verify=live.verify, timeout=60) for _ in range(6)]
+    try:
+        statuses = [client.get("/v1/models").status_code for client in clients]
+        reply = clients[-1].get("/v1/models")
+    finally:
+        for client in clients:
+            client.close()
+    assert statuses[0] == 200
+    assert reply.status_code == 503
+    assert reply.json()["error_type"] == "Service Unavailable"
+
+
+def test_a_dead_engine_ends_the_server(live: LiveServer) -> None:
+    family = live.family()
+    live.engine_core().kill()
+    assert live.wait_end() == 1
+    assert "[kvrecall] the engine died" in live.log
+    assert all_gone(family)
