@@ -163,6 +163,7 @@ class HazardPolicy(EvictionPolicy):
         cohort = self._cohorts[block.cohort]
         cohort.settle(block)
         self._make_ready(cohort)
+        self._forget()
 
     def remove(self, key: BlockKey) -> None:
         block = self._residents.pop(key, None)

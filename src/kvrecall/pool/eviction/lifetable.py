@@ -7,7 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-_LEAST, _MOST = 1e-3, 0.98  # no bin is known to use up less or more than these shares
+_LEAST, _MOST = 1e-5, 0.98  # no bin is known to use up less or more than these shares
 Floats = npt.NDArray[np.float64]
 
 

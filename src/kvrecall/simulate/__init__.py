@@ -1,0 +1,1 @@
+"""What-if: replays request traces against pools that do not exist."""

@@ -1,0 +1,5 @@
+"""``python -m kvrecall.simulate``."""
+
+from kvrecall.simulate.cli import app
+
+app(prog_name="kvrecall simulate")

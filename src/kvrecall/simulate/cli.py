@@ -1,0 +1,237 @@
+"""``kvrecall simulate``: what a trace would have hit, by capacity and policy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console, JustifyMethod
+from rich.progress import Progress
+from rich.table import Table
+
+from kvrecall.config import parse_size
+from kvrecall.errors import ConfigError
+from kvrecall.pool.eviction import POLICY_NAMES, make_policy
+from kvrecall.simulate.clairvoyant import clairvoyant_hits
+from kvrecall.simulate.replay import Outcome, TierCount, TierSpec, replay
+from kvrecall.simulate.trace import Trace, TraceError, read_trace
+from kvrecall.simulate.workload import WORKLOADS, make_workload
+
+app = typer.Typer(add_completion=False)
+
+SYNTHETIC = "synthetic:"
+
+
+@app.command()
+def simulate(
+    trace: Annotated[
+        str,
+        typer.Argument(
+            metavar="TRACE",
+            help="File in Mooncake's format (one JSON object a line with timestamp and "
+            f"hash_ids), or {SYNTHETIC}NAME with NAME one of {', '.join(WORKLOADS)}.",
+        ),
+    ],
+    capacity_blocks: Annotated[
+        str, typer.Option(metavar="N", help="Room of the pool, one tier, in blocks.")
+    ] = "",
+    tiers: Annotated[
+        str, typer.Option(metavar="NAME:N,...", help="Several tiers instead, nearest first.")
+    ] = "",
+    policy: Annotated[
+        str, typer.Option(metavar="P", help=f"{', '.join(POLICY_NAMES)}, or all.")
+    ] = "lru",
+    block_bytes: Annotated[
+        str, typer.Option(metavar="SIZE", help="Size of a block, e.g. 64MiB; gives bytes moved.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Only the line of JSON.")] = False,
+) -> None:
+    """Replay TRACE against a pool and report strict-prefix hit rates.
+
+    A request hits a block if that block and all before it are in the pool. "clairvoyant" is the
+    most any policy could have hit, knowing the future (exact). The last line is JSON.
+    """
+    try:
+        specs = parse_tiers(capacity_blocks, tiers)
+        names = POLICY_NAMES if policy == "all" else (policy,)
+        for name in names:
+            make_policy(name, specs[0].capacity)
+        size = parse_size(block_bytes, "--block-bytes") if block_bytes else 0
+        if block_bytes and size <= 0:
+            raise ConfigError(f"--block-bytes: {block_bytes!r} must be more than 0")
+        loaded = _load(trace)
+    except ConfigError as error:
+        typer.echo(f"kvrecall simulate: {error}", err=True)
+        raise typer.Exit(2) from None
+    report = _run(loaded, specs, names, size)
+    if not as_json:
+        _print_tables(report)
+    typer.echo(json.dumps(_summary(report, policy)))
+
+
+def parse_tiers(capacity_blocks: str, tiers: str) -> tuple[TierSpec, ...]:
+    """Tiers of ``--capacity-blocks N`` or ``--tiers NAME:N,...``. Exactly one, else ConfigError."""
+    if bool(capacity_blocks) == bool(tiers):
+        raise ConfigError("give either --capacity-blocks N or --tiers host:N,disk:M")
+    if capacity_blocks:
+        return (TierSpec("host", _blocks(capacity_blocks, "--capacity-blocks")),)
+    specs: list[TierSpec] = []
+    for item in tiers.split(","):
+        name, colon, number = item.strip().partition(":")
+        if not colon or not name:
+            raise ConfigError(f"--tiers: {item!r} is not NAME:BLOCKS, for example host:5859")
+        if any(name == spec.name for spec in specs):
+            raise ConfigError(f"--tiers: {name!r} is named twice")
+        specs.append(TierSpec(name, _blocks(number, f"--tiers: {name}")))
+    return tuple(specs)
+
+
+def _blocks(text: str, name: str) -> int:
+    digits = text.strip()
+    if not digits.isdecimal() or len(digits) > 15 or int(digits) == 0:
+        raise ConfigError(f"{name}: {text!r} is not a number of blocks; it must be 1 or more")
+    return int(digits)
+
+
+def _load(trace: str) -> Trace:
+    if trace.startswith(SYNTHETIC):
+        return make_workload(trace.removeprefix(SYNTHETIC))
+    path = Path(trace)
+    if not path.exists():
+        raise TraceError(f"{path}: no such file")
+    return read_trace(path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What was found: an outcome per policy; for each tier the most that it and the tiers before
+    it could have hit together."""
+
+    trace: Trace
+    outcomes: tuple[Outcome, ...]
+    bounds: tuple[float, ...]
+    block_bytes: int
+
+    @property
+    def bound(self) -> float:
+        return self.bounds[-1]
+
+    def rates(self, outcome: Outcome) -> Iterator[tuple[TierCount, float, float]]:
+        """Each tier with the hit rate up to and including it, and the bound of that."""
+        hits = 0
+        for tier, bound in zip(outcome.tiers, self.bounds, strict=True):
+            hits += tier.hits
+            yield tier, hits / outcome.accesses, bound
+
+
+def _run(
+    trace: Trace, specs: Sequence[TierSpec], names: Sequence[str], block_bytes: int
+) -> _Report:
+    rooms = accumulate(spec.capacity for spec in specs)
+    with _progress((len(names) + len(specs)) * len(trace.requests)) as advance:
+        bounds = tuple(clairvoyant_hits(trace, room, advance) / trace.blocks for room in rooms)
+        outcomes = tuple(replay(trace, specs, name, advance) for name in names)
+    return _Report(trace, outcomes, bounds, block_bytes)
+
+
+@contextmanager
+def _progress(steps: int) -> Iterator[Callable[[], None]]:
+    """A function to call once a step; moves a bar on stderr if that is a terminal."""
+    console = Console(stderr=True)
+    done = 0
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("replaying", total=steps)
+
+        def advance() -> None:
+            nonlocal done
+            done += 1
+            if done % 512 == 0:
+                bar.update(task, completed=done)
+
+        yield advance
+
+
+def _print_tables(report: _Report) -> None:
+    first = report.outcomes[0]
+    title = f"{report.trace.name}: {first.requests:,} requests, {first.accesses:,} blocks"
+    table = Table(title=title)
+    for heading in ("policy", "tier", "capacity", "hits", "hit rate", "clairvoyant", "of it",
+                    "read", "written", "evicted", "bypassed"):  # fmt: skip
+        justify: JustifyMethod = "left" if heading in ("policy", "tier") else "right"
+        table.add_column(heading, justify=justify, no_wrap=True)
+    for outcome in report.outcomes:
+        for tier, rate, bound in report.rates(outcome):
+            amounts = (tier.reads, tier.writes, tier.evictions, tier.bypassed)
+            table.add_row(
+                outcome.policy, tier.name, f"{tier.capacity:,}", f"{tier.hits:,}",
+                f"{rate:.4f}", f"{bound:.4f}", f"{rate / bound:.0%}" if bound else "-",
+                *(_amount(blocks, report.block_bytes) for blocks in amounts),
+            )  # fmt: skip
+    if len(report.bounds) > 1:
+        table.caption = "hit rate and clairvoyant: of the tier and those before it together"
+    Console(width=max(120, Console().width)).print(table)
+
+
+def _amount(blocks: int, block_bytes: int) -> str:
+    if not block_bytes:
+        return f"{blocks:,}"
+    amount, units = float(blocks * block_bytes), ["B", "KB", "MB", "GB", "TB"]
+    while amount >= 10_000.0 and len(units) > 1:
+        amount /= 1000.0
+        del units[0]
+    return f"{amount:,.0f} {units[0]}"
+
+
+def _summary(report: _Report, policy: str) -> dict[str, object]:
+    rows = [_row(report, outcome) for outcome in report.outcomes]
+    if policy != "all":
+        return rows[0]
+    best = max(report.outcomes, key=lambda outcome: outcome.hit_rate)
+    return {
+        "policy": "all",
+        "best": best.policy,
+        "hit_rate": round(best.hit_rate, 6),
+        "clairvoyant": round(report.bound, 6),
+        "policies": rows,
+    }
+
+
+def _row(report: _Report, outcome: Outcome) -> dict[str, object]:
+    return {
+        "policy": outcome.policy,
+        "hit_rate": round(outcome.hit_rate, 6),
+        "clairvoyant": round(report.bound, 6),
+        "capacity_blocks": sum(tier.capacity for tier in outcome.tiers),
+        "trace": report.trace.name,
+        "requests": outcome.requests,
+        "blocks": outcome.accesses,
+        "hits": outcome.hits,
+        "tiers": [
+            _tier_row(tier, rate, bound, report.block_bytes)
+            for tier, rate, bound in report.rates(outcome)
+        ],
+    }
+
+
+def _tier_row(tier: TierCount, rate: float, bound: float, block_bytes: int) -> dict[str, object]:
+    row: dict[str, object] = {
+        "tier": tier.name,
+        "capacity_blocks": tier.capacity,
+        "hits": tier.hits,
+        "hit_rate_up_to_here": round(rate, 6),
+        "clairvoyant_up_to_here": round(bound, 6),
+        "read_blocks": tier.reads,
+        "written_blocks": tier.writes,
+        "evicted_blocks": tier.evictions,
+        "bypassed_blocks": tier.bypassed,
+    }
+    if block_bytes:
+        row["read_bytes"] = tier.reads * block_bytes
+        row["written_bytes"] = tier.writes * block_bytes
+    return row

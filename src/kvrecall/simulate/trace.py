@@ -1,0 +1,98 @@
+"""Reads request traces: one JSON object a line, Mooncake's format (FAST'25)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrecall.block import BlockKey
+from kvrecall.errors import ConfigError
+
+
+class TraceError(ConfigError):
+    """The trace cannot be replayed; the text names file and line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request: its arrival in seconds and its blocks, prefix first.
+
+    Equal keys mean equal blocks *and* equal prefixes (the ids of the format are chained).
+    """
+
+    now: float
+    chain: tuple[BlockKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in order of arrival. ``tokens_per_block`` is what the format fixes: 512."""
+
+    name: str
+    requests: tuple[Request, ...]
+
+    @property
+    def blocks(self) -> int:
+        """Block accesses in all, repeats included."""
+        return sum(len(request.chain) for request in self.requests)
+
+
+def block_key(number: int) -> BlockKey:
+    """Key of the block with the trace's id ``number``."""
+    return BlockKey(number.to_bytes(16, "little", signed=True))
+
+
+def trace_of(name: str, requests: Iterable[tuple[float, Sequence[int]]]) -> Trace:
+    """A trace of (seconds, ids) pairs; sorted by time, equal times keep their order."""
+    known: dict[int, BlockKey] = {}
+    rows = []
+    for now, ids in sorted(requests, key=lambda row: row[0]):
+        for number in ids:
+            if number not in known:
+                known[number] = block_key(number)
+        rows.append(Request(now, tuple(known[number] for number in ids)))
+    return Trace(name, tuple(rows))
+
+
+def read_trace(path: Path) -> Trace:
+    """The trace in ``path``. Unreadable, empty, a broken line or field: TraceError.
+
+    A line needs ``timestamp`` (milliseconds) and ``hash_ids`` (one integer a block); other fields
+    are ignored, blank lines are skipped. A request without blocks counts but moves nothing.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}: cannot be read: {error}") from error
+    rows = list(_rows(path, text))
+    if not any(ids for _, ids in rows):
+        raise TraceError(f"{path}: holds no blocks; a trace needs at least one request with some")
+    return trace_of(path.name, rows)
+
+
+def _rows(path: Path, text: str) -> Iterator[tuple[float, list[int]]]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield _row(f"{path}:{number}", line)
+
+
+def _row(where: str, line: str) -> tuple[float, list[int]]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{where}: not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise TraceError(f"{where}: not a JSON object")
+    for name in ("timestamp", "hash_ids"):
+        if name not in row:
+            raise TraceError(f"{where}: field {name!r} is missing")
+    stamp, ids = row["timestamp"], row["hash_ids"]
+    if isinstance(stamp, bool) or not isinstance(stamp, int | float) or not 0 <= stamp < 1e15:
+        raise TraceError(f"{where}: timestamp is {stamp!r}; it must be milliseconds, 0 or more")
+    if not isinstance(ids, list) or not all(type(i) is int and abs(i) < 2**127 for i in ids):
+        raise TraceError(f"{where}: hash_ids must be a list of integers, one a block")
+    if len(set(ids)) != len(ids):
+        raise TraceError(f"{where}: hash_ids names a block twice; ids must be chained hashes")
+    return stamp / 1000.0, ids

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import pytest
+
+from kvrecall.block import BlockKey
+from kvrecall.errors import ConfigError
+from kvrecall.pool.eviction import POLICY_NAMES, EvictionPolicy, make_policy
+from kvrecall.pool.eviction.hazard import HazardPolicy
+from kvrecall.pool.eviction.lru import LruPolicy
+
+from .contract import PolicyContract, anything, keys_of, store
+
+
+class TestLru(PolicyContract):
+    def make(self) -> EvictionPolicy:
+        return make_policy("lru", self.CAPACITY)
+
+
+class TestFifo(PolicyContract):
+    def make(self) -> EvictionPolicy:
+        return make_policy("fifo", self.CAPACITY)
+
+
+class TestLfu(PolicyContract):
+    def make(self) -> EvictionPolicy:
+        return make_policy("lfu", self.CAPACITY)
+
+
+class TestS3Fifo(PolicyContract):
+    def make(self) -> EvictionPolicy:
+        return make_policy("s3fifo", self.CAPACITY)
+
+
+class TestHazard(PolicyContract):
+    def make(self) -> EvictionPolicy:
+        return make_policy("hazard", self.CAPACITY)
+
+
+class TestHazardWithoutMemory(PolicyContract):
+    def make(self) -> EvictionPolicy:
+        return HazardPolicy(self.CAPACITY, remember=0)
+
+
+class TestHazardWithLittleMemory(PolicyContract):
+    def make(self) -> EvictionPolicy:
+        return HazardPolicy(self.CAPACITY, remember=30)
+
+
+def test_every_policy_has_its_name() -> None:
+    assert [make_policy(name, 5).name for name in POLICY_NAMES] == list(POLICY_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("name", "capacity", "text"),
+    [("lur", 5, "did you mean 'lru'"), ("x", 5, "known: lru"), ("lru", 0, "more than 0")],
+)
+def test_wrong_settings(name: str, capacity: int, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        make_policy(name, capacity)
+
+
+def test_lru_keeps_the_shared_prefix_longest() -> None:
+    policy, head = LruPolicy(), keys_of("head", 2)
+    one, two = head + keys_of("one", 2), head + keys_of("two", 2)
+    store(policy, one, 1.0)
+    store(policy, two, 2.0)
+    expected = [one[3], one[2], two[3], two[2], head[1], head[0]]
+    assert policy.victims(6, anything, 3.0) == expected
+
+
+def test_lru_new_block_is_as_young_as_its_parent() -> None:
+    policy, chain, other = LruPolicy(), keys_of("a", 3), keys_of("b", 1)
+    store(policy, chain[:2], 1.0)
+    policy.access(chain, 2.0)
+    store(policy, other, 3.0)
+    policy.insert(chain[2], chain[1], 2, 4.0)
+    assert policy.victims(4, anything, 5.0) == [chain[2], chain[1], chain[0], other[0]]
+
+
+def test_s3fifo_lets_a_scan_pass() -> None:
+    policy, hot = make_policy("s3fifo", 20), keys_of("hot", 5)
+    for now in range(3):
+        store(policy, hot, float(now))
+    for number in range(200):
+        key = BlockKey(f"scan/{number}".encode())
+        policy.access([key], 3.0)
+        if number >= 15:
+            for victim in policy.victims(1, anything, 3.0):
+                assert victim not in hot
+                policy.remove(victim)
+        policy.insert(key, None, 0, 3.0)
+
+
+def test_hazard_never_gives_up_a_parent_first() -> None:
+    policy, chain = HazardPolicy(100), keys_of("a", 6)
+    store(policy, chain, 1.0)
+    for now in range(2, 400):
+        policy.access(chain[:3], float(now))
+        side = keys_of(f"side{now}", 3)
+        store(policy, side, float(now))
+    order = policy.victims(10_000, anything, 1000.0)
+    assert [key for key in order if key in chain] == chain[::-1]
+
+
+def test_hazard_learns_to_refuse_what_never_comes_back() -> None:
+    policy = HazardPolicy(10)
+    regulars = [keys_of(f"regular{i}", 2) for i in range(5)]
+    for number in range(2000):
+        now = number * 3.0
+        regular = regulars[number % 5]
+        store(policy, regular, now)
+        passer = keys_of(f"passer{number}", 2)
+        policy.access(passer, now + 1.0)
+    assert not policy.admit(passer[0], None, 0, now + 1.0)
+
+
+def test_hazard_memory_is_bounded() -> None:
+    policy = HazardPolicy(10, remember=100)
+    for number in range(5000):
+        policy.access(keys_of(f"x{number}", 3), float(number))
+    assert len(policy._ghosts) <= 100
+    assert sum(len(queue) for queue in policy._by_bin) <= 110
+    assert len(policy._memory) <= 500
+    for number in range(5000):  # nobody asks, blocks only come and go
+        key = BlockKey(f"y{number}".encode())
+        policy.insert(key, None, 0, 5000.0)
+        policy.remove(key)
+    assert len(policy._ghosts) <= 101
+    hot = keys_of("hot", 50)
+    for number in range(5000, 10_000):
+        store(policy, hot, float(number))
+    assert len(policy._memory) <= 500
+    assert sum(len(cohort.names) for cohort in policy._memory) <= 20_000
+
+
+@pytest.mark.parametrize("name", ["lru", "hazard"])
+def test_untaught_the_least_recently_used_goes_first(name: str) -> None:
+    """With nothing seen to come back: by age, within a moment by order of arrival; the ends of
+    requests are a class of their own."""
+    policy = make_policy(name, 30)
+    chains = [keys_of(f"c{number}", 3) for number in range(10)]
+    for number, chain in enumerate(chains):
+        store(policy, chain, 1000.0 * (number // 5))
+    assert policy.admit(BlockKey(b"new"), None, 0, 1001.0)
+    order = policy.victims(30, anything, 2000.0)
+    assert set(order[:15]) == {key for chain in chains[:5] for key in chain}
+    roots = [key for key in order if key in {chain[0] for chain in chains}]
+    assert roots == [chain[0] for chain in chains]
+    assert all([key for key in order if key in chain] == chain[::-1] for chain in chains)
+
+
+def test_hazard_learns_parents_it_was_not_told() -> None:
+    policy, chain = HazardPolicy(100), keys_of("a", 4)
+    policy.insert(chain[2], None, 2, 1.0)
+    policy.insert(chain[3], chain[2], 3, 1.0)
+    policy.insert(chain[0], None, 0, 1.0)
+    policy.insert(chain[1], chain[0], 1, 1.0)
+    policy.access(chain, 2.0)
+    assert policy.victims(4, anything, 3.0) == chain[::-1]

@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvrecall.errors import ConfigError
+from kvrecall.simulate.clairvoyant import clairvoyant_hits
+from kvrecall.simulate.cli import app
+from kvrecall.simulate.replay import TierSpec, replay
+from kvrecall.simulate.trace import Trace, TraceError, read_trace, trace_of
+from kvrecall.simulate.workload import WORKLOADS, doubled, make_workload, part, thinned
+
+CONVERSATION = Path(__file__).parents[3] / "shared" / "traces" / "conversation_trace.jsonl"
+
+
+@pytest.fixture(scope="module")
+def conversation() -> Trace:
+    if not CONVERSATION.exists():
+        pytest.skip(f"{CONVERSATION} is not there")
+    return read_trace(CONVERSATION)
+
+
+def hits(trace: Trace, policy: str, *capacities: int) -> int:
+    tiers = [TierSpec(f"tier{n}", capacity) for n, capacity in enumerate(capacities)]
+    return replay(trace, tiers, policy).hits
+
+
+# -- golden counts ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "capacity", "golden"),
+    [
+        ("lru", 1_000, 0.0445),
+        ("lru", 5_859, 0.1361),
+        ("lru", 10_000, 0.2116),
+        ("lru", 30_000, 0.3257),
+        ("lru", 97_656, 0.3635),
+        ("fifo", 5_859, 0.1255),
+        ("lfu", 5_859, 0.0969),
+        ("s3fifo", 5_859, 0.1520),
+    ],
+)
+def test_golden_rates(conversation: Trace, policy: str, capacity: int, golden: float) -> None:
+    rate = hits(conversation, policy, capacity) / conversation.blocks
+    assert round(rate, 4) == golden
+
+
+@pytest.mark.parametrize(
+    ("capacity", "golden"), [(1_000, 0.1907), (5_859, 0.3532), (10_000, 0.3664)]
+)
+def test_golden_bounds(conversation: Trace, capacity: int, golden: float) -> None:
+    assert round(clairvoyant_hits(conversation, capacity) / conversation.blocks, 4) == golden
+
+
+@pytest.mark.parametrize(
+    ("capacity", "at_least"), [(1_000, 0.080), (5_859, 0.182), (10_000, 0.230), (30_000, 0.330)]
+)
+def test_hazard_closes_part_of_the_gap(conversation: Trace, capacity: int, at_least: float) -> None:
+    start = time.process_time()
+    assert hits(conversation, "hazard", capacity) / conversation.blocks >= at_least
+    assert time.process_time() - start < 20.0
+
+
+@pytest.mark.parametrize("name", sorted(WORKLOADS))
+def test_hazard_holds_where_it_was_not_tuned(name: str) -> None:
+    trace = part(make_workload(name, seed=7), 0.0, 0.5)
+    for capacity in (500, 2_000):
+        lru, ours = hits(trace, "lru", capacity), hits(trace, "hazard", capacity)
+        assert ours >= 0.97 * lru
+        assert ours <= clairvoyant_hits(trace, capacity)
+
+
+# -- replay ----------------------------------------------------------------------------------
+
+
+def test_strict_prefix() -> None:
+    """Block 2 stays in the cache, but is of no use without block 1."""
+    trace = trace_of("t", [(0, [1, 2]), (1, [3]), (2, [1, 2, 4])])
+    assert hits(trace, "lru", 10) == 2
+    assert hits(trace, "lru", 2) == 1  # 2 goes first, then 1 is hit
+    assert clairvoyant_hits(trace, 2) == 2  # 3 is bypassed
+
+
+def test_tiers_serve_from_the_nearest() -> None:
+    trace = trace_of("t", [(0, [1, 2]), (1, [3, 4]), (2, [1, 2]), (3, [1, 2])])
+    outcome = replay(trace, [TierSpec("host", 2), TierSpec("disk", 10)], "lru")
+    host, disk = outcome.tiers
+    assert (disk.hits, host.hits) == (2, 2)
+    assert (host.writes, disk.writes) == (6, 4)
+    assert (host.evictions, disk.evictions) == (4, 0)
+    assert outcome.hit_rate == 0.5
+
+
+def test_a_chain_longer_than_the_tier() -> None:
+    trace = trace_of("t", [(0, range(10)), (1, range(10))])
+    for policy in ("lru", "fifo", "lfu", "s3fifo", "hazard"):
+        assert hits(trace, policy, 4) == 4
+
+
+# -- the bound -------------------------------------------------------------------------------
+
+
+def best_by_trying(trace: Trace, capacity: int) -> int:
+    """Tries all that a cache could keep after each request."""
+    best = {frozenset[bytes](): 0}
+    for request in trace.requests:
+        following: dict[frozenset[bytes], int] = {}
+        for kept, count in best.items():
+            length = 0
+            while length < len(request.chain) and request.chain[length] in kept:
+                length += 1
+            have = kept | set(request.chain)
+            for some in itertools.combinations(have, min(capacity, len(have))):
+                state = frozenset(some)
+                following[state] = max(following.get(state, 0), count + length)
+        best = following
+    return max(best.values())
+
+
+def test_the_bound_is_exact() -> None:
+    for seed in range(60):
+        rng = random.Random(seed)
+        tree = {"": 0}
+        rows = []
+        for now in range(8):
+            path, ids = "", []
+            for _ in range(rng.randrange(1, 4)):
+                path += rng.choice("ab")
+                ids.append(tree.setdefault(path, len(tree)))
+            rows.append((float(now), ids))
+        trace = trace_of("t", rows)
+        for capacity in (1, 2, 4):
+            bound = clairvoyant_hits(trace, capacity)
+            assert bound == best_by_trying(trace, capacity)
+            for policy in ("lru", "s3fifo", "hazard"):
+                assert hits(trace, policy, capacity) <= bound
+
+
+# -- traces ----------------------------------------------------------------------------------
+
+
+def test_reads_in_order_of_time(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(
+        '{"timestamp": 2000, "hash_ids": [1, 2], "input_length": 600}\n\n'
+        '{"timestamp": 500, "hash_ids": []}\r\n'
+    )
+    trace = read_trace(path)
+    assert [request.now for request in trace.requests] == [0.5, 2.0]
+    assert trace.blocks == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ('{"timestamp": 1, "hash_ids": [1', ":2: not JSON"),
+        ("[1]", ":2: not a JSON object"),
+        ("[" * 100_000, ":2: not JSON"),
+        ('{"timestamp": 1}', ":2: field 'hash_ids' is missing"),
+        ('{"hash_ids": [1]}', ":2: field 'timestamp' is missing"),
+        ('{"timestamp": "x", "hash_ids": [1]}', ":2: timestamp is 'x'"),
+        ('{"timestamp": NaN, "hash_ids": [1]}', ":2: timestamp is nan"),
+        ('{"timestamp": -1, "hash_ids": [1]}', ":2: timestamp is -1"),
+        ('{"timestamp": 1, "hash_ids": "ab"}', ":2: hash_ids must be"),
+        ('{"timestamp": 1, "hash_ids": [1.5]}', ":2: hash_ids must be"),
+        ('{"timestamp": 1, "hash_ids": [1, 1]}', ":2: hash_ids names a block twice"),
+    ],
+)
+def test_broken_lines_are_named(tmp_path: Path, line: str, text: str) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"timestamp": 0, "hash_ids": [1]}\n' + line + "\n")
+    with pytest.raises(TraceError) as caught:
+        read_trace(path)
+    assert text in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\n\n", b'{"timestamp": 0, "hash_ids": []}', b"\xff\xfe"]
+)
+def test_empty_or_binary(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(TraceError):
+        read_trace(path)
+    with pytest.raises(TraceError):
+        read_trace(tmp_path)
+
+
+def test_workloads_are_reproducible() -> None:
+    for name in WORKLOADS:
+        one, same, other = (make_workload(name, seed) for seed in (1, 1, 2))
+        assert one == same
+        assert name == "loop" or one != other
+    with pytest.raises(ConfigError, match="known: chat"):
+        make_workload("chess")
+
+
+def test_variants() -> None:
+    trace = make_workload("chat-lognormal")
+    assert len(part(trace, 0.25, 0.75).requests) == pytest.approx(len(trace.requests) / 2, abs=1)
+    assert 0.15 < thinned(trace, 4).blocks / trace.blocks < 0.35
+    twice = doubled(trace, 10.0)
+    assert twice.blocks == 2 * trace.blocks
+    assert clairvoyant_hits(twice, 10**9) >= 2 * clairvoyant_hits(trace, 10**9)
+
+
+# -- the command -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    path = tmp_path / "small.jsonl"
+    rows = [{"timestamp": 1000 * n, "hash_ids": [0, 1 + n % 3, 10 + n]} for n in range(30)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_command_json(small: Path) -> None:
+    args = [str(small), "--capacity-blocks", "5", "--block-bytes", "1MiB", "--json"]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 0, result.output
+    row = json.loads(result.stdout)
+    assert row["policy"] == "lru"
+    assert row["requests"] == 30
+    assert row["blocks"] == 90
+    assert 0.3 < row["hit_rate"] <= row["clairvoyant"] < 1.0
+    assert row["tiers"][0]["read_bytes"] == row["hits"] << 20
+
+
+def test_command_compares_and_ends_with_json(small: Path) -> None:
+    args = [str(small), "--tiers", "host:2,disk:8", "--policy", "all"]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 0, result.output
+    assert "clairvoyant" in result.stdout
+    row = json.loads(result.stdout.splitlines()[-1])
+    assert [p["policy"] for p in row["policies"]] == ["lru", "fifo", "lfu", "s3fifo", "hazard"]
+    assert row["hit_rate"] == max(p["hit_rate"] for p in row["policies"])
+    assert [tier["tier"] for tier in row["policies"][0]["tiers"]] == ["host", "disk"]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--capacity-blocks", "0"],
+        ["--capacity-blocks", "-3"],
+        ["--capacity-blocks", "many"],
+        ["--capacity-blocks", "5", "--policy", "lucky"],
+        ["--capacity-blocks", "5", "--block-bytes", "big"],
+        ["--capacity-blocks", "5", "--block-bytes", "0"],
+        ["--capacity-blocks", "5", "--tiers", "host:5"],
+        ["--tiers", "host"],
+        ["--tiers", "host:5,host:6"],
+        [],
+    ],
+)
+def test_command_refuses_in_one_line(small: Path, args: list[str]) -> None:
+    result = CliRunner().invoke(app, [str(small), *args])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("kvrecall simulate: ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("trace", ["/nowhere/at/all.jsonl", "synthetic:chess"])
+def test_command_names_a_missing_trace(trace: str) -> None:
+    result = CliRunner().invoke(app, [trace, "--capacity-blocks", "5"])
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
