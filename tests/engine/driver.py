@@ -167,6 +167,10 @@ class Host:
             if s.name.startswith("kvrecall") and not s.name.endswith("_created")
         }
 
+    def workers(self, method: str) -> list[Any]:
+        """Calls a method of every worker (``worker_extension_cls`` may add some)."""
+        return list(self.llm.collective_rpc(method))
+
     def shm(self) -> list[str]:
         return sorted(path.name for path in Path("/dev/shm").iterdir())
 

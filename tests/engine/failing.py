@@ -8,6 +8,7 @@ from typing import Any
 
 from kvrecall.engines.vllm.connector import RecallConnector
 from kvrecall.engines.vllm.wire import StepOrders
+from kvrecall.pool.service.handle import NO_ARENA
 
 
 class FailingConnector(RecallConnector):
@@ -16,10 +17,8 @@ class FailingConnector(RecallConnector):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         orders = self._get_connector_metadata()
         assert isinstance(orders, StepOrders)
-        worker = self._w
+        arena = orders.arena
         if orders.loads and Path(os.environ["KVRECALL_TEST_FAIL"]).exists():
-            copier, worker._copier, worker._broken = worker._copier, None, True
-            worker.start_loads(orders)
-            worker._copier, worker._broken = copier, False
-            return
+            orders.arena = NO_ARENA
         super().start_load_kv(forward_context, **kwargs)
+        orders.arena = arena

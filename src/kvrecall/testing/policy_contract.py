@@ -1,102 +1,122 @@
-"""What every eviction policy must do. Subclass ``PolicyContract`` in a test module."""
+"""What every eviction policy must do. Subclass ``PolicyContract`` and give it a policy."""
 
 from __future__ import annotations
 
 import random
 
 from kvrecall.block import BlockKey
-from kvrecall.pool.eviction import EvictionPolicy
-from kvrecall.testing.blocks import chain, namespace
-
-_NAMESPACE = namespace()
+from kvrecall.pool.eviction.base import EvictionPolicy
 
 
-def _any(key: BlockKey) -> bool:
+def keys_of(name: str, count: int) -> list[BlockKey]:
+    return [BlockKey(f"{name}/{index}".encode()) for index in range(count)]
+
+
+def store(policy: EvictionPolicy, chain: list[BlockKey], now: float) -> None:
+    """A request for ``chain``: access, then insert what follows, prefix first."""
+    policy.access(chain, now)
+    for depth, key in enumerate(chain):
+        policy.insert(key, chain[depth - 1] if depth else None, depth, now)
+
+
+def anything(_: BlockKey) -> bool:
     return True
 
 
 class PolicyContract:
-    """Contract of ``kvrecall.pool.eviction.base.EvictionPolicy``. A subclass overrides ``make``."""
+    CAPACITY = 50
 
-    def make(self, capacity_blocks: int) -> EvictionPolicy:
+    def make(self) -> EvictionPolicy:
         raise NotImplementedError
 
-    def filled(self, *names: str, length: int = 8) -> tuple[EvictionPolicy, list[list[BlockKey]]]:
-        """A full policy in which chains were used one after the other."""
-        policy = self.make(len(names) * length)
-        chains = [chain(_NAMESPACE, length, name) for name in names]
-        for now, keys in enumerate(chains):
-            policy.access(keys, float(now))
-            for depth, key in enumerate(keys):
-                policy.insert(key, keys[depth - 1] if depth else None, depth, float(now))
-        return policy, chains
+    def test_empty(self) -> None:
+        policy = self.make()
+        assert policy.victims(3, anything, 0.0) == []
+        policy.remove(BlockKey(b"never seen"))
+        policy.access([], 1.0)
+        policy.access(keys_of("never seen", 3), 1.0)
+        assert policy.victims(3, anything, 2.0) == []
 
-    def test_empty_has_no_victims(self) -> None:
-        assert self.make(4).victims(3, _any, 0.0) == []
-
-    def test_unknown_keys_are_allowed(self) -> None:
-        policy = self.make(4)
-        keys = chain(_NAMESPACE, 3)
-        policy.access(keys, 0.0)
-        policy.remove(keys[0])
-        assert policy.victims(3, _any, 1.0) == []
-
-    def test_everything_can_be_had(self) -> None:
-        policy, chains = self.filled("a", "b", "c")
-        everything = sorted(key for keys in chains for key in keys)
-        assert sorted(policy.victims(100, _any, 9.0)) == everything
-        assert sorted(policy.victims(100, _any, 9.0)) == everything, "victims are not removed"
-
-    def test_as_many_as_asked(self) -> None:
-        policy, _ = self.filled("a", "b")
-        for count in (0, 1, 5, 16):
-            victims = policy.victims(count, _any, 9.0)
-            assert len(set(victims)) == len(victims) == count
-
-    def test_what_is_not_evictable_is_passed_over(self) -> None:
-        policy, (a, b) = self.filled("a", "b")
-        assert set(policy.victims(16, lambda key: key in b, 9.0)) == set(b)
-        assert set(policy.victims(16, _any, 9.0)) == {*a, *b}
-
-    def test_removed_blocks_are_no_victims(self) -> None:
-        policy, (a, b) = self.filled("a", "b")
-        for key in a:
+    def test_victims_stay_until_removed(self) -> None:
+        policy, chain = self.make(), keys_of("a", 8)
+        store(policy, chain, 1.0)
+        first = policy.victims(3, anything, 2.0)
+        assert len(first) == len(set(first)) == 3
+        assert policy.victims(3, anything, 2.0) == first
+        for key in first:
             policy.remove(key)
-        assert set(policy.victims(16, _any, 9.0)) == set(b)
-
-    def test_a_chain_leaves_from_its_end(self) -> None:
-        policy, (a,) = self.filled("a")
-        assert set(policy.victims(3, _any, 9.0)) == set(a[-3:])
-        for key in a[-3:]:
             policy.remove(key)
-        assert set(policy.victims(2, _any, 9.0)) == set(a[3:5])
+        rest = policy.victims(100, anything, 3.0)
+        assert sorted(rest) == sorted(set(chain) - set(first))
 
-    def test_inserting_twice_changes_nothing(self) -> None:
-        policy, (a,) = self.filled("a")
-        policy.insert(a[7], a[6], 7, 9.0)
-        assert sorted(policy.victims(100, _any, 9.0)) == sorted(a)
+    def test_a_chain_goes_from_its_end(self) -> None:
+        policy, chain = self.make(), keys_of("a", 8)
+        store(policy, chain, 1.0)
+        assert policy.victims(8, anything, 2.0) == chain[::-1]
+        for left in range(8, 0, -1):
+            assert policy.victims(1, anything, 2.0) == [chain[left - 1]]
+            policy.remove(chain[left - 1])
 
-    def test_against_a_plain_set(self) -> None:
-        dice = random.Random(5)
-        policy = self.make(40)
+    def test_leased_blocks_are_passed_over(self) -> None:
+        policy, leased, idle = self.make(), keys_of("leased", 5), keys_of("idle", 5)
+        store(policy, leased, 1.0)
+        store(policy, idle, 2.0)
+        assert policy.victims(10, lambda key: key in idle, 3.0) == idle[::-1]
+        assert policy.victims(10, lambda key: False, 3.0) == []
+        assert len(policy.victims(10, anything, 3.0)) == 10
+
+    def test_inserted_twice_is_there_once(self) -> None:
+        policy, chain = self.make(), keys_of("a", 3)
+        store(policy, chain, 1.0)
+        store(policy, chain, 2.0)
+        assert sorted(policy.victims(10, anything, 3.0)) == sorted(chain)
+
+    def test_children_may_come_before_parents(self) -> None:
+        """After a restart blocks are announced least recently used first, without accesses."""
+        policy, chain = self.make(), keys_of("a", 6)
+        for depth in range(5, -1, -1):
+            policy.insert(chain[depth], chain[depth - 1] if depth else None, depth, 9.0 - depth)
+        assert sorted(policy.victims(10, anything, 20.0)) == sorted(chain)
+
+    def test_against_a_set(self) -> None:
+        for seed in range(20):
+            self._walk(random.Random(seed))
+
+    def _walk(self, rng: random.Random) -> None:
+        policy, now = self.make(), 0.0
         resident: set[BlockKey] = set()
-        for step in range(600):
-            now = step / 10
-            keys = chain(_NAMESPACE, dice.randrange(1, 12), str(dice.randrange(12)))
-            policy.access(keys, now)
-            held = set(dice.sample(sorted(resident), len(resident) // 8))
-            for depth, key in enumerate(keys):
-                parent = keys[depth - 1] if depth else None
+        for _ in range(300):
+            now += rng.choice((0.0, 0.01, 1.0, 30.0, 1000.0))
+            chain = _random_chain(rng)
+            policy.access(chain, now)
+            for depth, key in enumerate(chain):
+                parent = chain[depth - 1] if depth else None
                 if key in resident:
                     continue
-                if len(resident) >= 40:
-                    if not policy.admit(key, parent, depth, now):
+                if len(resident) >= self.CAPACITY:
+                    if rng.random() < 0.5 and not policy.admit(key, parent, depth, now):
                         break
-                    victims = policy.victims(1, lambda k, h=held: k not in h, now)  # type: ignore
+                    victims = policy.victims(1, lambda k, c=chain: k not in c, now)  # type: ignore[misc]
                     assert len(victims) == 1
-                    assert victims[0] in resident - held
+                    assert victims[0] in resident - set(chain)
                     policy.remove(victims[0])
-                    resident.remove(victims[0])
+                    resident.discard(victims[0])
                 policy.insert(key, parent, depth, now)
                 resident.add(key)
-            assert set(policy.victims(100, _any, now)) == resident
+            if resident and rng.random() < 0.1:
+                dropped = rng.choice(sorted(resident))
+                policy.remove(dropped)
+                resident.discard(dropped)
+            count = rng.randrange(1, 80)
+            found = policy.victims(count, anything, now)
+            assert len(found) == len(set(found)) == min(count, len(resident))
+            assert resident.issuperset(found)
+
+
+def _random_chain(rng: random.Random) -> list[BlockKey]:
+    """One of many overlapping chains: a key names the whole path to it."""
+    path, chain = "", []
+    for _ in range(rng.randrange(1, 12)):
+        path += rng.choice("aaab")
+        chain.append(BlockKey(path.encode()))
+    return chain

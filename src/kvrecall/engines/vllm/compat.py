@@ -7,7 +7,7 @@ difference is known, and listed as untested in the docs.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,10 @@ def kernel_of(vllm_config: Any, layer_names: tuple[str, ...]) -> str:
         layer = layers.get(name)
         backend = getattr(layer, "attn_backend", None)
         get_name = getattr(backend, "get_name", None)
-        names.add(f"{get_name() if get_name else 'unknown'}/{getattr(layer, 'isa', '')}")
+        # KV of tokens decoded by an approximate attention is not what an exact one computes.
+        approximation = getattr(getattr(layer, "impl", None), "approximation", "")
+        suffix = f" ({approximation})" if approximation else ""
+        names.add(f"{get_name() if get_name else 'unknown'}/{getattr(layer, 'isa', '')}{suffix}")
     device = torch.accelerator.current_accelerator()
     machine = device.type if device is not None else torch.backends.cpu.get_cpu_capability()
     return f"{'+'.join(sorted(names))} on {machine}"
@@ -160,3 +163,43 @@ def shard_position(nbytes: int, replicas: int) -> int:
         torch.distributed.all_gather_object(sizes, nbytes, group=stages.cpu_group)
         before = sum(size or 0 for size in sizes[: stages.rank_in_group]) * writers
     return before + tensor.rank_in_group // replicas * nbytes
+
+
+def require_cpu_attention() -> None:
+    """Raises EngineError where vLLM does not attend by its CPU backend."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        raise EngineError(
+            "retrieval attention runs on vLLM's CPU platform only in this version, and this is "
+            f"{current_platform.device_name}; take `retrieval` out of VLLM_PLUGINS"
+        )
+    if engine_version() != TESTED_VERSION:
+        raise EngineError(
+            f"retrieval attention was built for vLLM {TESTED_VERSION}, and this is "
+            f"{engine_version()}; take `retrieval` out of VLLM_PLUGINS"
+        )
+
+
+def override_cpu_attention(attention: str, latent: str) -> None:
+    """Puts the named classes in place of the CPU's attention and latent-attention backends."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CPU_ATTN, attention)
+    for name in ("CPU_MLA", "AMX_MLA"):
+        register_backend(AttentionBackendEnum[name], latent)
+
+
+def layer_index(layer_name: str) -> int:
+    """Which layer of the model an attention layer's name speaks of, from 0."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    return int(extract_layer_index(layer_name))
+
+
+def note_overwritten(vllm_config: Any, block_ids: Iterable[int]) -> None:
+    """Tells attention layers that keep something about blocks which ones a load is writing."""
+    for layer in vllm_config.compilation_config.static_forward_context.values():
+        note = getattr(getattr(layer, "impl", None), "note_overwritten", None)
+        if note is not None:
+            note(block_ids)

@@ -14,6 +14,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import signal
 from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
@@ -124,6 +125,7 @@ def serve(spec: ServeSpec, attach: Attach) -> int:
     cli_env_setup()
     orphan.install()
     args = parse_args(spec)
+    _cpu_environment(args.tensor_parallel_size * args.pipeline_parallel_size)
     return uvloop.run(_serve(args, spec, attach))
 
 
@@ -184,6 +186,20 @@ def platform_defaults(spec: ServeSpec) -> dict[str, object]:
         available = psutil.virtual_memory().available
         defaults["kv-cache-memory-bytes"] = min(_MAX_DEFAULT_CPU_KV, available // 4)
     return defaults
+
+
+def _cpu_environment(ranks: int) -> None:
+    """What vLLM's CPU platform reads from the environment, unless it is set already.
+
+    vLLM compiles a few sampling functions even in eager mode, which kills the first request on a
+    machine without a compiler. And it gives up one more core where a connector is configured (for
+    NIXL's threads), or on two cores none at all; ours needs none of its own.
+    """
+    if not current_platform.is_cpu():
+        return
+    if shutil.which("g++") is None:
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", str(ranks))
 
 
 async def _serve(args: Namespace, spec: ServeSpec, attach: Attach) -> int:

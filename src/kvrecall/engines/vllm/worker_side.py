@@ -13,12 +13,10 @@ from typing import Any
 import torch
 
 from kvrecall.engines.vllm import compat
-from kvrecall.engines.vllm.copier import Copier, make_copier
+from kvrecall.engines.vllm.copier import make_copier
+from kvrecall.engines.vllm.mapping import ArenaMapping
 from kvrecall.engines.vllm.pages import Pages, pages_of
 from kvrecall.engines.vllm.wire import Shard, ShardLayer, StepOrders, StepReport
-from kvrecall.errors import TierError
-from kvrecall.pool.arena import Arena
-from kvrecall.pool.base import ArenaHandle
 
 logger = logging.getLogger("vllm.kvrecall")
 
@@ -30,9 +28,7 @@ class RecallWorker:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._pages: tuple[Pages, ...] = ()
-        self._arena: Arena | None = None
-        self._copier: Copier | None = None
-        self._broken = False
+        self._arena = ArenaMapping(lambda view: make_copier(view, self._pages, self._offset))
         self._offset = 0
         self._loading: list[tuple[int, str]] = []  # (ordinal of the load, request)
         self._storing: list[tuple[int, int]] = []  # (ordinal of the store, store id)
@@ -58,44 +54,42 @@ class RecallWorker:
     def start_loads(self, orders: StepOrders) -> None:
         """Starts the step's loads."""
         for load in orders.loads:
-            copier = self._ready_copier(orders.arena)
+            compat.note_overwritten(self._vllm_config, load.copy.block_ids)
+            moved = self._arena.load(orders.arena, load.copy)
+            if moved is None:
+                self._loading.append((self._loads, load.request_id))
+                self._failed_loads.add(load.request_id)
+                continue
             self._loads += 1
             self._loading.append((self._loads, load.request_id))
-            if copier is None:
-                self._failed_loads.add(load.request_id)
-                self._loads -= 1
-                continue
-            moved = copier.load(load.copy)
             self._report.loaded_bytes += moved.nbytes
             self._report.load_seconds += moved.seconds
 
     def start_stores(self, orders: StepOrders) -> None:
         """Starts the step's stores; the forward pass has been submitted."""
         for store in orders.stores:
-            copier = self._ready_copier(orders.arena)
-            if copier is None:
-                self._report.stored[store.store_id] = 1
-                self._report.failed.add(store.store_id)
-                continue
             if not self._writes_shard():
                 self._report.stored[store.store_id] = 1
                 continue
+            moved = self._arena.store(orders.arena, store.copy)
+            if moved is None:
+                self._report.stored[store.store_id] = 1
+                self._report.failed.add(store.store_id)
+                continue
             self._stores += 1
             self._storing.append((self._stores, store.store_id))
-            moved = copier.store(store.copy)
             self._report.stored_bytes += moved.nbytes
             self._report.store_seconds += moved.seconds
         self._releases.extend((self._stores, request_id) for request_id in orders.releases)
 
     def before_overwrite(self, orders: StepOrders) -> None:
         """Called before the step writes any device block."""
-        if orders.drain and self._copier is not None:
-            self._copier.drain()
+        if orders.drain:
+            self._arena.drain()
 
     def finished(self) -> tuple[set[str], set[str], set[str]]:
         """Requests whose device blocks may be freed, whose load has ended, whose load failed."""
-        loads = self._copier.loads_done() if self._copier is not None else 0
-        stores = self._copier.stores_done() if self._copier is not None else 0
+        loads, stores = self._arena.loads_done(), self._arena.stores_done()
         failed, self._failed_loads = self._failed_loads, set()
         loaded = {request for at, request in self._loading if at <= loads} | failed
         self._loading = [(at, request) for at, request in self._loading if request not in loaded]
@@ -114,33 +108,11 @@ class RecallWorker:
         return None if idle else report
 
     def close(self) -> None:
-        if self._copier is not None:
-            self._copier.drain()
-        self._copier = None
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        self._arena.close()
 
     def _writes_shard(self) -> bool:
         """Of ranks that hold identical KV, the first writes it."""
         return compat.tensor_rank() % compat.kv_replicas(self._kv_cache_config) == 0
-
-    def _ready_copier(self, handle: ArenaHandle) -> Copier | None:
-        """The copier over the arena, mapped at first use; None if it cannot be mapped."""
-        if self._copier is None and not self._broken:
-            try:
-                self._arena = Arena.attach(handle)
-            except TierError as error:
-                self._broken = True
-                logger.error(
-                    "kvrecall: cannot map the pool's arena (%s); every block is "
-                    "recomputed until the engine is restarted",
-                    error,
-                )
-                return None
-            view = torch.frombuffer(self._arena.memory, dtype=torch.uint8)
-            self._copier = make_copier(view, self._pages, self._offset)
-        return self._copier
 
     def _shard_offset(self) -> int:
         """Where this rank's bytes start in a block's record: after those of the ranks before it

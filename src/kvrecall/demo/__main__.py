@@ -1,0 +1,74 @@
+"""``python -m kvrecall.demo`` plays the demo; ``python -m kvrecall.demo serve`` stays up."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvrecall.demo import staying
+from kvrecall.demo.play import Play, Stage, Verdict
+from kvrecall.errors import KvrecallError
+
+TRAINED = Path(__file__).resolve().parents[3] / "models" / "recall-tiny"
+
+app = typer.Typer(add_completion=False)
+
+
+def _stage(model: Path | None, folder: Path) -> Stage:
+    """The model asked for, else the trained example model, else one with random weights."""
+    chosen = model or (TRAINED if (TRAINED / "model.safetensors").exists() else None)
+    if chosen is not None:
+        return Stage(chosen, characters=72_000, max_model_len=32_768)
+    from kvrecall.testing.models import write_model
+
+    # Bytes for tokens, and wider than the trained model: a shorter text takes as long.
+    path = write_model(folder / "random-qwen3", hidden=512, layers=6, heads=8, dtype="float32")
+    return Stage(path, characters=8_000, max_model_len=10_240)
+
+
+def _progress(line: str) -> None:
+    print(f"demo: {line}", file=sys.stderr, flush=True)
+
+
+def _terminated(number: int, _: FrameType | None) -> None:
+    sys.exit(128 + number)  # unwinds: servers are stopped, the folder is removed
+
+
+@app.callback(invoke_without_command=True)
+def demo(
+    context: typer.Context,
+    model: Annotated[Path | None, typer.Option(help="Model folder to use.")] = None,
+) -> None:
+    """Shows recall from device, host and disk, and that no token changes by it."""
+    if context.invoked_subcommand is not None:
+        return
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _terminated)
+    with tempfile.TemporaryDirectory(prefix="kvrecall-demo-") as name:
+        folder = Path(name)
+        stage = _stage(model, folder)
+        play = Play(stage, folder, _progress)
+        try:
+            play.run()
+        except KvrecallError as error:
+            _progress(f"failed: {error}")
+            raise typer.Exit(1) from error
+        except KeyboardInterrupt:
+            _progress("stopped")
+            raise typer.Exit(130) from None
+        verdict = Verdict(play.rows, stage.model.name)
+        verdict.print(Console(width=None if sys.stdout.isatty() else 120))
+    raise typer.Exit(0 if verdict.summary()["ok"] else 1)
+
+
+app.command("serve")(staying.serve)
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,23 @@
+"""The pool an engine's settings ask for."""
+
+from __future__ import annotations
+
+from kvrecall.config import RecallSettings
+from kvrecall.pool.base import PoolClient
+from kvrecall.pool.pool import Pool
+from kvrecall.pool.service.client import ServiceClient
+
+_STATS_AGE_S = 0.5
+"""An engine asks for statistics in every step; nobody looks at them as often."""
+
+
+def open_pool(settings: RecallSettings) -> PoolClient:
+    """A pool of the engine's own (backend ``embedded``), or a client of the node's (``service``).
+
+    Raises ConfigError or TierError if the former cannot be opened. The latter is a pool that
+    holds nothing while no service is there.
+    """
+    service = settings.service
+    if service is None:
+        return Pool.open(settings.pool)
+    return ServiceClient(service.socket, service.call_timeout_s, _STATS_AGE_S)

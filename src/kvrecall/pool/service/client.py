@@ -1,0 +1,453 @@
+"""``ServiceClient``: the pool of a node service, as an engine sees it.
+
+It behaves as a ``Pool`` while a service is there, and as a pool that holds nothing while none is.
+No call waits longer than its deadline for a service that died, stalls or speaks nonsense.
+
+**Which arena an offset belongs to.** A service that is started again has another arena. Offsets
+given out by ``poll`` and ``reserve`` belong to the arena of the next ``arena_handle``; the client
+goes over to another arena only in ``find`` or ``arena_handle``, and only if it gave out no offset
+since the last ``arena_handle``. So an engine that sends the offsets of a step together with one
+handle, as the connector does, never mixes arenas.
+
+**What a lost connection held.** The service keeps those slots until this client tells it that the
+copies have ended: when every ticket was released and every reservation committed or abandoned.
+Blocks that were reserved on a lost connection are never committed, and until their copy has ended
+they are not reserved again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace
+from kvrecall.errors import ConfigError
+from kvrecall.pool.base import (
+    Found,
+    PoolStats,
+    Recall,
+    RecallState,
+    Reservation,
+    Verdict,
+)
+from kvrecall.pool.service import protocol as p
+from kvrecall.pool.service.handle import NO_ARENA, ServedArena
+from kvrecall.pool.service.link import Link, LinkLate, LinkLost
+from kvrecall.pool.service.totals import Totals
+
+_LOG = logging.getLogger(__name__)
+_PENDING = Recall(RecallState.PENDING)
+_NOTHING = Recall(RecallState.READY)
+_REFUSED = Reservation(Verdict.REFUSED)
+_PRESENT = Reservation(Verdict.PRESENT)
+_GREETING_S = 2.0
+_CLEAR_S = 10.0
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 1.0
+_WATCH_S = 1.0
+
+
+@dataclass(eq=False, slots=True)
+class _Life:
+    """A connection and what is open on it."""
+
+    link: Link
+    handle: ServedArena
+    knows: set[bytes]  # namespaces registered when it began
+    tickets: set[int] = field(default_factory=set)
+    keys: set[BlockKey] = field(default_factory=set)
+
+    @property
+    def boot(self) -> bytes:
+        return self.link.welcome.boot
+
+    @property
+    def is_over(self) -> bool:
+        return self.link.is_lost
+
+    @property
+    def is_settled(self) -> bool:
+        return not (self.tickets or self.keys)
+
+
+@dataclass(eq=False, slots=True)
+class _Ticket:
+    life: _Life | None
+    result: Recall | None = None
+
+
+class ServiceClient:
+    """A ``PoolClient``. Thread-safe. See the module for what it promises."""
+
+    def __init__(self, path: Path, call_timeout_s: float = 0.1, stats_age_s: float = 0.0) -> None:
+        """Connects if there is a service; if not, it is looked for in the background.
+
+        ``call_timeout_s``: the longest any call waits for a reply, but ``flush``, ``clear`` and
+        ``register``. ``stats_age_s``: how old ``stats`` may be.
+        """
+        self._path = path
+        self._timeout_s = call_timeout_s
+        self._stats_age_s = stats_age_s
+        self._stats_at = float("-inf")
+        self._totals = Totals()
+        self._numbers = itertools.count(1)
+        self._lock = threading.RLock()  # guards what follows; never held over a request
+        self._names: dict[bytes, tuple[Namespace, int]] = {}
+        self._tickets: dict[int, _Ticket] = {}
+        self._filling: dict[BlockKey, _Life] = {}
+        self._unsettled: list[_Life] = []
+        self._life: _Life | None = None
+        self._next: _Life | None = None
+        self._unsent = False  # offsets were given out since the last ``arena_handle``
+        self._said = ""
+        self._closed = threading.Event()
+        try:
+            self._life = self._connect()
+        except LinkLost as error:
+            self._say(f"{error}. Every block is computed until there is one")
+        self._keeper = threading.Thread(target=self._keep, name="kvrecall-rejoin", daemon=True)
+        self._keeper.start()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a service is there, or was when last heard of."""
+        life = self._next or self._life
+        return life is not None and not life.is_over
+
+    def arena_handle(self) -> ServedArena:
+        """The arena of the offsets given out since the last call. ``NO_ARENA`` before there was
+        a service."""
+        with self._lock:
+            self._adopt()
+            self._unsent = False
+            return NO_ARENA if self._life is None else self._life.handle
+
+    def register(self, namespace: Namespace, block_bytes: int) -> None:
+        if block_bytes <= 0:
+            raise ConfigError(f"block_bytes is {block_bytes}; it must be more than 0")
+        with self._lock:
+            before = self._names.get(namespace.digest)
+            self._names[namespace.digest] = namespace, block_bytes
+            life = self._current() or self._next
+        reply = self._ask(life, _registration(namespace, block_bytes), _GREETING_S)
+        if isinstance(reply, p.Trouble):
+            with self._lock:
+                if before is None:
+                    del self._names[namespace.digest]
+                else:
+                    self._names[namespace.digest] = before
+            raise ConfigError(reply.text)
+
+    # -- recall ----------------------------------------------------------------------------
+
+    def find(self, keys: Sequence[BlockKey]) -> Found:
+        with self._lock:
+            self._adopt()
+            life = self._current()
+        wanted = tuple(keys[: p.MAX_KEYS])
+        reply = self._ask(life, lambda number: p.Find(number, wanted))
+        return Found(
+            p.unpack_tiers(reply.tiers)[: len(wanted)] if isinstance(reply, p.FoundReply) else ()
+        )
+
+    def acquire(
+        self, keys: Sequence[BlockKey], deadline_s: float, parent: BlockKey | None = None
+    ) -> int:
+        number = next(self._numbers)
+        with self._lock:
+            life = self._current()
+            self._tickets[number] = _Ticket(life, _NOTHING if life is None else None)
+            if life is not None:
+                life.tickets.add(number)
+        deadline_s = min(max(0.0, float(deadline_s)), p.MAX_SECONDS)
+        self._tell(life, p.Acquire(number, tuple(keys[: p.MAX_KEYS]), deadline_s, parent))
+        return number
+
+    def poll(self, ticket: int) -> Recall:
+        with self._lock:
+            state = self._tickets[ticket]
+            life = state.life
+            if life is None or life is not self._current():
+                state.result = _NOTHING
+            if state.result is not None:
+                self._unsent |= bool(state.result.offsets)
+                return state.result
+        reply = self._ask(life, lambda number: p.Poll(number, ticket))
+        recall = _NOTHING
+        if isinstance(reply, p.RecallReply):
+            if not reply.ready:
+                return _PENDING
+            tiers = p.unpack_tiers(reply.tiers)
+            if len(tiers) == len(reply.offsets):
+                recall = Recall(RecallState.READY, reply.offsets, tiers)
+        with self._lock:
+            if life is not self._life:
+                recall = _NOTHING
+            state.result = recall
+            self._unsent |= bool(recall.offsets)
+        return recall
+
+    def release(self, ticket: int) -> None:
+        with self._lock:
+            state = self._tickets.pop(ticket, None)
+            life = None if state is None else state.life
+            if life is not None:
+                life.tickets.discard(ticket)
+        if life is not None:
+            self._tell(life, p.Release(ticket))
+            self._settle(life)
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        self._tell(self._current(), p.Touch(tuple(keys[: p.MAX_KEYS])))
+
+    # -- save ------------------------------------------------------------------------------
+
+    def reserve(
+        self, keys: Sequence[BlockKey], parent: BlockKey | None = None
+    ) -> tuple[Reservation, ...]:
+        for digest in {key[:NAMESPACE_BYTES] for key in keys}:
+            if digest not in self._names:
+                raise KeyError(f"namespace {digest.hex()} was not registered")
+        life = self._current()
+        wanted = tuple(keys[: p.MAX_KEYS])
+        asked: list[int] = []
+
+        def request(number: int) -> p.Message:
+            asked.append(number)
+            return p.Reserve(number, wanted, parent)
+
+        reply = self._ask(life, request)
+        if life is None or not isinstance(reply, p.ReserveReply):
+            if asked:  # perhaps it was done, and only the reply is late
+                self._tell(life, p.Cancel(asked[0]))
+            return (_REFUSED,) * len(keys)
+        answers = self._take_in(life, wanted, reply)
+        return (*answers, *(_REFUSED,) * (len(keys) - len(answers)))
+
+    def _take_in(
+        self, life: _Life, keys: Sequence[BlockKey], reply: p.ReserveReply
+    ) -> list[Reservation]:
+        """Notes what was reserved. Keys that are still being copied for a lost connection are
+        given back: the end of that copy must not commit this one."""
+        offsets = iter(reply.offsets)
+        answers: list[Reservation] = []
+        unwanted: list[BlockKey] = []
+        with self._lock:
+            usable = life is self._life
+            for key, verdict in zip(keys, p.unpack_verdicts(reply.verdicts), strict=False):
+                if verdict is not Verdict.RESERVED:
+                    answers.append(_PRESENT if verdict is Verdict.PRESENT else _REFUSED)
+                    continue
+                offset = next(offsets, -1)
+                if not usable or offset < 0 or key in self._filling:
+                    unwanted.append(key)
+                    answers.append(_REFUSED)
+                    continue
+                self._filling[key] = life
+                life.keys.add(key)
+                self._unsent = True
+                answers.append(Reservation(Verdict.RESERVED, offset))
+        if unwanted:
+            self._tell(life, p.Abandon(tuple(unwanted)))
+        return answers
+
+    def commit(self, keys: Sequence[BlockKey]) -> None:
+        self._end_filling(keys, p.Commit)
+
+    def abandon(self, keys: Sequence[BlockKey]) -> None:
+        self._end_filling(keys, p.Abandon)
+
+    def _end_filling(
+        self, keys: Sequence[BlockKey], message: Callable[[tuple[BlockKey, ...]], p.Message]
+    ) -> None:
+        by_life: dict[_Life, list[BlockKey]] = {}
+        with self._lock:
+            for key in keys:
+                life = self._filling.pop(key, None)
+                if life is not None:
+                    life.keys.discard(key)
+                    by_life.setdefault(life, []).append(key)
+        for life, ended in by_life.items():
+            for part in _parts(ended):
+                self._tell(life, message(part))
+            self._settle(life)
+
+    def flush(self, keys: Sequence[BlockKey], deadline_s: float) -> bool:
+        until = time.monotonic() + min(deadline_s, p.MAX_SECONDS)
+        life = self._current()
+        for part in _parts(keys):
+            left = max(0.0, until - time.monotonic())
+            flush = _flushing(part, left)
+            reply = self._ask(life, flush, left + self._timeout_s, slow=True)
+            if not (isinstance(reply, p.Flushed) and reply.durable):
+                return False
+        return True
+
+    def clear(self) -> None:
+        """Drops the blocks of the namespaces registered by this client; those of other engines
+        on the service stay."""
+        self._ask(self._current(), p.Clear, _CLEAR_S, slow=True)
+
+    # -- the rest --------------------------------------------------------------------------
+
+    def stats(self) -> PoolStats:
+        """Of the whole service, all its engines together. Counters go on over its restarts."""
+        now = time.monotonic()
+        life = self._current()
+        if life is None:
+            return self._totals.without_service()
+        if now - self._stats_at < self._stats_age_s:
+            return self._totals.last
+        reply = self._ask(life, p.Stats)
+        with self._lock:
+            if isinstance(reply, p.StatsReply):
+                self._stats_at = now
+                self._totals.add(life.boot, reply.stats)
+            return self._totals.last
+
+    def close(self) -> None:
+        """Ends the connection. The caller has ended all its copies; the service goes on."""
+        if self._closed.is_set():
+            return
+        life = self._current()
+        self._ask(life, p.Bye)
+        self._closed.set()
+        with self._lock:
+            lives = [life for life in (self._life, self._next) if life is not None]
+        for life in lives:
+            life.link.fail("closed")
+        self._keeper.join()
+        for life in lives:
+            life.link.close()
+
+    # -- the connection --------------------------------------------------------------------
+
+    def _current(self) -> _Life | None:
+        life = self._life
+        return None if life is None or life.is_over or self._closed.is_set() else life
+
+    def _ask(
+        self,
+        life: _Life | None,
+        make: Callable[[int], p.Message],
+        timeout_s: float | None = None,
+        slow: bool = False,
+    ) -> p.Reply | None:
+        """The reply; None if there is no service, or none that answers in time."""
+        if life is None:
+            return None
+        try:
+            reply = life.link.ask(make, timeout_s or self._timeout_s, slow)
+        except LinkLate:
+            self._say(f"the pool service at {self._path} is late; not waiting for it")
+            return None
+        except LinkLost:
+            return None  # the keeper says so
+        self._said = ""
+        return reply
+
+    def _tell(self, life: _Life | None, message: p.Message) -> None:
+        """Nothing if ``life`` is over."""
+        if life is None or life.is_over:
+            return
+        try:
+            life.link.tell(message, self._timeout_s)
+        except LinkLost:
+            return
+
+    def _adopt(self) -> None:
+        """Goes over to a new connection if there is one and nobody could mix the arenas."""
+        if self._next is None or self._unsent or self._closed.is_set():
+            return
+        old, self._life, self._next = self._life, self._next, None
+        life = self._life
+        if old is not None:
+            old.link.close()
+            self._unsettled.append(old)
+        self._unsettled = [lost for lost in self._unsettled if lost.boot == life.boot]
+        for lost in list(self._unsettled):
+            self._settle(lost)
+
+    def _settle(self, life: _Life) -> None:
+        """Tells the service if the copies of a lost connection have ended."""
+        with self._lock:
+            current = self._current()
+            if current is None or life not in self._unsettled or not life.is_settled:
+                return
+            self._unsettled.remove(life)
+        self._tell(current, p.Settle(life.link.welcome.token))
+
+    def _connect(self) -> _Life:
+        """A new connection that knows all namespaces. Raises LinkLost."""
+        link = Link.open(self._path, _GREETING_S)
+        done: set[bytes] = set()
+        try:
+            while missing := self._names.keys() - done:
+                for digest in missing:
+                    namespace, nbytes = self._names[digest]
+                    reply = link.ask(_registration(namespace, nbytes), _GREETING_S)
+                    if isinstance(reply, p.Trouble):
+                        _LOG.error("kvrecall: the pool service refuses blocks: %s", reply.text)
+                    done.add(digest)
+        except LinkLate as error:
+            link.close()
+            raise LinkLost(f"the service at {self._path} does not answer") from error
+        except LinkLost:
+            link.close()
+            raise
+        return _Life(link, p.handle_of(link.welcome), done)
+
+    def _keep(self) -> None:
+        """Thread: notices the end of a connection, and makes the next one."""
+        pause = _FIRST_PAUSE_S
+        while not self._closed.is_set():
+            life = self._next or self._life
+            if life is not None and not life.is_over:
+                if life.link.wait_lost(_WATCH_S) and not self._closed.is_set():
+                    self._say(
+                        f"the pool service at {self._path} is lost ({life.link.why_lost}); "
+                        "every block is computed until it is back"
+                    )
+                continue
+            try:
+                fresh = self._connect()
+            except LinkLost as error:
+                self._say(str(error))
+                self._closed.wait(pause)
+                pause = min(_LONGEST_PAUSE_S, 2 * pause)
+                continue
+            pause = _FIRST_PAUSE_S
+            with self._lock:
+                if self._names.keys() - fresh.knows:  # registered while it connected
+                    fresh.link.close()
+                    continue
+                stale, self._next = self._next, fresh
+            if stale is not None:
+                stale.link.close()
+            self._said = ""
+            _LOG.warning("kvrecall: joined the pool service at %s", self._path)
+
+    def _say(self, text: str) -> None:
+        """Once, until something else happens."""
+        if text != self._said:
+            self._said = text
+            _LOG.warning("kvrecall: %s", text)
+
+
+def _registration(namespace: Namespace, block_bytes: int) -> Callable[[int], p.Message]:
+    return lambda number: p.Register(number, namespace.digest, namespace.parts, block_bytes)
+
+
+def _flushing(keys: tuple[BlockKey, ...], deadline_s: float) -> Callable[[int], p.Message]:
+    return lambda number: p.Flush(number, keys, deadline_s)
+
+
+def _parts(keys: Sequence[BlockKey]) -> Iterator[tuple[BlockKey, ...]]:
+    """Keys in portions of a message, at least one portion."""
+    for start in range(0, max(1, len(keys)), p.MAX_KEYS):
+        yield tuple(keys[start : start + p.MAX_KEYS])

@@ -1,0 +1,23 @@
+"""The name of a service's arena: unlike a process number, it never comes again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrecall.pool.base import ArenaHandle
+
+
+@dataclass(frozen=True, slots=True)
+class ServedArena(ArenaHandle):
+    """``pid`` and ``fd`` are the service's. A service that is started again may well get the same
+    process number and file descriptor (in a container it usually does), so the handle also carries
+    the memory file's ``inode`` and the ``boot`` id of that life of the service: equal handles mean
+    the same memory.
+    """
+
+    inode: int = 0
+    boot: str = ""
+
+
+NO_ARENA = ServedArena(pid=0, fd=-1, nbytes=0)
+"""No service was ever found: there are no offsets into this arena, so nobody maps it."""

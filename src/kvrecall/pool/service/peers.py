@@ -1,0 +1,101 @@
+"""What the kernel knows of the processes at the other end: who they are, whether they live, who
+maps the arena. Linux only; reads /proc."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
+_PROC = Path("/proc")
+_ARENA_NAME = "/memfd:kvrecall-arena"
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A process. ``born`` (clock ticks since boot) tells it from a later one of the same number."""
+
+    pid: int
+    born: int
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still runs (a zombie does not)."""
+        status = _status(self.pid)
+        return status is not None and status.born == self.born and status.state not in "ZXx"
+
+
+def credentials(connection: socket.socket) -> tuple[int, int]:
+    """Process number (0: in another PID namespace) and user id at the other end."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return pid, uid
+
+
+def peer_of(pid: int) -> Peer | None:
+    """None if there is no such process."""
+    status = _status(pid)
+    return None if status is None else Peer(pid, status.born)
+
+
+def mappers_of(inode: int | None, but: Iterable[int] = ()) -> set[int]:
+    """Processes of this user that map the arena with that inode (None: any arena). Milliseconds;
+    blocks."""
+    skipped = set(but)
+    found = set()
+    for pid in _pids():
+        if pid in skipped:
+            continue
+        try:
+            with (_PROC / str(pid) / "maps").open(errors="replace") as maps:
+                for line in maps:
+                    if _ARENA_NAME in line and (
+                        inode is None or line.split(None, 5)[4] == str(inode)
+                    ):
+                        found.add(pid)
+                        break
+        except OSError:
+            continue  # ended, or of another user: it cannot have opened the arena
+    return found
+
+
+def families_of(roots: Iterable[int]) -> dict[int, set[int]]:
+    """Each root with all its living descendants. Milliseconds; blocks."""
+    children: dict[int, list[int]] = {}
+    for pid in _pids():
+        status = _status(pid)
+        if status is not None:
+            children.setdefault(status.parent, []).append(pid)
+    families: dict[int, set[int]] = {}
+    for root in roots:
+        family = {root}
+        edge = [root]
+        while edge:
+            edge = [child for pid in edge for child in children.get(pid, ()) if child not in family]
+            family.update(edge)
+        families[root] = family
+    return families
+
+
+@dataclass(frozen=True, slots=True)
+class _Status:
+    state: str
+    parent: int
+    born: int
+
+
+def _status(pid: int) -> _Status | None:
+    try:
+        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return _Status(fields[0], int(fields[1]), int(fields[19]))
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir(_PROC) if name.isdigit()]

@@ -1,0 +1,412 @@
+"""What service and clients say to each other: MessagePack in length-prefixed frames.
+
+A frame is a little-endian 32-bit length and that many bytes: one message, an array whose first
+element is its tag. KV bytes never travel here; they lie in the arena, which both sides map.
+
+A client speaks first (``Hello``), the service answers ``Welcome`` or ``Refusal``. Requests with a
+``number`` are answered by a reply of the same number, in any order; all others have no reply. The
+service takes the requests of a connection in their order.
+
+Everything is checked while it is decoded, so that what a handler gets is of the right type and
+within bounds. Nothing here can name a Python object (no pickle).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvrecall.block import FORMAT_VERSION, NAMESPACE_BYTES, BlockKey, TierName
+from kvrecall.errors import KvrecallError
+from kvrecall.pool.base import PoolStats, Verdict
+from kvrecall.pool.service.handle import ServedArena
+from kvrecall.pool.service.views import Listing, Overview
+
+PROTOCOL = 100 * FORMAT_VERSION + 1
+"""Both sides must say the same. The format of blocks is part of it."""
+
+MAX_FRAME = 8 << 20
+MAX_KEYS = 60_000
+"""In one message; a chain of so many blocks of 16 tokens is about a million tokens."""
+MAX_SECONDS = 86_400.0
+
+_LENGTH = struct.Struct("<I")
+_TIERS = tuple(TierName)
+_TIER_CODES = {tier: code for code, tier in enumerate(_TIERS)}
+_VERDICTS = tuple(Verdict)
+_VERDICT_CODES = {verdict: code for code, verdict in enumerate(_VERDICTS)}
+
+
+class ProtocolError(KvrecallError):
+    """The other side said something that is no message of this protocol."""
+
+
+Key = Annotated[BlockKey, Meta(min_length=NAMESPACE_BYTES + 1, max_length=96)]
+Keys = Annotated[tuple[Key, ...], Meta(max_length=MAX_KEYS)]
+Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Digest = Annotated[bytes, Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)]
+Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Text = Annotated[str, Meta(max_length=4096)]
+Part = Annotated[str, Meta(max_length=1 << 20)]
+Parts = Annotated[tuple[tuple[Part, Part], ...], Meta(max_length=256)]
+Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
+Age = Annotated[float, Meta(ge=0, le=1e10)]
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base of all messages."""
+
+
+# -- requests of an engine --------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, tag=1):
+    protocol: int
+    version: Text  # of kvrecall, for people
+
+
+class Register(Message, frozen=True, tag=2):
+    number: Number
+    digest: Digest
+    parts: Parts
+    block_bytes: Annotated[int, Meta(ge=-(1 << 62), lt=1 << 62)]
+
+
+class Find(Message, frozen=True, tag=3):
+    number: Number
+    keys: Keys
+
+
+class Acquire(Message, frozen=True, tag=4):
+    """``ticket`` is chosen by the client, and new on its connection."""
+
+    ticket: Number
+    keys: Keys
+    deadline_s: Seconds
+    parent: Key | None
+
+
+class Poll(Message, frozen=True, tag=5):
+    number: Number
+    ticket: Number
+
+
+class Release(Message, frozen=True, tag=6):
+    ticket: Number
+
+
+class Reserve(Message, frozen=True, tag=7):
+    number: Number
+    keys: Keys
+    parent: Key | None
+
+
+class Commit(Message, frozen=True, tag=8):
+    keys: Keys
+
+
+class Abandon(Message, frozen=True, tag=9):
+    keys: Keys
+
+
+class Cancel(Message, frozen=True, tag=10):
+    """Abandons all that ``Reserve`` ``number`` gave: its reply came too late to be used."""
+
+    number: Number
+
+
+class Touch(Message, frozen=True, tag=11):
+    keys: Keys
+
+
+class Flush(Message, frozen=True, tag=12):
+    number: Number
+    keys: Keys
+    deadline_s: Seconds
+
+
+class Clear(Message, frozen=True, tag=13):
+    """Drops the blocks of all namespaces this connection has registered."""
+
+    number: Number
+
+
+class Stats(Message, frozen=True, tag=14):
+    number: Number
+
+
+class Settle(Message, frozen=True, tag=15):
+    """No copy of the lost connection ``token`` is under way any more."""
+
+    token: Token
+
+
+class Bye(Message, frozen=True, tag=16):
+    """No copy of this connection is under way any more; it ends."""
+
+    number: Number
+
+
+# -- requests of an administrator -------------------------------------------------------------
+
+
+class Look(Message, frozen=True, tag=32):
+    number: Number
+
+
+class List(Message, frozen=True, tag=33):
+    number: Number
+
+
+class Drop(Message, frozen=True, tag=34):
+    """Drops blocks of ``namespaces`` (empty: of all) not used for ``older_than_s`` seconds."""
+
+    number: Number
+    namespaces: Annotated[tuple[Digest, ...], Meta(max_length=10_000)]
+    older_than_s: Age | None
+
+
+class Verify(Message, frozen=True, tag=35):
+    """Answered by any number of ``Progress`` and one ``Verified``."""
+
+    number: Number
+    namespaces: Annotated[tuple[Digest, ...], Meta(max_length=10_000)]
+
+
+Request = (
+    Register
+    | Find
+    | Acquire
+    | Poll
+    | Release
+    | Reserve
+    | Commit
+    | Abandon
+    | Cancel
+    | Touch
+    | Flush
+    | Clear
+    | Stats
+    | Settle
+    | Bye
+    | Look
+    | List
+    | Drop
+    | Verify
+)
+
+
+# -- replies ----------------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True, tag=64):
+    """``boot``: this life of the service. ``token``: this connection, told to nobody else.
+    ``inode``: of the arena's memory file."""
+
+    protocol: int
+    version: Text
+    boot: Token
+    token: Token
+    pid: int
+    fd: int
+    nbytes: int
+    inode: int
+
+
+class Refusal(Message, frozen=True, tag=65):
+    """The connection ends, for this reason."""
+
+    reason: Text
+
+
+class Done(Message, frozen=True, tag=66):
+    number: Number
+
+
+class Trouble(Message, frozen=True, tag=67):
+    """The request asks for what cannot be. ``text`` is for people."""
+
+    number: Number
+    text: Text
+
+
+class FoundReply(Message, frozen=True, tag=68):
+    number: Number
+    tiers: bytes
+
+
+class RecallReply(Message, frozen=True, tag=69):
+    number: Number
+    ready: bool
+    offsets: tuple[int, ...]
+    tiers: bytes
+
+
+class ReserveReply(Message, frozen=True, tag=70):
+    """``offsets`` are those of the blocks with the verdict RESERVED, in order."""
+
+    number: Number
+    verdicts: bytes
+    offsets: tuple[int, ...]
+
+
+class Flushed(Message, frozen=True, tag=71):
+    number: Number
+    durable: bool
+
+
+class StatsReply(Message, frozen=True, tag=72):
+    number: Number
+    stats: PoolStats
+
+
+class LookReply(Message, frozen=True, tag=73):
+    number: Number
+    overview: Overview
+
+
+class ListReply(Message, frozen=True, tag=74):
+    number: Number
+    listing: Listing
+
+
+class Dropped(Message, frozen=True, tag=75):
+    number: Number
+    blocks: int
+
+
+class Progress(Message, frozen=True, tag=76):
+    number: Number
+    checked: int
+    total: int
+    damaged: int
+
+
+class Verified(Message, frozen=True, tag=77):
+    number: Number
+    checked: int
+    damaged: int
+
+
+Reply = (
+    Welcome
+    | Refusal
+    | Done
+    | Trouble
+    | FoundReply
+    | RecallReply
+    | ReserveReply
+    | Flushed
+    | StatsReply
+    | LookReply
+    | ListReply
+    | Dropped
+    | Progress
+    | Verified
+)
+
+_ENCODER = msgspec.msgpack.Encoder()
+_HELLO: msgspec.msgpack.Decoder[Hello] = msgspec.msgpack.Decoder(Hello)
+_REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_REPLY: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+def frame_of(message: Message) -> bytes:
+    """The frame of a message. ProtocolError if it is too large to be sent."""
+    body = _ENCODER.encode(message)
+    if len(body) > MAX_FRAME:
+        raise ProtocolError(f"a message of {len(body)} bytes is longer than {MAX_FRAME}")
+    return _LENGTH.pack(len(body)) + body
+
+
+def read_hello(body: bytes) -> Hello:
+    """Raises ProtocolError. Longer forms of later versions are understood."""
+    try:
+        return _HELLO.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"no greeting: {error}") from error
+
+
+def read_request(body: bytes) -> Request:
+    """Raises ProtocolError."""
+    try:
+        request = _REQUEST.decode(body)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ProtocolError(f"no request: {error}") from error
+    if isinstance(request, Acquire | Flush) and math.isnan(request.deadline_s):
+        raise ProtocolError("no request: the deadline is not a number")
+    return request
+
+
+def read_reply(body: bytes) -> Reply:
+    """Raises ProtocolError."""
+    try:
+        reply = _REPLY.decode(body)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ProtocolError(f"no reply: {error}") from error
+    codes = reply.tiers if isinstance(reply, FoundReply | RecallReply) else b""
+    if codes and max(codes) >= len(_TIERS):
+        raise ProtocolError("no reply: an unknown tier")
+    if isinstance(reply, ReserveReply) and max(reply.verdicts, default=0) >= len(_VERDICTS):
+        raise ProtocolError("no reply: an unknown verdict")
+    return reply
+
+
+class Framer:
+    """Cuts a stream of bytes into frames. Holds no more than has come in."""
+
+    __slots__ = ("_bytes",)
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        self._bytes += data
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no frame is half received."""
+        return not self._bytes
+
+    def take(self) -> Iterator[bytes]:
+        """Frames that are complete. ProtocolError at a length that is not allowed."""
+        at = 0
+        buffer = self._bytes
+        try:
+            while len(buffer) - at >= _LENGTH.size:
+                (length,) = _LENGTH.unpack_from(buffer, at)
+                if not 0 < length <= MAX_FRAME:
+                    raise ProtocolError(f"a frame of {length} bytes is not allowed")
+                begin = at + _LENGTH.size
+                if len(buffer) < begin + length:
+                    break
+                at = begin + length
+                yield bytes(buffer[begin:at])
+        finally:
+            del buffer[:at]
+
+
+def pack_tiers(tiers: Sequence[TierName]) -> bytes:
+    return bytes(map(_TIER_CODES.__getitem__, tiers))
+
+
+def unpack_tiers(data: bytes) -> tuple[TierName, ...]:
+    return tuple(map(_TIERS.__getitem__, data))
+
+
+def pack_verdicts(verdicts: Sequence[Verdict]) -> bytes:
+    return bytes(map(_VERDICT_CODES.__getitem__, verdicts))
+
+
+def unpack_verdicts(data: bytes) -> tuple[Verdict, ...]:
+    return tuple(map(_VERDICTS.__getitem__, data))
+
+
+def handle_of(welcome: Welcome) -> ServedArena:
+    """The arena a service told of."""
+    return ServedArena(welcome.pid, welcome.fd, welcome.nbytes, welcome.inode, welcome.boot.hex())

@@ -1,0 +1,176 @@
+"""From settings to a running service: who may, where it listens, how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvrecall.config import PoolConfig
+from kvrecall.errors import ConfigError, TierError
+from kvrecall.pool.arena import available_memory
+from kvrecall.pool.pool import Pool
+from kvrecall.pool.service.peers import mappers_of
+from kvrecall.pool.service.server import Server, Terms
+
+_LOG = logging.getLogger(__name__)
+_BACKLOG = 128
+_MAX_PATH = 107  # of a Unix socket, bytes
+_LET_GO_S = 10.0
+_SWITCH_S = 0.0005
+"""How long a thread may keep the interpreter while the loop has a request. Python's own 5 ms would
+be fifty times the time of a request."""
+
+
+class SocketLock:
+    """Held by the one service on a socket; the kernel lets go of it at any exit."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises TierError if a service runs there, ConfigError if the place will not do."""
+        check_socket(path)
+        self._path = path.with_name(path.name + ".lock")
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_folder(path.parent)
+            self._fd = os.open(self._path, flags, 0o600)
+        except OSError as error:
+            raise ConfigError(f"socket: {path}: {error.strerror}") from error
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(self._fd)
+            raise TierError(
+                f"socket: {path} is served by process {holder} already; stop it, or give another "
+                "socket (and disk_path)"
+            ) from error
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        os.close(self._fd)
+
+
+def check_socket(path: Path) -> None:
+    """Raises ConfigError if no Unix socket can have that path."""
+    if not path.is_absolute():
+        raise ConfigError(f"socket: {path} is relative; engines start elsewhere: give a full path")
+    if len(os.fsencode(path)) > _MAX_PATH:
+        raise ConfigError(f"socket: {path} is longer than {_MAX_PATH} bytes; use a shorter path")
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ConfigError if others than this user can enter ``folder``."""
+    status = folder.stat()
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError(
+            f"socket: {folder} must be a folder of this user that nobody else can enter (mode "
+            f"0700, not {stat.S_IMODE(status.st_mode):04o}); give the socket a folder of its own"
+        )
+
+
+@contextlib.contextmanager
+def listening(path: Path) -> Iterator[socket.socket]:
+    """A listening socket at ``path``, owner-only; replaces what a dead service left there. The
+    caller holds the lock of the path."""
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        before = os.umask(0o177)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(before)
+        listener.listen(_BACKLOG)
+        yield listener
+    finally:
+        listener.close()
+        path.unlink(missing_ok=True)
+
+
+def serve(
+    config: PoolConfig,
+    path: Path,
+    on_ready: Callable[[Pool], None] = lambda pool: None,
+    terms: Terms | None = None,
+    flush_s: float = 10.0,
+) -> None:
+    """Serves until SIGTERM or SIGINT, then stores what is queued for at most ``flush_s`` seconds.
+    Raises ConfigError or TierError, with nothing left behind, if it cannot start."""
+    lock = SocketLock(path)
+    try:
+        with listening(path) as listener, contextlib.ExitStack() as stack:
+            _wait_for_memory(config.host_bytes)
+            pool = Pool.open(config)
+            stack.callback(pool.close, flush_s)
+            disk = str(config.disk.path) if config.disk is not None else ""
+            server = Server(pool, listener, str(path), disk, terms)
+            _tune()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: server.stop())
+            on_ready(pool)
+            server.run()
+            path.unlink(missing_ok=True)
+            _LOG.info("pool service: stopping")
+            pool.close(flush_s)
+            server.close()
+    finally:
+        lock.release()
+
+
+def _wait_for_memory(nbytes: int) -> None:
+    """Gives engines time to let go of the arena of a service that has died. If there is not
+    enough memory in the end, it is the pool that says so."""
+    until = time.monotonic() + _LET_GO_S
+    while available_memory() * 0.94 < nbytes and time.monotonic() < until and mappers_of(None):
+        time.sleep(0.1)
+
+
+def _tune() -> None:
+    """Makes this process answer evenly."""
+    sys.setswitchinterval(_SWITCH_S)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    gc.collect()
+    gc.freeze()  # what was found on disk stays; collections need not walk over it
+    gc.set_threshold(50_000, 20, 50)
+
+
+class ServiceThread:
+    """A service inside this process, for tests and for programs with several engines."""
+
+    def __init__(self, config: PoolConfig, path: Path, terms: Terms | None = None) -> None:
+        """Raises as ``serve``."""
+        self._stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as undo:
+            lock = SocketLock(path)
+            undo.callback(lock.release)
+            listener = undo.enter_context(listening(path))
+            self.pool = Pool.open(config)
+            undo.callback(self.pool.close)
+            self._server = Server(self.pool, listener, str(path), "", terms)
+            self._stack = undo.pop_all()
+        self._thread = threading.Thread(
+            target=self._server.run, name="kvrecall-service", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops serving, stores what is queued. Idempotent."""
+        self._server.stop()
+        self._thread.join()
+        self._stack.close()
+        self._server.close()

@@ -1,0 +1,86 @@
+"""What the demo concludes from its rows, and what it asks."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from kvrecall.bench.driver import Answer
+from kvrecall.demo.play import Row, Verdict
+from kvrecall.demo.prompts import FACT, TURN_1, TURN_2, long_question
+
+TEXT, TURN = "long text", "conversation, turn 2"
+
+
+def answer(tokens: tuple[int, ...] = (1, 2), **recalled: int) -> Answer:
+    return Answer(300, recalled, tokens, (-0.5, -0.25), "text\nmore", sum(recalled.values()) / 1000)
+
+
+def rows() -> list[Row]:
+    return [
+        Row(TURN, "no pool", answer((7,), computed=200)),
+        Row(TEXT, "no pool", answer(computed=300)),
+        Row(TURN, "new", answer((7,), device=128, computed=72)),
+        Row(TEXT, "asked again", answer(device=256, computed=44)),
+        Row(TEXT, "device cache emptied", answer(host=256, computed=44)),
+        Row(TEXT, "server restarted", answer(disk=256, computed=44)),
+    ]
+
+
+def without(kept: list[Row], place: int, **change: object) -> list[Row]:
+    changed = dataclasses.replace(kept[place].answer, **change)  # type: ignore[arg-type]
+    kept[place] = dataclasses.replace(kept[place], answer=changed)
+    return kept
+
+
+def test_ok_when_tokens_are_equal_and_every_tier_was_hit() -> None:
+    summary = Verdict(rows(), "some-model").summary()
+    assert list(summary) == [
+        "ok", "tokens_equal", "device_hit_tokens", "host_hit_tokens", "disk_hit_tokens",
+        "ttft_recompute_s", "ttft_device_s", "ttft_host_s", "ttft_disk_s", "model", "vllm",
+    ]  # fmt: skip
+    assert (summary["ok"], summary["tokens_equal"]) == (True, True)
+    assert summary["device_hit_tokens"] == 128 + 256
+    assert (summary["host_hit_tokens"], summary["disk_hit_tokens"]) == (256, 256)
+
+
+@pytest.mark.parametrize("place", range(2, 6))
+def test_one_other_token_is_not_ok(place: int) -> None:
+    summary = Verdict(without(rows(), place, tokens=(1, 3)), "m").summary()
+    assert (summary["ok"], summary["tokens_equal"]) == (False, False)
+
+
+@pytest.mark.parametrize("place", range(2, 6))
+def test_a_shorter_answer_is_not_ok(place: int) -> None:
+    assert not Verdict(without(rows(), place, tokens=()), "m").summary()["tokens_equal"]
+
+
+@pytest.mark.parametrize("place", [4, 5])
+def test_a_tier_that_was_not_hit_is_not_ok(place: int) -> None:
+    summary = Verdict(without(rows(), place, recalled={"computed": 300}), "m").summary()
+    assert (summary["ok"], summary["tokens_equal"]) == (False, True)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_last_line_is_one_line_of_json(terminal: bool) -> None:
+    out = io.StringIO()
+    Verdict(rows(), "a[red]model" * 20).print(Console(file=out, force_terminal=terminal, width=60))
+    assert json.loads(out.getvalue().splitlines()[-1])["model"] == "a[red]model" * 20
+
+
+def test_the_conversation_is_the_guides_word_for_word() -> None:
+    digests = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in (TURN_1, TURN_2)]
+    assert digests == ["fef2e18ea76d5c1d", "926d17dcaa35dda8"]
+    assert TURN_2.startswith(TURN_1)
+
+
+def test_the_long_text_holds_the_fact_once_in_its_middle() -> None:
+    text = long_question(72_000)
+    assert 71_000 < len(text) < 73_000
+    assert text.count(FACT) == 1
+    assert 0.4 < text.index(FACT) / len(text) < 0.6

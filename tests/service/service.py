@@ -1,0 +1,98 @@
+"""A real service process, to be killed and started again."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+from kvrecall.pool.service.admin import ServiceAdmin
+from kvrecall.pool.service.client import ServiceClient
+from kvrecall.pool.service.views import Overview
+
+MIB = 1 << 20
+SERVE = """
+import sys
+from pathlib import Path
+from kvrecall.config import DiskConfig, PoolConfig
+from kvrecall.pool.service.serving import serve
+folder, host = Path(sys.argv[1]), int(sys.argv[2])
+serve(
+    PoolConfig(host, DiskConfig(folder / "disk", 256 << 20)),
+    folder / "pool.sock",
+    lambda pool: print("ready", flush=True),
+)
+"""
+
+
+class Service:
+    """``kvrecall pool serve`` in a folder of its own, with a disk."""
+
+    def __init__(self, folder: Path, host_bytes: int = 32 * MIB) -> None:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.chmod(0o700)
+        self.folder = folder
+        self.socket = folder / "pool.sock"
+        self._host_bytes = host_bytes
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVE, str(self.folder), str(self._host_bytes)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n"
+
+    def kill(self) -> None:
+        """kill -9"""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> int:
+        """SIGTERM; the exit status."""
+        self.process.terminate()
+        return self.process.wait(20)
+
+    def pause(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def client(self, call_timeout_s: float = 1.0) -> ServiceClient:
+        return ServiceClient(self.socket, call_timeout_s)
+
+    def look(self) -> Overview:
+        with ServiceAdmin(self.socket) as admin:
+            return admin.look()
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.process.send_signal(signal.SIGCONT)
+        self.kill()
+
+
+class Stopwatch:
+    """Longest of the calls it was put around."""
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+
+    def __enter__(self) -> Stopwatch:
+        self._began = time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.longest = max(self.longest, time.monotonic() - self._began)

@@ -1,0 +1,56 @@
+"""The service's client is a pool like any other: the contract suite and the state machine."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+
+from kvrecall.block import BlockKey
+from kvrecall.config import DiskConfig, PoolConfig
+from kvrecall.pool.base import PoolClient
+from kvrecall.pool.service.client import ServiceClient
+from kvrecall.pool.service.serving import ServiceThread
+from kvrecall.testing.pool_contract import PoolContract
+from kvrecall.testing.pool_machine import PoolMachine
+
+MIB = 1 << 20
+
+
+class OwnService(ServiceClient):
+    """A client with a service to itself, which ends with it."""
+
+    def __init__(self, host_bytes: int, disk: DiskConfig | None) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="kvrecall-test-"))
+        self.service = ServiceThread(PoolConfig(host_bytes, disk), folder / "pool.sock")
+        super().__init__(folder / "pool.sock", call_timeout_s=5.0)
+
+    def close(self) -> None:
+        super().close()
+        self.service.close()
+
+
+class TestServiceClient(PoolContract):
+    def make(self, host_bytes: int, disk_path: Path | None) -> PoolClient:
+        disk = None if disk_path is None else DiskConfig(disk_path, 64 * MIB)
+        return OwnService(host_bytes, disk)
+
+    def drop(self, pool: PoolClient, keys: Sequence[BlockKey]) -> None:
+        assert isinstance(pool, OwnService)
+        pool.service.pool.drop(keys)
+
+
+class ServiceMachine(PoolMachine):
+    def open_pool(self, folder: Path) -> PoolClient:
+        return OwnService(1 * MIB, DiskConfig(folder, 32 * MIB))
+
+
+TestServiceMachine = ServiceMachine.TestCase
+TestServiceMachine.settings = settings(
+    max_examples=6,
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)

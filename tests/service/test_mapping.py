@@ -1,0 +1,85 @@
+"""The worker follows its orders from arena to arena, and lets go of one whose owner has died."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvrecall.engines.vllm.copier import InlineCopier
+from kvrecall.engines.vllm.mapping import ArenaMapping
+from kvrecall.engines.vllm.pages import Pages
+from kvrecall.engines.vllm.wire import Copy
+from kvrecall.pool.base import ArenaHandle
+from kvrecall.pool.service.peers import mappers_of
+from kvrecall.testing.blocks import wait_until
+
+from .service import Service
+
+PAGE = 4096
+
+
+@pytest.fixture
+def device() -> torch.Tensor:
+    return torch.zeros((8, PAGE), dtype=torch.uint8)
+
+
+@pytest.fixture
+def mapping(device: torch.Tensor) -> Iterator[ArenaMapping]:
+    pages = (Pages("layer", device, ""),)
+    mapping = ArenaMapping(lambda view: InlineCopier(view, pages, 0))
+    yield mapping
+    mapping.close()
+
+
+def test_offsets_belong_to_the_arena_of_their_orders(
+    tmp_path: Path, device: torch.Tensor, mapping: ArenaMapping
+) -> None:
+    with Service(tmp_path / "a") as first, Service(tmp_path / "b") as second:
+        one, two = first.client(), second.client()
+        for number, client in enumerate((one, two), start=1):
+            device[number] = number
+            assert mapping.store(client.arena_handle(), Copy((number,), (0,))) is not None
+        for number, client in enumerate((one, two), start=1):
+            device[0:1] = 0
+            assert mapping.load(client.arena_handle(), Copy((3,), (0,))) is not None
+            assert (device[3] == number).all()
+        assert (mapping.loads_done(), mapping.stores_done()) == (2, 2)
+        one.close()
+        two.close()
+
+
+def test_arena_of_a_dead_service_is_let_go_and_takes_nothing(
+    tmp_path: Path, device: torch.Tensor, mapping: ArenaMapping
+) -> None:
+    with Service(tmp_path) as service:
+        client = service.client()
+        handle = client.arena_handle()
+        assert mapping.store(handle, Copy((1,), (0,))) is not None
+        assert mappers_of(handle.inode)
+        service.kill()
+        wait_until(lambda: not mappers_of(handle.inode))
+        assert mapping.load(handle, Copy((1,), (0,))) is None
+        assert mapping.store(handle, Copy((1,), (0,))) is None
+        service.start()
+        wait_until(lambda: client.arena_handle() != handle)
+        assert mapping.load(client.arena_handle(), Copy((1,), (0,))) is not None
+        assert not np.asarray(device[1]).any()
+        client.close()
+
+
+def test_another_arena_under_the_same_numbers_is_not_taken_for_it(
+    tmp_path: Path, mapping: ArenaMapping
+) -> None:
+    with Service(tmp_path) as service:
+        client = service.client()
+        handle = client.arena_handle()
+        stale: ArenaHandle = replace(handle, inode=handle.inode + 1)
+        assert stale != handle
+        assert mapping.load(stale, Copy((1,), (0,))) is None
+        assert mapping.load(handle, Copy((1,), (0,))) is not None
+        client.close()
