@@ -7,8 +7,7 @@ from kvrecall.errors import ConfigError
 from kvrecall.pool.eviction import POLICY_NAMES, EvictionPolicy, make_policy
 from kvrecall.pool.eviction.hazard import HazardPolicy
 from kvrecall.pool.eviction.lru import LruPolicy
-
-from .contract import PolicyContract, anything, keys_of, store
+from kvrecall.testing.policy_contract import PolicyContract, anything, keys_of, store
 
 
 class TestLru(PolicyContract):
