@@ -117,10 +117,12 @@ class Link:
             self._expected.add(number)
             if on_progress is not None:
                 self._on_progress[number] = on_progress
+        sent = False
         try:
             if not slow:
                 self._check_owed()
             self._send(frame, until)
+            sent = True
             while True:
                 try:
                     return self._await(number, until)
@@ -130,7 +132,8 @@ class Link:
                         raise
         except LinkLate:
             with self._changed:
-                if not slow and self._owed is None and number in self._expected:
+                came = self._replies.pop(number, None) is not None  # while nobody looked
+                if sent and not (slow or came) and self._owed is None:
                     self._owed, self._owed_since = number, time.monotonic()
             raise LinkLate(str(number)) from None
         finally:
