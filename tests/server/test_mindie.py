@@ -283,12 +283,25 @@ POOLS: list[tuple[Json, Spoil, Json]] = [
         lambda c: model(c).update(cpuMemSize=5),
         {"async_write": False, "host_size": "1GiB"},
     ),
+    (
+        {"socket": "/run/kv.sock"},
+        lambda c: (
+            backend(c)["kvPoolConfig"].update(backend="service"),
+            model(c).update(cpuMemSize=5),
+        ),
+        {"async_write": False, "backend": "service", "socket": "/run/kv.sock"},
+    ),
 ]
 
 
 @pytest.mark.parametrize(("pool", "spoil", "recall"), POOLS)
 def test_pool(tmp_path: Path, pool: Json, spoil: Spoil, recall: Json) -> None:
     assert plan_of(tmp_path, spoil, pool).spec.recall == recall
+
+
+def test_pool_of_two_minds(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kvPoolConfig\.backend is 'embedded', but .*'service'"):
+        plan_of(tmp_path, lambda c: None, {"backend": "service"})
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_pool(tmp_path: Path) -> None:
         preflight.check_pool(disk(tmp_path / "file"))
     with pytest.raises(TierError, match="not a folder"):
         preflight.check_pool(disk(tmp_path / "file" / "below"))
-    with pytest.raises(ConfigError, match=r"host_size is .* this machine has"):
+    with pytest.raises(ConfigError, match=r"host_size is .* this machine .* memory left"):
         preflight.check_pool(PoolConfig(host_bytes=1 << 60))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,13 +24,14 @@ class OwnService(ServiceClient):
     """A client with a service to itself, which ends with it."""
 
     def __init__(self, host_bytes: int, disk: DiskConfig | None) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="kvrecall-test-"))
+        folder = self.folder = Path(tempfile.mkdtemp(prefix="kvrecall-test-"))
         self.service = ServiceThread(PoolConfig(host_bytes, disk), folder / "pool.sock")
         super().__init__(folder / "pool.sock", call_timeout_s=5.0)
 
     def close(self) -> None:
         super().close()
         self.service.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class TestServiceClient(PoolContract):

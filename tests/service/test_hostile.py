@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import struct
 import subprocess
@@ -40,10 +41,12 @@ OWN = tuple(chain(NAMESPACE, 3, "own"))
 
 @pytest.fixture(scope="module")
 def path() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="kvrecall-test-")) / "pool.sock"
+    folder = Path(tempfile.mkdtemp(prefix="kvrecall-test-"))
+    path = folder / "pool.sock"
     service = ServiceThread(PoolConfig(16 * MIB), path, Terms(Patience(0.4, 0.4)))
     yield path
     service.close()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")

@@ -73,7 +73,9 @@ def check(plan: Plan) -> None:
     spec = plan.spec
     preflight.check_model(spec.model)
     if spec.recall is not None:
-        preflight.check_pool(RecallSettings.from_mapping(spec.recall, "kvrecall").pool)
+        settings = RecallSettings.from_mapping(spec.recall, "kvrecall")
+        if settings.service is None:  # which owns memory and disk, and may come later
+            preflight.check_pool(settings.pool)
     preflight.check_port(spec.host, spec.port)
 
 

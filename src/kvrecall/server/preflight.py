@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.errors import ConfigError, TierError
+from kvrecall.pool.arena import available_memory
 from kvrecall.pool.disk.folder import check_room
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -66,10 +67,11 @@ def _unbindable(host: str, port: int, error: OSError) -> str:
 
 def check_pool(pool: PoolConfig) -> None:
     """Raises ConfigError or TierError if the pool cannot be opened as configured."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if pool.host_bytes > memory:
+    room = available_memory()
+    if pool.host_bytes > room:
         raise ConfigError(
-            f"host_size is {_gib(pool.host_bytes)}; this machine has {_gib(memory)} of memory"
+            f"host_size is {_gib(pool.host_bytes)}; this machine (or container) has "
+            f"{_gib(room)} of memory left"
         )
     if pool.disk is not None:
         check_disk(pool.disk)

@@ -128,7 +128,9 @@ class RecallConnector(KVConnectorBase_V1):
         shards = [metadata[rank] for rank in sorted(metadata)]
         assert all(isinstance(shard, Shard) for shard in shards)
         facts = self._facts([shard for shard in shards if isinstance(shard, Shard)])
-        _check_room(self._settings, facts, self._vllm_config.model_config.max_model_len)
+        arena_bytes = self._pool.arena_handle().nbytes
+        if arena_bytes:  # none while a pool service is not there
+            _check_room(arena_bytes, facts, self._vllm_config.model_config.max_model_len)
         self._scheduler = RecallScheduler(
             self._pool,
             self._settings,
@@ -138,9 +140,9 @@ class RecallConnector(KVConnectorBase_V1):
             self._block_ids,
         )
         logger.info(
-            "kvrecall: pool open: host %.2f GiB, disk %s, %d bytes a block of %d tokens",
-            self._settings.pool.host_bytes / 2**30,
-            _disk_text(self._settings),
+            "kvrecall: pool open: host %.2f GiB, %s, %d bytes a block of %d tokens",
+            arena_bytes / 2**30,
+            _below_text(self._settings),
             facts.block_bytes,
             facts.block_size,
         )
@@ -212,6 +214,9 @@ class RecallConnector(KVConnectorBase_V1):
     # ---- both ---------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> RecallStats | None:
+        if self._worker is not None:
+            did = self._worker.attention_counts()
+            return RecallStats.of(did, {}) if did else None
         if self._scheduler is None or self._pool is None:
             return None
         counts, gauges = self._watch.take(self._pool.stats())
@@ -255,9 +260,8 @@ def _settings_of(vllm_config: Any) -> RecallSettings:
     return settings
 
 
-def _check_room(settings: RecallSettings, facts: EngineFacts, max_model_len: int) -> None:
+def _check_room(host: int, facts: EngineFacts, max_model_len: int) -> None:
     """Raises ConfigError if the host tier holds no block; warns if it holds no whole sequence."""
-    host = settings.pool.host_bytes
     blocks = host // slot_bytes_of(facts.block_bytes)
     if blocks == 0:
         raise ConfigError(
@@ -284,6 +288,9 @@ def _warn_if_hopeless(vllm_config: Any) -> None:
         )
 
 
-def _disk_text(settings: RecallSettings) -> str:
+def _below_text(settings: RecallSettings) -> str:
+    """What lies below the host tier, for the log."""
+    if settings.backend == "service":
+        return "by the node's pool service"
     disk = settings.pool.disk
-    return f"{disk.capacity_bytes / 2**30:.2f} GiB in {disk.path}" if disk else "none"
+    return f"disk {disk.capacity_bytes / 2**30:.2f} GiB in {disk.path}" if disk else "no disk"

@@ -29,7 +29,8 @@ _MODEL: JsonPath = (*_DEPLOY, "ModelConfig", 0)
 _SCHEDULE = (*_BACKEND, "ScheduleConfig")
 _POOL = (*_BACKEND, "kvPoolConfig")
 
-_OTHER_BACKENDS = ("service", "mooncake", "memcache", "yuanrong")
+_BACKENDS = ("embedded", "service")
+_OTHER_BACKENDS = ("mooncake", "memcache", "yuanrong")
 _NGRAM_TOKENS = 4
 _NGRAM_LOOKUP = 4
 
@@ -323,12 +324,11 @@ class _Planner:
                 self._document,
                 path,
                 f"is {pool.backend!r}, which is not available in this version; allowed: "
-                "'' (no pool), 'embedded'",
+                "'' (no pool), 'embedded', 'service'",
             )
-        if pool.backend != "embedded":
-            raise problem(
-                self._document, path, f"is {pool.backend!r}; allowed: '' (no pool), 'embedded'"
-            )
+        if pool.backend not in _BACKENDS:
+            allowed = "'' (no pool), 'embedded', 'service'"
+            raise problem(self._document, path, f"is {pool.backend!r}; allowed: {allowed}")
         if not pool.configPath:
             self._warnings.append(
                 "kvPoolConfig.backend is set but configPath is empty: pooling is off, as in MindIE"
@@ -363,7 +363,14 @@ class _Planner:
                     f"is {pool.asyncWrite}, but {document.where(('async_write',))} says {given!r}",
                 )
         settings.setdefault("async_write", False)
-        if self._model.cpuMemSize > 0 and "host_size" not in settings:
+        embedded = pool.backend == "embedded"
+        if not embedded:
+            settings.setdefault("backend", pool.backend)
+        if (told := settings.get("backend", "embedded")) != pool.backend:
+            path = (*_POOL, "backend")
+            where = document.where(("backend",))
+            raise problem(self._document, path, f"is {pool.backend!r}, but {where} says {told!r}")
+        if embedded and self._model.cpuMemSize > 0 and "host_size" not in settings:
             settings["host_size"] = int(self._model.cpuMemSize * _GIB)
             self._notes.append(f"the pool's host_size is cpuMemSize, {self._model.cpuMemSize} GiB")
         _check_settings(settings, document)

@@ -98,7 +98,9 @@ class ServerSection(Section):
 
 
 class KvPoolSection(Section):
-    backend: str = acts('"" = no pool; "embedded" = the pool inside the engine process', "")
+    backend: str = acts(
+        '"" = no pool; "embedded" = a pool in the engine; "service" = the pool of this node', ""
+    )
     configPath: str = acts("JSON file with the pool's settings", "", max_length=500)
     asyncWrite: bool = acts("save blocks off the critical path", False)
 
