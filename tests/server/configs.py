@@ -75,7 +75,8 @@ def write(folder: Path, config: Json, pool: Json | None = None) -> Path:
     (folder / "model" / "config.json").write_text("{}")
     if pool is not None:
         (folder / "pool.json").write_text(json.dumps(pool, indent=1))
-        backend(config)["kvPoolConfig"] |= {"backend": "embedded", "configPath": "pool.json"}
+        section = backend(config)["kvPoolConfig"]
+        section |= {"backend": section.get("backend") or "embedded", "configPath": "pool.json"}
     path = folder / "config.json"
     path.write_text(json.dumps(config, indent=1))
     return path
