@@ -203,3 +203,12 @@ def note_overwritten(vllm_config: Any, block_ids: Iterable[int]) -> None:
         note = getattr(getattr(layer, "impl", None), "note_overwritten", None)
         if note is not None:
             note(block_ids)
+
+
+def attention_activity(vllm_config: Any) -> Mapping[str, int]:
+    """Totals of what this worker's attention layers did, if they count it."""
+    for layer in vllm_config.compilation_config.static_forward_context.values():
+        totals = getattr(getattr(layer, "impl", None), "activity", None)
+        if totals is not None:
+            return dict(totals())
+    return {}

@@ -33,6 +33,15 @@ COUNTERS = {
     "stores_failed": "Stores that failed on a worker.",
     "loads_failed": "Requests recomputed because their load failed.",
     "flushes_missed": "Replies sent before their blocks were durable (async_write off).",
+    "retrieval_steps": "Steps of the workers, if retrieval attention is on.",
+    "retrieval_steps_sparse": "Steps in which some sequence was attended to sparsely.",
+    "retrieval_sequences_sparse": "Decoded tokens attended to sparsely.",
+    "retrieval_sequences_gated": "Decoded tokens left dense by the gate.",
+    "retrieval_layers_sparse": "Sparse attentions made: one a layer and decoded token.",
+    "retrieval_blocks_considered": "Middle blocks chosen from, by layer and KV head.",
+    "retrieval_blocks_selected": "Middle blocks chosen, by layer and KV head.",
+    "retrieval_blocks_attended": "Blocks attended to sparsely, by layer and KV head.",
+    "retrieval_blocks_digested": "Blocks whose digests were computed.",
 }
 PROMPT_TOKENS = "Prompt tokens by where their KV came from."
 TIER_COUNTERS = {

@@ -37,6 +37,7 @@ class RecallWorker:
         self._stores = 0
         self._failed_loads: set[str] = set()
         self._report = StepReport()
+        self._attention: Mapping[str, int] = {}
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Takes the device KV cache: one tensor a layer."""
@@ -106,6 +107,13 @@ class RecallWorker:
         report, self._report = self._report, StepReport()
         idle = not (report.stored or report.failed or report.loaded_bytes or report.stored_bytes)
         return None if idle else report
+
+    def attention_counts(self) -> dict[str, float]:
+        """What the attention layers did beyond attending, since the last call: increments."""
+        totals = compat.attention_activity(self._vllm_config)
+        new = {name: count - self._attention.get(name, 0) for name, count in totals.items()}
+        self._attention = totals
+        return {f"retrieval_{name}": float(count) for name, count in new.items() if count}
 
     def close(self) -> None:
         self._arena.close()

@@ -1,0 +1,77 @@
+"""What retrieval did in this worker, so that a run in which it never acted can be told."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+logger = logging.getLogger("vllm.kvrecall")
+
+
+@dataclass(slots=True)
+class Activity:
+    """Running totals. Blocks are counted once a layer and KV head."""
+
+    steps: int = 0
+    """Engine steps."""
+    steps_sparse: int = 0
+    """Steps in which at least one sequence was to be attended to sparsely."""
+    sequences_sparse: int = 0
+    """Decoded tokens that were to be attended to sparsely."""
+    sequences_gated: int = 0
+    """Decoded tokens past the dense boundary attended to densely, as that is as fast or faster."""
+    layers_sparse: int = 0
+    """Sparse attentions made: one a layer and decoded token."""
+    blocks_considered: int = 0
+    """Middle blocks that selection chose from."""
+    blocks_selected: int = 0
+    """Middle blocks chosen."""
+    blocks_attended: int = 0
+    """Blocks attended to sparsely: init, chosen and local."""
+    blocks_digested: int = 0
+    """Blocks whose digests were computed, once for all layers."""
+
+    def totals(self) -> dict[str, int]:
+        return asdict(self)
+
+
+ACTIVITY = Activity()
+"""This process's; a vLLM process holds one worker."""
+
+
+class ActivityLog:
+    """Says in the log what was done since it last did, at most once in ``every`` seconds."""
+
+    def __init__(
+        self, activity: Activity, every: float = 60.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._activity = activity
+        self._every = every
+        self._clock = clock
+        self._said_at = float("-inf")
+        self._said = activity.totals()
+
+    def sparse_step(self) -> None:
+        """To be called after a step that attended sparsely has been planned."""
+        now = self._clock()
+        if now < self._said_at + self._every:
+            return
+        totals = self._activity.totals()
+        new = {name: count - self._said[name] for name, count in totals.items()}
+        self._said_at, self._said = now, totals
+        logger.info(
+            "kvrecall: retrieval: %(steps_sparse)d of %(steps)d steps sparse; of "
+            "%(blocks_considered)d blocks considered %(blocks_selected)d chosen; "
+            "%(sequences_gated)d tokens left dense by the gate",
+            new,
+        )
+
+
+class ActivityExtension:
+    """A vLLM ``worker_extension_cls``: ``llm.collective_rpc("retrieval_activity")``."""
+
+    def retrieval_activity(self) -> dict[str, int]:
+        """Totals of this worker."""
+        return ACTIVITY.totals()

@@ -1,0 +1,86 @@
+"""What retrieval attention cannot serve is refused when the engine starts, never served densely.
+
+Every refusal names the setting and the way out.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from kvrecall.errors import EngineError
+from kvrecall.retrieval.settings import RetrievalSettings
+
+logger = logging.getLogger("vllm.kvrecall")
+
+_WAY_OUT = "or take `retrieval` out of VLLM_PLUGINS"
+
+
+def require_engine(vllm_config: Any, settings: RetrievalSettings) -> None:
+    """Raises EngineError for an engine that cannot decode by retrieval."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    if vllm_config.speculative_config is not None:
+        raise _refusal("speculative decoding", "switch speculation off")
+    if cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
+        raise _refusal(f"kv_cache_dtype={cache.cache_dtype}", "leave kv_cache_dtype at auto")
+    if getattr(model, "is_encoder_decoder", False) or getattr(model, "is_hybrid", False):
+        raise _refusal("encoder-decoder and hybrid models", "serve a decoder with full attention")
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise _refusal(f"{name}={getattr(parallel, name)}", "set it to 1")
+    connector = transfer.kv_connector if transfer is not None else None
+    if connector not in (None, "RecallConnector"):
+        # It would write blocks behind our back, and their digests would be another block's.
+        raise _refusal(f"the connector {connector}", "use RecallConnector or none")
+    _require_layers(model, settings)
+    if model.max_model_len <= settings.dense_boundary:
+        logger.warning(
+            "kvrecall: RETRIEVAL CAN NEVER ACT: max_model_len=%d is within "
+            "VLLM_RETRIEVAL_DENSE_BOUNDARY=%d, so every sequence is attended to densely",
+            model.max_model_len,
+            settings.dense_boundary,
+        )
+
+
+def _require_layers(model: Any, settings: RetrievalSettings) -> None:
+    layers = model.get_total_num_hidden_layers()
+    if settings.dense_layers >= layers:
+        raise EngineError(
+            f"VLLM_RETRIEVAL_DENSE_LAYERS={settings.dense_layers} leaves none of this model's "
+            f"{layers} layers to retrieval; set it below {layers}, {_WAY_OUT}"
+        )
+
+
+def require_layer(impl: Any) -> None:
+    """Raises EngineError for an attention layer that cannot attend to chosen blocks."""
+    if impl.attn_type != "decoder":
+        raise _refusal(f"{impl.attn_type} attention", "serve a decoder")
+    if impl.sliding_window != -1:
+        raise _refusal("sliding-window attention", "serve a model with full attention")
+    if impl.alibi_slopes is not None:
+        raise _refusal("ALiBi positions", "serve a model with rotary positions")
+    if impl.sinks is not None:
+        raise _refusal("attention sinks", "serve a model without them")
+
+
+def require_block_size(block_size: int, settings: RetrievalSettings) -> None:
+    """Raises EngineError if a block is not a whole number of digests."""
+    if block_size % settings.digest_tokens:
+        raise EngineError(
+            f"block_size={block_size} is not a multiple of VLLM_RETRIEVAL_DIGEST_TOKENS="
+            f"{settings.digest_tokens}; pass --block-size 128, or digest another number of tokens"
+        )
+
+
+def _refusal(what: str, cure: str) -> EngineError:
+    return EngineError(f"retrieval attention does not work with {what}; {cure}, {_WAY_OUT}")
+
+
+class _Refused(type):
+    def __getattr__(cls, name: str) -> Any:
+        raise _refusal("latent attention (MLA)", "serve a model with ordinary attention")
+
+
+class LatentAttentionRefused(metaclass=_Refused):
+    """Stands in for vLLM's latent-attention backends: whatever is asked of it is refused."""

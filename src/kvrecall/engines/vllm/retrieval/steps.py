@@ -1,0 +1,160 @@
+"""Plans a step: which of its sequences are attended to sparsely, and the block tables for that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from kvrecall.engines.vllm.retrieval.activity import Activity
+from kvrecall.engines.vllm.retrieval.freshness import Freshness
+from kvrecall.engines.vllm.retrieval.kernel import KernelShape, schedule
+from kvrecall.retrieval.digest import DIGESTS
+from kvrecall.retrieval.settings import Regime, RetrievalSettings
+from kvrecall.retrieval.split import Split, split_of
+
+OVERHEAD_BYTES = 8 * 2**20
+"""What preparing one sequence's selection costs in a layer, in bytes of KV read in that time:
+half a millisecond at 16 GB/s (docs/retrieval.md)."""
+
+GATHER_RUNS = 16
+"""Middle blocks in more runs than this are gathered before they are scored."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """One request of a step. ``tokens`` counts those of this step too."""
+
+    query_tokens: int
+    tokens: int
+    prefilling: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SparseSequence:
+    """One decoded token and the middle blocks to choose from.
+
+    ``row``: the request's place in the batch. ``blocks``: int32 ids of the middle blocks, in the
+    sequence's order. Candidates are in the order of their ids: ``places`` says which of ``blocks``
+    each is, ``runs`` gives their ids as half-open ranges, none if they are too scattered.
+    """
+
+    row: int
+    split: Split
+    blocks: torch.Tensor
+    places: torch.Tensor
+    runs: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SparseStep:
+    """What every sparse layer does in a step; the same for all, so it is made once.
+
+    ``stale``: blocks whose digests must be computed first. ``table``: int32
+    ``[sequences * kv_heads, width]``; every layer overwrites the chosen part of each row, from
+    ``split.init`` on, before it attends. ``seq_lens``, ``starts``, ``plan``: the kernel's.
+    """
+
+    stale: torch.Tensor
+    sequences: tuple[SparseSequence, ...]
+    table: torch.Tensor
+    seq_lens: torch.Tensor
+    starts: torch.Tensor
+    plan: torch.Tensor
+
+
+class StepPlanner:
+    """Plans the steps of one KV group."""
+
+    def __init__(
+        self,
+        settings: RetrievalSettings,
+        shape: KernelShape,
+        freshness: Freshness,
+        activity: Activity,
+    ) -> None:
+        self._settings = settings
+        self._shape = shape
+        self._freshness = freshness
+        self._activity = activity
+        digest = DIGESTS[settings.digest]
+        self._digest_share = digest.parts / (2 * settings.digest_tokens)
+        self._overhead_tokens = OVERHEAD_BYTES / shape.token_bytes
+
+    def plan(self, rows: Sequence[BatchRow], block_table: torch.Tensor) -> SparseStep | None:
+        """The step's plan, None if nothing is to be done beside dense attention.
+
+        ``block_table``: int32 ``[requests, blocks]``.
+        """
+        self._activity.steps += 1
+        stale = []
+        sequences = []
+        for index, row in enumerate(rows):
+            if self._settings.regime(row.tokens) is Regime.DENSE:
+                continue
+            split = split_of(row.tokens, self._shape.block_size, self._settings)
+            decodes = row.query_tokens == 1 and not row.prefilling
+            if not split.middle or not self._pays(row.tokens, split):
+                self._activity.sequences_gated += decodes
+                continue
+            full = row.tokens // self._shape.block_size
+            stale.append(self._freshness.take_stale(block_table[index, split.init : full]))
+            if decodes:
+                sequences.append(self._sequence(index, split, block_table[index]))
+        if not stale:
+            return None
+        digested = torch.cat(stale)
+        self._activity.blocks_digested += len(digested)
+        if not sequences:
+            return _only_digest(digested) if len(digested) else None
+        self._activity.steps_sparse += 1
+        self._activity.sequences_sparse += len(sequences)
+        return self._step(digested, sequences, block_table)
+
+    def _pays(self, tokens: int, split: Split) -> bool:
+        """Whether sparse attention reads enough less than dense to be worth its overhead."""
+        if not self._settings.gate:
+            return True
+        scored = split.middle * split.block_size * self._digest_share
+        return split.attended_tokens + scored + self._overhead_tokens < tokens
+
+    def _sequence(self, row: int, split: Split, blocks: torch.Tensor) -> SparseSequence:
+        middle = blocks[split.init : split.local]
+        ids, places = middle.sort()
+        breaks = (ids.diff() != 1).nonzero().flatten().tolist()
+        runs: tuple[tuple[int, int], ...] = ()
+        if len(breaks) < GATHER_RUNS:
+            cuts = [0, *(at + 1 for at in breaks), split.middle]
+            first = ids[cuts[:-1]].tolist()
+            lengths = [end - begin for begin, end in pairwise(cuts)]
+            runs = tuple((a, a + n) for a, n in zip(first, lengths, strict=True))
+        return SparseSequence(row, split, middle, places, runs)
+
+    def _step(
+        self, stale: torch.Tensor, sequences: list[SparseSequence], block_table: torch.Tensor
+    ) -> SparseStep:
+        heads = self._shape.kv_heads
+        width = max(sequence.split.attended_blocks for sequence in sequences)
+        table = torch.zeros(len(sequences) * heads, width, dtype=torch.int32)
+        head = torch.arange(heads, dtype=torch.int32)[:, None]
+        for at, sequence in enumerate(sequences):
+            split = sequence.split
+            blocks = block_table[sequence.row]
+            rows = table[at * heads : (at + 1) * heads]
+            rows[:, : split.init] = blocks[: split.init] * heads + head
+            last = split.init + split.chosen
+            rows[:, last : split.attended_blocks] = (
+                blocks[split.local : split.blocks] * heads + head
+            )
+        lens = [sequence.split.attended_tokens for sequence in sequences]
+        seq_lens = torch.tensor(lens, dtype=torch.int32).repeat_interleave(heads)
+        starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32)
+        plan = schedule(self._shape, seq_lens, starts)
+        return SparseStep(stale, tuple(sequences), table, seq_lens, starts, plan)
+
+
+def _only_digest(stale: torch.Tensor) -> SparseStep:
+    none = torch.empty(0, dtype=torch.int32)
+    return SparseStep(stale, (), none, none, none, none)

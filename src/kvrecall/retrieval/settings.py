@@ -1,0 +1,107 @@
+"""What retrieval attention may be told, and how it is told by environment variables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from kvrecall.errors import ConfigError
+from kvrecall.retrieval.digest import DIGESTS
+
+PREFIX = "VLLM_RETRIEVAL_"
+
+
+class Regime(Enum):
+    """How a sequence is attended to while it decodes."""
+
+    DENSE = "dense"
+    SPARSE = "sparse"
+    OFFLOAD = "sparse, middle blocks off the device"
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalSettings:
+    """Lengths are tokens. The first five are openGauss RetrievalKV's, with its defaults.
+
+    ``topk_share``: share of the middle blocks chosen, in (0, 1].
+    ``digest``, ``digest_tokens``: kind of digest, and tokens to a digest vector.
+    ``dense_layers``: the first layers, which attend to everything.
+    ``gate``: attend densely where sparse attention is expected to be slower.
+    """
+
+    init_tokens: int = 1024
+    local_tokens: int = 7192
+    topk_share: float = 0.2
+    dense_boundary: int = 32 * 1024
+    offload_boundary: int = 64 * 1024
+    digest: str = "bounds"
+    digest_tokens: int = 16
+    dense_layers: int = 2
+    gate: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError naming the variable, its value and what is allowed."""
+        _require(self.init_tokens >= 0, "INIT_TOKENS_NUM", self.init_tokens, "0 or more")
+        _require(self.local_tokens >= 1, "LOCAL_TOKENS_NUM", self.local_tokens, "1 or more")
+        share = "a share in (0, 1]; 0.2 chooses a fifth of the middle blocks"
+        _require(0 < self.topk_share <= 1, "TOPK_PERCENT", self.topk_share, share)
+        _require(self.dense_boundary >= 0, "DENSE_BOUNDARY", self.dense_boundary, "0 or more")
+        ordered = self.offload_boundary >= self.dense_boundary
+        least = f"at least DENSE_BOUNDARY ({self.dense_boundary})"
+        _require(ordered, "OFFLOAD_BOUNDARY", self.offload_boundary, least)
+        _require(self.digest in DIGESTS, "DIGEST", self.digest, f"one of {', '.join(DIGESTS)}")
+        _require(self.digest_tokens >= 1, "DIGEST_TOKENS", self.digest_tokens, "1 or more")
+        _require(self.dense_layers >= 0, "DENSE_LAYERS", self.dense_layers, "0 or more")
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> RetrievalSettings:
+        """Reads the ``VLLM_RETRIEVAL_*`` variables; an unknown one is an error."""
+        given = {
+            name.removeprefix(PREFIX): text
+            for name, text in environ.items()
+            if name.startswith(PREFIX)
+        }
+        unknown = sorted(given.keys() - _VARIABLES.keys())
+        if unknown:
+            known = ", ".join(PREFIX + name for name in _VARIABLES)
+            raise ConfigError(f"{PREFIX}{unknown[0]} is not a setting; there are {known}")
+        values = {_VARIABLES[name][0]: _parsed(name, text) for name, text in given.items()}
+        return cls(**values)  # type: ignore[arg-type]
+
+    def regime(self, tokens: int) -> Regime:
+        """The regime of a sequence that is ``tokens`` long."""
+        if tokens < self.dense_boundary:
+            return Regime.DENSE
+        return Regime.SPARSE if tokens < self.offload_boundary else Regime.OFFLOAD
+
+
+_VARIABLES: Mapping[str, tuple[str, type[int] | type[float] | type[str] | type[bool]]] = {
+    "INIT_TOKENS_NUM": ("init_tokens", int),
+    "LOCAL_TOKENS_NUM": ("local_tokens", int),
+    "TOPK_PERCENT": ("topk_share", float),
+    "DENSE_BOUNDARY": ("dense_boundary", int),
+    "OFFLOAD_BOUNDARY": ("offload_boundary", int),
+    "DIGEST": ("digest", str),
+    "DIGEST_TOKENS": ("digest_tokens", int),
+    "DENSE_LAYERS": ("dense_layers", int),
+    "GATE": ("gate", bool),
+}
+_FLAGS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+
+
+def _parsed(name: str, text: str) -> int | float | str | bool:
+    kind = _VARIABLES[name][1]
+    if kind is bool:
+        _require(text.lower() in _FLAGS, name, text, "1 or 0")
+        return _FLAGS[text.lower()]
+    try:
+        return kind(text.strip())
+    except ValueError:
+        what = "a whole number of tokens" if kind is int else "a number"
+        raise ConfigError(f"{PREFIX}{name} is {text!r}; it must be {what}") from None
+
+
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise ConfigError(f"{PREFIX}{name} is {value!r}; it must be {allowed}")

@@ -1,0 +1,85 @@
+"""Sequences packed into a KV cache by vLLM's own kernel, with nothing of an engine around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+from kvrecall.engines.vllm.retrieval.activity import Activity
+from kvrecall.engines.vllm.retrieval.freshness import Freshness
+from kvrecall.engines.vllm.retrieval.kernel import KernelShape, reader_of, write_tokens
+from kvrecall.engines.vllm.retrieval.layer import RetrievalLayer
+from kvrecall.engines.vllm.retrieval.steps import BatchRow, StepPlanner
+from kvrecall.retrieval.settings import RetrievalSettings
+
+BLOCK = 128
+
+
+def shape_of(
+    heads: int = 4, kv_heads: int = 2, dim: int = 64, dtype: torch.dtype = torch.float32
+) -> KernelShape:
+    return KernelShape(heads, kv_heads, dim, BLOCK, dtype, _get_attn_isa(dtype, BLOCK, dim, "auto"))
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """Keys and values ``[tokens, kv_heads, dim]``, the last token's query ``[heads, dim]``."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    query: torch.Tensor
+    block_ids: torch.Tensor
+
+
+class Bench:
+    """A one-layer KV cache, and what attends to it."""
+
+    def __init__(self, shape: KernelShape, settings: RetrievalSettings, blocks: int) -> None:
+        self.shape = shape
+        self.cache = torch.full(
+            (blocks, shape.kv_heads, BLOCK, 2 * shape.head_dim), 3.0, dtype=shape.dtype
+        )
+        self.activity = Activity()
+        self.freshness = Freshness(BLOCK)
+        self.planner = StepPlanner(settings, shape, self.freshness, self.activity)
+        self.layer = RetrievalLayer(settings, shape, reader_of(shape), self.activity)
+        self._free = torch.randperm(blocks - 1) + 1
+        self._used = 0
+
+    def sequence(self, tokens: int, in_order: bool = False) -> Sequence:
+        """Writes a random sequence into blocks of its own."""
+        count = -(-tokens // BLOCK)
+        ids = self._free[self._used : self._used + count]
+        ids = ids.sort().values if in_order else ids
+        self._used += count
+        shape = self.shape
+        size = (tokens, shape.kv_heads, shape.head_dim)
+        keys, values = torch.randn(size), torch.randn(size)
+        query = torch.randn(shape.heads, shape.head_dim)
+        made = Sequence(*(t.to(shape.dtype) for t in (keys, values, query)), ids)
+        self.write(made, 0, tokens)
+        return made
+
+    def write(self, sequence: Sequence, first: int, end: int) -> None:
+        """Writes tokens ``[first, end)`` of the sequence."""
+        at = torch.arange(first, end)
+        slots = sequence.block_ids[at // BLOCK] * BLOCK + at % BLOCK
+        keys, values = sequence.keys[first:end], sequence.values[first:end]
+        write_tokens(self.shape, self.cache, keys.contiguous(), values.contiguous(), slots)
+        self.freshness.wrote_slots(slots)
+
+    def decode(self, *sequences: Sequence, lengths: tuple[int, ...] = ()) -> torch.Tensor:
+        """Sparse attention of every sequence's query: ``[sequences, heads, dim]``."""
+        tokens = lengths or tuple(len(sequence.keys) for sequence in sequences)
+        width = max(len(sequence.block_ids) for sequence in sequences)
+        table = torch.zeros(len(sequences), width, dtype=torch.int32)
+        for row, sequence in zip(table, sequences, strict=True):
+            row[: len(sequence.block_ids)] = sequence.block_ids
+        step = self.planner.plan([BatchRow(1, count, False) for count in tokens], table)
+        assert step is not None
+        assert len(step.sequences) == len(sequences), "not all of them were attended to sparsely"
+        self.layer.digest(self.cache, step.stale)
+        queries = torch.stack([sequence.query for sequence in sequences])
+        return self.layer.attend(queries, self.cache, step, self.shape.head_dim**-0.5)

@@ -1,0 +1,27 @@
+"""``kvrecall bench decode``: it measures retrieval at work, or fails."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvrecall.bench.decode import measure_decode_report
+from kvrecall.errors import KvrecallError
+from kvrecall.retrieval.settings import RetrievalSettings
+
+SMALL = RetrievalSettings(init_tokens=128, local_tokens=256)
+
+
+def test_figures() -> None:
+    report = measure_decode_report(4096, SMALL, 1, None)
+    figures = report.figures
+    assert figures["active"]
+    assert figures["dense_ms"] > 0  # type: ignore[operator]
+    assert figures["attention_ratio"] > 0  # type: ignore[operator]
+    assert figures["selected_share"] == pytest.approx(0.2, abs=0.05)
+
+
+def test_nothing_to_choose_from_is_an_error() -> None:
+    with pytest.raises(KvrecallError, match="nothing to choose from"):
+        measure_decode_report(4096, replace(SMALL, local_tokens=4000), 1, None)

@@ -1,0 +1,101 @@
+"""Digests and selection against loops over every token."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kvrecall.retrieval.digest import DIGESTS, digests_of
+from kvrecall.retrieval.selection import ExactSelector
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(3)
+
+
+def brute(kind: str, query: list[float], keys: list[list[float]]) -> float:
+    """The score a digest of these keys must have."""
+    total = 0.0
+    for at, q in enumerate(query):
+        column = [key[at] for key in keys]
+        mean = sum(column) / len(column)
+        if kind == "mean":
+            total += q * mean
+        elif kind == "deviation":
+            deviation = math.sqrt(sum((x - mean) ** 2 for x in column) / len(column))
+            total += q * mean + 0.5 * abs(q) * deviation
+        else:
+            total += max(q * x for x in column)
+    return total
+
+
+@pytest.mark.parametrize("kind", list(DIGESTS))
+@pytest.mark.parametrize("tokens", [1, 4, 32])
+def test_scores_equal_brute_force(kind: str, tokens: int) -> None:
+    keys, query = torch.randn(3, 32, 5), torch.randn(5)
+    digest = DIGESTS[kind]
+    got = digests_of(digest, keys, tokens) @ digest.of_query(query)
+    assert got.shape == (3, 32 // tokens)
+    for block in range(3):
+        for part in range(32 // tokens):
+            members = keys[block, part * tokens : (part + 1) * tokens].tolist()
+            want = brute(kind, query.tolist(), members)
+            assert got[block, part] == pytest.approx(want, abs=1e-5)
+
+
+def test_bounds_are_never_below_any_logit() -> None:
+    keys, query = torch.randn(50, 16, 64), torch.randn(64)
+    bounds = DIGESTS["bounds"]
+    scores = digests_of(bounds, keys, 16) @ bounds.of_query(query)
+    assert (scores[..., 0] >= (keys @ query).amax(-1) - 1e-4).all()
+
+
+@pytest.mark.parametrize("kind", list(DIGESTS))
+def test_of_one_token_every_kind_scores_the_logit(kind: str) -> None:
+    keys, query = torch.randn(7, 1, 16), torch.randn(16)
+    digest = DIGESTS[kind]
+    torch.testing.assert_close(
+        digests_of(digest, keys, 1)[:, 0] @ digest.of_query(query), keys[:, 0] @ query
+    )
+
+
+def chosen_by_hand(query: torch.Tensor, keys: torch.Tensor, count: int) -> list[set[int]]:
+    """Group mean of softmaxed mean scores, a block as its best digest; ``keys``:
+    ``[heads, blocks, digests, tokens, dim]``."""
+    heads, blocks, digests = keys.shape[:3]
+    picked = []
+    for head in range(heads):
+        mass = [[0.0] * digests for _ in range(blocks)]
+        for q in query[head]:
+            scores = {
+                (b, d): float(q @ keys[head, b, d].mean(0)) * 0.5
+                for b in range(blocks)
+                for d in range(digests)
+            }
+            total = sum(math.exp(s) for s in scores.values())
+            for (b, d), score in scores.items():
+                mass[b][d] += math.exp(score) / total / len(query[head])
+        order = sorted(range(blocks), key=lambda b: -max(mass[b]))
+        picked.append(set(order[:count]))
+    return picked
+
+
+@pytest.mark.parametrize("cuts", [[20], [1, 19], [7, 7, 6]])
+def test_selection_equals_brute_force_however_the_digests_are_cut(cuts: list[int]) -> None:
+    keys = torch.randn(2, 20, 4, 8, 16, dtype=torch.float64).float()
+    query = 4 * torch.randn(2, 3, 16)
+    runs = DIGESTS["mean"].of_keys(keys).split(cuts, dim=1)
+    chosen = ExactSelector(DIGESTS["mean"]).choose(query, runs, 6, 0.5)
+    assert [set(row) for row in chosen.tolist()] == chosen_by_hand(query, keys, 6)
+
+
+def test_each_kv_head_chooses_for_itself() -> None:
+    digests = torch.zeros(2, 10, 1, 4)
+    query = torch.ones(2, 1, 4)
+    digests[0, 3] = 9.0
+    digests[1, 8] = 9.0
+    chosen = ExactSelector(DIGESTS["mean"]).choose(query, [digests], 1, 1.0)
+    assert chosen.tolist() == [[3], [8]]

@@ -1,0 +1,182 @@
+"""vLLM's CPU kernel over chosen blocks, against the plain-torch oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvrecall.engines.vllm.retrieval.kernel import KernelShape
+from kvrecall.engines.vllm.retrieval.steps import BatchRow
+from kvrecall.retrieval.oracle import attended, attention
+from kvrecall.retrieval.settings import RetrievalSettings
+
+from .sequences import BLOCK, Bench, Sequence, shape_of
+
+SMALL = RetrievalSettings(
+    init_tokens=BLOCK, local_tokens=200, dense_boundary=0, offload_boundary=10**6, gate=False
+)
+AWKWARD = [1000, 1023, 1024, 1025, 1153, 2047, 4097]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(7)
+
+
+def oracle(sequence: Sequence, settings: RetrievalSettings) -> torch.Tensor:
+    mask = attended(sequence.query, sequence.keys, BLOCK, settings)
+    return attention(sequence.query, sequence.keys, sequence.values, mask)
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(got.float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("tokens", AWKWARD)
+@pytest.mark.parametrize("digest", ["mean", "deviation", "bounds"])
+def test_equals_the_oracle(tokens: int, digest: str) -> None:
+    settings = replace(SMALL, digest=digest)
+    bench = Bench(shape_of(), settings, 64)
+    sequence = bench.sequence(tokens)
+    (got,) = bench.decode(sequence)
+    assert_close(got, oracle(sequence, settings), torch.float32)
+
+
+@pytest.mark.parametrize("tokens", [129, 255, 256, 257, 384, 385])
+def test_equals_the_oracle_without_init_and_with_one_local_token(tokens: int) -> None:
+    settings = replace(SMALL, init_tokens=0, local_tokens=1, topk_share=0.01)
+    bench = Bench(shape_of(), settings, 64)
+    sequence = bench.sequence(tokens)
+    (got,) = bench.decode(sequence)
+    assert_close(got, oracle(sequence, settings), torch.float32)
+
+
+@pytest.mark.parametrize("tokens", [1, 127, 128])
+def test_a_sequence_of_one_block_has_nothing_to_choose_from(tokens: int) -> None:
+    settings = replace(SMALL, init_tokens=0, local_tokens=1)
+    bench = Bench(shape_of(), settings, 64)
+    table = bench.sequence(tokens).block_ids[None].to(torch.int32)
+    assert bench.planner.plan([BatchRow(1, tokens, False)], table) is None
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        shape_of(dtype=torch.bfloat16),
+        shape_of(dtype=torch.float16),
+        shape_of(heads=2, kv_heads=2, dim=128),
+        shape_of(heads=7, kv_heads=1, dim=80),
+        shape_of(heads=16, kv_heads=2, dim=128, dtype=torch.bfloat16),
+    ],
+    ids=lambda s: f"{s.heads}-{s.kv_heads}-{s.head_dim}-{s.dtype}",
+)
+def test_equals_the_oracle_in_every_shape(shape: KernelShape) -> None:
+    bench = Bench(shape, SMALL, 64)
+    sequence = bench.sequence(1999)
+    (got,) = bench.decode(sequence)
+    assert_close(got, oracle(sequence, SMALL), shape.dtype)
+
+
+@pytest.mark.parametrize("tokens", [600, 1000, 4097])
+def test_a_share_of_all_blocks_equals_dense(tokens: int) -> None:
+    bench = Bench(shape_of(), replace(SMALL, topk_share=1.0), 64)
+    sequence = bench.sequence(tokens)
+    (got,) = bench.decode(sequence)
+    everything = torch.ones(bench.shape.kv_heads, tokens, dtype=torch.bool)
+    want = attention(sequence.query, sequence.keys, sequence.values, everything)
+    assert_close(got, want, torch.float32)
+
+
+def test_a_batch_equals_its_sequences_by_themselves() -> None:
+    bench = Bench(shape_of(), SMALL, 256)
+    sequences = [bench.sequence(tokens) for tokens in (*AWKWARD, 500)]
+    for got, sequence in zip(bench.decode(*sequences), sequences, strict=True):
+        assert_close(got, oracle(sequence, SMALL), torch.float32)
+
+
+def test_scattered_blocks_and_blocks_in_a_row_are_scored_alike() -> None:
+    settings = replace(SMALL, topk_share=0.1)
+    bench = Bench(shape_of(), settings, 400)
+    for in_order in (False, True):
+        sequence = bench.sequence(15_000, in_order)
+        (got,) = bench.decode(sequence)
+        assert_close(got, oracle(sequence, settings), torch.float32)
+
+
+def test_the_sum_does_not_depend_on_where_the_blocks_lie() -> None:
+    bench = Bench(shape_of(), SMALL, 400)
+    first, second = bench.sequence(5000, in_order=True), bench.sequence(5000)
+    second = replace(first, block_ids=second.block_ids)
+    bench.write(second, 0, 5000)
+    one, other = bench.decode(first, second)
+    assert torch.equal(one, other)
+
+
+def test_the_block_with_the_matching_key_is_attended_to() -> None:
+    settings = replace(SMALL, topk_share=0.05)
+    bench = Bench(shape_of(heads=2, kv_heads=2), settings, 64)
+    sequence = bench.sequence(4000)
+    places = [1500, 2777]
+    for head, place in enumerate(places):
+        sequence.keys[place, head] = 4 * sequence.query[head]
+    bench.write(sequence, 0, 4000)
+    (got,) = bench.decode(sequence)
+    for head, place in enumerate(places):
+        torch.testing.assert_close(got[head], sequence.values[place, head], atol=1e-3, rtol=1e-3)
+
+
+def test_digests_follow_what_is_written_into_blocks() -> None:
+    """Tokens come a few at a time, and the blocks go to another sequence afterwards."""
+    bench = Bench(shape_of(), SMALL, 64)
+    sequence = bench.sequence(3000)
+    bench.decode(sequence)
+    torch.manual_seed(8)
+    other = replace(
+        sequence,
+        keys=torch.randn_like(sequence.keys),
+        values=torch.randn_like(sequence.values),
+    )
+    for first in range(0, 3000, 37):
+        end = min(first + 37, 3000)
+        bench.write(other, first, end)
+        if end > 600 and first % 5 == 0:
+            (got,) = bench.decode(other, lengths=(end,))
+            now = replace(other, keys=other.keys[:end], values=other.values[:end])
+            assert_close(got, oracle(now, SMALL), torch.float32)
+
+
+def test_blocks_loaded_behind_the_engines_back_are_digested_anew() -> None:
+    bench = Bench(shape_of(), SMALL, 64)
+    first, second = bench.sequence(2000), bench.sequence(2000)
+    bench.decode(first, second)
+    bench.cache[second.block_ids] = bench.cache[first.block_ids]
+    bench.freshness.wrote_blocks(second.block_ids.tolist())
+    before = bench.activity.blocks_digested
+    copy = replace(first, block_ids=second.block_ids)
+    (got,) = bench.decode(copy)
+    assert_close(got, oracle(first, SMALL), torch.float32)
+    assert bench.activity.blocks_digested - before == 2000 // BLOCK - 1
+
+
+def test_blocks_are_digested_once() -> None:
+    bench = Bench(shape_of(), SMALL, 64)
+    sequence = bench.sequence(2000)
+    bench.decode(sequence)
+    once = bench.activity.blocks_digested
+    assert once == 2000 // BLOCK - 1
+    bench.decode(sequence)
+    assert bench.activity.blocks_digested == once
+
+
+def test_activity_counts_what_was_chosen() -> None:
+    bench = Bench(shape_of(), SMALL, 64)
+    bench.decode(bench.sequence(BLOCK * 13))
+    heads, middle = bench.shape.kv_heads, 13 - 1 - 2
+    activity = bench.activity
+    assert activity.steps_sparse == activity.sequences_sparse == activity.layers_sparse == 1
+    assert activity.blocks_considered == middle * heads
+    assert activity.blocks_selected == 2 * heads
+    assert activity.blocks_attended == 5 * heads

@@ -1,0 +1,111 @@
+"""Settings, regimes, and how a sequence is split."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrecall.engines.vllm.retrieval.plugin import asked_for
+from kvrecall.errors import ConfigError
+from kvrecall.retrieval.settings import Regime, RetrievalSettings
+from kvrecall.retrieval.split import split_of
+
+
+def test_defaults_are_the_seeds() -> None:
+    settings = RetrievalSettings.from_environ({"PATH": "/bin"})
+    assert settings == RetrievalSettings()
+    assert (settings.init_tokens, settings.local_tokens) == (1024, 7192)
+    assert settings.topk_share == 0.2
+    assert (settings.dense_boundary, settings.offload_boundary) == (32768, 65536)
+
+
+def test_every_variable_is_read() -> None:
+    given = {
+        "INIT_TOKENS_NUM": "1",
+        "LOCAL_TOKENS_NUM": "2",
+        "TOPK_PERCENT": "0.5",
+        "DENSE_BOUNDARY": "4",
+        "OFFLOAD_BOUNDARY": "5",
+        "DIGEST": "mean",
+        "DIGEST_TOKENS": "32",
+        "DENSE_LAYERS": "0",
+        "GATE": "off",
+    }
+    environ = {f"VLLM_RETRIEVAL_{name}": text for name, text in given.items()}
+    assert RetrievalSettings.from_environ(environ) == RetrievalSettings(
+        1, 2, 0.5, 4, 5, "mean", 32, 0, False
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("INIT_TOKENS_NUM", "-1"),
+        ("INIT_TOKENS_NUM", "1k"),
+        ("LOCAL_TOKENS_NUM", "0"),
+        ("TOPK_PERCENT", "20"),
+        ("TOPK_PERCENT", "0"),
+        ("TOPK_PERCENT", "nan"),
+        ("OFFLOAD_BOUNDARY", "100"),
+        ("DIGEST", "median"),
+        ("GATE", "maybe"),
+        ("TOP_K", "1"),
+    ],
+)
+def test_what_is_wrong_is_named(name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"VLLM_RETRIEVAL_{name}"):
+        RetrievalSettings.from_environ({f"VLLM_RETRIEVAL_{name}": text})
+
+
+def test_regimes() -> None:
+    settings = RetrievalSettings(dense_boundary=10, offload_boundary=20)
+    regimes = [settings.regime(tokens) for tokens in (9, 10, 19, 20)]
+    assert regimes == [Regime.DENSE, Regime.SPARSE, Regime.SPARSE, Regime.OFFLOAD]
+
+
+@pytest.mark.parametrize(
+    ("plugins", "on"),
+    [
+        (None, False),
+        ("", False),
+        ("ascend,retrieval", True),
+        (" retrieval ", True),
+        ("retrievals", False),
+    ],
+)
+def test_the_plugin_acts_only_if_named(plugins: str | None, on: bool) -> None:
+    assert asked_for({} if plugins is None else {"VLLM_PLUGINS": plugins}) is on
+
+
+@given(
+    tokens=st.integers(1, 5000),
+    block=st.sampled_from([1, 16, 128]),
+    init=st.integers(0, 3000),
+    local=st.integers(1, 3000),
+    share=st.floats(0.001, 1),
+)
+def test_init_and_local_tokens_always_take_part(
+    tokens: int, block: int, init: int, local: int, share: float
+) -> None:
+    settings = RetrievalSettings(init_tokens=init, local_tokens=local, topk_share=share)
+    split = split_of(tokens, block, settings)
+    assert split.blocks == -(-tokens // block)
+    assert split.init * block >= min(init, tokens)
+    assert split.local * block <= max(tokens - local, split.init * block)
+    assert 0 <= split.init <= split.local <= split.blocks
+    assert split.middle * share <= split.chosen <= split.middle
+    assert 1 <= split.last_tokens <= block
+    if split.middle:
+        assert split.local < split.blocks
+        assert split.attended_tokens <= tokens
+    if split.chosen == split.middle:
+        assert split.attended_tokens == tokens
+
+
+def test_seeds_defaults_attend_to_what_the_notes_say() -> None:
+    shares = [
+        split_of(1024 * kilo, 128, RetrievalSettings()).attended_tokens / (1024 * kilo)
+        for kilo in (32, 64, 128, 1024)
+    ]
+    assert shares == pytest.approx([0.40, 0.30, 0.25, 0.21], abs=0.01)

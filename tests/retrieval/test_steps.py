@@ -1,0 +1,181 @@
+"""What a step's plan takes in, the gate, packing, and refusals at start."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvrecall.engines.vllm.retrieval.activity import Activity, ActivityLog
+from kvrecall.engines.vllm.retrieval.checks import (
+    LatentAttentionRefused,
+    require_block_size,
+    require_engine,
+    require_layer,
+)
+from kvrecall.engines.vllm.retrieval.freshness import Freshness
+from kvrecall.engines.vllm.retrieval.packing import KeyReader
+from kvrecall.engines.vllm.retrieval.steps import BatchRow, StepPlanner
+from kvrecall.errors import EngineError
+from kvrecall.retrieval.settings import RetrievalSettings
+
+from .sequences import shape_of
+
+LARGE = shape_of(heads=16, kv_heads=4, dim=128, dtype=torch.bfloat16)
+
+
+def planner(settings: RetrievalSettings, activity: Activity, shape: Any = LARGE) -> StepPlanner:
+    return StepPlanner(settings, shape, Freshness(128), activity)
+
+
+def table(*lengths: int) -> torch.Tensor:
+    return torch.arange(len(lengths) * 1100, dtype=torch.int32).view(len(lengths), -1)
+
+
+def test_only_decoded_tokens_of_long_sequences_are_sparse() -> None:
+    activity = Activity()
+    rows = [
+        BatchRow(1, 70_000, False),
+        BatchRow(1, 30_000, False),
+        BatchRow(512, 70_000, True),
+        BatchRow(1, 70_000, True),
+        BatchRow(1, 40_000, False),
+    ]
+    step = planner(RetrievalSettings(), activity).plan(rows, table(*range(5)))
+    assert step is not None
+    assert [sequence.row for sequence in step.sequences] == [0, 4]
+    assert step.table.shape[0] == len(step.seq_lens) == 2 * LARGE.kv_heads
+    assert activity.sequences_sparse == 2
+
+
+def test_prefill_digests_blocks_as_they_fill() -> None:
+    planned = planner(RetrievalSettings(), Activity())
+    first = planned.plan([BatchRow(2048, 40_000, True)], table(1))
+    assert first is not None
+    assert not first.sequences
+    assert len(first.stale) == 40_000 // 128 - 8
+    second = planned.plan([BatchRow(2048, 42_048, True)], table(1))
+    assert second is not None
+    assert len(second.stale) == 42_048 // 128 - 40_000 // 128
+
+
+@pytest.mark.parametrize(("tokens", "sparse"), [(8_000, False), (11_000, False), (40_000, True)])
+def test_the_gate_keeps_short_sequences_dense(tokens: int, sparse: bool) -> None:
+    activity = Activity()
+    step = planner(RetrievalSettings(dense_boundary=0), activity).plan(
+        [BatchRow(1, tokens, False)], table(1)
+    )
+    assert (step is not None) is sparse
+    assert activity.sequences_gated == (not sparse)
+
+
+def test_choosing_everything_is_left_to_dense_attention() -> None:
+    activity = Activity()
+    settings = RetrievalSettings(topk_share=1.0)
+    assert planner(settings, activity).plan([BatchRow(1, 60_000, False)], table(1)) is None
+    assert activity.sequences_gated == 1
+
+
+def test_freshness() -> None:
+    fresh = Freshness(128)
+    ids = torch.tensor([5, 3, 900], dtype=torch.int32)
+    assert fresh.take_stale(ids).tolist() == [5, 3, 900]
+    assert fresh.take_stale(ids).tolist() == []
+    fresh.wrote_slots(torch.tensor([-1, 3 * 128 + 127, 4 * 128]))
+    fresh.wrote_blocks([900, 100_000])
+    assert fresh.take_stale(ids).tolist() == [3, 900]
+
+
+@pytest.mark.parametrize("evenly", [True, False])
+def test_keys_are_read_back_from_any_reordering(evenly: bool) -> None:
+    torch.manual_seed(1)
+    order = torch.arange(32 * 8).view(32, 8).T.flatten() if evenly else torch.randperm(32 * 8)
+    reader = KeyReader(32, 8, torch.bfloat16, lambda ones: ones.flatten()[order])
+    keys = torch.randn(4, 3, 32, 8).to(torch.bfloat16)
+    cache = torch.cat([keys.flatten(2)[..., order], torch.zeros(4, 3, 32 * 8)], -1)
+    got = reader.read(cache.to(torch.bfloat16).view(4, 3, 32, 16), torch.tensor([2, 0]))
+    assert torch.equal(got, keys[[2, 0]])
+
+
+def test_packing_that_loses_elements_is_refused() -> None:
+    with pytest.raises(EngineError, match="cannot be read back"):
+        KeyReader(32, 8, torch.float32, lambda ones: ones.flatten().clone().fill_(1))
+
+
+def test_the_log_says_what_was_done_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    activity = Activity()
+    log = ActivityLog(activity, 60.0, lambda: now[0])
+    caplog.set_level("INFO", "vllm.kvrecall")
+    for second in (0.0, 30.0, 59.0, 61.0):
+        now[0] = second
+        activity.steps_sparse += 1
+        activity.blocks_selected += 10
+        log.sparse_step()
+    assert [record.getMessage().split(":")[2].split()[0] for record in caplog.records] == ["1", "3"]
+    assert "30 chosen" in caplog.text
+
+
+def engine(**changed: Any) -> SimpleNamespace:
+    values: dict[str, Any] = {
+        "speculative_config": None,
+        "kv_transfer_config": None,
+        "cache_config": SimpleNamespace(cache_dtype="auto"),
+        "parallel_config": SimpleNamespace(decode_context_parallel_size=1),
+        "model_config": SimpleNamespace(
+            max_model_len=100_000,
+            is_hybrid=False,
+            is_encoder_decoder=False,
+            get_total_num_hidden_layers=lambda: 4,
+        ),
+    }
+    return SimpleNamespace(**{**values, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"speculative_config": object()}, "speculative decoding"),
+        ({"cache_config": SimpleNamespace(cache_dtype="fp8")}, "kv_cache_dtype=fp8"),
+        ({"parallel_config": SimpleNamespace(decode_context_parallel_size=2)}, "context_parallel"),
+        ({"kv_transfer_config": SimpleNamespace(kv_connector="Other")}, "the connector Other"),
+    ],
+)
+def test_what_cannot_work_is_refused(changed: dict[str, Any], named: str) -> None:
+    require_engine(engine(), RetrievalSettings())
+    with pytest.raises(EngineError, match=named):
+        require_engine(engine(**changed), RetrievalSettings())
+
+
+def test_no_layer_left_is_refused() -> None:
+    with pytest.raises(EngineError, match="DENSE_LAYERS=4"):
+        require_engine(engine(), replace(RetrievalSettings(), dense_layers=4))
+
+
+def test_blocks_that_digests_do_not_divide_are_refused() -> None:
+    with pytest.raises(EngineError, match="block_size=32"):
+        require_block_size(32, replace(RetrievalSettings(), digest_tokens=64))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"sliding_window": 512},
+        {"sinks": torch.zeros(2)},
+        {"alibi_slopes": torch.zeros(2)},
+        {"attn_type": "encoder_only"},
+    ],
+)
+def test_layers_that_cannot_choose_are_refused(changed: dict[str, Any]) -> None:
+    plain = {"attn_type": "decoder", "sliding_window": -1, "alibi_slopes": None, "sinks": None}
+    require_layer(SimpleNamespace(**plain))
+    with pytest.raises(EngineError):
+        require_layer(SimpleNamespace(**{**plain, **changed}))
+
+
+def test_latent_attention_is_refused_whatever_is_asked_of_it() -> None:
+    with pytest.raises(EngineError, match="MLA"):
+        LatentAttentionRefused.get_name()
