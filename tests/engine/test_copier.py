@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from kvrecall.engines.vllm import copier as copier_module
 from kvrecall.engines.vllm.compat import LayerPlacement
 from kvrecall.engines.vllm.copier import InlineCopier, Run, runs_of
 from kvrecall.engines.vllm.pages import pages_of
@@ -43,7 +44,12 @@ def test_runs_merge_what_is_consecutive_on_both_sides() -> None:
 
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("shard_offset", [0, 512])
-def test_blocks_come_back_as_they_were(layers: int, shard_offset: int) -> None:
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_blocks_come_back_as_they_were(
+    layers: int, shard_offset: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copier_module, "_WORTH_SHARING", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     device = caches(layers)
     before = {name: tensor.clone() for name, tensor in device.items()}
     pages = pages_of(device, placements(list(device)), BLOCKS)

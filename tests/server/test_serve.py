@@ -86,7 +86,8 @@ def test_recall_from_every_tier(server: LiveServer) -> None:
 def test_the_split_survives_a_stop_string(server: LiveServer) -> None:
     """vLLM finds stop strings outside the engine, which then only hears of an abort."""
     whole = generate(server, TEXT, max_new_tokens=20)
-    stop = next(t["text"] for t in whole["details"]["tokens"][4:] if t["text"].isprintable())
+    texts = [token["text"] for token in whole["details"]["tokens"][4:]]
+    stop = next(text for text in texts if text and text.isprintable())
     assert server.client.post("/reset_prefix_cache").status_code == 200
     cut = generate(server, TEXT, max_new_tokens=20, stop=[stop])
     assert cut["details"]["finish_reason"] == "stop_sequence"

@@ -1,9 +1,10 @@
 """Copies blocks between the device KV cache and the arena.
 
 One small interface with a form a kind of device: in place on the CPU, on a stream elsewhere.
-Consecutive blocks in consecutive slots are merged into one strided copy a layer. On the CPU numpy
-makes it, on one thread: torch's copy is as fast on idle cores, and waits for its thread team where
-the cores are busy (docs/log.md).
+On the CPU a copy a block and layer, shared among threads, keeps up with a plain copy of all bytes
+and stays at it where the cores are busy; torch's own copies wait for their thread team there, down
+to a twentieth (docs/log.md). Elsewhere consecutive blocks in consecutive slots are merged into one
+strided copy a layer.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
-from numpy.lib.stride_tricks import as_strided
 
 from kvrecall.engines.vllm.pages import Pages
 from kvrecall.engines.vllm.wire import Copy
+
+_WORTH_SHARING = 4 << 20
+"""Copies of fewer bytes are made by one thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +36,14 @@ class Run:
     count: int
 
 
-def runs_of(copy: Copy, null_block: int = 0) -> Iterator[Run]:
-    """Merges a copy's rows into runs. Rows of the null block hold no tokens and are left out."""
-    rows = [
-        (block, offset)
-        for block, offset in zip(copy.block_ids, copy.offsets, strict=True)
-        if block != null_block
-    ]
+def _real_rows(copy: Copy) -> list[tuple[int, int]]:
+    """Device block and arena offset of each row. The null block (0) holds no tokens: left out."""
+    return [row for row in zip(copy.block_ids, copy.offsets, strict=True) if row[0] != 0]
+
+
+def runs_of(copy: Copy) -> Iterator[Run]:
+    """Merges a copy's rows into runs."""
+    rows = _real_rows(copy)
     start = 0
     while start < len(rows):
         end = start + 1
@@ -102,52 +108,57 @@ class Copier(ABC):
     def drain(self) -> None:
         """Waits until every submitted copy is complete."""
 
-    def _move(self, copy: Copy, to_device: bool) -> int:
-        """Issues the copies of one order; returns their bytes."""
-        rows = 0
-        for run in runs_of(copy):
-            rows += run.count
-            for layer, layer_offset in enumerate(self._layer_offsets):
-                self._move_run(run, layer, run.offset + layer_offset, to_device)
-        return rows * self._shard_bytes
-
-    @abstractmethod
-    def _move_run(self, run: Run, layer: int, offset: int, to_device: bool) -> None:
-        """Copies a run's rows of one layer, which lie ``run.step`` apart from ``offset`` on."""
-
 
 class InlineCopier(Copier):
-    """The CPU form: device memory is host memory, a copy is done when it returns. One thread."""
+    """The CPU form: device memory is host memory, a copy is done when it returns.
+
+    Large copies are shared among as many threads as torch computes with in this process.
+    """
 
     in_step = True
 
     def __init__(self, arena: torch.Tensor, pages: Sequence[Pages], shard_offset: int) -> None:
         super().__init__(arena, pages, shard_offset)
         self._bytes = arena.numpy()
-        self._rows = [page.rows.numpy() for page in pages]
+        self._layers = [
+            (page.rows.numpy(), offset, page.page_bytes)
+            for page, offset in zip(pages, self._layer_offsets, strict=True)
+        ]
+        self._helpers = torch.get_num_threads() - 1
+        self._team = ThreadPoolExecutor(max(1, self._helpers), "kvrecall-copy")
         self._loads = 0
         self._stores = 0
 
     def load(self, copy: Copy) -> Moved:
         self._loads += 1
-        return self._timed(copy, True)
+        return self._move(copy, True)
 
     def store(self, copy: Copy) -> Moved:
         self._stores += 1
-        return self._timed(copy, False)
+        return self._move(copy, False)
 
-    def _move_run(self, run: Run, layer: int, offset: int, to_device: bool) -> None:
-        device = self._rows[layer][run.block : run.block + run.count]
-        host = as_strided(self._bytes[offset:], device.shape, (run.step, 1))
-        if to_device:
-            device[:] = host
-        else:
-            host[:] = device
-
-    def _timed(self, copy: Copy, to_device: bool) -> Moved:
+    def _move(self, copy: Copy, to_device: bool) -> Moved:
         begin = time.perf_counter()
-        nbytes = self._move(copy, to_device)
+        rows = _real_rows(copy)
+        nbytes = len(rows) * self._shard_bytes
+        shares = 1 + self._helpers if nbytes >= _WORTH_SHARING else 1
+        bounds = [len(rows) * share // shares for share in range(shares + 1)]
+        parts = [rows[low:high] for low, high in pairwise(bounds)]
+        helping = [self._team.submit(self._move_rows, part, to_device) for part in parts[1:]]
+        self._move_rows(parts[0], to_device)
+        for helper in helping:
+            helper.result()
         return Moved(nbytes, time.perf_counter() - begin)
+
+    def _move_rows(self, rows: Sequence[tuple[int, int]], to_device: bool) -> None:
+        memory = self._bytes
+        for block, offset in rows:
+            for device, layer_offset, nbytes in self._layers:
+                begin = offset + layer_offset
+                if to_device:
+                    device[block] = memory[begin : begin + nbytes]
+                else:
+                    memory[begin : begin + nbytes] = device[block]
 
     def loads_done(self) -> int:
         return self._loads
@@ -180,14 +191,20 @@ class StreamCopier(Copier):
     def store(self, copy: Copy) -> Moved:
         return Moved(self._out.submit(lambda: self._move(copy, False)), 0.0)
 
-    def _move_run(self, run: Run, layer: int, offset: int, to_device: bool) -> None:
-        page = self._pages[layer]
-        device = page.rows[run.block : run.block + run.count]
-        host = self._arena.as_strided((run.count, page.page_bytes), (run.step, 1), offset)
-        if to_device:
-            device.copy_(host, non_blocking=True)
-        else:
-            host.copy_(device, non_blocking=True)
+    def _move(self, copy: Copy, to_device: bool) -> int:
+        """Issues the copies of one order; returns their bytes."""
+        rows = 0
+        for run in runs_of(copy):
+            rows += run.count
+            for page, layer_offset in zip(self._pages, self._layer_offsets, strict=True):
+                device = page.rows[run.block : run.block + run.count]
+                shape, steps = (run.count, page.page_bytes), (run.step, 1)
+                host = self._arena.as_strided(shape, steps, run.offset + layer_offset)
+                if to_device:
+                    device.copy_(host, non_blocking=True)
+                else:
+                    host.copy_(device, non_blocking=True)
+        return rows * self._shard_bytes
 
     def loads_done(self) -> int:
         return self._in.done()

@@ -1,0 +1,1 @@
+"""How `models/recall-tiny` is made: tasks, tokenizer, training, evaluation, export."""
