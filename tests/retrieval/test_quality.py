@@ -22,8 +22,8 @@ TOKENS = 8192
 QUESTIONS = """
 import json
 from bench.model import tasks
-from bench.model.evaluate import documents
-(document,) = documents(777, {tokens})
+from bench.model.evaluate import document_of
+document = document_of(777, {tokens})
 print(json.dumps([
     [tasks.raw_prompt(document.text, question.text), question.expected]
     for question in document.questions if question.task in ("single", "multikey")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -81,6 +82,22 @@ def test_recall_from_every_tier(server: LiveServer) -> None:
     assert first["generated_text"] == again["generated_text"] == pooled["generated_text"]
     header = server.client.post("/generate", json={"inputs": TEXT}).headers["x-kvrecall"]
     assert header == "device=896;host=0;disk=0;remote=0;computed=4"
+
+
+def test_metrics_endpoint(server: LiveServer) -> None:
+    generate(server, TEXT)
+    page = server.client.get("/metrics").text
+
+    def value(name: str, label: str) -> float:
+        match = re.search(rf"^kvrecall_{name}{{[^}}]*{label}[^}}]*}} (\S+)$", page, re.MULTILINE)
+        assert match, f"{name} of {label} is not on /metrics"
+        return float(match[1])
+
+    assert value("prompt_tokens_total", 'source="host"') >= BLOCKS
+    assert value("prompt_tokens_total", 'source="computed"') >= 900
+    assert value("tier_blocks", 'tier="host"') >= BLOCKS // 128
+    assert value("tier_capacity_bytes", 'tier="host"') == 32 << 20
+    assert value("loaded_bytes_total", "engine") > 0
 
 
 def test_the_split_survives_a_stop_string(server: LiveServer) -> None:
