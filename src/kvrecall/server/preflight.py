@@ -12,11 +12,10 @@ from pathlib import Path
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.arena import available_memory
-from kvrecall.pool.disk.folder import check_room
+from kvrecall.pool.disk.folder import LOCK_NAME, check_room
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _GIB = 1 << 30
-LOCK_NAME = "lock"  # kvrecall.pool.disk.folder.FolderLock
 
 
 def check_model(model: str, name: str = "model") -> None:

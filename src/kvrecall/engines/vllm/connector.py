@@ -53,11 +53,10 @@ class RecallConnector(KVConnectorBase_V1):
         self._worker: RecallWorker | None = None
         self._pool: PoolClient | None = None
         self._watch = PoolWatch()
+        compat.require_supported(vllm_config, kv_cache_config)
         if role is KVConnectorRole.WORKER:
-            compat.require_supported(vllm_config, kv_cache_config)
             self._worker = RecallWorker(vllm_config, kv_cache_config)
         else:
-            compat.require_supported(vllm_config, kv_cache_config)
             if multiprocessing.current_process().name.startswith("EngineCore"):
                 end_with_parent()
             self._settings = _settings_of(vllm_config)

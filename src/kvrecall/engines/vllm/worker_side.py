@@ -6,7 +6,6 @@ the engine's step.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,8 +16,6 @@ from kvrecall.engines.vllm.copier import make_copier
 from kvrecall.engines.vllm.mapping import ArenaMapping
 from kvrecall.engines.vllm.pages import Pages, pages_of
 from kvrecall.engines.vllm.wire import Shard, ShardLayer, StepOrders, StepReport
-
-logger = logging.getLogger("vllm.kvrecall")
 
 
 class RecallWorker:

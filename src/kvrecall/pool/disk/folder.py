@@ -9,7 +9,7 @@ from pathlib import Path
 from kvrecall.errors import TierError
 
 _GIB = 1 << 30
-_LOCK = "lock"
+LOCK_NAME = "lock"
 
 
 def own_bytes(path: Path) -> int:
@@ -46,7 +46,7 @@ class FolderLock:
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.chmod(0o700)
-            fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise TierError(f"disk_path: {path}: {error.strerror}") from error
         try:
