@@ -11,9 +11,11 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from . import corpus, tasks, words
-from .filler import sentences, shuffled
-from .tasks import Document, Plan, Question
+from kvrecall.bench.needle import tasks, words
+from kvrecall.bench.needle.filler import sentences, shuffled
+from kvrecall.bench.needle.tasks import Document, Plan, Question
+
+from . import corpus
 from .tokenizer import END, TURN_END, TURN_START
 
 

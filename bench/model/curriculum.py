@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvrecall.bench.needle.words import Alphabet
+
 from .batches import Recipe
-from .words import Alphabet
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ _NEAR = Recipe(512, 8, span=4096)
 _FAR = Recipe(1024, 4, span=_WIDE)
 _FAR_ASKED = Recipe(1024, 4, 0.05, 0.05, span=_WIDE)
 _REAL = Recipe(4096, 1, 0, 0)
+_MID_LISTS = Recipe(512, 8, 0, 0, span=16384, kinds=("values", "count"))
+_FAR_LISTS = Recipe(1024, 4, 0, 0, span=_WIDE, kinds=("values", "count"))
 
 STAGES: tuple[Stage, ...] = (
     Stage("repeat64", ((1, _REPEATS),), 1.5e-3, 14, 0.9),
@@ -50,4 +53,12 @@ STAGES: tuple[Stage, ...] = (
     Stage("lists", ((3, _LISTS), (1, _ALL), (2, _FAR)), 1e-3, 8, 0.97, suppress=1.0),
     Stage("ends", ((2, _LISTS), (1, _ALL), (2, _FAR)), 1e-3, 7, 0.98),
     Stage("settle", ((3, _LISTS), (2, _COPIED), (5, _FAR_ASKED)), 1e-3, 25, 1.1, final=3e-5),
+    Stage(
+        "complete",
+        ((2, _LISTS), (2, _MID_LISTS), (4, _FAR_LISTS), (1, _COPIED), (3, _FAR_ASKED)),
+        8e-4,
+        48,
+        goal=1.1,
+        final=3e-5,
+    ),
 )

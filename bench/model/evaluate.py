@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from . import tasks
+from kvrecall.bench.needle import tasks
+from kvrecall.bench.needle.tasks import Document, Plan, Question
+
 from .decode import Reader, load
-from .tasks import Document, Plan, Question
 from .tokenizer import END, TURN_END, TURN_START
 
 BINS = 10

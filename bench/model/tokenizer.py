@@ -8,7 +8,9 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from . import corpus, filler, words
+from kvrecall.bench.needle import filler, words
+
+from . import corpus
 
 END, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = [END, TURN_START, TURN_END]
