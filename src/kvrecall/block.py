@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NewType
@@ -16,6 +18,29 @@ BlockKey = NewType("BlockKey", bytes)
 """``namespace digest (16 bytes) || chained block hash``: equal keys mean equal KV bytes."""
 
 NAMESPACE_BYTES = 16
+
+Tenant = NewType("Tenant", str)
+"""Whose a block is, for accounting: the digest of the requests' ``cache_salt``, 16 hex digits.
+Tenants share nothing: the salt is part of the block hash."""
+
+SHARED = Tenant("-")
+"""Blocks of requests without a salt."""
+
+
+def tenant_of(salt: str | None) -> Tenant:
+    """The tenant of requests with that ``cache_salt``."""
+    if not salt:
+        return SHARED
+    return Tenant(hashlib.blake2b(salt.encode(), digest_size=8).hexdigest())
+
+
+_TENANT = re.compile("-|[0-9a-f]{16}")
+
+
+@functools.lru_cache(1024)
+def is_tenant(text: str) -> bool:
+    """Whether that can be a tenant."""
+    return _TENANT.fullmatch(text) is not None
 
 
 class TierName(enum.StrEnum):

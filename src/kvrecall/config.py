@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvrecall.block import Tenant, is_tenant, tenant_of
 from kvrecall.errors import ConfigError
 
 _UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
@@ -31,6 +33,75 @@ def parse_size(value: str | int | float, name: str) -> int:
     return int(float(number) * (1024**power if binary else _UNITS[unit.lower()]))
 
 
+_AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd]?)")
+_AGE_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_age(value: object, name: str) -> float:
+    """Seconds of ``90m``, ``12h``, ``30d`` or a plain number. ConfigError naming ``name``."""
+    text = str(value) if isinstance(value, str | int | float) and value is not True else ""
+    match = _AGE.fullmatch(text.strip().lower())
+    if match is None or float(match[1]) <= 0:
+        raise ConfigError(f"{name}: {value!r} is no age; write for example 90m, 12h or 7d")
+    return float(match[1]) * _AGE_UNITS[match[2]]
+
+
+def parse_tenant(text: str, name: str) -> Tenant:
+    """A tenant as ``pool ls`` prints it, or ``salt:`` and the requests' ``cache_salt``."""
+    if text.startswith("salt:") and len(text) > 5:
+        return tenant_of(text[5:])
+    if not is_tenant(text):
+        raise ConfigError(
+            f"{name}: {text!r} is no tenant; write 16 hex digits as in `kvrecall pool ls --by "
+            "tenant`, salt:SALT, or - for requests without a salt"
+        )
+    return Tenant(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Watermarks:
+    """Shares of the room: something begins above ``high`` and stops at ``low``."""
+
+    high: float
+    low: float
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """A number of bytes, or a share of a tier's capacity."""
+
+    nbytes: int = 0
+    share: float = 0.0
+
+    def of(self, capacity_bytes: int) -> int:
+        return self.nbytes or int(self.share * capacity_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class TenantTerms:
+    """What one tenant may have; None: no limit. ``ttl_s``: seconds without use until its blocks
+    are dropped."""
+
+    host: Amount | None = None
+    disk: Amount | None = None
+    ttl_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TenantRules:
+    """Terms by tenant. ``named`` stands for all of a tenant's terms, ``default`` for all others."""
+
+    default: TenantTerms = TenantTerms()
+    named: Mapping[Tenant, TenantTerms] = field(default_factory=dict)
+
+    def of(self, tenant: Tenant) -> TenantTerms:
+        return self.named.get(tenant, self.default)
+
+    @property
+    def all(self) -> tuple[TenantTerms, ...]:
+        return (self.default, *self.named.values())
+
+
 @dataclass(frozen=True, slots=True)
 class DiskConfig:
     """Settings of the disk tier."""
@@ -45,6 +116,30 @@ class DiskConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolTerms:
+    """Who may keep what in a pool, and what is written when."""
+
+    write_policy: str = "through"
+    tenants: TenantRules = TenantRules()
+    pin_limit: float = 0.5  # share of a tier that pinned blocks may take
+    host_marks: Watermarks = Watermarks(1.0, 1.0)  # eviction ahead of need; 1: none
+    unwritten_marks: Watermarks = Watermarks(0.5, 0.4)  # of the host, with write_policy back
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteConfig:
+    """Settings of the remote tier: the kind of its store, whose own ``options`` only that kind
+    understands, and how it is used."""
+
+    kind: str
+    options: Mapping[str, object] = field(default_factory=dict)
+    writes: bool = True  # False: blocks are only read
+    max_queued_bytes: int = 256 << 20  # blocks waiting to be stored; beyond it they are shed
+    call_deadline_s: float = 5.0  # a call of the store that takes longer makes the tier pause
+    threads: int = 2  # for each direction
+
+
+@dataclass(frozen=True, slots=True)
 class PoolConfig:
     """Settings of an embedded pool."""
 
@@ -52,6 +147,10 @@ class PoolConfig:
     disk: DiskConfig | None = None
     policy: str = "lru"
     load_deadline_s: float = 10.0
+    terms: PoolTerms = PoolTerms()
+    encryption_key_file: Path | None = None  # seals what lies on disk or leaves the host
+    remote: RemoteConfig | None = None
+    lookup_deadline_s: float = 0.05  # the longest a request waits for the remote tier's answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +162,7 @@ class ServiceConfig:
 
 
 _GIB = 1024**3
+WRITE_POLICIES = ("through", "back", "selective")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +176,10 @@ class RecallSettings:
     backend: str = "embedded"
     async_write: bool = True
     appraise_loads: bool = True
+    handover_deadline_s: float = 2.0
+    admin_socket: Path | None = None
     service: ServiceConfig | None = None  # with backend "service", which then owns ``pool``
+    retrieval: Mapping[str, object] | None = None  # RetrievalSettings', as given
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, object], source: str = "settings") -> RecallSettings:
@@ -85,6 +188,8 @@ class RecallSettings:
         backend       embedded (default): a pool in the engine's process; service: the node's
         socket        path of the service's socket, default /tmp/kvrecall-UID/pool.sock
         call_timeout  seconds an engine waits for an answer of the service, default 0.1
+        admin_socket  where an embedded pool can be asked what is in it (kvrecall pool stat, ls);
+                      absent = nowhere
         host_size     size of the host arena, default 4GiB
         disk_path     folder of the disk tier; absent = no disk tier
         disk_size     hard limit of the disk tier, required with disk_path
@@ -92,12 +197,33 @@ class RecallSettings:
         async_write   bool, default true: saves leave the critical path and are shed under
                       pressure; false: a reply ends only when its blocks are durable in the pool
         policy        eviction policy, default lru
+        write_policy  through (default): every block is written to disk at once; back: when it is
+                      about to leave the host; selective: when it was asked for a second time
+        ttl           12h, 30d: drop blocks not used for so long; default never
+        tenant_quota  how much of each tier one tenant (cache_salt) may hold: "25%", "4GiB", or
+                      {"host": ..., "disk": ...}; default no limit
+        tenants       {TENANT: {"host": .., "disk": .., "ttl": ..}}: own terms of some tenants, in
+                      place of tenant_quota and ttl; what is left out is unlimited
+        pin_limit     share of a tier that may be pinned, default 0.5
+        host_watermarks, disk_watermarks  [high, low], shares of the tier: eviction begins above
+                      high and stops at low; default [1, 1] and [0.95, 0.9]
+        unwritten_watermarks  [high, low], shares of the host: with write_policy back, blocks are
+                      written when more than high is unwritten, until low is; default [0.5, 0.4]
+        encryption_key_file  file with the key that blocks below the host are sealed with
+                      (AES-256-GCM); absent = blocks lie there as they are
         load_or_compute  auto (default): of a prefix, only what is expected to load faster than it
                       computes is loaded; load: whatever is found is loaded
         load_deadline seconds a request waits for blocks from below the host, default 10
+        handover_deadline  seconds a decode instance waits for blocks that a prefill instance has
+                      promised, before it computes them itself, default 2
+        remote        the store beyond this host: an object with its ``kind`` (mooncake, objects or
+                      package.module:Factory) and the options of that kind; absent = none
+        remote_write  through (default): blocks are stored there as they come; off: only read
+        lookup_deadline  seconds a request waits to hear what the remote store has, default 0.05
+        retrieval     mapping: settings of retrieval attention, instead of VLLM_RETRIEVAL_*
 
-        With backend=service the memory and the disk are settings of the service (``pool serve``),
-        and errors here; without it ``socket`` and ``call_timeout`` are.
+        With backend=service the memory, the disk and the remote store are settings of the service
+        (``pool serve``), and errors here; without it ``socket`` and ``call_timeout`` are.
         """
         return _SettingsReader(raw, source).read()
 
@@ -126,11 +252,18 @@ class _SettingsReader:
                 disk=self._disk(),
                 policy=self._text("policy", "lru"),
                 load_deadline_s=self._number("load_deadline", 10.0, 0.0, 3600.0),
+                terms=self._pool_terms(),
+                encryption_key_file=self._path("encryption_key_file"),
+                remote=self._remote(),
+                lookup_deadline_s=self._number("lookup_deadline", 0.05, 0.0, 60.0),
             ),
             backend=backend,
             async_write=self._flag("async_write", True),
             appraise_loads=self._choice("load_or_compute", "auto", ("auto", "load")) == "auto",
+            handover_deadline_s=self._number("handover_deadline", 2.0, 0.0, 600.0),
+            admin_socket=self._path("admin_socket"),
             service=self._service() if backend == "service" else None,
+            retrieval=self._mapping("retrieval"),
         )
 
     def _service(self) -> ServiceConfig:
@@ -150,11 +283,80 @@ class _SettingsReader:
                 f"{self._source}: disk_path is set but disk_size is not; the disk tier needs a "
                 "hard limit, for example disk_size=100GiB"
             )
+        marks = self._marks("disk_watermarks", Watermarks(0.95, 0.90))
         return DiskConfig(
             path=Path(path),
             capacity_bytes=self._size("disk_size", 0),
+            high_watermark=marks.high,
+            low_watermark=marks.low,
             direct_io=self._flag("direct_io", True),
         )
+
+    def _pool_terms(self) -> PoolTerms:
+        return PoolTerms(
+            write_policy=self._choice("write_policy", "through", WRITE_POLICIES),
+            tenants=self._tenants(),
+            pin_limit=self._number("pin_limit", 0.5, 0.0, 1.0),
+            host_marks=self._marks("host_watermarks", Watermarks(1.0, 1.0)),
+            unwritten_marks=self._marks("unwritten_watermarks", Watermarks(0.5, 0.4)),
+        )
+
+    def _tenants(self) -> TenantRules:
+        ttl = self._left.get("ttl")
+        ttl_s = None if ttl in (None, "") else parse_age(ttl, f"{self._source}: ttl")
+        quota = self._left.get("tenant_quota")
+        if not isinstance(quota, dict):
+            quota = {} if quota is None else {"host": quota, "disk": quota}
+        default = self._terms("tenant_quota", quota, ("host", "disk"))
+        named = self._left.get("tenants", {})
+        if not isinstance(named, dict):
+            raise self._fail("tenants", named, "it must be an object: {TENANT: {...}}")
+        terms = {}
+        for name, what in named.items():
+            tenant = parse_tenant(str(name), f"{self._source}: tenants")
+            if not isinstance(what, dict):
+                raise self._fail(f"tenants.{name}", what, 'it must be {"host": .., "disk": ..}')
+            terms[tenant] = self._terms(f"tenants.{name}", what, ("host", "disk", "ttl"))
+        return TenantRules(TenantTerms(default.host, default.disk, ttl_s), terms)
+
+    def _terms(self, name: str, raw: Mapping[str, object], known: tuple[str, ...]) -> TenantTerms:
+        for key in raw:
+            if key not in known:
+                raise self._fail(f"{name}.{key}", raw[key], f"known here: {', '.join(known)}")
+        source = f"{self._source}: {name}"
+        ttl = raw.get("ttl")
+        return TenantTerms(
+            _amount(raw.get("host"), f"{source}: host"),
+            _amount(raw.get("disk"), f"{source}: disk"),
+            None if ttl is None else parse_age(ttl, f"{source}: ttl"),
+        )
+
+    def _marks(self, key: str, default: Watermarks) -> Watermarks:
+        value = self._left.get(key)
+        if value is None:
+            return default
+        right = (
+            isinstance(value, list)
+            and len(value) == 2
+            and all(isinstance(x, int | float) and not isinstance(x, bool) for x in value)
+            and 0 < value[1] <= value[0] <= 1
+        )
+        if not right:
+            raise self._fail(key, value, "it must be [high, low] with 0 < low <= high <= 1")
+        assert isinstance(value, list)
+        return Watermarks(float(value[0]), float(value[1]))
+
+    def _remote(self) -> RemoteConfig | None:
+        value = self._left.get("remote")
+        if value is None:
+            if "remote_write" in self._left:
+                raise ConfigError(f"{self._source}: remote_write is set but remote is not")
+            return None
+        if not isinstance(value, Mapping) or not isinstance(value.get("kind"), str):
+            raise self._fail("remote", value, 'it must be an object such as {"kind": "mooncake"}')
+        options = {name: option for name, option in value.items() if name != "kind"}
+        writes = self._choice("remote_write", "through", ("through", "off")) == "through"
+        return RemoteConfig(str(value["kind"]), options, writes)
 
     def _fail(self, key: str, value: object, allowed: str) -> ConfigError:
         return ConfigError(f"{self._source}: {key} is {value!r}; {allowed}")
@@ -178,6 +380,20 @@ class _SettingsReader:
             raise self._fail(key, value, "it must be a string")
         return value
 
+    def _mapping(self, key: str) -> Mapping[str, object] | None:
+        value = self._left.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise self._fail(key, value, "it must be a mapping of settings, {} for the defaults")
+        return value
+
+    def _path(self, key: str) -> Path | None:
+        if key not in self._left:
+            return None
+        text = self._text(key, "")
+        if not text:
+            raise self._fail(key, text, "it must be the path of a file")
+        return Path(text).expanduser()
+
     def _choice(self, key: str, default: str, allowed: tuple[str, ...]) -> str:
         value = self._text(key, default)
         if value not in allowed:
@@ -193,16 +409,45 @@ class _SettingsReader:
         return float(value)
 
 
+def _amount(value: object, name: str) -> Amount | None:
+    """``25%`` of a tier, or a size."""
+    if value is None:
+        return None
+    text = str(value).strip()
+    if text.endswith("%"):
+        try:
+            share = float(text[:-1]) / 100
+        except ValueError:
+            share = math.nan
+        if not 0 < share <= 1:
+            raise ConfigError(f"{name}: {value!r}; a share must be above 0% and at most 100%")
+        return Amount(share=share)
+    nbytes = parse_size(value, name)  # type: ignore[arg-type]
+    if nbytes <= 0:
+        raise ConfigError(f"{name}: {value!r}; it must be more than 0")
+    return Amount(nbytes)
+
+
 def default_socket() -> Path:
     """Where a user's pool service listens if nothing else is said."""
     return Path(f"/tmp/kvrecall-{os.getuid()}/pool.sock")
 
 
 _SERVICE_ONLY = frozenset("socket call_timeout".split())
-_EMBEDDED_ONLY = frozenset("host_size disk_path disk_size direct_io policy".split())
-_KNOWN_SETTINGS = frozenset(
+_EMBEDDED_ONLY = frozenset(
     (
-        "backend socket call_timeout host_size disk_path disk_size direct_io async_write policy "
-        "load_deadline load_or_compute"
+        "host_size disk_path disk_size direct_io policy encryption_key_file remote remote_write "
+        "write_policy ttl tenant_quota tenants pin_limit host_watermarks disk_watermarks "
+        "unwritten_watermarks admin_socket"
     ).split()
+)
+_KNOWN_SETTINGS = (
+    _EMBEDDED_ONLY
+    | _SERVICE_ONLY
+    | frozenset(
+        (
+            "backend async_write load_deadline load_or_compute lookup_deadline retrieval "
+            "handover_deadline"
+        ).split()
+    )
 )

@@ -7,10 +7,19 @@ here knows HTTP, and nothing here imports vLLM.
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Literal, Protocol
+
+from kvrecall.engines.insight import Insight
+
+REPORT = "kvrecall"
+"""Key in ``kv_transfer_params`` of a reply: prompt tokens by where they came from."""
+
+HANDOVER = "kvrecall_handover"
+"""Key in ``kv_transfer_params``, of a prefill instance's reply and the decode instance's request:
+which part of the prompt lies in the pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +65,22 @@ class RecallSplit:
 
 
 class Finish(StrEnum):
-    """Why a sequence ended, in TGI's words."""
+    """Why a sequence ended, in TGI's words, and one of our own: it was stopped by its name."""
 
     LENGTH = "length"
     EOS = "eos_token"
     STOP = "stop_sequence"
+    STOPPED = "stopped"
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample. ``temperature`` 0 is greedy; None leaves a value to the model's defaults."""
+    """How to sample. ``temperature`` 0 is greedy; None leaves a value to the model's defaults.
+
+    ``n`` sequences are wanted. With ``best_of`` so many are computed and the ``n`` most probable
+    of them are given, best first; with ``beam`` they are found by a beam search of width ``n``.
+    Neither can be streamed.
+    """
 
     max_tokens: int
     temperature: float | None = 0.0
@@ -81,26 +96,31 @@ class Sampling:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     n: int = 1
+    best_of: int | None = None
+    beam: bool = False
+    length_penalty: float = 1.0  # of a beam search
     logprobs: bool = False  # updates name each token; without, they have only the text
     prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One prompt to complete.
+    """One prompt to complete, a text or token ids.
 
     ``truncate`` keeps only the last so many prompt tokens (0: all of them). ``adapter`` names a
-    LoRA adapter; ``priority`` follows the engine's order. With ``stream`` an update follows each
-    step, otherwise there is one update with everything.
+    LoRA adapter. The lower ``priority``, the earlier it is served; requests of routes that know
+    no priority have 0. ``timeout_s`` shortens the server's limit for the whole (0: it does not).
+    With ``stream`` an update follows each step, otherwise there is one update with everything.
     """
 
     request_id: str
-    prompt: str
+    prompt: str | tuple[int, ...]
     sampling: Sampling
     stream: bool = False
     truncate: int = 0
     adapter: str | None = None
     priority: int = 0
+    timeout_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +181,75 @@ class Generator(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """What an engine has to do at a moment."""
+
+    running: int  # sequences in the batch
+    waiting: int
+    unfinished: int  # requests that were accepted and have not ended; counted without delay
+    max_running: int
+    blocks: int  # of the device cache
+    used_share: float  # of these blocks, 0 to 1
+
+    @property
+    def busy(self) -> bool:
+        """Whether a further request would have to wait."""
+        starved = self.waiting > 0 and self.used_share >= _FULL
+        return max(self.running + self.waiting, self.unfinished) >= self.max_running or starved
+
+
+_FULL = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What is served; fixed from the start on."""
+
+    names: tuple[str, ...]  # under which requests may ask for it
+    model: str
+    dtype: str
+    device: str
+    max_model_len: int
+    max_running: int
+    max_step_tokens: int
+    block_size: int
+    blocks: int
+    devices: int  # of the model: tensor x pipeline x data parallel
+    version: str  # of the engine
+
+
+class Engine(Generator, Protocol):
+    """A running engine, for all planes of a server."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def insight(self) -> Insight:
+        """For who watches it."""
+
+    def load(self) -> Load:
+        """Does not wait."""
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused (503) because the server is about to end."""
+
+    def drain(self) -> None:
+        """Refuses requests from now on; those that run go on."""
+
+    async def alive(self) -> bool:
+        """Whether the engine's processes are there."""
+
+    async def tokens(self, text: str) -> Sequence[str]:
+        """The texts of the tokens of ``text``, no special ones added. Raises GenerateError."""
+
+    async def stop(self, request_id: str) -> None:
+        """Ends a request: its generator gives what there is, with Finish.STOPPED. Without
+        effect on one that has ended."""
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """Bounds on what a request may ask for and how long it may take. 0 means no bound."""
 
@@ -169,12 +258,31 @@ class Limits:
     max_input_tokens: int = 0
     truncation: Literal["error", "left", "right"] = "error"  # for prompts beyond max_input_tokens
     max_new_tokens: int = 0
+    max_n: int = 0  # of n and best_of
 
 
 class Tls(Protocol):
     """Makes the TLS context of the listener."""
 
     def context(self) -> ssl.SSLContext: ...
+
+
+class Role(StrEnum):
+    """What an instance is for, where prefill and decode are apart."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """A further address, for an application of its own beside the engine's."""
+
+    name: str
+    host: str
+    port: int
+    tls: Tls | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +294,8 @@ class ServeSpec:
     several words; None leaves the option out.
     ``extra_args`` are further command-line words, given as they are; they win over ``options``.
     ``recall`` are the pool's settings (RecallSettings keys), None for no pool.
+    ``listeners`` are opened beside ``host``:``port``, before the engine is loaded.
+    ``retrieval``: decode long sequences by retrieval attention.
     """
 
     model: str
@@ -196,3 +306,6 @@ class ServeSpec:
     recall: Mapping[str, object] | None = None
     limits: Limits = Limits()
     tls: Tls | None = None
+    role: Role = Role.BOTH
+    listeners: tuple[Listener, ...] = ()
+    retrieval: bool = False

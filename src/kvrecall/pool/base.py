@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvrecall.block import BlockKey, Namespace, TierName
+from kvrecall.block import SHARED, BlockKey, Namespace, Tenant, TierName
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,13 @@ class ArenaHandle:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The longest prefix of the asked keys that is in the pool, and the tier of each block."""
+    """The longest prefix of the asked keys that is in the pool, and the tier of each block.
+
+    ``pending``: whether a tier beyond this host has the next block is being asked; ask again.
+    """
 
     tiers: tuple[TierName, ...]
+    pending: bool = False
 
     @property
     def blocks(self) -> int:
@@ -94,6 +98,9 @@ class TierStats:
     dropped: int = 0  # stores shed (queue full, no room)
     errors: int = 0  # I/O errors
     corrupt: int = 0  # checksum or length mismatches; such a block is a miss
+    pinned_bytes: int = 0  # gauge
+    over_quota: int = 0  # blocks refused for a tenant's limit
+    quota_evictions: int = 0  # blocks evicted for their tenant's limit; among ``evictions``
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +113,7 @@ class PoolStats:
     lookups: int = 0  # blocks looked up
     hits: int = 0  # blocks found, any tier
     refused: int = 0  # reservations refused
+    unwritten_bytes: int = 0  # in the host and, by the write policy, not written yet
     histograms: dict[str, tuple[tuple[float, int], ...]] = field(default_factory=dict)
 
 
@@ -122,12 +130,18 @@ class PoolClient(Protocol):
         """
 
     def find(self, keys: Sequence[BlockKey]) -> Found:
-        """Longest present prefix of ``keys``. No side effect on recency; counts as a lookup."""
+        """Longest prefix of ``keys`` known to be present. No side effect on recency; counts as a
+        lookup unless it is pending."""
 
     def acquire(
-        self, keys: Sequence[BlockKey], deadline_s: float, parent: BlockKey | None = None
+        self,
+        keys: Sequence[BlockKey],
+        deadline_s: float,
+        parent: BlockKey | None = None,
+        tenant: Tenant = SHARED,
     ) -> int:
-        """Leases the present prefix of ``keys`` and starts promoting what is not in the host.
+        """Leases the present prefix of ``keys`` and starts promoting what is not in the host, on
+        the account of ``tenant``.
 
         Returns a ticket for ``poll``/``release``. After ``deadline_s`` seconds the recall is
         READY with what has arrived. Does not count as a use of the blocks: ``touch`` does.
@@ -140,16 +154,20 @@ class PoolClient(Protocol):
         """Gives back all leases of a ticket, finished or not. Idempotent."""
 
     def reserve(
-        self, keys: Sequence[BlockKey], parent: BlockKey | None = None
+        self,
+        keys: Sequence[BlockKey],
+        parent: BlockKey | None = None,
+        tenant: Tenant = SHARED,
     ) -> tuple[Reservation, ...]:
-        """Room for the blocks of ``keys`` (a chain, prefix first). Evicts if need be.
+        """Room for the blocks of ``keys`` (a chain, prefix first). Evicts if need be: blocks of
+        ``tenant`` where its limit would be exceeded, else whatever is worth least.
 
         ``parent``: key before ``keys[0]`` if the chain starts in the middle of a sequence.
         """
 
     def commit(self, keys: Sequence[BlockKey]) -> None:
-        """The slots reserved for ``keys`` are filled: makes them visible and queues their write
-        to the lower tiers. Keys not reserved are ignored."""
+        """The slots reserved for ``keys`` are filled: makes them visible, and has them
+        written to the lower tier as the write policy says. Keys not reserved are ignored."""
 
     def abandon(self, keys: Sequence[BlockKey]) -> None:
         """Gives reserved slots back unfilled. Keys not reserved are ignored."""
@@ -163,7 +181,8 @@ class PoolClient(Protocol):
 
     def flush(self, keys: Sequence[BlockKey], deadline_s: float) -> bool:
         """Waits until every committed block of ``keys`` is durable in the lowest local tier.
-        True if so, False on the deadline or if one was shed. Without a disk: True at once."""
+        True if so, False on the deadline or if one was shed. Without a disk the remote tier
+        counts; with nothing below: True at once."""
 
     def clear(self) -> None:
         """Drops every block not leased, from every tier."""

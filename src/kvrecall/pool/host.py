@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from kvrecall.block import BlockKey
+from kvrecall.block import SHARED, BlockKey, Tenant
+from kvrecall.config import PoolTerms
+from kvrecall.pool.accounts import Accounts
 from kvrecall.pool.clock import SteadyClock
 from kvrecall.pool.eviction import EvictionPolicy, make_policy
 from kvrecall.pool.room import ArenaRoom
@@ -18,31 +20,51 @@ _LEEWAY = 16  # blocks passed over, at least, to find one that a lower tier has
 class Block:
     """A slot of the arena and the block in it. Only pool and host store change it."""
 
-    __slots__ = ("depth", "key", "leases", "nbytes", "offset", "parent", "pins", "stored", "tries")
+    __slots__ = (
+        "depth",
+        "key",
+        "leases",
+        "nbytes",
+        "offset",
+        "parent",
+        "pinned",
+        "pins",
+        "slot_bytes",
+        "stored",
+        "tenant",
+        "tries",
+        "used",
+    )
 
     def __init__(
-        self, key: BlockKey, parent: BlockKey | None, depth: int, offset: int, nbytes: int
+        self,
+        key: BlockKey,
+        parent: BlockKey | None,
+        depth: int,
+        offset: int,
+        nbytes: int,
+        tenant: Tenant = SHARED,
     ) -> None:
         self.key = key
         self.parent = parent
         self.depth = depth
         self.offset = offset
         self.nbytes = nbytes
+        self.slot_bytes = slot_bytes_of(nbytes)
+        self.tenant = tenant
         self.leases = 0  # recalls that copy from the slot
         self.pins = 0  # writes to a lower tier under way
+        self.pinned = False  # not to be evicted, somebody said
         self.stored = False  # a lower tier has it too
         self.tries = 0  # failed attempts to store it there
-
-    @property
-    def slot_bytes(self) -> int:
-        return slot_bytes_of(self.nbytes)
+        self.used = 0.0  # wall-clock second of the last use
 
 
 class HostStore:
     """The committed blocks of an arena. Not thread-safe; never waits.
 
     A slot is owned by the caller from ``allocate`` until it is given back with ``free`` or
-    becomes a visible block with ``publish``.
+    becomes a visible block with ``publish``. Pinned blocks are not known to the eviction policy.
     """
 
     def __init__(
@@ -51,30 +73,47 @@ class HostStore:
         policy: str,
         prefer_stored: bool,
         clock: Callable[[], float],
+        terms: PoolTerms | None = None,
     ) -> None:
         self.room = room
         self.blocks: dict[BlockKey, Block] = {}
+        self.pins: set[BlockKey] = set()  # to be kept, here or not
+        self.pinned_bytes = 0
         self.evictions = 0
         self.leases = 0
+        self.spare: Callable[[Sequence[Block]], Collection[BlockKey]] = _let_go
+        """Called with unstored blocks that are about to be evicted; names those that must stay
+        for now."""
+        self.withdrawn: Callable[[BlockKey], None] = lambda key: None
+        """Called with every block that is no longer visible."""
+        self._terms = terms or PoolTerms()
+        self._rules = self._terms.tenants
+        bounded = any(terms.host is not None for terms in self._rules.all)
+        self.accounts = Accounts(bounded, self._limit_of)
         self._policy_name = policy
         self._policy: EvictionPolicy = make_policy(policy, max(1, room.nbytes >> 20))
         self._prefer_stored = prefer_stored
         self._clock = SteadyClock(clock)
+        self._trimming = False
 
     def resize(self, capacity_blocks: int) -> None:
         """Fits the policy to so many blocks, if there are none yet."""
         if not self.blocks:
             self._policy = make_policy(self._policy_name, max(1, capacity_blocks))
 
-    def allocate(self, nbytes: int, count: int, picky: Sequence[Block] = ()) -> list[int]:
-        """Offsets of slots for ``count`` blocks, ascending; fewer if room cannot be made.
+    def allocate(
+        self, nbytes: int, count: int, picky: Sequence[Block] = (), tenant: Tenant = SHARED
+    ) -> list[int]:
+        """Offsets of slots for ``count`` blocks of a tenant, ascending; fewer if room cannot be
+        made, or not within the tenant's limit.
 
         If ``picky`` names these blocks, room is made only for as many as the policy wants.
         """
         slot_bytes = slot_bytes_of(nbytes)
+        count = self._within_limit(tenant, slot_bytes, count)
         offsets = self.room.take(slot_bytes, count)
         if picky:
-            wanted = itertools.takewhile(self._admits, picky[len(offsets) :])
+            wanted = itertools.takewhile(self._admits, picky[len(offsets) : count])
             count = len(offsets) + sum(1 for _ in wanted)
         while len(offsets) < count:
             if not self._make_room(slot_bytes, count - len(offsets)):
@@ -84,26 +123,47 @@ class HostStore:
                 break
             offsets += more
         offsets.sort()
+        if offsets:
+            self.accounts.charge(tenant, len(offsets) * slot_bytes)
         return offsets
 
     def free(self, block: Block) -> None:
         """Gives the slot of a block back that is not (or no longer) visible."""
         self.room.give(block.slot_bytes, block.offset)
+        self.accounts.refund(block.tenant, block.slot_bytes)
 
     def publish(self, block: Block) -> None:
         """Makes a filled block visible."""
         self.blocks[block.key] = block
-        self._policy.insert(block.key, block.parent, block.depth, self._clock())
+        block.used = self._clock()
+        if block.key in self.pins and self.pinned_bytes + block.slot_bytes <= self.pin_limit:
+            self._fix(block)
+        else:
+            self._loosen(block)
 
     def withdraw(self, key: BlockKey) -> Block:
         """Makes a block invisible; its slot is the caller's to free."""
         block = self.blocks.pop(key)
         self._policy.remove(key)
+        self.accounts.leave(block.tenant, key)
+        if block.pinned:
+            block.pinned = False
+            self.pinned_bytes -= block.slot_bytes
+        self.withdrawn(key)
         return block
 
     def access(self, chain: Sequence[BlockKey]) -> None:
         """A request used ``chain`` (prefix first)."""
-        self._policy.access(chain, self._clock())
+        now, get = self._clock(), self.blocks.get
+        self._policy.access(chain, now)
+        block = last = None
+        for key in chain:
+            block = get(key)
+            if block is not None:
+                block.used = now
+                last = block
+        if last is not None and self.accounts.is_bounded:
+            self.accounts.access(last.tenant, chain)
 
     def lease(self, block: Block) -> None:
         block.leases += 1
@@ -113,6 +173,95 @@ class HostStore:
         for block in blocks:
             block.leases -= 1
             self.leases -= 1
+
+    def chance(self, key: BlockKey) -> float | None:
+        """How likely the policy thinks it that the block is used again; None: it cannot tell."""
+        return self._policy.chance(key, self._clock())
+
+    # -- pins ------------------------------------------------------------------------------
+
+    @property
+    def pin_limit(self) -> int:
+        """Bytes that pinned blocks may take."""
+        return int(self._terms.pin_limit * self.room.limit_bytes)
+
+    def pin(self, keys: Iterable[BlockKey]) -> None:
+        """Blocks of these keys, now or later, are not evicted, as far as ``pin_limit`` allows."""
+        for key in keys:
+            self.pins.add(key)
+            block = self.blocks.get(key)
+            if (
+                block is not None
+                and not block.pinned
+                and self.pinned_bytes + block.slot_bytes <= self.pin_limit
+            ):
+                self._policy.remove(key)
+                self.accounts.leave(block.tenant, key)
+                self._fix(block)
+
+    def unpin(self, keys: Iterable[BlockKey]) -> None:
+        """Takes ``pin`` back."""
+        for key in keys:
+            self.pins.discard(key)
+            block = self.blocks.get(key)
+            if block is not None and block.pinned:
+                block.pinned = False
+                self.pinned_bytes -= block.slot_bytes
+                self._loosen(block)
+
+    def _fix(self, block: Block) -> None:
+        block.pinned = True
+        self.pinned_bytes += block.slot_bytes
+
+    def _loosen(self, block: Block) -> None:
+        """From now on the block can be evicted."""
+        self._policy.insert(block.key, block.parent, block.depth, self._clock())
+        self.accounts.join(block.tenant, block.key, block.parent)
+
+    # -- limits ----------------------------------------------------------------------------
+
+    def trim(self, most: int) -> bool:
+        """Evicts up to ``most`` blocks if the host is above its high mark (or the limit was
+        lowered), until it is at the low one. False if there is no more to do, or nothing can be
+        done now."""
+        limit, marks, used = self.room.limit_bytes, self._terms.host_marks, self.room.used_bytes
+        if used > marks.high * limit:
+            self._trimming = True
+        surplus = used - marks.low * limit
+        if not self._trimming or surplus <= 0:
+            self._trimming = False
+            return False
+        going: list[BlockKey] = []
+        for key in self._policy.victims(most, self._is_idle, self._clock()):
+            if surplus <= 0:
+                break
+            going.append(key)
+            surplus -= self.blocks[key].slot_bytes
+        return self._give_up(going) > 0
+
+    def _limit_of(self, tenant: Tenant) -> int | None:
+        amount = self._rules.of(tenant).host
+        return None if amount is None else amount.of(self.room.limit_bytes)
+
+    def _within_limit(self, tenant: Tenant, slot_bytes: int, count: int) -> int:
+        """How many of ``count`` slots the tenant may have. Its own coldest blocks make room."""
+        accounts = self.accounts
+        excess = accounts.excess(tenant, count * slot_bytes)
+        if not excess:
+            return count
+        going: list[BlockKey] = []
+        surplus = excess
+        for key in accounts.oldest(tenant):
+            if surplus <= 0:
+                break
+            if self._is_idle(key):
+                going.append(key)
+                surplus -= self.blocks[key].slot_bytes
+        accounts.evict(tenant, self._give_up(going))
+        excess = accounts.excess(tenant, count * slot_bytes)
+        fitting = max(0, count - -(-excess // slot_bytes))
+        accounts.refuse(tenant, count - fitting)
+        return fitting
 
     # -- making room -----------------------------------------------------------------------
 
@@ -141,8 +290,15 @@ class HostStore:
         victims = self._policy.victims(looked_at, evictable, self._clock())
         if self._prefer_stored:
             victims.sort(key=lambda key: not blocks[key].stored)
-        self._evict(victims[:count])
-        return bool(victims)
+        if self._give_up(victims[:count]):
+            return True
+        if not victims:
+            return False
+        # Whatever is cold is on its way down now; what is there already goes in its stead.
+        victims = self._policy.victims(
+            count, lambda key: blocks[key].stored and evictable(key), self._clock()
+        )
+        return self._give_up(victims) > 0
 
     def _take_over(self, slot_bytes: int, cold: Sequence[BlockKey]) -> bool:
         """Empties extents of other size classes so that a slot of this size fits."""
@@ -155,7 +311,7 @@ class HostStore:
             base = self.room.extent_of(block.slot_bytes, block.offset)
             held.setdefault(base, []).append(block.key)
             places[base] += 1
-            if block.leases or block.pins:
+            if block.leases or block.pins or block.pinned:
                 fixed.add(base)
         cost = {base: float(len(keys)) for base, keys in held.items() if base not in fixed}
         for base, used in self.room.used_slots(slot_bytes).items():
@@ -169,15 +325,22 @@ class HostStore:
         window = self.room.window(slot_bytes, cost)
         if window is None:
             return False
-        for base in window.extents:
-            self._evict(held[base])
+        going = [key for base in window.extents for key in held[base]]
+        if self._give_up(going) < len(going):
+            return False  # some are stored first
         self.room.take_back(window)
         return True
 
-    def _evict(self, keys: Iterable[BlockKey]) -> None:
-        for key in keys:
+    def _give_up(self, keys: Sequence[BlockKey]) -> int:
+        """Evicts idle blocks, but those that have to be stored before. Returns how many."""
+        blocks = self.blocks
+        unstored = [blocks[key] for key in keys if not blocks[key].stored]
+        spared = self.spare(unstored) if unstored else ()
+        going = [key for key in keys if key not in spared]
+        for key in going:
             self.free(self.withdraw(key))
-            self.evictions += 1
+        self.evictions += len(going)
+        return len(going)
 
     def _admits(self, block: Block) -> bool:
         """Whether the policy wants the block at the price of another."""
@@ -186,3 +349,8 @@ class HostStore:
     def _is_idle(self, key: BlockKey) -> bool:
         block = self.blocks[key]
         return not (block.leases or block.pins)
+
+
+def _let_go(blocks: Sequence[Block]) -> Collection[BlockKey]:
+    """Nothing is stored before it is evicted."""
+    return ()

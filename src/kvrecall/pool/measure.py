@@ -21,6 +21,7 @@ from kvrecall.errors import TierError
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import Verdict
 from kvrecall.pool.disk import DiskTier
+from kvrecall.pool.disk.seal import Seal
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Get, Outcome, Put
@@ -82,13 +83,13 @@ def _save_timings(pool: Pool, repeats: int) -> dict[str, float]:
 
 
 def measure_disk(
-    path: Path, total_bytes: int, block_bytes: int, repeats: int = 5
+    path: Path, total_bytes: int, block_bytes: int, repeats: int = 5, seal: Seal | None = None
 ) -> dict[str, object]:
     """Bandwidth disk -> arena and arena -> disk through the disk tier, and of bare sequential
     direct I/O of the same number of bytes on the same file system, taken in turns.
 
     Writes about twice ``total_bytes`` below ``path`` and removes it again. All reads are direct,
-    so the page cache holds none of it.
+    so the page cache holds none of it. ``seal``: how blocks lie on disk, by default as they are.
     """
     path.mkdir(parents=True, exist_ok=True)
     slot_bytes = slot_bytes_of(block_bytes)
@@ -100,7 +101,7 @@ def measure_disk(
         _scribble(arena)
         raw = _RawFile(folder / "raw", nbytes, arena)
         config = DiskConfig(folder / "tier", 2 * nbytes + 64 * _MIB, max_queued_bytes=2 * nbytes)
-        tier = DiskTier(config)
+        tier = DiskTier(config, seal=seal)
         try:
             tier.register(_NAMESPACE, block_bytes)
             writes = [(raw.write(), _put(tier, arena, keys, block_bytes))]
@@ -118,6 +119,7 @@ def measure_disk(
         "block_bytes": block_bytes,
         "repeats": repeats,
         "direct": direct,
+        "sealed": seal is not None and seal.hides,
         **_compare("read", nbytes, reads),
         **_compare("write", nbytes, writes),
     }

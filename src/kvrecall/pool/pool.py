@@ -11,8 +11,16 @@ import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
-from kvrecall.config import PoolConfig
+from kvrecall.block import (
+    NAMESPACE_BYTES,
+    SHARED,
+    BlockKey,
+    Namespace,
+    Tenant,
+    TierName,
+    is_tenant,
+)
+from kvrecall.config import PoolConfig, PoolTerms
 from kvrecall.errors import ConfigError
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import (
@@ -24,18 +32,25 @@ from kvrecall.pool.base import (
     TierStats,
     Verdict,
 )
+from kvrecall.pool.cascade import Cascade
+from kvrecall.pool.cipher import read_cipher
 from kvrecall.pool.disk import DiskTier
+from kvrecall.pool.disk.seal import make_seal
 from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.host import Block, HostStore
+from kvrecall.pool.remote.joining import with_remote
 from kvrecall.pool.room import ArenaRoom
 from kvrecall.pool.slots import slot_bytes_of
+from kvrecall.pool.steward import Steward
 from kvrecall.pool.ticket import Ticket
 from kvrecall.pool.tier import NullTier, Tier
 from kvrecall.pool.traffic import Traffic
+from kvrecall.pool.writing import make_write_policy
 
 _LOG = logging.getLogger(__name__)
 _TICK_S = 0.1
 _RETRY_S = 0.02
+_TRIMMED_AT_ONCE = 256
 _PRESENT = Reservation(Verdict.PRESENT)
 _REFUSED = Reservation(Verdict.REFUSED)
 
@@ -54,31 +69,41 @@ class Pool:
         policy: str = "lru",
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
+        terms: PoolTerms | None = None,
     ) -> None:
         """Takes over ``arena`` and ``below``. ``clock`` dates uses, ``monotonic`` deadlines."""
+        terms = terms or PoolTerms()
         self._arena = arena
         self._below = below
         self._monotonic = monotonic
         self._changed = threading.Condition()  # its lock guards everything below
         room = ArenaRoom(arena.nbytes, lambda: arena.ready_bytes)
-        self._host = HostStore(room, policy, not isinstance(below, NullTier), clock)
-        self._traffic = Traffic(self._host, below, arena, monotonic)
+        self._host = HostStore(room, policy, not isinstance(below, NullTier), clock, terms)
+        self._writes = make_write_policy(terms, self._host.chance)
+        self._traffic = Traffic(self._host, below, arena, self._writes, monotonic)
+        self._host.withdrawn = self._writes.settled
+        self._host.spare = self._traffic.rescue
         self._sizes: dict[bytes, int] = {}
+        self._names: dict[bytes, Namespace] = {}
         self._filling: dict[BlockKey, Block] = {}
         self._tickets: dict[int, Ticket] = {}
         self._numbers = itertools.count(1)
         self._lookups = self._found = self._refused = 0
         self._host_hits = self._commits = self._commit_bytes = 0
         self._closed = False
+        near = below.near if isinstance(below, Cascade) else below
+        disk = near if isinstance(near, DiskTier) else None
+        self.steward = Steward(self, self._host, disk, self._changed, terms, clock)
+        """For those who look after the pool."""
         self._reaper = threading.Thread(target=self._reap, name="kvrecall-pool", daemon=True)
-        if self._traffic.has_below:
-            self._reaper.start()
+        self._reaper.start()
 
     @classmethod
     def open(cls, config: PoolConfig) -> Pool:
         """Opens the pool a configuration describes. Raises ConfigError or TierError, with nothing
         left behind, if the memory or the disk cannot be had."""
         make_policy(config.policy, 1)  # before anything is touched
+        cipher = read_cipher(config.encryption_key_file)
         with contextlib.ExitStack() as undo:
             arena = Arena.create(config.host_bytes)
             undo.callback(arena.close)
@@ -86,9 +111,12 @@ class Pool:
             if config.disk is not None:
                 queued = min(config.disk.max_queued_bytes, config.host_bytes // 2)
                 disk = dataclasses.replace(config.disk, max_queued_bytes=queued)
-                below = DiskTier(disk, config.policy)
+                below = DiskTier(disk, config.policy, seal=make_seal(cipher), terms=config.terms)
                 undo.callback(below.close)
-            pool = cls(arena, below, config.policy)
+            if config.remote is not None:
+                below = with_remote(below, config.remote, arena, cipher)
+                undo.callback(below.close)
+            pool = cls(arena, below, config.policy, terms=config.terms)
             undo.pop_all()
             return pool
 
@@ -127,8 +155,14 @@ class Pool:
                     f"not of {block_bytes}"
                 )
             self._sizes[namespace.digest] = block_bytes
+            self._names[namespace.digest] = namespace
             self._host.resize(self._arena.nbytes // slot_bytes)
             self._below.register(namespace, block_bytes)
+
+    def namespaces(self) -> list[tuple[Namespace, int]]:
+        """The namespaces that were registered, and the bytes of their blocks."""
+        with self._changed:
+            return [(name, self._sizes[digest]) for digest, name in self._names.items()]
 
     # -- recall ----------------------------------------------------------------------------
 
@@ -136,26 +170,34 @@ class Pool:
         tiers: list[TierName] = []
         with self._changed:
             blocks, contains = self._host.blocks, self._below.contains
-            below, has_below = self._below.name, self._traffic.answers()
+            tier_of, has_below = self._below.tier_of, self._traffic.answers()
             for key in keys:
                 if key in blocks:
                     tiers.append(TierName.HOST)
                 elif has_below and contains(key):
-                    tiers.append(below)
+                    tiers.append(tier_of(key))
                 else:
                     break
-            self._lookups += len(keys)
-            self._found += len(tiers)
-        return Found(tuple(tiers))
+            rest = keys[len(tiers) :] if has_below else ()
+            pending = bool(rest) and not self._below.ask([k for k in rest if k not in blocks])
+            if not pending:
+                self._lookups += len(keys)
+                self._found += len(tiers)
+        return Found(tuple(tiers), pending)
 
     def acquire(
-        self, keys: Sequence[BlockKey], deadline_s: float, parent: BlockKey | None = None
+        self,
+        keys: Sequence[BlockKey],
+        deadline_s: float,
+        parent: BlockKey | None = None,
+        tenant: Tenant = SHARED,
     ) -> int:
+        _check_tenant(tenant)
         with self._changed:
             self._traffic.drain()
             ticket = Ticket(self._monotonic() + deadline_s)
             self._lease_present(keys, ticket)
-            self._traffic.load(keys, ticket, parent, self._size_of)
+            self._traffic.load(keys, ticket, parent, self._size_of, tenant)
             self._host_hits += ticket.tiers.count(TierName.HOST)
             number = next(self._numbers)
             self._tickets[number] = ticket
@@ -180,16 +222,23 @@ class Pool:
             self._host.access(keys)
             if self._traffic.has_below:
                 self._below.touch(keys)
+                blocks = self._host.blocks
+                wanted = self._writes.asked(keys)
+                self._traffic.store_again([blocks[key] for key in wanted if key in blocks])
 
     # -- save ------------------------------------------------------------------------------
 
     def reserve(
-        self, keys: Sequence[BlockKey], parent: BlockKey | None = None
+        self,
+        keys: Sequence[BlockKey],
+        parent: BlockKey | None = None,
+        tenant: Tenant = SHARED,
     ) -> tuple[Reservation, ...]:
         answers: list[Reservation] = [_PRESENT] * len(keys)
+        _check_tenant(tenant)
         with self._changed:
             self._traffic.drain()
-            blocks, filling, holds = self._host.blocks, self._filling, self._traffic.holds
+            blocks, filling, holds = self._host.blocks, self._filling, self._traffic.holds_here
             new: dict[int, dict[BlockKey, int]] = {}
             for place, key in enumerate(keys):
                 if not (key in blocks or key in filling or holds(key)):
@@ -200,7 +249,9 @@ class Pool:
             depth = self._depth_of(parent)
             for nbytes, places in new.items():
                 made = [
-                    Block(key, keys[place - 1] if place else parent, depth + place, -1, nbytes)
+                    Block(
+                        key, keys[place - 1] if place else parent, depth + place, -1, nbytes, tenant
+                    )
                     for key, place in places.items()
                 ]
                 room = 0 if self._closed else self._give_slots(made)
@@ -220,7 +271,8 @@ class Pool:
                 self._host.publish(block)
                 self._commit_bytes += block.nbytes
             self._commits += len(blocks)
-            self._traffic.store(blocks)
+            if self._traffic.has_below:
+                self._traffic.store(self._writes.committed(blocks))
 
     def abandon(self, keys: Sequence[BlockKey]) -> None:
         with self._changed:
@@ -248,36 +300,49 @@ class Pool:
         with self._changed:
             self._traffic.drain()
             self._below.clear()
+            self._host.unpin(list(self._host.pins))
             self._forget(list(self._host.blocks))
             self._traffic.expire()
 
     def drop(self, keys: Sequence[BlockKey]) -> None:
-        """Drops these blocks from every tier; leased ones stay in the host."""
+        """Drops these blocks, pinned or not, from every tier; leased ones stay in the host."""
         with self._changed:
             self._traffic.drain()
             self._below.drop(keys)
             self._forget([key for key in keys if key in self._host.blocks])
             self._traffic.expire(keys)
 
+    def lost_below(self, keys: Sequence[BlockKey]) -> None:
+        """These blocks are no longer below; copies in the host are stored when used next."""
+        with self._changed:
+            blocks = [self._host.blocks[key] for key in keys if key in self._host.blocks]
+            for block in blocks:
+                block.stored = False
+            self._writes.committed(blocks)
+
     # -- the rest --------------------------------------------------------------------------
 
     def stats(self) -> PoolStats:
         with self._changed:
             self._traffic.drain()
+            room, accounts = self._host.room, self._host.accounts
             host = TierStats(
                 name=str(TierName.HOST),
-                capacity_bytes=self._arena.nbytes,
-                used_bytes=self._host.room.used_bytes,
+                capacity_bytes=min(room.limit_bytes, self._arena.nbytes),
+                used_bytes=room.used_bytes,
                 blocks=len(self._host.blocks),
                 hits=self._host_hits,
                 writes=self._commits,
                 write_bytes=self._commit_bytes,
                 evictions=self._host.evictions,
                 dropped=self._refused,
+                pinned_bytes=self._host.pinned_bytes,
+                over_quota=accounts.refused,
+                quota_evictions=accounts.evicted,
             )
             puts, gets = self._below.queued()
             return PoolStats(
-                tiers=(host, self._below.stats()) if self._traffic.has_below else (host,),
+                tiers=(host, *(self._below.stats_of_each() if self._traffic.has_below else ())),
                 leases=self._host.leases,
                 reserved=len(self._filling),
                 queued_writes=puts,
@@ -285,6 +350,7 @@ class Pool:
                 lookups=self._lookups,
                 hits=self._found,
                 refused=self._refused,
+                unwritten_bytes=self._writes.unwritten_bytes,
                 histograms=self._below.histograms(),
             )
 
@@ -294,9 +360,10 @@ class Pool:
             if self._closed:
                 return
             self._closed = True
-        self._below.close(deadline_s)
-        if self._reaper.is_alive():
-            self._reaper.join()
+        until = self._monotonic() + deadline_s
+        self._write_rest(until)
+        self._below.close(max(1.0, until - self._monotonic()))
+        self._reaper.join()
         with self._changed:
             self._traffic.drain()
             self._tickets.clear()
@@ -341,7 +408,10 @@ class Pool:
         With nothing below, the policy may keep blocks out that are worth less than those they
         would push out; else the arena is on their way down and takes all."""
         pick = not self._traffic.has_below
-        offsets = self._host.allocate(blocks[0].nbytes, len(blocks), blocks if pick else ())
+        first = blocks[0]
+        offsets = self._host.allocate(
+            first.nbytes, len(blocks), blocks if pick else (), first.tenant
+        )
         for block, offset in zip(blocks, offsets, strict=False):
             block.offset = offset
         return len(offsets)
@@ -358,16 +428,39 @@ class Pool:
                 ticket.add(TierName.HOST, block)
                 present.append(block)
             elif answers and holds(key):
-                ticket.add(self._below.name, None)
+                ticket.add(self._below.tier_of(key), None)
             else:
                 break
-        self._traffic.store_again(present)
+        self._traffic.store_again(self._writes.recalled(present))
 
     def _reap(self) -> None:
-        """Thread: takes what the tier below has done, so that waiting calls hear of it."""
+        """Thread: takes what the tier below has done, so that waiting calls hear of it; keeps
+        the host between its marks; has blocks written that are due; drops expired ones."""
+        more = False
         while not self._closed:
-            done = self._below.poll(_TICK_S)
+            done = self._below.poll(0.0 if more else _TICK_S) if self._traffic.has_below else []
             with self._changed:
                 self._traffic.apply(done)
+                self._traffic.store_due()
+                more = self._host.trim(_TRIMMED_AT_ONCE)
                 if done:
                     self._changed.notify_all()
+                elif not (more or self._traffic.has_below or self._closed):
+                    self._changed.wait(_TICK_S)
+            self.steward.expire()
+
+    def _write_rest(self, until: float) -> None:
+        """Has the blocks written that the write policy kept back, as far as there is time."""
+        while self._monotonic() < until:
+            with self._changed:
+                self._traffic.drain()
+                keys = self._writes.rest()
+                self._traffic.store_again([self._host.blocks[key] for key in keys])
+                if not keys or not self._below.queued()[0]:
+                    return  # done, or the tier takes no more
+                self._changed.wait(_RETRY_S)
+
+
+def _check_tenant(tenant: Tenant) -> None:
+    if not is_tenant(tenant):
+        raise ValueError(f"{tenant!r} is no tenant; see kvrecall.block.tenant_of")

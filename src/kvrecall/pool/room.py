@@ -25,6 +25,9 @@ class ArenaRoom:
 
     def __init__(self, nbytes: int, ready: Callable[[], int]) -> None:
         self.nbytes = nbytes - nbytes % ALIGNMENT
+        self.limit_bytes = self.nbytes
+        """How much of it may be in use; may be set to anything up to ``nbytes``."""
+        self.used_bytes = 0
         self._ready_now = ready
         self._ready = 0
         self._gaps = RunSet()
@@ -41,22 +44,24 @@ class ArenaRoom:
             slots.slot_bytes != slot_bytes and slots.has_extents for slots in self._classes.values()
         )
 
-    @property
-    def used_bytes(self) -> int:
-        return sum((c.slots - c.free) * c.slot_bytes for c in self._classes.values())
-
     def take(self, slot_bytes: int, count: int) -> list[int]:
         """Offsets of up to ``count`` slots, ascending, adjacent as far as possible."""
         slots = self.slot_class(slot_bytes)
+        count = min(count, max(0, (self.limit_bytes - self.used_bytes) // slot_bytes))
+        if count < 1:
+            return []
         if not slots.has_run(count):
             self._grow(slots, count)
         if slots.free < count:
             self._collect_empty(slots)
             self._grow(slots, count - slots.free)
-        return slots.take(count)
+        taken = slots.take(count)
+        self.used_bytes += len(taken) * slot_bytes
+        return taken
 
     def give(self, slot_bytes: int, offset: int) -> None:
         self._classes[slot_bytes].give(offset)
+        self.used_bytes -= slot_bytes
 
     def extent_of(self, slot_bytes: int, offset: int) -> int:
         return self._classes[slot_bytes].extent_of(offset)

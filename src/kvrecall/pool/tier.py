@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
+import queue
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrecall.block import BlockKey, Namespace, TierName
+from kvrecall.block import SHARED, BlockKey, Namespace, Tenant, TierName
 from kvrecall.pool.base import TierStats
 
 Buckets = tuple[tuple[float, int], ...]
@@ -23,6 +24,7 @@ class Put:
     depth: int
     data: memoryview
     nbytes: int
+    tenant: Tenant = SHARED
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,16 @@ class Tier(ABC):
     def contains(self, key: BlockKey) -> bool:
         """Whether the block can be fetched. A hint: it may be gone when asked for."""
 
+    def tier_of(self, key: BlockKey) -> TierName:
+        """Where a block that ``contains`` reports lies, for a tier made of several."""
+        return self.name
+
+    def ask(self, keys: Sequence[BlockKey]) -> bool:
+        """Starts finding out which of ``keys`` (what is asked for of a chain, prefix first) are
+        there, if that takes asking elsewhere. True if nothing is left to find out of the first of
+        them: ``contains`` says what is known. Does not wait."""
+        return True
+
     @abstractmethod
     def depth_of(self, key: BlockKey) -> int | None:
         """The block's place in its chain (0 at the root), None if the block is not here."""
@@ -110,6 +122,10 @@ class Tier(ABC):
     @abstractmethod
     def stats(self) -> TierStats: ...
 
+    def stats_of_each(self) -> tuple[TierStats, ...]:
+        """``stats`` of every tier this one is made of, nearest first."""
+        return (self.stats(),)
+
     @abstractmethod
     def histograms(self) -> dict[str, Buckets]:
         """Latencies by name, e.g. ``disk_read_seconds``."""
@@ -121,6 +137,18 @@ class Tier(ABC):
     @abstractmethod
     def close(self, deadline_s: float = 10.0) -> None:
         """Finishes queued puts as far as ``deadline_s`` allows; ends all else. Idempotent."""
+
+
+def ended(done: queue.SimpleQueue[Done], timeout_s: float) -> list[Done]:
+    """What a tier's threads have put into ``done``, as ``Tier.poll`` gives it."""
+    taken: list[Done] = []
+    try:
+        if timeout_s > 0:
+            taken.append(done.get(timeout=timeout_s))
+        while True:
+            taken.append(done.get_nowait())
+    except queue.Empty:
+        return taken
 
 
 class NullTier(Tier):

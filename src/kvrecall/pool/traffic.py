@@ -5,25 +5,26 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from kvrecall.block import BlockKey
+from kvrecall.block import SHARED, BlockKey, Tenant, TierName
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.host import Block, HostStore
 from kvrecall.pool.ticket import Ticket
 from kvrecall.pool.tier import Done, Get, NullTier, Outcome, Put, PutVerdict, Tier
+from kvrecall.pool.writing import STORE_TRIES, WritePolicy
 
-STORE_TRIES = 3
-"""How often storing a block below may fail before it is left alone."""
 _NEVER = 1 << 62
+_STALLED_S = 1.0  # without the end of a write
 _PENANCE_S = 30.0  # how long a tier with an overdue load is not asked
 
 
 class _Loading:
     """A block on its way up: the slot it goes to and the recalls that wait for it."""
 
-    __slots__ = ("block", "due", "kept", "overdue", "waiters")
+    __slots__ = ("block", "due", "kept", "overdue", "tier", "waiters")
 
-    def __init__(self, block: Block, due: float) -> None:
+    def __init__(self, block: Block, due: float, tier: TierName) -> None:
         self.block = block
+        self.tier = tier
         self.due = due  # when the first of them stops waiting
         self.overdue = False  # and that has been noticed
         self.kept = True  # False: it is out of date on arrival unless somebody waits
@@ -37,8 +38,14 @@ class Traffic:
     """
 
     def __init__(
-        self, host: HostStore, below: Tier, arena: Arena, monotonic: Callable[[], float]
+        self,
+        host: HostStore,
+        below: Tier,
+        arena: Arena,
+        writing: WritePolicy,
+        monotonic: Callable[[], float],
     ) -> None:
+        self._writes = writing
         self._host = host
         self._below = below
         self._arena = arena
@@ -46,16 +53,19 @@ class Traffic:
         self._loading: dict[BlockKey, _Loading] = {}
         self._writing: dict[BlockKey, Block] = {}
         self._silent_until = float("-inf")
+        self._wrote_at = float("-inf")  # when a write ended, or the first of those under way began
         self._full_at = _NEVER  # puts that were queued when the tier last had no room for more
         self.has_below = not isinstance(below, NullTier)
 
     def answers(self) -> bool:
         """Whether the tier below gives what is asked of it. After a load is overdue it counts as
         empty, until a load arrives or a while has passed: one hung medium costs one deadline now
-        and then, not one for each request."""
+        and then, not one for each request. A remote tier sees to that by itself."""
         if self._loading:
             now = self._monotonic()
             for loading in self._loading.values():
+                if loading.tier is TierName.REMOTE:
+                    continue
                 if loading.due >= now:
                     break
                 if not loading.overdue:
@@ -68,6 +78,17 @@ class Traffic:
         """Whether the block is below or on its way up."""
         return self.has_below and (key in self._loading or self._below.contains(key))
 
+    def holds_here(self, key: BlockKey) -> bool:
+        """Whether the block is below on this host, or on its way up."""
+        if not self.has_below or key in self._loading:
+            return self.has_below
+        below = self._below
+        return below.contains(key) and below.tier_of(key) is not TierName.REMOTE
+
+    def _rests(self, key: BlockKey) -> bool:
+        """Whether the block is below, in the tier that counts."""
+        return self._below.contains(key) and self._below.tier_of(key) is self._below.name
+
     # -- down ------------------------------------------------------------------------------
 
     def store(self, blocks: Sequence[Block]) -> None:
@@ -77,22 +98,50 @@ class Traffic:
         if not (self.has_below and blocks):
             return
         puts = [
-            Put(b.key, b.parent, b.depth, self._arena.view(b.offset, b.slot_bytes), b.nbytes)
+            Put(
+                b.key,
+                b.parent,
+                b.depth,
+                self._arena.view(b.offset, b.slot_bytes),
+                b.nbytes,
+                b.tenant,
+            )
             for b in blocks
         ]
+        if not self._writing:
+            self._wrote_at = self._monotonic()
         for block, verdict in zip(blocks, self._below.submit_put(puts), strict=True):
             if verdict is PutVerdict.QUEUED:
                 block.pins += 1
                 self._writing[block.key] = block
-            elif verdict is PutVerdict.PRESENT:
-                block.stored = self._below.contains(block.key)
+            elif verdict is PutVerdict.PRESENT and self._rests(block.key):
+                block.stored = True
+                self._writes.settled(block.key)
 
     def store_again(self, blocks: Sequence[Block]) -> None:
-        """Stores those of ``blocks``, which are in use, that were shed before."""
+        """Stores those of ``blocks`` that are not, unless it failed too often."""
         if self.has_below:
             self.store(
                 [b for b in blocks if not (b.stored or b.pins or b.tries >= STORE_TRIES)],
             )
+
+    def rescue(self, blocks: Sequence[Block]) -> frozenset[BlockKey]:
+        """Stores those of ``blocks``, which are about to be evicted, that the write policy kept
+        back; returns those that must stay until that is done. None must on account of a tier
+        that takes no more and has not ended a write for a while: what is lost then is counted as
+        shed."""
+        wanted = self._writes.leaving(blocks) if self.has_below else ()
+        if not wanted:
+            return frozenset()
+        self.store(wanted)
+        now = self._monotonic()
+        stalled = bool(self._writing) and now - self._wrote_at > _STALLED_S
+        return frozenset(b.key for b in wanted if b.pins or not (b.stored or stalled))
+
+    def store_due(self) -> None:
+        """Stores what the write policy wants to be stored by now."""
+        if self.has_below:
+            self.store(self._writes.due(self._host.blocks, self._host.room.limit_bytes))
 
     def chase(self, keys: Sequence[BlockKey]) -> list[BlockKey] | None:
         """Of ``keys`` those not durable yet, queued again if they were shed. None if one of them
@@ -100,7 +149,7 @@ class Traffic:
         waiting: list[BlockKey] = []
         again: list[Block] = []
         for key in keys:
-            if self._below.contains(key):
+            if self._rests(key):
                 continue
             waiting.append(key)
             if key in self._writing:
@@ -126,15 +175,17 @@ class Traffic:
         ticket: Ticket,
         parent: BlockKey | None,
         size_of: Callable[[BlockKey], int],
+        tenant: Tenant = SHARED,
     ) -> None:
         """Starts loading the blocks ``ticket`` has not; cuts it where room ends."""
         if not ticket.is_waiting:
             return
-        blocks = self._allocate(keys, ticket, size_of)
+        blocks = self._allocate(keys, ticket, size_of, tenant)
         gets: list[Get] = []
         for place, block in blocks.items():
             block.parent = keys[place - 1] if place else parent
-            self._loading[block.key] = _Loading(block, ticket.deadline)
+            tier = self._below.tier_of(block.key)
+            self._loading[block.key] = _Loading(block, ticket.deadline, tier)
             gets.append(Get(block.key, self._arena.view(block.offset, block.slot_bytes)))
         for place in ticket.waiting():
             self._loading[keys[place]].waiters.append((ticket, place))
@@ -142,7 +193,11 @@ class Traffic:
             self._below.submit_get(gets)
 
     def _allocate(
-        self, keys: Sequence[BlockKey], ticket: Ticket, size_of: Callable[[BlockKey], int]
+        self,
+        keys: Sequence[BlockKey],
+        ticket: Ticket,
+        size_of: Callable[[BlockKey], int],
+        tenant: Tenant,
     ) -> dict[int, Block]:
         """Slots, by place, for what is to be loaded. Where there are too few the ticket gives up
         blocks from its end, so that its beginning can come in their stead."""
@@ -157,22 +212,23 @@ class Traffic:
             missing = [key for key, place in wanted.items() if place not in blocks]
             if not missing:
                 return blocks
-            for block in self._slots_for(missing, size_of):
+            for block in self._slots_for(missing, size_of, tenant):
                 blocks[wanted[block.key]] = block
             short = len(wanted) - len(blocks)
             if short:
                 self._host.unlease(ticket.cut(len(ticket) - (short + 1) // 2))
 
     def _slots_for(
-        self, keys: Sequence[BlockKey], size_of: Callable[[BlockKey], int]
+        self, keys: Sequence[BlockKey], size_of: Callable[[BlockKey], int], tenant: Tenant
     ) -> list[Block]:
         """Slots for blocks from below, for as many of ``keys`` as can be had, in their order."""
         blocks: list[Block] = []
         for nbytes, group in itertools.groupby(keys, size_of):
             run = list(group)
-            offsets = self._host.allocate(nbytes, len(run))
+            offsets = self._host.allocate(nbytes, len(run), tenant=tenant)
             for key, offset in zip(run, offsets, strict=False):
-                blocks.append(Block(key, None, self._below.depth_of(key) or 0, offset, nbytes))
+                depth = self._below.depth_of(key) or 0
+                blocks.append(Block(key, None, depth, offset, nbytes, tenant))
         return blocks
 
     # -- ends ------------------------------------------------------------------------------
@@ -198,9 +254,11 @@ class Traffic:
 
     def _stored(self, done: Done) -> None:
         block = self._writing.pop(done.key)
+        self._wrote_at = self._monotonic()
         block.pins -= 1
         if done.outcome is Outcome.STORED:
             block.stored = True
+            self._writes.settled(block.key)
         else:
             block.tries += 1
         if self._host.blocks.get(done.key) is not block:
@@ -216,7 +274,7 @@ class Traffic:
             for ticket, place in waiters:
                 self._host.unlease(ticket.cut(place))
         elif waiters or loading.kept:
-            block.stored = loading.kept
+            block.stored = loading.kept and self._rests(block.key)
             self._host.publish(block)
             for ticket, place in waiters:
                 if ticket.fill(place, block):

@@ -26,6 +26,12 @@ class Selector(ABC):
         blocks, together at least ``count``. ``scale``: that of the attention.
         """
 
+    @abstractmethod
+    def rank(
+        self, query: torch.Tensor, runs: Sequence[torch.Tensor], count: int, scale: float
+    ) -> torch.Tensor:
+        """As ``choose``, the most similar first."""
+
 
 class ExactSelector(Selector):
     """A matrix product over all digests.
@@ -40,13 +46,23 @@ class ExactSelector(Selector):
     def choose(
         self, query: torch.Tensor, runs: Sequence[torch.Tensor], count: int, scale: float
     ) -> torch.Tensor:
+        return self._best(query, runs, scale).topk(count, dim=-1, sorted=False).indices
+
+    def rank(
+        self, query: torch.Tensor, runs: Sequence[torch.Tensor], count: int, scale: float
+    ) -> torch.Tensor:
+        return self._best(query, runs, scale).topk(count, dim=-1).indices
+
+    def _best(
+        self, query: torch.Tensor, runs: Sequence[torch.Tensor], scale: float
+    ) -> torch.Tensor:
+        """What each block counts: ``[kv_heads, blocks]``."""
         heads, _, per_block, _ = runs[0].shape
         point = self._digest.of_query(query).to(runs[0].dtype)
         parts = [_products(point, run.flatten(1, 2)) for run in runs]
         logits = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         mass = (logits.float() * scale).softmax(-1).mean(1)
-        best = mass.view(heads, -1, per_block).amax(-1)
-        return best.topk(count, dim=-1, sorted=False).indices
+        return mass.view(heads, -1, per_block).amax(-1)
 
 
 def _products(point: torch.Tensor, digests: torch.Tensor) -> torch.Tensor:

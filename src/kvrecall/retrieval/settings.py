@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -28,6 +28,8 @@ class RetrievalSettings:
     ``digest``, ``digest_tokens``: kind of digest, and tokens to a digest vector.
     ``dense_layers``: the first layers, which attend to everything.
     ``gate``: attend densely where sparse attention is expected to be slower.
+    ``cache_share``: of an offloaded sequence, share of the middle blocks that the device holds
+    beside those chosen in a step. ``prefetch_share``: share of them loaded ahead by each query.
     """
 
     init_tokens: int = 1024
@@ -39,6 +41,8 @@ class RetrievalSettings:
     digest_tokens: int = 16
     dense_layers: int = 2
     gate: bool = True
+    cache_share: float = 0.05
+    prefetch_share: float = 0.0
 
     def __post_init__(self) -> None:
         """Raises ConfigError naming the variable, its value and what is allowed."""
@@ -53,6 +57,11 @@ class RetrievalSettings:
         _require(self.digest in DIGESTS, "DIGEST", self.digest, f"one of {', '.join(DIGESTS)}")
         _require(self.digest_tokens >= 1, "DIGEST_TOKENS", self.digest_tokens, "1 or more")
         _require(self.dense_layers >= 0, "DENSE_LAYERS", self.dense_layers, "0 or more")
+        beside = "a share in [0, 1]"
+        _require(0 <= self.cache_share <= 1, "CACHE_PERCENT", self.cache_share, beside)
+        ahead = f"a share in [0, CACHE_PERCENT ({self.cache_share})]"
+        fits = 0 <= self.prefetch_share <= self.cache_share
+        _require(fits, "PREFETCH_PERCENT", self.prefetch_share, ahead)
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> RetrievalSettings:
@@ -62,12 +71,26 @@ class RetrievalSettings:
             for name, text in environ.items()
             if name.startswith(PREFIX)
         }
-        unknown = sorted(given.keys() - _VARIABLES.keys())
-        if unknown:
-            known = ", ".join(PREFIX + name for name in _VARIABLES)
-            raise ConfigError(f"{PREFIX}{unknown[0]} is not a setting; there are {known}")
+        _require_known(given, PREFIX, str)
         values = {_VARIABLES[name][0]: _parsed(name, text) for name, text in given.items()}
         return cls(**values)  # type: ignore[arg-type]
+
+    @classmethod
+    def from_mapping(cls, raw: Mapping[str, object], source: str) -> RetrievalSettings:
+        """Reads the same settings from a mapping: names as those of the variables, small and
+        without the prefix (``topk_percent``), values of their types. ``source``: for errors."""
+        _require_known(raw, f"{source}.", str.lower)
+        values: dict[str, object] = {}
+        for name, value in raw.items():
+            field, kind = _VARIABLES[name.upper()]
+            fits = isinstance(value, int | float) if kind is float else isinstance(value, kind)
+            if not fits or (kind is not bool and isinstance(value, bool)):
+                raise ConfigError(f"{source}.{name} is {value!r}; it must be {_KINDS[kind]}")
+            values[field] = kind(value)  # type: ignore[call-overload,arg-type]
+        try:
+            return cls(**values)  # type: ignore[arg-type]
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from None
 
     def regime(self, tokens: int) -> Regime:
         """The regime of a sequence that is ``tokens`` long."""
@@ -86,8 +109,18 @@ _VARIABLES: Mapping[str, tuple[str, type[int] | type[float] | type[str] | type[b
     "DIGEST_TOKENS": ("digest_tokens", int),
     "DENSE_LAYERS": ("dense_layers", int),
     "GATE": ("gate", bool),
+    "CACHE_PERCENT": ("cache_share", float),
+    "PREFETCH_PERCENT": ("prefetch_share", float),
 }
+_KINDS = {int: "a whole number", float: "a number", str: "a word", bool: "true or false"}
 _FLAGS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+
+
+def _require_known(given: Mapping[str, object], prefix: str, spelt: Callable[[str], str]) -> None:
+    unknown = sorted(given.keys() - {spelt(name) for name in _VARIABLES})
+    if unknown:
+        known = ", ".join(prefix + spelt(name) for name in _VARIABLES)
+        raise ConfigError(f"{prefix}{unknown[0]} is not a setting; there are {known}")
 
 
 def _parsed(name: str, text: str) -> int | float | str | bool:

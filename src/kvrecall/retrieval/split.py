@@ -46,3 +46,10 @@ def split_of(tokens: int, block_size: int, settings: RetrievalSettings) -> Split
     chosen = math.ceil((local - init) * settings.topk_share)
     last_tokens = tokens - (blocks - 1) * block_size
     return Split(blocks, init, local, chosen, last_tokens, block_size)
+
+
+def slots_of(split: Split, offloaded: int, settings: RetrievalSettings) -> tuple[int, int]:
+    """Device slots a sequence needs with so many of its middle blocks off the device, and how many
+    it should have, so that those of earlier steps are found there."""
+    spare = math.ceil(split.middle * settings.cache_share)
+    return min(offloaded, split.chosen), min(offloaded, split.chosen + spare)

@@ -7,6 +7,7 @@ random time or at a chosen system call of the disk tier.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -16,8 +17,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvrecall.block import BlockKey
+from kvrecall.block import tenant_of
 from kvrecall.config import DiskConfig, PoolConfig
+from kvrecall.errors import ConfigError
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.io import FileIo
@@ -69,10 +71,17 @@ def save_for_ever(folder: Path, oracle: Path, life: int, die_at: int, disk_bytes
     log = os.open(oracle, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     for number in range(1_000_000):
         name = f"{life}-{number}"
+        keys = chain(NAMESPACE, CHAIN_BLOCKS, name)
         pool.reserve(chain(NAMESPACE, CHAIN_BLOCKS, f"never-{name}"))
-        engine.save(chain(NAMESPACE, CHAIN_BLOCKS, name))
-        if number % 2 and pool.flush(chain(NAMESPACE, CHAIN_BLOCKS, name), 20.0):
+        engine.save(keys, tenant_of(str(number % 3)))
+        if number % 2 and pool.flush(keys, 20.0):
             os.write(log, f"{name}\n".encode())
+            with contextlib.suppress(ConfigError):  # enough are pinned
+                if number % 8 == 1:
+                    pool.steward.pin(keys)
+                    os.write(log, f"{name} pinned\n".encode())
+                if number % 8 == 5:
+                    tier.resize(disk_bytes * (3 + number // 8 % 2) // 4)
         pool.abandon(chain(NAMESPACE, CHAIN_BLOCKS, f"never-{name}"))
 
 
@@ -102,16 +111,25 @@ def survivors(folder: Path, oracle: Path, disk_bytes: int) -> tuple[int, int, in
     """Opens the folder and checks it against the oracle.
 
     Returns how many blocks had to survive, how many of those are lost, and how many blocks are
-    there that nobody committed. Raises AssertionError on wrong bytes.
+    there that nobody committed. Raises AssertionError on wrong bytes, and where a block that was
+    pinned is lost or not pinned any more.
     """
-    names = oracle.read_text().splitlines() if oracle.exists() else []
+    lines = oracle.read_text().splitlines() if oracle.exists() else []
+    names = [line for line in lines if not line.endswith(" pinned")]
+    pinned = [line.removesuffix(" pinned") for line in lines if line not in names]
     lost = strange = 0
     config = PoolConfig(HOST_BYTES, DiskConfig(folder, disk_bytes))
     with Pool.open(config) as pool:
         pool.register(NAMESPACE, BLOCK_BYTES)
         engine = Engine(pool, BLOCK_BYTES)
+        disk = pool.steward.disk
+        assert disk is not None
+        for name in pinned:
+            keys = chain(NAMESPACE, CHAIN_BLOCKS, name)
+            assert all(disk.contains(key) for key in keys), "a pinned block is lost"
+            assert disk.pinned_keys().issuperset(keys), "a pin is lost"
         for name in names:
-            keys: list[BlockKey] = chain(NAMESPACE, CHAIN_BLOCKS, name)
+            keys = chain(NAMESPACE, CHAIN_BLOCKS, name)
             lost += CHAIN_BLOCKS - len(engine.recall(keys))
             for key in chain(NAMESPACE, CHAIN_BLOCKS, f"never-{name}"):
                 strange += pool.find([key]).blocks

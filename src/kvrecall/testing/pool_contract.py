@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrecall.block import BlockKey, TierName
+from kvrecall.block import SHARED, BlockKey, Tenant, TierName
 from kvrecall.errors import ConfigError
 from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena
@@ -33,9 +33,9 @@ class Engine:
         """Writes what the block ``key`` must hold into a reserved slot."""
         self._arena.view(offset, self.block_bytes)[:] = content(key, self.block_bytes)
 
-    def save(self, keys: Sequence[BlockKey]) -> Counter[Verdict]:
+    def save(self, keys: Sequence[BlockKey], tenant: Tenant = SHARED) -> Counter[Verdict]:
         """Reserves, fills and commits; returns how many answers there were of each kind."""
-        answers = self.pool.reserve(keys)
+        answers = self.pool.reserve(keys, None, tenant)
         reserved = [
             (key, answer.offset)
             for key, answer in zip(keys, answers, strict=True)
@@ -57,9 +57,9 @@ class Engine:
         wait_until(ready)
         return recalls[-1]
 
-    def recall(self, keys: Sequence[BlockKey]) -> tuple[TierName, ...]:
+    def recall(self, keys: Sequence[BlockKey], tenant: Tenant = SHARED) -> tuple[TierName, ...]:
         """Acquires, checks the bytes, releases; returns the tier of each block that came."""
-        ticket = self.pool.acquire(keys, 10.0)
+        ticket = self.pool.acquire(keys, 10.0, None, tenant)
         recall = self.wait(ticket)
         self.check(keys, recall)
         self.pool.release(ticket)

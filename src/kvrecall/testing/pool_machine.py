@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 from pathlib import Path
@@ -17,10 +18,12 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvrecall.block import BlockKey
-from kvrecall.config import DiskConfig, PoolConfig
+from kvrecall.block import SHARED, BlockKey, tenant_of
+from kvrecall.config import Amount, DiskConfig, PoolConfig, PoolTerms, TenantRules, TenantTerms
+from kvrecall.errors import ConfigError
 from kvrecall.pool.base import PoolClient, Recall, RecallState, Verdict
 from kvrecall.pool.pool import Pool
+from kvrecall.pool.steward import Steward
 from kvrecall.testing.blocks import chain, namespace, wait_until
 from kvrecall.testing.pool_contract import Engine
 
@@ -31,24 +34,36 @@ _CHAINS = st.tuples(
 )
 _HOST_BYTES = 1 << 20  # room for about 14 large blocks: evicts all the time
 _DISK_BYTES = 32 << 20  # room for all there are: never evicts
+_TENANTS = {"a": tenant_of("a"), "b": tenant_of("b"), "c": SHARED}  # by chain
+_QUOTA = TenantRules(TenantTerms(host=Amount(share=0.6)))
 
 
 class PoolMachine(RuleBasedStateMachine):
     """The model knows which keys were committed since the last ``clear``, which of them are
-    durable, which slots are reserved and which recalls are open. Bytes follow from keys."""
+    durable, which are pinned, which slots are reserved and which recalls are open. Bytes follow
+    from keys, and so does the tenant."""
+
+    terms = PoolTerms(tenants=_QUOTA)
 
     tickets: Bundle[int] = Bundle("tickets")
     reserved: Bundle[tuple[str, tuple[BlockKey, ...]]] = Bundle("reserved")
 
     def open_pool(self, folder: Path) -> PoolClient:
         """Override to test another pool."""
-        return Pool.open(PoolConfig(_HOST_BYTES, DiskConfig(folder, _DISK_BYTES)))
+        config = PoolConfig(_HOST_BYTES, DiskConfig(folder, _DISK_BYTES), terms=self.terms)
+        return Pool.open(config)
+
+    def steward(self) -> Steward:
+        """Override for a pool that is a client of another."""
+        assert isinstance(self.pool, Pool)
+        return self.pool.steward
 
     @initialize()
     def begin(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="kvrecall-machine-"))
         self.committed: set[BlockKey] = set()
         self.durable: set[BlockKey] = set()
+        self.pinned: set[BlockKey] = set()
         self.filling: dict[BlockKey, int] = {}
         self.open: dict[int, tuple[str, list[BlockKey], Recall | None]] = {}
         self.start()
@@ -74,7 +89,7 @@ class PoolMachine(RuleBasedStateMachine):
     def save(self, of: tuple[str, str, int]) -> None:
         keys = self.keys(of)
         known = {key for key in keys if key in self.committed or key in self.filling}
-        answers = self.engines[of[0]].pool.reserve(keys)
+        answers = self.pool.reserve(keys, None, _TENANTS[of[1]])
         got = []
         for key, answer in zip(keys, answers, strict=True):
             if answer.verdict is Verdict.PRESENT:
@@ -90,7 +105,8 @@ class PoolMachine(RuleBasedStateMachine):
     def reserve(self, of: tuple[str, str, int]) -> tuple[str, tuple[BlockKey, ...]]:
         keys = self.keys(of)
         got = []
-        for key, answer in zip(keys, self.pool.reserve(keys), strict=True):
+        answers = self.pool.reserve(keys, None, _TENANTS[of[1]])
+        for key, answer in zip(keys, answers, strict=True):
             if answer.verdict is Verdict.RESERVED:
                 self.filling[key] = answer.offset
                 got.append(key)
@@ -111,7 +127,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(of=_CHAINS, target=tickets)
     def acquire(self, of: tuple[str, str, int]) -> int:
         keys = self.keys(of)
-        ticket = self.pool.acquire(keys, 20.0)
+        ticket = self.pool.acquire(keys, 20.0, None, _TENANTS[of[1]])
         self.open[ticket] = of[0], keys, None
         return ticket
 
@@ -156,10 +172,33 @@ class PoolMachine(RuleBasedStateMachine):
             assert all(key in self.committed for key in keys)
             self.durable.update(keys)
 
+    @rule(of=_CHAINS)
+    def pin(self, of: tuple[str, str, int]) -> None:
+        present = [key for key in self.keys(of) if self.pool.find([key]).blocks]
+        try:
+            self.steward().pin(present)
+        except ConfigError:
+            return  # too many: none is
+        self.pinned.update(key for key in present if self.pool.find([key]).blocks)
+
+    @rule(of=_CHAINS)
+    def unpin(self, of: tuple[str, str, int]) -> None:
+        self.steward().unpin(self.keys(of))
+        self.pinned.difference_update(self.keys(of))
+
+    @rule(share=st.sampled_from((0.5, 0.75, 1.0)))
+    def resize(self, share: float) -> None:
+        steward = self.steward()
+        assert steward.disk is not None
+        for size, total in ((steward.resize_host, _HOST_BYTES), (steward.disk.resize, _DISK_BYTES)):
+            with contextlib.suppress(ConfigError):  # too much is pinned
+                size(int(total * share))
+
     @rule()
     def clear(self) -> None:
         self.pool.clear()
         self.durable.clear()
+        self.pinned.clear()
         leased = {
             key
             for _, keys, recall in self.open.values()
@@ -176,13 +215,20 @@ class PoolMachine(RuleBasedStateMachine):
         self.start()
         for key in self.durable:
             assert self.pool.find([key]).blocks == 1
+        self.pinned &= self.durable
+
+    @invariant()
+    def pinned_blocks_are_there(self) -> None:
+        if hasattr(self, "pool"):
+            assert all(self.pool.find([key]).blocks == 1 for key in self.pinned)
 
     @invariant()
     def counts(self) -> None:
         if hasattr(self, "pool"):
             stats = self.pool.stats()
             assert stats.reserved == len(self.filling)
-            assert all(tier.used_bytes <= tier.capacity_bytes for tier in stats.tiers)
+            assert stats.tiers[0].used_bytes <= _HOST_BYTES
+            assert all(tier.pinned_bytes <= tier.capacity_bytes / 2 for tier in stats.tiers)
             assert all(tier.corrupt == 0 and tier.errors == 0 for tier in stats.tiers)
 
     def teardown(self) -> None:

@@ -20,11 +20,18 @@ NAMESPACE = namespace()
 class Bench:
     """A tier and memory to move blocks from and to."""
 
-    def __init__(self, tier: Tier, slots: int = 256, block_bytes: int = BLOCK_BYTES) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        slots: int = 256,
+        block_bytes: int = BLOCK_BYTES,
+        memory: memoryview | None = None,
+    ) -> None:
+        """``memory`` has room for the slots; by default it is the bench's own."""
         self.tier = tier
         self.block_bytes = block_bytes
         self._slot = slot_bytes_of(block_bytes)
-        self._memory = memoryview(mmap.mmap(-1, slots * self._slot))
+        self._memory = memory or memoryview(mmap.mmap(-1, slots * self._slot))
         self.done: list[Done] = []
 
     def slot(self, place: int) -> memoryview:
@@ -55,6 +62,18 @@ class Bench:
         self.submit_get(keys)
         return self.collect(keys)
 
+    def get_among(self, keys: list[BlockKey]) -> list[Outcome]:
+        """As ``get``, while other operations end too, which are not looked at."""
+        self.submit_get(keys)
+        done: dict[BlockKey, Outcome] = {}
+
+        def complete() -> bool:
+            done.update({item.key: item.outcome for item in self.tier.poll(0.01)})
+            return done.keys() >= set(keys)
+
+        wait_until(complete)
+        return [done[key] for key in keys]
+
     def holds(self, keys: list[BlockKey]) -> bool:
         """Whether the first slots hold the right bytes of ``keys``."""
         return all(
@@ -79,8 +98,12 @@ class Bench:
 class TierContract:
     """Contract of ``kvrecall.pool.tier.Tier`` with room for at least 256 blocks of 10,000 bytes.
 
-    A subclass overrides ``make``.
+    A subclass overrides ``make``, and ``memory`` if its tier must know the memory beforehand.
     """
+
+    def memory(self) -> memoryview | None:
+        """Memory for 256 slots; called after ``make``."""
+        return None
 
     def make(self, path: Path) -> Tier:
         raise NotImplementedError
@@ -89,7 +112,7 @@ class TierContract:
     def bench(self, tmp_path: Path) -> Iterator[Bench]:
         tier = self.make(tmp_path / "tier")
         tier.register(NAMESPACE, BLOCK_BYTES)
-        yield Bench(tier)
+        yield Bench(tier, memory=self.memory())
         tier.close()
 
     def test_gives_back_what_was_put(self, bench: Bench) -> None:
@@ -154,7 +177,7 @@ class TierContract:
     def test_holds_blocks_of_several_sizes(self, bench: Bench) -> None:
         small = namespace("small")
         bench.tier.register(small, 100)
-        little = Bench(bench.tier, block_bytes=100)
+        little = Bench(bench.tier, block_bytes=100, memory=self.memory())
         bench.put(chain(NAMESPACE, 10))
         little.put(chain(small, 10))
         assert bench.get(chain(NAMESPACE, 10)) == [Outcome.LOADED] * 10

@@ -115,6 +115,12 @@ class WrapperTier(Tier):
     def contains(self, key: BlockKey) -> bool:
         return self.inner.contains(key)
 
+    def tier_of(self, key: BlockKey) -> TierName:
+        return self.inner.tier_of(key)
+
+    def ask(self, keys: Sequence[BlockKey]) -> bool:
+        return self.inner.ask(keys)
+
     def depth_of(self, key: BlockKey) -> int | None:
         return self.inner.depth_of(key)
 

@@ -15,31 +15,47 @@ from kvrecall.block import TierName
 TRIVIAL_S = 0.02
 """Loads expected to take less are made without asking: nothing can be lost by them."""
 
+_LEAST_PATIENCE_S = 0.05
+"""Waits may always be as long: a disk that is merely busy for a moment shall not cut hits short."""
+
 _MEMORY = 0.9  # weight of the past in running averages
 _MIN_STEP_TOKENS = 32  # smaller steps are decoding, and tell nothing of prefill
 _PROBE_SHARE = 0.05  # share of the computing time that a probe of a slow tier may cost
-_RISK_SHARE = 0.1  # share of the computing time saved that may be waited in vain
-_SLACK = 2.0  # a load may take so many times what is expected before the wait ends
+_PROBE_EVERY = 4  # a tier that is passed over is tried again so often
+_RISK_SHARE = 0.08  # share of the computing time at stake that may be waited in vain
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How many leading blocks to load, and how long to wait for them (seconds)."""
+    """How many leading blocks to load, and for how many seconds to wait for them *beyond* what
+    those that came have saved (``gained_seconds``).
+
+    So a load from a medium that is as fast as expected is waited for to its end, however long it
+    takes; one that stalls, at whatever point, costs at most ``patience_s`` more than computing.
+    """
 
     blocks: int
-    deadline_s: float
+    patience_s: float
 
 
 class Appraiser:
     """Expected costs of one engine. Owned by its scheduler side; not thread-safe."""
 
-    def __init__(self, block_tokens: int, block_bytes: int, deadline_s: float) -> None:
-        """``deadline_s``: the longest any load may be waited for."""
+    def __init__(
+        self,
+        block_tokens: int,
+        block_bytes: int,
+        deadline_s: float,
+        least_token_seconds: float = 0.0,
+    ) -> None:
+        """``deadline_s``: the longest any load may be waited for. ``least_token_seconds``: what a
+        prompt token is taken to cost until one was computed; 0: no idea."""
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
         self._deadline_s = deadline_s
         self._bandwidth: dict[TierName, float] = {}
-        self._prefill = _PrefillModel()
+        self._prefill = _PrefillModel(least_token_seconds)
+        self._passed_over = 0
 
     # ---- what was seen ------------------------------------------------------------------
 
@@ -53,11 +69,12 @@ class Appraiser:
 
         Blocks that did not come in time count as a bandwidth of what did come.
         """
-        rate = max(blocks, 0.01) * self._block_bytes / max(seconds, 1e-6)
+        rate = max(blocks, 0.1) * self._block_bytes / max(seconds, 1e-6)
         known = self._bandwidth.get(tier)
-        self._bandwidth[tier] = rate if known is None else _MEMORY * known + (1 - _MEMORY) * rate
-        if known is not None and rate < known / 2:  # a tier that stalls is believed at once
-            self._bandwidth[tier] = rate
+        if known is None or not known / 2 <= rate <= 2 * known:
+            self._bandwidth[tier] = rate  # a tier that stalls, or has recovered: believed at once
+        else:
+            self._bandwidth[tier] = _MEMORY * known + (1 - _MEMORY) * rate
 
     # ---- what follows -------------------------------------------------------------------
 
@@ -78,13 +95,23 @@ class Appraiser:
             left -= compute
             if spent + left <= best_cost or spent <= TRIVIAL_S:
                 best, best_cost = index + 1, spent + left
-        if best < len(tiers):
-            best = max(best, self._probe(loads, sum(computes)))
-        expected = sum(loads[:best])
-        if not expected:
-            return Plan(best, self._deadline_s)
-        worth = _RISK_SHARE * sum(computes[:best])
-        return Plan(best, min(self._deadline_s, max(_SLACK * expected, worth, TRIVIAL_S)))
+        if best < len(tiers) and self._is_time_to_probe():
+            return Plan(best + 1, max(_LEAST_PATIENCE_S, _PROBE_SHARE * sum(computes)))
+        worth = sum(c for c, tier in zip(computes, tiers, strict=True) if tier is not TierName.HOST)
+        return Plan(best, min(self._deadline_s, max(_RISK_SHARE * worth, _LEAST_PATIENCE_S)))
+
+    def _is_time_to_probe(self) -> bool:
+        """Whether to load from a slow tier all the same, so that its recovery is noticed."""
+        self._passed_over += 1
+        return self._passed_over % _PROBE_EVERY == 0
+
+    def gained_seconds(self, tiers: Sequence[TierName], start_block: int) -> float:
+        """Computing that is saved by what came from below the host; ``tiers`` as in ``plan``."""
+        return sum(
+            self.compute_seconds(start_block + place)
+            for place, tier in enumerate(tiers)
+            if tier is not TierName.HOST and self._prefill.known
+        )
 
     def load_seconds(self, tier: TierName) -> float:
         """Expected seconds to load one block; 0 if the tier was not seen yet."""
@@ -96,26 +123,18 @@ class Appraiser:
         depth = (block + 0.5) * self._block_tokens
         return self._block_tokens * self._prefill.seconds_per_token(depth)
 
-    def _probe(self, loads: Sequence[float], compute: float) -> int:
-        """Blocks to load from a slow tier all the same, so that its recovery is noticed."""
-        spent, count = 0.0, 0
-        for load in loads:
-            spent += load
-            if spent > _PROBE_SHARE * compute:
-                break
-            count += 1
-        return count
-
 
 class _PrefillModel:
-    """Seconds per prompt token as ``base + slope * depth``, by running least squares."""
+    """Seconds per prompt token as ``base + slope * depth``, by running least squares; ``least``
+    until one was seen (0: unknown)."""
 
-    def __init__(self) -> None:
+    def __init__(self, least: float) -> None:
+        self._least = least
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     @property
     def known(self) -> bool:
-        return self._weight > 0
+        return self._weight > 0 or self._least > 0
 
     def saw(self, tokens: int, depth: float, seconds: float) -> None:
         cost = seconds / tokens
@@ -126,6 +145,8 @@ class _PrefillModel:
 
     def seconds_per_token(self, depth: float) -> float:
         """Neither negative nor falling with depth."""
+        if not self._weight:
+            return self._least
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
         spread = self._xx / self._weight - mean_x * mean_x
         slope = 0.0

@@ -77,6 +77,24 @@ def kernel_of(vllm_config: Any, layer_names: tuple[str, ...]) -> str:
     return f"{'+'.join(sorted(names))} on {machine}"
 
 
+def prompt_token_work(vllm_config: Any) -> tuple[float, int]:
+    """Operations of this rank's matrix products for a prompt token, roughly, and their width;
+    zeros for a model whose configuration does not tell."""
+    text = vllm_config.model_config.hf_text_config
+    hidden = int(getattr(text, "hidden_size", 0) or 0)
+    layers = int(getattr(text, "num_hidden_layers", 0) or 0)
+    heads = int(getattr(text, "num_attention_heads", 0) or 0)
+    kv_heads = int(getattr(text, "num_key_value_heads", heads) or heads)
+    size = int(getattr(text, "head_dim", 0) or (hidden // heads if heads else 0))
+    experts = int(getattr(text, "num_experts_per_tok", 0) or 0)
+    wide = int(getattr(text, "moe_intermediate_size", 0) or 0) * experts
+    wide = wide or int(getattr(text, "intermediate_size", 0) or 0)
+    parallel = vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    weights = layers * hidden * (2 * size * (heads + kv_heads) + 3 * wide)
+    return 2.0 * weights / ranks, hidden
+
+
 def root_seed() -> str:
     """The seed the first block's hash starts from. Settled once the engine has started."""
     get_seed = getattr(kv_cache_utils, "get_none_hash_seed", None)
@@ -205,6 +223,51 @@ def note_overwritten(vllm_config: Any, block_ids: Iterable[int]) -> None:
             note(block_ids)
 
 
+def take_offload(vllm_config: Any, orders: Any, records: Any) -> None:
+    """Hands a step's offload orders to the attention layers, which share them; see ``Offload``."""
+    layers = vllm_config.compilation_config.static_forward_context
+    caches = {name: getattr(layer, "kv_cache", None) for name, layer in layers.items()}
+    for layer in layers.values():
+        take = getattr(getattr(layer, "impl", None), "take_offload", None)
+        if take is not None:
+            take(orders, caches, records)
+            return
+
+
+def override_kv_cache_spec() -> None:
+    """Full-attention layers get a spec whose blocks may leave the device. Others keep theirs."""
+    from vllm.model_executor.layers.attention.attention import Attention
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    from kvrecall.engines.vllm.retrieval.spec import OffloadableSpec, OffloadManager
+
+    KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(OffloadableSpec, OffloadManager, FullAttentionSpec)
+    plain = Attention.get_kv_cache_spec
+    if getattr(plain, "kvrecall", False):
+        return
+
+    def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
+        made = plain(self, vllm_config)
+        return OffloadableSpec.of(made) if type(made) is FullAttentionSpec else made
+
+    get_kv_cache_spec.kvrecall = True  # type: ignore[attr-defined]
+    Attention.get_kv_cache_spec = get_kv_cache_spec
+
+
+def block_manager(kv_cache_manager: Any) -> Any:
+    """The manager of the engine's one KV group."""
+    (manager,) = kv_cache_manager.coordinator.single_type_managers
+    return manager
+
+
+def layer_token_bytes(kv_cache_config: Any) -> int:
+    """Bytes of a token's keys and values in one layer of a rank."""
+    (group,) = kv_cache_config.kv_cache_groups
+    return int(group.kv_cache_spec.page_size_bytes) // int(group.kv_cache_spec.block_size)
+
+
 def attention_activity(vllm_config: Any) -> Mapping[str, int]:
     """Totals of what this worker's attention layers did, if they count it."""
     for layer in vllm_config.compilation_config.static_forward_context.values():
@@ -212,3 +275,10 @@ def attention_activity(vllm_config: Any) -> Mapping[str, int]:
         if totals is not None:
             return dict(totals())
     return {}
+
+
+def loads_are_ordered(vllm_config: Any) -> bool:
+    """Whether blocks may be loaded while steps run: a consumer frees blocks only when no step can
+    write to them any more; other roles may load where one step ends before the next begins."""
+    consumer = bool(vllm_config.kv_transfer_config.is_kv_consumer)
+    return consumer or int(vllm_config.max_concurrent_batches) == 1

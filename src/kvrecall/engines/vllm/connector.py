@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,19 +19,26 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvrecall.block import Namespace, TierName
+from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.config import RecallSettings
-from kvrecall.engines.vllm import compat
+from kvrecall.engines.vllm import compat, warmth
 from kvrecall.engines.vllm.identity import Adapters, namespace_of
 from kvrecall.engines.vllm.metrics import PoolWatch, RecallPromMetrics, RecallStats
 from kvrecall.engines.vllm.orphan import end_with_parent
+from kvrecall.engines.vllm.retrieval.checks import offload_hindrance
+from kvrecall.engines.vllm.retrieval.offloader import Offloader
+from kvrecall.engines.vllm.retrieval.plugin import active_settings, asked_for, require_on
 from kvrecall.engines.vllm.scheduler_side import EngineFacts, RecallScheduler
 from kvrecall.engines.vllm.wire import Shard, StepOrders, StepReport
 from kvrecall.engines.vllm.worker_side import RecallWorker
-from kvrecall.errors import ConfigError, EngineError
+from kvrecall.errors import ConfigError, EngineError, KvrecallError
 from kvrecall.pool.base import PoolClient
 from kvrecall.pool.open import open_pool
+from kvrecall.pool.pool import Pool
+from kvrecall.pool.service.client import ServiceClient
+from kvrecall.pool.service.reception import Reception
 from kvrecall.pool.slots import slot_bytes_of
+from kvrecall.retrieval.gate import Gate
 
 logger = logging.getLogger("vllm.kvrecall")
 
@@ -52,8 +60,10 @@ class RecallConnector(KVConnectorBase_V1):
         self._scheduler: RecallScheduler | None = None
         self._worker: RecallWorker | None = None
         self._pool: PoolClient | None = None
+        self._reception: Reception | None = None
         self._watch = PoolWatch()
         compat.require_supported(vllm_config, kv_cache_config)
+        require_on(vllm_config, os.environ)
         if role is KVConnectorRole.WORKER:
             self._worker = RecallWorker(vllm_config, kv_cache_config)
         else:
@@ -62,6 +72,7 @@ class RecallConnector(KVConnectorBase_V1):
             self._settings = _settings_of(vllm_config)
             _warn_if_hopeless(vllm_config)
             self._pool = open_pool(self._settings)
+            self._reception = _reception(self._pool, self._settings)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -138,13 +149,32 @@ class RecallConnector(KVConnectorBase_V1):
             Adapters().digest,
             self._block_ids,
         )
+        self._keep_long_sequences(facts)
         logger.info(
-            "kvrecall: pool open: host %.2f GiB, %s, %d bytes a block of %d tokens",
+            "kvrecall: pool open as %s: host %.2f GiB, %s, %d bytes a block of %d tokens",
+            self._vllm_config.kv_transfer_config.kv_role,
             arena_bytes / 2**30,
             _below_text(self._settings),
             facts.block_bytes,
             facts.block_size,
         )
+
+    def _keep_long_sequences(self, facts: EngineFacts) -> None:
+        """With retrieval on, lets long sequences leave the device in part."""
+        if not asked_for(os.environ) or offload_hindrance(self._vllm_config) is not None:
+            return
+        assert self._pool is not None
+        settings = active_settings(self._vllm_config)
+        offloader = Offloader(
+            self._pool,
+            settings,
+            facts.block_size,
+            Gate(settings, compat.layer_token_bytes(self._kv_cache_config)),
+            self._settings.pool.load_deadline_s,
+            self._s.state_of,
+        )
+        self._s.offloader = offloader
+        compat.block_manager(self._kv_cache_manager).keeper = offloader
 
     def _facts(self, shards: list[Shard]) -> EngineFacts:
         parallel = self._vllm_config.parallel_config
@@ -162,7 +192,19 @@ class RecallConnector(KVConnectorBase_V1):
             ranks=ranks,
             copies_in_step=all(shard.copies_in_step for shard in shards),
             frees_while_running=compat.freed_while_running(self._kv_cache_config),
+            recalls=self._may_recall(),
+            least_token_seconds=max(shard.token_seconds for shard in shards),
         )
+
+    def _may_recall(self) -> bool:
+        """vLLM guards blocks against loads that overtake a step under way only in consumers."""
+        if compat.loads_are_ordered(self._vllm_config):
+            return True
+        logger.warning(
+            "kvrecall: this kv_producer overlaps steps, in which vLLM allows no loads: it saves "
+            "and does not recall. With kv_role kv_both it does both"
+        )
+        return False
 
     def _namespace(self, shards: list[Any]) -> Namespace:
         namespace = namespace_of(self._vllm_config, self._kv_cache_config, shards)
@@ -210,12 +252,23 @@ class RecallConnector(KVConnectorBase_V1):
     def reset_cache(self) -> bool | None:
         return self._s.reset()
 
+    # ---- for who hosts the engine and watches it -----------------------------------------
+
+    def saved(self, request_id: str) -> tuple[BlockKey, ...]:
+        """Leading blocks of a request in the engine that are in the pool or on their way."""
+        return () if self._scheduler is None else self._scheduler.saved(request_id)
+
+    @property
+    def has_service(self) -> bool:
+        """Whether the pool is a service's, and one is there."""
+        return isinstance(self._pool, ServiceClient) and self._pool.is_connected
+
     # ---- both ---------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> RecallStats | None:
         if self._worker is not None:
-            did = self._worker.attention_counts()
-            return RecallStats.of(did, {}) if did else None
+            did, heat = self._worker.attention_counts(), warmth.WORKER.take()
+            return RecallStats.of(did, {}, heat=heat) if did else None
         if self._scheduler is None or self._pool is None:
             return None
         counts, gauges = self._watch.take(self._pool.stats())
@@ -243,8 +296,25 @@ class RecallConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
+        if self._reception is not None:
+            self._reception.stop()
         if self._pool is not None:
             self._pool.close()
+        if self._reception is not None:
+            self._reception.close()
+
+
+def _reception(pool: PoolClient, settings: RecallSettings) -> Reception | None:
+    """Where an embedded pool can be asked; None if nowhere. That it cannot be set up is told and
+    no reason not to serve."""
+    if settings.admin_socket is None or not isinstance(pool, Pool):
+        return None
+    disk = settings.pool.disk
+    try:
+        return Reception(pool, settings.admin_socket, str(disk.path) if disk else "")
+    except KvrecallError as error:
+        logger.warning("kvrecall: the pool of this engine cannot be asked: %s", error)
+        return None
 
 
 def _settings_of(vllm_config: Any) -> RecallSettings:
@@ -264,8 +334,9 @@ def _check_room(host: int, facts: EngineFacts, max_model_len: int) -> None:
     blocks = host // slot_bytes_of(facts.block_bytes)
     if blocks == 0:
         raise ConfigError(
-            f"host_size is {host} bytes, and one block of this model ({facts.block_size} tokens) "
-            f"takes {facts.block_bytes}; set host_size to some hundred times that"
+            f"host_size (of the pool service, if there is one) is {host} bytes, and one block of "
+            f"this model ({facts.block_size} tokens) takes {facts.block_bytes}; set host_size to "
+            "some hundred times that"
         )
     if blocks * facts.block_size < max_model_len:
         logger.warning(
@@ -291,5 +362,6 @@ def _below_text(settings: RecallSettings) -> str:
     """What lies below the host tier, for the log."""
     if settings.backend == "service":
         return "by the node's pool service"
-    disk = settings.pool.disk
-    return f"disk {disk.capacity_bytes / 2**30:.2f} GiB in {disk.path}" if disk else "no disk"
+    disk, remote = settings.pool.disk, settings.pool.remote
+    text = f"disk {disk.capacity_bytes / 2**30:.2f} GiB in {disk.path}" if disk else "no disk"
+    return f"{text}, remote {remote.kind}" if remote else text

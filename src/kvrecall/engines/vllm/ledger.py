@@ -6,24 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvrecall.block import BlockKey, Namespace, TierName
-from kvrecall.engines.vllm.stepclock import Mark
-from kvrecall.pool.base import Recall
-
-
-@dataclass(slots=True)
-class Claim:
-    """Blocks of the pool acquired for a request that has not been admitted yet.
-
-    ``start``: index of the first block within the request's chain. ``tiers``: where its blocks
-    were found. ``mark``: when, by the scheduler side's clock.
-    """
-
-    ticket: int
-    start: int
-    tiers: tuple[TierName, ...]
-    mark: Mark
-    recall: Recall | None = None  # set once READY
+from kvrecall.block import SHARED, BlockKey, Namespace, Tenant, TierName
+from kvrecall.engines.vllm.claim import Claim
+from kvrecall.engines.vllm.handover import Promise
 
 
 @dataclass(slots=True)
@@ -33,17 +18,23 @@ class RequestState:
     ``space`` is None if the request is not pooled. ``saved``: leading blocks of the chain that
     are in the pool or on their way; ``closed``: nothing more of it can be saved;
     ``touched``: the pool has been told that its chain is in use;
-    ``told``: the API process has been told where its prompt comes from.
+    ``told``: the API process has been told where its prompt comes from;
+    ``promise``: what a prefill instance said of its blocks; ``asking``: the pool asks another
+    host for its blocks, since ``asked_at`` (monotonic seconds).
     """
 
     request: Any
     space: Namespace | None
     hashes_per_block: int
+    tenant: Tenant = SHARED
     saved: int = 0
     closed: bool = False
     failed_load: bool = False
     touched: bool = False
     told: bool = False
+    promise: Promise | None = None
+    asking: bool = False
+    asked_at: float | None = None
     claim: Claim | None = None
     device_tokens: int = 0
     recalled: Counter[TierName] = field(default_factory=Counter)

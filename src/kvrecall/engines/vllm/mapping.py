@@ -7,7 +7,9 @@ import os
 import select
 import threading
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 
 from kvrecall.engines.vllm.copier import Copier, Moved
@@ -15,7 +17,7 @@ from kvrecall.engines.vllm.wire import Copy
 from kvrecall.errors import TierError
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import ArenaHandle
-from kvrecall.pool.service.handle import ServedArena
+from kvrecall.pool.service.handle import ServedArena, attach
 
 logger = logging.getLogger("vllm.kvrecall")
 
@@ -48,6 +50,11 @@ class ArenaMapping:
         """Device -> arena. None if the arena cannot be mapped."""
         with self._lock:
             return self._copier.store(copy) if self._attach(handle) and self._copier else None
+
+    def memory(self, handle: ArenaHandle) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+        """All its bytes, until it is unmapped. None if it cannot be mapped."""
+        with self._lock:
+            return self._arena.array() if self._attach(handle) and self._arena else None
 
     def loads_done(self) -> int:
         """How many of the loads submitted so far, in order, are complete."""
@@ -116,15 +123,6 @@ class ArenaMapping:
         with self._lock:
             if self._handle == handle:
                 self._detach()
-
-
-def attach(handle: ArenaHandle) -> Arena:
-    """Maps the arena of ``handle``, and no other that has taken its place. Raises TierError."""
-    arena = Arena.attach(handle)
-    if isinstance(handle, ServedArena) and os.fstat(arena.handle().fd).st_ino != handle.inode:
-        arena.close()
-        raise TierError(f"the arena of process {handle.pid} is gone")
-    return arena
 
 
 def _unpin(arena: Arena) -> None:

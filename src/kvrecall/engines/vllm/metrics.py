@@ -7,6 +7,7 @@ their prompts come from (``splits.py``).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from kvrecall.engines.vllm import warmth
 from kvrecall.engines.vllm.splits import BOARD
+from kvrecall.engines.vllm.warmth import Warmth
 from kvrecall.engines.vllm.wire import StepReport
 from kvrecall.pool.base import PoolStats
 
@@ -31,7 +34,11 @@ COUNTERS = {
     "blocks_refused": "Blocks not saved because the pool had no room or was shedding load.",
     "blocks_declined": "Blocks found but computed, as loading was expected to take longer.",
     "stores_failed": "Stores that failed on a worker.",
+    "loads_given_up": "Loads ended early, as waiting on did not pay.",
     "loads_failed": "Requests recomputed because their load failed.",
+    "handovers": "Requests that came with blocks promised by a prefill instance.",
+    "handovers_late": "Of these, those whose blocks did not come in time and were computed.",
+    "handovers_foreign": "Of these, those whose blocks fit no engine like this one.",
     "flushes_missed": "Replies sent before their blocks were durable (async_write off).",
     "retrieval_steps": "Steps of the workers, if retrieval attention is on.",
     "retrieval_steps_sparse": "Steps in which some sequence was attended to sparsely.",
@@ -42,6 +49,13 @@ COUNTERS = {
     "retrieval_blocks_selected": "Middle blocks chosen, by layer and KV head.",
     "retrieval_blocks_attended": "Blocks attended to sparsely, by layer and KV head.",
     "retrieval_blocks_digested": "Blocks whose digests were computed.",
+    "retrieval_sequences_offloaded": "Decoded tokens of sequences off the device in part.",
+    "retrieval_blocks_offloaded": "Blocks that left the device while their sequence runs.",
+    "retrieval_blocks_hit": "Chosen blocks off the device found in its slots.",
+    "retrieval_blocks_loaded": "Chosen blocks off the device that were loaded.",
+    "retrieval_blocks_prefetched": "Blocks loaded ahead.",
+    "retrieval_blocks_vain": "Blocks loaded ahead and never chosen.",
+    "retrieval_bytes_loaded": "Bytes recalled into device slots.",
 }
 PROMPT_TOKENS = "Prompt tokens by where their KV came from."
 TIER_COUNTERS = {
@@ -56,21 +70,35 @@ TIER_COUNTERS = {
     "dropped": "Stores shed by the tier.",
     "errors": "I/O errors of the tier.",
     "corrupt": "Blocks dropped because their checksum or length was wrong.",
+    "over_quota": "Blocks refused for their tenant's limit.",
+    "quota_evictions": "Blocks evicted for their tenant's limit.",
 }
 TIER_GAUGES = {
     "capacity_bytes": "Hard limit of the tier.",
     "used_bytes": "Bytes in use.",
     "blocks": "Blocks held.",
+    "pinned_bytes": "Bytes of pinned blocks.",
 }
 POOL_GAUGES = {
     "leases": "Blocks leased by requests.",
     "reserved": "Slots being filled.",
     "queued_writes": "Blocks waiting to be written below the host.",
     "queued_reads": "Blocks waiting to be promoted.",
+    "unwritten_bytes": "Bytes that the write policy has not written below the host yet.",
 }
 
 
-_EVENTS = ("blocks_refused", "blocks_declined", "stores_failed", "loads_failed", "flushes_missed")
+_EVENTS = (
+    "blocks_refused",
+    "blocks_declined",
+    "loads_given_up",
+    "stores_failed",
+    "loads_failed",
+    "flushes_missed",
+    "handovers",
+    "handovers_late",
+    "handovers_foreign",
+)
 
 
 @dataclass(slots=True)
@@ -82,8 +110,12 @@ class Tally:
     blocks_refused: int = 0
     blocks_declined: int = 0
     stores_failed: int = 0
+    loads_given_up: int = 0
     loads_failed: int = 0
     flushes_missed: int = 0
+    handovers: int = 0
+    handovers_late: int = 0
+    handovers_foreign: int = 0
 
     def count_request(self, sources: dict[str, int]) -> None:
         """Adds a finished request and where its prompt's KV came from (tokens)."""
@@ -139,8 +171,8 @@ class PoolWatch:
 
 
 class RecallStats(KVConnectorStats):
-    """Payload: ``counts`` (name -> increment), ``gauges`` (name -> value) and ``splits`` (request
-    -> source -> tokens)."""
+    """Payload: ``counts`` (name -> increment), ``gauges`` (name -> value), ``splits`` (request
+    -> source -> tokens) and ``heat`` (layer -> where its blocks lay and were chosen)."""
 
     @classmethod
     def of(
@@ -148,11 +180,13 @@ class RecallStats(KVConnectorStats):
         counts: dict[str, float],
         gauges: dict[str, float],
         splits: dict[str, dict[str, int]] | None = None,
+        heat: Mapping[int, list[list[int]]] | None = None,
     ) -> RecallStats:
-        return cls(data={"counts": counts, "gauges": gauges, "splits": splits or {}})
+        plain = {str(layer): rows for layer, rows in (heat or {}).items()}
+        return cls(data={"counts": counts, "gauges": gauges, "splits": splits or {}, "heat": plain})
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = {"counts": {}, "gauges": {}, "splits": {}}
+        self.data: dict[str, Any] = {"counts": {}, "gauges": {}, "splits": {}, "heat": {}}
 
     def is_empty(self) -> bool:
         return not self.data.get("counts") and not self.data.get("gauges")
@@ -163,7 +197,10 @@ class RecallStats(KVConnectorStats):
             counts[name] = counts.get(name, 0) + amount
         gauges = {**self.data.get("gauges", {}), **other.data.get("gauges", {})}
         splits = {**self.data.get("splits", {}), **other.data.get("splits", {})}
-        return RecallStats.of(counts, gauges, splits)
+        heat = Warmth()
+        for payload in (self, other):
+            heat.add(payload.data.get("heat", {}))
+        return RecallStats.of(counts, gauges, splits, heat.take())
 
     def reduce(self) -> dict[str, int | float]:
         """What a person wants in the log line of the last interval."""
@@ -221,6 +258,7 @@ class RecallPromMetrics(KVConnectorPromMetrics):
         """Feeds one payload of ``RecallStats``. ``label:metric`` names a labelled metric."""
         for request_id, split in transfer_stats_data.get("splits", {}).items():
             BOARD.post(request_id, split)
+        warmth.BOARD.add(transfer_stats_data.get("heat", {}))
         labels = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
         for name, amount in transfer_stats_data.get("counts", {}).items():
             label, _, metric = name.rpartition(":")

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from kvrecall.block import BlockKey, Namespace, TierName
+from kvrecall.block import BlockKey, Namespace, TierName, tenant_of
 from kvrecall.config import RecallSettings
+from kvrecall.engines.base import REPORT
 from kvrecall.engines.vllm.appraisal import Appraiser, Plan
-from kvrecall.engines.vllm.ledger import Claim, RequestState
+from kvrecall.engines.vllm.claim import Claim
+from kvrecall.engines.vllm.handover import Handover, HandoverDesk, receipt
+from kvrecall.engines.vllm.ledger import RequestState
 from kvrecall.engines.vllm.metrics import Tally
 from kvrecall.engines.vllm.stepclock import StepClock, Work
-from kvrecall.engines.vllm.wire import Copy, Load, StepOrders, StepReport, Store
+from kvrecall.engines.vllm.wire import Copy, Load, OffloadOrders, StepOrders, StepReport, Store
+from kvrecall.errors import ConfigError
 from kvrecall.pool.base import PoolClient, Recall, RecallState, Verdict
 
 logger = logging.getLogger("vllm.kvrecall")
@@ -37,6 +42,8 @@ class EngineFacts:
     ``block_size``, ``hash_block_size``: tokens. ``block_bytes``: bytes of a block over all ranks.
     ``copies_in_step``: stores are off the device when their step returns.
     ``frees_while_running``: the engine may take blocks from a running request (sliding window).
+    ``recalls``: whether blocks may be loaded into it; if not it only saves.
+    ``least_token_seconds``: computing a prompt token takes about as long, or longer; 0: unknown.
     """
 
     block_size: int
@@ -45,6 +52,8 @@ class EngineFacts:
     ranks: int
     copies_in_step: bool
     frees_while_running: bool
+    recalls: bool = True
+    least_token_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -53,6 +62,14 @@ class _OpenStore:
     ranks_left: int
     request_id: str
     failed: bool = False
+
+
+class Offloads(Protocol):
+    """Who takes blocks of running sequences off the device, if anybody does."""
+
+    def orders(
+        self, scheduled: Mapping[str, int], block_ids: Callable[[str], Sequence[int]]
+    ) -> OffloadOrders | None: ...
 
 
 class RecallScheduler:
@@ -77,9 +94,10 @@ class RecallScheduler:
         self._block_ids = block_ids
         self._namespace: Namespace | None = None
         self._registered: set[bytes] = set()
+        self._refused: set[bytes] = set()  # namespaces that the pool cannot hold
         self._epoch = 0
         self._states: dict[str, RequestState] = {}
-        self._loading: dict[str, int] = {}
+        self._loading: dict[str, Claim] = {}
         self._loads: list[Load] = []
         self._stores: list[Store] = []
         self._releases: list[str] = []
@@ -87,9 +105,13 @@ class RecallScheduler:
         self._next_store = 0
         self._unflushed: list[Sequence[BlockKey]] = []
         self.tally = Tally()
+        self.offloader: Offloads | None = None
         deadline = settings.pool.load_deadline_s
-        self._appraiser = Appraiser(facts.block_size, facts.block_bytes, deadline)
+        self._appraiser = Appraiser(
+            facts.block_size, facts.block_bytes, deadline, facts.least_token_seconds
+        )
         self._clock = StepClock()
+        self._desk = HandoverDesk(facts.block_size, settings.handover_deadline_s, self.tally)
 
     # ---- recall -------------------------------------------------------------------------
 
@@ -104,55 +126,101 @@ class RecallScheduler:
             state.device_tokens = computed_tokens
         if state.space is None or state.failed_load or request.skip_reading_prefix_cache:
             return 0, False
+        if not self._facts.recalls:
+            return 0, False
         start = computed_tokens // self._facts.block_size
         if state.claim is not None and state.claim.start != start:
             self._drop_claim(state)
+        if state.claim is None and self._must_await(state, start):
+            return None, False
         if state.claim is None and not self._claim(state, start):
-            return 0, False
+            return (None if state.asking else 0), False
         assert state.claim is not None
-        recall = self._pool.poll(state.claim.ticket)
+        recall = self._poll(state.claim)
         if recall.state is RecallState.PENDING:
             return None, False
-        if state.claim.recall is None:
-            self._appraise(state.claim, recall)
-        state.claim.recall = recall
         if not recall.offsets:
             self._drop_claim(state)
             state.failed_load = True
             return 0, False
         return len(recall.offsets) * self._facts.block_size, True
 
+    def _must_await(self, state: RequestState, start: int) -> bool:
+        """Whether blocks that were promised are not in the pool yet and may still come."""
+        promise = state.promise
+        if promise is None or promise.is_over:
+            return False
+        wanted = state.keys(min(promise.blocks, self._limit(state)))[start:]
+        outcome = promise.look(len(wanted), lambda: self._pool.find(wanted).blocks)
+        self.tally.handovers_late += outcome is Handover.LATE
+        return outcome is Handover.WAIT
+
+    def _limit(self, state: RequestState) -> int:
+        """Blocks that may be recalled: whole ones, and a token is left to compute."""
+        return int(state.request.num_tokens - 1) // self._facts.block_size
+
     def _claim(self, state: RequestState, start: int) -> bool:
-        limit = (state.request.num_tokens - 1) // self._facts.block_size
-        chain = state.keys(limit)
+        chain = state.keys(self._limit(state))
         if not state.touched:
             self._pool.touch(chain)
             state.touched = True
         keys = chain[start:]
         found = self._pool.find(keys) if keys else None
-        if found is None or found.blocks == 0:
+        state.asking = found is not None and found.pending and self._may_wait(state)
+        if found is None or found.blocks == 0 or state.asking:
             return False
-        plan = Plan(found.blocks, self._settings.pool.load_deadline_s)
-        if self._settings.appraise_loads:
+        deadline = self._settings.pool.load_deadline_s
+        plan = Plan(found.blocks, deadline)
+        if self._settings.appraise_loads and state.promise is None:
             plan = self._appraiser.plan(found.tiers, start)
             self.tally.blocks_declined += found.blocks - plan.blocks
             if plan.blocks == 0:
                 return False
         parent = chain[start - 1] if start else None
-        ticket = self._pool.acquire(keys[: plan.blocks], plan.deadline_s, parent)
-        state.claim = Claim(ticket, start, found.tiers[: plan.blocks], self._clock.mark())
+        tiers = found.tiers[: plan.blocks]
+        state.claim = Claim(start, tiers, self._clock.mark(), plan.patience_s)
+        wanted = keys[: plan.blocks]
+        state.claim.acquire(self._pool, wanted, deadline, parent, state.tenant)
         return True
 
-    def _appraise(self, claim: Claim, recall: Recall) -> None:
-        """Learns from a promotion that ended, unless a step of other work lay in between."""
-        seconds = self._clock.since(claim.mark)
+    def _may_wait(self, state: RequestState) -> bool:
+        """Whether the request waits on for the answer of a tier beyond this host."""
+        now = time.monotonic()
+        if state.asked_at is None:
+            state.asked_at = now
+        return now - state.asked_at < self._settings.pool.lookup_deadline_s
+
+    def _poll(self, claim: Claim) -> Recall:
+        """What came of a claim; waits no longer where that does not pay."""
+        if claim.recall is not None:
+            return claim.recall
+        recall = claim.poll(self._pool)
+        given_up = False
+        if recall.state is RecallState.PENDING:
+            claim.pending_s = self._clock.elapsed(claim.mark)
+            gained = self._appraiser.gained_seconds(claim.arrived, claim.start)
+            given_up = claim.pending_s > gained + claim.patience_s
+            if not given_up:
+                return recall
+            recall = claim.settle(self._pool)
+            self.tally.loads_given_up += 1
+        self._appraise(claim, recall, given_up)
+        return recall
+
+    def _appraise(self, claim: Claim, recall: Recall, given_up: bool) -> None:
+        """Learns from a promotion that ended. After a step of other work it is only known that
+        it took longer than until it was last seen pending. Blocks that did not come although
+        nobody gave them up were lost (a damaged file, a dead service), which says nothing of
+        speed."""
+        seconds = self._clock.since(claim.mark) or claim.pending_s
         for tier in set(claim.tiers) - {TierName.HOST}:
-            if seconds is not None:
-                self._appraiser.saw_load(tier, recall.tiers.count(tier), seconds)
+            came = recall.tiers.count(tier)
+            if seconds > 0 and (came or given_up):
+                self._appraiser.saw_load(tier, came, seconds)
 
     def _drop_claim(self, state: RequestState) -> None:
         if state.claim is not None:
-            self._pool.release(state.claim.ticket)
+            state.claim.release(self._pool)
             state.claim = None
 
     def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
@@ -168,7 +236,7 @@ class RecallScheduler:
         first = claim.start
         copy = Copy(tuple(block_ids[first : first + count]), claim.recall.offsets[:count])
         self._loads.append(Load(request.request_id, copy))
-        self._loading[request.request_id] = claim.ticket
+        self._loading[request.request_id] = claim
         if request.num_preemptions == 0:
             state.recalled.clear()
             for tier in claim.recall.tiers[:count]:
@@ -198,6 +266,9 @@ class RecallScheduler:
                 self._save(state, final // self._facts.block_size, None)
         self._clock.step_begins(self._prompt_work(scheduler_output))
         orders = StepOrders(arena, self._loads, self._stores, self._releases, self._must_drain())
+        if self.offloader is not None:
+            scheduled = scheduler_output.num_scheduled_tokens
+            orders.offload = self.offloader.orders(scheduled, self._block_ids)
         self._loads, self._stores, self._releases = [], [], []
         return orders
 
@@ -240,7 +311,7 @@ class RecallScheduler:
         if ids is None:
             ids = self._block_ids(state.request.request_id)
         parent = keys[state.saved - 1] if state.saved else None
-        answers = list(zip(new, self._pool.reserve(new, parent), strict=True))
+        answers = list(zip(new, self._pool.reserve(new, parent, state.tenant), strict=True))
         rows: list[tuple[BlockKey, int, int]] = []
         for key, reservation in answers:
             if reservation.verdict is Verdict.REFUSED:
@@ -292,7 +363,13 @@ class RecallScheduler:
             self._releases.append(request.request_id)
         sources = state.sources()
         self.tally.count_request(sources)
-        return hold, {"kvrecall": sources}
+        promised = state.saved * self._facts.block_size if whole and not state.closed else 0
+        return hold, {REPORT: sources, **receipt(state.space, promised)}
+
+    def saved(self, request_id: str) -> tuple[BlockKey, ...]:
+        """Leading blocks of a request in the engine that are in the pool or on their way."""
+        state = self._states.get(request_id)
+        return () if state is None else tuple(state.keys(state.saved))
 
     # ---- reports ------------------------------------------------------------------------
 
@@ -309,9 +386,9 @@ class RecallScheduler:
             for store_id, ranks in report.stored.items():
                 self._count_down(store_id, ranks, store_id in report.failed)
         for request_id in loaded:
-            ticket = self._loading.pop(request_id, None)
-            if ticket is not None:
-                self._pool.release(ticket)
+            claim = self._loading.pop(request_id, None)
+            if claim is not None:
+                claim.release(self._pool)
         for request_id in failed:
             self._load_failed(request_id)
         self._flush()
@@ -355,6 +432,10 @@ class RecallScheduler:
 
     # ---- life ---------------------------------------------------------------------------
 
+    def state_of(self, request_id: str) -> RequestState | None:
+        """What is remembered of a request, None if it is not in the engine."""
+        return self._states.get(request_id)
+
     def admit(self, request: Any) -> None:
         """A request entered the engine."""
         self._state(request)
@@ -386,7 +467,9 @@ class RecallScheduler:
         state = self._states.get(request.request_id)
         if state is None:
             step = self._facts.block_size // self._facts.hash_block_size
-            state = RequestState(request, self._space(request), step)
+            space, tenant = self._space(request), tenant_of(request.cache_salt)
+            state = RequestState(request, space, step, tenant)
+            state.promise = self._desk.accept(request.kv_transfer_params, space)
             self._states[request.request_id] = state
         return state
 
@@ -401,9 +484,13 @@ class RecallScheduler:
                 return None
             space = space.derive(adapter=digest)
         if space.digest not in self._registered:
-            self._pool.register(space, self._facts.block_bytes)
             self._registered.add(space.digest)
-        return space
+            try:
+                self._pool.register(space, self._facts.block_bytes)
+            except ConfigError as error:  # of a service that was not there when the engine began
+                logger.error("kvrecall: NOTHING IS POOLED: the pool refuses blocks: %s", error)
+                self._refused.add(space.digest)
+        return None if space.digest in self._refused else space
 
     def close(self) -> None:
         self._pool.close()

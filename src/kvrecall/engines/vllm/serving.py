@@ -9,16 +9,18 @@ ended is told by an exit status.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import logging
 import os
 import shutil
 import signal
+import socket
 from argparse import Namespace
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import psutil
@@ -32,80 +34,28 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.entrypoints.launchers.launcher import serve_http, setup_server
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-from vllm.exceptions import GenerationError
-from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor import Executor
 
-from kvrecall.engines.base import Generator, Limits, ServeSpec
-from kvrecall.engines.vllm import orphan
-from kvrecall.engines.vllm.answers import VllmGenerator, recall_chat, recall_completion
+from kvrecall.config import RecallSettings, default_socket
+from kvrecall.engines.base import Engine, Limits, Role, ServeSpec
+from kvrecall.engines.vllm import listeners, orphan
+from kvrecall.engines.vllm.answers import recall_chat, recall_completion
+from kvrecall.engines.vllm.client import ServedLLM
+from kvrecall.engines.vllm.generator import VllmEngine
+from kvrecall.engines.vllm.retrieval import plugin
 from kvrecall.errors import ConfigError, EngineError
 
 log = logging.getLogger("kvrecall.server")
 
-Attach = Callable[[FastAPI, Generator], None]
+Attach = Callable[[FastAPI, Engine], Mapping[str, FastAPI]]
+"""Completes vLLM's application and gives those of the further listeners, by their names."""
 
 _GIB = 1 << 30
 _MAX_DEFAULT_CPU_KV = 4 * _GIB
 _LAST_BYTES_S = 5  # for connections to take what was sent before the engine ended
-
-
-class RequestTimeoutError(GenerationError):
-    """A request ran past the token or the end-to-end timeout and was aborted."""
-
-
-def _not_the_last_output(record: logging.LogRecord) -> bool:
-    """Drops a traceback vLLM may log when it is shut down as asked: its output loop finds the
-    engine gone before it is told to end."""
-    return record.msg != "AsyncLLM output_handler failed."
-
-
-class TimedAsyncLLM(AsyncLLM):
-    """vLLM's async engine, with the server's time limits on every request of every route."""
-
-    limits: Limits = Limits()
-    died: bool = False
-    """Whether the engine had failed when it was first shut down."""
-    _closed: bool = False
-
-    def shutdown(self, timeout: float | None = None) -> None:
-        if not self._closed and "engine_core" in vars(self):  # not so if its start failed
-            self._closed, self.died = True, bool(self.errored)
-            if not self.died:
-                logging.getLogger("vllm.v1.engine.async_llm").addFilter(_not_the_last_output)
-        super().shutdown(timeout=timeout)
-
-    async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
-        """As AsyncLLM.generate; raises RequestTimeoutError when a step or the whole takes too
-        long. The request is then aborted in the engine."""
-        outputs = super().generate(*args, **kwargs)
-        clock = asyncio.get_running_loop().time
-        total, step = self.limits.total_timeout_s, self.limits.token_timeout_s
-        end = clock() + total if total else None
-        try:
-            while True:
-                deadlines = [t for t in (end, clock() + step if step else None) if t is not None]
-                try:
-                    async with asyncio.timeout_at(min(deadlines, default=None)):
-                        output = await anext(outputs)
-                except StopAsyncIteration:
-                    return
-                except TimeoutError:
-                    raise self._timed_out(end is not None and clock() >= end) from None
-                yield output
-        finally:
-            await outputs.aclose()
-
-    def _timed_out(self, whole: bool) -> RequestTimeoutError:
-        if whole:
-            return RequestTimeoutError(
-                f"request took longer than {self.limits.total_timeout_s:g} s (e2eTimeout)"
-            )
-        return RequestTimeoutError(f"no token for {self.limits.token_timeout_s:g} s (tokenTimeout)")
 
 
 class _Parser(FlexibleArgumentParser):
@@ -118,15 +68,28 @@ class _Parser(FlexibleArgumentParser):
 def serve(spec: ServeSpec, attach: Attach) -> int:
     """Serves ``spec`` until told to stop; returns the exit status.
 
-    ``attach`` gets the application and a generator before the first request is accepted. SIGINT
+    ``attach`` gets the application and the engine before the first request is accepted. SIGINT
     and SIGTERM finish running requests (``shutdown-timeout`` seconds) and give 0; a dead engine
     gives 1. Raises EngineError when vLLM does not accept the settings or does not start.
     """
     cli_env_setup()
     orphan.install()
+    spec = replace(spec, recall=_askable(spec))
+    if spec.retrieval:
+        plugin.ask(os.environ)
     args = parse_args(spec)
     _cpu_environment(args.tensor_parallel_size * args.pipeline_parallel_size)
     return uvloop.run(_serve(args, spec, attach))
+
+
+def _askable(spec: ServeSpec) -> Mapping[str, object] | None:
+    """The pool's settings with a socket at which an embedded pool can be asked."""
+    if spec.recall is None or spec.recall.get("backend", "embedded") != "embedded":
+        return spec.recall
+    return {
+        "admin_socket": str(default_socket().with_name(f"serve-{spec.port}.sock")),
+        **spec.recall,
+    }
 
 
 def parse_args(spec: ServeSpec) -> Namespace:
@@ -134,7 +97,7 @@ def parse_args(spec: ServeSpec) -> Namespace:
     words = [*command_line({**platform_defaults(spec), **spec.options}), *spec.extra_args]
     words += ["--host", spec.host, "--port", str(spec.port)]
     if spec.recall is not None:
-        words += ["--kv-transfer-config", json.dumps(connector_config(spec.recall))]
+        words += ["--kv-transfer-config", json.dumps(connector_config(spec.recall, spec.role))]
     parser = make_arg_parser(_Parser(prog="kvrecall serve MODEL --"))
     args = parser.parse_args([spec.model, *words])
     args.model = args.model_tag
@@ -145,12 +108,15 @@ def parse_args(spec: ServeSpec) -> Namespace:
     return cast(Namespace, args)
 
 
-def connector_config(recall: Mapping[str, object]) -> dict[str, object]:
+_KV_ROLES = {Role.BOTH: "kv_both", Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
+
+
+def connector_config(recall: Mapping[str, object], role: Role = Role.BOTH) -> dict[str, object]:
     """vLLM's ``kv_transfer_config`` that loads kvrecall's connector with these settings."""
     return {
         "kv_connector": "RecallConnector",
         "kv_connector_module_path": "kvrecall.engines.vllm",
-        "kv_role": "kv_both",
+        "kv_role": _KV_ROLES[role],
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": dict(recall),
     }
@@ -209,21 +175,32 @@ async def _serve(args: Namespace, spec: ServeSpec, attach: Attach) -> int:
         _, sock = setup_server(args, reuse_port=False)
     except OSError as error:
         raise EngineError(f"cannot listen on {spec.host}:{spec.port}: {error.strerror}") from error
+    sockets: Mapping[str, socket.socket] = {}
     try:
+        sockets = listeners.bound(spec.listeners)
         async with _engine(args, spec.limits) as engine:
-            app = await _application(engine, args, spec, attach)
-            scheme = "https" if spec.tls else "http"
-            log.info("serving %s on %s://%s:%s", _names(args), scheme, spec.host, spec.port)
-            shutdown = await serve_http(
-                app, sock=sock, enable_ssl_refresh=False, **_uvicorn(args, spec)
-            )
+            app, others = await _application(engine, args, spec, attach)
+            _tell_addresses(args, spec)
+            async with listeners.serving(spec.listeners, sockets, others, args):
+                shutdown = await serve_http(
+                    app, sock=sock, enable_ssl_refresh=False, **_uvicorn(args, spec)
+                )
         await shutdown
     finally:
         sock.close()
+        listeners.close(sockets)
     if engine.died:
         log.error("the engine died; see its own message above")
         return 1
     return 0
+
+
+def _tell_addresses(args: Namespace, spec: ServeSpec) -> None:
+    scheme = "https" if spec.tls else "http"
+    log.info("serving %s on %s://%s:%s", _names(args), scheme, spec.host, spec.port)
+    for each in spec.listeners:
+        scheme = "https" if each.tls else "http"
+        log.info("serving %s on %s://%s:%s", each.name, scheme, each.host, each.port)
 
 
 def _end_at_once(*_: object) -> None:
@@ -237,7 +214,7 @@ def _end_at_once(*_: object) -> None:
 
 
 @asynccontextmanager
-async def _engine(args: Namespace, limits: Limits) -> AsyncIterator[TimedAsyncLLM]:
+async def _engine(args: Namespace, limits: Limits) -> AsyncIterator[ServedLLM]:
     """The running engine; shut down, with its processes, on leaving."""
     context = UsageContext.OPENAI_API_SERVER
     engine_args = AsyncEngineArgs.from_cli_args(args)
@@ -246,7 +223,7 @@ async def _engine(args: Namespace, limits: Limits) -> AsyncIterator[TimedAsyncLL
     except (ValueError, OSError, NotImplementedError) as error:
         raise ConfigError(f"vLLM does not accept these settings: {_reason(error)}") from error
     try:
-        engine = TimedAsyncLLM(
+        engine = ServedLLM(
             vllm_config=config,
             executor_class=Executor.get_class(config),
             log_requests=engine_args.enable_log_requests,
@@ -264,9 +241,10 @@ async def _engine(args: Namespace, limits: Limits) -> AsyncIterator[TimedAsyncLL
 
 
 async def _application(
-    engine: TimedAsyncLLM, args: Namespace, spec: ServeSpec, attach: Attach
-) -> FastAPI:
-    """vLLM's application with the recall-reporting handlers and our routes."""
+    engine: ServedLLM, args: Namespace, spec: ServeSpec, attach: Attach
+) -> tuple[FastAPI, Mapping[str, FastAPI]]:
+    """vLLM's application with the recall-reporting handlers and our routes; and those of the
+    further listeners."""
     tasks = await engine.get_supported_tasks()
     if "generate" not in tasks:
         raise EngineError(f"{spec.model} generates no text (it supports: {', '.join(tasks)})")
@@ -278,8 +256,15 @@ async def _application(
     completion = recall_completion(state.openai_serving_completion, spec.limits, pooled)
     state.openai_serving_completion = completion
     app.middleware_stack = None  # vLLM has built it already; it is built anew when serving starts
-    attach(app, VllmGenerator(completion, spec.limits))
-    return app
+    return app, attach(app, VllmEngine(engine, completion, spec.limits, _pool_socket(spec)))
+
+
+def _pool_socket(spec: ServeSpec) -> Path | None:
+    """Where the pool can be asked what is in it: the service, or the engine's own."""
+    if spec.recall is None:
+        return None
+    settings = RecallSettings.from_mapping(spec.recall, "kvrecall")
+    return settings.admin_socket if settings.service is None else settings.service.socket
 
 
 def _uvicorn(args: Namespace, spec: ServeSpec) -> dict[str, Any]:

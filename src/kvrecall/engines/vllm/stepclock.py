@@ -49,6 +49,10 @@ class StepClock:
     def mark(self) -> Mark:
         return Mark(self._now(), self._steps)
 
+    def elapsed(self, mark: Mark) -> float:
+        """Seconds since ``mark``, whatever the engine did."""
+        return self._now() - mark.seconds
+
     def since(self, mark: Mark) -> float | None:
         """Seconds since ``mark``; None if the engine computed something in between."""
         return self._now() - mark.seconds if mark.steps == self._steps else None

@@ -45,6 +45,36 @@ class Store:
     copy: Copy
 
 
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """Middle blocks of a sequence leave the device; they lie in the arena at ``offsets``.
+
+    They are the next ones after those that left before, the first of which was block ``init`` of
+    the sequence. ``block_ids``: where they lie until the step writes. ``slots``: device blocks
+    that the sequence gets to recall into, added to those it had.
+    """
+
+    request_id: str
+    init: int
+    block_ids: tuple[int, ...]
+    offsets: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadOrders:
+    """What retrieval attention must know of sequences whose blocks have left the device in part.
+
+    To be carried out before the step writes any device block: ``ended`` sequences first, then
+    ``departures``. ``rows``: those that decode in this step, by the device block in which the
+    step's token is written, which no other sequence writes.
+    """
+
+    departures: list[Departure]
+    rows: dict[int, str]
+    ended: list[str]
+
+
 @dataclass(slots=True)
 class StepOrders(KVConnectorMetadata):
     """The scheduler side's orders for one step.
@@ -59,6 +89,7 @@ class StepOrders(KVConnectorMetadata):
     stores: list[Store] = field(default_factory=list)
     releases: list[str] = field(default_factory=list)
     drain: bool = False
+    offload: OffloadOrders | None = None
 
 
 @dataclass(slots=True)
@@ -103,11 +134,13 @@ class Shard(KVConnectorHandshakeMetadata):
 
     ``kernel`` names the attention backend and the instruction set its bytes are packed for.
     ``copies_in_step``: stores are complete when the step that ordered them returns.
+    ``token_seconds``: computing a prompt token takes this rank about as long, or longer.
     """
 
     layers: tuple[ShardLayer, ...]
     kernel: str
     copies_in_step: bool
+    token_seconds: float = 0.0
 
     @property
     def nbytes(self) -> int:

@@ -7,6 +7,7 @@ the engine's step.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,7 +16,10 @@ from kvrecall.engines.vllm import compat
 from kvrecall.engines.vllm.copier import make_copier
 from kvrecall.engines.vllm.mapping import ArenaMapping
 from kvrecall.engines.vllm.pages import Pages, pages_of
+from kvrecall.engines.vllm.retrieval.recalled import Records
+from kvrecall.engines.vllm.speed import least_token_seconds
 from kvrecall.engines.vllm.wire import Shard, ShardLayer, StepOrders, StepReport
+from kvrecall.errors import EngineError
 
 
 class RecallWorker:
@@ -35,6 +39,7 @@ class RecallWorker:
         self._failed_loads: set[str] = set()
         self._report = StepReport()
         self._attention: Mapping[str, int] = {}
+        self._offloading = False
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Takes the device KV cache: one tensor a layer."""
@@ -45,9 +50,12 @@ class RecallWorker:
         """What this rank holds of a block. All ranks must be asked at once: they confer."""
         layers = tuple(ShardLayer(page.name, page.page_bytes, page.layout) for page in self._pages)
         kernel = compat.kernel_of(self._vllm_config, tuple(page.name for page in self._pages))
-        in_step = self._pages[0].rows.device.type == "cpu"
+        device = self._pages[0].rows.device
         self._offset = self._shard_offset()
-        return Shard(layers, kernel, in_step)
+        flops, hidden = compat.prompt_token_work(self._vllm_config)
+        dtype = self._vllm_config.model_config.dtype
+        least = least_token_seconds(flops, hidden, dtype, str(device))
+        return Shard(layers, kernel, device.type == "cpu", least)
 
     def start_loads(self, orders: StepOrders) -> None:
         """Starts the step's loads."""
@@ -84,6 +92,8 @@ class RecallWorker:
         """Called before the step writes any device block."""
         if orders.drain:
             self._arena.drain()
+        if orders.offload is not None or self._offloading:
+            self._offload(orders)
 
     def finished(self) -> tuple[set[str], set[str], set[str]]:
         """Requests whose device blocks may be freed, whose load has ended, whose load failed."""
@@ -114,6 +124,17 @@ class RecallWorker:
 
     def close(self) -> None:
         self._arena.close()
+
+    def _offload(self, orders: StepOrders) -> None:
+        """Tells the attention layers which sequences are off the device in part."""
+        self._offloading = orders.offload is not None
+        memory = self._arena.memory(orders.arena)
+        if memory is None:
+            raise EngineError("the arena that holds blocks of running sequences is gone")
+        starts = accumulate((page.page_bytes for page in self._pages), initial=self._offset)
+        names = (page.name for page in self._pages)
+        records = Records(memory, dict(zip(names, starts, strict=False)))
+        compat.take_offload(self._vllm_config, orders.offload, records)
 
     def _writes_shard(self) -> bool:
         """Of ranks that hold identical KV, the first writes it."""

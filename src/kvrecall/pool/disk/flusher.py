@@ -15,8 +15,8 @@ from kvrecall.block import BlockKey, Namespace
 from kvrecall.pool.disk.catalog import Catalog
 from kvrecall.pool.disk.index import MAX_ROWS, WAL_BYTES, Index, Row, seconds_now
 from kvrecall.pool.disk.ledger import Ledger
-from kvrecall.pool.disk.reader import checksum_of
 from kvrecall.pool.disk.reclaimer import Reclaimer
+from kvrecall.pool.disk.seal import Seal
 from kvrecall.pool.disk.slabs import SlabLost, SlabStore
 from kvrecall.pool.tier import Done, Outcome, Put, PutVerdict
 
@@ -26,6 +26,7 @@ _WRITE_BYTES = 4 << 20  # one system call
 _WRITE_BLOCKS = 512
 _PATIENCE_S = 0.05  # how long one write lets reads go first
 _TICK_S = 1.0
+_SHRINK_S = 0.01  # between two steps towards a lowered limit
 _RECENCY_S = 5.0  # how often last uses are noted
 
 
@@ -52,6 +53,7 @@ class Flusher:
         reclaimer: Reclaimer,
         max_queued_bytes: int,
         on_done: Callable[[Done], None],
+        seal: Seal,
     ) -> None:
         self._catalog = catalog
         self._store = store
@@ -60,6 +62,7 @@ class Flusher:
         self._reclaimer = reclaimer
         self._max_queued_bytes = max_queued_bytes
         self._on_done = on_done
+        self._seal = seal
         self._wake = threading.Condition()
         self._queue: deque[_Queued] = deque()
         self._pending: dict[BlockKey, bool] = {}  # queued or being written -> still wanted
@@ -67,6 +70,8 @@ class Flusher:
         self._namespaces: list[tuple[Namespace, int]] = []
         self._lost: set[int] = set()
         self._closing_at: float | None = None
+        self._hurried = False
+        self._tended = 0  # how often pins were written down
         self._broken = False
         self._recency_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="kvrecall-flush", daemon=True)
@@ -83,7 +88,7 @@ class Flusher:
     def register(self, namespace: Namespace, block_bytes: int) -> None:
         with self._wake:
             self._namespaces.append((namespace, block_bytes))
-            self._wake.notify()
+            self._wake.notify_all()
 
     def submit(self, puts: Sequence[Put]) -> list[PutVerdict]:
         now = time.monotonic()
@@ -106,7 +111,7 @@ class Flusher:
                     self._pending[put.key] = True
                     self._queued_bytes += len(put.data)
                     verdicts.append(PutVerdict.QUEUED)
-            self._wake.notify()
+            self._wake.notify_all()
         self._ledger.shed_some(verdicts.count(PutVerdict.SHED))
         return verdicts
 
@@ -121,15 +126,32 @@ class Flusher:
         """The file of that slab is gone."""
         with self._wake:
             self._lost.add(slab)
-            self._wake.notify()
+            self._wake.notify_all()
         self._catalog.forget_slab(slab)
+
+    def hurry(self) -> None:
+        """Has the thread look after its duties now."""
+        with self._wake:
+            self._hurried = True
+            self._wake.notify_all()
+
+    def wait_keeps(self, timeout_s: float) -> bool:
+        """Waits until what is pinned now is written down. False if that does not come."""
+        with self._wake:
+            goal = self._tended + 2  # the round under way may have begun before
+            until = time.monotonic() + timeout_s
+            while self._tended < goal and (left := until - time.monotonic()) > 0:
+                self._hurried = True
+                self._wake.notify_all()
+                self._wake.wait(min(left, _TICK_S))
+            return self._tended >= goal
 
     def close(self, deadline_s: float) -> bool:
         """Stores what is queued as far as ``deadline_s`` allows, then ends. False if the thread
         is stuck in the medium."""
         with self._wake:
             self._closing_at = time.monotonic() + deadline_s
-            self._wake.notify()
+            self._wake.notify_all()
         self._thread.join(deadline_s + 2.0)
         return not self._thread.is_alive()
 
@@ -161,8 +183,10 @@ class Flusher:
     def _next_batch(self) -> list[_Queued]:
         """The next puts, waiting for one at most a tick."""
         with self._wake:
-            if not self._queue and self._closing_at is None and not self._lost:
-                self._wake.wait(_TICK_S)
+            idle = not self._queue and self._closing_at is None and not self._lost
+            if idle and not self._hurried:
+                self._wake.wait(_SHRINK_S if self._reclaimer.surplus_bytes else _TICK_S)
+            self._hurried = False
             batch: list[_Queued] = []
             size = 0
             while self._queue and len(batch) < MAX_ROWS and size < _BATCH_BYTES:
@@ -190,8 +214,10 @@ class Flusher:
             self._catalog.forget_slab(number)
             if number in self._store.numbers():
                 self._store.remove(number)
-                self._ledger.failed("a slab is gone", SlabLost(errno.EIO, str(number)))
+                self._ledger.faulted("a slab is gone", SlabLost(errno.EIO, str(number)))
         self._reclaimer.reap()
+        self._note_keeps()
+        self._reclaimer.shrink()
         if time.monotonic() - self._recency_at > _RECENCY_S:
             self._recency_at = time.monotonic()
             self._note_uses(limit=2 * MAX_ROWS)
@@ -205,6 +231,20 @@ class Flusher:
                 self._reclaimer.index_failed(error)
                 return
 
+    def _note_keeps(self) -> None:
+        """Writes down what was pinned and unpinned."""
+        while keeps := self._catalog.take_keeps(MAX_ROWS):
+            try:
+                self._index.mark_pinned(keeps)
+            except sqlite3.Error as error:
+                self._catalog.give_keeps(keeps)
+                self._reclaimer.index_failed(error)
+                break
+        if not keeps:
+            with self._wake:
+                self._tended += 1
+                self._wake.notify_all()
+
     # -- storing ---------------------------------------------------------------------------
 
     def _store_batch(self, batch: list[_Queued]) -> None:
@@ -212,8 +252,9 @@ class Flusher:
         knows = self._index.knows  # a namespace whose row could not be written waits for it
         wanted = [i.put for i in batch if self._pending[i.put.key] and knows(i.put.key)]
         placed = self._place(wanted)
-        written = self._sync(self._write(placed))
-        stored = self._commit(written)
+        proofs: dict[BlockKey, bytes] = {}
+        written = self._sync(self._write(placed, proofs))
+        stored = self._commit(written, proofs)
         self._ledger.wrote(sum(len(put.data) for put in stored), time.monotonic() - began)
         self._finish(batch, {put.key for put in stored})
 
@@ -226,15 +267,19 @@ class Flusher:
         for put in puts:
             by_size.setdefault(len(put.data), []).append(put)
         for slot_bytes, group in by_size.items():
-            admitted = self._reclaimer.admitted(slot_bytes, group)
+            admitted = self._reclaimer.within_limits(group)
+            self._reclaimer.reap()
+            admitted = self._reclaimer.admitted(slot_bytes, admitted)
             self._reclaimer.make_room(slot_bytes, len(admitted))
             addresses = self._store.slot_class(slot_bytes).take(len(admitted))
             placed += zip(addresses, admitted, strict=False)
         return placed
 
-    def _write(self, placed: list[tuple[int, Put]]) -> list[tuple[int, Put]]:
-        """Writes runs of adjacent slots; returns what was written. Lets reads go first before
-        every few MiB, however small the runs."""
+    def _write(
+        self, placed: list[tuple[int, Put]], proofs: dict[BlockKey, bytes]
+    ) -> list[tuple[int, Put]]:
+        """Writes runs of adjacent slots; returns what was written and adds its ``proofs``. Lets
+        reads go first before every few MiB, however small the runs."""
         written: list[tuple[int, Put]] = []
         since = _WRITE_BYTES
         for run in _adjacent(placed):
@@ -243,7 +288,7 @@ class Flusher:
                 since = 0
             since += sum(len(put.data) for _, put in run)
             try:
-                self._store.write(run[0][0], [put.data for _, put in run])
+                self._store.write(run[0][0], self._seal.write([put for _, put in run], proofs))
                 written += run
             except OSError as error:
                 self._medium_failed(error, run)
@@ -263,7 +308,7 @@ class Flusher:
                 self._medium_failed(error, run)
         return durable
 
-    def _commit(self, durable: list[tuple[int, Put]]) -> list[Put]:
+    def _commit(self, durable: list[tuple[int, Put]], proofs: dict[BlockKey, bytes]) -> list[Put]:
         """Writes the rows and makes the blocks visible; returns the puts that are stored."""
         now = seconds_now()
         rows = [
@@ -273,8 +318,10 @@ class Flusher:
                 put.parent,
                 put.depth,
                 put.nbytes,
-                checksum_of(put.key, put.data[: put.nbytes]),
+                proofs[put.key],
                 now,
+                put.tenant,
+                self._catalog.keeps(put.key),
             )
             for address, put in durable
         ]
@@ -310,7 +357,7 @@ class Flusher:
             self._on_done(Done(item.put.key, outcome))
 
     def _medium_failed(self, error: OSError, run: Sequence[tuple[int, Put]]) -> None:
-        self._ledger.failed("write failed, stores are shed", error)
+        self._ledger.faulted("write failed, stores are shed", error)
         self._reclaimer.give_back([address for address, _ in run])
         if isinstance(error, SlabLost):
             self.report_lost(run[0][0] >> 40)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from pathlib import Path
 
 from kvrecall.errors import TierError
@@ -38,14 +39,32 @@ def check_room(path: Path, capacity_bytes: int) -> None:
         )
 
 
+def _keep_private(folder: Path) -> None:
+    """Has the folder and what lies in it readable by this user alone. Raises TierError if any of
+    it is another user's, who could change it at any time."""
+    for path in (folder, *folder.iterdir()):
+        status = path.lstat()
+        if status.st_uid != os.getuid():
+            raise TierError(
+                f"disk_path: {path} belongs to user {status.st_uid}, not to {os.getuid()}; give it "
+                "to this user (chown), or use another folder"
+            )
+        if stat.S_IMODE(status.st_mode) & 0o077 and not stat.S_ISLNK(status.st_mode):
+            path.chmod(status.st_mode & 0o700)
+
+
+class FolderHeld(TierError):
+    """Another process uses the folder."""
+
+
 class FolderLock:
     """Held by the one process that uses the folder; the kernel lets go of it at any exit."""
 
     def __init__(self, path: Path) -> None:
-        """Makes the folder if need be. TierError if another process holds it."""
+        """Makes the folder if need be. TierError if another process holds it, or another user."""
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path.chmod(0o700)
+            _keep_private(path)
             fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise TierError(f"disk_path: {path}: {error.strerror}") from error
@@ -54,7 +73,7 @@ class FolderLock:
         except OSError as error:
             holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
             os.close(fd)
-            raise TierError(
+            raise FolderHeld(
                 f"disk_path: {path} is in use by process {holder}; stop it or use another folder"
             ) from error
         os.ftruncate(fd, 0)

@@ -18,14 +18,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrecall.block import FORMAT_VERSION, NAMESPACE_BYTES, BlockKey, Namespace
+from kvrecall.block import FORMAT_VERSION, NAMESPACE_BYTES, SHARED, BlockKey, Namespace, Tenant
 from kvrecall.errors import TierError
 
 _LOG = logging.getLogger(__name__)
 INDEX_NAME = "index.sqlite"
 _ASIDE_NAME = INDEX_NAME + ".aside"
 _APPLICATION_ID = 0x6B767263  # "kvrc"
-SCHEMA_VERSION = FORMAT_VERSION * 100 + 1
+SCHEMA_VERSION = FORMAT_VERSION * 100 + 2
+_UPGRADES = {
+    101: (
+        "ALTER TABLE blocks ADD COLUMN tenant BLOB NOT NULL DEFAULT X''",
+        "ALTER TABLE blocks ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0",
+    ),
+}
+"""How an index of that version becomes one of the next; versions that are not here are too old."""
 _PAGE = 4096
 _WAL_PAGES = 256
 _SHM_BYTES = 256 << 10  # more than the log's shared memory file takes
@@ -48,22 +55,25 @@ CREATE TABLE namespaces (
 CREATE TABLE blocks (
     address INTEGER PRIMARY KEY, namespace INTEGER NOT NULL, hash BLOB NOT NULL, parent BLOB,
     depth INTEGER NOT NULL, nbytes INTEGER NOT NULL, checksum BLOB NOT NULL,
-    used INTEGER NOT NULL
+    used INTEGER NOT NULL, tenant BLOB NOT NULL, pinned INTEGER NOT NULL
 );
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A stored block. ``address`` is its slot, ``used`` the wall-clock second of its last use."""
+    """A stored block. ``address`` is its slot, ``proof`` what its bytes are checked against (see
+    ``seal``), ``used`` the wall-clock second of its last use."""
 
     address: int
     key: BlockKey
     parent: BlockKey | None
     depth: int
     nbytes: int
-    checksum: bytes
+    proof: bytes
     used: int
+    tenant: Tenant = SHARED
+    pinned: bool = False
 
 
 class Index:
@@ -94,6 +104,7 @@ class Index:
             connection = _connect(path)
             if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
                 _make_schema(connection)
+            _upgrade(path, connection)
             row = connection.execute("SELECT value FROM meta WHERE name = 'pool_id'").fetchone()
             path.chmod(0o600)
             return cls(path, connection, bytes.fromhex(row[0]))
@@ -104,9 +115,10 @@ class Index:
         """All rows, least recently used first, within a second the deepest first."""
         digests = {number: digest for digest, number in self._ids.items()}
         query = (
-            "SELECT address, namespace, hash, parent, depth, nbytes, checksum, used FROM blocks"
-            " ORDER BY used, depth DESC"
+            "SELECT address, namespace, hash, parent, depth, nbytes, checksum, used, tenant,"
+            " pinned FROM blocks ORDER BY used, depth DESC"
         )
+        names: dict[bytes, Tenant] = {b"": SHARED}  # one object for each
         for (
             address,
             number,
@@ -114,8 +126,10 @@ class Index:
             parent,
             depth,
             nbytes,
-            checksum,
+            proof,
             used,
+            tenant,
+            pinned,
         ) in self._connection.execute(query):
             digest = digests.get(number)
             if digest is None:
@@ -126,8 +140,10 @@ class Index:
                 None if parent is None else BlockKey(digest + parent),
                 depth,
                 nbytes,
-                checksum,
+                proof,
                 used,
+                names.setdefault(tenant, Tenant(tenant.hex())),
+                bool(pinned),
             )
 
     def namespaces(self) -> list[tuple[Namespace, int]]:
@@ -159,7 +175,7 @@ class Index:
         with self._connection as connection:
             connection.execute("BEGIN IMMEDIATE")
             connection.executemany(
-                "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 [
                     (
                         row.address,
@@ -168,8 +184,10 @@ class Index:
                         None if row.parent is None else row.parent[NAMESPACE_BYTES:],
                         row.depth,
                         row.nbytes,
-                        row.checksum,
+                        row.proof,
                         row.used,
+                        b"" if row.tenant == SHARED else bytes.fromhex(row.tenant),
+                        int(row.pinned),
                     )
                     for row in rows
                 ],
@@ -191,9 +209,28 @@ class Index:
 
     def mark_used(self, uses: Sequence[tuple[int, int]]) -> None:
         """Notes ``(wall-clock second, address)`` of last uses."""
+        self._update("UPDATE blocks SET used = ? WHERE address = ?", uses)
+
+    def mark_pinned(self, pins: Sequence[tuple[int, int]]) -> None:
+        """Notes ``(1 or 0, address)`` of blocks that were pinned or unpinned. Durable on return."""
+        self._update("UPDATE blocks SET pinned = ? WHERE address = ?", pins)
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Notes ``(new, old)`` addresses of blocks that were copied, all or none. Durable on
+        return; at most ``MAX_ROWS``."""
+        self._update("UPDATE blocks SET address = ? WHERE address = ?", moves)
+
+    def _update(self, query: str, rows: Sequence[tuple[int, int]]) -> None:
         with self._connection as connection:
             connection.execute("BEGIN IMMEDIATE")
-            connection.executemany("UPDATE blocks SET used = ? WHERE address = ?", uses)
+            connection.executemany(query, rows)
+
+    def compact(self) -> None:
+        """Gives the room of deleted rows back to the file system. Takes as much room as the rows
+        that are left while it works."""
+        self._connection.execute("PRAGMA max_page_count = 1073741823").fetchone()
+        self._connection.execute("VACUUM")
+        self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
     def probe(self) -> None:
         """Writes something durable; raises sqlite3.Error if the medium takes no writes now."""
@@ -208,6 +245,17 @@ class Index:
         blocks that have a slot can also get a row. False if it has not; True also where the file
         system cannot tell."""
         return _reserve(self._path, nbytes) and _reserve(self._log_path, WAL_BYTES - _SHM_BYTES)
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether no byte of a block may lie in the folder as it is."""
+        return _is_sealed(self._connection)
+
+    def mark_sealed(self) -> None:
+        """From now on for good. Durable when it returns."""
+        with self._connection as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute("INSERT OR REPLACE INTO meta VALUES ('sealed', '1')")
 
     def limit(self, nbytes: int) -> None:
         """From now on the file cannot grow beyond ``nbytes``; changes that need more fail."""
@@ -230,6 +278,25 @@ class Index:
         self._connection.close()
 
 
+def is_sealed(folder: Path) -> bool:
+    """Whether the index of a folder that no tier uses says so. False if there is none."""
+    path = folder / INDEX_NAME
+    if not path.exists() or _unfit(path):
+        return False
+    connection = sqlite3.connect(path, isolation_level=None)
+    try:
+        return _is_sealed(connection)
+    except sqlite3.Error:
+        return False
+    finally:
+        connection.close()
+
+
+def _is_sealed(connection: sqlite3.Connection) -> bool:
+    query = "SELECT count(*) FROM meta WHERE name = 'sealed'"
+    return bool(connection.execute(query).fetchone()[0])
+
+
 def _connect(path: Path) -> sqlite3.Connection:
     """Opens a database so that a finished transaction is durable."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
@@ -248,6 +315,19 @@ def _make_schema(connection: sqlite3.Connection) -> None:
     connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     connection.execute("COMMIT")
+
+
+def _upgrade(path: Path, connection: sqlite3.Connection) -> None:
+    """Brings an index of an earlier version up to this one, all or nothing."""
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    while version < SCHEMA_VERSION:
+        connection.execute("BEGIN IMMEDIATE")
+        for statement in _UPGRADES[version]:
+            connection.execute(statement)
+        connection.execute(f"PRAGMA user_version = {version + 1}")
+        connection.execute("COMMIT")
+        _LOG.info("disk tier: %s: format %d is now %d", path, version, version + 1)
+        version += 1
 
 
 def _reserve(path: Path, nbytes: int) -> bool:
@@ -282,7 +362,7 @@ def _unfit(path: Path) -> str:
                     f"disk_path: {path} was written by a newer kvrecall (format {version}, this "
                     f"one reads {SCHEMA_VERSION}); update kvrecall or use another folder"
                 )
-            if version < SCHEMA_VERSION:
+            if version < SCHEMA_VERSION and version not in _UPGRADES:
                 return f"its format {version} is older than {SCHEMA_VERSION}"
             verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
             return "" if verdict == "ok" else f"it is damaged ({verdict})"

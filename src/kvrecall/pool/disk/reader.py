@@ -8,24 +8,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import xxhash
-
-from kvrecall.block import BlockKey
 from kvrecall.pool.disk.catalog import Catalog, Entry
 from kvrecall.pool.disk.ledger import Ledger
+from kvrecall.pool.disk.seal import Seal
 from kvrecall.pool.disk.slabs import SlabLost, SlabStore
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Done, Get, Outcome
 
 _MERGE_BYTES = 4 << 20
 _MERGE_BLOCKS = 512  # buffers of one system call (IOV_MAX is 1024)
-
-
-def checksum_of(key: BlockKey, data: memoryview) -> bytes:
-    """Checksum of a block's bytes under its key: the same bytes under another key differ."""
-    seed: int = xxhash.xxh3_64_intdigest(key)
-    digest: bytes = xxhash.xxh3_128_digest(data, seed)
-    return digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +40,14 @@ class Readers:
         ledger: Ledger,
         on_done: Callable[[Done], None],
         on_lost: Callable[[int], None],
+        seal: Seal,
     ) -> None:
         self._catalog = catalog
         self._store = store
         self._ledger = ledger
         self._on_done = on_done
         self._on_lost = on_lost
+        self._seal = seal
         self._closed = False
         self._queue: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
         self._threads = [
@@ -120,15 +113,16 @@ class Readers:
     def _serve(self, read: _Read) -> list[Outcome]:
         """Reads and checks; blocks that cannot be read together are tried one by one."""
         began = time.monotonic()
+        places = self._seal.read([get.into for get in read.gets])
         try:
-            got = self._store.read(read.entries[0].address, [get.into for get in read.gets])
+            got = self._store.read(read.entries[0].address, places)
         except SlabLost as error:
-            self._ledger.complain("blocks are dropped", error)
+            self._ledger.complain(f"blocks are dropped: {error}")
             self._on_lost(read.entries[0].address >> 40)
             return [Outcome.ERROR] * len(read.gets)
         except OSError as error:
             if len(read.gets) == 1:
-                self._ledger.complain("read failed, the block is dropped", error)
+                self._ledger.complain(f"read failed, the block is dropped: {error}")
                 return [Outcome.ERROR]
             outcomes: list[Outcome] = []
             for get, entry in zip(read.gets, read.entries, strict=True):
@@ -136,10 +130,10 @@ class Readers:
             return outcomes
         outcomes = []
         end = 0
-        for get, entry in zip(read.gets, read.entries, strict=True):
+        for get, entry, place in zip(read.gets, read.entries, places, strict=True):
             whole = end + entry.nbytes <= got
             end += len(get.into)
-            right = whole and checksum_of(get.key, get.into[: entry.nbytes]) == entry.checksum
+            right = whole and self._seal.open(get.key, entry.nbytes, entry.proof, place, get.into)
             outcomes.append(Outcome.LOADED if right else Outcome.CORRUPT)
         self._ledger.read(got, time.monotonic() - began)
         return outcomes
@@ -148,7 +142,7 @@ class Readers:
         waited = time.monotonic() - read.queued_at
         for get, entry, outcome in zip(read.gets, read.entries, outcomes, strict=True):
             if outcome is Outcome.CORRUPT:
-                self._ledger.complain("a block is dropped", ValueError("its bytes are wrong"))
+                self._ledger.complain("a block is dropped: its bytes are wrong")
             if outcome in (Outcome.CORRUPT, Outcome.ERROR):
                 self._catalog.forget([get.key])
             self._catalog.unpin(entry)

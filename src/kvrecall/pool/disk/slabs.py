@@ -17,12 +17,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrecall.pool.disk.index import ROW_BYTES, SCHEMA_VERSION, WAL_BYTES
+from kvrecall.block import FORMAT_VERSION
+from kvrecall.pool.disk.index import ROW_BYTES, WAL_BYTES
 from kvrecall.pool.disk.io import FileIo
 from kvrecall.pool.slots import ALIGNMENT, SlotClass
 
 _LOG = logging.getLogger(__name__)
 _SHIFT = 40
+_VERSION = FORMAT_VERSION * 100 + 1  # of the files, not of the index
 _MAGIC = b"kvrecall"
 _HEADER = struct.Struct("<8sI16sIQQ")  # magic, version, pool id, number, slot bytes, slots
 _GIB = 1 << 30
@@ -163,7 +165,7 @@ class SlabStore:
             magic, version, pool_id, number, slot_bytes, slots = _HEADER.unpack(header)
         except (struct.error, OSError):
             return None
-        ours = (magic, version, pool_id) == (_MAGIC, SCHEMA_VERSION, self._pool_id)
+        ours = (magic, version, pool_id) == (_MAGIC, _VERSION, self._pool_id)
         if not ours or slot_bytes <= 0 or slot_bytes % ALIGNMENT:
             return None
         if path != self._path(number):
@@ -222,7 +224,7 @@ class SlabStore:
 
     def _write_header(self, slab: Slab) -> None:
         page = mmap.mmap(-1, ALIGNMENT)
-        fields = (_MAGIC, SCHEMA_VERSION, self._pool_id, slab.number, slab.slot_bytes, slab.slots)
+        fields = (_MAGIC, _VERSION, self._pool_id, slab.number, slab.slot_bytes, slab.slots)
         page[: _HEADER.size] = _HEADER.pack(*fields)
         with memoryview(page) as view:
             if self._io.write(slab.fd, [view], 0) != ALIGNMENT:

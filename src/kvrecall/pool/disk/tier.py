@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import queue
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from kvrecall.block import BlockKey, Namespace, TierName
-from kvrecall.config import DiskConfig
-from kvrecall.errors import TierError
+from kvrecall.config import DiskConfig, PoolTerms, Watermarks
+from kvrecall.errors import ConfigError, TierError
+from kvrecall.pool.accounts import TenantUse
 from kvrecall.pool.base import TierStats
 from kvrecall.pool.disk.catalog import Catalog
+from kvrecall.pool.disk.checker import Checker
 from kvrecall.pool.disk.flusher import Flusher
 from kvrecall.pool.disk.folder import FolderLock, check_room
 from kvrecall.pool.disk.index import MAX_ROWS, WAL_BYTES, Index, Row, aside_bytes
 from kvrecall.pool.disk.io import FileIo
 from kvrecall.pool.disk.ledger import Ledger
 from kvrecall.pool.disk.reader import Readers
-from kvrecall.pool.disk.reclaimer import Reclaimer, Watermarks
+from kvrecall.pool.disk.reclaimer import Reclaimer
+from kvrecall.pool.disk.seal import Checksum, Seal
 from kvrecall.pool.disk.slabs import INDEX_BASE_BYTES, SlabStore
 from kvrecall.pool.eviction import make_policy
+from kvrecall.pool.held import Held
 from kvrecall.pool.slots import slot_bytes_of
-from kvrecall.pool.tier import Buckets, Done, Get, Put, PutVerdict, Tier
+from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier, ended
 
 _LOG = logging.getLogger(__name__)
 _MIB = 1 << 20
+_GIB = 1 << 30
 _LEAST_BYTES = 8 * _MIB
 _TYPICAL_BLOCK = _MIB
 
@@ -46,8 +53,13 @@ class DiskTier(Tier):
         policy: str = "lru",
         io: FileIo | None = None,
         clock: Callable[[], float] = time.time,
+        seal: Seal | None = None,
+        terms: PoolTerms | None = None,
     ) -> None:
-        """Opens or makes the folder. TierError if it cannot be used; nothing is changed then."""
+        """Opens or makes the folder. TierError if it cannot be used; nothing is changed then.
+
+        ``seal`` (default: a checksum): see ``_admit`` for folders that were written with another.
+        """
         if config.capacity_bytes < _LEAST_BYTES:
             raise TierError(
                 f"disk_size: {config.capacity_bytes} bytes is too small; the least is 8MiB"
@@ -55,6 +67,9 @@ class DiskTier(Tier):
         make_policy(policy, 1)  # before anything is touched
         check_room(config.path, config.capacity_bytes)
         self._config = config
+        self._capacity_bytes = config.capacity_bytes
+        self._terms = terms or PoolTerms()
+        self._seal = seal or Checksum()
         with contextlib.ExitStack() as undo:
             self._lock = FolderLock(config.path)
             undo.callback(self._lock.release)
@@ -67,20 +82,22 @@ class DiskTier(Tier):
         self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
         self._closed = False
         self._sizes = {ns.digest: nbytes for ns, nbytes in self._index.namespaces()}
+        self._reclaimer = Reclaimer(
+            self._catalog,
+            self._store,
+            self._index,
+            self._ledger,
+            Watermarks(config.high_watermark, config.low_watermark),
+        )
         self._flusher = Flusher(
             self._catalog,
             self._store,
             self._index,
             self._ledger,
-            Reclaimer(
-                self._catalog,
-                self._store,
-                self._index,
-                self._ledger,
-                Watermarks(config.high_watermark, config.low_watermark),
-            ),
+            self._reclaimer,
             config.max_queued_bytes,
             self._done.put,
+            self._seal,
         )
         self._readers = Readers(
             config.readers,
@@ -89,6 +106,7 @@ class DiskTier(Tier):
             self._ledger,
             self._done.put,
             self._flusher.report_lost,
+            self._seal,
         )
         self._flusher.start()
 
@@ -98,7 +116,7 @@ class DiskTier(Tier):
             return
         self._sizes[namespace.digest] = block_bytes
         if known is None:
-            self._catalog.resize(self._config.capacity_bytes // slot_bytes_of(block_bytes))
+            self._catalog.resize(self._capacity_bytes // slot_bytes_of(block_bytes))
         else:
             self._catalog.forget_namespace(namespace.digest, but_of=block_bytes)
         self._flusher.register(namespace, block_bytes)
@@ -116,14 +134,7 @@ class DiskTier(Tier):
         self._readers.submit(gets)
 
     def poll(self, timeout_s: float = 0.0) -> list[Done]:
-        done: list[Done] = []
-        try:
-            if timeout_s > 0:
-                done.append(self._done.get(timeout=timeout_s))
-            while True:
-                done.append(self._done.get_nowait())
-        except queue.Empty:
-            return done
+        return ended(self._done, timeout_s)
 
     def touch(self, chain: Sequence[BlockKey]) -> None:
         self._catalog.touch(chain)
@@ -137,23 +148,13 @@ class DiskTier(Tier):
         self._catalog.forget_all()
 
     def stats(self) -> TierStats:
-        ledger = self._ledger
-        return TierStats(
-            name=str(self.name),
-            capacity_bytes=self._config.capacity_bytes,
-            used_bytes=self._catalog.used_bytes,
-            blocks=len(self._catalog),
-            hits=ledger.hits,
-            reads=ledger.reads,
-            read_bytes=ledger.read_bytes,
-            read_seconds=ledger.read_seconds,
-            writes=ledger.writes,
-            write_bytes=ledger.write_bytes,
-            write_seconds=ledger.write_seconds,
+        refused, evicted = self._catalog.over_quota
+        return dataclasses.replace(
+            self._ledger.stats(self._capacity_bytes, self._catalog.used_bytes, len(self._catalog)),
             evictions=self._catalog.evictions,
-            dropped=ledger.shed,
-            errors=ledger.errors,
-            corrupt=ledger.corrupt,
+            pinned_bytes=self._catalog.pinned_bytes,
+            over_quota=refused,
+            quota_evictions=evicted,
         )
 
     def histograms(self) -> dict[str, Buckets]:
@@ -166,6 +167,11 @@ class DiskTier(Tier):
     def is_direct(self) -> bool:
         """Whether reads and writes bypass the page cache."""
         return self._store.is_direct
+
+    @property
+    def seal(self) -> Seal:
+        """How blocks lie in the slabs."""
+        return self._seal
 
     def namespaces(self) -> list[tuple[Namespace, int]]:
         """Namespaces known when the tier was opened, with the bytes of their blocks."""
@@ -185,6 +191,79 @@ class DiskTier(Tier):
         else:
             _LOG.error("disk tier: the medium does not answer; %s stays open", self._config.path)
 
+    # -- administration --------------------------------------------------------------------
+
+    def pin(self, keys: Sequence[BlockKey]) -> None:
+        self._catalog.keep(keys)
+
+    def unpin(self, keys: Sequence[BlockKey]) -> None:
+        self._catalog.unkeep(keys)
+
+    def wait_pins_durable(self, timeout_s: float) -> bool:
+        """Waits until what is pinned now will be after a restart. False if that does not come."""
+        self._flusher.hurry()
+        return self._flusher.wait_keeps(timeout_s)
+
+    def pinned_keys(self) -> frozenset[BlockKey]:
+        """Keys that are pinned, of blocks that are here or not."""
+        return self._catalog.kept()
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self._catalog.pinned_bytes
+
+    @property
+    def pin_limit(self) -> int:
+        """Bytes that pinned blocks may take."""
+        return int(self._terms.pin_limit * self._capacity_bytes)
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return self._config.path
+
+    def held(self, unused_since: float | None = None) -> list[Held]:
+        """Every block, or those not used since that wall-clock second."""
+        return self._catalog.held(unused_since)
+
+    def uses(self) -> list[TenantUse]:
+        """Tenants in the tier."""
+        return self._catalog.uses()
+
+    def check(self, keys: Sequence[BlockKey]) -> Iterator[tuple[BlockKey, Outcome]]:
+        """Reads blocks beside the loads, which go first, and checks them; drops the damaged.
+        MISS: it is gone. Blocks; a pass over a medium that is used."""
+        checker = Checker(
+            self._catalog, self._store, self._ledger, self._seal, self._flusher.report_lost
+        )
+        placed = self._catalog.in_order(keys)
+        return ((key, checker.check(key)) for key in placed)
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Sets the limit. Shrinking goes on in the background, see ``surplus_bytes``. ConfigError
+        if the medium has not that much, or too much is pinned."""
+        if capacity_bytes < _LEAST_BYTES:
+            raise ConfigError(f"disk: {capacity_bytes} bytes is too small; the least is 8MiB")
+        if capacity_bytes > self._capacity_bytes:
+            try:
+                check_room(self._config.path, capacity_bytes)
+            except TierError as error:
+                raise ConfigError(str(error)) from error
+        pinned, share = self.pinned_bytes, self._terms.pin_limit
+        if pinned > share * capacity_bytes:
+            raise ConfigError(
+                f"disk: {pinned / _GIB:.2f} GiB are pinned, more than pin_limit ({share:g}) "
+                f"allows of {capacity_bytes / _GIB:.2f} GiB; unpin some"
+            )
+        self._capacity_bytes = capacity_bytes
+        self._store.limit_bytes = capacity_bytes - aside_bytes(self._config.path)
+        self._flusher.hurry()
+
+    @property
+    def surplus_bytes(self) -> int:
+        """Bytes on the medium above the limit, since that was lowered."""
+        return self._reclaimer.surplus_bytes
+
     # -- opening ---------------------------------------------------------------------------
 
     def _open(
@@ -198,13 +277,37 @@ class DiskTier(Tier):
         path, capacity = self._config.path, self._config.capacity_bytes
         self._index = Index.open(path)
         undo.callback(self._index.close)
+        self._admit()
         limit = capacity - aside_bytes(path)
         self._store = SlabStore(path, limit, self._index.pool_id, io, self._config.direct_io)
         undo.callback(self._store.close)
         rows = list(self._index.rows())
-        self._catalog = Catalog(policy, self._capacity(rows), clock)
+        self._catalog = Catalog(
+            policy,
+            self._capacity(rows),
+            clock,
+            self._terms.tenants,
+            lambda: self._capacity_bytes,
+        )
         self._recover(rows)
         self._index.reserve(self._store.index_bytes - WAL_BYTES)
+
+    def _admit(self) -> None:
+        """Sees to it that what lies in the folder fits the seal. TierError if a key is missing;
+        blocks that lie there as they are go when there is a key now, before anything is stored."""
+        if self._index.is_sealed == self._seal.hides:
+            return
+        path = self._config.path
+        if not self._seal.hides:
+            raise TierError(
+                f"disk_path: {path} holds blocks sealed with a key; set encryption_key_file, or "
+                "delete the folder to go on without encryption"
+            )
+        self._index.delete_all()
+        for slab in path.glob("slab-*.kv"):
+            _LOG.warning("disk tier: %s was written without encryption; deleted", slab)
+            slab.unlink()
+        self._index.mark_sealed()
 
     def _capacity(self, rows: Sequence[Row]) -> int:
         """About how many blocks the tier can hold."""
@@ -224,11 +327,22 @@ class DiskTier(Tier):
         missing += self._shrink(used)
         good: dict[BlockKey, Row] = {}
         bad: list[int] = []
+        strange = 0  # sealed with a key that is not given (any more)
         for row in rows:
-            if row.key in good or not self._store.is_slot(row.address, row.nbytes):
+            known = self._seal.knows(row.proof)
+            strange += not known
+            if row.key in good or not known or not self._store.is_slot(row.address, row.nbytes):
                 bad.append(row.address)
             else:
                 good[row.key] = row
+        if strange:
+            _LOG.warning(
+                "disk tier: %d of %d blocks in %s are sealed with a key that encryption_key_file "
+                "does not hold; they are dropped",
+                strange,
+                len(rows),
+                self._config.path,
+            )
         places: dict[int, list[int]] = {number: [] for number in self._store.numbers()}
         for row in good.values():
             places[row.address >> 40].append(row.address)

@@ -53,3 +53,8 @@ class EvictionPolicy(ABC):
         """Whether the new block is worth more than what it would push out. Asked only when the
         tier is full. No: do not insert it, nor what comes after it in its chain."""
         return True
+
+    def chance(self, key: BlockKey, now: float) -> float | None:
+        """How likely it is that the block, resident or known, is used again within hours. None:
+        this policy makes no such estimate, or has not seen enough yet."""
+        return None

@@ -9,36 +9,20 @@ from typing import ClassVar
 
 from kvrecall.block import BlockKey
 from kvrecall.pool.eviction.base import EvictionPolicy
+from kvrecall.pool.eviction.queued import QueuePolicy
 from kvrecall.pool.eviction.ring import Node, Queue
 
 
-class FifoPolicy(EvictionPolicy):
+class FifoPolicy(QueuePolicy):
     """First in, first out; blocks stored in one go as a chain leave from the chain's end."""
 
     name: ClassVar[str] = "fifo"
 
-    def __init__(self) -> None:
-        self._nodes: dict[BlockKey, Node] = {}
-        self._queue = Queue()
-
-    def insert(self, key: BlockKey, parent: BlockKey | None, depth: int, now: float) -> None:
-        if key not in self._nodes:
-            node = self._nodes[key] = Node(key)
-            self._queue.append_chained(node, parent)
+    def _join(self, node: Node, parent: BlockKey | None) -> None:
+        self._queue.append_chained(node, parent)
 
     def access(self, chain: Sequence[BlockKey], now: float) -> None:
         """Use does not matter to a queue."""
-
-    def remove(self, key: BlockKey) -> None:
-        node = self._nodes.pop(key, None)
-        if node is not None:
-            self._queue.take(node)
-
-    def victims(
-        self, count: int, evictable: Callable[[BlockKey], bool], now: float
-    ) -> list[BlockKey]:
-        oldest = (node.key for node in self._queue if evictable(node.key))
-        return list(islice(oldest, count))
 
 
 class S3FifoPolicy(EvictionPolicy):

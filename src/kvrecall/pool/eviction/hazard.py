@@ -115,6 +115,7 @@ class HazardPolicy(EvictionPolicy):
         self._ready: list[dict[_Cohort, None]] = [{} for _ in range(_CLASSES * self._bins.count)]
         self._is_taught = False  # has seen enough blocks come back to refuse others
         self._worth: list[float] = []
+        self._chances: list[float] | None = None  # by cell, made when asked for
         self._order: list[int] = []  # cells, least worth first
         self._place: list[int] = []  # inverse of _order
         self._filled: list[int] = []  # places whose cell holds a ready cohort, ascending
@@ -198,6 +199,15 @@ class HazardPolicy(EvictionPolicy):
             if cohort.trim():
                 return self._worth[self._cell(cohort)] < mine
         return True
+
+    def chance(self, key: BlockKey, now: float) -> float | None:
+        if not self._is_taught:
+            return None
+        self._advance(now)
+        block = self._residents.get(key) or self._ghosts.get(key)
+        if self._chances is None:
+            self._chances = self._table.chances(_EVIDENCE * self._mean_chain).ravel().tolist()
+        return self._chances[0 if block is None else self._cell(self._cohorts[block.cohort])]
 
     def victims(
         self, count: int, evictable: Callable[[BlockKey], bool], now: float
@@ -389,6 +399,7 @@ class HazardPolicy(EvictionPolicy):
         """Looks at the life table and ranks the cells anew."""
         evidence = _EVIDENCE * self._mean_chain
         self._is_taught = sum(map(sum, self._table.used)) >= evidence
+        self._chances = None
         worth = self._table.worth(evidence).ravel()
         order = len(worth) - 1 - np.argsort(worth[::-1], kind="stable")  # ties: the older first
         place = np.empty_like(order)

@@ -62,6 +62,16 @@ class LifeTable:
         being as they were one bin younger, to begin with a tenth used per bin. What nobody has
         seen is thus taken to fade with age, as in least recent use.
         """
+        return _gittins(self._hazard(weight), self.bins.widths)
+
+    def chances(self, weight: float) -> Floats:
+        """How likely a block of each class, at the start of each age bin, is used before the end
+        of the last bin. Shape (classes, bins); leans as ``worth`` does."""
+        unused = np.cumprod((1.0 - self._hazard(weight))[:, ::-1], axis=1)[:, ::-1]
+        return np.asarray(1.0 - unused, dtype=np.float64)
+
+    def _hazard(self, weight: float) -> Floats:
+        """Shape (classes, bins): how likely a block that reached the bin is used in it."""
         used, entered = np.asarray(self.used), np.asarray(self.entered)
         usual = np.empty(self.bins.count)
         share = 0.1
@@ -70,7 +80,7 @@ class LifeTable:
         ratio = (used.sum(1) + weight) / ((entered * usual).sum(1) + weight)
         expected = np.minimum(ratio[:, None] * usual, _MOST)
         hazard = (used + weight * expected) / (entered + weight)
-        return _gittins(np.clip(hazard, _LEAST, _MOST), self.bins.widths)
+        return np.asarray(np.clip(hazard, _LEAST, _MOST), dtype=np.float64)
 
 
 def _gittins(hazard: Floats, widths: Floats) -> Floats:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -14,15 +13,17 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvrecall.config import RecallSettings, default_socket
-from kvrecall.errors import ConfigError, KvrecallError
+from kvrecall.config import RecallSettings
+from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import read_json
+from kvrecall.pool.keyfile import make_key_file, rotate_key_file
 from kvrecall.pool.pool import Pool
-from kvrecall.pool.service import tables
-from kvrecall.pool.service.admin import Admin, FolderAdmin, ServiceAdmin
-from kvrecall.pool.service.server import Terms
+from kvrecall.pool.remote.mooncake.master import MasterFlags, check_master, run_master
+from kvrecall.pool.remote.mooncake.settings import split_address
+from kvrecall.pool.service import commands, tables
+from kvrecall.pool.service.admin import ServiceAdmin
+from kvrecall.pool.service.choosing import DEFAULT_SOCKET, Json, Socket, errors_shown
 from kvrecall.pool.service.serving import serve as run_service
 
 app = typer.Typer(
@@ -31,35 +32,30 @@ app = typer.Typer(
     help="Run the pool service of this node, and administer it or a disk folder.",
 )
 
-_AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd]?)")
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _EVERY_S = 1.0
-_DEFAULT = default_socket()
-
-Socket = Annotated[Path, typer.Option(help="The service's socket.")]
-Folder = Annotated[
-    Path | None,
-    typer.Option("--disk-path", help="Instead of a service: a disk folder that none uses."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Namespaces = Annotated[
-    list[str] | None,
-    typer.Option("--namespace", "-n", help="Only this one: its digest or the beginning of it."),
-]
 
 
 @app.command()
 def serve(
     config: Annotated[Path | None, typer.Option(help="pool.json with the same settings.")] = None,
     socket: Annotated[
-        Path | None, typer.Option(help=f"Where to listen; default {_DEFAULT}.")
+        Path | None, typer.Option(help=f"Where to listen; default {DEFAULT_SOCKET}.")
     ] = None,
     host_size: Annotated[str | None, typer.Option(help="Memory for blocks; default 4GiB.")] = None,
     disk_path: Annotated[str | None, typer.Option(help="Folder for blocks on disk.")] = None,
     disk_size: Annotated[str | None, typer.Option(help="Hard limit of it, e.g. 100GiB.")] = None,
     policy: Annotated[str | None, typer.Option(help="Eviction policy; default lru.")] = None,
+    encryption_key_file: Annotated[
+        str | None, typer.Option(help="Seal blocks below the host with the key in this file.")
+    ] = None,
     ttl: Annotated[
-        str | None, typer.Option(help="Drop blocks on disk not used for so long: 12h, 30d.")
+        str | None, typer.Option(help="Drop blocks not used for so long: 12h, 30d.")
+    ] = None,
+    write_policy: Annotated[
+        str | None, typer.Option(help="through, back or selective; default through.")
+    ] = None,
+    tenant_quota: Annotated[
+        str | None, typer.Option(help="Of each tier, for one cache_salt: 25% or 4GiB.")
     ] = None,
 ) -> None:
     """Run the pool of this node for all its engines, until SIGTERM."""
@@ -69,9 +65,12 @@ def serve(
         "disk_path": disk_path,
         "disk_size": disk_size,
         "policy": policy,
+        "encryption_key_file": encryption_key_file,
         "ttl": ttl,
+        "write_policy": write_policy,
+        "tenant_quota": tenant_quota,
     }
-    with _errors_shown():
+    with errors_shown():
         raw: dict[str, object] = {}
         if config is not None:
             read = read_json(config).value
@@ -80,15 +79,13 @@ def serve(
             raw = dict(read)
         raw |= {name: value for name, value in options.items() if value is not None}
         source = str(config or "options")
-        path = _text_of(raw, "socket", source) or str(_DEFAULT)
-        age = _text_of(raw, "ttl", source)
+        path = _text_of(raw, "socket", source) or str(DEFAULT_SOCKET)
         if raw.pop("backend", "service") != "service":
             raise ConfigError(f"{source}: backend must be 'service' here, or absent")
         raw.pop("call_timeout", None)
         settings = RecallSettings.from_mapping(raw, source)
-        terms = Terms(ttl_s=_age(age, "ttl") if age else None)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-        run_service(settings.pool, Path(path), _announce(settings, path), terms)
+        run_service(settings.pool, Path(path), _announce(settings, path))
 
 
 def _text_of(raw: dict[str, object], name: str, source: str) -> str:
@@ -101,23 +98,70 @@ def _text_of(raw: dict[str, object], name: str, source: str) -> str:
 
 def _announce(settings: RecallSettings, path: str) -> Callable[[Pool], None]:
     def announce(pool: Pool) -> None:
-        disk = settings.pool.disk
+        disk, remote = settings.pool.disk, settings.pool.remote
         typer.echo(
             f"kvrecall: pool service on {path}: host {tables.size(settings.pool.host_bytes)}, disk "
             + (f"{tables.size(disk.capacity_bytes)} in {disk.path}" if disk else "none")
+            + (f", remote {remote.kind}" if remote else "")
         )
 
     return announce
 
 
 @app.command()
+def master(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of its calls.", min=1, max=65535)] = 50051,
+    metrics_port: Annotated[int, typer.Option(help="Port of its metrics.")] = 9003,
+    eviction_high_watermark_ratio: Annotated[
+        float, typer.Option(help="Share of the memory at which it starts to evict.", min=0, max=1)
+    ] = 0.8,
+    eviction_ratio: Annotated[
+        float, typer.Option(help="Share of the objects it evicts then.", min=0, max=1)
+    ] = 0.05,
+    rpc_thread_num: Annotated[int, typer.Option(help="Threads for clients.", min=1)] = 128,
+    allow_plaintext: Annotated[
+        bool, typer.Option("--allow-plaintext", help="Listen beyond loopback, unprotected.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Let it log what it does.")] = False,
+    check: Annotated[
+        str | None, typer.Option(help="Start nothing: join the master at HOST:PORT and leave.")
+    ] = None,
+) -> None:
+    """Run Mooncake's master in the foreground, until SIGTERM; or check one that runs."""
+    with errors_shown():
+        if check is not None:
+            address = split_address(check)
+            if address is None:
+                raise ConfigError(f"--check: {check!r}; write HOST:PORT, e.g. 127.0.0.1:50051")
+            seconds = check_master(*address)
+            typer.echo(
+                f"kvrecall: the Mooncake master at {check} answers (joined in {seconds:.1f} s)"
+            )
+            return
+        flags = MasterFlags(
+            host,
+            port,
+            metrics_port,
+            eviction_high_watermark_ratio,
+            eviction_ratio,
+            rpc_thread_num,
+            allow_plaintext,
+        )
+        flags.command()  # says what is wrong with them
+        typer.echo(f"kvrecall: Mooncake master on {host}:{port}, metrics on port {metrics_port}")
+        status = run_master(flags, quiet=not verbose)
+    raise typer.Exit(status)
+
+
+@app.command()
 def stat(
-    socket: Socket = _DEFAULT,
+    socket: Socket = DEFAULT_SOCKET,
     json: Json = False,
     once: Annotated[bool, typer.Option("--once", help="Print once and end.")] = False,
 ) -> None:
     """Watch a service: tiers, traffic, clients."""
-    with _errors_shown(), ServiceAdmin(socket) as admin:
+    with errors_shown(), ServiceAdmin(socket) as admin:
         overview = admin.look()
         if json:
             typer.echo(msgspec.json.encode(overview).decode())
@@ -136,105 +180,30 @@ def stat(
                 live.update(tables.overview(overview, before, _EVERY_S), refresh=True)
 
 
-@app.command("ls")
-def list_namespaces(
-    socket: Socket = _DEFAULT, disk_path: Folder = None, json: Json = False
+@app.command()
+def key(
+    file: Annotated[Path, typer.Argument(help="File to make, of the owner's alone.")],
+    rotate: Annotated[
+        bool,
+        typer.Option("--rotate", help="Put a new key before those in the file, which still open."),
+    ] = False,
 ) -> None:
-    """List what is in the pool, by model namespace."""
-    with _errors_shown(), _admin(socket, disk_path) as admin:
-        listing = admin.listing()
-        if json:
-            typer.echo(msgspec.json.encode(listing).decode())
+    """Make a key for encryption_key_file (AES-256-GCM)."""
+    with errors_shown():
+        if rotate:
+            typer.echo(f"{file}: {rotate_key_file(file)} keys; the first, new one seals")
         else:
-            Console().print(tables.listing(listing))
+            make_key_file(file)
+            typer.echo(f"{file}: a new key; set encryption_key_file to this path, and keep a copy")
 
 
-@app.command()
-def verify(
-    socket: Socket = _DEFAULT,
-    disk_path: Folder = None,
-    namespace: Namespaces = None,
-    json: Json = False,
-) -> None:
-    """Read and check every block on disk; drop the damaged. Ends with 1 if there were any."""
-    with _errors_shown(), _admin(socket, disk_path) as admin:
-        digests = _digests(admin, namespace)
-        if json:
-            checked, damaged = admin.verify(digests, lambda *_: None)
-            typer.echo(msgspec.json.encode({"checked": checked, "damaged": damaged}).decode())
-        else:
-            with Progress(
-                TextColumn("verifying"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-            ) as bar:
-                task = bar.add_task("verifying", total=None)
-                checked, damaged = admin.verify(
-                    digests,
-                    lambda done, total, bad: bar.update(task, completed=done, total=total),
-                )
-            typer.echo(f"{checked} blocks checked, {damaged} damaged (and dropped)")
-    if damaged:
-        raise typer.Exit(1)
-
-
-@app.command()
-def drop(
-    socket: Socket = _DEFAULT,
-    disk_path: Folder = None,
-    namespace: Namespaces = None,
-    older_than: Annotated[
-        str | None, typer.Option(help="Only blocks on disk not used for so long: 90m, 12h, 7d.")
-    ] = None,
-    json: Json = False,
-) -> None:
-    """Drop blocks by namespace, age or both."""
-    with _errors_shown(), _admin(socket, disk_path) as admin:
-        if not namespace and older_than is None:
-            raise ConfigError("say what to drop: --namespace, --older-than; or use: pool clear")
-        age = None if older_than is None else _age(older_than, "--older-than")
-        _report_dropped(admin.drop(_digests(admin, namespace), age), json)
-
-
-@app.command()
-def clear(socket: Socket = _DEFAULT, disk_path: Folder = None, json: Json = False) -> None:
-    """Drop every block that is not in use."""
-    with _errors_shown(), _admin(socket, disk_path) as admin:
-        _report_dropped(admin.drop(()), json)
-
-
-def _report_dropped(blocks: int, json: bool) -> None:
-    typer.echo(f'{{"dropped":{blocks}}}' if json else f"{blocks} blocks dropped")
-
-
-def _admin(socket: Path, disk_path: Path | None) -> Admin:
-    return ServiceAdmin(socket) if disk_path is None else FolderAdmin(disk_path)
-
-
-def _digests(admin: Admin, prefixes: list[str] | None) -> tuple[bytes, ...]:
-    """Digests of the namespaces that were named. ConfigError if one is not there, or not one."""
-    if not prefixes:
-        return ()
-    known = [row.digest for row in admin.listing().namespaces]
-    chosen = []
-    for prefix in prefixes:
-        fitting = [digest for digest in known if digest.startswith(prefix.lower())]
-        if len(fitting) != 1:
-            many = f"{len(fitting)} namespaces begin" if fitting else "no namespace begins"
-            raise ConfigError(f"--namespace: {many} with {prefix!r}; see: kvrecall pool ls")
-        chosen.append(bytes.fromhex(fitting[0]))
-    return tuple(chosen)
-
-
-def _age(text: str, name: str) -> float:
-    match = _AGE.fullmatch(text.strip().lower())
-    if match is None or float(match[1]) <= 0:
-        raise ConfigError(f"{name}: {text!r} is no age; write for example 90m, 12h or 7d")
-    return float(match[1]) * _UNITS[match[2]]
-
-
-@contextlib.contextmanager
-def _errors_shown() -> Iterator[None]:
-    try:
-        yield
-    except KvrecallError as error:
-        typer.echo(f"kvrecall: {error}", err=True)
-        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
+app.command("ls")(commands.list_blocks)
+for _command in (
+    commands.verify,
+    commands.drop,
+    commands.clear,
+    commands.pin,
+    commands.unpin,
+    commands.resize,
+):
+    app.command()(_command)

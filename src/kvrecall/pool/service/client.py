@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace
+from kvrecall.block import NAMESPACE_BYTES, SHARED, BlockKey, Namespace, Tenant
 from kvrecall.errors import ConfigError
 from kvrecall.pool.base import (
     Found,
@@ -39,6 +39,7 @@ from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.handle import NO_ARENA, ServedArena
 from kvrecall.pool.service.link import Link, LinkLate, LinkLost
 from kvrecall.pool.service.totals import Totals
+from kvrecall.pool.slots import ALIGNMENT
 
 _LOG = logging.getLogger(__name__)
 _PENDING = Recall(RecallState.PENDING)
@@ -151,12 +152,16 @@ class ServiceClient:
             life = self._current()
         wanted = tuple(keys[: p.MAX_KEYS])
         reply = self._ask(life, lambda number: p.Find(number, wanted))
-        return Found(
-            p.unpack_tiers(reply.tiers)[: len(wanted)] if isinstance(reply, p.FoundReply) else ()
-        )
+        if not isinstance(reply, p.FoundReply):
+            return Found(())
+        return Found(p.unpack_tiers(reply.tiers)[: len(wanted)], reply.pending)
 
     def acquire(
-        self, keys: Sequence[BlockKey], deadline_s: float, parent: BlockKey | None = None
+        self,
+        keys: Sequence[BlockKey],
+        deadline_s: float,
+        parent: BlockKey | None = None,
+        tenant: Tenant = SHARED,
     ) -> int:
         number = next(self._numbers)
         with self._lock:
@@ -165,7 +170,8 @@ class ServiceClient:
             if life is not None:
                 life.tickets.add(number)
         deadline_s = min(max(0.0, float(deadline_s)), p.MAX_SECONDS)
-        self._tell(life, p.Acquire(number, tuple(keys[: p.MAX_KEYS]), deadline_s, parent))
+        wanted = tuple(keys[: p.MAX_KEYS])
+        self._tell(life, p.Acquire(number, wanted, deadline_s, parent, tenant))
         return number
 
     def poll(self, ticket: int) -> Recall:
@@ -183,7 +189,7 @@ class ServiceClient:
             if not reply.ready:
                 return _PENDING
             tiers = p.unpack_tiers(reply.tiers)
-            if len(tiers) == len(reply.offsets):
+            if len(tiers) == len(reply.offsets) and self._are_inside(life, reply.offsets):
                 recall = Recall(RecallState.READY, reply.offsets, tiers)
         with self._lock:
             if life is not self._life:
@@ -208,7 +214,10 @@ class ServiceClient:
     # -- save ------------------------------------------------------------------------------
 
     def reserve(
-        self, keys: Sequence[BlockKey], parent: BlockKey | None = None
+        self,
+        keys: Sequence[BlockKey],
+        parent: BlockKey | None = None,
+        tenant: Tenant = SHARED,
     ) -> tuple[Reservation, ...]:
         for digest in {key[:NAMESPACE_BYTES] for key in keys}:
             if digest not in self._names:
@@ -219,7 +228,7 @@ class ServiceClient:
 
         def request(number: int) -> p.Message:
             asked.append(number)
-            return p.Reserve(number, wanted, parent)
+            return p.Reserve(number, wanted, parent, tenant)
 
         reply = self._ask(life, request)
         if life is None or not isinstance(reply, p.ReserveReply):
@@ -239,12 +248,13 @@ class ServiceClient:
         unwanted: list[BlockKey] = []
         with self._lock:
             usable = life is self._life
+            inside = self._are_inside(life, reply.offsets)
             for key, verdict in zip(keys, p.unpack_verdicts(reply.verdicts), strict=False):
                 if verdict is not Verdict.RESERVED:
                     answers.append(_PRESENT if verdict is Verdict.PRESENT else _REFUSED)
                     continue
                 offset = next(offsets, -1)
-                if not usable or offset < 0 or key in self._filling:
+                if not usable or offset < 0 or key in self._filling or not inside:
                     unwanted.append(key)
                     answers.append(_REFUSED)
                     continue
@@ -350,6 +360,17 @@ class ServiceClient:
             return None  # the keeper says so
         self._said = ""
         return reply
+
+    def _are_inside(self, life: _Life | None, offsets: Sequence[int]) -> bool:
+        """Whether blocks at these offsets can lie in the arena; if not, the service is given up:
+        a worker must not copy what it names."""
+        if life is None:
+            return False
+        end = life.handle.nbytes - ALIGNMENT
+        if all(0 <= offset <= end and offset % ALIGNMENT == 0 for offset in offsets):
+            return True
+        life.link.fail("the service names bytes outside of its arena")
+        return False
 
     def _tell(self, life: _Life | None, message: p.Message) -> None:
         """Nothing if ``life`` is over."""

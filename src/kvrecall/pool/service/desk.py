@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from kvrecall.pool.service.views import Overview
 
 _LOG = logging.getLogger(__name__)
 _FLUSH_THREADS = 16
+_RESIZE_LOOK_S = 0.2
 _MAX_SLOW = 64  # requests of one connection that are being worked on
 
 
@@ -52,11 +54,12 @@ class Desk:
         settle: Callable[[bytes], None],
     ) -> None:
         self._pool = pool
-        self._inventory = Inventory(pool)
+        self._inventory = Inventory(pool.steward)
         self._overview = overview
         self._settle = settle
         self._flushers = ThreadPoolExecutor(_FLUSH_THREADS, "kvrecall-flush-wait")
         self._clerks = ThreadPoolExecutor(2, "kvrecall-admin")
+        self._resizers = ThreadPoolExecutor(1, "kvrecall-resize")
         self._closing = threading.Event()
         self._answers: dict[type, Callable[[Any, Any], p.Message | None]] = {
             p.Register: self._register,
@@ -76,18 +79,17 @@ class Desk:
             p.Bye: self._bye,
             p.Look: self._look,
             p.List: self._list,
+            p.Forest: self._forest,
             p.Drop: self._drop,
             p.Verify: self._verify,
+            p.Pin: self._pin,
+            p.Resize: self._resize,
         }
 
     def answer(self, caller: Caller, request: p.Request) -> p.Message | None:
         """The reply; None if there is none, or a worker thread will send it."""
         caller.session.requests += 1
         return self._answers[type(request)](caller, request)
-
-    def expire(self, ttl_s: float) -> None:
-        """Has a worker drop what was not used for ``ttl_s`` seconds."""
-        self._clerks.submit(self._inventory.drop, None, ttl_s).add_done_callback(_report)
 
     def stop(self) -> None:
         """Has the workers end soon. Does not wait."""
@@ -98,6 +100,7 @@ class Desk:
         self.stop()
         self._flushers.shutdown(cancel_futures=True)
         self._clerks.shutdown(cancel_futures=True)
+        self._resizers.shutdown(cancel_futures=True)
 
     # -- engines ---------------------------------------------------------------------------
 
@@ -112,10 +115,12 @@ class Desk:
 
     def _find(self, caller: Caller, request: p.Find) -> p.Message:
         found = caller.session.find(request.keys)
-        return p.FoundReply(request.number, p.pack_tiers(found.tiers))
+        return p.FoundReply(request.number, p.pack_tiers(found.tiers), found.pending)
 
     def _acquire(self, caller: Caller, request: p.Acquire) -> None:
-        caller.session.acquire(request.ticket, request.keys, request.deadline_s, request.parent)
+        caller.session.acquire(
+            request.ticket, request.keys, request.deadline_s, request.parent, request.tenant
+        )
 
     def _poll(self, caller: Caller, request: p.Poll) -> p.Message:
         recall = caller.session.poll(request.ticket)
@@ -123,7 +128,9 @@ class Desk:
         return p.RecallReply(request.number, ready, recall.offsets, p.pack_tiers(recall.tiers))
 
     def _reserve(self, caller: Caller, request: p.Reserve) -> p.Message:
-        answers = caller.session.reserve(request.number, request.keys, request.parent)
+        answers = caller.session.reserve(
+            request.number, request.keys, request.parent, request.tenant
+        )
         return p.ReserveReply(
             request.number,
             p.pack_verdicts([answer.verdict for answer in answers]),
@@ -145,7 +152,7 @@ class Desk:
         digests = frozenset(caller.session.namespaces)
 
         def clear() -> p.Message:
-            self._inventory.drop(digests)
+            self._inventory.drop_namespaces(digests)
             return p.Done(request.number)
 
         return self._later(self._clerks, caller, clear)
@@ -156,23 +163,57 @@ class Desk:
 
     # -- administrators --------------------------------------------------------------------
 
-    def _look(self, caller: Caller, request: p.Look) -> p.Message:
-        return p.LookReply(request.number, self._overview(self._pool.stats()))
+    def _look(self, caller: Caller, request: p.Look) -> p.Message | None:
+        def look() -> p.Message:
+            tenants, count = self._inventory.tenants()
+            overview = self._overview(self._pool.stats())
+            seen = dataclasses.replace(overview, tenants=tenants, tenant_count=count)
+            return p.LookReply(request.number, seen)
+
+        return self._later(self._clerks, caller, look, request.number)
 
     def _list(self, caller: Caller, request: p.List) -> p.Message | None:
-        return self._later(
-            self._clerks,
-            caller,
-            lambda: p.ListReply(request.number, self._inventory.listing()),
-        )
+        def listing() -> p.Message:
+            found = self._inventory.listing(request.query, request.by, request.sort, request.limit)
+            return p.ListReply(request.number, found)
+
+        return self._later(self._clerks, caller, listing, request.number)
+
+    def _forest(self, caller: Caller, request: p.Forest) -> p.Message | None:
+        def forest() -> p.Message:
+            for namespace, nbytes in self._pool.namespaces():
+                self._inventory.register(namespace, nbytes)
+            return p.ForestReply(request.number, self._inventory.forest(request.limit))
+
+        return self._later(self._clerks, caller, forest, request.number)
 
     def _drop(self, caller: Caller, request: p.Drop) -> p.Message | None:
-        digests = _chosen(request.namespaces)
-
         def drop() -> p.Message:
-            return p.Dropped(request.number, self._inventory.drop(digests, request.older_than_s))
+            return p.Dropped(request.number, *self._inventory.drop(request.query, request.pinned))
 
-        return self._later(self._clerks, caller, drop)
+        return self._later(self._clerks, caller, drop, request.number)
+
+    def _pin(self, caller: Caller, request: p.Pin) -> p.Message | None:
+        def pin() -> p.Message:
+            return p.Pinned(request.number, *self._inventory.pin(request.query, request.on))
+
+        return self._later(self._clerks, caller, pin, request.number)
+
+    def _resize(self, caller: Caller, request: p.Resize) -> p.Message | None:
+        def resize() -> p.Message:
+            self._inventory.resize(request.host_bytes, request.disk_bytes)
+            most = 0
+            time.sleep(_RESIZE_LOOK_S)
+            while left := self._inventory.surplus():
+                if self._closing.is_set() or not caller.is_open:
+                    raise Cancelled  # what has to go still goes
+                most = max(most, left)
+                if not caller.is_behind:
+                    caller.reply(p.Progress(request.number, most - left, most, 0))
+                time.sleep(_RESIZE_LOOK_S)
+            return p.Done(request.number)
+
+        return self._later(self._resizers, caller, resize, request.number)
 
     def _verify(self, caller: Caller, request: p.Verify) -> p.Message | None:
         def progress(checked: int, total: int, damaged: int) -> None:
@@ -182,21 +223,30 @@ class Desk:
                 caller.reply(p.Progress(request.number, checked, total, damaged))
 
         def verify() -> p.Message:
-            checked, damaged = self._inventory.verify(_chosen(request.namespaces), progress)
+            checked, damaged = self._inventory.verify(request.query, progress)
             return p.Verified(request.number, checked, damaged)
 
-        return self._later(self._clerks, caller, verify)
+        return self._later(self._clerks, caller, verify, request.number)
 
     def _later(
-        self, workers: ThreadPoolExecutor, caller: Caller, work: Callable[[], p.Message]
+        self,
+        workers: ThreadPoolExecutor,
+        caller: Caller,
+        work: Callable[[], p.Message],
+        number: int = -1,
     ) -> p.Message | None:
+        """Has a worker answer request ``number``."""
         if caller.slow >= _MAX_SLOW:
             return p.Refusal(f"more than {_MAX_SLOW} requests at once")
         caller.slow += 1
 
         def run() -> None:
             with contextlib.suppress(Cancelled):
-                caller.reply(work())
+                try:
+                    reply = work()
+                except ConfigError as error:
+                    reply = p.Trouble(number, str(error))
+                caller.reply(reply)
 
         workers.submit(run).add_done_callback(_report)
         return None
@@ -205,7 +255,3 @@ class Desk:
 def _report(work: Future[Any]) -> None:
     if not work.cancelled() and (error := work.exception()) is not None:
         _LOG.error("pool service: a request failed", exc_info=error)
-
-
-def _chosen(digests: Collection[bytes]) -> frozenset[bytes] | None:
-    return frozenset(digests) or None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
+from kvrecall.errors import TierError
+from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import ArenaHandle
 
 
@@ -21,3 +24,12 @@ class ServedArena(ArenaHandle):
 
 NO_ARENA = ServedArena(pid=0, fd=-1, nbytes=0)
 """No service was ever found: there are no offsets into this arena, so nobody maps it."""
+
+
+def attach(handle: ArenaHandle) -> Arena:
+    """Maps the arena of ``handle``, and no other that has taken its place. Raises TierError."""
+    arena = Arena.attach(handle)
+    if isinstance(handle, ServedArena) and os.fstat(arena.handle().fd).st_ino != handle.inode:
+        arena.close()
+        raise TierError(f"the arena of process {handle.pid} is gone")
+    return arena

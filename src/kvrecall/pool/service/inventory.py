@@ -1,186 +1,279 @@
-"""What lies in a pool or in a disk folder: listed, checked and dropped by namespace or age.
-
-This module knows the insides of ``Pool`` and ``DiskTier`` (their dictionaries and locks), because
-administration looks at everything while neither needs such methods for its own work.
-"""
+"""What lies in a pool or in a disk folder: chosen, listed, checked, dropped, pinned."""
 
 from __future__ import annotations
 
-import mmap
 import time
-from collections import Counter
-from collections.abc import Callable, Collection
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable
 
-from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace
+from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
+from kvrecall.errors import ConfigError
+from kvrecall.pool.accounts import TenantUse
 from kvrecall.pool.disk import DiskTier
-from kvrecall.pool.disk.catalog import Catalog, Entry
-from kvrecall.pool.disk.reader import checksum_of
-from kvrecall.pool.disk.slabs import SlabLost
-from kvrecall.pool.pool import Pool
-from kvrecall.pool.service.views import Listing, NamespaceView
-from kvrecall.pool.slots import slot_bytes_of
+from kvrecall.pool.held import Held
+from kvrecall.pool.service.forest import Tree, forest
+from kvrecall.pool.service.views import By, Listing, Query, Row, TenantView, model_of
+from kvrecall.pool.steward import Steward
 from kvrecall.pool.tier import Outcome
 
-_PATIENCE_S = 0.05
 _PROGRESS_S = 0.1
-_DROPPED_AT_ONCE = 1000
+_TENANTS_SHOWN = 200
+_MAX_ROWS = 10_000
 
 OnProgress = Callable[[int, int, int], None]
 """Called with blocks checked, blocks in all, blocks found damaged."""
+
+SORTS: dict[str, Callable[[Row], tuple[float, str]]] = {
+    "size": lambda row: (-(row.host_bytes + row.disk_bytes), row.name),
+    "blocks": lambda row: (-(row.host_blocks + row.disk_blocks), row.name),
+    "age": lambda row: (row.youngest_s, row.name),
+    "oldest": lambda row: (-row.oldest_s, row.name),
+    "depth": lambda row: (-row.depth, row.name),
+    "name": lambda row: (0.0, row.name),
+}
+"""Orders of a listing, what people look for first."""
 
 
 class Inventory:
     """Over a pool, or over the disk tier of a folder that no pool uses. Its methods block, the
     longest (``verify``) for as long as the disk takes; call them outside of any loop."""
 
-    def __init__(self, pool: Pool | None, disk: DiskTier | None = None) -> None:
-        below = pool._below if pool is not None else disk
-        self._pool = pool
-        self._disk = below if isinstance(below, DiskTier) else None
-        self._names: dict[bytes, tuple[Namespace, int]] = {}
+    def __init__(self, steward: Steward | None, disk: DiskTier | None = None) -> None:
+        self._steward = steward
+        self._disk = steward.disk if steward is not None else disk
+        self._names: dict[bytes, Namespace] = {}
+        self._sizes: dict[bytes, int] = {}
         if self._disk is not None:
             for namespace, nbytes in self._disk.namespaces():
-                self._names[namespace.digest] = namespace, nbytes
+                self.register(namespace, nbytes)
 
     def register(self, namespace: Namespace, block_bytes: int) -> None:
         """A client told what a namespace is."""
-        self._names[namespace.digest] = namespace, block_bytes
+        self._names[namespace.digest] = namespace
+        self._sizes[namespace.digest] = block_bytes
 
-    def listing(self) -> Listing:
-        host = Counter(key[:NAMESPACE_BYTES] for key in self._host_keys())
-        disk: Counter[bytes] = Counter()
-        uses: dict[bytes, tuple[float, float]] = {}
-        for entry in self._entries():
-            digest = entry.key[:NAMESPACE_BYTES]
-            disk[digest] += 1
-            last, first = uses.get(digest, (0.0, float("inf")))
-            uses[digest] = max(last, entry.used), min(first, entry.used)
+    # -- what is there ---------------------------------------------------------------------
+
+    def select(self, query: Query) -> list[Held]:
+        """The blocks that fit; one in two tiers is named twice. ConfigError if the block that the
+        query names is not there, or not one."""
+        held = self._all()
+        if query.block:
+            prefix = _prefix_of(query.block, held)
+            held = [block for block in held if block.key in prefix]
+        used: dict[BlockKey, float] = {}
+        if query.older_than_s is not None or query.younger_than_s is not None:
+            for block in held:  # the later use counts, if tiers differ
+                used[block.key] = max(used.get(block.key, 0.0), block.used)
         now = time.time()
-        rows = []
-        for digest in sorted({*host, *disk, *self._names}):
-            namespace, nbytes = self._names.get(digest, (Namespace(digest, ()), 0))
-            last, first = uses.get(digest, (now + 1.0, now + 1.0))
-            rows.append(
-                NamespaceView(
-                    digest.hex(),
-                    dict(namespace.parts),
-                    nbytes,
-                    host[digest],
-                    disk[digest],
-                    now - last,
-                    now - first,
-                )
-            )
-        return Listing(tuple(rows))
+        digests, tenants = frozenset(query.namespaces), frozenset(query.tenants)
+        least = -1.0 if query.older_than_s is None else query.older_than_s
+        most = float("inf") if query.younger_than_s is None else query.younger_than_s
+        return [
+            b
+            for b in held
+            if (not digests or b.key[:NAMESPACE_BYTES] in digests)
+            and (not tenants or b.tenant in tenants)
+            and (not query.tier or b.tier == query.tier)
+            and (query.pinned is None or b.pinned == query.pinned)
+            and least < max(0.0, now - used.get(b.key, b.used)) < most
+        ]
 
-    def drop(self, digests: Collection[bytes] | None, older_than_s: float | None = None) -> int:
-        """Drops the blocks of these namespaces (None: of all), with ``older_than_s`` only those
-        on disk, with their copies in the host, that were not used for so long. Leased blocks stay
-        in the host. Returns how many blocks were dropped."""
-        before = None if older_than_s is None else time.time() - older_than_s
-        keys = {
-            entry.key
-            for entry in self._entries()
-            if _chosen(entry.key, digests) and (before is None or entry.used < before)
-        }
-        if before is None:
-            keys.update(key for key in self._host_keys() if _chosen(key, digests))
-        owner = self._pool or self._disk
-        rest = list(keys)
-        while rest and owner is not None:
-            owner.drop(rest[-_DROPPED_AT_ONCE:])  # engines are answered in between
-            del rest[-_DROPPED_AT_ONCE:]
-        return len(keys)
+    def listing(
+        self, query: Query, by: By = By.NAMESPACE, sort: str = "size", limit: int = _MAX_ROWS
+    ) -> Listing:
+        """Rows about the blocks that fit."""
+        held = self.select(query)
+        names = self._namer(by, held)
+        groups: dict[str, list[Held]] = {}
+        for block in held:
+            name = names(block)
+            if name:
+                groups.setdefault(name, []).append(block)
+        if by is By.NAMESPACE and query == Query():
+            for digest in self._names:
+                groups.setdefault(digest.hex(), [])  # also those with nothing left
+        now = time.time()
+        rows = [self._row(by, name, blocks, now) for name, blocks in groups.items()]
+        rows.sort(key=SORTS.get(sort, SORTS["size"]))
+        return Listing(by, tuple(rows[: min(limit, _MAX_ROWS)]), len(rows))
 
-    def verify(
-        self, digests: Collection[bytes] | None, progress: OnProgress = lambda *_: None
-    ) -> tuple[int, int]:
-        """Reads every block of these namespaces (None: of all) on disk and checks its bytes; the
-        damaged are dropped. Returns how many were checked, and how many damaged."""
+    def forest(self, limit: int) -> tuple[Tree, ...]:
+        """What is there, as trees of at most ``limit`` twigs."""
+        return forest(self._all(), self._kind, time.time(), limit)
+
+    def tenants(self) -> tuple[tuple[TenantView, ...], int]:
+        """Tenants that hold most, and how many there are."""
+        host = {} if self._steward is None else {u.tenant: u for u in self._steward.host_uses()}
+        disk = {} if self._disk is None else {u.tenant: u for u in self._disk.uses()}
+        views = [
+            _tenant_view(tenant, host.get(tenant), disk.get(tenant)) for tenant in {**host, **disk}
+        ]
+        views.sort(key=lambda view: (-(view.host_bytes + view.disk_bytes), view.tenant))
+        return tuple(views[:_TENANTS_SHOWN]), len(views)
+
+    # -- what to do with it ----------------------------------------------------------------
+
+    def drop(self, query: Query, pinned: bool = False) -> tuple[int, int]:
+        """Drops the blocks that fit, pinned ones only if ``pinned`` says so. Leased blocks stay in
+        the host. Returns how many were dropped, and how many pinned ones were not."""
+        held = self.select(query)
+        kept = set() if pinned else {block.key for block in held if block.pinned}
+        keys = {block.key for block in held} - kept
+        if self._steward is not None:
+            self._steward.drop(keys)
+        elif self._disk is not None:
+            self._disk.unpin(tuple(keys))
+            self._disk.drop(tuple(keys))
+        return len(keys), len(kept)
+
+    def drop_namespaces(self, digests: Collection[bytes]) -> None:
+        """Drops all blocks of these namespaces, pinned ones too."""
+        if digests:
+            self.drop(Query(namespaces=tuple(digests)), pinned=True)
+
+    def pin(self, query: Query, on: bool) -> tuple[int, int]:
+        """Pins, or unpins, the blocks that fit. Returns how many, and their bytes (each counted
+        once). ConfigError if they are too many to be pinned; none is then."""
+        sizes = {block.key: block.slot_bytes for block in self.select(query)}
+        if self._steward is not None:
+            (self._steward.pin if on else self._steward.unpin)(sizes.keys())
+        elif self._disk is not None:
+            (self._disk.pin if on else self._disk.unpin)(tuple(sizes))
+            self._disk.wait_pins_durable(10.0)
+        return len(sizes), sum(sizes.values())
+
+    def verify(self, query: Query, progress: OnProgress = lambda *_: None) -> tuple[int, int]:
+        """Reads every block on disk that fits and checks its bytes; the damaged are dropped.
+        Returns how many were checked, and how many damaged."""
         if self._disk is None:
             return 0, 0
-        entries = [e for e in self._entries() if _chosen(e.key, digests)]
-        entries.sort(key=lambda entry: entry.address)
-        checker = _Checker(self._disk)
+        keys = [block.key for block in self.select(query) if block.tier is TierName.DISK]
         checked = damaged = 0
         told = 0.0
-        for entry in entries:
-            outcome = checker.check(entry.key)
+        for key, outcome in self._disk.check(keys):
             checked += outcome is not Outcome.MISS
             if outcome in (Outcome.CORRUPT, Outcome.ERROR):
                 damaged += 1
-                self._no_longer_stored(entry.key)
+                if self._steward is not None:
+                    self._steward.damaged(key)
             if time.monotonic() - told > _PROGRESS_S:
                 told = time.monotonic()
-                progress(checked, len(entries), damaged)
-        progress(checked, len(entries), damaged)
+                progress(checked, len(keys), damaged)
+        progress(checked, len(keys), damaged)
         return checked, damaged
+
+    def resize(self, host_bytes: int | None, disk_bytes: int | None) -> None:
+        """Sets the sizes given. What has to go goes in the background; see ``surplus``.
+        ConfigError, with nothing changed, if that cannot be."""
+        if self._steward is None:
+            raise ConfigError("a folder has no size of its own: set disk_size of its pool")
+        if disk_bytes is not None and self._disk is None:
+            raise ConfigError("disk: this pool has no disk tier; start it with disk_path")
+        if host_bytes is not None:
+            self._steward.resize_host(host_bytes)
+        if disk_bytes is not None and self._disk is not None:
+            self._disk.resize(disk_bytes)
+
+    def surplus(self) -> int:
+        """Bytes that are still to go after ``resize``."""
+        host = 0 if self._steward is None else self._steward.host_surplus()
+        return host + (0 if self._disk is None else self._disk.surplus_bytes)
 
     # -- inside ----------------------------------------------------------------------------
 
-    def _entries(self) -> list[Entry]:
-        if self._disk is None:
-            return []
-        catalog: Catalog = self._disk._catalog
-        with catalog._lock:
-            return list(catalog._entries.values())
+    def _all(self) -> list[Held]:
+        if self._steward is not None:
+            return self._steward.blocks()
+        return [] if self._disk is None else self._disk.held()
 
-    def _host_keys(self) -> list[BlockKey]:
-        if self._pool is None:
-            return []
-        with self._pool._changed:
-            return list(self._pool._host.blocks)
+    def _kind(self, digest: bytes) -> tuple[str, int]:
+        return self._model(digest), self._sizes.get(digest, 0)
 
-    def _no_longer_stored(self, key: BlockKey) -> None:
-        with self._pool._changed if self._pool is not None else nullcontext():
-            block = None if self._pool is None else self._pool._host.blocks.get(key)
-            if block is not None:
-                block.stored = False  # it is written again when it is used next
+    def _model(self, digest: bytes) -> str:
+        namespace = self._names.get(digest)
+        return model_of(dict(namespace.parts)) if namespace is not None else "unknown"
 
+    def _namer(self, by: By, held: Iterable[Held]) -> Callable[[Held], str]:
+        """The name of the row a block belongs to; empty: to none."""
+        if by is By.TENANT:
+            return lambda block: block.tenant
+        if by is By.BLOCK:
+            return lambda block: block.key.hex()
+        if by is By.CHAIN:
+            inner = {block.parent for block in held}
+            return lambda block: "" if block.key in inner else block.key.hex()
+        if by is By.NAMESPACE:
+            return lambda block: block.key[:NAMESPACE_BYTES].hex()
+        models: dict[bytes, str] = {}
 
-class _Checker:
-    """Reads blocks beside the pool's own loads, which go first."""
+        def model(block: Held) -> str:
+            digest = block.key[:NAMESPACE_BYTES]
+            if digest not in models:
+                models[digest] = self._model(digest)
+            return models[digest]
 
-    def __init__(self, disk: DiskTier) -> None:
-        self._disk = disk
-        self._buffers: dict[int, memoryview] = {}
+        return model
 
-    def check(self, key: BlockKey) -> Outcome:
-        """LOADED if the block is right; MISS if it is gone meanwhile. Damaged ones are dropped."""
-        disk = self._disk
-        entry = disk._catalog.pin(key)
-        if entry is None:
-            return Outcome.MISS
-        began = time.monotonic()
-        try:
-            disk._ledger.yield_to_reads(_PATIENCE_S)
-            outcome = self._read(entry)
-            if outcome is not Outcome.LOADED:
-                disk._catalog.forget([key])
-                disk._ledger.reads_began(1)
-                disk._ledger.read_done(outcome, time.monotonic() - began)
-            return outcome
-        finally:
-            disk._catalog.unpin(entry)
-
-    def _read(self, entry: Entry) -> Outcome:
-        slot = slot_bytes_of(entry.nbytes)
-        if slot not in self._buffers:
-            self._buffers[slot] = memoryview(mmap.mmap(-1, slot))
-        into = self._buffers[slot]
-        try:
-            got = self._disk._store.read(entry.address, [into])
-        except SlabLost:
-            self._disk._flusher.report_lost(entry.address >> 40)
-            return Outcome.ERROR
-        except OSError:
-            return Outcome.ERROR
-        data = into[: entry.nbytes]
-        whole = got >= entry.nbytes
-        right = whole and checksum_of(entry.key, data) == entry.checksum
-        return Outcome.LOADED if right else Outcome.CORRUPT
+    def _row(self, by: By, name: str, blocks: list[Held], now: float) -> Row:
+        host = [b.slot_bytes for b in blocks if b.tier is TierName.HOST]
+        disk = [b.slot_bytes for b in blocks if b.tier is TierName.DISK]
+        digests = {b.key[:NAMESPACE_BYTES] for b in blocks}
+        if by is By.NAMESPACE:
+            digests = {bytes.fromhex(name)}
+        digest = next(iter(digests)) if len(digests) == 1 else b""
+        tenants = {b.tenant for b in blocks}
+        parts = self._names[digest].parts if digest in self._names else ()
+        ages = [max(0.0, now - b.used) for b in blocks]
+        return Row(
+            name=name,
+            namespace=digest.hex(),
+            model=self._model(digest) if digest else "",
+            tenant=next(iter(tenants)) if len(tenants) == 1 else "",
+            block_bytes=self._sizes.get(digest, -1),
+            depth=blocks[0].depth if by in (By.BLOCK, By.CHAIN) else -1,
+            host_blocks=len(host),
+            host_bytes=sum(host),
+            disk_blocks=len(disk),
+            disk_bytes=sum(disk),
+            pinned_blocks=len({b.key for b in blocks if b.pinned}),
+            youngest_s=min(ages, default=-1.0),
+            oldest_s=max(ages, default=-1.0),
+            parts=dict(parts) if by is By.NAMESPACE else {},
+        )
 
 
-def _chosen(key: BlockKey, digests: Collection[bytes] | None) -> bool:
-    return digests is None or key[:NAMESPACE_BYTES] in digests
+def _prefix_of(name: str, held: Collection[Held]) -> set[BlockKey]:
+    """The block whose hex name begins with ``name`` (or goes on so after its namespace), with all
+    it hangs on."""
+    name = name.lower()
+    parents = {block.key: block.parent for block in held}
+    skip = 2 * NAMESPACE_BYTES
+    fitting = [
+        key for key in parents if key.hex().startswith(name) or key.hex()[skip:].startswith(name)
+    ]
+    if len(fitting) != 1:
+        many = f"{len(fitting)} blocks' names begin" if fitting else "no block's name begins"
+        raise ConfigError(f"--block: {many} with {name!r}; see: kvrecall pool ls --by chain")
+    prefix: set[BlockKey] = set()
+    key: BlockKey | None = fitting[0]
+    while key is not None and key in parents and key not in prefix:
+        prefix.add(key)
+        key = parents[key]
+    return prefix
+
+
+def _tenant_view(tenant: str, host: TenantUse | None, disk: TenantUse | None) -> TenantView:
+    both = [use for use in (host, disk) if use is not None]
+    return TenantView(
+        tenant,
+        host.used_bytes if host else 0,
+        _limit(host),
+        disk.used_bytes if disk else 0,
+        _limit(disk),
+        sum(use.refused for use in both),
+        sum(use.evicted for use in both),
+    )
+
+
+def _limit(use: TenantUse | None) -> int:
+    return -1 if use is None or use.limit_bytes is None else use.limit_bytes

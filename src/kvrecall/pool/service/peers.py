@@ -12,6 +12,7 @@ from pathlib import Path
 
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 _PROC = Path("/proc")
+_ENDED = (FileNotFoundError, ProcessLookupError, PermissionError)
 _ARENA_NAME = "/memfd:kvrecall-arena"
 
 
@@ -24,8 +25,11 @@ class Peer:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still runs (a zombie does not)."""
-        status = _status(self.pid)
+        """Whether it still runs (a zombie does not), or may do so: it cannot be seen now."""
+        try:
+            status = _status(self.pid)
+        except OSError:
+            return True
         return status is not None and status.born == self.born and status.state not in "ZXx"
 
 
@@ -37,14 +41,14 @@ def credentials(connection: socket.socket) -> tuple[int, int]:
 
 
 def peer_of(pid: int) -> Peer | None:
-    """None if there is no such process."""
+    """None if there is no such process. OSError if that cannot be seen now."""
     status = _status(pid)
     return None if status is None else Peer(pid, status.born)
 
 
 def mappers_of(inode: int | None, but: Iterable[int] = ()) -> set[int]:
     """Processes of this user that map the arena with that inode (None: any arena). Milliseconds;
-    blocks."""
+    blocks. OSError if that cannot be seen now (too many open files)."""
     skipped = set(but)
     found = set()
     for pid in _pids():
@@ -58,13 +62,13 @@ def mappers_of(inode: int | None, but: Iterable[int] = ()) -> set[int]:
                     ):
                         found.add(pid)
                         break
-        except OSError:
-            continue  # ended, or of another user: it cannot have opened the arena
+        except _ENDED:
+            continue  # or of another user: it cannot have opened the arena
     return found
 
 
 def families_of(roots: Iterable[int]) -> dict[int, set[int]]:
-    """Each root with all its living descendants. Milliseconds; blocks."""
+    """Each root with all its living descendants. Milliseconds; blocks. OSError as above."""
     children: dict[int, list[int]] = {}
     for pid in _pids():
         status = _status(pid)
@@ -91,7 +95,7 @@ class _Status:
 def _status(pid: int) -> _Status | None:
     try:
         text = (_PROC / str(pid) / "stat").read_text(errors="replace")
-    except OSError:
+    except _ENDED:
         return None
     fields = text.rpartition(")")[2].split()
     return _Status(fields[0], int(fields[1]), int(fields[19]))

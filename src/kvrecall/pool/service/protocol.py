@@ -21,13 +21,14 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvrecall.block import FORMAT_VERSION, NAMESPACE_BYTES, BlockKey, TierName
+from kvrecall.block import FORMAT_VERSION, NAMESPACE_BYTES, BlockKey, Tenant, TierName
 from kvrecall.errors import KvrecallError
 from kvrecall.pool.base import PoolStats, Verdict
+from kvrecall.pool.service.forest import Tree
 from kvrecall.pool.service.handle import ServedArena
-from kvrecall.pool.service.views import Listing, Overview
+from kvrecall.pool.service.views import By, Listing, Overview, Query
 
-PROTOCOL = 100 * FORMAT_VERSION + 1
+PROTOCOL = 100 * FORMAT_VERSION + 4
 """Both sides must say the same. The format of blocks is part of it."""
 
 MAX_FRAME = 8 << 20
@@ -55,7 +56,9 @@ Text = Annotated[str, Meta(max_length=4096)]
 Part = Annotated[str, Meta(max_length=1 << 20)]
 Parts = Annotated[tuple[tuple[Part, Part], ...], Meta(max_length=256)]
 Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
-Age = Annotated[float, Meta(ge=0, le=1e10)]
+TenantName = Annotated[Tenant, Meta(pattern="^(-|[0-9a-f]{16})$", max_length=16)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Size = Annotated[int, Meta(ge=1, lt=1 << 62)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -89,6 +92,7 @@ class Acquire(Message, frozen=True, tag=4):
     keys: Keys
     deadline_s: Seconds
     parent: Key | None
+    tenant: TenantName
 
 
 class Poll(Message, frozen=True, tag=5):
@@ -104,6 +108,7 @@ class Reserve(Message, frozen=True, tag=7):
     number: Number
     keys: Keys
     parent: Key | None
+    tenant: TenantName
 
 
 class Commit(Message, frozen=True, tag=8):
@@ -161,21 +166,46 @@ class Look(Message, frozen=True, tag=32):
 
 class List(Message, frozen=True, tag=33):
     number: Number
+    query: Query
+    by: By
+    sort: Text
+    limit: Count
+
+
+class Forest(Message, frozen=True, tag=39):
+    """What is cached, as trees of at most ``limit`` twigs."""
+
+    number: Number
+    limit: Count
 
 
 class Drop(Message, frozen=True, tag=34):
-    """Drops blocks of ``namespaces`` (empty: of all) not used for ``older_than_s`` seconds."""
+    """``pinned``: pinned blocks too."""
 
     number: Number
-    namespaces: Annotated[tuple[Digest, ...], Meta(max_length=10_000)]
-    older_than_s: Age | None
+    query: Query
+    pinned: bool
 
 
 class Verify(Message, frozen=True, tag=35):
     """Answered by any number of ``Progress`` and one ``Verified``."""
 
     number: Number
-    namespaces: Annotated[tuple[Digest, ...], Meta(max_length=10_000)]
+    query: Query
+
+
+class Pin(Message, frozen=True, tag=36):
+    number: Number
+    query: Query
+    on: bool
+
+
+class Resize(Message, frozen=True, tag=37):
+    """Answered by any number of ``Progress`` (bytes gone, bytes to go) and one ``Done``."""
+
+    number: Number
+    host_bytes: Size | None
+    disk_bytes: Size | None
 
 
 Request = (
@@ -196,8 +226,11 @@ Request = (
     | Bye
     | Look
     | List
+    | Forest
     | Drop
     | Verify
+    | Pin
+    | Resize
 )
 
 
@@ -238,6 +271,7 @@ class Trouble(Message, frozen=True, tag=67):
 class FoundReply(Message, frozen=True, tag=68):
     number: Number
     tiers: bytes
+    pending: bool
 
 
 class RecallReply(Message, frozen=True, tag=69):
@@ -270,14 +304,22 @@ class LookReply(Message, frozen=True, tag=73):
     overview: Overview
 
 
+class ForestReply(Message, frozen=True, tag=81):
+    number: Number
+    trees: tuple[Tree, ...]
+
+
 class ListReply(Message, frozen=True, tag=74):
     number: Number
     listing: Listing
 
 
 class Dropped(Message, frozen=True, tag=75):
+    """``kept``: pinned blocks that were not dropped."""
+
     number: Number
     blocks: int
+    kept: int
 
 
 class Progress(Message, frozen=True, tag=76):
@@ -293,6 +335,12 @@ class Verified(Message, frozen=True, tag=77):
     damaged: int
 
 
+class Pinned(Message, frozen=True, tag=78):
+    number: Number
+    blocks: int
+    nbytes: int
+
+
 Reply = (
     Welcome
     | Refusal
@@ -305,9 +353,11 @@ Reply = (
     | StatsReply
     | LookReply
     | ListReply
+    | ForestReply
     | Dropped
     | Progress
     | Verified
+    | Pinned
 )
 
 _ENCODER = msgspec.msgpack.Encoder()

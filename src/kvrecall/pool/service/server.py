@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import secrets
 import selectors
 import socket
@@ -34,11 +35,12 @@ _WRITE = selectors.EVENT_WRITE
 _CHUNK = 1 << 18
 _MAX_OUTBOX = 32 << 20
 _MAX_CONNECTIONS = 512
+_OTHER_FILES = 64
 _TICK_S = 1.0
 _HAUNTED_TICK_S = 0.05
 _FAMILIES_S = 30.0  # workers are there before anything is saved, so families hardly change
 _LONGEST_SCOUT_PAUSE_S = 2.0
-_EXPIRY_S = 60.0
+_DEAF_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +53,10 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """How a service is run. ``ttl_s``: blocks on disk that were not used for so many seconds are
-    dropped; None: only for want of room."""
+    """How a service is run. ``write_policy`` is for people."""
 
     patience: Patience = Patience()
-    ttl_s: float | None = None
+    write_policy: str = ""
 
 
 class Connection:
@@ -106,7 +107,6 @@ class Server:
         self._disk_path = disk_path
         self._terms = terms or Terms()
         self._patience = self._terms.patience
-        self._expired_at = float("-inf")
         self._began = time.monotonic()
         self._boot = secrets.token_bytes(16)
         handle = pool.arena_handle()
@@ -118,6 +118,7 @@ class Server:
         self._scout_pause_s = 0.0
         self._haunted_at = 0.0
         self._rejected = 0
+        self._hear_at: float | None = None  # when new connections are taken again
         self._ghosts = Ghosts(self._inode, os.getpid())
         self._desk = Desk(pool, self._overview, self._ghosts.settle)
         self._scout = ThreadPoolExecutor(1, "kvrecall-scout")
@@ -134,7 +135,7 @@ class Server:
     def run(self) -> None:
         """The loop. Ends all connections before it returns."""
         while not self._stopping.is_set():
-            tick = _HAUNTED_TICK_S if len(self._ghosts) else _TICK_S
+            tick = _HAUNTED_TICK_S if len(self._ghosts) or self._hear_at else _TICK_S
             for key, events in self._selector.select(tick):
                 if isinstance(key.data, Connection):
                     self._serve(key.data, events)
@@ -179,8 +180,16 @@ class Server:
         try:
             sock, _ = self._listener.accept()
         except OSError as error:
-            _LOG.warning("pool service: cannot accept a connection: %s", error.strerror)
+            self._deafen(error)
             return
+        try:
+            self._admit(sock)
+        except OSError as error:
+            sock.close()
+            self._deafen(error)
+
+    def _admit(self, sock: socket.socket) -> None:
+        """Takes a client, or tells it why not. OSError if there are no means to take any."""
         sock.setblocking(False)
         pid, uid = credentials(sock)
         peer = peer_of(pid) if pid else None
@@ -189,7 +198,7 @@ class Server:
             reason = f"user {uid} may not use the pool of user {os.getuid()}"
         elif not pid:
             reason = "the client is in another PID namespace and could not map the arena"
-        elif peer is None or len(self._connections) >= _MAX_CONNECTIONS:
+        elif peer is None or len(self._connections) >= _most_connections():
             reason = f"there are {len(self._connections)} connections already"
         if reason or peer is None:
             self._rejected += 1
@@ -199,12 +208,19 @@ class Server:
             return
         try:
             connection = Connection(self, sock, peer)
-        except OSError:  # ended already, or too many open files
+        except ProcessLookupError:  # ended already
             sock.close()
             return
         self._connections.add(connection)
         self._selector.register(sock, _READ, connection)
         self._selector.register(connection.process, _READ, partial(self._end, connection))
+
+    def _deafen(self, error: OSError) -> None:
+        """No connection can be taken now (too many open files, say). It waits for some time, as
+        the listening socket would wake the loop again and again."""
+        _LOG.warning("pool service: cannot accept a connection: %s", error.strerror)
+        self._selector.unregister(self._listener)
+        self._hear_at = time.monotonic() + _DEAF_S
 
     def _serve(self, connection: Connection, events: int) -> None:
         if events & _WRITE:
@@ -324,6 +340,9 @@ class Server:
 
     def _tend(self) -> None:
         now = time.monotonic()
+        if self._hear_at is not None and now > self._hear_at:
+            self._hear_at = None
+            self._selector.register(self._listener, _READ, self._accept)
         for connection in list(self._connections):
             waited = now - connection.waiting_since
             if not connection.greeted and waited > self._patience.greeting_s:
@@ -334,13 +353,9 @@ class Server:
             self._haunted_at = now
             self._ghosts.end_dead_leases()
         self._look_around(now)
-        ttl = self._terms.ttl_s
-        if ttl is not None and now - self._expired_at > min(_EXPIRY_S, ttl / 4):
-            self._expired_at = now
-            self._desk.expire(ttl)
 
     def _sessions(self) -> list[Session]:
-        return [c.session for c in self._connections if c.greeted]
+        return [c.session for c in list(self._connections) if c.greeted]
 
     def _look_around(self, now: float) -> None:
         """Has a thread look at processes if there is reason to; it takes milliseconds."""
@@ -376,6 +391,7 @@ class Server:
             self._scout_pause_s = min(_LONGEST_SCOUT_PAUSE_S, 0.05 + 2 * self._scout_pause_s)
 
     def _overview(self, stats: PoolStats) -> Overview:
+        """The service but for its tenants. From any thread."""
         now = time.monotonic()
         live = [(session, now - session.since, False) for session in self._sessions()]
         lost = [(ghost.session, now - ghost.lost_at, True) for ghost in self._ghosts.all()]
@@ -400,7 +416,16 @@ class Server:
             clients,
             stats,
             self._rejected,
+            (),
+            0,
+            self._terms.write_policy,
         )
+
+
+def _most_connections() -> int:
+    """As many as leave enough open files for disk and /proc: each takes two."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(_MAX_CONNECTIONS, max(1, (soft - _OTHER_FILES) // 2))
 
 
 def _try_send(sock: socket.socket, data: bytes | bytearray) -> int:

@@ -47,17 +47,33 @@ class SocketLock:
             self._fd = os.open(self._path, flags, 0o600)
         except OSError as error:
             raise ConfigError(f"socket: {path}: {error.strerror}") from error
+        owner = os.fstat(self._fd).st_uid
+        if owner != os.getuid():
+            os.close(self._fd)
+            raise ConfigError(f"socket: {self._path} belongs to user {owner}; remove it")
+        os.fchmod(self._fd, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            words = os.pread(self._fd, 64, 0).decode("ascii", "replace").split()
+            holder = words[0] if words else "unknown"
             os.close(self._fd)
             raise TierError(
                 f"socket: {path} is served by process {holder} already; stop it, or give another "
                 "socket (and disk_path)"
             ) from error
+        words = os.pread(self._fd, 64, 0).decode("ascii", "replace").split()
+        self.old_arena = int(words[1]) if len(words) == 2 and words[1].isdigit() else None
+        self.note_arena(self.old_arena or 0)  # until there is another
+
+    def note_arena(self, inode: int) -> None:
+        """Leaves the arena's inode to the service after this one, as ``old_arena``."""
         os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        os.pwrite(self._fd, f"{os.getpid()} {inode}\n".encode(), 0)
+
+    def forget(self) -> None:
+        """Removes its file, where the place will hardly be used again; before ``release``."""
+        self._path.unlink(missing_ok=True)
 
     def release(self) -> None:
         os.close(self._fd)
@@ -112,10 +128,12 @@ def serve(
     lock = SocketLock(path)
     try:
         with listening(path) as listener, contextlib.ExitStack() as stack:
-            _wait_for_memory(config.host_bytes)
+            wait_for_memory(config.host_bytes, lock.old_arena)
             pool = Pool.open(config)
             stack.callback(pool.close, flush_s)
+            lock.note_arena(arena_inode(pool))
             disk = str(config.disk.path) if config.disk is not None else ""
+            terms = terms or Terms(write_policy=config.terms.write_policy)
             server = Server(pool, listener, str(path), disk, terms)
             _tune()
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -130,12 +148,22 @@ def serve(
         lock.release()
 
 
-def _wait_for_memory(nbytes: int) -> None:
-    """Gives engines time to let go of the arena of a service that has died. If there is not
-    enough memory in the end, it is the pool that says so."""
+def wait_for_memory(nbytes: int, old_arena: int | None) -> None:
+    """Gives engines time to let go of the arena of the service that died here, where its memory
+    is needed. If there is not enough in the end, it is the pool that says so."""
     until = time.monotonic() + _LET_GO_S
-    while available_memory() * 0.94 < nbytes and time.monotonic() < until and mappers_of(None):
+    while (
+        old_arena is not None
+        and available_memory() * 0.94 < nbytes
+        and time.monotonic() < until
+        and mappers_of(old_arena)
+    ):
         time.sleep(0.1)
+
+
+def arena_inode(pool: Pool) -> int:
+    """Of the memory file of a pool in this process."""
+    return os.stat(f"/proc/self/fd/{pool.arena_handle().fd}").st_ino
 
 
 def _tune() -> None:
@@ -152,14 +180,20 @@ def _tune() -> None:
 class ServiceThread:
     """A service inside this process, for tests and for programs with several engines."""
 
-    def __init__(self, config: PoolConfig, path: Path, terms: Terms | None = None) -> None:
-        """Raises as ``serve``."""
+    def __init__(
+        self,
+        config: PoolConfig,
+        path: Path,
+        terms: Terms | None = None,
+        make: Callable[[PoolConfig], Pool] = Pool.open,
+    ) -> None:
+        """``make`` opens the pool. Raises as ``serve``."""
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
             lock = SocketLock(path)
             undo.callback(lock.release)
             listener = undo.enter_context(listening(path))
-            self.pool = Pool.open(config)
+            self.pool = make(config)
             undo.callback(self.pool.close)
             self._server = Server(self.pool, listener, str(path), "", terms)
             self._stack = undo.pop_all()

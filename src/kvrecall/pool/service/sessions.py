@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace
+from kvrecall.block import NAMESPACE_BYTES, SHARED, BlockKey, Namespace, Tenant
 from kvrecall.pool.base import Found, Recall, RecallState, Reservation, Verdict
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service.peers import Peer, families_of, mappers_of, peer_of
@@ -63,11 +63,16 @@ class Session:
         return self._pool.find(keys)
 
     def acquire(
-        self, ticket: int, keys: Sequence[BlockKey], deadline_s: float, parent: BlockKey | None
+        self,
+        ticket: int,
+        keys: Sequence[BlockKey],
+        deadline_s: float,
+        parent: BlockKey | None,
+        tenant: Tenant = SHARED,
     ) -> None:
         if ticket in self._tickets or len(self._tickets) >= _MAX_TICKETS or self._strange(keys):
             return  # its poll will find nothing
-        self._tickets[ticket] = self._pool.acquire(keys, deadline_s, parent)
+        self._tickets[ticket] = self._pool.acquire(keys, deadline_s, parent, tenant)
 
     def poll(self, ticket: int) -> Recall:
         number = self._tickets.get(ticket)
@@ -79,11 +84,15 @@ class Session:
             self._pool.release(number)
 
     def reserve(
-        self, number: int, keys: Sequence[BlockKey], parent: BlockKey | None
+        self,
+        number: int,
+        keys: Sequence[BlockKey],
+        parent: BlockKey | None,
+        tenant: Tenant = SHARED,
     ) -> tuple[Reservation, ...]:
         if self._strange(keys):
             return (Reservation(Verdict.REFUSED),) * len(keys)
-        answers = self._pool.reserve(keys, parent)
+        answers = self._pool.reserve(keys, parent, tenant)
         for key, answer in zip(keys, answers, strict=True):
             if answer.verdict is Verdict.RESERVED:
                 self._filling[key] = number

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvrecall.block import NAMESPACE_BYTES
 from kvrecall.pool.base import TierStats
-from kvrecall.pool.service.views import ClientView, Listing, NamespaceView, Overview
-from kvrecall.pool.slots import slot_bytes_of
+from kvrecall.pool.service.views import By, ClientView, Listing, Overview, Row, TenantView
+
+_TENANTS_SHOWN = 20
 
 
 def size(nbytes: float) -> str:
@@ -40,14 +40,18 @@ def overview(now: Overview, before: Overview | None, seconds: float) -> Renderab
         f"{now.socket}\n"
         f"lookups {stats.lookups} blocks, found {rate:.1f} %; leases {stats.leases}, being filled "
         f"{stats.reserved}, refused {stats.refused}; queued: {stats.queued_writes} writes, "
-        f"{stats.queued_reads} reads; connections rejected {now.rejected}"
+        f"{stats.queued_reads} reads; connections rejected {now.rejected}\n"
+        f"write policy {now.write_policy or 'through'}, unwritten {size(stats.unwritten_bytes)}"
     )
-    return Group(Text(head), _tiers(now, before, seconds), _clients(now.clients))
+    parts: list[RenderableType] = [Text(head), _tiers(now, before, seconds), _clients(now.clients)]
+    if now.tenant_count > 1:
+        parts.append(tenants(now.tenants[:_TENANTS_SHOWN], now.tenant_count))
+    return Group(*parts)
 
 
 def _tiers(now: Overview, before: Overview | None, seconds: float) -> Table:
     table = Table("tier", "used", "of", "blocks", "hits", "read/s", "written/s", "evicted")
-    for title in ("shed", "errors", "corrupt"):
+    for title in ("shed", "over quota", "pinned", "errors", "corrupt"):
         table.add_column(title)
     earlier = {tier.name: tier for tier in before.stats.tiers} if before else {}
     for tier in now.stats.tiers:
@@ -59,7 +63,9 @@ def _tiers(now: Overview, before: Overview | None, seconds: float) -> Table:
             *map(str, (tier.blocks, tier.hits)),
             _speed(tier, then, "read_bytes", seconds),
             _speed(tier, then, "write_bytes", seconds),
-            *map(str, (tier.evictions, tier.dropped, tier.errors, tier.corrupt)),
+            *map(str, (tier.evictions, tier.dropped, tier.over_quota)),
+            size(tier.pinned_bytes),
+            *map(str, (tier.errors, tier.corrupt)),
         )
     return table
 
@@ -79,34 +85,64 @@ def _clients(clients: tuple[ClientView, ...]) -> Table:
     return table
 
 
-def listing(rows: Listing) -> Table:
-    table = Table("namespace", "model", "block", "in host", "on disk", "last used", "oldest")
-    for row in rows.namespaces:
-        slot = slot_bytes_of(row.block_bytes)
+def tenants(views: tuple[TenantView, ...], count: int) -> Table:
+    title = f"tenants ({len(views)} of {count})" if count > len(views) else "tenants"
+    table = Table("tenant", "in host", "of", "on disk", "of", "refused", "evicted", title=title)
+    for view in views:
         table.add_row(
-            row.digest[:12],
-            Text(model_of(row)),
-            size(row.block_bytes),
-            f"{row.host_blocks} ({size(row.host_blocks * slot)})",
-            f"{row.disk_blocks} ({size(row.disk_blocks * slot)})",
-            duration(row.youngest_s),
-            duration(row.oldest_s),
+            view.tenant,
+            size(view.host_bytes),
+            _limit(view.host_limit),
+            size(view.disk_bytes),
+            _limit(view.disk_limit),
+            str(view.refused),
+            str(view.evicted),
         )
     return table
 
 
-def model_of(row: NamespaceView) -> str:
-    """What a person calls the model of a namespace: architecture, types, adapter."""
-    parts = row.parts
-    name = parts.get("model", "")
-    if "architecture" in parts:
-        try:
-            config = json.loads(parts["architecture"])
-        except ValueError:
-            config = {}
-        if isinstance(config, dict):
-            name = " ".join(map(str, config.get("architectures") or [])) or name
-    words = [name, parts.get("dtype", "").removeprefix("torch."), parts.get("weights", "")[:20]]
-    if "adapter" in parts:
-        words.append(f"adapter {parts['adapter'][:12]}")
-    return " ".join(word for word in words if word) or "unknown"
+def _limit(nbytes: int) -> str:
+    return "-" if nbytes < 0 else size(nbytes)
+
+
+def listing(found: Listing) -> Table:
+    by = found.by
+    names = by in (By.CHAIN, By.BLOCK)
+    table = Table(caption=_caption(found))
+    table.add_column(str(by), no_wrap=True)
+    if by is not By.MODEL:
+        table.add_column("model")
+    if names:
+        table.add_column("depth", justify="right")
+    if by is not By.TENANT:
+        table.add_column("tenant")
+    for title in ("in host", "on disk", "pinned", "last used", "oldest"):
+        table.add_column(title, justify="right")
+    for row in found.rows:
+        cells = [_name(row, by)]
+        if by is not By.MODEL:
+            cells.append(row.model or "several")
+        if names:
+            cells.append(str(row.depth))
+        if by is not By.TENANT:
+            cells.append(row.tenant or "several")
+        cells += [
+            f"{row.host_blocks} ({size(row.host_bytes)})",
+            f"{row.disk_blocks} ({size(row.disk_bytes)})",
+            str(row.pinned_blocks),
+            duration(row.youngest_s),
+            duration(row.oldest_s),
+        ]
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _name(row: Row, by: By) -> str:
+    if by in (By.CHAIN, By.BLOCK):
+        return row.name[2 * NAMESPACE_BYTES :][:16]
+    return row.name[:12] if by is By.NAMESPACE else row.name
+
+
+def _caption(found: Listing) -> str | None:
+    left = found.total - len(found.rows)
+    return f"{left} more; see --limit" if left > 0 else None

@@ -8,7 +8,7 @@ from typing import Any
 from kvrecall.pool.base import PoolStats, TierStats
 
 _POOL_COUNTERS = ("lookups", "hits", "refused")
-_TIER_GAUGES = ("name", "capacity_bytes", "used_bytes", "blocks")
+_TIER_GAUGES = ("name", "capacity_bytes", "used_bytes", "blocks", "pinned_bytes")
 _TIER_COUNTERS = tuple(
     field.name for field in dataclasses.fields(TierStats) if field.name not in _TIER_GAUGES
 )
@@ -39,9 +39,17 @@ class Totals:
 
     def without_service(self) -> PoolStats:
         """The sums so far, with gauges at rest."""
-        tiers = tuple(dataclasses.replace(t, used_bytes=0, blocks=0) for t in self.last.tiers)
+        tiers = tuple(
+            dataclasses.replace(t, used_bytes=0, blocks=0, pinned_bytes=0) for t in self.last.tiers
+        )
         return dataclasses.replace(
-            self.last, tiers=tiers, leases=0, reserved=0, queued_writes=0, queued_reads=0
+            self.last,
+            tiers=tiers,
+            leases=0,
+            reserved=0,
+            queued_writes=0,
+            queued_reads=0,
+            unwritten_bytes=0,
         )
 
     def _plus(self, owner: str, counts: dict[str, float]) -> dict[str, Any]:

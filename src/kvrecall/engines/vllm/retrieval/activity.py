@@ -32,6 +32,20 @@ class Activity:
     """Blocks attended to sparsely: init, chosen and local."""
     blocks_digested: int = 0
     """Blocks whose digests were computed, once for all layers."""
+    sequences_offloaded: int = 0
+    """Decoded tokens of sequences whose blocks were off the device in part."""
+    blocks_offloaded: int = 0
+    """Blocks that left the device, once for all layers."""
+    blocks_hit: int = 0
+    """Chosen blocks that had left the device and were found in its slots."""
+    blocks_loaded: int = 0
+    """Chosen blocks that had left the device and were loaded."""
+    blocks_prefetched: int = 0
+    """Blocks loaded ahead, as a later query might choose them."""
+    blocks_vain: int = 0
+    """Blocks loaded ahead that went again and were never chosen."""
+    bytes_loaded: int = 0
+    """Bytes copied from the arena to the slots, ahead or not."""
 
     def totals(self) -> dict[str, int]:
         return asdict(self)
@@ -64,7 +78,8 @@ class ActivityLog:
         logger.info(
             "kvrecall: retrieval: %(steps_sparse)d of %(steps)d steps sparse; of "
             "%(blocks_considered)d blocks considered %(blocks_selected)d chosen; "
-            "%(sequences_gated)d tokens left dense by the gate",
+            "%(sequences_gated)d tokens left dense by the gate; of blocks off the device "
+            "%(blocks_hit)d found in slots, %(blocks_loaded)d loaded",
             new,
         )
 

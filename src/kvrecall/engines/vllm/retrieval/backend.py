@@ -4,7 +4,7 @@ boundary."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -20,11 +20,17 @@ from vllm.v1.attention.backends.cpu_attn import (
 from kvrecall.engines.vllm import compat
 from kvrecall.engines.vllm.retrieval import checks
 from kvrecall.engines.vllm.retrieval.activity import ACTIVITY, ActivityLog
+from kvrecall.engines.vllm.retrieval.checks import offload_hindrance
+from kvrecall.engines.vllm.retrieval.dense import DenseLayer
 from kvrecall.engines.vllm.retrieval.freshness import Freshness
 from kvrecall.engines.vllm.retrieval.kernel import KernelShape, reader_of
 from kvrecall.engines.vllm.retrieval.layer import RetrievalLayer
+from kvrecall.engines.vllm.retrieval.offload import Offload
 from kvrecall.engines.vllm.retrieval.plugin import active_settings
+from kvrecall.engines.vllm.retrieval.recalled import OffloadedSequence, Records
 from kvrecall.engines.vllm.retrieval.steps import BatchRow, SparseStep, StepPlanner
+from kvrecall.engines.vllm.wire import OffloadOrders
+from kvrecall.errors import EngineError
 from kvrecall.retrieval.settings import Regime, RetrievalSettings
 
 logger = logging.getLogger("vllm.kvrecall")
@@ -55,12 +61,24 @@ class RetrievalMetadata(CPUAttentionMetadata):
     """vLLM's metadata of the whole batch, which dense layers use, and the sparse layers' step.
 
     ``sparse_tokens``: places of the sparse sequences' tokens in the batch. ``rest``: None if there
-    are no others.
+    are no others. ``away``: None if all blocks are on the device.
     """
 
     step: SparseStep | None = None
     sparse_tokens: torch.Tensor | None = None
     rest: DenseRest | None = None
+    away: AwayRows | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AwayRows:
+    """What a dense layer does in a step with sequences that are off the device in part.
+
+    ``rows``: place of the token, sequence, its device blocks, its length. ``rest``: the others.
+    """
+
+    rows: tuple[tuple[int, OffloadedSequence, torch.Tensor, int], ...]
+    rest: DenseRest | None
 
 
 class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -70,9 +88,7 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        settings = active_settings()
-        checks.require_block_size(self.block_size, settings)
-        shape = KernelShape(
+        self._shape = KernelShape(
             self.num_heads,
             self.num_kv_heads,
             self.head_dim,
@@ -80,16 +96,39 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             self.dtype,
             self.isa,
         )
-        self._settings = settings
         self._told = False
         self._log = ActivityLog(ACTIVITY)
+        self._reader = reader_of(self._shape)
+        self._layers = _impls(vllm_config, layer_names)
+        self._pooled = vllm_config.kv_transfer_config is not None
+        self._offloads = offload_hindrance(vllm_config) is None
+        self._bind(active_settings(vllm_config))
+
+    def use(self, settings: RetrievalSettings) -> None:
+        """Serves by these settings from the next step on; digests are computed anew.
+
+        Refused beside a connector: what it saves is named after the settings of the start.
+        """
+        if self._pooled:
+            raise EngineError("retrieval settings cannot change while a KV connector is in use")
+        self._bind(settings)
+
+    def _bind(self, settings: RetrievalSettings) -> None:
+        checks.require_block_size(self.block_size, settings)
+        self._settings = settings
         self._freshness = Freshness(self.block_size)
-        self._planner = StepPlanner(settings, shape, self._freshness, ACTIVITY)
-        reader = reader_of(shape)
-        for name, impl in _impls(vllm_config, layer_names).items():
-            layer = RetrievalLayer(settings, shape, reader, ACTIVITY)
-            dense = compat.layer_index(name) < settings.dense_layers
-            impl.bind(self._freshness, None if dense else layer)
+        self._planner = StepPlanner(settings, self._shape, self._freshness, ACTIVITY)
+        self._offload = Offload(self._freshness, ACTIVITY)
+        for name, impl in self._layers.items():
+            number = compat.layer_index(name)
+            if number < settings.dense_layers:
+                whole = DenseLayer(self._shape)
+                self._offload.add_whole(name, whole)
+                impl.bind(self._freshness, self._offload, None, whole)
+            else:
+                layer = RetrievalLayer(settings, self._shape, self._reader, ACTIVITY, number)
+                self._offload.add_sparse(name, layer)
+                impl.bind(self._freshness, self._offload, layer, None)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -103,22 +142,49 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         if not any(row.tokens >= self._settings.dense_boundary for row in rows):
             ACTIVITY.steps += 1
             return metadata
-        metadata.step = self._planner.plan(rows, common.block_table_tensor)
+        table = common.block_table_tensor
+        offloaded = self._offloaded(rows, table)
+        metadata.step = self._planner.plan(rows, table, offloaded)
         if metadata.step is not None and metadata.step.sequences:
-            self._divide(metadata, common, rows)
+            starts = common.query_start_loc_cpu
+            sparse = [sequence.row for sequence in metadata.step.sequences]
+            metadata.sparse_tokens = starts[sparse].to(torch.int64)
+            metadata.rest = self._without(sparse, common, rows)
+            if offloaded:
+                away = [
+                    (int(starts[row]), sequence, table[row], rows[row].tokens)
+                    for row, sequence in offloaded.items()
+                ]
+                rest = self._without(list(offloaded), common, rows)
+                metadata.away = AwayRows(tuple(away), rest)
             self._tell(rows)
             self._log.sparse_step()
         return metadata
 
-    def _divide(self, metadata: RetrievalMetadata, common: Any, rows: Sequence[BatchRow]) -> None:
-        """Names the sparse tokens' places, and describes the other requests by themselves."""
-        assert metadata.step is not None
+    def _offloaded(
+        self, rows: Sequence[BatchRow], table: torch.Tensor
+    ) -> dict[int, OffloadedSequence]:
+        """The rows of sequences that are off the device in part."""
+        if self._offload.is_idle:
+            return {}
+        found = {}
+        for at, row in enumerate(rows):
+            last = int(table[at, (row.tokens - 1) // self.block_size])
+            sequence = self._offload.sequence(last)
+            if sequence is not None:
+                if row.query_tokens != 1 or row.prefilling:
+                    raise EngineError("a sequence that is off the device in part was not to decode")
+                found[at] = sequence
+        return found
+
+    def _without(
+        self, taken: Sequence[int], common: Any, rows: Sequence[BatchRow]
+    ) -> DenseRest | None:
+        """Describes the other requests of the batch by themselves."""
         starts = common.query_start_loc_cpu
-        sparse = [sequence.row for sequence in metadata.step.sequences]
-        metadata.sparse_tokens = starts[sparse].to(torch.int64)
-        others = sorted(set(range(len(rows))) - set(sparse))
+        others = sorted(set(range(len(rows))) - set(taken))
         if not others:
-            return
+            return None
         places = [torch.arange(int(starts[row]), int(starts[row + 1])) for row in others]
         lengths = [rows[row].query_tokens for row in others]
         part = common.replace(
@@ -132,18 +198,19 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             block_table_tensor=common.block_table_tensor[others],
             slot_mapping=common.slot_mapping[torch.cat(places)],
         )
-        metadata.rest = DenseRest(torch.cat(places), super().build(0, part))
+        return DenseRest(torch.cat(places), super().build(0, part))
 
     def _tell(self, rows: Sequence[BatchRow]) -> None:
         """Says once in the log that a sequence is served without the offload it was to have."""
-        if self._told:
+        if self._told or self._offloads:
             return
         if any(self._settings.regime(row.tokens) is Regime.OFFLOAD for row in rows):
             self._told = True
             logger.warning(
                 "kvrecall: sequences past VLLM_RETRIEVAL_OFFLOAD_BOUNDARY=%d are attended to "
-                "sparsely but stay on the device: this version does not offload their blocks",
+                "sparsely but stay on the device: this engine does not offload their blocks, as %s",
                 self._settings.offload_boundary,
+                offload_hindrance(self.vllm_config),
             )
 
 
@@ -152,21 +219,40 @@ class RetrievalImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._settings = active_settings()
-        checks.require_engine(get_current_vllm_config(), self._settings)
+        vllm_config = get_current_vllm_config()
+        self._settings = active_settings(vllm_config)
+        checks.require_engine(vllm_config, self._settings)
         checks.require_layer(self)
         self._freshness: Freshness | None = None
+        self._offload: Offload | None = None
         self._retrieval: RetrievalLayer | None = None
+        self._whole: DenseLayer | None = None
 
     @property
     def approximation(self) -> str:
         """What KV computed while decoding depends on beside the weights; see compat.kernel_of."""
         return approximation_of(self._settings)
 
-    def bind(self, freshness: Freshness, layer: RetrievalLayer | None) -> None:
-        """Takes the group's flags and the layer's digests, None for a layer that stays dense."""
+    def bind(
+        self,
+        freshness: Freshness,
+        offload: Offload,
+        layer: RetrievalLayer | None,
+        whole: DenseLayer | None,
+    ) -> None:
+        """Takes what the group shares, and this layer's part: ``layer``, or ``whole`` if it is to
+        stay dense."""
         self._freshness = freshness
+        self._offload = offload
         self._retrieval = layer
+        self._whole = whole
+
+    def take_offload(
+        self, orders: OffloadOrders | None, caches: Mapping[str, torch.Tensor], records: Records
+    ) -> None:
+        """Carries out a step's orders for all layers of the group; see compat.take_offload."""
+        if self._offload is not None:
+            self._offload.take(orders, caches, records)
 
     def activity(self) -> dict[str, int]:
         """Totals of this process, over all layers; see compat.attention_activity."""
@@ -190,23 +276,20 @@ class RetrievalImpl(CPUAttentionBackendImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         step = getattr(attn_metadata, "step", None)
-        if step is None or self._retrieval is None:
+        away = getattr(attn_metadata, "away", None)
+        if step is None or (self._retrieval is None and away is None):
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output,
                 output_scale, output_block_scale,
             )  # fmt: skip
         assert isinstance(attn_metadata, RetrievalMetadata)
+        if self._retrieval is None:
+            self._attend_whole(layer, query, key, value, kv_cache, attn_metadata, output)
+            return output
         self._retrieval.digest(kv_cache, step.stale)
         if attn_metadata.sparse_tokens is None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
-        rest = attn_metadata.rest
-        if rest is not None:
-            part = torch.empty_like(output[rest.tokens])
-            super().forward(
-                layer, query[rest.tokens], key[rest.tokens], value[rest.tokens], kv_cache,
-                rest.metadata, part,
-            )  # fmt: skip
-            output[rest.tokens] = part
+        self._attend_rest(layer, query, key, value, kv_cache, attn_metadata.rest, output)
         tokens = attn_metadata.sparse_tokens
         sparse = self._retrieval.attend(
             query[tokens], kv_cache, step, self.scale, self.logits_soft_cap
@@ -214,13 +297,59 @@ class RetrievalImpl(CPUAttentionBackendImpl):
         output[tokens] = sparse.view_as(output[tokens])
         return output
 
+    def _attend_rest(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        rest: DenseRest | None,
+        output: torch.Tensor,
+    ) -> None:
+        """Dense attention of some requests of the batch."""
+        if rest is None:
+            return
+        part = torch.empty_like(output[rest.tokens])
+        super().forward(
+            layer, query[rest.tokens], key[rest.tokens], value[rest.tokens], kv_cache,
+            rest.metadata, part,
+        )  # fmt: skip
+        output[rest.tokens] = part
+
+    def _attend_whole(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: RetrievalMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """Dense attention of a batch with sequences that are off the device in part."""
+        assert self._whole is not None
+        assert metadata.away is not None
+        self._attend_rest(layer, query, key, value, kv_cache, metadata.away.rest, output)
+        for token, sequence, table, tokens in metadata.away.rows:
+            one = query[token : token + 1]
+            attended = self._whole.attend(
+                one.view(1, self.num_heads, self.head_size),
+                kv_cache, sequence, table, tokens, self.scale, self.logits_soft_cap,
+            )  # fmt: skip
+            output[token : token + 1] = attended.view_as(output[token : token + 1])
+
+
+_RESIDENCE = ("offload_boundary", "cache_share", "prefetch_share")
+"""Settings that decide where blocks lie, not what is computed from them."""
+
 
 def approximation_of(settings: RetrievalSettings) -> str:
     """Names the settings that decide what sparse decoding computes."""
     return ", ".join(
         f"{field.name}={getattr(settings, field.name)}"
         for field in fields(settings)
-        if field.name != "offload_boundary"
+        if field.name not in _RESIDENCE
     )
 
 

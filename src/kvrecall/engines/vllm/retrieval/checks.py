@@ -73,6 +73,21 @@ def require_block_size(block_size: int, settings: RetrievalSettings) -> None:
         )
 
 
+def offload_hindrance(vllm_config: Any) -> str | None:
+    """Why sequences cannot leave the device in part, in words that follow "as"; None: they can."""
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    if transfer is None or transfer.kv_connector != "RecallConnector":
+        return "it has no pool to keep them in (use RecallConnector)"
+    extra = transfer.kv_connector_extra_config or {}
+    if extra.get("backend", "embedded") != "embedded":
+        return "its pool is a service's, which may end before the sequence (use an embedded pool)"
+    if parallel.pipeline_parallel_size > 1:
+        return "steps of a pipeline overlap (use tensor parallelism)"
+    if vllm_config.scheduler_config.async_scheduling:
+        return "its steps are scheduled ahead (pass --no-async-scheduling)"
+    return None
+
+
 def _refusal(what: str, cure: str) -> EngineError:
     return EngineError(f"retrieval attention does not work with {what}; {cure}, {_WAY_OUT}")
 

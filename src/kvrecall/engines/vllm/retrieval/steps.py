@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 
 import torch
 
 from kvrecall.engines.vllm.retrieval.activity import Activity
 from kvrecall.engines.vllm.retrieval.freshness import Freshness
 from kvrecall.engines.vllm.retrieval.kernel import KernelShape, schedule
-from kvrecall.retrieval.digest import DIGESTS
+from kvrecall.engines.vllm.retrieval.recalled import OffloadedSequence
+from kvrecall.retrieval.gate import Gate
 from kvrecall.retrieval.settings import Regime, RetrievalSettings
 from kvrecall.retrieval.split import Split, split_of
-
-OVERHEAD_BYTES = 8 * 2**20
-"""What preparing one sequence's selection costs in a layer, in bytes of KV read in that time:
-half a millisecond at 16 GB/s (docs/retrieval.md)."""
 
 GATHER_RUNS = 16
 """Middle blocks in more runs than this are gathered before they are scored."""
@@ -39,6 +37,8 @@ class SparseSequence:
     ``row``: the request's place in the batch. ``blocks``: int32 ids of the middle blocks, in the
     sequence's order. Candidates are in the order of their ids: ``places`` says which of ``blocks``
     each is, ``runs`` gives their ids as half-open ranges, none if they are too scattered.
+    ``away``: if its leading middle blocks are off the device; their ids then mean nothing, and
+    there are no ``places`` and ``runs``.
     """
 
     row: int
@@ -46,6 +46,7 @@ class SparseSequence:
     blocks: torch.Tensor
     places: torch.Tensor
     runs: tuple[tuple[int, int], ...]
+    away: OffloadedSequence | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +80,18 @@ class StepPlanner:
         self._shape = shape
         self._freshness = freshness
         self._activity = activity
-        digest = DIGESTS[settings.digest]
-        self._digest_share = digest.parts / (2 * settings.digest_tokens)
-        self._overhead_tokens = OVERHEAD_BYTES / shape.token_bytes
+        self._gate = Gate(settings, shape.token_bytes)
 
-    def plan(self, rows: Sequence[BatchRow], block_table: torch.Tensor) -> SparseStep | None:
+    def plan(
+        self,
+        rows: Sequence[BatchRow],
+        block_table: torch.Tensor,
+        offloaded: Mapping[int, OffloadedSequence] = MappingProxyType({}),
+    ) -> SparseStep | None:
         """The step's plan, None if nothing is to be done beside dense attention.
 
-        ``block_table``: int32 ``[requests, blocks]``.
+        ``block_table``: int32 ``[requests, blocks]``. ``offloaded``: rows of sequences that are
+        off the device in part; they decode.
         """
         self._activity.steps += 1
         stale = []
@@ -96,12 +101,18 @@ class StepPlanner:
                 continue
             split = split_of(row.tokens, self._shape.block_size, self._settings)
             decodes = row.query_tokens == 1 and not row.prefilling
-            if not split.middle or not self._pays(row.tokens, split):
+            away = offloaded.get(index)
+            if away is None and not self._gate.passes(row.tokens, split):
                 self._activity.sequences_gated += decodes
                 continue
+            first = split.init + (away.count if away is not None else 0)
             full = row.tokens // self._shape.block_size
-            stale.append(self._freshness.take_stale(block_table[index, split.init : full]))
-            if decodes:
+            stale.append(self._freshness.take_stale(block_table[index, first:full]))
+            if away is not None:
+                middle = block_table[index, split.init : split.local]
+                none = torch.empty(0, dtype=torch.int64)
+                sequences.append(SparseSequence(index, split, middle, none, (), away))
+            elif decodes:
                 sequences.append(self._sequence(index, split, block_table[index]))
         if not stale:
             return None
@@ -111,14 +122,8 @@ class StepPlanner:
             return _only_digest(digested) if len(digested) else None
         self._activity.steps_sparse += 1
         self._activity.sequences_sparse += len(sequences)
+        self._activity.sequences_offloaded += len(offloaded)
         return self._step(digested, sequences, block_table)
-
-    def _pays(self, tokens: int, split: Split) -> bool:
-        """Whether sparse attention reads enough less than dense to be worth its overhead."""
-        if not self._settings.gate:
-            return True
-        scored = split.middle * split.block_size * self._digest_share
-        return split.attended_tokens + scored + self._overhead_tokens < tokens
 
     def _sequence(self, row: int, split: Split, blocks: torch.Tensor) -> SparseSequence:
         middle = blocks[split.init : split.local]

@@ -1,0 +1,318 @@
+"""HiCache's storage interface over a pool. Written against SGLang 0.5.23."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sglang
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+
+from kvrecall.block import BlockKey, Namespace
+from kvrecall.engines.sglang.identity import (
+    Identity,
+    check_ranks,
+    identity_of,
+    key_of,
+    read_settings,
+)
+from kvrecall.engines.sglang.pages import Page, Pages
+
+_FLAT = "flat"  # one tensor, as the host pool flattens a page
+_PIECES = "pieces"  # the pieces of the host pool's buffers, in its order
+
+
+class RecallStorage(HiCacheStorage):  # type: ignore[misc]
+    """SGLang's third level in a kvrecall pool. A dynamic backend: see the package.
+
+    Thread-safe, and blocking as SGLang's storage threads expect. A page that is not there, late or
+    damaged is None or False; SGLang computes it. Flat pages (``batch_get``) and pages by pieces
+    (``batch_get_v1``, with ``interface_v1``) are different bytes and never meet.
+    """
+
+    def __init__(
+        self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Opens the pool. ConfigError or TierError, naming the setting, if that cannot be."""
+        settings, self._weights = read_settings(storage_config.extra_config)
+        check_ranks(settings, storage_config.tp_size * storage_config.pp_size)
+        self._config = storage_config
+        self._identity = self._identify({})
+        by_pieces = bool((storage_config.extra_config or {}).get("interface_v1", 0))
+        self._form = _PIECES if by_pieces else _FLAT
+        self._namespaces: dict[tuple[str, int, str], Namespace] = {}
+        self._sizes: dict[str, int] = {}  # of the pages of a pool by its name, once known
+        self.registered_pools: dict[str, Any] = {}
+        self._pages = Pages(settings)
+
+    # -- the engine's memory ---------------------------------------------------------------
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        super().register_mem_pool_host(mem_pool_host)
+        self._identity = self._identify(
+            {
+                "layout": str(getattr(mem_pool_host, "layout", "")),
+                "dtype": str(getattr(mem_pool_host, "dtype", "")),
+                "page_tokens": str(getattr(mem_pool_host, "page_size", "")),
+            }
+        )
+        self._namespaces.clear()
+        self._sizes["kv"] = _nbytes(mem_pool_host.get_dummy_flat_data_page())
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if host_pool_name != PoolName.KV:
+            self._sizes[str(host_pool_name)] = _nbytes(host_pool.get_dummy_flat_data_page())
+
+    def _identify(self, page: Mapping[str, str]) -> Identity:
+        return identity_of(self._config, self._weights, str(sglang.__version__), page)
+
+    # -- flat pages ------------------------------------------------------------------------
+
+    def get(
+        self,
+        key: str,
+        target_location: torch.Tensor | None = None,
+        target_sizes: Any | None = None,
+    ) -> torch.Tensor | None:
+        if target_location is None:
+            return None
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(
+        self,
+        keys: list[str],
+        target_locations: Sequence[torch.Tensor] | None = None,
+        target_sizes: Any | None = None,
+    ) -> list[torch.Tensor | None]:
+        if not keys or target_locations is None:
+            return [None] * len(keys)
+        found = self._get_flat("kv", keys, target_locations)
+        return [
+            target if is_there else None
+            for target, is_there in zip(target_locations, found, strict=True)
+        ]
+
+    def set(
+        self,
+        key: str,
+        value: torch.Tensor | None = None,
+        target_location: Any | None = None,
+        target_sizes: Any | None = None,
+    ) -> bool:
+        return value is not None and self.batch_set([key], [value])
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Sequence[torch.Tensor] | None = None,
+        target_locations: Any | None = None,
+        target_sizes: Any | None = None,
+    ) -> bool:
+        if values is None or len(values) != len(keys):
+            return False
+        return all(self._put_flat("kv", keys, values))
+
+    # -- pages by pieces -------------------------------------------------------------------
+
+    def batch_get_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        if not keys or self._is_logical_only():
+            return [True] * len(keys)
+        namespace, pages = self._by_pieces(keys, host_indices)
+        return self._pages.get(pages, _parent(namespace, extra_info))
+
+    def batch_set_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        if not keys or self._is_logical_only():
+            return [True] * len(keys)
+        namespace, pages = self._by_pieces(keys, host_indices)
+        return self._pages.put(pages, _parent(namespace, extra_info))
+
+    def _is_logical_only(self) -> bool:
+        """Whether the KV pool has no memory: side pools carry its data, through v2."""
+        return getattr(self.mem_pool_host, "kv_buffer", 0) is None
+
+    def _by_pieces(
+        self, keys: Sequence[str], host_indices: torch.Tensor
+    ) -> tuple[Namespace, list[Page]]:
+        pointers, sizes = self.mem_pool_host.get_page_buffer_meta(host_indices)
+        each, rest = divmod(len(pointers), len(keys))
+        if rest or not each:
+            raise ValueError(f"{len(pointers)} pieces of memory for {len(keys)} pages")
+        pieces = [_memory(at, size) for at, size in zip(pointers, sizes, strict=True)]
+        nbytes = self._sizes["kv"] = sum(sizes[:each])
+        namespace = self._namespace("kv", nbytes, _PIECES)
+        return namespace, [
+            Page(key_of(namespace, key), tuple(pieces[n * each : (n + 1) * each]))
+            for n, key in enumerate(keys)
+        ]
+
+    # -- what is there ---------------------------------------------------------------------
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    def batch_exists(
+        self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> int:
+        return self._count("kv", keys)
+
+    def _count(self, pool: str, keys: Sequence[str]) -> int:
+        nbytes = self._sizes.get(pool)
+        if nbytes is None or not keys:
+            return 0
+        namespace = self._namespace(pool, nbytes, self._form if pool == "kv" else _FLAT)
+        return self._pages.count([key_of(namespace, key) for key in keys])
+
+    # -- several pools ---------------------------------------------------------------------
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """As SGLang's file backend answers: prefixes that every pool can restore."""
+        kv_pages = self._count("kv", keys)
+        hits: dict[str, int] = {PoolName.KV: kv_pages} if kv_pages else {}
+        restorable = list(range(1, kv_pages + 1))
+        for transfer in pool_transfers or []:
+            if not restorable:
+                break
+            lengths = self._restorable(transfer, keys[:kv_pages])
+            if lengths:
+                hits[transfer.name] = max(lengths)
+            restorable = [length for length in restorable if length in lengths]
+        return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
+
+    def _restorable(self, transfer: PoolTransfer, keys: Sequence[str]) -> frozenset[int]:
+        """Lengths of prefixes of ``keys`` for which this pool has what its policy asks."""
+        name = str(transfer.name)
+        if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+            return frozenset(range(1, self._count(name, keys) + 1))
+        if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+            there = [self._count(name, [key]) == 1 for key in keys]
+            last = max(1, len(transfer.keys or ()))
+            ends = range(1, len(keys) + 1)
+            return frozenset(e for e in ends if all(there[max(0, e - last) : e]))
+        raise ValueError(f"Unsupported pool hit policy: {transfer.hit_policy}")
+
+    def batch_get_v2(
+        self,
+        transfers: list[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> dict[str, list[bool]]:
+        results: dict[str, list[bool]] = {}
+        for transfer in transfers:
+            pool, keys, places = self._transfer(transfer)
+            if len(places) != len(keys):
+                results[transfer.name] = [False] * len(keys)
+                continue
+            into = [pool.get_dummy_flat_data_page() for _ in keys]
+            found = self._get_flat(str(transfer.name), keys, into)
+            for place, data, is_there in zip(places, into, found, strict=True):
+                if is_there:
+                    pool.set_from_flat_data_page(place, data)
+            results[transfer.name] = found
+        return results
+
+    def batch_set_v2(
+        self,
+        transfers: list[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> dict[str, list[bool]]:
+        results: dict[str, list[bool]] = {}
+        for transfer in transfers:
+            pool, keys, places = self._transfer(transfer)
+            if len(places) != len(keys):
+                results[transfer.name] = [False] * len(keys)
+                continue
+            values = [pool.get_data_page(place, flat=True) for place in places]
+            results[transfer.name] = self._put_flat(str(transfer.name), keys, values)
+        return results
+
+    def _transfer(self, transfer: PoolTransfer) -> tuple[Any, list[str], list[int]]:
+        """The host pool of a transfer, its keys, and the first index of each page."""
+        pool = self.registered_pools[transfer.name]
+        keys = list(transfer.keys or ())
+        size = getattr(pool, "page_size", 1) or 1
+        indices = transfer.host_indices
+        fits = indices is not None and indices.numel() == len(keys) * size
+        return pool, keys, indices[::size].tolist() if fits else []
+
+    # -- the rest --------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        self._pages.clear()
+
+    def close(self) -> None:
+        self._pages.close()
+
+    def _get_flat(self, pool: str, keys: Sequence[str], into: Sequence[torch.Tensor]) -> list[bool]:
+        if not keys:
+            return []
+        whole = [target.contiguous() for target in into]
+        namespace = self._namespace(pool, _nbytes(whole[0]), _FLAT)
+        found = self._pages.get(
+            [Page(key_of(namespace, k), (_bytes(t),)) for k, t in zip(keys, whole, strict=True)]
+        )
+        for target, filled, is_there in zip(into, whole, found, strict=True):
+            if is_there and filled is not target:
+                target.copy_(filled)
+        return found
+
+    def _put_flat(
+        self, pool: str, keys: Sequence[str], values: Sequence[torch.Tensor]
+    ) -> list[bool]:
+        if not keys:
+            return []
+        whole = [value.contiguous() for value in values]
+        namespace = self._namespace(pool, _nbytes(whole[0]), _FLAT)
+        return self._pages.put(
+            [Page(key_of(namespace, k), (_bytes(v),)) for k, v in zip(keys, whole, strict=True)]
+        )
+
+    def _namespace(self, pool: str, nbytes: int, form: str) -> Namespace:
+        kind = pool, nbytes, form
+        if kind not in self._namespaces:
+            namespace = self._identity.namespace(*kind)
+            self._pages.register(namespace, nbytes)
+            self._namespaces[kind] = namespace
+        return self._namespaces[kind]
+
+
+def _parent(namespace: Namespace, extra_info: HiCacheStorageExtraInfo | None) -> BlockKey | None:
+    prefix = extra_info.prefix_keys if extra_info is not None else None
+    return key_of(namespace, prefix[-1]) if prefix else None
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor in host memory."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _memory(address: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")

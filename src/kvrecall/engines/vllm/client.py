@@ -1,0 +1,127 @@
+"""vLLM's async engine as a server uses it: with limits of time, a way to refuse what is new, and
+``best_of``, which vLLM no longer has."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from http import HTTPStatus
+from typing import Any
+
+from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from kvrecall.engines.base import Limits
+from kvrecall.engines.vllm import ranking
+from kvrecall.engines.vllm.journal import Journal
+
+_TIMEOUT = "kvrecall_timeout"
+
+
+class RequestTimeoutError(GenerationError):
+    """A request ran past the token or the end-to-end timeout and was aborted."""
+
+
+def with_timeout(seconds: float) -> dict[str, float]:
+    """``extra_args`` of sampling parameters that shorten the limit for the whole request."""
+    return {_TIMEOUT: seconds} if seconds else {}
+
+
+def _not_the_last_output(record: logging.LogRecord) -> bool:
+    """Drops a traceback vLLM may log when it is shut down as asked: its output loop finds the
+    engine gone before it is told to end."""
+    return record.msg != "AsyncLLM output_handler failed."
+
+
+class ServedLLM(AsyncLLM):
+    """The engine, with the server's limits on every request of every route."""
+
+    limits: Limits = Limits()
+    died: bool = False
+    """Whether the engine had failed when it was first shut down."""
+    draining: bool = False
+    """Whether new requests are refused; set once, never taken back."""
+    _closed: bool = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.journal = Journal()
+        super().__init__(*args, **kwargs)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.draining = True
+        if not self._closed and "engine_core" in vars(self):  # not so if its start failed
+            self._closed, self.died = True, bool(self.errored)
+            if not self.died:
+                logging.getLogger("vllm.v1.engine.async_llm").addFilter(_not_the_last_output)
+        super().shutdown(timeout=timeout)
+
+    def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        """As AsyncLLM's, for every request before anything of it is answered; refuses all when
+        the server is about to end, and a request for too many sequences."""
+        if self.draining:
+            raise GracefulHTTPError(
+                "the server is stopping and takes no new requests", HTTPStatus.SERVICE_UNAVAILABLE
+            )
+        self._check_count("n", n, self.limits.max_n)
+        super().check_admission(n, request_id)
+
+    def _check_count(self, name: str, count: int, most: int) -> None:
+        if most and count > most:
+            raise VLLMValidationError(f"{name} is {count}; maxN allows {most}", parameter=name)
+
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As AsyncLLM.generate; raises RequestTimeoutError when a step or the whole takes too
+        long. The request is then aborted in the engine."""
+        wanted = sampling_params
+        best_of = ranking.asked(wanted)
+        if best_of is not None:
+            self._check_count("best_of", best_of, self.limits.max_n or ranking.MOST)
+            sampling_params = ranking.widened(wanted, best_of)
+        outputs = super().generate(prompt, sampling_params, request_id, **kwargs)
+        timed = self.timed(outputs, _own_timeout(wanted.extra_args))
+        watched = self.journal.watch(request_id, timed)
+        try:
+            async for output in watched:
+                yield output if best_of is None else ranking.ranked(output, wanted)
+        finally:
+            await watched.aclose()
+
+    async def timed(
+        self, outputs: AsyncGenerator[RequestOutput, None], own: float, stepwise: bool = True
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """``outputs`` within the limits, of which ``own`` (0: none) is the request's. Without
+        ``stepwise`` an output need not come at each step."""
+        clock = asyncio.get_running_loop().time
+        limit = self.limits.total_timeout_s
+        step = self.limits.token_timeout_s if stepwise else 0.0
+        total = min(filter(None, (limit, own)), default=0.0)
+        end = clock() + total if total else None
+        try:
+            while True:
+                deadlines = [t for t in (end, clock() + step if step else None) if t is not None]
+                try:
+                    async with asyncio.timeout_at(min(deadlines, default=None)):
+                        output = await anext(outputs)
+                except StopAsyncIteration:
+                    return
+                except TimeoutError:
+                    if end is not None and clock() >= end:
+                        name = "e2eTimeout" if total == limit else "the request's timeout"
+                        said = f"request took longer than {total:g} s ({name})"
+                    else:
+                        said = f"no token for {step:g} s (tokenTimeout)"
+                    raise RequestTimeoutError(said) from None
+                yield output
+        finally:
+            await outputs.aclose()
+
+
+def _own_timeout(extra: Mapping[str, Any] | None) -> float:
+    """The request's own limit in seconds; 0 if it has none."""
+    value = (extra or {}).get(_TIMEOUT, 0)
+    return float(value) if isinstance(value, int | float) and value > 0 else 0.0

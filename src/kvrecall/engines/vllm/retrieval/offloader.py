@@ -1,0 +1,171 @@
+"""Decides, in the scheduler, which blocks of long sequences leave the device.
+
+A block leaves when the pool holds it in the arena and a lease keeps it there. The lease ends with
+the sequence's stay in the batch: a preempted sequence comes back as any other, from the device's
+prefix cache and the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvrecall.engines.vllm.ledger import RequestState
+from kvrecall.engines.vllm.retrieval.spec import Leave
+from kvrecall.engines.vllm.wire import Departure, OffloadOrders
+from kvrecall.pool.base import PoolClient, RecallState
+from kvrecall.retrieval.gate import Gate
+from kvrecall.retrieval.settings import Regime, RetrievalSettings
+from kvrecall.retrieval.split import Split, slots_of, split_of
+
+PATIENCE = 64
+"""Decoded tokens between two attempts to lease what the pool did not have."""
+
+
+@dataclass(slots=True)
+class _Stay:
+    """A sequence past the offload boundary. Its middle blocks are counted from ``init``.
+
+    ``offsets``: arena offsets of the leading middle blocks that are leased; ``gone``: how many of
+    them have left the device. ``seen``: blocks there were at the last attempt to lease more.
+    """
+
+    init: int
+    tickets: list[int] = field(default_factory=list)
+    pending: int | None = None
+    offsets: list[int] = field(default_factory=list)
+    gone: int = 0
+    retry_at: int = 0
+    left: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+
+    @property
+    def news(self) -> bool:
+        return bool(self.left or self.slots)
+
+
+class Offloader:
+    """The keeper of one engine's long sequences. Called from the engine's thread only."""
+
+    def __init__(
+        self,
+        pool: PoolClient,
+        settings: RetrievalSettings,
+        block_size: int,
+        gate: Gate,
+        deadline_s: float,
+        state_of: Callable[[str], RequestState | None],
+    ) -> None:
+        """``gate``: that of the workers. ``state_of``: the scheduler side's of a request."""
+        self._pool = pool
+        self._settings = settings
+        self._block_size = block_size
+        self._gate = gate
+        self._deadline_s = deadline_s
+        self._state_of = state_of
+        self._stays: dict[str, _Stay] = {}
+        self._ended: list[str] = []
+
+    # ---- as vLLM's block manager asks ----------------------------------------------------
+
+    def review(self, request_id: str, tokens: int) -> Leave | None:
+        split = self._split(tokens)
+        state = self._state_of(request_id)
+        if split is None or state is None or not _decodes(state, tokens):
+            return None
+        stay = self._stays.get(request_id)
+        if stay is None:
+            stay = self._stays[request_id] = _Stay(split.init)
+        if stay.gone < split.middle:
+            self._lease(stay, state, split, tokens)
+        safe = min(len(stay.offsets), split.middle)
+        least, slots = slots_of(split, safe, self._settings)
+        if safe <= stay.gone or not (safe == split.middle or safe > 2 * slots):
+            return None
+        return Leave(split.init + stay.gone, split.init + safe, least, slots)
+
+    def left(self, request_id: str, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+        stay = self._stays[request_id]
+        stay.left.extend(block_ids)
+        stay.slots.extend(slots)
+        stay.gone += len(block_ids)
+
+    def least_slots(self, request_id: str, tokens: int) -> int:
+        stay = self._stays.get(request_id)
+        if stay is None or not stay.gone:
+            return 0
+        split = split_of(tokens, self._block_size, self._settings)
+        return slots_of(split, stay.gone, self._settings)[0]
+
+    def ended(self, request_id: str) -> None:
+        stay = self._stays.pop(request_id, None)
+        if stay is None:
+            return
+        for ticket in [*stay.tickets, *([] if stay.pending is None else [stay.pending])]:
+            self._pool.release(ticket)
+        if stay.gone:
+            self._ended.append(request_id)
+
+    # ---- as the connector asks -----------------------------------------------------------
+
+    def orders(
+        self, scheduled: Mapping[str, int], block_ids: Callable[[str], Sequence[int]]
+    ) -> OffloadOrders | None:
+        """What the workers must know before the step, whose requests are ``scheduled``."""
+        rows: dict[int, str] = {}
+        departures: list[Departure] = []
+        for request_id, stay in self._stays.items():
+            if stay.news:
+                departures.append(self._departure(request_id, stay))
+            state = self._state_of(request_id)
+            if stay.gone and state is not None and request_id in scheduled:
+                last = state.request.num_computed_tokens // self._block_size
+                rows[block_ids(request_id)[last]] = request_id
+        ended, self._ended = self._ended, []
+        return OffloadOrders(departures, rows, ended) if departures or rows or ended else None
+
+    def _departure(self, request_id: str, stay: _Stay) -> Departure:
+        offsets = stay.offsets[stay.gone - len(stay.left) : stay.gone]
+        departure = Departure(
+            request_id, stay.init, tuple(stay.left), tuple(offsets), tuple(stay.slots)
+        )
+        stay.left, stay.slots = [], []
+        return departure
+
+    # ---- leases --------------------------------------------------------------------------
+
+    def _split(self, tokens: int) -> Split | None:
+        """None unless sequences of that length leave the device."""
+        if self._settings.regime(tokens) is not Regime.OFFLOAD:
+            return None
+        split = split_of(tokens, self._block_size, self._settings)
+        return split if self._gate.passes(tokens, split) else None
+
+    def _lease(self, stay: _Stay, state: RequestState, split: Split, tokens: int) -> None:
+        """Leases middle blocks beyond those leased already, as far as the pool has them."""
+        if stay.pending is None:
+            first = split.init + len(stay.offsets)
+            if first >= split.local or tokens < stay.retry_at:
+                return
+            chain = state.keys(split.local)
+            parent = chain[first - 1] if 0 < first <= len(chain) else None
+            keys, deadline = chain[first:], self._deadline_s
+            stay.pending = self._pool.acquire(keys, deadline, parent, state.tenant)
+        recall = self._pool.poll(stay.pending)
+        if recall.state is RecallState.PENDING:
+            return
+        stay.tickets.append(stay.pending)
+        stay.pending = None
+        stay.offsets.extend(recall.offsets)
+        if split.init + len(stay.offsets) < split.local:
+            stay.retry_at = tokens + PATIENCE
+
+
+def _decodes(state: RequestState, tokens: int) -> bool:
+    """Whether the request's next step is to compute one token that it has sampled."""
+    request = state.request
+    return (
+        request.status.name == "RUNNING"
+        and tokens == request.num_tokens > request.num_prompt_tokens
+        and not getattr(request, "resumable", False)
+    )

@@ -1,0 +1,122 @@
+"""An offloaded sequence in one sparse layer: its digests, and the device slots it recalls into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvrecall.engines.vllm.retrieval.activity import Activity
+from kvrecall.retrieval.residency import Admission, Flags, Ints, Residency
+
+Bytes = npt.NDArray[np.uint8]
+
+_AHEAD = ThreadPoolExecutor(1, "kvrecall-prefetch")
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """The arena as a worker reads it: uint8 ``memory``, and where in a block's record each layer's
+    page starts (bytes)."""
+
+    memory: Bytes
+    layers: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class OffloadedSequence:
+    """A sequence whose middle blocks ``[0, count)``, counted from block ``init``, lie in the arena
+    at ``offsets``. ``slots``: int32 device blocks that it recalls into; every layer and KV head
+    has its own blocks there."""
+
+    key: str
+    init: int
+    offsets: Ints
+    slots: torch.Tensor
+
+    @property
+    def count(self) -> int:
+        return len(self.offsets)
+
+
+class RecalledBlocks:
+    """Owned by the worker's thread, but for the copies made ahead."""
+
+    def __init__(
+        self,
+        sequence: OffloadedSequence,
+        kv_cache: torch.Tensor,
+        records: Records,
+        layer: str,
+        activity: Activity,
+    ) -> None:
+        """``kv_cache``: contiguous ``[blocks, kv_heads, tokens, 2 * dim]`` of this layer."""
+        blocks, self._heads = kv_cache.shape[:2]
+        self._sequence = sequence
+        self._device: Bytes = kv_cache.view(blocks * self._heads, -1).view(torch.uint8).numpy()
+        self._memory = records.memory
+        self._at = records.layers[layer]
+        self._activity = activity
+        self._residency = Residency(self._heads)
+        self._digests = torch.empty(0)
+        self._count = 0
+        self._copying: Future[None] | None = None
+
+    @property
+    def digests(self) -> torch.Tensor:
+        """``[kv_heads, blocks, digests a block, width]`` of the blocks that left."""
+        return self._digests[:, : self._count]
+
+    def depart(self, digests: torch.Tensor) -> None:
+        """Takes the digests of the next blocks that leave; the sequence names them by now."""
+        first, self._count = self._count, self._count + digests.shape[1]
+        if self._count > (self._digests.shape[1] if self._digests.dim() > 1 else 0):
+            heads, _, per_block, width = digests.shape
+            room = torch.empty(heads, self._count + 64, per_block, width, dtype=digests.dtype)
+            if first:
+                room[:, :first] = self._digests[:, :first]
+            self._digests = room
+        self._digests[:, first : self._count] = digests
+        self._residency.grow(len(self._sequence.slots), self._count)
+
+    def fetch(self, blocks: Ints, wanted: Flags) -> Ints:
+        """Brings blocks to the device: places in the sequence's slots, valid until the next call.
+
+        ``blocks``: ``[kv_heads, count]``, those of a head distinct; only where ``wanted``.
+        """
+        self.settle()
+        admission = self._residency.admit(blocks, wanted)
+        self._activity.blocks_hit += admission.hits
+        self._activity.blocks_loaded += len(admission.heads)
+        self._activity.blocks_vain += admission.vain
+        self._copy(admission)
+        return admission.slots
+
+    def fetch_ahead(self, blocks: Ints, wanted: Flags) -> None:
+        """Starts to bring blocks, best first, that the next step may want, where there is room.
+        Never touches what ``fetch`` last returned."""
+        admission = self._residency.admit_ahead(blocks, wanted)
+        self._activity.blocks_prefetched += len(admission.heads)
+        self._activity.blocks_vain += admission.vain
+        if len(admission.heads):
+            self._copying = _AHEAD.submit(self._copy, admission)
+
+    def settle(self) -> None:
+        """Waits for copies made ahead: the sequence's slots may be taken away now."""
+        if self._copying is not None:
+            self._copying.result()
+            self._copying = None
+
+    def _copy(self, admission: Admission) -> None:
+        device, memory = self._device, self._memory
+        nbytes = device.shape[1]
+        begins = self._sequence.offsets[admission.blocks] + self._at + admission.heads * nbytes
+        slots = self._sequence.slots.numpy()[admission.into].astype(np.int64)
+        rows = slots * self._heads + admission.heads
+        for row, begin in zip(rows.tolist(), begins.tolist(), strict=True):
+            device[row] = memory[begin : begin + nbytes]
+        self._activity.bytes_loaded += nbytes * len(rows)

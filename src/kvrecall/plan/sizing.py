@@ -1,0 +1,144 @@
+"""The plan: blocks by tier, what the sessions need, what a tier must deliver, and the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvrecall.errors import ConfigError
+from kvrecall.plan.links import Links
+from kvrecall.plan.model import ModelShape
+from kvrecall.pool.disk.index import ROW_BYTES
+from kvrecall.pool.slots import slot_bytes_of
+from kvrecall.simulate.replay import TierSpec, replay
+from kvrecall.simulate.trace import Trace
+
+TRACE_BLOCK_TOKENS = 512
+_DISK_SHARE = 0.95  # of the disk tier before it evicts
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """The machines. Sizes in bytes, of one device and of one host."""
+
+    hosts: int = 1
+    devices: int = 1  # a host
+    tensor_parallel: int = 1
+    device_bytes: int = 0
+    memory_factor: float = 0.9
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    remote_bytes: int = 0  # in all
+
+    @property
+    def instances(self) -> int:
+        """Engines on all hosts."""
+        return max(1, self.hosts * self.devices // self.tensor_parallel)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What people do: ``sessions`` that shall find their ``context`` tokens again."""
+
+    context: int
+    sessions: int
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierPlan:
+    """A tier of all hosts together. ``holds``: sessions whose whole context fits in it.
+    ``hit_rate``: on the trace, of it and the tiers above it; None without a trace."""
+
+    name: str
+    nbytes: int
+    blocks: int
+    tokens: int
+    holds: int
+    hit_rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BreakEven:
+    """Bytes per second above which loading beats computing, at the prefill rate given (tokens
+    per second of one engine): for the first tokens, and for those at the end of the context."""
+
+    prefill_rate: float
+    at_start: float
+    at_end: float
+
+    def wins(self, bandwidth: float) -> bool:
+        """Whether a tier of that bandwidth to one engine is always faster than computing."""
+        return bandwidth > self.at_start
+
+
+def device_tier_bytes(shape: ModelShape, site: Site, links: Links) -> int:
+    """Device memory left for KV on all hosts. ConfigError if the weights do not fit."""
+    if site.device_bytes == 0:
+        return 0
+    factor = site.memory_factor - links.lower_by
+    devices = site.hosts * site.devices
+    left = int(devices * site.device_bytes * factor) - site.instances * shape.weight_bytes
+    if left <= 0:
+        raise ConfigError(
+            f"the weights of {shape.weight_bytes / 1e9:.1f} GB do not fit {site.tensor_parallel} "
+            f"devices of {site.device_bytes / 1e9:.1f} GB at a memory factor of {factor:.2f}; "
+            "give more devices an engine with --tensor-parallel"
+        )
+    return left
+
+
+def tiers_of(shape: ModelShape, site: Site, use: Use, links: Links) -> list[TierPlan]:
+    """The tiers that have room, nearest first."""
+    slot = slot_bytes_of(shape.block_bytes(use.block_tokens))
+    on_device = shape.device_bytes_per_token(site.tensor_parallel) * use.block_tokens
+    device = device_tier_bytes(shape, site, links)
+    disk = int(site.hosts * site.disk_bytes * _DISK_SHARE)
+    rooms = (
+        ("device", device, int(device // on_device)),
+        ("host", site.hosts * site.host_bytes, site.hosts * (site.host_bytes // slot)),
+        ("disk", site.hosts * site.disk_bytes, disk // (slot + ROW_BYTES)),
+        ("remote", site.remote_bytes, site.remote_bytes // slot),
+    )
+    each = -(-use.context // use.block_tokens)
+    return [
+        TierPlan(name, nbytes, blocks, blocks * use.block_tokens, blocks // each)
+        for name, nbytes, blocks in rooms
+        if nbytes > 0
+    ]
+
+
+def with_trace(
+    tiers: list[TierPlan], trace: Trace, policy: str, advance: Callable[[], None]
+) -> list[TierPlan]:
+    """The tiers with what they would have hit on a trace, as one pool for all its requests."""
+    specs = [TierSpec(t.name, t.tokens // TRACE_BLOCK_TOKENS) for t in tiers]
+    small = next((spec.name for spec in specs if spec.capacity < 1), None)
+    if small is not None:
+        raise ConfigError(f"the {small} tier holds less than a block of the trace (512 tokens)")
+    outcome = replay(trace, specs, policy, advance)
+    hits = 0
+    found = []
+    for tier, count in zip(tiers, outcome.tiers, strict=True):
+        hits += count.hits
+        rate = hits / outcome.accesses if outcome.accesses else 0.0
+        found.append(TierPlan(tier.name, tier.nbytes, tier.blocks, tier.tokens, tier.holds, rate))
+    return found
+
+
+def break_even(shape: ModelShape, use: Use, prefill_rate: float) -> BreakEven:
+    """``prefill_rate``: measured on short prompts. Deeper tokens cost more, so less bandwidth
+    will do for them."""
+    slower = shape.flops_per_token(0) / shape.flops_per_token(use.context)
+    at_start = shape.kv_bytes_per_token * prefill_rate
+    return BreakEven(prefill_rate, at_start, at_start * slower)
+
+
+def settings_of(site: Site, use: Use, several_engines: bool) -> dict[str, object]:
+    """A pool.json for each host."""
+    settings: dict[str, object] = {"host_size": site.host_bytes or (4 << 30)}
+    if site.disk_bytes:
+        settings |= {"disk_path": "/var/lib/kvrecall", "disk_size": site.disk_bytes}
+    if several_engines:
+        settings["socket"] = "/run/kvrecall/pool.sock"
+    return settings

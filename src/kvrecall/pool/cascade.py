@@ -1,0 +1,144 @@
+"""Two tiers below the host as one: a near one on this host, a far one beyond it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrecall.block import BlockKey, Namespace, TierName
+from kvrecall.pool.base import TierStats
+from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier
+
+_SLICE_S = 0.01  # how long one of the tiers is waited for while both work
+
+
+@dataclass(slots=True)
+class _Storing:
+    """A put that some tier still works on. ``outcome`` is the near tier's."""
+
+    outcome: Outcome
+    near: bool
+    far: bool
+
+
+class Cascade(Tier):
+    """Stores each block in both tiers, fetches it from the nearest that has it.
+
+    The near tier decides: a put counts as it ended there, and ``name`` is its name. The far one is
+    a bonus: what it sheds or loses harms nobody. A put is done when both are done with its memory.
+    ``tier_of`` tells where a block is; one that is only in the far tier may be put again.
+    """
+
+    def __init__(self, near: Tier, far: Tier) -> None:
+        """Takes over both."""
+        self.near = near
+        self.far = far
+        self.name = near.name
+        self._lock = threading.Lock()  # over submit and poll: no end before its beginning
+        self._storing: dict[BlockKey, _Storing] = {}
+
+    def register(self, namespace: Namespace, block_bytes: int) -> None:
+        self.near.register(namespace, block_bytes)
+        self.far.register(namespace, block_bytes)
+
+    def contains(self, key: BlockKey) -> bool:
+        return self.near.contains(key) or self.far.contains(key)
+
+    def tier_of(self, key: BlockKey) -> TierName:
+        tier = self.near if self.near.contains(key) else self.far
+        return tier.tier_of(key)
+
+    def ask(self, keys: Sequence[BlockKey]) -> bool:
+        return self.far.ask([key for key in keys if not self.near.contains(key)])
+
+    def depth_of(self, key: BlockKey) -> int | None:
+        depth = self.near.depth_of(key)
+        return self.far.depth_of(key) if depth is None else depth
+
+    def submit_put(self, puts: Sequence[Put]) -> list[PutVerdict]:
+        with self._lock:
+            new = [put for put in puts if put.key not in self._storing]
+            near = self.near.submit_put(new)
+            far = self.far.submit_put(new)
+            verdicts = {
+                put.key: self._begin(put.key, *both)
+                for put, *both in zip(new, near, far, strict=True)
+            }
+            return [verdicts.get(put.key, PutVerdict.PRESENT) for put in puts]
+
+    def _begin(self, key: BlockKey, near: PutVerdict, far: PutVerdict) -> PutVerdict:
+        queued = PutVerdict.QUEUED
+        if queued not in (near, far):
+            return near
+        outcome = Outcome.STORED if near is PutVerdict.PRESENT else Outcome.SHED
+        self._storing[key] = _Storing(outcome, near is queued, far is queued)
+        return queued
+
+    def submit_get(self, gets: Sequence[Get]) -> None:
+        here = [get for get in gets if self.near.contains(get.key)]
+        near = {get.key for get in here}
+        self.near.submit_get(here)
+        self.far.submit_get([get for get in gets if get.key not in near])
+
+    def poll(self, timeout_s: float = 0.0) -> list[Done]:
+        until = time.monotonic() + timeout_s
+        wait_s = 0.0
+        while True:
+            first = self.near if self.far.queued() == (0, 0) else self.far
+            done = self._take(first, wait_s)
+            done += self._take(self.far if first is self.near else self.near, 0.0)
+            left = until - time.monotonic()
+            if done or left <= 0:
+                return done
+            idle = self.queued() == (0, 0)
+            wait_s = left if idle else min(left, _SLICE_S)
+
+    def _take(self, tier: Tier, timeout_s: float) -> list[Done]:
+        """What ``tier`` has done, as far as it ends something here."""
+        ended = tier.poll(timeout_s)
+        with self._lock:
+            return [done for item in ended if (done := self._end(tier, item)) is not None]
+
+    def _end(self, tier: Tier, done: Done) -> Done | None:
+        storing = self._storing.get(done.key)
+        if storing is None or done.outcome not in (Outcome.STORED, Outcome.SHED):
+            return done
+        if tier is self.near:
+            storing.near, storing.outcome = False, done.outcome
+        else:
+            storing.far = False
+        if storing.near or storing.far:
+            return None
+        del self._storing[done.key]
+        return Done(done.key, storing.outcome)
+
+    def touch(self, chain: Sequence[BlockKey]) -> None:
+        self.near.touch(chain)
+        self.far.touch(chain)
+
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        self.near.drop(keys)
+        self.far.drop(keys)
+
+    def clear(self) -> None:
+        self.near.clear()
+        self.far.clear()
+
+    def stats(self) -> TierStats:
+        return self.near.stats()
+
+    def stats_of_each(self) -> tuple[TierStats, ...]:
+        return (*self.near.stats_of_each(), *self.far.stats_of_each())
+
+    def histograms(self) -> dict[str, Buckets]:
+        return {**self.near.histograms(), **self.far.histograms()}
+
+    def queued(self) -> tuple[int, int]:
+        return len(self._storing), self.near.queued()[1] + self.far.queued()[1]
+
+    def close(self, deadline_s: float = 10.0) -> None:
+        until = time.monotonic() + deadline_s
+        self.near.close(deadline_s)
+        self.far.close(max(0.0, until - time.monotonic()))

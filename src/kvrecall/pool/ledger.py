@@ -1,0 +1,110 @@
+"""The book-keeping that tiers below the host have in common: counters, latencies, complaints."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from kvrecall.pool.base import TierStats
+from kvrecall.pool.histogram import Histogram
+from kvrecall.pool.tier import Buckets, Outcome
+
+_LOG = logging.getLogger(__name__)
+_SILENCE_S = 10.0  # between two complaints
+
+
+class TierLedger:
+    """Counters of the tier called ``name``. Thread-safe."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = threading.Condition()  # its lock guards everything below
+        self._reads = 0
+        self._read_bytes = 0
+        self._read_seconds = 0.0
+        self._hits = 0
+        self._writes = 0
+        self._write_bytes = 0
+        self._write_seconds = 0.0
+        self._shed = 0
+        self._errors = 0
+        self._corrupt = 0
+        self._silent_until = 0.0
+        self._read_latency = Histogram()
+        self._write_latency = Histogram()
+
+    def read(self, nbytes: int, seconds: float) -> None:
+        """One call of the medium for blocks ended."""
+        with self._changed:
+            self._read_bytes += nbytes
+            self._read_seconds += seconds
+
+    def read_done(self, outcome: Outcome, seconds: float) -> None:
+        """One get ended, ``seconds`` after it was queued."""
+        with self._changed:
+            self._reads += 1
+            self._hits += outcome is Outcome.LOADED
+            self._corrupt += outcome is Outcome.CORRUPT
+            self._errors += outcome is Outcome.ERROR
+            self._read_latency.observe(seconds)
+
+    def wrote(self, nbytes: int, seconds: float) -> None:
+        """A batch was stored."""
+        with self._changed:
+            self._write_bytes += nbytes
+            self._write_seconds += seconds
+
+    def write_done(self, outcome: Outcome, seconds: float) -> None:
+        """One put ended, ``seconds`` after it was queued."""
+        with self._changed:
+            if outcome is Outcome.STORED:
+                self._writes += 1
+                self._write_latency.observe(seconds)
+            else:
+                self._shed += 1
+
+    def shed_some(self, count: int) -> None:
+        with self._changed:
+            self._shed += count
+
+    def failed(self) -> None:
+        """An operation of the medium failed."""
+        with self._changed:
+            self._errors += 1
+
+    def complain(self, what: str) -> None:
+        """Tells the log what went wrong, unless it was told something just now."""
+        now = time.monotonic()
+        with self._changed:
+            if now < self._silent_until:
+                return
+            self._silent_until = now + _SILENCE_S
+        _LOG.warning("%s tier: %s", self._name, what)
+
+    def histograms(self) -> dict[str, Buckets]:
+        with self._changed:
+            return {
+                f"{self._name}_read_seconds": self._read_latency.buckets(),
+                f"{self._name}_write_seconds": self._write_latency.buckets(),
+            }
+
+    def stats(self, capacity_bytes: int, used_bytes: int, blocks: int) -> TierStats:
+        """The counters, beside the gauges that the tier knows."""
+        with self._changed:
+            return TierStats(
+                name=self._name,
+                capacity_bytes=capacity_bytes,
+                used_bytes=used_bytes,
+                blocks=blocks,
+                hits=self._hits,
+                reads=self._reads,
+                read_bytes=self._read_bytes,
+                read_seconds=self._read_seconds,
+                writes=self._writes,
+                write_bytes=self._write_bytes,
+                write_seconds=self._write_seconds,
+                dropped=self._shed,
+                errors=self._errors,
+                corrupt=self._corrupt,
+            )

@@ -1,0 +1,103 @@
+"""Mooncake's master: started with the flags of the guide, or looked at where one runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrecall.errors import ConfigError, TierError
+from kvrecall.pool.arena import Arena
+from kvrecall.pool.remote.mooncake.settings import MooncakeSettings, is_loopback
+from kvrecall.pool.remote.mooncake.store import MooncakeStore
+
+_STOP_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class MasterFlags:
+    """How a master is run. Where it is not loopback, ``allow_plaintext`` is needed."""
+
+    host: str = "127.0.0.1"
+    port: int = 50051
+    metrics_port: int = 9003
+    eviction_high_watermark_ratio: float = 0.8
+    eviction_ratio: float = 0.05
+    rpc_thread_num: int = 128
+    allow_plaintext: bool = False
+
+    def command(self) -> list[str]:
+        """The command line. Raises ConfigError, TierError."""
+        if not (self.allow_plaintext or is_loopback(self.host)):
+            raise ConfigError(
+                f"--host: {self.host} is not this machine's loopback, and Mooncake's traffic is in "
+                "the clear and without authentication; fence the port, then give --allow-plaintext"
+            )
+        return [
+            str(master_binary()),
+            f"--rpc_port={self.port}",
+            f"--rpc_address={self.host}",
+            f"--metrics_host={self.host}",
+            f"--metrics_port={self.metrics_port}",
+            f"--eviction_high_watermark_ratio={self.eviction_high_watermark_ratio}",
+            f"--eviction_ratio={self.eviction_ratio}",
+            f"--rpc_thread_num={self.rpc_thread_num}",
+        ]
+
+
+def master_binary() -> Path:
+    """The master that comes with Mooncake's package. Raises TierError if it is not installed."""
+    spec = importlib.util.find_spec("mooncake")
+    if spec is None or not spec.submodule_search_locations:
+        raise TierError("Mooncake is not installed; pip install 'kvrecall[mooncake]'")
+    return Path(spec.submodule_search_locations[0]) / "mooncake_master"
+
+
+def run_master(flags: MasterFlags, quiet: bool = True) -> int:
+    """Runs a master in the foreground until it ends or SIGTERM or SIGINT comes; its status."""
+    command = flags.command()
+    environment = {"GLOG_minloglevel": "1", **os.environ} if quiet else dict(os.environ)
+    process = subprocess.Popen(command, env=environment, process_group=0)
+    stopping = False
+
+    def stop(number: int, _: object) -> None:
+        nonlocal stopping
+        stopping = True
+        process.send_signal(signal.SIGTERM)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    while process.poll() is None and not stopping:
+        time.sleep(0.1)
+    try:
+        status = process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        status = process.wait()
+    return 0 if stopping else status
+
+
+def check_master(host: str, port: int) -> float:
+    """Seconds a real client takes to join the master and ask it something. Raises TierError."""
+    began = time.monotonic()
+    setup = {
+        "local_hostname": "localhost" if is_loopback(host) else host,
+        "metadata_server": "P2PHANDSHAKE",
+        "global_segment_size": 0,
+        "local_buffer_size": 1 << 20,
+        "master_server_address": f"{host}:{port}",
+        "allow_plaintext": True,
+    }
+    arena = Arena.create(1 << 20)
+    store = MooncakeStore(MooncakeSettings.of(setup))
+    try:
+        store.attach(arena.memory)
+        store.exists(["kvrecall-check"])
+    finally:
+        store.close()
+        arena.close()
+    return time.monotonic() - began

@@ -1,0 +1,141 @@
+"""Mooncake's own configuration (mooncake.json), checked."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrecall.errors import ConfigError
+from kvrecall.jsonfile import read_json
+
+_REQUIRED = ("local_hostname", "metadata_server", "master_server_address")
+_SIZES = {"global_segment_size": 3355443200, "local_buffer_size": 64 << 20}
+_TEXTS = ("protocol", "device_name")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.IGNORECASE)
+_SET_UP_AS = {"device_name": "rdma_devices", "master_server_address": "master_server_addr"}
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeSettings:
+    """What Mooncake's client is set up with.
+
+    ``setup``: keys and values as ``MooncakeDistributedStore.setup`` takes them; what kvrecall does
+    not know passes through untouched. ``master``: host and port of the master.
+    """
+
+    setup: Mapping[str, str]
+    master: tuple[str, int]
+
+    @classmethod
+    def of(cls, options: Mapping[str, object]) -> MooncakeSettings:
+        """Reads ``options["config"]``, a mooncake.json, and the other options, which override it.
+
+        Raises ConfigError: also where a key is missing or of a wrong type, and where the traffic,
+        which is in the clear, would leave this host without ``allow_plaintext``.
+        """
+        values = dict(options)
+        allowed = values.pop("allow_plaintext", False)
+        if not isinstance(allowed, bool):
+            raise ConfigError(f"remote: allow_plaintext is {allowed!r}; allowed: true, false")
+        source, file = "remote", values.pop("config", None)
+        if file is not None:
+            if not isinstance(file, str):
+                raise ConfigError(f"remote: config is {file!r}; it must be the path of a file")
+            source, read = file, _read(Path(file))
+            values = {**read, **values}
+        _check(values, source)
+        if not allowed:
+            _refuse_plaintext(values, source)
+        return cls(_as_setup(values, source), _address(values, source))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host``, a name or an address, is this machine's loopback interface."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def split_address(text: str) -> tuple[str, int] | None:
+    """``host:port`` as a pair; None if it is none."""
+    host, colon, port = text.rpartition(":")
+    if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
+        return None
+    return host.strip("[]"), int(port)
+
+
+def _read(path: Path) -> dict[str, object]:
+    if not path.is_file():
+        raise ConfigError(f"remote: config: there is no file {path}")
+    document = read_json(path)
+    if not isinstance(document.value, dict):
+        raise ConfigError(f"{document.where(())}: must hold an object, Mooncake's mooncake.json")
+    return document.value
+
+
+def _check(values: Mapping[str, object], source: str) -> None:
+    for name in _REQUIRED:
+        value = values.get(name)
+        if not isinstance(value, str) or not value.strip():
+            raise ConfigError(f"{source}: {name} is {value!r}; it must be a text, as in Mooncake")
+    for name in _TEXTS:
+        if not isinstance(values.get(name, ""), str):
+            raise ConfigError(f"{source}: {name} is {values[name]!r}; it must be a text")
+    for name, value in values.items():
+        if not isinstance(value, str | int | float | bool):
+            raise ConfigError(f"{source}: {name} is {value!r}; it must be a text or a number")
+
+
+def _refuse_plaintext(values: Mapping[str, object], source: str) -> None:
+    master, _ = _address(values, source)
+    for name, host in (("master_server_address", master), ("local_hostname", _host(values))):
+        if not is_loopback(host):
+            raise ConfigError(
+                f"{source}: {name} is {values[name]!r}, which is not this machine's loopback: "
+                "Mooncake sends KV blocks in the clear and without authentication. Fence its "
+                "ports (docs/remote.md), then set allowPlaintext true beside kvPoolConfig.backend, "
+                "or allow_plaintext true in the pool's remote settings"
+            )
+
+
+def _host(values: Mapping[str, object]) -> str:
+    """The host of ``local_hostname``, which may carry a port."""
+    text = str(values["local_hostname"])
+    parts = split_address(text)
+    return parts[0] if parts is not None and text.count(":") == 1 else text
+
+
+def _address(values: Mapping[str, object], source: str) -> tuple[str, int]:
+    text = str(values["master_server_address"])
+    address = split_address(text)
+    if address is None:
+        raise ConfigError(
+            f"{source}: master_server_address is {text!r}; write host:port, e.g. 127.0.0.1:50051"
+        )
+    return address
+
+
+def _as_setup(values: Mapping[str, object], source: str) -> dict[str, str]:
+    setup = {"protocol": "tcp", "device_name": ""}
+    for name, value in values.items():
+        setup[name] = str(value).lower() if isinstance(value, bool) else str(value)
+    for name, default in _SIZES.items():
+        setup[name] = str(_bytes(values.get(name, default), f"{source}: {name}"))
+    return {_SET_UP_AS.get(name, name): value for name, value in setup.items()}
+
+
+def _bytes(value: object, name: str) -> int:
+    """As Mooncake reads sizes: a number of bytes, or a text whose units are powers of 1024."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        raise ConfigError(f"{name} is {value!r}; write bytes (268435456) or a size (4GB)")
+    number, unit = match.groups()
+    return int(float(number) * 1024 ** "_kmgt".index(unit.lower() or "_"))

@@ -1,0 +1,147 @@
+"""``MooncakeStore``: values in the memory of Mooncake's clients, found by its master."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+
+from kvrecall.errors import TierError
+from kvrecall.pool.remote.mooncake.process import Porter, PorterLost
+from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
+from kvrecall.pool.remote.mooncake.wire import HOT_BYTES, Piece, Reply, Request
+from kvrecall.pool.remote.store import Parcel
+
+_AT_ONCE = HOT_BYTES // 64  # parcels in one call, by the room for their small parts
+_SMALL_BYTES = 64
+_SETUP_S = 30.0
+_CALL_S = 40.0  # beyond all of Mooncake's own time limits
+_PROBE_S = 1.0
+_RPC_FAILED = range(-999, -899)  # the master does not answer
+_PATIENCE = 4  # failures with a master that is reachable, until the client is made anew
+
+
+class MooncakeStore:
+    """A ``Store`` on Mooncake. Nothing is connected before the first call; a client that is lost
+    is replaced by a new one at the next.
+
+    A call ends within ``_CALL_S`` seconds: if Mooncake hangs, the process of its client is ended.
+    The memory this host lends to the cluster (``global_segment_size``) lies in that process.
+    """
+
+    def __init__(self, settings: MooncakeSettings) -> None:
+        self._settings = settings
+        self._memory = memoryview(b"")
+        self._address = 0
+        self._lock = threading.Lock()  # over starting and ending the client
+        self._porter: Porter | None = None
+        self._failures = 0
+        self._closed = False
+
+    def attach(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        threading.Thread(target=self._begin, name="kvrecall-mooncake", daemon=True).start()
+
+    def _begin(self) -> None:
+        """Thread: has the client ready when it is needed, if the master is there."""
+        with contextlib.suppress(TierError):
+            self._client()
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        return [code == 1 for code in self._call(Request("exists", list(names))).codes]
+
+    def put(self, parcels: Sequence[Parcel]) -> list[bool]:
+        there: list[bool] = []
+        for some in _parts(parcels):
+            values = [[self._piece(part) for part in parcel.parts] for parcel in some]
+            reply = self._call(Request("put", [parcel.name for parcel in some], values))
+            there += [code == 0 for code in reply.codes]
+        return there
+
+    def get(self, parcels: Sequence[Parcel]) -> list[bool]:
+        there: list[bool] = []
+        for some in _parts(parcels):
+            values = [[_wanted(self._piece(part)) for part in parcel.parts] for parcel in some]
+            reply = self._call(Request("get", [parcel.name for parcel in some], values))
+            for parcel, code, smalls in zip(some, reply.codes, reply.smalls, strict=True):
+                there.append(code == parcel.nbytes)
+                _fill(parcel, smalls)
+        return there
+
+    def remove(self, names: Sequence[str]) -> None:
+        self._call(Request("remove", list(names)))
+
+    def close(self) -> None:
+        self._closed = True
+        with self._lock:
+            porter, self._porter = self._porter, None
+            self._memory = memoryview(b"")
+        if porter is not None:
+            porter.close()
+
+    def _call(self, request: Request) -> Reply:
+        """Mooncake's answer. Raises TierError if its master or its client does not answer."""
+        if not request.names:
+            return Reply([])
+        reply = self._client().call(request, _CALL_S)
+        if reply.codes and all(code in _RPC_FAILED for code in reply.codes):
+            self._failed()
+            raise TierError(f"Mooncake's master does not answer (code {reply.codes[0]})")
+        self._failures = 0
+        return reply
+
+    def _failed(self) -> None:
+        """After some failures although the master is there, the client has lost its session."""
+        with self._lock:
+            self._failures += 1
+            if self._failures >= _PATIENCE and self._is_master_there():
+                self._failures = 0
+                porter, self._porter = self._porter, None
+                if porter is not None:
+                    porter.close()
+
+    def _client(self) -> Porter:
+        with self._lock:
+            if self._closed:
+                raise PorterLost("closed")
+            if self._porter is not None and self._porter.is_alive:
+                return self._porter
+            host, port = self._settings.master
+            if not self._is_master_there():
+                raise TierError(f"there is no Mooncake master at {host}:{port}")
+            self._porter = Porter(self._settings.setup, self._memory, _SETUP_S)
+            return self._porter
+
+    def _is_master_there(self) -> bool:
+        try:
+            socket.create_connection(self._settings.master, _PROBE_S).close()
+        except OSError:
+            return False
+        return True
+
+    def _piece(self, part: memoryview) -> Piece:
+        if part.nbytes <= _SMALL_BYTES:
+            return bytes(part)
+        offset = ctypes.addressof(ctypes.c_char.from_buffer(part)) - self._address
+        if not 0 <= offset <= self._memory.nbytes - part.nbytes:
+            raise ValueError("a part lies outside the memory that was attached")
+        return offset, part.nbytes
+
+
+def _wanted(piece: Piece) -> Piece:
+    return len(piece) if isinstance(piece, bytes) else piece
+
+
+def _fill(parcel: Parcel, smalls: Sequence[bytes]) -> None:
+    rest = iter(smalls)
+    for part in parcel.parts:
+        if part.nbytes <= _SMALL_BYTES:
+            part[:] = next(rest)
+
+
+def _parts(parcels: Sequence[Parcel]) -> Iterator[Sequence[Parcel]]:
+    for start in range(0, len(parcels), _AT_ONCE):
+        yield parcels[start : start + _AT_ONCE]

@@ -1,0 +1,272 @@
+"""Blocks as objects: S3 and what speaks like it, Google, Azure, a directory, or memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import re
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from kvrecall.errors import ConfigError, TierError
+from kvrecall.pool.remote.options import Options
+from kvrecall.pool.remote.store import Parcel
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_SCHEMES = ("s3", "gs", "az", "file", "memory")
+_TIER_NAME = re.compile(r"([A-Za-z0-9-]+)\.([A-Za-z0-9-]+)\.([A-Za-z0-9]{2})([A-Za-z0-9-]+)")
+_PAGE = 1000  # objects a listing gives in one round trip
+_LARGE_FOR_S = 300.0  # how long a folder that was too large to list is taken for large
+
+
+def make_store(options: Mapping[str, object]) -> ObjectStore:
+    """The store of ``{"kind": "objects", "url": ...}``. ConfigError if an option is wrong.
+
+    url          s3://bucket/prefix, gs://bucket/prefix, az://container/prefix,
+                 file:///directory (made if need be, the owner's alone), memory:///
+    endpoint     of an S3-compatible server, https://host:port
+    region       of the bucket; stores that have none take any
+    concurrency  requests under way at once, default 64 (a directory: 8)
+    timeout      seconds for one request, default 4
+    retries      of a request that failed, default 2
+    allow_plaintext  true: also http:// to another machine
+    options      what else the service needs, by obstore's names (docs/object-store.md); keys and
+                 tokens are better left to the environment or the machine's role
+    """
+    taken = Options(options, "remote")
+    url = taken.text("url")
+    scheme = urlsplit(url).scheme
+    if scheme not in _SCHEMES:
+        forms = ", ".join(f"{name}://" for name in _SCHEMES)
+        raise ConfigError(f"remote: url is {url!r}; it must begin with one of {forms}")
+    concurrency = taken.whole("concurrency", 8 if scheme in ("file", "memory") else 64, 1, 512)
+    timeout = taken.number("timeout", 4.0, 0.05, 600.0)
+    retries = taken.whole("retries", 2, 0, 20)
+    plaintext = taken.flag("allow_plaintext", False)
+    config = taken.mapping("options")
+    for name in ("endpoint", "region"):
+        if taken.has(name):
+            config[name] = taken.text(name)
+    taken.end()
+    if scheme in ("file", "memory"):
+        if config:
+            raise ConfigError(f"remote: {', '.join(config)}: no effect with a {scheme} url")
+        backend = _local(url) if scheme == "file" else _obstore().store.MemoryStore()
+        return ObjectStore(backend, concurrency, lists=False)
+    plain = _speaks_plaintext(config, plaintext)
+    client = {"timeout": timedelta(seconds=timeout), "allow_http": plain}
+    client["connect_timeout"] = timedelta(seconds=min(2.0, timeout))
+    retry = {"max_retries": retries, "retry_timeout": timedelta(seconds=timeout)}
+    try:
+        backend = _obstore().store.from_url(
+            url, config=config, client_options=client, retry_config=retry
+        )
+    except Exception as error:  # noqa: BLE001 - the library's own, ValueError and others
+        raise ConfigError(f"remote: url {url}: {_first_line(error)}") from None
+    return ObjectStore(backend, concurrency, lists=True)
+
+
+class ObjectStore:
+    """A ``Store`` whose values are objects, one each. See ``Store`` for the contract.
+
+    The block ``v1.<namespace>.<hash>`` is the object ``v1/<namespace>/<2 digits>/<hash>``, so a
+    namespace is a prefix that can be deleted or given a lifetime.
+    """
+
+    def __init__(self, backend: Any, concurrency: int, lists: bool) -> None:
+        """``backend``: a store of obstore. ``lists``: whether a listing is one request for a
+        thousand objects there."""
+        self._backend = backend
+        self._concurrency = concurrency
+        self._lists = lists
+        self._api = _obstore()
+        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="kvrecall-objects")
+        self._lock = threading.Lock()
+        self._large: dict[str, float] = {}  # folder -> until when it is not listed
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self._backend!r})"
+
+    def attach(self, memory: memoryview) -> None:
+        pass  # the library copies
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        paths = [path_of(name) for name in names]
+        known: set[str] = set()
+        asked = set(paths)
+        by_folder: dict[str, list[str]] = defaultdict(list)
+        for path in asked:
+            by_folder[path[: path.rfind("/") - 3]].append(path)  # above the two digits
+        for folder, members in by_folder.items():
+            listed, complete = self._listed(folder, len(members))
+            known |= listed
+            if complete:
+                asked.difference_update(members)
+        asked -= known
+        known.update(self._where(self._is_there, list(asked)))
+        return [path in known for path in paths]
+
+    def put(self, parcels: Sequence[Parcel]) -> list[bool]:
+        self._each(self._put, parcels)
+        return [True] * len(parcels)
+
+    def get(self, parcels: Sequence[Parcel]) -> list[bool]:
+        return self._each(self._get, parcels)
+
+    def remove(self, names: Sequence[str]) -> None:
+        paths = [path_of(name) for name in names]
+        if self._lists:
+            batches = [paths[at : at + _PAGE] for at in range(0, len(paths), _PAGE)]
+            self._each(self._remove, batches)
+        else:
+            self._each(self._remove, [[path] for path in paths])
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # -- one object ------------------------------------------------------------------------
+
+    def _is_there(self, path: str) -> bool:
+        try:
+            self._api.head(self._backend, path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _put(self, parcel: Parcel) -> None:
+        parts = parcel.parts
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        # In one request: visible as a whole, and nothing half uploaded is ever left behind.
+        self._api.put(self._backend, path_of(parcel.name), data, use_multipart=False)
+
+    def _get(self, parcel: Parcel) -> bool:
+        try:
+            result = self._api.get(self._backend, path_of(parcel.name))
+            if result.meta["size"] != parcel.nbytes:
+                return False
+            data = memoryview(result.bytes())
+        except FileNotFoundError:
+            return False
+        if data.nbytes != parcel.nbytes:
+            return False
+        at = 0
+        for part in parcel.parts:
+            part[:] = data[at : at + part.nbytes]
+            at += part.nbytes
+        return True
+
+    def _remove(self, paths: Sequence[str]) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._api.delete(self._backend, list(paths))
+
+    # -- many ------------------------------------------------------------------------------
+
+    def _each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """Does it for all items at once, as far as ``concurrency`` allows. The first error is
+        raised, but not before nobody works on any item any more."""
+        if len(items) == 1:
+            return [_named(work, items[0])]
+        futures: list[Future[R]] = [self._threads.submit(_named, work, item) for item in items]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            wait(futures)
+            raise
+
+    def _where(self, true: Callable[[str], bool], items: Sequence[str]) -> set[str]:
+        answers = self._each(true, items)
+        return {item for item, is_so in zip(items, answers, strict=True) if is_so}
+
+    def _listed(self, folder: str, wanted: int) -> tuple[set[str], bool]:
+        """What a listing of ``folder`` finds if that may take fewer round trips than asking for
+        ``wanted`` objects one by one, and whether it is the whole folder."""
+        pages = wanted // (4 * self._concurrency)
+        with self._lock:
+            is_large = self._large.get(folder, 0.0) > time.monotonic()
+        if not self._lists or not pages or is_large:
+            return set(), False
+        found: set[str] = set()
+        for page in self._api.list(self._backend, folder, chunk_size=_PAGE):
+            found.update(meta["path"] for meta in page)
+            pages -= 1
+            if pages < 0:
+                with self._lock:
+                    self._large[folder] = time.monotonic() + _LARGE_FOR_S
+                return found, False
+        return found, True
+
+
+def path_of(name: str) -> str:
+    """The object of a value. Names of the tier's form lie by namespace and in 256 folders each;
+    others in a folder of their own, so that no two names meet."""
+    match = _TIER_NAME.fullmatch(name)
+    if match is None:
+        return f"_/other/00/{name}"
+    version, namespace, digits, rest = match.groups()
+    return f"{version}/{namespace}/{digits}/{digits}{rest}"
+
+
+def _named(work: Callable[[T], R], item: T) -> R:
+    """Errors in one line: the library's tell pages, with addresses and headers."""
+    try:
+        return work(item)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is shortened and raised
+        raise TierError(_first_line(error)) from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _speaks_plaintext(config: Mapping[str, str], allowed: bool) -> bool:
+    """Whether the endpoint is http://. ConfigError if it is, on another machine, unallowed."""
+    endpoints = [value for name, value in config.items() if "endpoint" in name.lower()]
+    plain = [urlsplit(value).hostname or "" for value in endpoints if value.startswith("http://")]
+    for host in plain:
+        if not (allowed or _is_loopback(host)):
+            raise ConfigError(
+                f"remote: endpoint http://{host} is another machine and its traffic is in the "
+                "clear; use https://, or set allow_plaintext if its network is yours alone"
+            )
+    return bool(plain)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _local(url: str) -> Any:
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost") or not parts.path.strip("/"):
+        raise ConfigError(f"remote: url is {url!r}; a directory is written file:///path/of/it")
+    folder = Path(unquote(parts.path))
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return _obstore().store.LocalStore(folder)
+    except OSError as error:
+        raise ConfigError(f"remote: url {url}: {error.strerror}") from error
+
+
+def _obstore() -> Any:
+    try:
+        import obstore
+        import obstore.store
+    except ImportError as error:
+        raise ConfigError(
+            "remote: objects needs the package obstore; run: pip install 'kvrecall[objects]'"
+        ) from error
+    return obstore

@@ -1,0 +1,95 @@
+"""Presence: what is believed to be in a store, for a short while."""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvrecall.block import BlockKey
+
+_OWN_S = 120.0  # what this host stored itself
+_THERE_S = 10.0  # what the store said it has
+_ABSENT_S = 0.25  # what the store said it has not; promised blocks come a moment later
+_DROPPED_S = 60.0  # what was dropped here
+_MOST = 1 << 18  # entries
+
+
+class Belief(enum.Enum):
+    """What is known of a block in a store."""
+
+    UNKNOWN = "unknown"
+    THERE = "there"
+    ABSENT = "absent"
+    DROPPED = "dropped"  # absent, whatever the store says
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """``depth`` is None where the block was not stored by this host."""
+
+    belief: Belief
+    until: float
+    nbytes: int = 0
+    depth: int | None = None
+
+
+class Presence:
+    """A bounded cache of answers, each good for some seconds. Not thread-safe."""
+
+    def __init__(self, monotonic: Callable[[], float]) -> None:
+        self._monotonic = monotonic
+        self._entries: OrderedDict[BlockKey, Entry] = OrderedDict()
+        self.blocks = 0  # believed to be there
+        self.nbytes = 0
+
+    def of(self, key: BlockKey) -> Belief:
+        entry = self._entries.get(key)
+        if entry is None or entry.until < self._monotonic():
+            return Belief.UNKNOWN
+        return entry.belief
+
+    def depth_of(self, key: BlockKey) -> int | None:
+        entry = self._entries.get(key)
+        return None if entry is None or entry.belief is not Belief.THERE else entry.depth
+
+    def stored(self, key: BlockKey, nbytes: int, depth: int) -> None:
+        """This host put the block there."""
+        self._note(key, Entry(Belief.THERE, self._monotonic() + _OWN_S, nbytes, depth))
+
+    def told(self, key: BlockKey, is_there: bool, nbytes: int) -> None:
+        """The store answered. What was dropped here stays dropped."""
+        if self.of(key) is Belief.DROPPED:
+            return
+        if is_there:
+            self._note(key, Entry(Belief.THERE, self._monotonic() + _THERE_S, nbytes))
+        else:
+            self._note(key, Entry(Belief.ABSENT, self._monotonic() + _ABSENT_S))
+
+    def dropped(self, key: BlockKey) -> None:
+        """The block shall not be found any more."""
+        self._note(key, Entry(Belief.DROPPED, self._monotonic() + _DROPPED_S))
+
+    def drop_all(self) -> None:
+        """No block that is known of now shall be found any more."""
+        for key in [k for k, entry in self._entries.items() if entry.belief is Belief.THERE]:
+            self.dropped(key)
+
+    def doubt_all(self) -> None:
+        """The store may have changed altogether."""
+        kept = [(k, e) for k, e in self._entries.items() if e.belief is Belief.DROPPED]
+        self._entries = OrderedDict(kept)
+        self.blocks = self.nbytes = 0
+
+    def _note(self, key: BlockKey, entry: Entry) -> None:
+        self._count(self._entries.pop(key, None), -1)
+        self._entries[key] = entry
+        self._count(entry, 1)
+        if len(self._entries) > _MOST:
+            self._count(self._entries.popitem(last=False)[1], -1)
+
+    def _count(self, entry: Entry | None, sign: int) -> None:
+        if entry is not None and entry.belief is Belief.THERE:
+            self.blocks += sign
+            self.nbytes += sign * entry.nbytes

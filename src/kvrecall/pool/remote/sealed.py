@@ -1,0 +1,179 @@
+"""A store that sees sealed values only: what leaves the host leaves it under a key."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import queue
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from kvrecall.pool.cipher import PROOF_BYTES, Cipher
+from kvrecall.pool.remote.store import Parcel, Store
+
+_LOG = logging.getLogger(__name__)
+_SECTIONS = 4  # calls that have sealed values in hand at once; others wait
+_SECTION_BYTES = 64 << 20
+_SMALL_BYTES = 64  # parts that need not lie in attached memory
+
+
+class SealedStore:
+    """Passes values on to ``inner``, sealed with AES-256-GCM and bound to their name. See
+    ``Store`` for the contract.
+
+    A value is stored as its proof and then its sealed bytes, under its name and the id of the key:
+    so other keys, and hosts without one, do not meet it. What an older key of the cipher sealed is
+    still found. A value that does not open is not there.
+    """
+
+    def __init__(self, inner: Store, cipher: Cipher, section_bytes: int = _SECTION_BYTES) -> None:
+        """Takes over ``inner``, to which nothing was attached. No value may be larger than
+        ``section_bytes``."""
+        self._inner = inner
+        self._cipher = cipher
+        self._section_bytes = section_bytes
+        self._sections: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        self._told = False
+        self._fd = -1
+
+    def __repr__(self) -> str:
+        return f"SealedStore({self._inner!r})"
+
+    def attach(self, memory: memoryview) -> None:
+        """``inner`` moves sealed values only, so it is given memory for those instead of the arena:
+        a memory file, too, whose pages are taken from the system as they are used."""
+        nbytes = _SECTIONS * self._section_bytes
+        self._fd = os.memfd_create("kvrecall-sealed", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, nbytes)
+        own = memoryview(mmap.mmap(self._fd, nbytes))
+        for begin in range(0, own.nbytes, self._section_bytes):
+            self._sections.put(own[begin : begin + self._section_bytes])
+        self._inner.attach(own)
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        keys = self._cipher.key_ids
+        answers = self._inner.exists([_sealed_name(name, key) for key in keys for name in names])
+        return [any(answers[place :: len(names)]) for place in range(len(names))]
+
+    def put(self, parcels: Sequence[Parcel]) -> list[bool]:
+        stored: list[bool] = []
+        for batch in self._batches(parcels):
+            if not self._fits(batch[0]):
+                stored.append(False)
+                continue
+            with self._section() as section:
+                stored += self._inner.put(self._seal(batch, section))
+        return stored
+
+    def get(self, parcels: Sequence[Parcel]) -> list[bool]:
+        found = [False] * len(parcels)
+        for key in self._cipher.key_ids:
+            missing = [place for place, is_there in enumerate(found) if not is_there]
+            answers = self._get([parcels[place] for place in missing], key)
+            for place, is_there in zip(missing, answers, strict=True):
+                found[place] = is_there
+        return found
+
+    def remove(self, names: Sequence[str]) -> None:
+        keys = self._cipher.key_ids
+        self._inner.remove([_sealed_name(name, key) for key in keys for name in names])
+
+    def close(self) -> None:
+        self._inner.close()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    # -- inside ----------------------------------------------------------------------------
+
+    def _seal(self, parcels: Sequence[Parcel], section: memoryview) -> list[Parcel]:
+        sealed = []
+        for parcel, parts in self._places(parcels, section):
+            label = _label(parcel)
+            proof = bytearray(self._cipher.seal(label, parcel.parts, parts))
+            name = _sealed_name(parcel.name, self._cipher.key_id)
+            sealed.append(Parcel(name, (memoryview(proof), *parts)))
+        return sealed
+
+    def _get(self, parcels: Sequence[Parcel], key: str) -> list[bool]:
+        found: list[bool] = []
+        for batch in self._batches(parcels):
+            if not self._fits(batch[0]):
+                found.append(False)
+                continue
+            with self._section() as section:
+                sealed = [
+                    Parcel(
+                        _sealed_name(parcel.name, key),
+                        (memoryview(bytearray(PROOF_BYTES)), *parts),
+                    )
+                    for parcel, parts in self._places(batch, section)
+                ]
+                answers = self._inner.get(sealed)
+                found += [
+                    is_there and self._open(parcel, shut)
+                    for parcel, shut, is_there in zip(batch, sealed, answers, strict=True)
+                ]
+        return found
+
+    def _open(self, parcel: Parcel, sealed: Parcel) -> bool:
+        proof, *parts = sealed.parts
+        return self._cipher.open(_label(parcel), bytes(proof), parts, parcel.parts)
+
+    def _batches(self, parcels: Sequence[Parcel]) -> Iterator[list[Parcel]]:
+        """Parcels that fit a section together; one that does not fit any is alone."""
+        batch: list[Parcel] = []
+        size = 0
+        for parcel in parcels:
+            size += parcel.nbytes
+            if batch and size > self._section_bytes:
+                yield batch
+                batch, size = [], parcel.nbytes
+            batch.append(parcel)
+        if batch:
+            yield batch
+
+    def _fits(self, parcel: Parcel) -> bool:
+        if parcel.nbytes <= self._section_bytes:
+            return True
+        if not self._told:
+            self._told = True
+            _LOG.error(
+                "remote tier: blocks of %d bytes are not stored with encryption; at most %d",
+                parcel.nbytes,
+                self._section_bytes,
+            )
+        return False
+
+    @contextmanager
+    def _section(self) -> Iterator[memoryview]:
+        section = self._sections.get()
+        try:
+            yield section
+        finally:
+            self._sections.put(section)
+
+    @staticmethod
+    def _places(
+        parcels: Sequence[Parcel], section: memoryview
+    ) -> Iterator[tuple[Parcel, list[memoryview]]]:
+        """Each parcel with memory for its sealed parts."""
+        begin = 0
+        for parcel in parcels:
+            places = []
+            for part in parcel.parts:
+                if part.nbytes <= _SMALL_BYTES:
+                    places.append(memoryview(bytearray(part.nbytes)))
+                else:
+                    places.append(section[begin : begin + part.nbytes])
+                    begin += part.nbytes
+            yield parcel, places
+
+
+def _sealed_name(name: str, key: str) -> str:
+    return f"{name}-{key}"
+
+
+def _label(parcel: Parcel) -> bytes:
+    return f"{parcel.name}/{parcel.nbytes}".encode()

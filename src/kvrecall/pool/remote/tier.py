@@ -1,0 +1,433 @@
+"""The remote tier: makes a well-behaved ``Tier`` of any ``Store``."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
+from kvrecall.config import RemoteConfig
+from kvrecall.pool.base import TierStats
+from kvrecall.pool.remote.breaker import Breaker
+from kvrecall.pool.remote.envelope import HEADER_BYTES, header_of, is_intact, name_of
+from kvrecall.pool.remote.lane import Lane
+from kvrecall.pool.remote.ledger import Ledger
+from kvrecall.pool.remote.presence import Belief, Presence
+from kvrecall.pool.remote.store import Parcel, Store
+from kvrecall.pool.slots import slot_bytes_of
+from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier, ended
+
+_LOG = logging.getLogger(__name__)
+_FIRST_BATCH = 8 << 20  # bytes in one call of the store, before its speed is known
+_LEAST_BATCH, _LARGEST_BATCH = 256 << 10, 64 << 20
+_BATCH_SHARE = 0.1  # of the deadline of a call that one batch may take
+_NAMES_AT_ONCE = 8192
+_ASKS_WAITING = 64  # lookups; beyond it blocks count as absent
+_STORE_CLOSE_S = 5.0
+_HOPELESS_S = 60.0
+_MOST_UNREADABLE = 1024
+
+
+@dataclass(eq=False, slots=True)
+class _Storing:
+    """A put on its way. ``ended``: its ``Done`` was given."""
+
+    put: Put
+    at: float
+    wanted: bool = True
+    ended: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Fetching:
+    """A get on its way."""
+
+    get: Get
+    nbytes: int
+    at: float
+    ended: bool = False
+
+
+class RemoteTier(Tier):
+    """Blocks in a store beyond this host. See ``Tier`` for the contract.
+
+    The store is used only by this tier's threads. While a call of it is overdue, and for a pause
+    after one failed, the tier is empty and takes nothing; then it tries again. What was queued
+    ends at once; memory that an overdue call may still touch is owed until the call returns.
+
+    The store is shared: ``clear`` forgets what this tier knows to be there, ``drop`` removes
+    blocks for everybody, and ``stats`` counts only what is known of.
+    """
+
+    name = TierName.REMOTE
+
+    def __init__(
+        self,
+        store: Store,
+        config: RemoteConfig,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Takes over ``store``, to which the memory was attached."""
+        self._store = store
+        self._config = config
+        self._ledger = Ledger()
+        self._monotonic = monotonic
+        self._breaker = Breaker(monotonic)
+        self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # guards everything below
+        self._presence = Presence(monotonic)
+        self._sizes: dict[bytes, int] = {}
+        self._storing: dict[BlockKey, _Storing] = {}
+        self._fetching: set[_Fetching] = set()
+        self._asking: set[BlockKey] = set()
+        self._asks = 0
+        self._unreadable: dict[BlockKey, float] = {}  # there, but not got, since then
+        self._queued_bytes = 0
+        self._closed = False
+        threads = max(1, config.threads)
+        self._puts: Lane[_Storing] = Lane(
+            "remote-put", threads, self._carry_puts, _FIRST_BATCH, lambda item: item.put.nbytes
+        )
+        self._gets: Lane[_Fetching] = Lane(
+            "remote-get", threads, self._carry_gets, _FIRST_BATCH, lambda item: item.nbytes
+        )
+        self._looks: Lane[tuple[BlockKey, ...]] = Lane(
+            "remote-look", 1, self._carry_looks, _NAMES_AT_ONCE, len
+        )
+        self._drops: Lane[BlockKey] = Lane(
+            "remote-drop", 1, self._carry_drops, _NAMES_AT_ONCE, lambda _: 1
+        )
+
+    def register(self, namespace: Namespace, block_bytes: int) -> None:
+        with self._lock:
+            self._sizes[namespace.digest] = block_bytes
+
+    # -- questions -------------------------------------------------------------------------
+
+    def contains(self, key: BlockKey) -> bool:
+        return self._presence.of(key) is Belief.THERE and self._is_up()
+
+    def depth_of(self, key: BlockKey) -> int | None:
+        return self._presence.depth_of(key)
+
+    def ask(self, keys: Sequence[BlockKey]) -> bool:
+        with self._lock:
+            if self._closed or not keys or not self._is_up():
+                return True
+            if self._presence.of(keys[0]) is not Belief.UNKNOWN:
+                return True
+            if keys[0] in self._asking:
+                return False
+            if self._asks >= _ASKS_WAITING:
+                return True
+            of, asking = self._presence.of, self._asking
+            unknown = [k for k in keys if k not in asking and of(k) is Belief.UNKNOWN]
+            asking.update(unknown)
+            parts = [
+                tuple(unknown[start : start + _NAMES_AT_ONCE])
+                for start in range(0, len(unknown), _NAMES_AT_ONCE)
+            ]
+            self._asks += len(parts)
+        self._looks.add(parts)
+        return False
+
+    def _is_up(self) -> bool:
+        """Whether the store may be asked for anything now."""
+        limit = self._config.call_deadline_s
+        stuck = self._gets.is_stuck(limit) or self._looks.is_stuck(limit)
+        return not (stuck or self._breaker.is_open or self._puts.is_stuck(2 * limit))
+
+    # -- orders ----------------------------------------------------------------------------
+
+    def submit_put(self, puts: Sequence[Put]) -> list[PutVerdict]:
+        verdicts: list[PutVerdict] = []
+        queued: list[_Storing] = []
+        now = time.monotonic()
+        takes = self._is_up() and self._config.writes
+        with self._lock:
+            takes = takes and not self._closed
+            for put in puts:
+                if put.key in self._storing or self._presence.of(put.key) is Belief.THERE:
+                    verdicts.append(PutVerdict.PRESENT)
+                elif not takes or self._is_full(put):
+                    verdicts.append(PutVerdict.SHED)
+                else:
+                    item = _Storing(put, now)
+                    self._storing[put.key] = item
+                    self._queued_bytes += put.nbytes
+                    queued.append(item)
+                    verdicts.append(PutVerdict.QUEUED)
+        self._puts.add(queued)
+        if self._config.writes:
+            self._ledger.shed_some(verdicts.count(PutVerdict.SHED))
+        return verdicts
+
+    def _is_full(self, put: Put) -> bool:
+        left = self._config.max_queued_bytes - self._queued_bytes
+        return self._queued_bytes > 0 and put.nbytes > left
+
+    def submit_get(self, gets: Sequence[Get]) -> None:
+        now = time.monotonic()
+        queued: list[_Fetching] = []
+        is_up = self._is_up()
+        with self._lock:
+            for get in gets:
+                nbytes = self._sizes.get(get.key[:NAMESPACE_BYTES], 0)
+                fits = nbytes > 0 and slot_bytes_of(nbytes) == len(get.into)
+                dropped = self._presence.of(get.key) is Belief.DROPPED
+                if self._closed or not is_up or dropped or not fits:
+                    self._done.put(Done(get.key, Outcome.MISS))
+                else:
+                    queued.append(_Fetching(get, nbytes, now))
+            self._fetching.update(queued)
+        self._gets.add(queued)
+
+    def poll(self, timeout_s: float = 0.0) -> list[Done]:
+        if not self._is_up():
+            self._end_puts(self._puts.clear(), {})
+            self._end_gets(self._gets.clear(), {})
+        return ended(self._done, timeout_s)
+
+    def touch(self, chain: Sequence[BlockKey]) -> None:
+        """Stores keep their own account of uses."""
+
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        with self._lock:
+            for key in keys:
+                if key in self._storing:
+                    self._storing[key].wanted = False
+                self._presence.dropped(key)
+        self._drops.add(list(keys))
+
+    def clear(self) -> None:
+        with self._lock:
+            for item in self._storing.values():
+                item.wanted = False
+                self._presence.dropped(item.put.key)
+            self._presence.drop_all()
+
+    # -- the rest --------------------------------------------------------------------------
+
+    def stats(self) -> TierStats:
+        with self._lock:
+            blocks, nbytes = self._presence.blocks, self._presence.nbytes
+        return self._ledger.stats(0, nbytes, blocks)
+
+    def histograms(self) -> dict[str, Buckets]:
+        return self._ledger.histograms()
+
+    def queued(self) -> tuple[int, int]:
+        with self._lock:
+            return len(self._storing), len(self._fetching)
+
+    def close(self, deadline_s: float = 10.0) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        until = time.monotonic() + deadline_s
+        self._looks.clear()
+        self._end_gets(self._gets.clear(), {})
+        if not self._puts.close(deadline_s):
+            self._end_puts(self._puts.clear(), {})
+        closer = threading.Thread(target=self._close_store, name="kvrecall-remote-end", daemon=True)
+        closer.start()  # a call that hangs may end by it
+        for lane in (self._gets, self._looks, self._drops):
+            lane.close(max(0.1, until - time.monotonic()))
+        closer.join(_STORE_CLOSE_S)
+        if closer.is_alive():
+            _LOG.error("remote tier: the store does not end; its threads are left to themselves")
+        with self._lock:
+            puts, gets = list(self._storing.values()), list(self._fetching)
+        self._end_puts(puts, {})
+        self._end_gets(gets, {})
+
+    def _close_store(self) -> None:
+        try:
+            self._store.close()
+        except Exception as error:  # noqa: BLE001 - a store may raise anything
+            self._ledger.complain(f"closing the store failed: {_text(error)}")
+
+    # -- the threads -----------------------------------------------------------------------
+
+    def _carry_puts(self, batch: list[_Storing]) -> None:
+        live = [item for item in batch if item.wanted and not item.ended]
+        stored: dict[BlockKey, bool] = {}
+        if live and not self._breaker.is_open:
+            parcels = []
+            for item in live:
+                data = item.put.data[: item.put.nbytes]
+                header = memoryview(header_of(item.put.key, data))
+                parcels.append(Parcel(name_of(item.put.key), (header, data)))
+            began = time.monotonic()
+            answers = self._call("put", lambda: self._store.put(parcels), len(parcels))
+            stored = dict(zip((item.put.key for item in live), answers, strict=False))
+            nbytes = sum(item.put.nbytes for item in live if stored.get(item.put.key))
+            seconds = time.monotonic() - began
+            self._ledger.wrote(nbytes, seconds)
+            self._puts.batch_bytes = self._fitting(nbytes, seconds, self._puts.batch_bytes)
+        self._end_puts(batch, stored)
+
+    def _end_puts(self, items: Sequence[_Storing], stored: dict[BlockKey, bool]) -> None:
+        """Gives each put that has none yet its end."""
+        unwanted: list[BlockKey] = []
+        now = time.monotonic()
+        with self._lock:
+            for item in items:
+                if item.ended:
+                    continue
+                item.ended = True
+                put = item.put
+                del self._storing[put.key]
+                self._queued_bytes -= put.nbytes
+                is_stored = stored.get(put.key, False)
+                if is_stored and item.wanted:
+                    self._presence.stored(put.key, put.nbytes, put.depth)
+                elif is_stored:
+                    unwanted.append(put.key)
+                outcome = Outcome.STORED if is_stored and item.wanted else Outcome.SHED
+                self._ledger.write_done(outcome, now - item.at)
+                self._done.put(Done(put.key, outcome))
+        self._drops.add(unwanted)
+
+    def _carry_gets(self, batch: list[_Fetching]) -> None:
+        outcomes: dict[BlockKey, Outcome] = {}
+        live = [item for item in batch if not item.ended]
+        if live and not self._closed and not self._breaker.is_open:
+            headers = [bytearray(HEADER_BYTES) for _ in live]
+            parcels = [
+                Parcel(name_of(i.get.key), (memoryview(header), i.get.into[: i.nbytes]))
+                for i, header in zip(live, headers, strict=True)
+            ]
+            began = time.monotonic()
+            answers = self._call("get", lambda: self._store.get(parcels), len(parcels))
+            for item, header, is_there in zip(live, headers, answers, strict=False):
+                outcomes[item.get.key] = self._judged(item, header, is_there)
+            loaded = [i for i in live if outcomes.get(i.get.key) is Outcome.LOADED]
+            nbytes, seconds = sum(i.nbytes for i in loaded), time.monotonic() - began
+            self._ledger.read(nbytes, seconds)
+            self._gets.batch_bytes = self._fitting(nbytes, seconds, self._gets.batch_bytes)
+            self._remove_bad(outcomes)
+        self._end_gets(batch, outcomes)
+
+    @staticmethod
+    def _judged(item: _Fetching, header: bytearray, is_there: bool) -> Outcome:
+        if not is_there:
+            return Outcome.MISS
+        intact = is_intact(item.get.key, header, item.get.into[: item.nbytes])
+        return Outcome.LOADED if intact else Outcome.CORRUPT
+
+    def _remove_bad(self, outcomes: dict[BlockKey, Outcome]) -> None:
+        """Notes values of a wrong size, which a store reports as not there, and has all that
+        are corrupt removed, so that they can be stored again."""
+        believed = [
+            key
+            for key, outcome in outcomes.items()
+            if outcome is Outcome.MISS and self._presence.of(key) is Belief.THERE
+        ]
+        if believed:
+            names = [name_of(key) for key in believed]
+            there = self._call("lookup", lambda: self._store.exists(names), len(names))
+            for key, is_there in zip(believed, there, strict=False):
+                if is_there and self._is_hopeless(key):
+                    outcomes[key] = Outcome.CORRUPT
+        corrupt = [key for key, outcome in outcomes.items() if outcome is Outcome.CORRUPT]
+        if corrupt:
+            self._ledger.complain(f"{len(corrupt)} blocks are dropped: their bytes are wrong")
+            self.drop(corrupt)
+
+    def _is_hopeless(self, key: BlockKey) -> bool:
+        """Whether a block that is there could not be got for a long while: its size is wrong. In
+        a shorter while the host that holds it may only be out of reach."""
+        now = self._monotonic()
+        with self._lock:
+            since = self._unreadable.setdefault(key, now)
+            if len(self._unreadable) > _MOST_UNREADABLE:
+                del self._unreadable[next(iter(self._unreadable))]
+            if now - since < _HOPELESS_S:
+                return False
+            self._unreadable.pop(key, None)
+            return True
+
+    def _end_gets(self, items: Sequence[_Fetching], outcomes: dict[BlockKey, Outcome]) -> None:
+        """Gives each get that has none yet its end."""
+        now = time.monotonic()
+        with self._lock:
+            for item in items:
+                if item.ended:
+                    continue
+                item.ended = True
+                self._fetching.discard(item)
+                key = item.get.key
+                outcome = outcomes.get(key, Outcome.MISS)
+                if outcome is Outcome.CORRUPT:
+                    self._presence.dropped(key)
+                elif outcome is Outcome.MISS:
+                    self._presence.told(key, False, 0)
+                self._ledger.read_done(outcome, now - item.at)
+                self._done.put(Done(key, outcome))
+
+    def _carry_looks(self, batch: list[tuple[BlockKey, ...]]) -> None:
+        keys = list(itertools.chain.from_iterable(batch))
+        answers: list[bool] = []
+        if not self._closed and not self._breaker.is_open:
+            names = [name_of(key) for key in keys]
+            began = time.monotonic()
+            answers = self._call("lookup", lambda: self._store.exists(names), len(names))
+            self._ledger.looked_up(time.monotonic() - began)
+        with self._lock:
+            for key, is_there in zip(keys, answers, strict=False):
+                nbytes = self._sizes.get(key[:NAMESPACE_BYTES], 0)
+                self._presence.told(key, is_there and nbytes > 0, nbytes)
+            self._asking.difference_update(keys)
+            self._asks -= len(batch)
+
+    def _carry_drops(self, batch: list[BlockKey]) -> None:
+        with self._lock:  # some may have been stored anew meanwhile
+            gone = [key for key in batch if self._presence.of(key) is Belief.DROPPED]
+            names = [name_of(key) for key in gone if key not in self._storing]
+        if not names or self._closed or self._breaker.is_open:
+            return
+
+        def remove() -> list[bool]:
+            self._store.remove(names)
+            return [True]
+
+        self._call("remove", remove, 1)
+
+    def _fitting(self, nbytes: int, seconds: float, before: int) -> int:
+        """How large a batch shall be at the speed that was just seen, so that a call of a slow
+        store is not taken for one that hangs."""
+        if nbytes == 0:
+            return before
+        wanted = int(nbytes / max(seconds, 1e-6) * self._config.call_deadline_s * _BATCH_SHARE)
+        return max(_LEAST_BATCH, min(_LARGEST_BATCH, 2 * before, wanted))
+
+    def _call(self, what: str, call: Callable[[], list[bool]], expected: int) -> list[bool]:
+        """The store's answers; none at all if it failed."""
+        try:
+            answers = call()
+            if len(answers) != expected:
+                raise ValueError(f"{len(answers)} answers to {expected} questions")
+        except Exception as error:  # noqa: BLE001 - a store may raise anything
+            self._ledger.failed()
+            if self._breaker.failed():
+                self._ledger.complain(
+                    f"{what} failed, the store is left alone for a while and blocks are computed: "
+                    f"{_text(error)}"
+                )
+            return []
+        if self._breaker.worked():
+            with self._lock:
+                self._presence.doubt_all()
+            _LOG.warning("remote tier: the store answers again")
+        return answers
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,192 @@
+"""When committed blocks are written to the tier below: at once, at the last moment, or once they
+have shown to be wanted."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
+
+from kvrecall.block import BlockKey
+from kvrecall.config import PoolTerms, Watermarks
+from kvrecall.pool.eviction.lru import LruPolicy
+from kvrecall.pool.host import Block
+
+STORE_TRIES = 3
+"""How often storing a block below may fail before it is left alone."""
+_DUE_AT_ONCE = 512
+_REMEMBER = 131_072  # keys; about 20 MB
+_LIKELY = 0.5  # chance of being used again from which a block is written at first sight
+
+
+class WritePolicy(ABC):
+    """Says which blocks of the host are to be stored below, and when.
+
+    Owner: one pool; used under its lock; never waits. What it names and is stored already, or on
+    its way, is passed over. ``flush`` stores what it is asked for whatever a policy says.
+    """
+
+    name: ClassVar[str]
+    unwritten_bytes = 0
+
+    @abstractmethod
+    def committed(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        """Blocks became visible: those to store now."""
+
+    def asked(self, chain: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        """A request asked for ``chain``: keys to store now if the host has them."""
+        return ()
+
+    def recalled(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        """Blocks are in use that are not stored: those to store now."""
+        return ()
+
+    def leaving(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        """Blocks that are not stored are about to be evicted: those to store before."""
+        return ()
+
+    def due(self, blocks: Mapping[BlockKey, Block], host_bytes: int) -> Sequence[Block]:
+        """Those to store now, though nothing happened to them. Asked again and again."""
+        return ()
+
+    @abstractmethod
+    def settled(self, key: BlockKey) -> None:
+        """The block was stored, or has left the host."""
+
+    def rest(self) -> Sequence[BlockKey]:
+        """Those to store before the pool closes."""
+        return ()
+
+
+class WriteThrough(WritePolicy):
+    """Every block, at once."""
+
+    name: ClassVar[str] = "through"
+
+    def committed(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        return blocks
+
+    def recalled(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        return blocks
+
+    def settled(self, key: BlockKey) -> None:
+        """Nothing is kept back."""
+
+
+class WriteBack(WritePolicy):
+    """Every block, when it is about to leave the host or too much is unwritten: then the least
+    recently used first, until the low mark."""
+
+    name: ClassVar[str] = "back"
+
+    def __init__(self, marks: Watermarks) -> None:
+        self._marks = marks
+        self._order = LruPolicy()
+        self._sizes: dict[BlockKey, int] = {}
+        self._writing = False
+
+    def committed(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        for block in blocks:
+            if block.key not in self._sizes and not block.stored:
+                self._order.insert(block.key, block.parent, block.depth, 0.0)
+                self._sizes[block.key] = block.slot_bytes
+                self.unwritten_bytes += block.slot_bytes
+        return ()
+
+    def asked(self, chain: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        self._order.access(chain, 0.0)
+        return ()
+
+    def leaving(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        return [block for block in blocks if block.tries < STORE_TRIES]
+
+    def due(self, blocks: Mapping[BlockKey, Block], host_bytes: int) -> Sequence[Block]:
+        if self.unwritten_bytes > self._marks.high * host_bytes:
+            self._writing = True
+        if not self._writing:
+            return ()
+        surplus = self.unwritten_bytes - self._marks.low * host_bytes
+        found: list[Block] = []
+        for key in self._order.oldest():
+            if surplus <= 0 or len(found) == _DUE_AT_ONCE:
+                return found
+            block = blocks[key]
+            if block.tries >= STORE_TRIES:
+                self.settled(key)  # left alone
+                continue
+            surplus -= block.slot_bytes
+            if not block.pins:
+                found.append(block)
+        self._writing = surplus > 0
+        return found
+
+    def settled(self, key: BlockKey) -> None:
+        nbytes = self._sizes.pop(key, None)
+        if nbytes is not None:
+            self._order.remove(key)
+            self.unwritten_bytes -= nbytes
+
+    def rest(self) -> Sequence[BlockKey]:
+        return list(self._sizes)
+
+
+class WriteSelective(WritePolicy):
+    """Blocks that a second request asked for, or that the eviction policy thinks likely to be.
+
+    The keys of requests and of blocks committed are remembered, the latest ``remember`` of them.
+    """
+
+    name: ClassVar[str] = "selective"
+
+    def __init__(
+        self,
+        chance: Callable[[BlockKey], float | None] = lambda key: None,
+        remember: int = _REMEMBER,
+    ) -> None:
+        """``chance``: the likelihood that a block is used again, None if nobody knows."""
+        self._chance = chance
+        self._remember = remember
+        self._sights: OrderedDict[BlockKey, int] = OrderedDict()
+
+    def committed(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        for block in blocks:
+            self._sights.setdefault(block.key, 1)
+        self._forget()
+        return [b for b in blocks if self._sights.get(b.key, 0) > 1 or self._is_likely(b.key)]
+
+    def asked(self, chain: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        sights = self._sights
+        again: list[BlockKey] = []
+        for key in chain:
+            if key in sights:
+                sights[key] = 2
+                sights.move_to_end(key)
+                again.append(key)
+            else:
+                sights[key] = 1
+        self._forget()
+        return again
+
+    def recalled(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        return [block for block in blocks if self._sights.get(block.key, 0) > 1]
+
+    def settled(self, key: BlockKey) -> None:
+        """A key that was seen stays so."""
+
+    def _is_likely(self, key: BlockKey) -> bool:
+        chance = self._chance(key)
+        return chance is not None and chance >= _LIKELY
+
+    def _forget(self) -> None:
+        while len(self._sights) > self._remember:
+            self._sights.popitem(last=False)
+
+
+def make_write_policy(terms: PoolTerms, chance: Callable[[BlockKey], float | None]) -> WritePolicy:
+    """The write policy that ``terms`` name."""
+    if terms.write_policy == "back":
+        return WriteBack(terms.unwritten_marks)
+    if terms.write_policy == "selective":
+        return WriteSelective(chance)
+    return WriteThrough()

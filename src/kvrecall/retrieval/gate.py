@@ -1,0 +1,32 @@
+"""Whether sparse attention is expected to be faster than dense."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrecall.retrieval.digest import DIGESTS
+from kvrecall.retrieval.settings import RetrievalSettings
+from kvrecall.retrieval.split import Split
+
+OVERHEAD_BYTES = 8 * 2**20
+"""What preparing one sequence's selection costs in a layer, in bytes of KV read in that time:
+half a millisecond at 16 GB/s (docs/retrieval.md)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """``token_bytes``: keys and values of a token, in one layer."""
+
+    settings: RetrievalSettings
+    token_bytes: int
+
+    def passes(self, tokens: int, split: Split) -> bool:
+        """Whether there is something to choose from and sparse attention reads enough less than
+        dense to be worth its overhead."""
+        if not split.middle:
+            return False
+        if not self.settings.gate:
+            return True
+        digested = DIGESTS[self.settings.digest].parts / (2 * self.settings.digest_tokens)
+        scored = split.middle * split.block_size * digested
+        return split.attended_tokens + scored + OVERHEAD_BYTES / self.token_bytes < tokens

@@ -1,0 +1,246 @@
+"""What every store must do. Subclass ``StoreContract`` in a test module and give it a store."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kvrecall.pool.arena import Arena
+from kvrecall.pool.remote.store import Parcel, Store
+
+HEADER_BYTES = 64
+VALUE_BYTES = 20_000
+MEMORY_BYTES = 4 << 20
+_SLOT_BYTES = 5 * 4096
+
+
+def names(count: int, of: str = "a") -> list[str]:
+    """Names as the tier makes them, others for every ``of``."""
+    return [
+        f"v1.{hashlib.md5(of.encode()).hexdigest()}.{hashlib.sha256(f'{n}'.encode()).hexdigest()}"
+        for n in range(count)
+    ]
+
+
+def value(name: str, nbytes: int) -> bytes:
+    """The bytes that belong to a name; bytes that no store can compress away."""
+    return random.Random(name).randbytes(nbytes)
+
+
+class Counter:
+    """A store, and memory attached to it with room for parcels."""
+
+    def __init__(self, store: Store, memory: memoryview | None = None) -> None:
+        """``memory``: what was attached to the store already (4 MiB or more)."""
+        self.store = store
+        self._arena = None if memory is not None else Arena.create(MEMORY_BYTES, background=False)
+        if memory is None:
+            assert self._arena is not None
+            memory = self._arena.memory
+            store.attach(memory)
+        self._memory = memory
+
+    def close(self) -> None:
+        self.store.close()
+        if self._arena is not None:
+            self._arena.close()
+
+    def empty(self, some: Sequence[str], nbytes: int = VALUE_BYTES, base: int = 0) -> list[Parcel]:
+        """Room for the values of ``some``: a header of its own, the rest in slots ``base`` on."""
+        return [
+            Parcel(name, (memoryview(bytearray(HEADER_BYTES)), self._room(base + at, nbytes)))
+            for at, name in enumerate(some)
+        ]
+
+    def filled(self, some: Sequence[str], nbytes: int = VALUE_BYTES, base: int = 0) -> list[Parcel]:
+        parcels = self.empty(some, nbytes, base)
+        for parcel in parcels:
+            data = value(parcel.name, nbytes)
+            parcel.parts[0][:] = data[:HEADER_BYTES]
+            parcel.parts[1][:] = data[HEADER_BYTES:]
+        return parcels
+
+    def put(self, some: Sequence[str], nbytes: int = VALUE_BYTES, base: int = 0) -> list[bool]:
+        return self.store.put(self.filled(some, nbytes, base))
+
+    def get(self, some: Sequence[str], nbytes: int = VALUE_BYTES, base: int = 0) -> list[bool]:
+        """Gets values; those that are there must be right."""
+        parcels = self.empty(some, nbytes, base)
+        for parcel in parcels:
+            parcel.parts[1][:] = bytes(parcel.parts[1].nbytes)
+        found = self.store.get(parcels)
+        assert len(found) == len(parcels)
+        for parcel, is_there in zip(parcels, found, strict=True):
+            if is_there:
+                assert b"".join(parcel.parts) == value(parcel.name, nbytes)
+        return found
+
+    def _room(self, slot: int, nbytes: int) -> memoryview:
+        begin = slot * _SLOT_BYTES
+        return self._memory[begin : begin + nbytes - HEADER_BYTES]
+
+
+class StoreContract:
+    """Contract of ``kvrecall.pool.remote.store.Store`` with room for 16 MiB.
+
+    A subclass overrides ``make``, and sets ``outlives`` to False if what is stored ends with the
+    process that stored it.
+    """
+
+    outlives = True
+
+    def make(self, path: Path) -> Store:
+        """A store that keeps its values in or at ``path`` (an empty folder at first) or wherever
+        it likes; called again it finds the same values."""
+        raise NotImplementedError
+
+    def open(self, path: Path) -> Counter:
+        """``make`` with memory attached. Overridden where a store has its memory already."""
+        return Counter(self.make(path))
+
+    @pytest.fixture
+    def counter(self, tmp_path: Path) -> Iterator[Counter]:
+        counter = self.open(tmp_path)
+        yield counter
+        counter.close()
+
+    def test_gives_back_what_was_put(self, counter: Counter) -> None:
+        some = names(40, "back")
+        assert counter.store.exists(some) == [False] * 40
+        assert counter.put(some) == [True] * 40
+        assert counter.store.exists(some) == [True] * 40
+        assert counter.get(some) == [True] * 40
+        assert counter.get(some[::-1]) == [True] * 40
+
+    def test_answers_in_the_order_of_the_questions(self, counter: Counter) -> None:
+        some = names(20, "order")
+        counter.put(some[::2])
+        expected = [place % 2 == 0 for place in range(20)]
+        assert counter.store.exists(some) == expected
+        assert counter.get(some) == expected
+
+    def test_nothing_asked_nothing_answered(self, counter: Counter) -> None:
+        assert counter.store.exists([]) == []
+        assert counter.store.put([]) == []
+        assert counter.store.get([]) == []
+        counter.store.remove([])
+
+    def test_a_value_of_another_size_is_not_there(self, counter: Counter) -> None:
+        some = names(3, "size")
+        counter.put(some)
+        for nbytes in (VALUE_BYTES - 1, VALUE_BYTES + 1, HEADER_BYTES + 1):
+            assert counter.store.get(counter.empty(some, nbytes)) == [False] * 3
+        assert counter.get(some) == [True] * 3
+
+    def test_what_is_there_may_be_put_again(self, counter: Counter) -> None:
+        some = names(6, "again")
+        counter.put(some[:3])
+        assert counter.put(some) == [True] * 6
+        assert counter.get(some) == [True] * 6
+
+    def test_what_is_removed_is_gone_until_it_is_put_again(self, counter: Counter) -> None:
+        some = names(6, "remove")
+        counter.put(some[:4])
+        counter.store.remove([some[1], some[5], some[2]])
+        assert counter.store.exists(some) == [True, False, False, True, False, False]
+        assert counter.get(some) == [True, False, False, True, False, False]
+        counter.store.remove([some[1], some[2]])
+        assert counter.put(some[1:3]) == [True, True]
+        assert counter.get(some[:4]) == [True] * 4
+
+    def test_any_name(self, counter: Counter) -> None:
+        some = [
+            "a",
+            "A",
+            "ab",
+            "a.b",
+            "a.b.",
+            "a..b",
+            "a-b_c",
+            "0",
+            "v1.a.b",
+            "v1.a.bc",
+            "a.b.cd.e",
+        ]
+        some += ["n" * 199, "n" * 200, "v1." + "0" * 100 + "." + "f" * 96]
+        assert counter.put(some) == [True] * len(some)
+        assert counter.get(some) == [True] * len(some)
+        counter.store.remove(some[::2])
+        expected = [place % 2 == 1 for place in range(len(some))]
+        assert counter.store.exists(some) == expected
+
+    def test_any_size(self, counter: Counter) -> None:
+        for nbytes in (HEADER_BYTES + 1, HEADER_BYTES + 4096, 1_000_000, 3_000_000):
+            some = names(1, f"size {nbytes}")
+            assert counter.put(some, nbytes) == [True]
+            assert counter.get(some, nbytes) == [True]
+
+    def test_one_part_only(self, counter: Counter) -> None:
+        parcel = counter.filled(names(1, "one"))[0]
+        assert counter.store.put([Parcel("one", parcel.parts[1:])]) == [True]
+        into = counter.empty(names(1, "one"), base=1)[0].parts[1]
+        assert counter.store.get([Parcel("one", (into,))]) == [True]
+        assert into == parcel.parts[1]
+
+    def test_a_thousand_questions_in_one_call(self, counter: Counter) -> None:
+        some = names(1000, "thousand")
+        counter.put(some[300:420])
+        found = counter.store.exists(some)
+        assert [place for place, there in enumerate(found) if there] == list(range(300, 420))
+
+    def test_several_threads(self, counter: Counter) -> None:
+        def work(number: int) -> bool:
+            some = names(12, f"thread {number}")
+            shared = names(4, "shared")
+            base = number * 32
+            right = counter.put(some + shared, base=base) == [True] * 16
+            right &= counter.get(some + shared, base=base) == [True] * 16
+            counter.store.remove(some[:6])
+            return right and counter.store.exists(some) == [False] * 6 + [True] * 6
+
+        with ThreadPoolExecutor(4) as threads:
+            assert all(threads.map(work, range(4)))
+
+    def test_a_value_is_never_seen_in_part(self, counter: Counter) -> None:
+        """What is got while it is put or removed is the whole value, or not there."""
+        some = names(1, "whole")
+        nbytes = 400_000
+        done = threading.Event()
+
+        def write() -> None:
+            try:
+                for _ in range(12):
+                    counter.put(some, nbytes, base=40)
+                    counter.put(some, nbytes, base=40)
+                    counter.store.remove(some)
+                counter.put(some, nbytes, base=40)
+            finally:
+                done.set()
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        while not done.is_set():
+            counter.get(some, nbytes)  # checks the bytes
+        writer.join()
+        assert counter.get(some, nbytes) == [True]
+
+    def test_another_host_finds_it_and_closing_keeps_it(
+        self, counter: Counter, tmp_path: Path
+    ) -> None:
+        if not self.outlives:
+            pytest.skip("what this store holds ends with its process")
+        some = names(5, "other")
+        counter.put(some)
+        for _ in range(2):
+            other = self.open(tmp_path)
+            assert other.store.exists(some) == [True] * 5
+            assert other.get(some) == [True] * 5
+            other.store.close()
+            other.close()
+        assert counter.get(some) == [True] * 5

@@ -1,0 +1,77 @@
+"""Stores for tests: one in memory, which can fail, hang, lag, lose and damage what it holds."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from kvrecall.pool.remote.store import Parcel
+
+
+class MemoryStore:
+    """A ``Store`` in a dictionary, ``values``, which may be changed at any time.
+
+    ``failing``: every call raises it. ``delay_s``: every call takes so much longer. While
+    ``gate`` is cleared, calls hang. ``calls`` lists what was called, with how many names.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.failing: Exception | None = None
+        self.delay_s = 0.0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.calls: list[tuple[str, int]] = []
+        self.is_closed = False
+
+    def attach(self, memory: memoryview) -> None:
+        pass
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        self._begin("exists", len(names))
+        return [name in self.values for name in names]
+
+    def put(self, parcels: Sequence[Parcel]) -> list[bool]:
+        self._begin("put", len(parcels))
+        for parcel in parcels:
+            self.values.setdefault(parcel.name, b"".join(parcel.parts))
+        return [True] * len(parcels)
+
+    def get(self, parcels: Sequence[Parcel]) -> list[bool]:
+        self._begin("get", len(parcels))
+        return [self._fill(parcel) for parcel in parcels]
+
+    def _fill(self, parcel: Parcel) -> bool:
+        value = self.values.get(parcel.name)
+        if value is None or len(value) != parcel.nbytes:
+            return False
+        at = 0
+        for part in parcel.parts:
+            part[:] = value[at : at + part.nbytes]
+            at += part.nbytes
+        return True
+
+    def remove(self, names: Sequence[str]) -> None:
+        self._begin("remove", len(names))
+        for name in names:
+            self.values.pop(name, None)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def _begin(self, what: str, count: int) -> None:
+        self.calls.append((what, count))
+        self.gate.wait()
+        time.sleep(self.delay_s)
+        if self.failing is not None:
+            raise self.failing
+
+
+SHARED: dict[str, MemoryStore] = {}
+"""Stores by name, for several pools of one process: the "other hosts" of a test."""
+
+
+def make_store(options: Mapping[str, object]) -> MemoryStore:
+    """The store called ``options["name"]``: the kind ``kvrecall.testing.stores:make_store``."""
+    return SHARED.setdefault(str(options.get("name", "")), MemoryStore())

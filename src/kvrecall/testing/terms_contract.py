@@ -1,0 +1,394 @@
+"""What every pool must do for tenants, pins, sizes and write policies. Subclass ``TermsContract``
+in a test module and give it a pool."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrecall.block import SHARED, Tenant, TierName, tenant_of
+from kvrecall.config import Amount, PoolTerms, TenantRules, TenantTerms, Watermarks
+from kvrecall.errors import ConfigError
+from kvrecall.pool.base import PoolClient, TierStats, Verdict
+from kvrecall.pool.pool import Pool
+from kvrecall.pool.steward import Steward
+from kvrecall.testing.blocks import chain, wait_until
+from kvrecall.testing.pool_contract import BLOCK_BYTES, NAMESPACE, SLOT_BYTES, Engine
+
+ANN, BOB, EVE = map(tenant_of, ("ann", "bob", "eve"))
+QUARTER = PoolTerms(tenants=TenantRules(TenantTerms(Amount(share=0.25), Amount(share=0.25))))
+MIB = 1 << 20
+
+Start = Callable[..., Engine]
+
+
+def keys_of(name: str, length: int) -> list:  # type: ignore[type-arg]
+    return chain(NAMESPACE, length, name)
+
+
+class TermsContract:
+    """A subclass overrides ``make``, and ``pool_of`` if its pool is a client of another."""
+
+    def make(self, host_bytes: int, disk_path: Path | None, terms: PoolTerms) -> PoolClient:
+        """A pool with an arena of ``host_bytes``; with a disk of 64 MiB if there is a path."""
+        raise NotImplementedError
+
+    def pool_of(self, pool: PoolClient) -> Pool:
+        assert isinstance(pool, Pool)
+        return pool
+
+    def steward(self, engine: Engine) -> Steward:
+        """The steward, when all that was told to the pool has come to it."""
+        engine.pool.find(())
+        return self.pool_of(engine.pool).steward
+
+    @pytest.fixture
+    def start(self, tmp_path: Path) -> Iterator[Start]:
+        engines: list[Engine] = []
+
+        def start(terms: PoolTerms, blocks: int = 64, disk: bool = True) -> Engine:
+            pool = self.make(blocks * SLOT_BYTES, tmp_path / "disk" if disk else None, terms)
+            pool.register(NAMESPACE, BLOCK_BYTES)
+            engines.append(Engine(pool))
+            return engines[-1]
+
+        yield start
+        for engine in engines:
+            engine.close()
+            engine.pool.close()
+
+    # -- limits of tenants -----------------------------------------------------------------
+
+    def test_a_flood_takes_nothing_of_those_within_their_share(self, start: Start) -> None:
+        engine = start(QUARTER, disk=False)
+        quiet = {tenant: keys_of(tenant, 12) for tenant in (ANN, BOB, SHARED)}
+        for tenant, keys in quiet.items():
+            assert engine.save(keys, tenant) == {Verdict.RESERVED: 12}
+        for number in range(60):
+            engine.save(keys_of(f"flood {number}", 4), EVE)
+            assert held(self.steward(engine), EVE) <= 16 * SLOT_BYTES
+        assert all(engine.pool.find(keys).blocks == 12 for keys in quiet.values())
+        host = engine.pool.stats().tiers[0]
+        assert host.quota_evictions == 60 * 4 - 16
+        assert engine.pool.find(keys_of("flood 59", 4)).blocks == 4, "the youngest stay"
+
+    def test_a_chain_longer_than_the_share_is_cut_and_counted(self, start: Start) -> None:
+        engine = start(QUARTER, disk=False)
+        keys = keys_of("long", 40)
+        assert engine.save(keys, EVE) == {Verdict.RESERVED: 16, Verdict.REFUSED: 24}
+        assert engine.pool.find(keys).blocks == 16
+        assert engine.pool.stats().tiers[0].over_quota == 24
+        assert engine.save(keys_of("other", 8), ANN) == {Verdict.RESERVED: 8}
+
+    def test_a_tenant_gives_up_its_suffixes_first(self, start: Start) -> None:
+        engine = start(QUARTER, disk=False)
+        old = keys_of("old", 12)
+        engine.save(old, ANN)
+        engine.pool.touch(old)
+        engine.save(keys_of("new", 8), ANN)
+        assert engine.pool.find(old).blocks == 8
+
+    def test_leased_blocks_of_a_tenant_stay(self, start: Start) -> None:
+        engine = start(QUARTER, disk=False)
+        keys = keys_of("leased", 10)
+        engine.save(keys, ANN)
+        ticket = engine.pool.acquire(keys, 10.0, None, ANN)
+        assert engine.save(keys_of("more", 16), ANN)[Verdict.RESERVED] == 6
+        engine.check(keys, engine.wait(ticket))
+        engine.pool.release(ticket)
+
+    def test_own_terms_of_a_tenant_stand_for_all_others(self, start: Start) -> None:
+        named = {EVE: TenantTerms(Amount(5 * SLOT_BYTES)), SHARED: TenantTerms()}
+        rules = TenantRules(TenantTerms(Amount(share=0.25)), named)
+        engine = start(PoolTerms(tenants=rules), disk=False)
+        assert engine.save(keys_of("eve", 10), EVE)[Verdict.RESERVED] == 5
+        assert engine.save(keys_of("ann", 20), ANN)[Verdict.RESERVED] == 16
+        assert engine.save(keys_of("all", 40))[Verdict.RESERVED] == 40
+
+    def test_limits_hold_on_disk_and_after_a_restart(self, start: Start) -> None:
+        limit = 40 * SLOT_BYTES
+        rules = TenantRules(TenantTerms(None, Amount(limit)))
+        engine = start(PoolTerms(tenants=rules))
+        quiet = keys_of("quiet", 30)
+        engine.save(quiet, ANN)
+        assert engine.pool.flush(quiet, 20.0)
+        for number in range(8):
+            flood = keys_of(f"flood {number}", 10)
+            engine.save(flood, EVE)
+            assert engine.pool.flush(flood, 20.0)
+        disk = self.pool_of(engine.pool).steward.disk
+        assert disk is not None
+        assert {use.tenant: use.used_bytes for use in disk.uses()} == {
+            ANN: 30 * SLOT_BYTES,
+            EVE: limit,
+        }
+        assert tier(engine, TierName.DISK).quota_evictions == 40
+        engine.close()
+        engine.pool.close()
+        engine = start(PoolTerms(tenants=rules))
+        assert engine.pool.find(quiet).tiers == (TierName.DISK,) * 30
+        more = keys_of("more", 10)
+        engine.save(more, EVE)
+        assert engine.pool.flush(more, 20.0)
+        assert tier(engine, TierName.DISK).quota_evictions == 10
+        assert engine.pool.find(quiet).blocks == 30
+
+    def test_a_chain_longer_than_the_share_of_the_disk_keeps_its_beginning(
+        self, start: Start
+    ) -> None:
+        rules = TenantRules(TenantTerms(None, Amount(20 * SLOT_BYTES)))
+        engine = start(PoolTerms(tenants=rules))
+        keys = keys_of("long", 32)
+        for part in (keys[:8], keys[8:16], keys[16:24], keys[24:]):
+            place = keys.index(part[0])
+            answers = engine.pool.reserve(part, keys[place - 1] if place else None, ANN)
+            for key, answer in zip(part, answers, strict=True):
+                engine.fill(key, answer.offset)
+            engine.pool.commit(part)
+            wait_until(lambda: engine.pool.stats().queued_writes == 0)
+        disk = self.steward(engine).disk
+        assert disk is not None
+        kept = "".join(".#"[disk.contains(key)] for key in keys)
+        assert kept == "#" * 20 + "." * 12
+        assert tier(engine, TierName.DISK).over_quota >= 12
+
+    # -- expiry ----------------------------------------------------------------------------
+
+    def test_blocks_expire_by_their_tenants_ttl(self, start: Start) -> None:
+        rules = TenantRules(TenantTerms(ttl_s=0.4), {ANN: TenantTerms()})
+        engine = start(PoolTerms(tenants=rules), disk=False)
+        kept, gone, pinned = keys_of("ann", 5), keys_of("bob", 5), keys_of("pinned", 5)
+        engine.save(kept, ANN)
+        engine.save(pinned, BOB)
+        self.steward(engine).pin(pinned)
+        engine.save(gone, BOB)
+        wait_until(lambda: engine.pool.find(gone).blocks == 0)
+        assert engine.pool.find(kept).blocks == 5
+        assert engine.pool.find(pinned).blocks == 5
+
+    # -- pins ------------------------------------------------------------------------------
+
+    def test_pinned_blocks_stay_and_unpinned_ones_go(self, start: Start) -> None:
+        engine = start(PoolTerms(), blocks=32, disk=False)
+        keys = keys_of("pinned", 10)
+        engine.save(keys)
+        self.steward(engine).pin(keys)
+        for number in range(10):
+            engine.save(keys_of(f"flood {number}", 20))
+        assert engine.pool.find(keys).blocks == 10
+        assert engine.pool.stats().tiers[0].pinned_bytes == 10 * SLOT_BYTES
+        self.steward(engine).unpin(keys)
+        for number in range(10):
+            engine.save(keys_of(f"again {number}", 20))
+        assert engine.pool.find(keys).blocks == 0
+        assert engine.pool.stats().tiers[0].pinned_bytes == 0
+
+    def test_no_more_than_the_limit_can_be_pinned(self, start: Start) -> None:
+        engine = start(PoolTerms(pin_limit=0.25), blocks=40, disk=False)
+        keys = keys_of("much", 20)
+        engine.save(keys)
+        with pytest.raises(ConfigError, match="pin_limit"):
+            self.steward(engine).pin(keys)
+        assert engine.pool.stats().tiers[0].pinned_bytes == 0
+        self.steward(engine).pin(keys[:10])
+        with pytest.raises(ConfigError, match="pin_limit"):
+            self.steward(engine).pin(keys[10:11])
+        self.steward(engine).pin(keys[:10])  # pinned already
+
+    def test_pinned_blocks_are_pinned_after_a_restart(self, start: Start) -> None:
+        limit = TenantRules(TenantTerms(None, Amount(20 * SLOT_BYTES)))
+        engine = start(PoolTerms(tenants=limit))
+        keys = keys_of("pinned", 10)
+        engine.save(keys[:5], ANN)
+        assert engine.pool.flush(keys[:5], 20.0)
+        engine.save(keys, ANN)
+        self.steward(engine).pin(keys)  # half of them perhaps not on disk yet
+        assert engine.pool.flush(keys, 20.0)
+        self.steward(engine).pin([])  # waits until that is noted
+        engine.close()
+        engine.pool.close()
+        engine = start(PoolTerms(tenants=limit))
+        assert tier(engine, TierName.DISK).pinned_bytes == 10 * SLOT_BYTES
+        assert len(engine.recall(keys, ANN)) == 10
+        assert tier(engine, TierName.HOST).pinned_bytes == 10 * SLOT_BYTES
+        for number in range(5):
+            flood = keys_of(f"flood {number}", 10)
+            engine.save(flood, ANN)
+            assert engine.pool.flush(flood, 20.0)
+        disk = self.steward(engine).disk
+        assert disk is not None
+        assert all(disk.contains(key) for key in keys)
+        self.steward(engine).unpin(keys)
+        assert tier(engine, TierName.DISK).pinned_bytes == 0
+
+    def test_clear_takes_pinned_blocks_too(self, start: Start) -> None:
+        engine = start(PoolTerms(), disk=False)
+        keys = keys_of("pinned", 10)
+        engine.save(keys)
+        self.steward(engine).pin(keys)
+        engine.pool.clear()
+        assert engine.pool.find(keys).blocks == 0
+        assert engine.save(keys) == {Verdict.RESERVED: 10}
+        assert engine.pool.stats().tiers[0].pinned_bytes == 0
+
+    # -- sizes -----------------------------------------------------------------------------
+
+    def test_the_host_shrinks_and_grows(self, start: Start) -> None:
+        engine = start(PoolTerms(), blocks=64, disk=False)
+        steward = self.steward(engine)
+        keys = keys_of("a", 40)
+        engine.save(keys)
+        engine.pool.touch(keys)
+        engine.save(keys_of("b", 24))
+        engine.pool.touch(keys)
+        engine.pool.find(())
+        steward.resize_host(20 * SLOT_BYTES)
+        wait_until(lambda: steward.host_surplus() == 0)
+        assert engine.pool.stats().tiers[0].capacity_bytes == 20 * SLOT_BYTES
+        assert engine.pool.find(keys).blocks == 20, "what was used last stays, prefixes first"
+        assert engine.save(keys_of("c", 30)) == {Verdict.RESERVED: 20, Verdict.REFUSED: 10}
+        steward.resize_host(64 * SLOT_BYTES)
+        assert engine.save(keys_of("d", 40)) == {Verdict.RESERVED: 40}
+        with pytest.raises(ConfigError, match="cannot grow"):
+            steward.resize_host(65 * SLOT_BYTES)
+
+    def test_the_host_waits_for_leases_when_it_shrinks(self, start: Start) -> None:
+        engine = start(PoolTerms(), blocks=32, disk=False)
+        keys = keys_of("leased", 20)
+        engine.save(keys)
+        ticket = engine.pool.acquire(keys, 10.0)
+        self.steward(engine).resize_host(8 * SLOT_BYTES)
+        engine.check(keys, engine.wait(ticket))
+        assert self.steward(engine).host_surplus() == 12 * SLOT_BYTES
+        engine.pool.release(ticket)
+        wait_until(lambda: self.steward(engine).host_surplus() == 0)
+
+    def test_the_disk_shrinks_without_losing_what_is_used(self, start: Start) -> None:
+        engine = start(PoolTerms(pin_limit=0.2), blocks=128)
+        disk = self.steward(engine).disk
+        assert disk is not None
+        hot, pinned = keys_of("hot", 60), keys_of("pinned", 60)
+        for keys in (pinned, *(keys_of(f"cold {n}", 60) for n in range(8)), hot):
+            engine.save(keys)
+            assert engine.pool.flush(keys, 20.0)
+        self.steward(engine).pin(pinned[:50])
+        engine.pool.touch(hot)
+        engine.pool.find(())
+        before = disk.stats()
+        disk.resize(24 * MIB)
+        wait_until(lambda: disk.surplus_bytes == 0 and disk.stats().blocks < before.blocks)
+        wait_until(lambda: bytes_of(self.steward(engine)) <= 24 * MIB)
+        assert all(disk.contains(key) for key in hot)
+        assert all(disk.contains(key) for key in pinned[:50])
+        assert disk.stats().blocks > 150
+        checked = dict(disk.check(hot + pinned[:50]))
+        assert {str(outcome) for outcome in checked.values()} == {"Outcome.LOADED"}
+        with pytest.raises(ConfigError, match="free on the file system"):
+            disk.resize(1 << 60)
+        with pytest.raises(ConfigError, match="pinned"):
+            disk.resize(8 * MIB)
+        disk.resize(64 * MIB)
+        for number in range(4):
+            keys = keys_of(f"more {number}", 60)
+            engine.save(keys)
+            assert engine.pool.flush(keys, 20.0)
+        assert all(disk.contains(key) for key in hot)
+
+    # -- write policies --------------------------------------------------------------------
+
+    def test_back_writes_what_is_flushed_and_the_rest_at_close(self, start: Start) -> None:
+        engine = start(PoolTerms("back"))
+        keys, other = keys_of("a", 10), keys_of("b", 10)
+        engine.save(keys)
+        engine.save(other)
+        time.sleep(0.3)
+        assert tier(engine, TierName.DISK).writes == 0
+        assert engine.pool.stats().unwritten_bytes == 20 * SLOT_BYTES
+        assert engine.pool.flush(keys, 20.0)
+        assert tier(engine, TierName.DISK).writes == 10
+        assert engine.pool.stats().unwritten_bytes == 10 * SLOT_BYTES
+        engine.close()
+        engine.pool.close()
+        engine = start(PoolTerms("back"))
+        assert engine.pool.find(keys).blocks == engine.pool.find(other).blocks == 10
+
+    def test_back_writes_before_it_evicts(self, start: Start) -> None:
+        terms = PoolTerms("back", unwritten_marks=Watermarks(1.0, 1.0))
+        engine = start(terms, blocks=32)
+        chains = [keys_of(f"chain {number}", 8) for number in range(12)]
+        for keys in chains:
+            wait_until(lambda keys=keys: saved(engine, keys))  # type: ignore[misc]
+        assert all(engine.pool.find(keys).blocks == 8 for keys in chains)
+
+    def test_back_writes_when_too_much_is_unwritten(self, start: Start) -> None:
+        terms = PoolTerms("back", unwritten_marks=Watermarks(0.5, 0.25))
+        engine = start(terms, blocks=40)
+        first, second = keys_of("first", 15), keys_of("second", 10)
+        engine.save(first)
+        engine.save(second)
+        wait_until(lambda: tier(engine, TierName.DISK).writes == 15)
+        disk = self.steward(engine).disk
+        assert disk is not None
+        assert all(disk.contains(key) for key in first), "the least recently used first"
+        assert engine.pool.stats().unwritten_bytes == 10 * SLOT_BYTES
+
+    def test_selective_writes_on_the_second_sight(self, start: Start) -> None:
+        engine = start(PoolTerms("selective"))
+        once, twice = keys_of("once", 8), keys_of("twice", 8)
+        for keys in (once, twice):
+            engine.pool.touch(keys)
+            engine.save(keys)
+        engine.pool.touch(twice)
+        wait_until(lambda: tier(engine, TierName.DISK).writes == 8)
+        disk = self.steward(engine).disk
+        assert disk is not None
+        assert all(disk.contains(key) for key in twice)
+        assert not any(disk.contains(key) for key in once)
+        assert engine.pool.flush(once, 20.0), "what is flushed is written"
+
+    def test_selective_remembers_what_left_the_host(self, start: Start) -> None:
+        engine = start(PoolTerms("selective"), blocks=16)
+        keys = keys_of("a", 8)
+        engine.pool.touch(keys)
+        engine.save(keys)
+        for number in range(4):
+            engine.pool.touch(keys_of(f"other {number}", 8))
+            engine.save(keys_of(f"other {number}", 8))
+        assert engine.pool.find(keys).blocks == 0
+        engine.pool.touch(keys)
+        engine.save(keys)
+        wait_until(lambda: tier(engine, TierName.DISK).writes == 8)
+
+    def test_the_host_is_kept_below_its_high_mark(self, start: Start) -> None:
+        engine = start(PoolTerms(host_marks=Watermarks(0.8, 0.5)), blocks=40, disk=False)
+        keys = keys_of("a", 36)
+        engine.save(keys)
+        wait_until(lambda: engine.pool.find(keys).blocks == 20)
+
+
+def tier(engine: Engine, name: TierName) -> TierStats:
+    return next(tier for tier in engine.pool.stats().tiers if tier.name == name)
+
+
+def held(steward: Steward, tenant: Tenant) -> int:
+    """Bytes of a tenant in the host."""
+    return sum(use.used_bytes for use in steward.host_uses() if use.tenant == tenant)
+
+
+def saved(engine: Engine, keys: list) -> bool:  # type: ignore[type-arg]
+    """Whether all of ``keys`` are in the pool, after another attempt to save them."""
+    engine.save(keys)
+    return engine.pool.find(keys).blocks == len(keys)
+
+
+def bytes_of(steward: Steward) -> int:
+    """What the files of the disk tier take."""
+    assert steward.disk is not None
+    paths = list(steward.disk.path.iterdir())
+    return sum(path.stat().st_blocks * 512 for path in paths)
+
+
+__all__ = ["Pool", "TermsContract"]
