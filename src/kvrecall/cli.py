@@ -26,10 +26,11 @@ app.add_typer(config_app, name="config")
 _ROOMS = {
     "pool": (
         "kvrecall.pool.service.cli",
-        "Run and administer a pool: serve, stat, ls, verify, drop, clear.",
+        "Run and administer a pool: serve, stat, ls, verify, drop, pin, resize, key.",
     ),
     "bench": ("kvrecall.bench.cli", "Measure recall on this machine."),
     "simulate": ("kvrecall.simulate.cli", "Play a trace against pool sizes and policies."),
+    "router": ("kvrecall.router.cli", "Send prompts to prefill and decode instances."),
     "plan": ("kvrecall.plan.cli", "Size a pool."),
 }
 """Sub-commands by the module whose ``app`` they are, with their help."""

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from kvrecall.bench.needle.cli import needle
 from kvrecall.bench.report import Report
 from kvrecall.errors import KvrecallError
 
@@ -45,6 +46,31 @@ def overhead(
 
 
 @app.command()
+def throttle(
+    tokens: Tokens = 2048,
+    repetitions: Annotated[int, typer.Option(min=1)] = 3,
+    json: Json = False,
+) -> None:
+    """Load or recompute: a hit on a disk of several bandwidths, against computing it."""
+    from kvrecall.bench.restore import BLOCK
+    from kvrecall.bench.throttle import measure_throttle
+
+    _run(lambda: measure_throttle(tokens // BLOCK * BLOCK, repetitions, _progress), json)
+
+
+@app.command()
+def service(
+    blocks: Annotated[int, typer.Option(min=1000, help="On disk, for the start-up.")] = 100_000,
+    repetitions: Annotated[int, typer.Option(min=1)] = 5,
+    json: Json = False,
+) -> None:
+    """The pool service: look-ups, two clients restoring at once, start-up with a full disk."""
+    from kvrecall.bench.service import measure_service
+
+    _run(lambda: measure_service(blocks, repetitions, _progress), json)
+
+
+@app.command()
 def lookup(json: Json = False) -> None:
     """How long the scheduler's look-up of 1,000 blocks takes."""
     from kvrecall.bench.pool import lookup_report
@@ -57,12 +83,30 @@ def disk(
     path: Annotated[
         Path, typer.Option(help="Folder on the file system to measure; a sub-folder is made.")
     ] = Path("var"),
+    encrypted: Annotated[bool, typer.Option("--encrypted", help="With blocks sealed.")] = False,
     json: Json = False,
 ) -> None:
     """Disk tier -> arena against a raw sequential read of the same file system."""
     from kvrecall.bench.pool import disk_report
 
-    _run(lambda: disk_report(path), json)
+    _run(lambda: disk_report(path, encrypted), json)
+
+
+@app.command()
+def remote(
+    tokens: Tokens = 8192,
+    repetitions: Annotated[int, typer.Option(min=1)] = 5,
+    engines: Annotated[
+        bool, typer.Option("--engines/--no-engines", help="Also a remote hit against computing.")
+    ] = True,
+    json: Json = False,
+) -> None:
+    """Remote tier over Mooncake against its bare client; a remote hit against computing."""
+    from kvrecall.bench.remote import remote_report
+    from kvrecall.bench.restore import BLOCK
+
+    length = tokens // BLOCK * BLOCK
+    _run(lambda: remote_report(length, repetitions, engines, _progress), json)
 
 
 @app.command()
@@ -73,17 +117,92 @@ def decode(
     digest_tokens: Annotated[int, typer.Option(help="Keys a digest stands for.")] = 16,
     rounds: Annotated[int, typer.Option(min=1)] = 10,
     threads: Annotated[int | None, typer.Option(min=1, help="Default: torch's.")] = None,
+    cosine: Annotated[
+        float, typer.Option(min=0, max=1, help="How much a query resembles the one before.")
+    ] = 0.9,
+    prefetch: Annotated[float, typer.Option(help="Share of blocks loaded ahead.")] = 0.0,
     json: Json = False,
 ) -> None:
-    """Attention of a decoded token: dense, and by retrieval with RetrievalKV's defaults."""
+    """Attention of a decoded token: dense, and by retrieval with RetrievalKV's defaults; from
+    65,536 tokens on also with the middle blocks off the device."""
     from kvrecall.bench.decode import measure_decode_report
     from kvrecall.retrieval.settings import RetrievalSettings
 
     def measure() -> Report:
-        settings = RetrievalSettings(topk_share=share, digest=digest, digest_tokens=digest_tokens)
-        return measure_decode_report(context, settings, rounds, threads)
+        settings = RetrievalSettings(
+            topk_share=share,
+            digest=digest,
+            digest_tokens=digest_tokens,
+            prefetch_share=prefetch,
+        )
+        return measure_decode_report(context, settings, rounds, threads, cosine)
 
     _run(measure, json)
+
+
+@app.command()
+def crowd(
+    context: Annotated[int, typer.Option(min=2048, help="Tokens of each prompt.")] = 16384,
+    sequences: Annotated[int, typer.Option(min=1, help="Prompts.")] = 8,
+    decoded: Annotated[int, typer.Option(min=2, help="Tokens each decodes.")] = 128,
+    dense_fits: Annotated[
+        int, typer.Option(min=1, help="Whole sequences the device cache holds.")
+    ] = 2,
+    json: Json = False,
+) -> None:
+    """Long sequences that decode at once in a fixed device cache, dense and by retrieval."""
+    from kvrecall.bench.crowd import measure_crowd
+
+    _run(lambda: measure_crowd(context, sequences, decoded, dense_fits, _progress), json)
+
+
+Variants = Annotated[
+    str, typer.Option(help="Which servers, by name: none,device,host,disk,two,service.")
+]
+
+
+@app.command()
+def chat(
+    sessions: Annotated[int, typer.Option(min=1)] = 32,
+    turns: Annotated[int, typer.Option(min=1)] = 3,
+    variants: Variants = "none,device,host,disk,two,service",
+    seed: int = 0,
+    json: Json = False,
+) -> None:
+    """Conversations and questions over long texts against servers with each kind of pool."""
+    from kvrecall.bench.serving.measure import Room, measure_serving
+    from kvrecall.bench.serving.variants import named
+    from kvrecall.bench.serving.workload import conversations
+
+    def measure() -> Report:
+        workload = conversations(sessions, turns, seed)
+        return measure_serving(workload, named(variants.split(",")), Room(), _progress)
+
+    _run(measure, json)
+
+
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(help="A trace in Mooncake's format.")],
+    requests: Annotated[int, typer.Option(min=2, help="How many, from its beginning.")] = 100,
+    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens for a block of 512.")] = 32,
+    seconds: Annotated[float, typer.Option(min=0, help="From first to last arrival.")] = 60.0,
+    variants: Variants = "device,host,disk",
+    json: Json = False,
+) -> None:
+    """A slice of a recorded trace, made small, against live servers."""
+    from kvrecall.bench.serving.measure import Room, measure_serving
+    from kvrecall.bench.serving.variants import named
+    from kvrecall.bench.serving.workload import replay as slice_of
+
+    def measure() -> Report:
+        workload = slice_of(trace, requests, block_tokens, seconds)
+        return measure_serving(workload, named(variants.split(",")), Room(), _progress)
+
+    _run(measure, json)
+
+
+app.command()(needle)
 
 
 def _run(measure: Callable[[], Report], as_json: bool) -> None:

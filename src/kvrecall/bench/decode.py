@@ -10,7 +10,7 @@ from kvrecall.retrieval.settings import RetrievalSettings
 from kvrecall.retrieval.split import split_of
 
 if TYPE_CHECKING:
-    from kvrecall.engines.vllm.retrieval.measure import DecodeTimes
+    from kvrecall.engines.vllm.retrieval.measure import DecodeTimes, OffloadTimes
 
 MODEL_LAYERS = 28
 """A step is planned once for all layers; its cost is shared by as many as Qwen2-7B has."""
@@ -19,10 +19,18 @@ SHAPE = "16 query heads, 4 KV heads of 128, bf16, blocks of 128 tokens"
 
 
 def measure_decode_report(
-    context: int, settings: RetrievalSettings, rounds: int, threads: int | None
+    context: int,
+    settings: RetrievalSettings,
+    rounds: int,
+    threads: int | None,
+    cosine: float = 0.9,
 ) -> Report:
-    """Times one layer at ``context`` tokens. Raises KvrecallError if retrieval did not act, or
-    does not compute what dense attention computes once it may choose every block."""
+    """Times one layer at ``context`` tokens, past the offload boundary also with the middle blocks
+    off the device and queries that resemble the last by ``cosine``.
+
+    Raises KvrecallError if retrieval did not act, does not compute what dense attention computes
+    once it may choose every block, or computes something else from recalled blocks.
+    """
     import torch
 
     from kvrecall.engines.vllm.retrieval.measure import measure_decode
@@ -34,14 +42,19 @@ def measure_decode_report(
         )
     if threads is not None:
         torch.set_num_threads(threads)
-    times = measure_decode(context, settings, rounds)
+    times = measure_decode(context, settings, rounds, cosine)
     if not times.activity["blocks_selected"]:
         raise KvrecallError("retrieval did not act: no block was chosen; the figures mean nothing")
     if times.whole_error > 0.02:
         raise KvrecallError(
             f"choosing every block differs from dense attention by {times.whole_error:.3f}"
         )
-    return _report(context, settings, times, torch.get_num_threads())
+    if times.offload is not None and times.offload.error > 0:
+        raise KvrecallError(
+            f"blocks recalled to the device give other results, by {times.offload.error:.3g}"
+        )
+    report = _report(context, settings, times, torch.get_num_threads())
+    return report if times.offload is None else _with_offload(report, times, times.offload, cosine)
 
 
 def _report(context: int, settings: RetrievalSettings, times: DecodeTimes, threads: int) -> Report:
@@ -87,7 +100,43 @@ def _report(context: int, settings: RetrievalSettings, times: DecodeTimes, threa
         f"chosen {times.selected_share:.1%} of the middle blocks, attended to "
         f"{times.attended_share:.1%} of the tokens",
         f"ratio {ratios['p50']:.3f} at the median, {ratios['p10']:.3f} at the fastest tenth",
-        "random keys: this measures time, not quality; blocks are not offloaded in this version",
+        "random keys: this measures time, not quality",
     )
     columns = ("milliseconds a layer", "p10", "median", "p90")
     return Report("decode", columns, rows, figures, notes)
+
+
+def _with_offload(
+    report: Report, times: DecodeTimes, offload: OffloadTimes, cosine: float
+) -> Report:
+    """The report with what the sequence costs while its middle blocks are off the device."""
+    dense = percentiles([second * 1e3 for second in times.dense])
+    plan = percentiles([second * 1e3 for second in times.plan])["p50"] / MODEL_LAYERS
+    spent = percentiles([second * 1e3 for second in offload.seconds])
+    chosen = offload.hits + offload.loaded
+    if not chosen:
+        raise KvrecallError("offload did not act: no block was recalled; the figures mean nothing")
+    hit_rate = offload.hits / chosen
+    loaded = offload.bytes_loaded / offload.steps
+    figures = {
+        **report.figures,
+        "offload_ms": round(spent["p50"] + plan, 6),
+        "offload_ratio": round((spent["p50"] + plan) / dense["p50"], 4),
+        "device_blocks_ratio": round(offload.device_blocks / offload.blocks, 4),
+        "cache_hit_rate": round(hit_rate, 4),
+        "bytes_loaded_a_step_and_layer": round(loaded),
+        "prefetched": offload.prefetched,
+        "prefetched_in_vain": offload.vain,
+        "query_cosine": cosine,
+    }
+    row = (
+        "the same, middle blocks off the device",
+        *(f"{spent[rank]:.3f}" for rank in ("p10", "p50", "p90")),
+    )
+    notes = (
+        *report.notes,
+        f"off the device: {offload.device_blocks} of {offload.blocks} blocks held on it; "
+        f"successive queries of cosine {cosine}: {hit_rate:.0%} of chosen blocks found in the "
+        f"slots, {loaded / 1e6:.1f} MB loaded a step and layer",
+    )
+    return Report(report.name, report.columns, (*report.rows, row), figures, notes)

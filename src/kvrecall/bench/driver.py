@@ -27,6 +27,8 @@ SETTLE_TIMEOUT_S = 60.0
 QUEUED_WRITES = "kvrecall_queued_writes{"
 
 Progress = Callable[[str], None]
+KVRECALL = (sys.executable, "-c", "from kvrecall.cli import main; main()")
+"""The ``kvrecall`` command of this very installation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +51,19 @@ class ServerProcess:
     """A ``kvrecall serve`` process on a free port of the loopback interface.
 
     Use as a context manager: leaving it ends the server and every process it started, however
-    the block ends. ``arguments`` are those of ``kvrecall serve``; ``log`` takes its output.
+    the block ends. ``arguments`` are those of ``kvrecall serve``; ``log`` takes its output;
+    ``environment`` stands in place of ``server_environment()``.
     """
 
-    def __init__(self, arguments: Sequence[str], log: Path, progress: Progress) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        progress: Progress,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._arguments = list(arguments)
+        self._environment = server_environment() if environment is None else environment
         self._log = log
         self._progress = progress
         self._process: subprocess.Popen[bytes] | None = None
@@ -88,15 +98,14 @@ class ServerProcess:
 
     def _start(self) -> None:
         self.port = free_port()
-        launch = [sys.executable, "-c", "from kvrecall.cli import main; main()", "serve"]
-        command = launch + _with_port(self._arguments, self.port)
+        command = [*KVRECALL, "serve", *_with_port(self._arguments, self.port)]
         self._output = self._log.open("ab")
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
-            env={**server_environment(), "VLLM_SERVER_DEV_MODE": "1"},
+            env={**self._environment, "VLLM_SERVER_DEV_MODE": "1"},
             start_new_session=True,  # Ctrl-C is for us; we then end the server in order
         )
         begin = said = time.monotonic()

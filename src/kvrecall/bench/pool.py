@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
 from kvrecall.bench.report import Report
+from kvrecall.pool.cipher import Cipher
+from kvrecall.pool.disk.seal import Sealed
+from kvrecall.pool.keyfile import KEY_BYTES
 from kvrecall.pool.measure import measure_disk, measure_lookup
 
 DISK_BYTES = 1 << 30
@@ -36,9 +40,10 @@ def lookup_report() -> Report:
     return Report("lookup", columns, rows, found, (note,))
 
 
-def disk_report(path: Path) -> Report:
+def disk_report(path: Path, encrypted: bool = False) -> Report:
     """Bandwidths of the disk tier and of bare direct I/O below ``path``."""
-    found = measure_disk(path, DISK_BYTES, BLOCK_BYTES)
+    seal = Sealed(Cipher([secrets.token_bytes(KEY_BYTES)])) if encrypted else None
+    found = measure_disk(path, DISK_BYTES, BLOCK_BYTES, seal=seal)
     rates = cast(Mapping[str, float], found)
     rows = tuple(
         (
@@ -51,8 +56,8 @@ def disk_report(path: Path) -> Report:
     )
     direct = "direct I/O" if found["direct"] else "no direct I/O on this file system"
     notes = (
-        f"{DISK_BYTES >> 20} MiB in blocks of {BLOCK_BYTES >> 10} KiB, checksums verified, "
-        f"{direct}",
+        f"{DISK_BYTES >> 20} MiB in blocks of {BLOCK_BYTES >> 10} KiB, "
+        f"{'sealed with AES-256-GCM' if encrypted else 'checksums verified'}, {direct}",
         f"goal: reads at least {READ_GOAL} of the bare ones",
     )
     return Report("disk", ("", "tier GB/s", "bare GB/s", "ratio"), rows, found, notes)

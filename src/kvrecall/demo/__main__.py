@@ -1,4 +1,5 @@
-"""``python -m kvrecall.demo`` plays the demo; ``python -m kvrecall.demo serve`` stays up."""
+"""``python -m kvrecall.demo`` plays the demo; ``... serve`` stays up; ``... mooncake`` plays the
+one of the remote tier."""
 
 from __future__ import annotations
 
@@ -13,9 +14,12 @@ import typer
 from rich.console import Console
 
 from kvrecall.demo import staying
+from kvrecall.demo.mooncake import MooncakePlay, MooncakeVerdict
 from kvrecall.demo.play import Play, Stage, Verdict
+from kvrecall.demo.shot import require_browser
 from kvrecall.errors import KvrecallError
 
+SHOT = Path("docs/images/dashboard.png")
 TRAINED = Path(__file__).resolve().parents[3] / "models" / "recall-tiny"
 
 app = typer.Typer(add_completion=False)
@@ -45,6 +49,9 @@ def _terminated(number: int, _: FrameType | None) -> None:
 def demo(
     context: typer.Context,
     model: Annotated[Path | None, typer.Option(help="Model folder to use.")] = None,
+    shot: Annotated[
+        bool, typer.Option("--shot", envvar="SHOT", help=f"Write {SHOT}: the dashboard.")
+    ] = False,
 ) -> None:
     """Shows recall from device, host and disk, and that no token changes by it."""
     if context.invoked_subcommand is not None:
@@ -54,8 +61,10 @@ def demo(
     with tempfile.TemporaryDirectory(prefix="kvrecall-demo-") as name:
         folder = Path(name)
         stage = _stage(model, folder)
-        play = Play(stage, folder, _progress)
         try:
+            if shot:
+                require_browser()
+            play = Play(stage, folder, _progress, SHOT if shot else None)
             play.run()
         except KvrecallError as error:
             _progress(f"failed: {error}")
@@ -64,6 +73,30 @@ def demo(
             _progress("stopped")
             raise typer.Exit(130) from None
         verdict = Verdict(play.rows, stage.model.name)
+        verdict.print(Console(width=None if sys.stdout.isatty() else 120))
+    raise typer.Exit(0 if verdict.summary()["ok"] else 1)
+
+
+@app.command("mooncake")
+def mooncake(
+    model: Annotated[Path | None, typer.Option(help="Model folder to use.")] = None,
+) -> None:
+    """Shows recall by one server of what another stored in Mooncake Store, and that the loss of
+    its master fails no request and changes no token."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _terminated)
+    with tempfile.TemporaryDirectory(prefix="kvrecall-demo-") as name:
+        stage = _stage(model, Path(name))
+        play = MooncakePlay(stage.model, stage.characters, Path(name), _progress)
+        try:
+            play.run()
+        except KvrecallError as error:
+            _progress(f"failed: {error}")
+            raise typer.Exit(1) from error
+        except KeyboardInterrupt:
+            _progress("stopped")
+            raise typer.Exit(130) from None
+        verdict = MooncakeVerdict(play)
         verdict.print(Console(width=None if sys.stdout.isatty() else 120))
     raise typer.Exit(0 if verdict.summary()["ok"] else 1)
 

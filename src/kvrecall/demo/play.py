@@ -13,7 +13,8 @@ from rich.table import Table
 
 from kvrecall.bench.driver import Answer, Progress, ServerProcess
 from kvrecall.bench.report import engine_version
-from kvrecall.demo.prompts import TURN_1, TURN_2, long_question
+from kvrecall.demo import shot
+from kvrecall.demo.prompts import ANSWER, TURN_1, TURN_2, long_question
 from kvrecall.errors import EngineError
 
 ANSWER_TOKENS = 32
@@ -47,7 +48,11 @@ class Row:
 class Play:
     """Runs the demo in a folder of its own, which the caller removes."""
 
-    def __init__(self, stage: Stage, folder: Path, progress: Progress) -> None:
+    def __init__(
+        self, stage: Stage, folder: Path, progress: Progress, picture: Path | None = None
+    ) -> None:
+        """``picture``: where to put one of the dashboard; None: nowhere."""
+        self._picture = picture
         self._stage = stage
         self._folder = folder
         self._progress = progress
@@ -65,11 +70,16 @@ class Play:
             self._ask(server, "no pool", list(self._prompts))
         self._progress("2/3 the server with its pool")
         with self._server("with.log", pool=True) as server:
+            dashboard = f"{server.url}/dashboard"
+            self._progress(f"  its dashboard, for as long as it runs: {dashboard}")
             self._ask(server, "new", list(self._prompts))
             server.settle()
             self._ask(server, "asked again", ["long text"])
             server.forget_device()
             self._ask(server, "device cache emptied", ["conversation, turn 2", "long text"])
+            if self._picture is not None:
+                shot.take(dashboard, self._picture)
+                self._progress(f"  a picture of the dashboard is in {self._picture}")
         self._progress("3/3 the server process again: its memory is gone, its disk is not")
         with self._server("again.log", pool=True) as server:
             self._ask(server, "server restarted", ["conversation, turn 2", "long text"])
@@ -128,9 +138,15 @@ class Verdict:
             "ttft_device_s": self._ttft("asked again"),
             "ttft_host_s": self._ttft("device cache emptied"),
             "ttft_disk_s": self._ttft("server restarted"),
+            "answers_right": self._right(),
             "model": self._model,
             "vllm": engine_version(),
         }
+
+    def _right(self) -> bool:
+        """Whether every reply over the long text names the value that the text states."""
+        replies = [row.answer.text for row in self._rows if row.request == "long text"]
+        return all(ANSWER in reply.strip().split("\n")[0] for reply in replies)
 
     def _ttft(self, memory: str) -> float:
         """Seconds to the first token of the long text."""
@@ -161,6 +177,8 @@ class Verdict:
         same = "bit-identical" if len(set(hits)) == 1 else "NOT bit-identical"
         console.print(f"log-probabilities after a device, host and disk hit: {same}")
         answer = self._expected["long text"].text.strip().splitlines()
-        console.print(f"answer over the long text: {answer[0] if answer else ''!r}", markup=False)
+        verdict = "right, each time" if self._right() else "not what the text says"
+        said = answer[0] if answer else ""
+        console.print(f"answer over the long text: {said!r}, {verdict}", markup=False)
         line = json.dumps(self.summary(), separators=(",", ":"))
         console.print(line, soft_wrap=True, markup=False, highlight=False)

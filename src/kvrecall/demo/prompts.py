@@ -39,7 +39,8 @@ TURN_1 = _FIRST_QUESTION
 TURN_2 = _FIRST_QUESTION + _FIRST_ANSWER + _SECOND_QUESTION
 """Its second turn: the first question, the guide's answer, the second question."""
 
-FACT = "The code of amber falcon is 417."
+ANSWER = "417"
+FACT = f"The code of amber falcon is {ANSWER}."
 
 
 def long_question(characters: int) -> str:

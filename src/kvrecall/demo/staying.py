@@ -38,7 +38,12 @@ def serve(
     while process.poll() is None and not _healthy(port):
         time.sleep(0.5)
     if process.poll() is None:
-        typer.echo(f"\nReady. Send it, twice:\n\n{request(port)}\n\nCtrl-C ends it.", err=True)
+        address = f"http://127.0.0.1:{port}/dashboard"
+        typer.echo(
+            f"\nReady. Send it, twice:\n\n{request(port)}\n\n"
+            f"Its dashboard: {address}\n\nCtrl-C ends it.",
+            err=True,
+        )
     raise typer.Exit(process.wait())
 
 

@@ -1,4 +1,5 @@
-"""ASGI middleware that refuses bodies that are too large and links that are too many."""
+"""ASGI middleware that refuses bodies that are too large, links that are too many, and paths that
+are served elsewhere."""
 
 from __future__ import annotations
 
@@ -6,6 +7,21 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrecall.server.replies import ReplyError
+
+
+class Closed:
+    """Answers 404 to all that begins with one of ``prefixes``, which another address serves."""
+
+    def __init__(self, app: ASGIApp, prefixes: tuple[str, ...]) -> None:
+        self._app = app
+        self._prefixes = prefixes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(self._prefixes):
+            error = ReplyError(404, f"{scope['path']} is on another address of this server")
+            await error.response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
 
 
 class _TooLargeError(Exception):

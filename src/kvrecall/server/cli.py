@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from kvrecall.config import default_socket
+from kvrecall.engines.base import Role
 from kvrecall.errors import ConfigError, KvrecallError
 from kvrecall.server import launch
 from kvrecall.server.plan import Plan
@@ -25,6 +28,10 @@ _Words = Annotated[
     typer.Argument(metavar="[-- VLLM_OPTIONS]", help="Any option of vllm serve, after --."),
 ]
 _Config = Annotated[Path | None, _option("MindIE config.json; instead of MODEL and options.")]
+_PoolConfig = Annotated[
+    Path | None,
+    _option("pool.json with any setting of the pool; the options below win over it.", _POOL),
+]
 _Port = Annotated[int, _option("Port to listen on.", min=1, max=65535)]
 _AsyncWrite = Annotated[
     bool | None,
@@ -48,11 +55,32 @@ def serve(
     config: _Config = None,
     host: Annotated[str, _option("Address to listen on.")] = "127.0.0.1",
     port: _Port = 8000,
+    pool_config: _PoolConfig = None,
     host_size: Annotated[str | None, _option("Host memory for blocks. [4GiB]", _POOL)] = None,
     disk_path: Annotated[str | None, _option("Folder for blocks on disk.", _POOL)] = None,
     disk_size: Annotated[str | None, _option("Limit of the disk tier: 100GiB", _POOL)] = None,
+    encryption_key_file: Annotated[
+        str | None, _option("Seal blocks below the host with this key.", _POOL)
+    ] = None,
     async_write: _AsyncWrite = None,
     pool: Annotated[bool, _option("Serve with a pool.", _POOL, "--pool/--no-pool")] = True,
+    pool_service: Annotated[
+        bool, _option("Use the pool of this node: kvrecall pool serve.", _POOL, "--pool-service")
+    ] = False,
+    pool_socket: Annotated[
+        str | None, _option(f"Its socket, if not {default_socket()}.", _POOL)
+    ] = None,
+    role: Annotated[
+        Role, _option("Prefill and decode apart: what this instance is for; see kvrecall router.")
+    ] = Role.BOTH,
+    retrieval: Annotated[
+        bool,
+        _option(
+            "Decode long sequences over the blocks that matter; set by VLLM_RETRIEVAL_*.",
+            _ENGINE,
+            "--retrieval",
+        ),
+    ] = False,
     block_size: Annotated[int | None, _option("Tokens in a block. [128]", _ENGINE)] = None,
     max_model_len: Annotated[str | None, _option("Longest sequence, tokens.", _ENGINE)] = None,
     served_model_name: Annotated[str | None, _option("Name in requests.", _ENGINE)] = None,
@@ -68,7 +96,10 @@ def serve(
         "host_size": host_size,
         "disk_path": disk_path,
         "disk_size": disk_size,
+        "encryption_key_file": encryption_key_file,
         "async_write": async_write,
+        "backend": "service" if pool_service or pool_socket else None,
+        "socket": pool_socket,
     }
     engine: dict[str, object] = {
         "block-size": block_size,
@@ -87,8 +118,11 @@ def serve(
         host=host,
         port=port,
         recall={k: v for k, v in recall.items() if v is not None} if pool else None,
+        pool_config=pool_config,
         engine={k: v for k, v in engine.items() if v is not None},
         extra_args=words,
+        role=role,
+        retrieval=retrieval,
     )
     raise typer.Exit(_run(asked, config))
 
@@ -128,8 +162,11 @@ def config_example() -> None:
 
 
 def _plan_config(config: Path, asked: launch.Asked) -> Plan:
-    if asked != launch.Asked(model=None):
-        raise ConfigError("--config comes alone: MODEL and the other options are in the file")
+    if asked != launch.Asked(model=None, role=asked.role):
+        raise ConfigError(
+            "--config comes alone but for --role: MODEL and the other options are in the file"
+        )
     from kvrecall.server.mindie.planning import plan_config
 
-    return plan_config(config)
+    plan = plan_config(config)
+    return replace(plan, spec=replace(plan.spec, role=asked.role))

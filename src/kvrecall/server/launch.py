@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvrecall.config import RecallSettings, parse_size
-from kvrecall.engines.base import Limits, ServeSpec
+from kvrecall.engines.base import Limits, Role, ServeSpec
 from kvrecall.errors import ConfigError
+from kvrecall.jsonfile import read_json
 from kvrecall.server import preflight
 from kvrecall.server.plan import ENGINE_DEFAULTS, Plan
 
@@ -22,14 +24,20 @@ _OWN_OPTIONS = ("--host", "--port", "--kv-transfer-config", "--uds", "--config",
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What ``kvrecall serve MODEL`` was given. ``engine`` as ServeSpec.options."""
+    """What ``kvrecall serve MODEL`` was given. ``engine`` as ServeSpec.options.
+
+    ``recall``: settings of the pool that were given as options, None for no pool.
+    """
 
     model: str | None
     host: str = "127.0.0.1"
     port: int = 8000
     recall: Mapping[str, object] | None = field(default_factory=dict)
+    pool_config: Path | None = None
     engine: Mapping[str, object] = field(default_factory=dict)
     extra_args: tuple[str, ...] = ()
+    role: Role = Role.BOTH
+    retrieval: bool = False
 
 
 def plan_model(asked: Asked) -> Plan:
@@ -49,10 +57,24 @@ def plan_model(asked: Asked) -> Plan:
             port=asked.port,
             options={**ENGINE_DEFAULTS, **engine},
             extra_args=asked.extra_args,
-            recall=asked.recall,
+            recall=_pool_settings(asked),
             limits=Limits(),
+            role=asked.role,
+            retrieval=asked.retrieval,
         )
     )
+
+
+def _pool_settings(asked: Asked) -> Mapping[str, object] | None:
+    """The pool's settings: those of the file, under those given as options."""
+    if asked.pool_config is None:
+        return asked.recall
+    if asked.recall is None:
+        raise ConfigError("--pool-config and --no-pool contradict each other")
+    document = read_json(asked.pool_config)
+    if not isinstance(document.value, dict):
+        raise ConfigError(f"{document.where(())}: must hold a JSON object of pool settings")
+    return {**document.value, **asked.recall}
 
 
 def default_model() -> str:
@@ -72,11 +94,30 @@ def check(plan: Plan) -> None:
     """
     spec = plan.spec
     preflight.check_model(spec.model)
+    if spec.role is not Role.BOTH:
+        _check_shared(spec)
+    if spec.retrieval:
+        from kvrecall.retrieval.settings import RetrievalSettings  # imports torch
+
+        RetrievalSettings.from_environ(os.environ)
     if spec.recall is not None:
         settings = RecallSettings.from_mapping(spec.recall, "kvrecall")
         if settings.service is None:  # which owns memory and disk, and may come later
             preflight.check_pool(settings.pool)
-    preflight.check_port(spec.host, spec.port)
+    for host, port in ((spec.host, spec.port), *((x.host, x.port) for x in spec.listeners)):
+        preflight.check_port(host, port)
+
+
+def _check_shared(spec: ServeSpec) -> None:
+    """Raises ConfigError if what one role saves cannot be found by the other."""
+    recall = spec.recall
+    if recall is None or (
+        recall.get("backend", "embedded") == "embedded" and "remote" not in recall
+    ):
+        raise ConfigError(
+            f"--role {spec.role}: prefill and decode instances meet in a pool that both use; give "
+            "them one with --pool-service (kvrecall pool serve), or a remote tier"
+        )
 
 
 def run(plan: Plan) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 from kvrecall.engines.base import ServeSpec
 
@@ -15,20 +16,38 @@ ENGINE_DEFAULTS: Mapping[str, object] = {
     "enable-prefix-caching": True,
     "prefix-caching-hash-algo": "sha256_cbor",  # reproducible: blocks outlive the process
     "enable-prompt-tokens-details": True,
+    "scheduling-policy": "priority",  # requests without a priority are served as they come
     "shutdown-timeout": SHUTDOWN_TIMEOUT_S,
 }
 """Engine options kvrecall sets where nobody asks otherwise (names as in ServeSpec.options)."""
 
 
+class Plane(StrEnum):
+    """What a server is asked for, by whom."""
+
+    BUSINESS = "business"  # the address of ServeSpec itself
+    MANAGEMENT = "management"
+    METRICS = "metrics"
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A checked request to serve. ``notes`` and ``warnings`` are logged once at the start."""
+    """A checked request to serve. ``notes`` and ``warnings`` are logged once at the start.
+
+    ``homes`` names the listener of the spec on which a plane is served; planes without one are
+    on the business plane's address.
+    """
 
     spec: ServeSpec
+    homes: Mapping[Plane, str] = field(default_factory=dict)
     max_body_bytes: int = 40 << 20
     max_links: int = 1000
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+
+    def home(self, plane: Plane) -> str:
+        """The name of the listener that serves ``plane``; "" is the business plane's."""
+        return self.homes.get(plane, "")
 
     def summary(self) -> str:
         """The effective configuration in one line."""
@@ -37,4 +56,24 @@ class Plan:
         pool = ", ".join(f"{name}={value}" for name, value in (self.spec.recall or {}).items())
         off = "off" if self.spec.recall is None else pool or "defaults"
         extra = " " + " ".join(self.spec.extra_args) if self.spec.extra_args else ""
-        return f"model {self.spec.model}; pool: {off}; engine: {engine}{extra}"
+        bounds = ", ".join(f"{name} {value}" for name, value in self.bounds().items())
+        return f"model {self.spec.model}; pool: {off}; bounds: {bounds}; engine: {engine}{extra}"
+
+    def bounds(self) -> dict[str, str]:
+        """What a request and a client may ask for, in words; without those that bound nothing."""
+        limits = self.spec.limits
+        told = {
+            "body": f"{self.max_body_bytes / 2**20:g} MB",
+            "connections": f"{self.max_links} on each address",
+            "prompt": _tokens(limits.max_input_tokens),
+            "longer prompts": f"cut ({limits.truncation})" if limits.truncation != "error" else "",
+            "answer": _tokens(limits.max_new_tokens),
+            "sequences": f"{limits.max_n} a request" if limits.max_n else "",
+            "next token": f"within {limits.token_timeout_s:g} s" if limits.token_timeout_s else "",
+            "request": f"within {limits.total_timeout_s:g} s" if limits.total_timeout_s else "",
+        }
+        return {name: text for name, text in told.items() if text}
+
+
+def _tokens(most: int) -> str:
+    return f"at most {most} tokens" if most else ""

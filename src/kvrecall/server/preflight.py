@@ -13,6 +13,7 @@ from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.arena import available_memory
 from kvrecall.pool.disk.folder import LOCK_NAME, check_room
+from kvrecall.pool.keyfile import read_keys
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _GIB = 1 << 30
@@ -72,6 +73,8 @@ def check_pool(pool: PoolConfig) -> None:
             f"host_size is {_gib(pool.host_bytes)}; this machine (or container) has "
             f"{_gib(room)} of memory left"
         )
+    if pool.encryption_key_file is not None:
+        read_keys(pool.encryption_key_file)
     if pool.disk is not None:
         check_disk(pool.disk)
 

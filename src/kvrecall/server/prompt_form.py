@@ -5,66 +5,75 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import AsyncGenerator
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from kvrecall.engines.base import GenerateError, GenerateRequest, Sampling, Update
+from kvrecall.server.parameters import Count, Parameters, Seed, Share, Stops, Strict
 from kvrecall.server.replies import ReplyError
-from kvrecall.server.tgi import first_problem
 
 
-class PromptBody(BaseModel):
-    """A request in vLLM form. best_of and beam search are not served yet."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
+class PromptBody(Strict):
+    """A request in vLLM form. With ``use_beam_search`` ``n`` is the width of the beam."""
 
     prompt: Annotated[str, Field(min_length=1)]
     inputs: None = None
-    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] = 16
+    max_tokens: Count = 16
     n: Annotated[int, Field(ge=1, le=128)] = 1
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    use_beam_search: bool = False
+    length_penalty: Annotated[float, Field(ge=-100, le=100)] = 1.0
+    early_stopping: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    seed: Seed | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    stop: list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: Stops | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     stream: bool = False
+    priority: Annotated[int, Field(ge=1, le=5)] | None = None
+    timeout: Annotated[int, Field(ge=1, le=65535)] | None = None
     model: str | None = None
-    use_beam_search: bool = False
-    best_of: int | None = None
 
     @field_validator("stop", mode="before")
     @classmethod
     def _one_stop(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value
 
+    @model_validator(mode="after")
+    def _consistent(self) -> PromptBody:
+        several = max(self.n, self.best_of or 1) > 1
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError(f"best_of is {self.best_of}, less than n, which is {self.n}")
+        if self.use_beam_search and self.best_of not in (None, self.n):
+            raise ValueError("best_of and use_beam_search exclude each other; n is the width")
+        if several and self.temperature == 0 and not self.use_beam_search:
+            raise ValueError("n and best_of must be 1 when temperature is 0 (greedy)")
+        if self.stream and (self.use_beam_search or (self.best_of or 1) > 1):
+            raise ValueError("best_of and use_beam_search cannot be streamed")
+        return self
 
-def parse(raw: dict[str, Any]) -> PromptBody:
-    """The request in ``raw``. Raises ReplyError 422."""
-    try:
-        body = PromptBody.model_validate(raw)
-    except ValidationError as error:
-        raise ReplyError(422, first_problem(error)) from error
-    if body.use_beam_search or body.best_of not in (None, body.n):
-        raise ReplyError(422, "use_beam_search and best_of are not available in this version")
-    return body
+    def ignored(self) -> list[str]:
+        """The fields that were given and have no effect."""
+        return ["early_stopping"] if self.early_stopping else []
 
 
 def to_request(body: PromptBody) -> GenerateRequest:
     """What the engine is to do for ``body``."""
+    default = 0.0 if body.use_beam_search else 1.0
     return GenerateRequest(
         request_id=f"gen-{uuid.uuid4().hex}",
         prompt=body.prompt,
         sampling=Sampling(
             max_tokens=body.max_tokens,
-            temperature=1.0 if body.temperature is None else body.temperature,
+            temperature=default if body.temperature is None else body.temperature,
             top_k=body.top_k,
             top_p=body.top_p,
             repetition_penalty=body.repetition_penalty,
@@ -77,8 +86,13 @@ def to_request(body: PromptBody) -> GenerateRequest:
             ignore_eos=body.ignore_eos,
             skip_special_tokens=body.skip_special_tokens,
             n=body.n,
+            best_of=body.best_of if (body.best_of or 1) > 1 else None,
+            beam=body.use_beam_search,
+            length_penalty=body.length_penalty,
         ),
         stream=body.stream,
+        priority=Parameters(priority=body.priority).engine_priority,
+        timeout_s=body.timeout or 0,
     )
 
 

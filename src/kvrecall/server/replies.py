@@ -52,7 +52,8 @@ class ReplyError(Exception):
 
 
 def error_body(status: int, message: str) -> dict[str, str]:
-    """MindIE's error object."""
+    """MindIE's error object. What a client sent may be in the message, lone surrogates too."""
+    message = message.encode("utf-8", "backslashreplace").decode()
     return {"error": message, "error_type": ERROR_TYPES.get(status, "Error")}
 
 

@@ -1,50 +1,144 @@
-"""The routes kvrecall adds to vLLM's application: MindIE's business plane in TGI and vLLM form."""
+"""MindIE's business plane, beside vLLM's OpenAI routes: TGI's, vLLM's older, MindIE's and Triton's
+forms of a request."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
-from starlette.exceptions import HTTPException
+from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from kvrecall.engines.base import GenerateError, GenerateRequest, Generator, Update
-from kvrecall.server import prompt_form, tgi
-from kvrecall.server.replies import ReplyError, error_body, event, json_object, while_connected
+from kvrecall.engines.base import Engine, GenerateError, Generator
+from kvrecall.server import infer, prompt_form, tgi, triton
+from kvrecall.server.answering import begun, events, recall_header, whole
+from kvrecall.server.naming import Named, RequestNames
+from kvrecall.server.parameters import Strict, ignored_header, parsed
+from kvrecall.server.replies import ReplyError, json_object
+from kvrecall.server.schemas import described
 
-RECALL_HEADER = "x-kvrecall"
-"""Reply header with the recall split, for replies whose body has no place for it."""
-
-
-def attach(app: FastAPI, generator: Generator) -> None:
-    """Adds the routes, and MindIE's error body for paths that nobody serves."""
-    app.include_router(business_router(generator))
-    app.add_exception_handler(ReplyError, _reply_error)
-    app.add_exception_handler(HTTPException, _no_such_path)
+_TGI = described(tgi.TgiBody)
+_INFER = described(infer.InferBody)
 
 
-def business_router(generator: Generator) -> APIRouter:
-    """POST /generate (dispatched by its body), /generate_stream and /."""
+class TokenizerBody(Strict):
+    """A request of /v1/tokenizer."""
+
+    inputs: str
+
+
+def business_router(engine: Engine) -> APIRouter:
+    """All of the business plane that vLLM does not have."""
     router = APIRouter(tags=["kvrecall"])
+    _add_generate(router, engine)
+    _add_infer(router, engine)
+    _add_tokenizer(router, engine)
+    _add_triton(router, engine, RequestNames())
+    return router
 
-    @router.post("/generate")
+
+def _add_generate(router: APIRouter, engine: Engine) -> None:
+    @router.post("/generate", openapi_extra=described(tgi.TgiBody, prompt_form.PromptBody))
     async def generate(request: Request) -> Response:
         body = await json_object(request)
         if body.get("prompt") is not None:
-            return await _serve_prompt(request, generator, body)
-        return await _serve_tgi(request, generator, body, bool(body.get("stream") is True))
+            return await _serve_prompt(request, engine, body)
+        return await _serve_tgi(request, engine, body, body.get("stream") is True)
 
-    @router.post("/generate_stream")
+    @router.post("/generate_stream", openapi_extra=_TGI)
     async def generate_stream(request: Request) -> Response:
-        return await _serve_tgi(request, generator, await json_object(request), True)
+        return await _serve_tgi(request, engine, await json_object(request), True)
 
-    @router.post("/")
+    @router.post("/", openapi_extra=_TGI)
     async def compatible_generate(request: Request) -> Response:
         body = await json_object(request)
-        return await _serve_tgi(request, generator, body, bool(body.get("stream") is True))
+        return await _serve_tgi(request, engine, body, body.get("stream") is True)
 
-    return router
+
+def _add_infer(router: APIRouter, engine: Engine) -> None:
+    @router.post("/infer", openapi_extra=_INFER)
+    async def mindie_infer(request: Request) -> Response:
+        return await _serve_infer(request, engine, await json_object(request))
+
+    @router.post("/infer_token", openapi_extra=_INFER)
+    async def infer_token(request: Request) -> Response:
+        body = await json_object(request)
+        if body.get("input_id") is None:
+            raise ReplyError(422, "the body needs input_id (token ids)")
+        return await _serve_infer(request, engine, body)
+
+
+def _add_tokenizer(router: APIRouter, engine: Engine) -> None:
+    @router.post("/v1/tokenizer", openapi_extra=described(TokenizerBody))
+    async def tokenizer(request: Request) -> Response:
+        body = parsed(TokenizerBody, await json_object(request))
+        try:
+            tokens = await engine.tokens(body.inputs) if body.inputs else ()
+        except GenerateError as error:
+            raise ReplyError.of(error) from error
+        return JSONResponse({"token_number": len(tokens), "tokens": list(tokens)})
+
+
+def _add_triton(router: APIRouter, engine: Engine, names: RequestNames) -> None:
+    @router.get("/v2")
+    async def server() -> Response:
+        return JSONResponse(
+            {"name": "kvrecall", "version": engine.info.version, "extensions": ["generate"]}
+        )
+
+    versions = APIRouter(include_in_schema=False)  # there is but one version
+    _add_triton_at(versions, "/v2/models/{model:path}/versions/{version}", engine, names)
+    router.include_router(versions)
+    _add_triton_at(router, "/v2/models/{model:path}", engine, names)
+
+
+def _add_triton_at(router: APIRouter, base: str, engine: Engine, names: RequestNames) -> None:
+    @router.post(f"{base}/generate", openapi_extra=described(triton.TextBody))
+    async def generate(request: Request, model: str) -> Response:
+        return await _serve_text(request, engine, names, model, None)
+
+    @router.post(f"{base}/generate_stream", openapi_extra=described(triton.TextBody))
+    async def generate_stream(request: Request, model: str) -> Response:
+        return await _serve_text(request, engine, names, model, True)
+
+    @router.post(f"{base}/infer", openapi_extra=described(triton.TokenBody))
+    async def infer_tensors(request: Request, model: str) -> Response:
+        check_model(engine, model)
+        body = parsed(triton.TokenBody, await json_object(request))
+        asked = triton.to_request(body, False)
+        (update,) = await whole(request, Named(engine, names, body.id), asked)
+        headers = recall_header(update) | ignored_header(body.wanted.ignored())
+        return JSONResponse(triton.token_reply(body, model, update), headers=headers)
+
+    @router.post(f"{base}/stopInfer", openapi_extra=described(triton.StopBody))
+    async def stop_infer(request: Request, model: str) -> Response:
+        check_model(engine, model)
+        body = parsed(triton.StopBody, await json_object(request))
+        running = names.running(body.id)
+        if not running:
+            raise ReplyError(404, f"no request runs under the id {body.id!r}")
+        for request_id in running:
+            await engine.stop(request_id)
+        return JSONResponse({"id": body.id})
+
+    @router.get(base)
+    async def model_metadata(model: str) -> Response:
+        check_model(engine, model)
+        one = {"datatype": "UINT32", "shape": [-1]}
+        return JSONResponse(
+            {
+                "name": model,
+                "versions": None,
+                "platform": "kvrecall",
+                "inputs": [{"name": "input0", **one}],
+                "outputs": [{"name": "output0", **one}],
+            }
+        )
+
+
+def check_model(engine: Engine, model: str) -> None:
+    """Raises ReplyError 404 unless ``model`` is served."""
+    if model not in engine.info.names:
+        raise ReplyError(404, f"no model {model!r}; served: {', '.join(engine.info.names)}")
 
 
 async def _serve_tgi(
@@ -52,91 +146,55 @@ async def _serve_tgi(
 ) -> Response:
     if raw.get("inputs") is None:
         raise ReplyError(422, "the body needs inputs (TGI form) or prompt (vLLM form)")
-    body = tgi.parse(raw)
+    body = parsed(tgi.TgiBody, raw)
     asked = tgi.to_request(body, stream)
+    ignored = ignored_header(body.wanted.ignored())
     if not stream:
-        update = await while_connected(request, _only(generator, asked))
-        return JSONResponse(tgi.reply(body, update), headers=_recall_header(update))
-    updates = generator.generate(asked)
-    first = await while_connected(request, _next(updates))
-    return StreamingResponse(_tgi_events(body, first, updates), media_type="text/event-stream")
+        updates = await whole(request, generator, asked)
+        return JSONResponse(tgi.reply(body, updates), headers=recall_header(updates[0]) | ignored)
+    first, updates_after = await begun(request, generator, asked)
+    return events(first, updates_after, tgi.EventWriter(body).events, ignored)
 
 
 async def _serve_prompt(request: Request, generator: Generator, raw: dict[str, Any]) -> Response:
-    body = prompt_form.parse(raw)
+    body = parsed(prompt_form.PromptBody, raw)
     asked = prompt_form.to_request(body)
-    updates = generator.generate(asked)
+    ignored = ignored_header(body.ignored())
     if not body.stream:
-        texts = await while_connected(request, _all_texts(updates, body.n))
-        return JSONResponse({"text": [body.prompt + text for text in texts]})
-    first = await while_connected(request, _next(updates))
-    stream = prompt_form.chunks(body, first, updates)
-    return StreamingResponse(stream, media_type="text/event-stream")
+        updates = sorted(await whole(request, generator, asked), key=lambda u: u.index)
+        texts = [body.prompt + update.text for update in updates]
+        return JSONResponse({"text": texts}, headers=recall_header(updates[0]) | ignored)
+    first, updates_after = await begun(request, generator, asked)
+    stream = prompt_form.chunks(body, first, updates_after)
+    return StreamingResponse(stream, media_type="text/event-stream", headers=ignored)
 
 
-async def _tgi_events(
-    body: tgi.TgiBody, first: Update, updates: AsyncGenerator[Update, None]
-) -> AsyncGenerator[str, None]:
-    writer = tgi.EventWriter(body)
-    try:
-        for made in writer.events(first):
-            yield event(made)
-        async for update in updates:
-            for made in writer.events(update):
-                yield event(made)
-    except GenerateError as error:
-        yield event(ReplyError.of(error).body())
-    finally:
-        await updates.aclose()
+async def _serve_infer(request: Request, generator: Generator, raw: dict[str, Any]) -> Response:
+    body = parsed(infer.InferBody, raw)
+    asked = infer.to_request(body)
+    ignored = ignored_header(body.wanted.ignored())
+    if not body.stream:
+        (update,) = await whole(request, generator, asked)
+        return JSONResponse(infer.reply(body, update), headers=recall_header(update) | ignored)
+    writer = infer.EventWriter(body)
+    first, updates = await begun(request, generator, asked)
+    return events(first, updates, writer.events, ignored)
 
 
-async def _only(generator: Generator, asked: GenerateRequest) -> Update:
-    """The one update of a request that is not streamed."""
-    updates = generator.generate(asked)
-    try:
-        return await _next(updates)
-    finally:
-        await updates.aclose()
-
-
-async def _next(updates: AsyncGenerator[Update, None]) -> Update:
-    """The next update, its failure as an HTTP error."""
-    try:
-        return await anext(updates)
-    except GenerateError as error:
-        raise ReplyError.of(error) from error
-    except StopAsyncIteration:
-        raise ReplyError(424, "the engine ended the request without output") from None
-
-
-async def _all_texts(updates: AsyncGenerator[Update, None], count: int) -> list[str]:
-    texts = [""] * count
-    try:
-        async for update in updates:
-            texts[update.index] += update.text
-    except GenerateError as error:
-        raise ReplyError.of(error) from error
-    finally:
-        await updates.aclose()
-    return texts
-
-
-def _recall_header(update: Update) -> dict[str, str]:
-    counts = update.split.as_dict()
-    return {RECALL_HEADER: ";".join(f"{name}={count}" for name, count in counts.items())}
-
-
-async def _reply_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ReplyError)
-    return error.response()
-
-
-async def _no_such_path(request: Request, error: Exception) -> Response:
-    """404 and 405 of the router itself; errors of vLLM's routes keep vLLM's form."""
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    return JSONResponse(
-        error_body(error.status_code, message),
-        status_code=error.status_code,
-        headers=error.headers,
-    )
+async def _serve_text(
+    request: Request, engine: Engine, names: RequestNames, model: str, stream: bool | None
+) -> Response:
+    """/v2's generate; ``stream`` None: as the body says."""
+    check_model(engine, model)
+    body = parsed(triton.TextBody, await json_object(request))
+    stream = bool(body.stream) if stream is None else stream
+    asked = triton.to_request(body, stream)
+    ignored = ignored_header(body.wanted.ignored())
+    named = Named(engine, names, body.id)
+    if not stream:
+        (update,) = await whole(request, named, asked)
+        headers = recall_header(update) | ignored
+        return JSONResponse(triton.text_reply(body, model, update), headers=headers)
+    writer = triton.EventWriter(body, model)
+    first, updates = await begun(request, named, asked)
+    return events(first, updates, writer.events, ignored)

@@ -124,7 +124,12 @@ def _print_plan(console: Console, plan: Plan) -> None:
     table = Table("effective setting", "value")
     spec = plan.spec
     table.add_row("model", escape(spec.model))
-    table.add_row("listens on", f"{'https' if spec.tls else 'http'}://{spec.host}:{spec.port}")
+    scheme = "https" if spec.tls else "http"
+    table.add_row("business plane", f"{scheme}://{spec.host}:{spec.port}")
+    for each in spec.listeners:
+        table.add_row(f"{each.name} plane", f"{scheme}://{each.host}:{each.port}")
+    for name, text in plan.bounds().items():
+        table.add_row(name, text)
     for name, value in spec.options.items():
         if value is not None:
             table.add_row(f"vllm --{name}", escape(str(value)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -15,11 +14,12 @@ from kvrecall.config import RecallSettings
 from kvrecall.engines.base import Limits, ServeSpec
 from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import Document, JsonPath, read_json
+from kvrecall.pool.remote.mooncake import MooncakeSettings
 from kvrecall.server.mindie.fields import Effect, effect_of
+from kvrecall.server.mindie.planes import PlanePlanner
 from kvrecall.server.mindie.reading import dotted, problem, read_config
 from kvrecall.server.mindie.schema import MindieConfig, ModelSection, Plugins
 from kvrecall.server.plan import ENGINE_DEFAULTS, Plan
-from kvrecall.server.tls import TlsFiles
 
 _GIB = 1 << 30
 _SERVER = ("ServerConfig",)
@@ -29,8 +29,9 @@ _MODEL: JsonPath = (*_DEPLOY, "ModelConfig", 0)
 _SCHEDULE = (*_BACKEND, "ScheduleConfig")
 _POOL = (*_BACKEND, "kvPoolConfig")
 
-_BACKENDS = ("embedded", "service")
-_OTHER_BACKENDS = ("mooncake", "memcache", "yuanrong")
+_BACKENDS = ("embedded", "service", "mooncake")
+_OTHER_BACKENDS = ("memcache", "yuanrong")
+_ALLOWED_BACKENDS = "'' (no pool), 'embedded', 'service', 'mooncake'"
 _NGRAM_TOKENS = 4
 _NGRAM_LOOKUP = 4
 
@@ -75,17 +76,22 @@ class _Planner:
         }
         recall = self._recall()
         server = self._server
+        planes = PlanePlanner(server, self._document, self._folder).planned()
+        self._notes += planes.notes
+        self._warnings += planes.warnings
         spec = ServeSpec(
             model=str(self._resolved(self._model.modelWeightPath)),
-            host=self._address(),
+            host=planes.host,
             port=server.port,
             options=options,
             recall=recall,
             limits=self._limits(),
-            tls=self._tls(),
+            tls=planes.tls,
+            listeners=planes.listeners,
         )
         return Plan(
             spec,
+            homes=planes.homes,
             max_body_bytes=server.maxRequestLength << 20,
             max_links=server.maxLinkNum,
             notes=tuple(self._notes),
@@ -124,13 +130,6 @@ class _Planner:
         parts = [f"{', '.join(names)} ({why})" for why, names in by_reason.items()]
         if parts:
             self._notes.append("accepted without effect: " + "; ".join(parts))
-        server = self._server
-        planes = {server.managementPort, server.metricsPort} - {server.port}
-        if planes or server.managementIpAddress not in (None, server.ipAddress):
-            self._notes.append(
-                f"ports {server.managementPort} (management) and {server.metricsPort} (metrics) "
-                f"are not opened by this version; /health and /metrics are on port {server.port}"
-            )
         for path, effect, text in _given(self._config, ()):
             if effect is Effect.RETIRED:
                 self._warnings.append(f"{dotted(path)} is retired and ignored: {text}")
@@ -141,24 +140,6 @@ class _Planner:
             )
 
     # Server
-
-    def _address(self) -> str:
-        text = self._server.ipAddress
-        path = (*_SERVER, "ipAddress")
-        try:
-            address = ipaddress.ip_address(text)
-        except ValueError:
-            raise problem(
-                self._document, path, f"is {text!r}; it must be an IPv4 or IPv6 address"
-            ) from None
-        if address.is_unspecified and not self._server.allowAllZeroIpListening:
-            raise problem(
-                self._document,
-                path,
-                f"is {text}, which listens on every network; allowed only with "
-                "ServerConfig.allowAllZeroIpListening true",
-            )
-        return text
 
     def _limits(self) -> Limits:
         most = min(self._deploy.maxInputTokenLen, self._deploy.maxSeqLen - 1)
@@ -175,31 +156,8 @@ class _Planner:
             max_input_tokens=most,
             truncation=_truncation(self._deploy.truncation),
             max_new_tokens=self._schedule.maxIterTimes,
+            max_n=self._schedule.maxN,
         )
-
-    def _tls(self) -> TlsFiles | None:
-        server = self._server
-        if not server.httpsEnabled:
-            if not ipaddress.ip_address(server.ipAddress).is_loopback:
-                self._warnings.append("httpsEnabled is false: requests travel in the clear")
-            return None
-        for name in ("tlsCert", "tlsPk", "tlsCaFile"):
-            if not getattr(server, name):
-                path = (*_SERVER, name)
-                raise problem(self._document, path, "is required when httpsEnabled is true")
-        revoked = [*(server.tlsCrlFiles or ()), *([server.tlsCrl] if server.tlsCrl else ())]
-        files = TlsFiles(
-            certificate=self._resolved(server.tlsCert),
-            key=self._resolved(server.tlsPk),
-            authorities=tuple(self._resolved(server.tlsCaPath, f) for f in server.tlsCaFile),
-            revoked=tuple(self._resolved(server.tlsCrlPath or "", f) for f in revoked),
-        )
-        try:
-            self._warnings += files.check()
-        except ConfigError as error:
-            path = (*_SERVER, "httpsEnabled")
-            raise problem(self._document, path, f"is true; {error}") from error
-        return files
 
     # Engine
 
@@ -259,6 +217,8 @@ class _Planner:
 
     def _plugin_options(self) -> dict[str, object]:
         kinds = self._plugins.kinds
+        if unused := self._plugins.unused():
+            self._notes.append(f"plugin_params: without effect: {', '.join(unused)}")
         options: dict[str, object] = {"enable-prefix-caching": "prefix_cache" in kinds}
         wanted = self._plugins.num_speculative_tokens or self._plugins.decoding_length
         if "mtp" in kinds:
@@ -324,11 +284,11 @@ class _Planner:
                 self._document,
                 path,
                 f"is {pool.backend!r}, which is not available in this version; allowed: "
-                "'' (no pool), 'embedded', 'service'",
+                + _ALLOWED_BACKENDS,
             )
         if pool.backend not in _BACKENDS:
-            allowed = "'' (no pool), 'embedded', 'service'"
-            raise problem(self._document, path, f"is {pool.backend!r}; allowed: {allowed}")
+            allowed = f"is {pool.backend!r}; allowed: {_ALLOWED_BACKENDS}"
+            raise problem(self._document, path, allowed)
         if not pool.configPath:
             self._warnings.append(
                 "kvPoolConfig.backend is set but configPath is empty: pooling is off, as in MindIE"
@@ -349,6 +309,8 @@ class _Planner:
         if not file.exists():
             path = (*_POOL, "configPath")
             raise problem(self._document, path, f"is {str(file)!r}; there is no such file")
+        if pool.backend == "mooncake":
+            return self._mooncake_settings(file)
         document = read_json(file)
         settings = document.value
         if not isinstance(settings, dict):
@@ -370,10 +332,30 @@ class _Planner:
             path = (*_POOL, "backend")
             where = document.where(("backend",))
             raise problem(self._document, path, f"is {pool.backend!r}, but {where} says {told!r}")
-        if embedded and self._model.cpuMemSize > 0 and "host_size" not in settings:
+        if embedded:
+            self._default_host_size(settings)
+        _check_settings(settings, document)
+        return settings
+
+    def _default_host_size(self, settings: dict[str, object]) -> None:
+        if self._model.cpuMemSize > 0 and "host_size" not in settings:
             settings["host_size"] = int(self._model.cpuMemSize * _GIB)
             self._notes.append(f"the pool's host_size is cpuMemSize, {self._model.cpuMemSize} GiB")
-        _check_settings(settings, document)
+
+    def _mooncake_settings(self, file: Path) -> Mapping[str, object]:
+        """A pool in the engine, with the store that Mooncake's own file describes below it."""
+        pool = self._backend.kvPoolConfig
+        options = {"config": str(file), "allow_plaintext": pool.allowPlaintext}
+        try:
+            MooncakeSettings.of(options)
+        except ConfigError as error:
+            path = (*_POOL, "configPath")
+            raise problem(self._document, path, f"is {str(file)!r}; {error}") from error
+        settings: dict[str, object] = {
+            "remote": {"kind": "mooncake", **options},
+            "async_write": pool.asyncWrite,
+        }
+        self._default_host_size(settings)
         return settings
 
     def _resolved(self, *parts: str) -> Path:

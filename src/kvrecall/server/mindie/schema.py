@@ -24,7 +24,6 @@ from kvrecall.server.mindie.fields import (
 
 _ASCEND = "no Ascend runtime here"
 _ONE_HOST = "MindIE's own inter-node protocol; vLLM brings its own"
-_PLANE = "this version has no plane of its own for it"
 _SCHEDULER = "vLLM's scheduler has no such setting"
 _KEY_STORE = "keys are read as PEM files without MindIE's key store"
 
@@ -41,13 +40,13 @@ class LogSection(Section):
 
 class ServerSection(Section):
     ipAddress: str = acts("address of the business plane")
-    managementIpAddress: str | None = partly(
-        f"{_PLANE}; /health and /metrics are on the business plane", "127.0.0.2"
+    managementIpAddress: str | None = acts(
+        "address of the management and metrics planes; null: ipAddress", "127.0.0.2"
     )
     port: Port = acts("port of the business plane")
-    managementPort: Port = partly(f"{_PLANE}; /health is on the business plane", 1026)
-    metricsPort: Port = partly(f"{_PLANE}; /metrics is on the business plane", 1027)
-    allowAllZeroIpListening: bool = acts("whether ipAddress may be 0.0.0.0 or ::")
+    managementPort: Port = acts("port of the management plane: health, readiness, stop", 1026)
+    metricsPort: Port = acts("port of the metrics plane: /metrics", 1027)
+    allowAllZeroIpListening: bool = acts("whether 0.0.0.0 and :: may be listened on")
     maxLinkNum: int = acts("most open connections; further ones get 503", ge=1, le=4096)
     httpsEnabled: bool = acts("serve HTTPS with the tls* fields")
     fullTextEnabled: bool = partly("false only: streams carry what is new, not all so far", False)
@@ -59,19 +58,31 @@ class ServerSection(Section):
     tlsCrlPath: Path | None = acts("revocation lists for client certificates (PEM)", None)
     tlsCrlFiles: Names | None = acts("revocation lists for client certificates (PEM)", None)
     tlsCrl: Path | None = acts("revocation lists for client certificates (PEM)", None)
-    managementTlsCaFile: Names | None = idle(_PLANE)
-    managementTlsCert: Path | None = idle(_PLANE)
-    managementTlsPk: Path | None = idle(_PLANE)
-    managementTlsPkPwd: Path | None = idle(_PLANE)
-    managementTlsCrlPath: Path | None = idle(_PLANE)
-    managementTlsCrlFiles: Names | None = idle(_PLANE)
-    managementTlsCrl: Path | None = idle(_PLANE)
-    metricsTlsCaFile: Names | None = idle(_PLANE)
-    metricsTlsCert: Path | None = idle(_PLANE)
-    metricsTlsPk: Path | None = idle(_PLANE)
-    metricsTlsPkPwd: Path | None = idle(_PLANE)
-    metricsTlsCrlPath: Path | None = idle(_PLANE)
-    metricsTlsCrlFiles: Names | None = idle(_PLANE)
+    managementTlsCaFile: Names | None = acts(
+        "CA files for clients of the management plane [the business plane's]", None
+    )
+    managementTlsCert: Path | None = acts(
+        "certificate of the management plane [the business plane's]", None
+    )
+    managementTlsPk: Path | None = acts(
+        "private key of the management plane [the business plane's]", None
+    )
+    managementTlsPkPwd: Path | None = idle(_KEY_STORE)
+    managementTlsCrlPath: Path | None = acts("revocation lists of the management plane", None)
+    managementTlsCrlFiles: Names | None = acts("revocation lists of the management plane", None)
+    managementTlsCrl: Path | None = acts("revocation lists of the management plane", None)
+    metricsTlsCaFile: Names | None = acts(
+        "CA files for clients of the metrics plane [the management plane's]", None
+    )
+    metricsTlsCert: Path | None = acts(
+        "certificate of the metrics plane [the management plane's]", None
+    )
+    metricsTlsPk: Path | None = acts(
+        "private key of the metrics plane [the management plane's]", None
+    )
+    metricsTlsPkPwd: Path | None = idle(_KEY_STORE)
+    metricsTlsCrlPath: Path | None = acts("revocation lists of the metrics plane", None)
+    metricsTlsCrlFiles: Names | None = acts("revocation lists of the metrics plane", None)
     kmcKsfMaster: Path | None = idle(_KEY_STORE)
     kmcKsfStandby: Path | None = idle(_KEY_STORE)
     inferMode: Literal["standard", "dmi"] = partly(
@@ -99,10 +110,17 @@ class ServerSection(Section):
 
 class KvPoolSection(Section):
     backend: str = acts(
-        '"" = no pool; "embedded" = a pool in the engine; "service" = the pool of this node', ""
+        '"" = no pool; "embedded" = a pool in the engine; "service" = the pool of this node; '
+        '"mooncake" = a pool in the engine above a Mooncake Store',
+        "",
     )
-    configPath: str = acts("JSON file with the pool's settings", "", max_length=500)
+    configPath: str = acts(
+        "JSON file with the pool's settings; of mooncake its client's mooncake.json",
+        "",
+        max_length=500,
+    )
     asyncWrite: bool = acts("save blocks off the critical path", False)
+    allowPlaintext: bool = acts("let Mooncake's unprotected traffic leave this machine", False)
 
 
 class LoraSection(Section):
@@ -175,7 +193,7 @@ class ScheduleSection(Section):
     supportSelectBatch: bool | None = idle(_SCHEDULER)
     maxQueueDelayMicroseconds: int | None = idle(_SCHEDULER, ge=0)
     maxFirstTokenWaitTime: int | None = idle(_SCHEDULER, ge=0)
-    maxN: int | None = idle("vLLM bounds n itself", ge=1)
+    maxN: int = acts("most sequences of a request: n, best_of", 128, ge=1, le=128)
     enablePrefixCache: Any = retired("use plugin_params prefix_cache")
     enableSplit: bool | None = retired("use templateType Mix or plugin_params splitfuse")
     splitType: bool | None = idle(_SCHEDULER)
@@ -233,7 +251,8 @@ class Plugins(Section):
 
     plugin_type: str = ""
     num_speculative_tokens: Annotated[int, Field(ge=1, le=64)] | None = None
-    level: int | None = None  # of la: window sizes, which n-gram speculation does not have
+    # Of la and memory_decoding: sizes that n-gram speculation does not have, but for the length.
+    level: int | None = None
     window: int | None = None
     guess_set_size: int | None = None
     decoding_length: Annotated[int, Field(ge=1, le=64)] | None = None
@@ -263,6 +282,12 @@ class Plugins(Section):
     @property
     def kinds(self) -> frozenset[str]:
         return frozenset(kind.strip() for kind in self.plugin_type.split(",") if kind.strip())
+
+    def unused(self) -> list[str]:
+        """The parameters that were given and have no effect with these plug-ins."""
+        speculative = self.kinds & {"mtp", "la", "memory_decoding"}
+        lengths = {"num_speculative_tokens", "decoding_length"} if speculative else set()
+        return sorted(self.model_fields_set - {"plugin_type"} - lengths)
 
     @model_validator(mode="after")
     def _known(self) -> Plugins:

@@ -1,0 +1,124 @@
+"""Reports of the remote tier: against Mooncake's bare client, and a hit against computing."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvrecall.bench.driver import Progress, ServerProcess
+from kvrecall.bench.mooncake import measure_mooncake
+from kvrecall.bench.report import Report, percentiles
+from kvrecall.bench.restore import BLOCK, TAIL, BenchModel
+from kvrecall.bench.text import Texts
+from kvrecall.errors import EngineError
+from kvrecall.testing.masters import Master
+
+BLOCK_BYTES = 1 << 20
+BLOCKS = 128
+TIER_GOAL = 0.9
+TTFT_GOAL = 3.0
+
+
+def remote_report(tokens: int, repetitions: int, engines: bool, progress: Progress) -> Report:
+    """Runs the benchmark; without ``engines`` only what needs none."""
+    with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as name:
+        folder = Path(name)
+        progress("through the tier, and Mooncake's client alone")
+        figures = measure_mooncake(folder, BLOCK_BYTES, BLOCKS, max(3, repetitions))
+        if any(isinstance(value, float) and math.isnan(value) for value in figures.values()):
+            raise EngineError("a call of Mooncake's bare client failed")
+        if engines:
+            figures |= _measure_hits(folder, tokens, repetitions, progress)
+    return _report(figures)
+
+
+def _measure_hits(
+    folder: Path, tokens: int, repetitions: int, progress: Progress
+) -> dict[str, Any]:
+    """First tokens of one server that computes and of another that recalls what that one stored."""
+    model = BenchModel()
+    path = model.write(folder / "bench-qwen3", tokens + 1024)
+    prefix_bytes = tokens * model.token_bytes
+    master = Master(folder / "hits.log")
+    master.start()
+    texts = Texts()
+    computed: list[float] = []
+    recalled: list[float] = []
+    try:
+        with (
+            _server("A", path, folder, master, prefix_bytes, tokens, progress) as first,
+            _server("B", path, folder, master, prefix_bytes, tokens, progress) as second,
+        ):
+            for server in (first, second):
+                server.ask(texts.document(2 * BLOCK), 2)
+            for turn in range(repetitions):
+                document = texts.document(tokens + TAIL)
+                answer = first.ask(document, 2)
+                first.settle()
+                hit = second.ask(document, 2)
+                if hit.recalled.get("remote", 0) != tokens or answer.tokens != hit.tokens:
+                    raise EngineError(f"meant to recall {tokens} tokens, it was {hit.recalled}")
+                computed.append(answer.ttft_s)
+                recalled.append(hit.ttft_s)
+                progress(f"turn {turn + 1} of {repetitions}")
+    finally:
+        master.kill()
+    ratio = percentiles(computed)["p50"] / percentiles(recalled)["p50"]
+    return {
+        "tokens": tokens,
+        "prefix_bytes": prefix_bytes,
+        "ttft_computed_s": percentiles(computed),
+        "ttft_remote_s": percentiles(recalled),
+        "computed_to_remote": round(ratio, 2),
+    }
+
+
+def _server(
+    name: str,
+    model: Path,
+    folder: Path,
+    master: Master,
+    prefix_bytes: int,
+    tokens: int,
+    progress: Progress,
+) -> ServerProcess:
+    progress(f"starting server {name}")
+    pool = folder / f"pool-{name}.json"
+    remote = {"kind": "mooncake", **master.options(8 * prefix_bytes)}
+    settings = {"host_size": 4 * prefix_bytes, "remote": remote, "lookup_deadline": 1.0}
+    pool.write_text(json.dumps(settings))
+    arguments = [str(model), "--max-model-len", str(tokens + 1024), "--block-size", str(BLOCK)]
+    arguments += ["--kv-cache-memory-bytes", str(4 * prefix_bytes), "--pool-config", str(pool)]
+    return ServerProcess(arguments, folder / f"{name}.log", progress)
+
+
+def _report(figures: Mapping[str, Any]) -> Report:
+    rows = [
+        (
+            f"{way}, GB/s",
+            f"{figures[f'{way}_tier_bytes_per_s'] / 1e9:.2f}",
+            f"{figures[f'{way}_bare_bytes_per_s'] / 1e9:.2f}",
+            f"{figures[f'{way}_ratio']:.2f}",
+        )
+        for way in ("put", "get")
+    ]
+    tier, bare = figures["checks_tier_s"], figures["checks_bare_s"]
+    rows.append(("1,000 existence checks, ms", f"{tier * 1e3:.2f}", f"{bare * 1e3:.2f}", ""))
+    notes = [
+        f"{figures['blocks']} blocks of {figures['block_bytes'] >> 10} KiB, checksums verified; "
+        "both ways over loopback TCP, the memory lent by a third process",
+        f"the bare client's 1,000 checks one by one: {figures['checks_singly_s'] * 1e3:.0f} ms",
+        f"goal: through the tier at least {TIER_GOAL} of the bare client",
+    ]
+    if "tokens" in figures:
+        notes.append(
+            f"{figures['tokens']} tokens: computed {figures['ttft_computed_s']['p50']:.3f} s, "
+            f"recalled by another server {figures['ttft_remote_s']['p50']:.3f} s: "
+            f"{figures['computed_to_remote']:.1f} times as fast (goal {TTFT_GOAL})"
+        )
+    columns = ("", "tier", "bare client", "ratio")
+    return Report("remote", columns, tuple(rows), figures, tuple(notes))

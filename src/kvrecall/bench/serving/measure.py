@@ -1,0 +1,148 @@
+"""The same workload against each kind of server, one after the other; percentiles of each."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from kvrecall.bench.driver import Progress
+from kvrecall.bench.report import Report
+from kvrecall.bench.restore import BenchModel
+from kvrecall.bench.serving.clients import Run, play
+from kvrecall.bench.serving.variants import Field, Variant
+from kvrecall.bench.serving.workload import ANSWER_TOKENS, Workload, longest_prompt
+
+BLOCK = 64
+SOURCES = ("device", "host", "disk", "remote")
+_QUANTILES = (0.5, 0.95, 0.99)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Room of the tiers as shares of the KV cache of all that is asked."""
+
+    device: float = 0.25
+    host: float = 0.75
+    disk: float = 4.0
+
+
+def measure_serving(
+    workload: Workload, variants: Sequence[Variant], room: Room, progress: Progress
+) -> Report:
+    """Plays ``workload`` against every variant and reports them side by side.
+
+    Raises EngineError if a server does not start or a request fails.
+    """
+    model = BenchModel()
+    longest = longest_prompt(workload) + 2 * ANSWER_TOKENS * len(workload.sessions[0].turns) + 256
+    unique = max(_unique_tokens(workload), 2 * longest) * model.token_bytes
+    figures: dict[str, Mapping[str, object]] = {}
+    with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as name:
+        path = model.write(Path(name) / "bench-qwen3", longest)
+        for variant in variants:
+            folder = Path(name) / variant.name
+            folder.mkdir()
+            field = Field(
+                model=path,
+                folder=folder,
+                max_model_len=longest,
+                device_bytes=max(int(unique * room.device), 2 * longest * model.token_bytes),
+                host_bytes=int(unique * room.host),
+                disk_bytes=int(unique * room.disk) + (64 << 20),
+                block_size=BLOCK,
+                dtype=model.dtype,
+            )
+            progress(f"{variant.name}: {variant.story}")
+            run = _measured(workload, variant, field, progress)
+            figures[variant.name] = _figures(run)
+    return _report(workload, variants, figures, unique)
+
+
+def _measured(workload: Workload, variant: Variant, field: Field, progress: Progress) -> Run:
+    """One variant's run, after a request to each server that is not counted."""
+    total = sum(len(session.turns) for session in workload.sessions)
+    with variant.servers(field, progress) as urls:
+        for url in urls:
+            body = {"inputs": "warm up " * 40, "parameters": {"max_new_tokens": 4}}
+            httpx.post(f"{url}/generate", json=body, timeout=300).raise_for_status()
+
+        def note(done: int) -> None:
+            if done % max(1, total // 8) == 0:
+                progress(f"  {done} of {total} requests")
+
+        return play(workload, urls, note)
+
+
+def _unique_tokens(workload: Workload) -> int:
+    """Tokens a pool would have to hold to keep everything: prefixes in common count once."""
+    prefixes: set[int] = set()
+    answers = 0
+    for session in workload.sessions:
+        text = session.opening + "".join(turn.question for turn in session.turns)
+        prefixes.update(hash(text[:end]) for end in range(BLOCK, len(text) + 1, BLOCK))
+        answers += ANSWER_TOKENS * len(session.turns)
+    return BLOCK * len(prefixes) + answers
+
+
+def _figures(run: Run) -> dict[str, object]:
+    """What a variant gave: seconds, tokens a second, hit rates as shares of prompt tokens."""
+    samples = run.samples
+    prompt = sum(sum(sample.recalled.values()) for sample in samples)
+    hits = {s: sum(sample.recalled.get(s, 0) for sample in samples) for s in SOURCES}
+    return {
+        "requests": len(samples),
+        "seconds": round(run.seconds, 2),
+        "prompt_tokens": prompt,
+        "tokens_per_s": round(prompt / run.seconds, 1),
+        "ttft_s": _quantiles([sample.ttft_s for sample in samples]),
+        "tpot_s": _quantiles([sample.tpot_s for sample in samples]),
+        "hit_rate": round(sum(hits.values()) / prompt, 4),
+        "hit_rate_by_tier": {s: round(n / prompt, 4) for s, n in hits.items()},
+    }
+
+
+def _quantiles(values: Sequence[float]) -> dict[str, float]:
+    """p50, p95 and p99 (nearest rank)."""
+    ordered = sorted(values)
+    return {
+        f"p{round(share * 100)}": round(
+            ordered[min(len(ordered) - 1, int(share * len(ordered)))], 4
+        )
+        for share in _QUANTILES
+    }
+
+
+def _report(
+    workload: Workload,
+    variants: Sequence[Variant],
+    figures: Mapping[str, Mapping[str, object]],
+    unique: int,
+) -> Report:
+    columns = ("served with", "s", "prompt tok/s", "hit rate", "TTFT p50", "p95", "p99", "TPOT p50")
+    rows = []
+    for variant in variants:
+        found = figures[variant.name]
+        ttft, tpot = found["ttft_s"], found["tpot_s"]
+        assert isinstance(ttft, dict)
+        assert isinstance(tpot, dict)
+        rows.append(
+            (
+                variant.name,
+                f"{found['seconds']:.0f}",
+                f"{found['tokens_per_s']:.0f}",
+                f"{found['hit_rate']:.3f}",
+                *(f"{ttft[name]:.2f}" for name in ("p50", "p95", "p99")),
+                f"{tpot['p50'] * 1e3:.0f} ms",
+            )
+        )
+    notes = (
+        f"{workload.story}; {workload.prompt_tokens} prompt tokens in all, "
+        f"{unique / 2**20:.0f} MiB of KV cache; the device holds a quarter of it",
+        "biased towards a pool: everything is asked again; and towards none: 2 cores, small model",
+        *(f"{variant.name}: {variant.story}" for variant in variants),
+    )
+    return Report(workload.name, columns, tuple(rows), {"variants": figures}, notes)

@@ -1,0 +1,126 @@
+"""Has a prefill instance compute a prompt, so that a decode instance finds its blocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from kvrecall.engines.base import HANDOVER, REPORT
+from kvrecall.router.accounts import Account, split_of
+from kvrecall.router.chooser import Chooser
+from kvrecall.router.instance import Instance
+from kvrecall.router.metrics import RouterMetrics
+from kvrecall.router.prefixes import PrefixMap, Prompt
+from kvrecall.router.prober import Prober
+from kvrecall.router.settings import RouterSettings
+from kvrecall.router.upstream import Answer, InstanceFailedError, Upstream
+
+_OF_SAMPLING = (
+    "stream stream_options max_completion_tokens min_tokens n best_of use_beam_search logprobs "
+    "top_logprobs prompt_logprobs echo suffix stop stop_token_ids include_stop_str_in_output "
+    "response_format structured_outputs logit_bias kv_transfer_params"
+).split()
+"""Fields that say how to answer, not what the prompt is."""
+
+
+def prompt_only(body: Mapping[str, Any]) -> dict[str, Any]:
+    """``body`` for a prefill instance: the same prompt, one token of an answer."""
+    asked = {name: value for name, value in body.items() if name not in _OF_SAMPLING}
+    asked |= {"max_tokens": 1, "temperature": 0.0}
+    if "messages" in body:
+        asked["max_completion_tokens"] = 1
+    if body.get("tool_choice") not in (None, "auto", "none"):
+        asked["tool_choice"] = "none"  # no answer is wanted, so none of a certain form
+    return asked
+
+
+class Prefiller:
+    """Decides whether a prompt goes to a prefill instance, and to which, and has it done."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        chooser: Chooser,
+        prefixes: PrefixMap,
+        upstream: Upstream,
+        prober: Prober,
+        metrics: RouterMetrics,
+    ) -> None:
+        self._settings = settings
+        self._chooser = chooser
+        self._prefixes = prefixes
+        self._upstream = upstream
+        self._prober = prober
+        self._metrics = metrics
+
+    async def prefill(
+        self,
+        prompt: Prompt | None,
+        path: str,
+        body: Mapping[str, Any],
+        headers: Mapping[str, str],
+        account: Account,
+    ) -> Mapping[str, Any]:
+        """What the decode instance is to be told (``kv_transfer_params``); empty if no prefill
+        instance took the prompt, which is no error: the decode instance computes it then."""
+        outcome, told = await self._prefill(prompt, path, body, headers, account)
+        self._metrics.prefills.labels(outcome).inc()
+        return told
+
+    async def _prefill(
+        self,
+        prompt: Prompt | None,
+        path: str,
+        body: Mapping[str, Any],
+        headers: Mapping[str, str],
+        account: Account,
+    ) -> tuple[str, Mapping[str, Any]]:
+        if prompt is None or body.get("prompt_logprobs") is not None:
+            return "unsuitable", {}
+        if self._chooser.new_tokens(prompt) < self._settings.prefill_min_tokens:
+            return "short", {}
+        candidates = self._chooser.for_prefill(prompt)[: self._settings.retries + 1]
+        for place, instance in enumerate(candidates):
+            if place:
+                self._metrics.retries.labels("prefill").inc()
+            answer = await self._ask(instance, prompt, path, body, headers)
+            if answer is not None:
+                return self._took(instance, prompt, answer, account)
+        return ("failed" if candidates else "none_up"), {}
+
+    async def _ask(
+        self,
+        instance: Instance,
+        prompt: Prompt,
+        path: str,
+        body: Mapping[str, Any],
+        headers: Mapping[str, str],
+    ) -> Answer | None:
+        """The instance's reply; None if it failed."""
+        held = self._prefixes.held(prompt, [instance])[instance]
+        began = time.monotonic()
+        try:
+            with instance.busy():
+                answer = await self._upstream.ask(instance, path, prompt_only(body), headers)
+        except InstanceFailedError as error:
+            self._metrics.failures.labels("prefill", instance.name).inc()
+            if error.gone:
+                self._prober.lost(instance, str(error))
+            return None
+        self._metrics.prefill_seconds.observe(time.monotonic() - began)
+        self._metrics.affinity.labels("prefill", "held" if held else "new").inc()
+        return answer
+
+    def _took(
+        self, instance: Instance, prompt: Prompt, answer: Answer, account: Account
+    ) -> tuple[str, Mapping[str, Any]]:
+        if answer.status != 200:
+            return "refused", {}  # the decode instance will say what is wrong with it
+        params = answer.json().get("kv_transfer_params") or {}
+        account.prefill = instance
+        account.prefill_split = split_of(params.get(REPORT))
+        self._metrics.count_tokens("prefill", account.prefill_split)
+        self._prefixes.note(prompt, instance)
+        receipt = params.get(HANDOVER)
+        return "done", ({HANDOVER: receipt} if receipt else {})

@@ -1,0 +1,111 @@
+"""Which instance holds which beginnings of prompts: remembered by chained hashes of their text.
+
+The router has no tokenizer. A prompt is cut into chunks of its bytes, and the chain of their hashes
+names its prefixes, as block hashes do in the engine. A hint only: what is really there is for the
+instance to find.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvrecall.router.instance import Instance
+
+CHUNK_BYTES = 256
+_BYTES_PER_TOKEN = 4  # of text: for estimates
+_MOST_CHUNKS = 8192
+_REMEMBERED = 200_000
+_SHAPING = ("model", "cache_salt", "tools", "documents", "chat_template", "chat_template_kwargs")
+"""What changes a prompt's blocks from the first on, whatever the messages are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt's length (tokens, estimated if it is text) and the hashes of its prefixes."""
+
+    tokens: int
+    prefixes: tuple[bytes, ...]
+
+    @property
+    def tokens_per_prefix(self) -> float:
+        return self.tokens / len(self.prefixes) if self.prefixes else 0.0
+
+
+def prompt_of(body: Mapping[str, Any]) -> Prompt | None:
+    """The one prompt of an OpenAI request; None if it has several or none that can be read."""
+    if isinstance(messages := body.get("messages"), list):
+        text = "\x00".join(_canonical(message) for message in messages).encode()
+        return _prompt(body, text, len(text) // _BYTES_PER_TOKEN)
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        text = prompt.encode(errors="surrogatepass")
+        return _prompt(body, text, len(text) // _BYTES_PER_TOKEN)
+    if isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt):
+        return _prompt(body, " ".join(map(str, prompt)).encode(), len(prompt))
+    return None
+
+
+def _prompt(body: Mapping[str, Any], text: bytes, tokens: int) -> Prompt:
+    shape = _canonical({name: body[name] for name in _SHAPING if body.get(name) is not None})
+    return Prompt(tokens, tuple(_chain(shape.encode(), text)))
+
+
+def _canonical(value: object) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=True)
+
+
+def _chain(root: bytes, text: bytes) -> Iterable[bytes]:
+    digest = hashlib.blake2b(root, digest_size=16).digest()
+    whole = len(text) // CHUNK_BYTES
+    for place in range(min(whole, _MOST_CHUNKS)):
+        chunk = text[place * CHUNK_BYTES : (place + 1) * CHUNK_BYTES]
+        digest = hashlib.blake2b(digest + chunk, digest_size=16).digest()
+        yield digest
+
+
+class PrefixMap:
+    """Prefix hash -> the instances that were given it; the least recently used are forgotten."""
+
+    def __init__(self, remembered: int = _REMEMBERED) -> None:
+        self._masks: OrderedDict[bytes, int] = OrderedDict()
+        self._remembered = remembered
+
+    def __len__(self) -> int:
+        return len(self._masks)
+
+    def note(self, prompt: Prompt | None, instance: Instance) -> None:
+        """``instance`` has computed or loaded ``prompt``."""
+        for digest in reversed(prompt.prefixes if prompt else ()):  # heads are forgotten last
+            self._masks[digest] = self._masks.get(digest, 0) | instance.bit
+            self._masks.move_to_end(digest)
+        while len(self._masks) > self._remembered:
+            self._masks.popitem(last=False)
+
+    def held(self, prompt: Prompt | None, among: Sequence[Instance]) -> dict[Instance, int]:
+        """Chunks at the beginning of ``prompt`` that each instance holds."""
+        lengths = dict.fromkeys(among, 0)
+        alive = sum(instance.bit for instance in among)
+        for count, digest in enumerate(prompt.prefixes if prompt else (), start=1):
+            alive &= self._masks.get(digest, 0)
+            if not alive:
+                break
+            for instance in among:
+                if alive & instance.bit:
+                    lengths[instance] = count
+        return lengths
+
+    def forget(self, instance: Instance) -> None:
+        """``instance`` has lost its memory."""
+        for digest, mask in list(self._masks.items()):
+            left = mask & ~instance.bit
+            if left:
+                self._masks[digest] = left
+            else:
+                del self._masks[digest]

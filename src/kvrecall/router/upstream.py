@@ -1,0 +1,190 @@
+"""Requests to instances over HTTP, and what may go wrong with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from kvrecall.router.instance import Instance
+from kvrecall.router.settings import RouterSettings
+
+_END = b"\n\n"
+_OTHERS_MAY_SERVE = frozenset({500, 502, 503, 504})
+_MAX_ERROR_BYTES = 1 << 20
+_PROBE_S = 5.0  # for /health; a machine at its limits answers late
+_LOOK_UP_S = 10.0  # for other small requests
+
+
+class InstanceFailedError(Exception):
+    """An instance did not answer, or broke off, before its reply began; another may do better.
+
+    ``gone``: there was no connection, or it broke: the instance counts as down until probed.
+    ``reply`` is what it said, if it said something.
+    """
+
+    def __init__(self, why: str, gone: bool, reply: Answer | None = None) -> None:
+        super().__init__(why)
+        self.gone = gone
+        self.reply = reply
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole reply."""
+
+    status: int
+    content: bytes
+    media_type: str
+
+    def json(self) -> dict[str, Any]:
+        """The body as an object; empty if it is none."""
+        try:
+            value = json.loads(self.content)
+        except ValueError:
+            return {}
+        return value if isinstance(value, dict) else {}
+
+
+class Stream:
+    """A reply whose first event has arrived. ``close`` aborts it at the instance."""
+
+    def __init__(self, response: httpx.Response, events: AsyncGenerator[bytes, None]) -> None:
+        self._response = response
+        self._events = events
+        self.first = b""
+
+    async def begin(self) -> None:
+        """Waits for the first event. Raises InstanceFailedError if there is none."""
+        try:
+            self.first = await anext(self._events)
+        except StopAsyncIteration:
+            raise InstanceFailedError("ended without an event", gone=False) from None
+        if error := _error_of(self.first):
+            raise InstanceFailedError(error, gone=False)
+
+    async def rest(self) -> AsyncIterator[bytes]:
+        """The events after the first. Raises httpx.HTTPError if the instance breaks off."""
+        async for event in self._events:
+            yield event
+
+    async def close(self) -> None:
+        await self._events.aclose()
+        await self._response.aclose()
+
+
+class Upstream:
+    """The router's HTTP client for all instances."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        timeout = httpx.Timeout(settings.timeout_s, connect=settings.connect_timeout_s)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        self._client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
+
+    async def __aenter__(self) -> Upstream:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._client.aclose()
+
+    async def probe(self, instance: Instance) -> bool:
+        """Whether the instance says that it is well."""
+        try:
+            reply = await self._client.get(f"{instance.url}/health", timeout=_PROBE_S)
+        except httpx.HTTPError:
+            return False
+        return reply.status_code == 200
+
+    async def get(self, instance: Instance, path: str, headers: Mapping[str, str]) -> Answer:
+        """GET. Raises InstanceFailedError."""
+        with _failures(instance):
+            reply = await self._client.get(
+                instance.url + path, headers=dict(headers), timeout=_LOOK_UP_S
+            )
+            return _answer(reply, reply.content)
+
+    async def ask(
+        self, instance: Instance, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> Answer:
+        """POST for a whole reply. Raises InstanceFailedError if another might do better."""
+        with _failures(instance):
+            reply = await self._client.post(instance.url + path, json=body, headers=dict(headers))
+        return _usable(instance, _answer(reply, reply.content))
+
+    async def stream(
+        self, instance: Instance, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> Stream | Answer:
+        """POST for a stream, whose first event has arrived, or a whole reply if the instance
+        refuses. Raises InstanceFailedError."""
+        request = self._client.build_request(
+            "POST", instance.url + path, json=body, headers=dict(headers)
+        )
+        with _failures(instance):
+            response = await self._client.send(request, stream=True)
+        stream = Stream(response, _events(response))
+        try:
+            with _failures(instance):
+                if response.status_code != 200:
+                    content = (await response.aread())[:_MAX_ERROR_BYTES]
+                    await stream.close()
+                    return _usable(instance, _answer(response, content))
+                await stream.begin()
+            return stream
+        except BaseException:
+            await stream.close()
+            raise
+
+
+@contextmanager
+def _failures(instance: Instance) -> Iterator[None]:
+    """Turns what httpx raises into InstanceFailedError."""
+    try:
+        yield
+    except (httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout) as error:
+        raise InstanceFailedError(f"{instance.name} did not answer in time", False) from error
+    except (httpx.HTTPError, httpx.StreamError) as error:
+        why = str(error) or type(error).__name__
+        raise InstanceFailedError(f"{instance.name}: {why}", True) from error
+
+
+def _answer(reply: httpx.Response, content: bytes) -> Answer:
+    return Answer(reply.status_code, content, reply.headers.get("content-type", "application/json"))
+
+
+def _usable(instance: Instance, answer: Answer) -> Answer:
+    if answer.status in _OTHERS_MAY_SERVE:
+        raise InstanceFailedError(f"{instance.name} answered {answer.status}", False, answer)
+    return answer
+
+
+async def _events(response: httpx.Response) -> AsyncGenerator[bytes, None]:
+    """Server-sent events, whole, with the empty line that ends each."""
+    rest = b""
+    async for chunk in response.aiter_raw():
+        *whole, rest = (rest + chunk).split(_END)
+        for event in whole:
+            yield event + _END
+    if rest:
+        yield rest
+
+
+def _error_of(event: bytes) -> str | None:
+    """The error an engine puts in place of a first event when it fails."""
+    if not event.startswith(b'data: {"error"'):
+        return None
+    try:
+        error = json.loads(event[6:])["error"]
+        code = int(error.get("code") or 500) if isinstance(error, dict) else 500
+    except (ValueError, KeyError, TypeError):
+        return None
+    return f"failed with {error}" if code in _OTHERS_MAY_SERVE else None

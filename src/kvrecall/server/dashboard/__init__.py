@@ -1,0 +1,1 @@
+"""The dashboard: one page, the figures it polls, and their history."""

@@ -1,0 +1,171 @@
+"""The metrics of the engine and the pool under MindIE's names, beside those of vLLM.
+
+Values are vLLM's and the connector's own, added up over the engines of the server; nothing is
+counted twice. ``request_received_total`` counts what reached the engine: a request that is refused
+before (a body that cannot be read, too many links) is in no figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import REGISTRY
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from kvrecall.engines.base import Load
+
+_COUNTERS = {
+    "prompt_tokens": "vllm:prompt_tokens",
+    "generation_tokens": "vllm:generation_tokens",
+    "num_preemptions": "vllm:num_preemptions",
+}
+_GAUGES = {
+    "num_requests_running": "vllm:num_requests_running",
+    "num_requests_waiting": "vllm:num_requests_waiting",
+    "npu_cache_usage_perc": "vllm:kv_cache_usage_perc",
+}
+_HISTOGRAMS = {
+    "request_prompt_tokens": "vllm:request_prompt_tokens",
+    "request_generation_tokens": "vllm:request_generation_tokens",
+    "time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
+}
+_FAILED = ("abort", "error")
+_TIERS = ("device", "host", "disk", "remote")
+
+
+class MindieFigures(Collector):
+    """Collects vLLM's metrics and gives them again under MindIE's names, with ``model_name``."""
+
+    def __init__(
+        self,
+        model: str,
+        load: Callable[[], Load],
+        source: Callable[[], Iterable[Metric]] = REGISTRY.collect,
+    ) -> None:
+        self._model = model
+        self._load = load
+        self._source = source
+
+    def collect(self) -> Iterator[Metric]:
+        """The families, in a fixed order."""
+        families = {family.name: family for family in self._source()}
+        yield from self._requests(families)
+        for name, theirs in _COUNTERS.items():
+            yield self._counter(name, f"As {theirs}.", total(families.get(theirs)))
+        for name, theirs in _GAUGES.items():
+            yield self._gauge(name, f"As {theirs}.", total(families.get(theirs)))
+        yield self._gauge("num_requests_swapped", "vLLM never swaps: 0.", 0)
+        used = total(families.get("kvrecall_tier_used_bytes"), tier="host")
+        room = total(families.get("kvrecall_tier_capacity_bytes"), tier="host")
+        yield self._gauge(
+            "cpu_cache_usage_perc", "Share of the pool's host tier.", _share(used, room)
+        )
+        yield from self._hits(families)
+        for name, theirs in _HISTOGRAMS.items():
+            yield self._histogram(name, f"As {theirs}.", families.get(theirs))
+
+    def _requests(self, families: Mapping[str, Metric]) -> Iterator[Metric]:
+        ended = families.get("vllm:request_success")
+        failed = sum(total(ended, finished_reason=reason) for reason in _FAILED)
+        succeeded = total(ended) - failed
+        received = succeeded + failed + self._load().unfinished
+        yield self._counter("request_received", "Requests that reached the engine.", received)
+        yield self._counter("request_success", "Requests that ended well.", succeeded)
+        yield self._counter("request_failed", "Requests aborted or failed.", failed)
+        yield self._gauge(
+            "failed_request_perc", "Share of those that ended.", _share(failed, failed + succeeded)
+        )
+
+    def _hits(self, families: Mapping[str, Metric]) -> Iterator[Metric]:
+        """MindIE's rate counts the device only; that of every tier stands beside it."""
+        tokens = families.get("kvrecall_prompt_tokens")
+        found = {tier: total(tokens, source=tier) for tier in _TIERS}
+        everything = total(tokens)
+        if not everything:  # no pool: vLLM's own count of the device
+            everything = total(families.get("vllm:prefix_cache_queries"))
+            found["device"] = total(families.get("vllm:prefix_cache_hits"))
+        rate = _share(found["device"], everything)
+        yield self._gauge("npu_prefix_cache_hit_rate", "Prompt tokens found on the device.", rate)
+        rates = GaugeMetricFamily(
+            "prefix_cache_hit_rate", "Share of prompt tokens.", labels=("model_name", "tier")
+        )
+        hits = CounterMetricFamily(
+            "prefix_cache_hit_tokens", "Prompt tokens found.", labels=("model_name", "tier")
+        )
+        for tier, count in found.items():
+            rates.add_metric((self._model, tier), _share(count, everything))
+            hits.add_metric((self._model, tier), count)
+        yield from (rates, hits)
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=("model_name",))
+        family.add_metric((self._model,), value)
+        return family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=("model_name",))
+        family.add_metric((self._model,), value)
+        return family
+
+    def _histogram(self, name: str, text: str, theirs: Metric | None) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=("model_name",))
+        buckets: dict[str, float] = {}
+        total_sum = 0.0
+        for sample in theirs.samples if theirs is not None else ():
+            if sample.name.endswith("_bucket"):
+                bound = sample.labels["le"]
+                buckets[bound] = buckets.get(bound, 0) + sample.value
+            elif sample.name.endswith("_sum"):
+                total_sum += sample.value
+        family.add_metric((self._model,), list(buckets.items()) or [("+Inf", 0)], total_sum)
+        return family
+
+
+def total(family: Metric | None, **labels: str) -> float:
+    """The sum of a counter's or gauge's samples with these labels; 0 if there are none."""
+    if family is None:
+        return 0.0
+    return sum(
+        sample.value
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+        and all(sample.labels.get(name) == value for name, value in labels.items())
+    )
+
+
+def as_json(families: Iterable[Metric]) -> dict[str, Any]:
+    """name -> value; of several tiers tier -> value; of a histogram its count and sum."""
+    result: dict[str, Any] = {}
+    for family in families:
+        if family.type == "histogram":
+            result[family.name] = {
+                part: total_of(family, f"{family.name}_{part}") for part in ("count", "sum")
+            }
+        elif any("tier" in sample.labels for sample in family.samples):
+            tiers = {sample.labels["tier"]: sample.value for sample in family.samples}
+            result[_told(family)] = tiers
+        else:
+            result[_told(family)] = total(family)
+    return result
+
+
+def total_of(family: Metric, name: str) -> float:
+    """The sum of the samples of this name."""
+    return sum(sample.value for sample in family.samples if sample.name == name)
+
+
+def _told(family: Metric) -> str:
+    return f"{family.name}_total" if family.type == "counter" else family.name
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

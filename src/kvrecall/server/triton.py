@@ -1,0 +1,168 @@
+"""Triton's forms, as MindIE serves them under /v2: texts (generate) and token ids (infer)."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from kvrecall.engines.base import GenerateRequest, Update
+from kvrecall.server.infer import Ids
+from kvrecall.server.parameters import Parameters, Strict
+
+RequestName = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\w.:-]+$")]
+
+
+class TritonParameters(Parameters):
+    """``parameters`` of a /v2 request."""
+
+    batch_size: Annotated[int, Field(ge=1)] | None = None
+    perf_stat: bool | None = None
+
+    def ignored(self) -> list[str]:
+        names = [name for name in ("batch_size", "perf_stat") if getattr(self, name)]
+        return super().ignored() + names
+
+
+class _Named(Strict):
+    """What both forms have: a name by which the request can be stopped, and parameters."""
+
+    id: RequestName | None = None
+    parameters: TritonParameters | None = None
+
+    @property
+    def wanted(self) -> TritonParameters:
+        return self.parameters or TritonParameters()
+
+
+class TextBody(_Named):
+    """A request of /v2/models/{m}/generate[_stream]."""
+
+    text_input: Annotated[str, Field(min_length=1)]
+    stream: bool | None = None
+
+
+class Tensor(Strict):
+    """The one input of a token request: ids in one row."""
+
+    name: str
+    shape: Annotated[list[int], Field(min_length=1, max_length=2)]
+    datatype: Literal["UINT32", "INT32", "INT64", "UINT64"]
+    data: Ids | Annotated[list[Ids], Field(min_length=1, max_length=1)]
+    parameters: dict[str, Any] | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        first = self.data[0]
+        return first if isinstance(first, list) else [int(str(item)) for item in self.data]
+
+    @model_validator(mode="after")
+    def _one_row(self) -> Tensor:
+        if self.shape[-1] != len(self.ids) or self.shape[:-1] not in ([], [1]):
+            raise ValueError(
+                f"shape is {self.shape}, but data holds one row of {len(self.ids)} ids"
+            )
+        return self
+
+
+class Output(Strict):
+    """A wanted output; there is one."""
+
+    name: str
+    parameters: dict[str, Any] | None = None
+
+
+class TokenBody(_Named):
+    """A request of /v2/models/{m}/infer."""
+
+    inputs: Annotated[list[Tensor], Field(min_length=1, max_length=1)]
+    outputs: Annotated[list[Output], Field(max_length=1)] | None = None
+
+
+class StopBody(Strict):
+    """A request of /v2/models/{m}/stopInfer."""
+
+    id: RequestName
+
+
+def to_request(body: TextBody | TokenBody, stream: bool) -> GenerateRequest:
+    """What the engine is to do for ``body``."""
+    wanted = body.wanted
+    text = isinstance(body, TextBody)
+    return GenerateRequest(
+        request_id=f"v2-{uuid.uuid4().hex}",
+        prompt=body.text_input if isinstance(body, TextBody) else tuple(body.inputs[0].ids),
+        sampling=wanted.sampling(logprobs=stream or bool(wanted.details) or not text),
+        stream=stream,
+        priority=wanted.engine_priority,
+        timeout_s=wanted.timeout or 0,
+    )
+
+
+def text_reply(body: TextBody, model: str, update: Update) -> dict[str, object]:
+    """The reply of /generate; ``update`` holds everything."""
+    result = _text(body, model, update.text)
+    if body.wanted.details:
+        result["details"] = _details(update, len(update.tokens))
+    return result
+
+
+def token_reply(body: TokenBody, model: str, update: Update) -> dict[str, object]:
+    """The reply of /infer: the ids of the answer's tokens, without those of the prompt."""
+    ids = [token.id for token in update.tokens]
+    wanted = body.outputs[0].name if body.outputs else "output0"
+    result: dict[str, object] = {
+        "id": body.id,
+        "model_name": model,
+        "model_version": None,
+        "outputs": [{"name": wanted, "shape": [1, len(ids)], "datatype": "UINT32", "data": ids}],
+    }
+    if body.wanted.details:
+        result["parameters"] = _details(update, len(ids))
+    return result
+
+
+class EventWriter:
+    """Turns the updates of one /generate_stream request into events, one a step."""
+
+    def __init__(
+        self, body: TextBody, model: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._body = body
+        self._model = model
+        self._clock = clock
+        self._since = clock()
+        self._count = 0
+
+    def events(self, update: Update) -> Iterator[dict[str, object]]:
+        """The event of ``update``; its costs are milliseconds since the one before."""
+        now = self._clock()
+        took, self._since = round((now - self._since) * 1000, 3), now
+        first = self._count == 0
+        self._count += len(update.tokens)
+        made = _text(self._body, self._model, update.text)
+        if self._body.wanted.details:
+            costs = {
+                "first_token_cost": took if first else None,
+                "decode_cost": None if first else took,
+            }
+            made["details"] = _details(update, self._count) | costs
+        yield made
+
+
+def _text(body: TextBody, model: str, text: str) -> dict[str, object]:
+    return {"id": body.id, "model_name": model, "model_version": None, "text_output": text}
+
+
+def _details(update: Update, generated: int) -> dict[str, object]:
+    return {
+        "finish_reason": update.finish,
+        "generated_tokens": generated,
+        "prompt_tokens": update.prompt_tokens,
+        "recall": update.split.as_dict(),
+        "first_token_cost": None,
+        "decode_cost": None,
+    }
