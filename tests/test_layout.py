@@ -13,13 +13,13 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "kvrecall"
 
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"errors"}),
-    frozenset({"block", "config", "jsonfile"}),
+    frozenset({"errors", "block"}),
+    frozenset({"config", "jsonfile"}),
     frozenset({"pool", "retrieval"}),
-    frozenset({"engines", "simulate", "plan", "testing"}),
-    frozenset({"server"}),
-    frozenset({"bench"}),
-    frozenset({"cli", "demo", "__main__"}),
+    frozenset({"engines", "simulate", "testing"}),
+    frozenset({"server", "plan"}),
+    frozenset({"bench", "router"}),
+    frozenset({"cli", "demo", "chaos", "__main__"}),
 )
 """A room may import itself and rooms of lower floors."""
 
@@ -70,13 +70,23 @@ def test_only_the_engine_room_imports_vllm(module: Path) -> None:
         assert not [name for name in imported(module) if name.split(".")[0] == "vllm"]
 
 
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_only_its_own_room_imports_sglang(module: Path) -> None:
+    if module.parts[:2] != ("engines", "sglang"):
+        assert not [name for name in imported(module) if name.split(".")[0] == "sglang"]
+
+
 @pytest.mark.parametrize("module", [m for m in MODULES if m.parts[0] == "pool"], ids=str)
 def test_the_pool_knows_no_torch(module: Path) -> None:
     assert not [name for name in imported(module) if name.split(".")[0] == "torch"]
 
 
-@pytest.mark.parametrize("module", ["kvrecall", "kvrecall.pool", "kvrecall.cli"])
+@pytest.mark.parametrize(
+    "module", ["kvrecall", "kvrecall.pool", "kvrecall.cli", "kvrecall.engines.sglang"]
+)
 def test_importing_does_not_load_the_engine(module: str) -> None:
-    program = f"import sys, {module}; print(sorted({{'torch', 'vllm'}} & sys.modules.keys()))"
+    program = (
+        f"import sys, {module}; print(sorted({{'torch', 'vllm', 'sglang'}} & sys.modules.keys()))"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr

@@ -42,7 +42,8 @@ def test_ok_when_tokens_are_equal_and_every_tier_was_hit() -> None:
     summary = Verdict(rows(), "some-model").summary()
     assert list(summary) == [
         "ok", "tokens_equal", "device_hit_tokens", "host_hit_tokens", "disk_hit_tokens",
-        "ttft_recompute_s", "ttft_device_s", "ttft_host_s", "ttft_disk_s", "model", "vllm",
+        "ttft_recompute_s", "ttft_device_s", "ttft_host_s", "ttft_disk_s", "answers_right", "model",
+        "vllm",
     ]  # fmt: skip
     assert (summary["ok"], summary["tokens_equal"]) == (True, True)
     assert summary["device_hit_tokens"] == 128 + 256
@@ -64,6 +65,15 @@ def test_a_shorter_answer_is_not_ok(place: int) -> None:
 def test_a_tier_that_was_not_hit_is_not_ok(place: int) -> None:
     summary = Verdict(without(rows(), place, recalled={"computed": 300}), "m").summary()
     assert (summary["ok"], summary["tokens_equal"]) == (False, True)
+
+
+def test_one_wrong_answer_is_told() -> None:
+    said = [without(rows(), place, text=" The code is 417.\n")[place] for place in (1, 3, 4, 5)]
+    right = [row for row in rows() if row.request == TURN] + said
+    assert Verdict(right, "m").summary()["answers_right"] is True
+    wrong = without(right, 4, text=" The code is 471.\n Not 417.")
+    assert Verdict(wrong, "m").summary()["answers_right"] is False
+    assert Verdict(wrong, "m").summary()["ok"] is True
 
 
 @pytest.mark.parametrize("terminal", [True, False])

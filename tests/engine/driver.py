@@ -150,6 +150,32 @@ class Host:
                 break
         return len(self.engine().scheduler.requests)
 
+    def preempt_midway(
+        self, prompts: list[list[int]], after_steps: int, max_tokens: int
+    ) -> list[list[int]]:
+        """Decodes greedily; after so many steps all running requests lose their blocks, and the
+        device forgets its prefixes. Returns the tokens."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        for at, prompt in enumerate(prompts):
+            engine.add_request(f"ousted-{at}", {"prompt_token_ids": prompt}, greedy)
+        tokens: dict[str, list[int]] = {}
+        steps = 0
+        while engine.has_unfinished_requests():
+            steps += 1
+            if steps == after_steps:
+                assert self.engine().scheduler.reset_prefix_cache(reset_running_requests=True)
+            for output in engine.step():
+                if output.finished:
+                    tokens[output.request_id.split("-")[1]] = list(output.outputs[0].token_ids)
+        return [tokens[str(at)] for at in range(len(prompts))]
+
+    def free_blocks(self) -> int:
+        """Device blocks that no request holds."""
+        return int(self.engine().scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
     def preemptions(self) -> int:
         for metric in self.llm.get_metrics():
             if metric.name == "vllm:num_preemptions":
@@ -180,6 +206,7 @@ class Host:
 
 class _Plain:
     lora_request = None
+    cache_salt = None
 
 
 def reply_of(output: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def appraiser(disk_mb_s: float | None, ms_per_token: float) -> Appraiser:
 def test_nothing_known_loads_everything() -> None:
     fresh = Appraiser(128, MB, 10.0)
     plan = fresh.plan((HOST, DISK, DISK), 0)
-    assert (plan.blocks, plan.deadline_s) == (3, 10.0)
+    assert (plan.blocks, plan.patience_s) == (3, 10.0)
 
 
 def test_a_fast_disk_is_used_and_a_slow_one_is_not() -> None:
@@ -58,16 +58,45 @@ def test_deeper_tokens_cost_more_so_deeper_hits_are_worth_more() -> None:
 
 def test_the_wait_is_bounded_by_what_is_expected() -> None:
     plan = appraiser(1000, ms_per_token=1).plan((DISK,) * 50, 0)
-    assert 0.1 <= plan.deadline_s <= 0.7, "at most a tenth of the 6.4 s it saves"
+    assert 0.1 <= plan.patience_s <= 0.7, "at most a tenth of the 6.4 s it saves"
     stalled = appraiser(1000, ms_per_token=1)
     stalled.saw_load(DISK, 1, 0.2)
     assert stalled.plan((DISK,) * 50, 0).blocks < 50, "a stall is believed at once"
 
 
+def test_blocks_that_come_pay_for_the_wait() -> None:
+    it = appraiser(1000, ms_per_token=1)
+    assert it.gained_seconds((), 0) == 0
+    assert it.gained_seconds((HOST,) * 4, 0) == 0, "these would have been there anyway"
+    assert it.gained_seconds((HOST,) * 4 + (DISK,) * 10, 0) == pytest.approx(1.28, rel=0.1)
+
+
+def test_the_first_wait_is_bounded_by_the_least_that_computing_can_take() -> None:
+    it = Appraiser(128, MB, 10.0, least_token_seconds=0.001)
+    plan = it.plan((DISK,) * 50, 0)
+    assert plan.blocks == 50
+    assert 0.1 <= plan.patience_s <= 0.7
+
+
+def test_a_tier_that_is_passed_over_is_tried_again() -> None:
+    """However slow it was: once, nothing came at all, and it was never asked again."""
+    it = appraiser(1000, ms_per_token=1)
+    it.saw_load(DISK, 0, 5.0)
+    plans = [it.plan((DISK,) * 20, 0) for _ in range(20)]
+    tried = [plan for plan in plans if plan.blocks]
+    assert 2 <= len(tried) <= 10
+    assert all(plan.patience_s <= 0.05 * 20 * 0.128 * 1.1 for plan in tried)
+    for _ in tried:
+        it.saw_load(DISK, 1, 0.001)
+        for _ in range(10):
+            it.saw_load(DISK, 20, 0.02)
+    assert it.plan((DISK,) * 20, 0).blocks == 20
+
+
 def test_small_steps_teach_nothing_of_prefill() -> None:
     it = Appraiser(128, MB, 10.0)
     it.saw_step(1, 5000, 0.05)
-    assert it.plan((DISK,) * 5, 0).deadline_s == 10.0
+    assert it.plan((DISK,) * 5, 0).patience_s == 10.0
 
 
 def test_overlapping_steps_are_not_timed() -> None:

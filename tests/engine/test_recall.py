@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,6 +105,36 @@ def test_tenants_share_nothing(engine: Engine) -> None:
     assert hits(engine.ask(prompt)) == (0, 0, 0)
     assert engine.forget_device()
     assert hits(engine.ask(prompt, salts=["red"])) == (0, 3 * BLOCK, 0)
+
+
+def test_a_probe_across_salts_finds_nothing_to_measure(engine: Engine) -> None:
+    """Times to the first token of another tenant's prompts and of prompts nobody ever asked, in
+    turns: neither is faster. The tenant's own hits are, so the probe could have seen them."""
+    blocks = 14  # so many that computing them takes clearly longer than loading
+    known = [prompt_of(blocks * BLOCK + 9, 400 + number) for number in range(8)]
+    for prompt in known:
+        engine.ask(prompt, salts=["red"], max_tokens=1)
+    assert engine.flush()
+    seconds: dict[str, list[float]] = {"own": [], "probe": [], "unseen": []}
+    dice = random.Random(1)
+    for number, prompt in enumerate(known):
+        unseen = prompt_of(blocks * BLOCK + 9, 500 + number)
+        turns = [("own", prompt, "red"), ("probe", prompt, "blue"), ("unseen", unseen, "blue")]
+        for kind, tokens, salt in dice.sample(turns, 3):
+            engine.ask(prompt, salts=["red"], max_tokens=1)  # its blocks are in the host now
+            assert engine.forget_device()
+            began = time.perf_counter()
+            reply = engine.ask(tokens, salts=[salt], max_tokens=1)
+            seconds[kind].append(time.perf_counter() - began)
+            assert sum(hits(reply)) == (blocks * BLOCK if kind == "own" else 0)
+    assert chance_of_less(seconds["own"], seconds["unseen"]) > 0.9
+    assert 0.05 < chance_of_less(seconds["probe"], seconds["unseen"]) < 0.95
+
+
+def chance_of_less(some: list[float], others: list[float]) -> float:
+    """How often one of ``some`` is less than one of ``others`` (Mann and Whitney's U): 0.5 if
+    both are drawn from one distribution, with a deviation of 0.15 for eight of each."""
+    return sum(a < b for a in some for b in others) / (len(some) * len(others))
 
 
 def test_several_samples_and_beams(engine: Engine) -> None:

@@ -3,7 +3,10 @@ that an engine on a CPU does not produce (asynchronous scheduling, several ranks
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +16,19 @@ from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
-from kvrecall.block import Namespace
-from kvrecall.config import RecallSettings
+from kvrecall.block import Namespace, TierName
+from kvrecall.config import DiskConfig, RecallSettings
+from kvrecall.engines.base import HANDOVER
 from kvrecall.engines.vllm.scheduler_side import EngineFacts, RecallScheduler
+from kvrecall.engines.vllm.stepclock import StepClock
 from kvrecall.engines.vllm.wire import StepOrders, StepReport
 from kvrecall.pool import Pool
+from kvrecall.pool.arena import Arena
+from kvrecall.pool.base import Recall, RecallState
+from kvrecall.pool.disk import DiskTier
+from kvrecall.testing.blocks import wait_until
+from kvrecall.testing.disks import FaultyIo
+from kvrecall.testing.stores import SHARED, MemoryStore
 
 BLOCK = 16
 FACTS = EngineFacts(
@@ -54,11 +65,12 @@ class Bench:
         init_none_hash(sha256_cbor)
         self.hasher = get_request_block_hasher(BLOCK, sha256_cbor)
 
-    def request(self, name: str, tokens: int, first: int = 0) -> Request:
+    def request(self, name: str, tokens: int, first: int = 0, told: Any = None) -> Request:
         params = SamplingParams(max_tokens=100)
         params.update_from_generation_config({}, eos_token_id=1)
         prompt = list(range(first, first + tokens))
         request = Request(name, prompt, params, None, block_hasher=self.hasher)
+        request.kv_transfer_params = told
         self.blocks[name] = list(range(1, 200))
         self.side.admit(request)
         return request
@@ -216,3 +228,188 @@ def test_reset_is_refused_while_loading_and_private_afterwards(pool: Pool) -> No
     bench.report(bench.step(bench.request("fourth", 40), 40))
     assert bench.matched(bench.request("fifth", 40)) == 32
     assert Namespace.of({"test": "1"}).digest != bench.side._namespace.digest  # type: ignore[union-attr]
+
+
+def finished(bench: Bench, request: Request) -> dict[str, Any]:
+    request.append_output_token_ids([5])
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    return bench.side.finished(request, bench.blocks[request.request_id])[1]
+
+
+def test_a_decode_instance_waits_for_what_a_prefill_instance_promised(pool: Pool) -> None:
+    prefill, decode = Bench(pool), Bench(pool, handover_deadline=60)
+    request = prefill.request("first", 40)
+    orders = prefill.step(request, 40)
+    told = finished(prefill, request)
+    assert told[HANDOVER]["tokens"] == 32
+    plain = decode.request("plain", 40)
+    assert decode.matched(plain) == 0, "nothing was promised to it"
+    again = decode.request("again", 40, told=told)
+    assert decode.matched(again) is None
+    prefill.report(orders)
+    assert until(lambda: decode.matched(again) is not None)
+    assert decode.matched(again) == 32
+    assert (decode.side.tally.handovers, decode.side.tally.handovers_late) == (1, 0)
+
+
+def test_a_promise_that_is_broken_is_computed(pool: Pool) -> None:
+    prefill, decode = Bench(pool), Bench(pool, handover_deadline=0.05)
+    request = prefill.request("first", 40)
+    orders = prefill.step(request, 40)
+    told = finished(prefill, request)
+    prefill.report(orders, failed=True)
+    again = decode.request("again", 40, told=told)
+    assert decode.matched(again) is None
+    assert until(lambda: decode.matched(again) is not None)
+    assert decode.matched(again) == 0
+    assert decode.side.tally.handovers_late == 1
+
+
+def test_no_more_is_promised_than_was_saved(pool: Pool) -> None:
+    bench = Bench(pool)
+    request = bench.request("first", 40)
+    bench.report(bench.step(request, 40), failed=True)
+    assert HANDOVER not in finished(bench, request)
+    aborted = bench.request("aborted", 40, first=100)
+    bench.report(bench.step(aborted, 40))
+    aborted.status = RequestStatus.FINISHED_ABORTED
+    assert HANDOVER not in bench.side.finished(aborted, bench.blocks["aborted"])[1]
+
+
+def test_an_engine_that_may_not_load_only_saves(pool: Pool) -> None:
+    bench = Bench(pool, replace(FACTS, recalls=False))
+    bench.report(bench.step(bench.request("first", 40), 40))
+    assert bench.matched(bench.request("again", 40)) == 0
+    assert Bench(pool).matched(bench.request("third", 40)) == 32
+
+
+def until(condition: Callable[[], bool], timeout: float = 30) -> bool:
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def test_a_promise_holds_across_hosts(tmp_path: Path) -> None:
+    """Two pools of their own, a store that both reach: the blocks come a moment after the promise,
+    and the decode instance finds them though it was told first that they are not there."""
+    remote = {"kind": "objects", "url": f"file://{tmp_path}/store"}
+    raw = {"host_size": "1MiB", "remote": remote}
+    settings = RecallSettings.from_mapping(raw)
+    with Pool.open(settings.pool) as here, Pool.open(settings.pool) as there:
+        prefill, decode = Bench(here), Bench(there, handover_deadline=60)
+        request = prefill.request("first", 40)
+        orders = prefill.step(request, 40)
+        told = finished(prefill, request)
+        again = decode.request("again", 40, told=told)
+        assert not until(lambda: decode.matched(again) is not None, timeout=1)
+        prefill.report(orders)
+        assert until(lambda: decode.matched(again) is not None)
+        assert decode.matched(again) == 32
+        assert decode.side.sources(again) == {}
+        decode.side.allocated(again, decode.blocks["again"], 32)
+        assert decode.side.sources(again) == {"remote": 32}
+        decode.side.reported(None, {"again"}, set())
+
+
+def test_a_request_waits_for_the_stores_answer_but_not_for_long(
+    request: pytest.FixtureRequest,
+) -> None:
+    store = SHARED.setdefault(request.node.name, MemoryStore())
+    remote = {"kind": "kvrecall.testing.stores:make_store", "name": request.node.name}
+    settings = RecallSettings.from_mapping({"host_size": "1MiB", "remote": remote})
+    with Pool.open(settings.pool) as here, Pool.open(settings.pool) as there:
+        first = Bench(here)
+        first.report(first.step(first.request("first", 40), 40))
+        assert until(lambda: len(store.values) == 2)
+        store.gate.clear()
+        hasty, patient = Bench(there, lookup_deadline=0.05), Bench(there, lookup_deadline=30.0)
+        early, late = hasty.request("early", 40), patient.request("late", 40)
+        assert hasty.matched(early) is None
+        assert until(lambda: hasty.matched(early) == 0)
+        assert patient.matched(late) is None
+        store.gate.set()
+        assert until(lambda: patient.matched(late) is not None)
+        assert patient.matched(late) == 32
+    del SHARED[request.node.name]
+
+
+class SlowPool:
+    """A real pool whose disk gives nothing until it is told to, seen by a clock that is told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.io = FaultyIo()
+        disk = DiskTier(DiskConfig(folder, 64 << 20), io=self.io)
+        self.pool = Pool(Arena.create(64 * 4096), disk)
+        self.now = 0.0
+
+    def bench(self) -> Bench:
+        bench = Bench(self.pool)
+        bench.side._clock = StepClock(lambda: self.now)
+        bench.side._appraiser.saw_step(1000, 500, 10.0)  # 10 ms a token, 160 a block
+        return bench
+
+    def fill(self, tokens: int) -> None:
+        """Leaves a prompt of so many tokens on disk only."""
+        bench = Bench(self.pool)
+        bench.blocks["other"] = bench.blocks["first"] = list(range(1, 999))
+        for name, start, length in (("first", 0, tokens), ("other", 100_000, 16 * 64)):
+            request = bench.request(name, length, start)
+            orders = bench.step(request, length)
+            bench.report(orders)
+            wait_until(lambda: self.pool.stats().queued_writes == 0)
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[SlowPool]:
+    slow = SlowPool(tmp_path / "disk")
+    yield slow
+    slow.io.read_gate.set()
+    slow.pool.close()
+
+
+def test_a_load_that_stalls_is_given_up_for_a_tenth_of_computing(slow: SlowPool) -> None:
+    slow.fill(16 * 50)
+    bench = slow.bench()
+    slow.io.read_gate.clear()
+    request = bench.request("again", 16 * 50)
+    assert bench.matched(request) is None
+    slow.now = 0.3
+    assert bench.matched(request) is None
+    slow.now = 0.9  # of 8 seconds that computing takes
+    assert bench.matched(request) == 0
+    assert bench.side.tally.loads_given_up == 1
+    assert slow.pool.stats().leases == 0
+    assert bench.matched(bench.request("next", 16 * 50)) == 0, "it is believed"
+    slow.io.read_gate.set()
+    for number in range(8):  # and its recovery is noticed
+        late = bench.request(f"late {number}", 16 * 50)
+        wait_until(lambda late=late: bench.matched(late) is not None)
+        slow.now += 0.001
+        if bench.matched(late):
+            break
+    else:
+        pytest.fail("the tier was never tried again")
+
+
+def test_a_service_that_dies_is_not_a_slow_disk(slow: SlowPool) -> None:
+    """A recall that ended early without its blocks says nothing of bandwidth."""
+    slow.fill(16 * 50)
+    bench = slow.bench()
+    slow.io.read_gate.clear()
+    request = bench.request("again", 16 * 50)
+    assert bench.matched(request) is None
+    claim = bench.side._states["again"].claim
+    assert claim is not None
+    lost = Recall(RecallState.READY)
+    slow.now = 0.05
+    bench.side._pool = SimpleNamespace(poll=lambda _: lost, release=slow.pool.release)  # type: ignore[assignment]
+    assert bench.matched(request) == 0
+    bench.side._pool = slow.pool
+    assert bench.side._appraiser.load_seconds(TierName.DISK) == 0, "a loss was taken for slowness"
+    slow.io.read_gate.set()
+    again = bench.request("third", 16 * 50)
+    wait_until(lambda: bench.matched(again) is not None)
+    assert bench.matched(again)

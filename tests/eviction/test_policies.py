@@ -156,3 +156,20 @@ def test_hazard_learns_parents_it_was_not_told() -> None:
     policy.insert(chain[1], chain[0], 1, 1.0)
     policy.access(chain, 2.0)
     assert policy.victims(4, anything, 3.0) == chain[::-1]
+
+
+def test_hazard_tells_how_likely_a_block_comes_back() -> None:
+    policy = HazardPolicy(1000)
+    assert policy.chance(BlockKey(b"unseen"), 0.0) is None, "it has seen nothing yet"
+    now = 0.0
+    for turn in range(300):
+        now += 10.0
+        store(policy, keys_of("hot", 4), now)  # again and again
+        store(policy, keys_of(f"cold {turn}", 4), now)  # once each
+    hot = policy.chance(keys_of("hot", 4)[0], now)
+    cold = policy.chance(keys_of("cold 299", 4)[0], now)
+    assert hot is not None
+    assert cold is not None
+    assert hot > 0.9
+    assert cold < 0.2
+    assert LruPolicy().chance(keys_of("hot", 4)[0], now) is None

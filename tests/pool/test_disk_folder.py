@@ -18,7 +18,7 @@ from kvrecall.errors import TierError
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.folder import FolderLock
 from kvrecall.pool.tier import Outcome
-from kvrecall.testing.blocks import chain, namespace
+from kvrecall.testing.blocks import chain, namespace, wait_until
 from kvrecall.testing.clocks import ManualClock
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench
 
@@ -288,6 +288,26 @@ def test_a_smaller_limit_at_the_next_start(tmp_path: Path) -> None:
     bench.tier.close()
 
 
+def test_blocks_of_another_size_are_not_lost_for_a_smaller_disk(tmp_path: Path) -> None:
+    bench = open_tier(tmp_path, 64 * MIB)
+    small = namespace("small")
+    bench.tier.register(small, 100)
+    little = Bench(bench.tier, block_bytes=100)
+    few = chain(small, 50)
+    little.put(few)
+    for number in range(10):
+        bench.put(chain(NAMESPACE, 100, str(number)))
+    bench.tier.touch(few)
+    assert isinstance(bench.tier, DiskTier)
+    disk = bench.tier
+    disk.resize(20 * MIB)
+    wait_until(lambda: bytes_in(tmp_path) <= 20 * MIB)
+    assert little.get(few) == [Outcome.LOADED] * 50
+    assert little.holds(few)
+    assert disk.stats().blocks > 500
+    bench.tier.close()
+
+
 def test_slabs_go_to_another_block_size(tmp_path: Path) -> None:
     bench = open_tier(tmp_path, 16 * MIB)
     for name in range(40):
@@ -344,7 +364,7 @@ def test_a_hundred_thousand_blocks_are_found_in_seconds(tmp_path: Path) -> None:
             path.write_bytes(header[:28] + number.to_bytes(4, "little") + header[32:])
             os.truncate(path, size)
         db.executemany(
-            "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             [
                 (
                     n // room << 40 | 4096 + n % room * 4096,
@@ -355,6 +375,8 @@ def test_a_hundred_thousand_blocks_are_found_in_seconds(tmp_path: Path) -> None:
                     100,
                     row[6],
                     n,
+                    b"",
+                    0,
                 )
                 for n in range(1, slots)
             ],

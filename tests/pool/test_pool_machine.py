@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
@@ -17,6 +18,14 @@ class HazardMachine(PoolMachine):
         return Pool.open(PoolConfig(1 << 20, DiskConfig(folder, 32 << 20), policy="hazard"))
 
 
+class BackMachine(PoolMachine):
+    terms = dataclasses.replace(PoolMachine.terms, write_policy="back")
+
+
+class SelectiveMachine(PoolMachine):
+    terms = dataclasses.replace(PoolMachine.terms, write_policy="selective")
+
+
 TestHazardMachine = HazardMachine.TestCase
 TestHazardMachine.settings = settings(
     max_examples=8,
@@ -24,6 +33,15 @@ TestHazardMachine.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
+TestBackMachine = BackMachine.TestCase
+TestSelectiveMachine = SelectiveMachine.TestCase
+for _case in (TestBackMachine, TestSelectiveMachine):
+    _case.settings = settings(
+        max_examples=8,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
 TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(
     max_examples=25,

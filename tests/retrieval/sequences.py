@@ -8,6 +8,7 @@ import torch
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from kvrecall.engines.vllm.retrieval.activity import Activity
+from kvrecall.engines.vllm.retrieval.dense import DenseLayer
 from kvrecall.engines.vllm.retrieval.freshness import Freshness
 from kvrecall.engines.vllm.retrieval.kernel import KernelShape, reader_of, write_tokens
 from kvrecall.engines.vllm.retrieval.layer import RetrievalLayer
@@ -45,15 +46,14 @@ class Bench:
         self.freshness = Freshness(BLOCK)
         self.planner = StepPlanner(settings, shape, self.freshness, self.activity)
         self.layer = RetrievalLayer(settings, shape, reader_of(shape), self.activity)
+        self.whole = DenseLayer(shape)
         self._free = torch.randperm(blocks - 1) + 1
         self._used = 0
 
     def sequence(self, tokens: int, in_order: bool = False) -> Sequence:
         """Writes a random sequence into blocks of its own."""
-        count = -(-tokens // BLOCK)
-        ids = self._free[self._used : self._used + count]
+        ids = self.take(-(-tokens // BLOCK))
         ids = ids.sort().values if in_order else ids
-        self._used += count
         shape = self.shape
         size = (tokens, shape.kv_heads, shape.head_dim)
         keys, values = torch.randn(size), torch.randn(size)
@@ -61,6 +61,11 @@ class Bench:
         made = Sequence(*(t.to(shape.dtype) for t in (keys, values, query)), ids)
         self.write(made, 0, tokens)
         return made
+
+    def take(self, count: int) -> torch.Tensor:
+        """Blocks that nobody uses."""
+        self._used += count
+        return self._free[self._used - count : self._used]
 
     def write(self, sequence: Sequence, first: int, end: int) -> None:
         """Writes tokens ``[first, end)`` of the sequence."""

@@ -155,11 +155,12 @@ def test_sparse_kv_is_not_shared_with_dense_engines(sparse: Engine) -> None:
     assert "topk_share=0.3" in str(sparse.namespace())
 
 
-def test_offload_is_said_to_be_missing_once(sparse: Engine) -> None:
+def test_offload_without_a_pool_is_said_to_be_missing_once(whole: Engine) -> None:
     for seed in (70, 71):
-        sparse.ask(prompt_of(2100, seed), max_tokens=3)
-    text = sparse.log.read_text()
+        whole.ask(prompt_of(2100, seed), max_tokens=3)
+    text = whole.log.read_text()
     assert text.count("does not offload") == 1
+    assert "use RecallConnector" in text
 
 
 def test_latent_attention_is_refused(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrecall.engines.vllm.retrieval.plugin import asked_for
+from kvrecall.engines.vllm.retrieval.plugin import ask, asked_for, require_on, settings_of
 from kvrecall.errors import ConfigError
 from kvrecall.retrieval.settings import Regime, RetrievalSettings
 from kvrecall.retrieval.split import split_of
@@ -31,11 +33,61 @@ def test_every_variable_is_read() -> None:
         "DIGEST_TOKENS": "32",
         "DENSE_LAYERS": "0",
         "GATE": "off",
+        "CACHE_PERCENT": "0.1",
+        "PREFETCH_PERCENT": "0.01",
     }
     environ = {f"VLLM_RETRIEVAL_{name}": text for name, text in given.items()}
     assert RetrievalSettings.from_environ(environ) == RetrievalSettings(
-        1, 2, 0.5, 4, 5, "mean", 32, 0, False
+        1, 2, 0.5, 4, 5, "mean", 32, 0, False, 0.1, 0.01
     )
+
+
+def test_the_same_in_the_connectors_extra_config() -> None:
+    raw = {"init_tokens_num": 1, "topk_percent": 1, "digest": "mean", "gate": False}
+    got = settings_of(engine({"retrieval": raw}), {})
+    assert got == RetrievalSettings(init_tokens=1, topk_share=1.0, digest="mean", gate=False)
+    environ = {"VLLM_RETRIEVAL_DIGEST": "mean"}
+    for extra in ({}, {"retrieval": {}}):
+        assert settings_of(engine(extra), environ) == RetrievalSettings(digest="mean")
+
+
+@pytest.mark.parametrize(
+    ("raw", "named"),
+    [
+        ({"topk": 1}, r"retrieval\.topk is not a setting; there are .*retrieval\.topk_percent"),
+        ({"gate": 1}, r"retrieval\.gate is 1; it must be true or false"),
+        ({"init_tokens_num": True}, r"init_tokens_num is True; it must be a whole number"),
+        ({"topk_percent": 20}, "TOPK_PERCENT is 20"),
+        ({"digest_tokens": 8}, "set both in kv_connector_extra_config and by VLLM_RETRIEVAL_GATE"),
+        (3, "it must be a mapping"),
+    ],
+)
+def test_what_is_wrong_in_the_extra_config_is_named(raw: object, named: str) -> None:
+    environ = {"VLLM_RETRIEVAL_GATE": "1"} if "both" in named else {}
+    with pytest.raises(ConfigError, match=named):
+        settings_of(engine({"retrieval": raw}), environ)
+
+
+def test_settings_of_what_is_off_are_refused() -> None:
+    config = engine({"retrieval": {}})
+    require_on(config, {"VLLM_PLUGINS": "retrieval"})
+    require_on(engine({}), {})
+    with pytest.raises(ConfigError, match="VLLM_PLUGINS=retrieval"):
+        require_on(config, {})
+
+
+@pytest.mark.parametrize(
+    ("plugins", "then"), [(None, None), ("a,b", "a,b,retrieval"), ("retrieval", "retrieval")]
+)
+def test_asking_leaves_other_plugins_alone(plugins: str | None, then: str | None) -> None:
+    environ = {} if plugins is None else {"VLLM_PLUGINS": plugins}
+    ask(environ)
+    assert asked_for(environ)
+    assert environ.get("VLLM_PLUGINS") == then
+
+
+def engine(extra: object) -> SimpleNamespace:
+    return SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
 
 
 @pytest.mark.parametrize(
@@ -50,6 +102,8 @@ def test_every_variable_is_read() -> None:
         ("OFFLOAD_BOUNDARY", "100"),
         ("DIGEST", "median"),
         ("GATE", "maybe"),
+        ("CACHE_PERCENT", "2"),
+        ("PREFETCH_PERCENT", "0.06"),
         ("TOP_K", "1"),
     ],
 )

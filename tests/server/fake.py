@@ -1,4 +1,4 @@
-"""A generator without an engine: it answers with the words it is given."""
+"""An Engine without an engine: it answers with the words it is given."""
 
 from __future__ import annotations
 
@@ -6,18 +6,23 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 from kvrecall.engines.base import (
+    EngineInfo,
     Finish,
     GenerateError,
     GenerateRequest,
+    Load,
     RecallSplit,
     Token,
     Update,
 )
+from kvrecall.engines.insight import RequestView
 
 SPLIT = RecallSplit(device=128, host=256, disk=384, computed=5)
+INFO = EngineInfo(("tiny",), "m", "bfloat16", "cpu", 4096, 8, 8192, 128, 64, 1, "0")
+IDLE = Load(running=0, waiting=0, unfinished=0, max_running=8, blocks=64, used_share=0.25)
 
 
-class FakeGenerator:
+class FakeEngine:
     """Answers every request with ``words``, one token each; fails after ``fail_after`` of them.
 
     ``delay`` seconds pass before each token. What was asked and what was aborted is kept.
@@ -38,6 +43,27 @@ class FakeGenerator:
         self.delay = delay
         self.asked: list[GenerateRequest] = []
         self.aborted: list[str] = []
+        self.stopped: list[str] = []
+        self.info = INFO
+        self.now = IDLE
+        self.lives = True
+        self.draining = False
+        self.insight = FakeInsight()
+
+    def load(self) -> Load:
+        return self.now
+
+    def drain(self) -> None:
+        self.draining = True
+
+    async def alive(self) -> bool:
+        return self.lives
+
+    async def tokens(self, text: str) -> list[str]:
+        return text.split()
+
+    async def stop(self, request_id: str) -> None:
+        self.stopped.append(request_id)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
         self.asked.append(request)
@@ -46,6 +72,10 @@ class FakeGenerator:
             tokens = []
             for index, word in enumerate(self.words):
                 await asyncio.sleep(self.delay)
+                if request.request_id in self.stopped:
+                    done = True
+                    yield self._update((), "", True, Finish.STOPPED)
+                    return
                 if self.failure is not None and index >= self.fail_after:
                     raise self.failure
                 token = Token(index, word, -0.5 * index, False)
@@ -60,6 +90,27 @@ class FakeGenerator:
             if not done and self.failure is None:
                 self.aborted.append(request.request_id)
 
-    def _update(self, tokens: tuple[Token, ...], text: str, last: bool) -> Update:
+    def _update(
+        self, tokens: tuple[Token, ...], text: str, last: bool, finish: Finish | None = None
+    ) -> Update:
         prompt = 128 + 256 + 384 + 5
-        return Update(0, tokens, text, self.finish if last else None, prompt, SPLIT)
+        told = (finish or self.finish) if last else None
+        return Update(0, tokens, text, told, prompt, SPLIT)
+
+
+class FakeInsight:
+    """Nothing to be seen."""
+
+    model = "tiny"
+    pooled = False
+    pool_socket = None
+    remembered = 500
+
+    def live(self, most: int) -> tuple[list[RequestView], int]:
+        return [], 0
+
+    def ended(self, since: float) -> list[RequestView]:
+        return []
+
+    def heat(self) -> None:
+        return None

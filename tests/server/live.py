@@ -26,12 +26,23 @@ def free_port() -> int:
 
 
 class LiveServer:
-    """Started by the constructor; ``wait_ready`` before use; ``close`` leaves nothing behind."""
+    """Started by the constructor; ``wait_ready`` before use; ``close`` leaves nothing behind.
 
-    def __init__(self, folder: Path, words: list[str], url: str, verify: Any = True) -> None:
+    ``management`` is a client of the management plane, ``client`` by default."""
+
+    def __init__(
+        self,
+        folder: Path,
+        words: list[str],
+        url: str,
+        verify: Any = True,
+        management: httpx.Client | None = None,
+    ) -> None:
+        self.folder = folder
         self.url = url
         self.verify = verify
         self.client = httpx.Client(base_url=url, timeout=120, verify=verify)
+        self.management = management or self.client
         self._log = folder / "server.log"
         environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
         with self._log.open("wb") as log:
@@ -53,7 +64,7 @@ class LiveServer:
             if self.process.poll() is not None:
                 raise AssertionError(f"the server ended at once:\n{self.log[-4000:]}")
             try:
-                if self.client.get("/health").status_code == 200:
+                if self.management.get("/health").status_code == 200:
                     return
             except httpx.TransportError:
                 time.sleep(0.2)
@@ -73,6 +84,7 @@ class LiveServer:
 
     def close(self) -> None:
         self.client.close()
+        self.management.close()
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()

@@ -44,20 +44,29 @@ def outputs(*delays: float, seen: list[str]) -> Any:
 def test_timeouts(
     monkeypatch: pytest.MonkeyPatch, limits: Limits, delays: Any, got: list[int], said: str
 ) -> None:
-    from kvrecall.engines.vllm.serving import AsyncLLM, RequestTimeoutError, TimedAsyncLLM
+    from vllm.sampling_params import SamplingParams
+
+    from kvrecall.engines.vllm.client import AsyncLLM, RequestTimeoutError, ServedLLM
 
     seen: list[str] = []
     monkeypatch.setattr(AsyncLLM, "generate", outputs(*delays, seen=seen))
 
-    class Engine(TimedAsyncLLM):
+    class Engine(ServedLLM):
         def __del__(self) -> None:
             """There is nothing to shut down."""
 
+    class NoJournal:
+        """The outputs here are numbers, of which there is nothing to note."""
+
+        def watch(self, request_id: str, outputs: Any) -> Any:
+            return outputs
+
     engine = object.__new__(Engine)
     engine.limits = limits
+    engine.journal = NoJournal()
 
     async def run(told: list[Any]) -> None:
-        async for output in engine.generate("prompt"):
+        async for output in engine.generate("prompt", SamplingParams(), "r"):
             told.append(output)
 
     told: list[Any] = []
@@ -84,7 +93,7 @@ def test_timeouts(
     ],
 )
 def test_text_over_tokens(text: str, decoded: list[str], special: str, parts: list[str]) -> None:
-    from kvrecall.engines.vllm.answers import _spread
+    from kvrecall.engines.vllm.generator import _spread
 
     flags = [char == "s" for char in special]
     assert _spread(text, decoded, flags) == parts

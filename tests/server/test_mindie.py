@@ -114,8 +114,12 @@ WRONG: list[tuple[Spoil, list[str]]] = [
         ["httpsEnabled is true", "there is no file", "a.pem"],
     ),
     (
+        lambda c: backend(c)["kvPoolConfig"].update(backend="memcache", configPath="m.json"),
+        ["kvPoolConfig.backend is 'memcache'", "not available in this version", "mooncake"],
+    ),
+    (
         lambda c: backend(c)["kvPoolConfig"].update(backend="mooncake", configPath="m.json"),
-        ["kvPoolConfig.backend is 'mooncake'", "not available in this version", "embedded"],
+        ["kvPoolConfig.configPath is", "m.json", "no such file"],
     ),
     (
         lambda c: backend(c)["kvPoolConfig"].update(backend="kv_pool_backend_name", configPath="p"),
@@ -299,6 +303,44 @@ def test_pool(tmp_path: Path, pool: Json, spoil: Spoil, recall: Json) -> None:
     assert plan_of(tmp_path, spoil, pool).spec.recall == recall
 
 
+MOONCAKE = {
+    "local_hostname": "localhost",
+    "metadata_server": "P2PHANDSHAKE",
+    "global_segment_size": 268435456,
+    "protocol": "ascend",
+    "device_name": "",
+    "master_server_address": "127.0.0.1:50051",
+    "use_ascend_direct": True,
+}
+"""The sample of seed 002, with the master on this host."""
+
+
+def mooncake(config: Json) -> None:
+    backend(config)["kvPoolConfig"].update(backend="mooncake", asyncWrite=True)
+    model(config).update(cpuMemSize=5)
+
+
+def test_mooncake_takes_its_own_file(tmp_path: Path) -> None:
+    recall = plan_of(tmp_path, mooncake, MOONCAKE).spec.recall
+    assert recall is not None
+    remote = recall["remote"]
+    file = str(tmp_path / "pool.json")
+    assert remote == {"kind": "mooncake", "config": file, "allow_plaintext": False}
+    assert (recall["async_write"], recall["host_size"]) == (True, 5 << 30)
+
+
+def test_mooncake_off_this_host_needs_a_word(tmp_path: Path) -> None:
+    away = {**MOONCAKE, "master_server_address": "master_server_ip:50051"}
+    with pytest.raises(ConfigError, match=r"configPath is .*allowPlaintext true"):
+        plan_of(tmp_path, mooncake, away)
+
+    def allowed(config: Json) -> None:
+        mooncake(config)
+        backend(config)["kvPoolConfig"]["allowPlaintext"] = True
+
+    assert plan_of(tmp_path, allowed, away).spec.recall is not None
+
+
 def test_pool_of_two_minds(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"kvPoolConfig\.backend is 'embedded', but .*'service'"):
         plan_of(tmp_path, lambda c: None, {"backend": "service"})
@@ -330,7 +372,6 @@ def test_what_has_no_effect_is_told_once(tmp_path: Path) -> None:
     for name in ("BackendConfig.npuDeviceIds", "interNodeTLSEnabled", f"{MODEL}.models"):
         assert idle.count(name) == 1
     assert any("enablePrefixCache is retired" in line for line in plan.warnings)
-    assert any("1026 (management) and 1027 (metrics)" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize("name", ["kv_pool.txt", "kv_pool_page.txt"])

@@ -13,7 +13,7 @@ import pytest
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.disk.folder import FolderLock
-from kvrecall.server import preflight
+from kvrecall.server import launch, preflight
 
 KVRECALL = Path(sys.executable).parent / "kvrecall"
 
@@ -162,3 +162,19 @@ def test_example_is_right_but_for_the_model(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for words in ("cacheBlockSize", "without effect", "vllm --max-model-len", "pool host_size"):
         assert words in done.stdout
+
+
+def test_retrieval_is_asked_for_and_its_settings_checked(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = launch.plan_model(launch.Asked(model=str(model), port=free_port(), retrieval=True))
+    assert plan.spec.retrieval
+    monkeypatch.setenv("VLLM_RETRIEVAL_TOPK_PERCENT", "20")
+    with pytest.raises(ConfigError, match="VLLM_RETRIEVAL_TOPK_PERCENT is 20"):
+        launch.check(plan)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

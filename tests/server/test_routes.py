@@ -15,19 +15,19 @@ from kvrecall.engines.base import Fault, Finish, GenerateError, RecallSplit, Ser
 from kvrecall.server.application import attach_all
 from kvrecall.server.plan import Plan
 
-from .fake import SPLIT, FakeGenerator
+from .fake import SPLIT, FakeEngine
 
 PLAN = Plan(ServeSpec("m", "127.0.0.1", 1, {}), max_body_bytes=1000)
 Json = dict[str, Any]
 
 
-def application(generator: FakeGenerator, plan: Plan = PLAN) -> FastAPI:
+def application(generator: FakeEngine, plan: Plan = PLAN) -> FastAPI:
     app = FastAPI()
     attach_all(app, generator, plan)
     return app
 
 
-def post(generator: FakeGenerator, path: str, body: object, **kwargs: Any) -> httpx.Response:
+def post(generator: FakeEngine, path: str, body: object, **kwargs: Any) -> httpx.Response:
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(application(generator))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
@@ -46,7 +46,7 @@ def events(reply: httpx.Response) -> list[Json]:
 
 
 def test_plain_reply() -> None:
-    reply = post(FakeGenerator(), "/generate", {"inputs": "Hi"})
+    reply = post(FakeEngine(), "/generate", {"inputs": "Hi"})
     assert reply.status_code == 200
     assert reply.json() == {"generated_text": "Hello, 世界"}
     assert reply.headers["x-kvrecall"] == "device=128;host=256;disk=384;remote=0;computed=5"
@@ -54,7 +54,7 @@ def test_plain_reply() -> None:
 
 def test_details() -> None:
     body = {"inputs": "Hi", "parameters": {"details": True, "seed": 7}}
-    details = post(FakeGenerator(), "/generate", body).json()["details"]
+    details = post(FakeEngine(), "/generate", body).json()["details"]
     assert details["prompt_tokens"] == 773
     assert details["recall"] == SPLIT.as_dict()
     assert sum(details["recall"].values()) == details["prompt_tokens"]
@@ -69,7 +69,7 @@ def test_details() -> None:
 )
 def test_stream(path: str, extra: Json) -> None:
     body = {"inputs": "Hi", "parameters": {"details": True}} | extra
-    told = events(post(FakeGenerator(), path, body))
+    told = events(post(FakeEngine(), path, body))
     assert [event["token"]["text"] for event in told] == ["Hello", ",", " 世", "界"]
     for event in told[:-1]:
         assert (event["generated_text"], event["details"]) == (None, None)
@@ -79,11 +79,11 @@ def test_stream(path: str, extra: Json) -> None:
 
 
 def test_root_without_stream() -> None:
-    assert post(FakeGenerator(), "/", {"inputs": "Hi"}).json() == {"generated_text": "Hello, 世界"}
+    assert post(FakeEngine(), "/", {"inputs": "Hi"}).json() == {"generated_text": "Hello, 世界"}
 
 
 def test_stream_without_details() -> None:
-    told = events(post(FakeGenerator(), "/generate_stream", {"inputs": "Hi"}))
+    told = events(post(FakeEngine(), "/generate_stream", {"inputs": "Hi"}))
     assert told[-1]["generated_text"] == "Hello, 世界"
     assert told[-1]["details"] is None
 
@@ -91,14 +91,14 @@ def test_stream_without_details() -> None:
 @pytest.mark.parametrize(("finish", "name"), [(f, f.value) for f in Finish])
 def test_finish_reasons(finish: Finish, name: str) -> None:
     body = {"inputs": "Hi", "parameters": {"details": True}}
-    reply = post(FakeGenerator(finish=finish), "/generate", body)
+    reply = post(FakeEngine(finish=finish), "/generate", body)
     assert reply.json()["details"]["finish_reason"] == name
 
 
 def test_full_text() -> None:
     body = {"inputs": "Hi. ", "parameters": {"return_full_text": True}}
-    assert post(FakeGenerator(), "/generate", body).json()["generated_text"] == "Hi. Hello, 世界"
-    told = events(post(FakeGenerator(), "/generate_stream", body))
+    assert post(FakeEngine(), "/generate", body).json()["generated_text"] == "Hi. Hello, 世界"
+    told = events(post(FakeEngine(), "/generate_stream", body))
     assert told[-1]["generated_text"] == "Hi. Hello, 世界"
 
 
@@ -119,7 +119,7 @@ SAMPLING: list[tuple[Json, Json]] = [
 
 @pytest.mark.parametrize(("given", "sampling"), SAMPLING)
 def test_sampling(given: Json, sampling: Json) -> None:
-    generator = FakeGenerator()
+    generator = FakeEngine()
     assert post(generator, "/generate", {"inputs": "x", "parameters": given}).status_code == 200
     (asked,) = generator.asked
     for name, value in sampling.items():
@@ -127,11 +127,11 @@ def test_sampling(given: Json, sampling: Json) -> None:
 
 
 def test_truncate_and_adapter() -> None:
-    generator = FakeGenerator()
+    generator = FakeEngine()
     parameters = {"truncate": 9, "adapter_id": "a", "priority": 2}
     post(generator, "/generate", {"inputs": "x", "parameters": parameters})
     (asked,) = generator.asked
-    assert (asked.truncate, asked.adapter, asked.priority) == (9, "a", 2)
+    assert (asked.truncate, asked.adapter, asked.priority) == (9, "a", -3)
 
 
 BAD: list[tuple[object, str]] = [
@@ -151,19 +151,26 @@ BAD: list[tuple[object, str]] = [
     ({"inputs": "x", "parameters": {"temperature": 0}}, "parameters.temperature"),
     ({"inputs": "x", "parameters": {"top_p": 1.5}}, "parameters.top_p"),
     ({"inputs": "x", "parameters": {"top_k": -1}}, "parameters.top_k"),
+    ({"inputs": "x", "parameters": {"temperature": float("nan")}}, "parameters.temperature"),
+    ({"inputs": "x", "parameters": {"stop": [""]}}, "parameters.stop"),
+    ({"inputs": "x", "\ud800": 1}, "unicode"),
     ({"inputs": "x", "parameters": {"seed": 2**64}}, "parameters.seed"),
     ({"inputs": "x", "parameters": {"topk": 1}}, "parameters.topk: unknown field"),
-    ({"inputs": "x", "parameters": {"best_of": 2}}, "parameters.best_of"),
+    ({"inputs": "x", "parameters": {"best_of": 2}}, "best_of needs sampling"),
     ({"inputs": "x", "stream": "yes"}, "stream"),
     ({"prompt": ["x"]}, "prompt"),
     ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
-    ({"prompt": "x", "use_beam_search": True}, "use_beam_search"),
+    ({"prompt": "x", "use_beam_search": True, "stream": True}, "cannot be streamed"),
+    ({"prompt": "x", "n": 2, "best_of": 3, "use_beam_search": True}, "exclude each other"),
+    ({"prompt": "x", "n": 3, "best_of": 2}, "less than n"),
+    ({"prompt": "x", "n": 2, "temperature": 0}, "temperature is 0"),
+    ({"prompt": "x", "n": 129}, "n: "),
 ]
 
 
 @pytest.mark.parametrize(("body", "said"), BAD, ids=lambda v: str(v)[:40])
 def test_bad_bodies(body: object, said: str) -> None:
-    generator = FakeGenerator()
+    generator = FakeEngine()
     reply = post(generator, "/generate", body)
     assert reply.status_code == 422
     assert reply.json()["error_type"] == "Input Validation Error"
@@ -183,28 +190,28 @@ FAULTS = [
 @pytest.mark.parametrize(("fault", "status", "kind"), FAULTS)
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
 def test_failures_before_the_first_token(fault: Fault, status: int, kind: str, path: str) -> None:
-    reply = post(FakeGenerator(failure=GenerateError(fault, "why")), path, {"inputs": "x"})
+    reply = post(FakeEngine(failure=GenerateError(fault, "why")), path, {"inputs": "x"})
     assert reply.status_code == status
     assert reply.json() == {"error": "why", "error_type": kind}
 
 
 def test_failure_in_a_stream() -> None:
-    generator = FakeGenerator(failure=GenerateError(Fault.TIMEOUT, "late"), fail_after=2)
+    generator = FakeEngine(failure=GenerateError(Fault.TIMEOUT, "late"), fail_after=2)
     told = events(post(generator, "/generate_stream", {"inputs": "x"}))
     assert [event["token"]["text"] for event in told[:2]] == ["Hello", ","]
     assert told[2:] == [{"error": "late", "error_type": "Incomplete Generation"}]
 
 
 def test_unknown_path_and_method() -> None:
-    reply = post(FakeGenerator(), "/nowhere", {})
+    reply = post(FakeEngine(), "/nowhere", {})
     assert (reply.status_code, reply.json()["error_type"]) == (404, "NotFoundError")
     assert "/nowhere" in reply.json()["error"]
-    reply = post(FakeGenerator(), "/docs", {})
+    reply = post(FakeEngine(), "/docs", {})
     assert (reply.status_code, reply.json()["error_type"]) == (405, "Method Not Allowed")
 
 
 def test_body_too_large() -> None:
-    generator = FakeGenerator()
+    generator = FakeEngine()
     reply = post(generator, "/generate", {"inputs": "x" * 1000})
     assert (reply.status_code, reply.json()["error_type"]) == (413, "Payload Too Large")
     assert "maxRequestLength" in reply.json()["error"]
@@ -217,7 +224,7 @@ def test_body_too_large_without_a_length() -> None:
             for _ in range(20):
                 yield b"x" * 100
 
-        transport = httpx.ASGITransport(application(FakeGenerator()))
+        transport = httpx.ASGITransport(application(FakeEngine()))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.post("/generate", content=chunks())
 
@@ -235,7 +242,7 @@ class _Server:
 @pytest.mark.parametrize(("links", "status"), [(1000, 200), (1001, 503)])
 def test_too_many_links(links: int, status: int) -> None:
     async def send() -> httpx.Response:
-        app = application(FakeGenerator())
+        app = application(FakeEngine())
         app.state.server = _Server(links)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
@@ -244,9 +251,9 @@ def test_too_many_links(links: int, status: int) -> None:
     assert asyncio.run(send()).status_code == status
 
 
-def _leave(path: str, when: Callable[[FakeGenerator], bool]) -> FakeGenerator:
+def _leave(path: str, when: Callable[[FakeEngine], bool]) -> FakeEngine:
     """Sends a request and goes away as soon as ``when`` holds; the generator as it is then."""
-    generator = FakeGenerator(words=("a",) * 1000, delay=0.01)
+    generator = FakeEngine(words=("a",) * 1000, delay=0.01)
 
     async def run() -> None:
         body = json.dumps({"inputs": "x"}).encode()
@@ -293,7 +300,7 @@ def test_a_client_that_leaves_aborts_its_request(path: str) -> None:
 
 
 def test_prompt_form() -> None:
-    generator = FakeGenerator()
+    generator = FakeEngine()
     body = {"prompt": "Hi. ", "max_tokens": 9, "temperature": 0, "stop": "x", "n": 1}
     assert post(generator, "/generate", body).json() == {"text": ["Hi. Hello, 世界"]}
     (asked,) = generator.asked

@@ -3,6 +3,7 @@ a stop that lets running requests end. The tests run in the order they are writt
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from .live import KVRECALL, LiveServer, all_gone, free_port
+from .live import KVRECALL, START_LIMIT_S, LiveServer, all_gone, free_port
 
 pytestmark = pytest.mark.engine
 
@@ -98,6 +99,9 @@ def test_metrics_endpoint(server: LiveServer) -> None:
     assert value("tier_blocks", 'tier="host"') >= BLOCKS // 128
     assert value("tier_capacity_bytes", 'tier="host"') == 32 << 20
     assert value("loaded_bytes_total", "engine") > 0
+    hits = server.client.get("/metrics-json").json()["prefix_cache_hit_tokens_total"]
+    assert hits["host"] >= BLOCKS
+    assert hits["device"] >= BLOCKS
 
 
 def test_the_split_survives_a_stop_string(server: LiveServer) -> None:
@@ -239,9 +243,15 @@ def test_body_too_large(server: LiveServer) -> None:
     assert (reply.status_code, reply.json()["error_type"]) == (413, "Payload Too Large")
 
 
-def running(server: LiveServer) -> float:
+def figure(server: LiveServer, name: str) -> float:
+    """A figure of the metrics page, under MindIE's name."""
     lines = server.client.get("/metrics").text.splitlines()
-    return sum(float(s.rsplit(" ", 1)[1]) for s in lines if s.startswith("vllm:num_requests_run"))
+    (line,) = (line for line in lines if line.startswith(f"{name}{{"))
+    return float(line.rsplit(" ", 1)[1])
+
+
+def running(server: LiveServer) -> float:
+    return figure(server, "num_requests_running")
 
 
 def until(condition: Any, timeout: float = 15) -> bool:
@@ -253,28 +263,79 @@ def until(condition: Any, timeout: float = 15) -> bool:
     return False
 
 
-@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
-def test_a_client_that_leaves(server: LiveServer, path: str) -> None:
-    body = {"inputs": "x", "parameters": {"max_new_tokens": 4000, "temperature": 2.0}}
-    with httpx.Client(base_url=server.url) as client:
-        leaving = threading.Thread(target=_leave_after, args=(1.0, client, path, body))
-        leaving.start()
-        assert until(lambda: running(server) == 1)
-        leaving.join()
+LONG: Json = {"max_new_tokens": 3000, "ignore_eos": True}
+MESSAGES = [{"role": "user", "content": "x"}]
+LEFT: list[tuple[str, Json]] = [
+    ("/generate", {"inputs": "x", "parameters": LONG}),
+    ("/generate_stream", {"inputs": "x", "parameters": LONG}),
+    ("/generate", {"prompt": "x", "max_tokens": 3000, "ignore_eos": True, "n": 2, "best_of": 3}),
+    (
+        "/generate",
+        {"prompt": "x", "max_tokens": 3000, "ignore_eos": True, "n": 2, "use_beam_search": True},
+    ),
+    ("/infer", {"inputs": "x", "stream": True, "parameters": LONG}),
+    ("/v2/models/tiny/generate", {"text_input": "x", "parameters": LONG}),
+    ("/v1/completions", {"prompt": "x", "max_tokens": 3000, "ignore_eos": True}),
+    (
+        "/v1/chat/completions",
+        {"messages": MESSAGES, "max_tokens": 3000, "ignore_eos": True, "stream": True},
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), LEFT, ids=lambda v: str(v)[:60])
+def test_a_client_that_leaves(server: LiveServer, path: str, body: Json) -> None:
+    """Its request ends in the engine: nothing runs and no token is computed any more."""
+
+    async def ask_and_leave() -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+            before = figure(server, "generation_tokens_total")
+            asking = asyncio.create_task(client.post(path, json=body))
+            while await asyncio.to_thread(figure, server, "generation_tokens_total") == before:
+                assert not asking.done()  # beams pause after each token: none may be seen running
+                await asyncio.sleep(0.02)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    asyncio.run(ask_and_leave())
     assert until(lambda: running(server) == 0)
+    time.sleep(0.5)  # the step under way when it left
+    computed = figure(server, "generation_tokens_total")
+    time.sleep(0.5)
+    assert figure(server, "generation_tokens_total") == computed
     assert generate(server, "still there")["generated_text"]
 
 
-def _leave_after(seconds: float, client: httpx.Client, path: str, body: Json) -> None:
-    """Asks, and closes the connection after so many seconds, answered or not."""
-    end = time.monotonic() + seconds
-    try:
-        with client.stream("POST", path, json=body, timeout=seconds) as reply:
-            for _ in reply.iter_raw():
-                if time.monotonic() > end:
-                    return
-    except httpx.TimeoutException:
-        pass
+def test_priorities(server: LiveServer) -> None:
+    """When the batch is full, who comes last with the highest priority is the next."""
+    began: dict[str, float] = {}
+
+    def ask(name: str, tokens: int, priority: int) -> None:
+        parameters = {"max_new_tokens": tokens, "ignore_eos": True, "priority": priority}
+        body = {"inputs": name, "parameters": parameters}
+        with server.client.stream("POST", "/generate_stream", json=body) as reply:
+            for line in reply.iter_lines():
+                if line:
+                    began.setdefault(name, time.monotonic())
+
+    def start(asked: list[tuple[str, int, int]]) -> list[threading.Thread]:
+        threads = [threading.Thread(target=ask, args=one) for one in asked]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    threads = start(
+        [(f"full {i}", 1500 + 100 * i, 5) for i in range(8)]
+    )  # one after the other ends
+    assert until(lambda: running(server) == 8, 60)
+    threads += start([(f"low {i}", 4, 5) for i in range(4)])
+    assert until(lambda: figure(server, "num_requests_waiting") == 4, 60)
+    assert server.client.get("/v2/health/ready").status_code == 503
+    threads += start([("high", 4, 1)])
+    for thread in threads:
+        thread.join()
+    assert all(began["high"] < began[f"low {i}"] for i in range(4))
+    assert until(lambda: server.client.get("/v2/health/ready").status_code == 200)
 
 
 def test_second_servers_are_refused_in_one_line(server: LiveServer, folder: Path) -> None:
@@ -285,7 +346,7 @@ def test_second_servers_are_refused_in_one_line(server: LiveServer, folder: Path
         (["--port", port], f"port {port} on 127.0.0.1 is in use"),
     ]
     for words, said in cases:
-        command = [KVRECALL, "serve", folder / "model", *words]
+        command = [KVRECALL, "serve", folder / "model", "--host-size", "32MiB", *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode != 0
         assert said in done.stderr
@@ -312,7 +373,9 @@ def test_sigterm_while_starting(folder: Path) -> None:
     words = [str(folder / "model"), "--no-pool", "--port", str(free_port())]
     starting = LiveServer(folder, words, "http://127.0.0.1")
     try:
-        assert until(lambda: any(p.name().startswith("VLLM::") for p in starting.family()), 120)
+        assert until(
+            lambda: any(p.name().startswith("VLLM::") for p in starting.family()), START_LIMIT_S
+        )
         family = starting.family()
         starting.process.send_signal(signal.SIGTERM)
         assert starting.wait_end(10) == 0

@@ -3,8 +3,12 @@ TLS, and how the server ends when its engine dies. The tests run in the order wr
 
 from __future__ import annotations
 
+import json
+import re
 import ssl
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -28,10 +32,19 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     authority = Authority(folder, "ca")
     certificate, key, _ = authority.issue("server")
     mine, my_key, _ = authority.issue("client")
-    port = free_port()
+    operators = Authority(folder, "operators")
+    operated, operated_key, _ = operators.issue("management")
+    operator, operator_key, _ = operators.issue("operator")
+    port, other = free_port(), free_port()
     config = right()
     server(config).update(
         port=port,
+        managementIpAddress="127.0.0.1",
+        managementPort=other,
+        metricsPort=other,
+        managementTlsCert=operated.name,
+        managementTlsPk=operated_key.name,
+        managementTlsCaFile=["operators.pem"],
         maxLinkNum=6,
         httpsEnabled=True,
         tlsCert=certificate.name,
@@ -41,7 +54,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         maxRequestLength=1,
     )
     backend(config).update(npuDeviceIds=[[0]], interNodeTLSEnabled=False)
-    deploy(config).update(maxSeqLen=1024, maxInputTokenLen=300)
+    deploy(config).update(maxSeqLen=4096, maxInputTokenLen=2500)
     model(config).update(npuMemSize=0.0625)
     model(config)["plugin_params"] = {
         "plugin_type": "prefix_cache,splitfuse,la",
@@ -52,8 +65,15 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     write_model(folder / "model", "qwen3", hidden=64, layers=2, max_position=4096)
     context = ssl.create_default_context(cafile=str(authority.path))
     context.load_cert_chain(mine, my_key)
+    management = ssl.create_default_context(cafile=str(operators.path))
+    management.load_cert_chain(operator, operator_key)
+    url = f"https://127.0.0.1:{other}"
     started = LiveServer(
-        folder, ["--config", str(path)], f"https://127.0.0.1:{port}", verify=context
+        folder,
+        ["--config", str(path)],
+        f"https://127.0.0.1:{port}",
+        context,
+        httpx.Client(base_url=url, timeout=60, verify=management),
     )
     try:
         started.wait_ready()
@@ -68,7 +88,46 @@ def test_what_has_no_effect_is_logged_once(live: LiveServer) -> None:
     assert "BackendConfig.npuDeviceIds" in idle
     assert "BackendConfig.interNodeTLSEnabled" in idle
     assert sum("enablePrefixCache is retired" in line for line in lines) == 1
-    assert sum("(management)" in line for line in lines) == 1
+    assert sum("serving management+metrics on https://" in line for line in lines) == 1
+
+
+def test_planes_are_apart(live: LiveServer) -> None:
+    """Each on its port, with its own certificates; a client of one is none of the other."""
+    for path in ("/health", "/v2/health/ready", "/v1/config", "/metrics", "/metrics-json"):
+        assert live.management.get(path).status_code == 200, path
+        reply = live.client.get(path)
+        assert (reply.status_code, reply.json()["error_type"]) == (404, "NotFoundError"), path
+    for path in ("/generate", "/v1/completions", "/infer"):
+        assert live.management.post(path, json={"inputs": "x"}).status_code == 404
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{live.management.base_url}/health", verify=live.verify)
+    config = live.management.get("/v1/config").json()
+    assert (config["modelName"], config["maxInputTokenLen"], config["maxOutputLen"]) == (
+        "m",
+        2500,
+        8,
+    )
+    assert config["kvPool"]["host_size"] == "32MiB"
+
+
+def test_curl_with_the_documented_calls(live: LiveServer) -> None:
+    """MindIE's own example of Prefix Cache, word for word, but for the port: mutual TLS, and the
+    second call finds the first one's question."""
+    text = (Path(__file__).parent / "samples" / "prefix_cache_curl.txt").read_text()
+    recalled = []
+    for call in text.split("\n---\n"):
+        call = call.replace("https://127.0.0.1:1025", f"-s -D headers {live.url}")
+        done = subprocess.run(
+            ["bash", "-c", call], cwd=live.folder, capture_output=True, text=True, timeout=120
+        )
+        assert json.loads(done.stdout)["generated_text"], done.stderr
+        headers = (live.folder / "headers").read_text()
+        assert "200" in headers.splitlines()[0]
+        found = re.search(r"^x-kvrecall: device=(\d+)", headers, re.MULTILINE)
+        assert found
+        recalled.append(int(found[1]))
+    first, second = recalled
+    assert (first, second) == (0, 640)  # 5 blocks of 128 of the 690 bytes the two have in common
 
 
 def test_a_client_with_a_certificate(live: LiveServer) -> None:
@@ -79,10 +138,11 @@ def test_a_client_with_a_certificate(live: LiveServer) -> None:
 
 
 def test_clients_without_one(live: LiveServer) -> None:
-    with pytest.raises(httpx.TransportError):
-        httpx.get(f"{live.url}/health", verify=False)
-    with pytest.raises(httpx.TransportError):
-        httpx.get(live.url.replace("https", "http") + "/health")
+    for url in (live.url, str(live.management.base_url)):
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{url}/health", verify=False)
+        with pytest.raises(httpx.TransportError):
+            httpx.get(url.replace("https", "http") + "/health")
 
 
 def test_answers_are_capped(live: LiveServer) -> None:
@@ -95,13 +155,13 @@ def test_answers_are_capped(live: LiveServer) -> None:
 
 
 def test_long_prompts_are_refused(live: LiveServer) -> None:
-    reply = live.client.post("/generate", json={"inputs": "x" * 301})
+    reply = live.client.post("/generate", json={"inputs": "x" * 2501})
     assert reply.status_code == 422
-    assert "301 tokens; maxInputTokenLen allows 300" in reply.json()["error"]
-    reply = live.client.post("/v1/completions", json={"model": "m", "prompt": "x" * 301})
+    assert "2501 tokens; maxInputTokenLen allows 2500" in reply.json()["error"]
+    reply = live.client.post("/v1/completions", json={"model": "m", "prompt": "x" * 2501})
     assert reply.status_code == 400
-    assert "maxInputTokenLen allows 300" in reply.json()["error"]["message"]
-    message = [{"role": "user", "content": "x" * 301}]
+    assert "maxInputTokenLen allows 2500" in reply.json()["error"]["message"]
+    message = [{"role": "user", "content": "x" * 2501}]
     reply = live.client.post("/v1/chat/completions", json={"model": "m", "messages": message})
     assert reply.status_code == 400
 

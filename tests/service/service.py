@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 import subprocess
 import sys
@@ -31,12 +32,15 @@ serve(
 class Service:
     """``kvrecall pool serve`` in a folder of its own, with a disk."""
 
-    def __init__(self, folder: Path, host_bytes: int = 32 * MIB) -> None:
+    def __init__(
+        self, folder: Path, host_bytes: int = 32 * MIB, most_files: int | None = None
+    ) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
         folder.chmod(0o700)
         self.folder = folder
         self.socket = folder / "pool.sock"
         self._host_bytes = host_bytes
+        self._most_files = most_files
         self.start()
 
     def start(self) -> None:
@@ -44,9 +48,13 @@ class Service:
             [sys.executable, "-c", SERVE, str(self.folder), str(self._host_bytes)],
             stdout=subprocess.PIPE,
             text=True,
+            preexec_fn=self._bound_files if self._most_files else None,
         )
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "ready\n"
+
+    def _bound_files(self) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (self._most_files, self._most_files))
 
     def kill(self) -> None:
         """kill -9"""

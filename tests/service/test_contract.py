@@ -10,10 +10,11 @@ from pathlib import Path
 from hypothesis import HealthCheck, settings
 
 from kvrecall.block import BlockKey
-from kvrecall.config import DiskConfig, PoolConfig
+from kvrecall.config import DiskConfig, PoolConfig, PoolTerms
 from kvrecall.pool.base import PoolClient
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.serving import ServiceThread
+from kvrecall.pool.steward import Steward
 from kvrecall.testing.pool_contract import PoolContract
 from kvrecall.testing.pool_machine import PoolMachine
 
@@ -23,9 +24,12 @@ MIB = 1 << 20
 class OwnService(ServiceClient):
     """A client with a service to itself, which ends with it."""
 
-    def __init__(self, host_bytes: int, disk: DiskConfig | None) -> None:
+    def __init__(
+        self, host_bytes: int, disk: DiskConfig | None, terms: PoolTerms | None = None
+    ) -> None:
         folder = self.folder = Path(tempfile.mkdtemp(prefix="kvrecall-test-"))
-        self.service = ServiceThread(PoolConfig(host_bytes, disk), folder / "pool.sock")
+        config = PoolConfig(host_bytes, disk, terms=terms or PoolTerms())
+        self.service = ServiceThread(config, folder / "pool.sock")
         super().__init__(folder / "pool.sock", call_timeout_s=5.0)
 
     def close(self) -> None:
@@ -46,7 +50,12 @@ class TestServiceClient(PoolContract):
 
 class ServiceMachine(PoolMachine):
     def open_pool(self, folder: Path) -> PoolClient:
-        return OwnService(1 * MIB, DiskConfig(folder, 32 * MIB))
+        return OwnService(1 * MIB, DiskConfig(folder, 32 * MIB), self.terms)
+
+    def steward(self) -> Steward:
+        assert isinstance(self.pool, OwnService)
+        self.pool.find(())  # what was told has come to it
+        return self.pool.service.pool.steward
 
 
 TestServiceMachine = ServiceMachine.TestCase

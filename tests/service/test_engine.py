@@ -24,7 +24,7 @@ def test_an_engine_loses_its_service_and_rejoins(tmp_path: Path) -> None:
             model=str(tmp_path / "model"),
             max_model_len=4096,
             max_num_batched_tokens=512,
-            pool={"backend": "service", "socket": str(service.socket)},
+            pool={"backend": "service", "socket": str(service.socket), "load_or_compute": "load"},
         )
         try:
             lose_and_rejoin(engine, service)
@@ -56,5 +56,6 @@ def lose_and_rejoin(engine: Engine, service: Service) -> None:
     for reply in replies:
         assert reply["tokens"] == computed["tokens"]
         assert reply["logprobs"] == device["logprobs"]
+    time.sleep(1.0)  # an engine asks a service for statistics twice a second, and keeps them
     stats = engine.pool_stats()
     assert (stats["leases"], stats["reserved"]) == (0, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shutil
 import socket
 import struct
@@ -21,15 +22,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvrecall import __version__
-from kvrecall.config import PoolConfig
+from kvrecall.block import SHARED, TierName
+from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.errors import ConfigError, TierError
+from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import Verdict
+from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.link import Link, LinkLost
 from kvrecall.pool.service.server import Patience, Terms
-from kvrecall.pool.service.serving import ServiceThread, SocketLock
-from kvrecall.testing.blocks import chain, namespace
+from kvrecall.pool.service.serving import ServiceThread, SocketLock, wait_for_memory
+from kvrecall.pool.service.views import Query
+from kvrecall.testing.blocks import chain, namespace, wait_until
+
+from .service import Service
 
 NAMESPACE = namespace("hostile")
 MIB = 1 << 20
@@ -281,3 +288,243 @@ def test_where_a_socket_cannot_be(tmp_path: Path, path: Path) -> None:
         SocketLock(Path("/tmp") / ("x" * 200))
     with pytest.raises(TierError, match="is served by process"):
         SocketLock(path)
+
+
+def conversation(*messages: p.Message) -> bytes:
+    return HELLO + b"".join(p.frame_of(message) for message in messages)
+
+
+OUT_OF_ORDER = [
+    (p.Poll(1, 7),),
+    (p.Release(7), p.Release(7)),
+    (p.Commit(KEYS), p.Abandon(KEYS), p.Cancel(99)),
+    (p.Reserve(1, KEYS, None, SHARED), p.Commit(KEYS), p.Commit(KEYS), p.Abandon(KEYS)),
+    (p.Acquire(7, KEYS, 5.0, None, SHARED), p.Acquire(7, KEYS, 5.0, None, SHARED), p.Poll(1, 7)),
+    (p.Acquire(7, KEYS, 0.0, KEYS[0], SHARED), p.Release(7), p.Poll(1, 7)),
+    (p.Settle(b"x" * 16), p.Settle(b"x" * 16)),
+    (p.Touch(KEYS * 5), p.Find(1, KEYS * 5)),
+    (p.Bye(1), p.Reserve(2, KEYS, None, SHARED), p.Bye(3)),
+    (p.Flush(1, KEYS, 0.0),),
+    (p.Drop(1, Query(), False), p.Clear(2)),
+]
+
+
+@pytest.mark.parametrize("messages", OUT_OF_ORDER, ids=lambda ms: type(ms[0]).__name__)
+def test_messages_that_are_right_but_out_of_order(
+    path: Path, healthy: ServiceClient, messages: tuple[p.Message, ...]
+) -> None:
+    """They end nothing of others, and the connection goes on to be served."""
+    healthy.reserve(OWN)
+    with connect(path) as sock:
+        sock.sendall(conversation(*messages, p.Stats(50)))
+        framer = p.Framer()
+        numbers: list[int] = []
+        while 50 not in numbers:
+            framer.feed(sock.recv(1 << 16))
+            replies = [p.read_reply(body) for body in framer.take()]
+            numbers += [r.number for r in replies if not isinstance(r, p.Welcome | p.Refusal)]
+    healthy.commit(OWN)
+    assert healthy.find(OWN).blocks == 3
+    healthy.clear()
+    assert healthy.find(OWN).blocks == 0
+    wait_until(lambda: healthy.stats().leases == 0)
+    assert still_serves(healthy)
+
+
+def test_a_second_greeting_is_no_request(path: Path, healthy: ServiceClient) -> None:
+    with connect(path) as sock:
+        sock.sendall(HELLO + HELLO)
+        assert is_ended(sock)
+    assert still_serves(healthy)
+
+
+def open_files(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_a_crowd_of_connections_is_refused_by_name(tmp_path: Path) -> None:
+    """More than the service's open files allow: it refuses the rest, keeps serving who was there
+    first, never spins, and takes new ones when the crowd has gone."""
+    with Service(tmp_path / "service", 16 * MIB, most_files=128) as service:
+        client = service.client(5.0)
+        client.register(NAMESPACE, 5000)
+        at_rest = open_files(service.process.pid)
+        crowd = [connect(service.socket) for _ in range(100)]
+        for sock in crowd:
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(HELLO)
+        refusal = b""
+        with contextlib.suppress(ConnectionError):
+            refusal = crowd[-1].recv(1 << 16)
+        assert b"connections already" in refusal
+        assert still_serves(client)
+        before = processor_seconds(service.process.pid)
+        time.sleep(1.0)
+        assert processor_seconds(service.process.pid) - before < 0.5, "it spins"
+        for sock in crowd:
+            sock.close()
+        wait_until(lambda: open_files(service.process.pid) <= at_rest)
+        late = service.client(5.0)
+        assert late.is_connected
+        late.close()
+        client.close()
+
+
+def test_a_service_without_files_left_neither_spins_nor_lets_go(tmp_path: Path) -> None:
+    """It cannot look at processes then. What it does not see, it does not take for dead: slots of
+    a client that lost its connection stay its own."""
+    with Service(tmp_path / "service", 16 * MIB) as service:
+        pid = service.process.pid
+        client = service.client(5.0)
+        client.register(NAMESPACE, 5000)
+        client.reserve(KEYS)
+        client.commit(KEYS)
+        assert client.reserve(OWN)[0].verdict is Verdict.RESERVED
+        assert len(client.poll(client.acquire(KEYS, 5.0)).offsets) == 3
+        own = client._life
+        assert own is not None
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (5, 4096))
+        before = processor_seconds(pid)
+        client._closed.set()  # it shall not come back
+        own.link._sock.send(b"\xff" * 64)
+        time.sleep(1.5)
+        assert processor_seconds(pid) - before < 0.75, "it spins"
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (4096, 4096))
+        wait_until(lambda: bool([view for view in service.look().clients if view.lost]))
+        stats = service.look().stats
+        assert (stats.leases, stats.reserved) == (3, 3)
+
+
+@pytest.mark.parametrize("offset", [-4096, 12, 16 * MIB, 1 << 60])
+def test_a_service_that_names_bytes_outside_of_its_arena(tmp_path: Path, offset: int) -> None:
+    """The engine must not copy there: it counts as no service."""
+    path = tmp_path / "pool.sock"
+    arena = Arena.create(16 * MIB)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+
+    def replies(request: p.Message) -> p.Message | None:
+        if isinstance(request, p.Register):
+            return p.Done(request.number)
+        if isinstance(request, p.Poll):
+            return p.RecallReply(request.number, True, (offset,), p.pack_tiers([TierName.HOST]))
+        if isinstance(request, p.Reserve):
+            verdicts = p.pack_verdicts([Verdict.RESERVED])
+            return p.ReserveReply(request.number, verdicts, (offset,))
+        return None
+
+    def serve() -> None:
+        handle = arena.handle()
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = listener.accept()
+                framer = p.Framer()
+                greeted = False
+                while data := sock.recv(1 << 16):
+                    framer.feed(data)
+                    for body in framer.take():
+                        if not greeted:
+                            inode = os.fstat(handle.fd).st_ino
+                            said: p.Message | None = p.Welcome(
+                                p.PROTOCOL, "x", b"b" * 16, b"t" * 16, handle.pid, handle.fd,
+                                handle.nbytes, inode,
+                            )  # fmt: skip
+                            greeted = True
+                        else:
+                            said = replies(p.read_request(body))
+                        if said is not None:
+                            sock.sendall(p.frame_of(said))
+
+    threading.Thread(target=serve, daemon=True).start()
+    for act in ("reserve", "poll"):
+        client = ServiceClient(path, call_timeout_s=5.0)
+        client.register(NAMESPACE, 5000)
+        link = client._life.link if client._life else None
+        assert link is not None
+        if act == "reserve":
+            assert client.reserve(KEYS[:1])[0].verdict is Verdict.REFUSED
+        else:
+            assert client.poll(client.acquire(KEYS[:1], 1.0)).offsets == ()
+        assert link.why_lost == "the service names bytes outside of its arena"
+        client.close()
+    listener.close()
+    arena.close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+def test_files_of_somebody_else_are_not_used(tmp_path: Path) -> None:
+    disk = DiskConfig(tmp_path / "disk", 16 * MIB)
+    DiskTier(disk).close()
+    (disk.path / "index.sqlite").chmod(0o644)
+    DiskTier(disk).close()
+    assert oct((disk.path / "index.sqlite").stat().st_mode & 0o777) == "0o600"
+    os.chown(disk.path / "index.sqlite", 65534, 65534)
+    with pytest.raises(TierError, match=r"index.sqlite belongs to user 65534"):
+        DiskTier(disk)
+    tmp_path.chmod(0o700)
+    lock = tmp_path / "pool.sock.lock"
+    lock.touch()
+    os.chown(lock, 65534, 65534)
+    with pytest.raises(ConfigError, match=r"pool.sock.lock belongs to user 65534"):
+        SocketLock(tmp_path / "pool.sock")
+
+
+def test_a_start_waits_for_the_arena_of_the_dead_service_and_no_other(tmp_path: Path) -> None:
+    """It waited for every process with any arena, so other services and engines delayed a start
+    that was short of memory by ten seconds."""
+    arena = Arena.create(MIB)
+    other = Arena.create(MIB)
+    code = (
+        "import sys; from kvrecall.pool.arena import Arena; from kvrecall.pool.base import *\n"
+        "a = Arena.attach(ArenaHandle(*map(int, sys.argv[1:])))\nprint('ready', flush=True)\n"
+        "sys.stdin.read()"
+    )
+    handle = arena.handle()
+    words = [str(n) for n in (handle.pid, handle.fd, handle.nbytes)]
+    mapper = subprocess.Popen(
+        [sys.executable, "-c", code, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert mapper.stdout is not None
+    assert mapper.stdin is not None
+    assert mapper.stdout.readline() == b"ready\n"
+    inode, gone = (os.fstat(one.handle().fd).st_ino for one in (arena, other))
+    arena.close()
+    other.close()
+    impossible = 1 << 60
+    started: list[str] = []
+
+    def start(name: str, old: int | None) -> threading.Thread:
+        thread = threading.Thread(
+            target=lambda: (wait_for_memory(impossible, old), started.append(name))
+        )
+        thread.start()
+        return thread
+
+    threads = [start("after another", gone), start("first of its kind", None)]
+    wait_until(lambda: len(started) == 2, 8.0)
+    threads.append(start("after it", inode))
+    time.sleep(0.5)
+    assert len(started) == 2
+    mapper.stdin.close()
+    mapper.wait()
+    wait_until(lambda: len(started) == 3)
+    for thread in threads:
+        thread.join()
+
+
+def test_the_arena_of_a_dead_service_is_handed_down(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    for old, new in ((None, 77), (77, 78)):
+        lock = SocketLock(tmp_path / "pool.sock")
+        assert lock.old_arena == old
+        lock.note_arena(new)
+        lock.release()
+    lock = SocketLock(tmp_path / "pool.sock")  # one that dies before it has an arena
+    lock.release()
+    assert SocketLock(tmp_path / "pool.sock").old_arena == 78

@@ -268,6 +268,6 @@ def test_wrong_bytes_never_under_load_and_kills(service: Service) -> None:
         assert one["wrong"] == 0
         assert one["recalled"] > 100
         assert one["saved"] > 100
-        assert one["cuts"] > 5
+        assert one["cuts"] > 0
         assert one["slowest_s"] < 5.0
     wait_until(lambda: service.look().stats.leases + service.look().stats.reserved == 0, 5.0)

@@ -16,13 +16,19 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from kvrecall.block import TierName
-from kvrecall.config import DiskConfig, PoolConfig, RecallSettings
+from kvrecall.config import (
+    DiskConfig,
+    PoolConfig,
+    PoolTerms,
+    RecallSettings,
+    TenantRules,
+    TenantTerms,
+)
 from kvrecall.errors import ConfigError
 from kvrecall.pool.open import open_pool
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service.cli import app
 from kvrecall.pool.service.client import ServiceClient
-from kvrecall.pool.service.server import Terms
 from kvrecall.pool.service.serving import ServiceThread
 from kvrecall.testing.blocks import chain, namespace, wait_until
 from kvrecall.testing.pool_contract import Engine
@@ -138,20 +144,23 @@ def test_stat_ls_drop_and_clear(service: Service) -> None:
     at = ("--socket", service.socket)
     assert as_json("stat", *at)["stats"]["tiers"][1]["blocks"] == 40
     assert "pool service" in pool("stat", "--once", *at).stdout
-    rows = {row["parts"]["model"]: row for row in as_json("ls", *at)["namespaces"]}
+    rows = {row["parts"]["model"]: row for row in as_json("ls", *at)["rows"]}
     assert {name: (r["host_blocks"], r["disk_blocks"]) for name, r in rows.items()} == {
         "one": (20, 20),
         "two": (20, 20),
     }
     assert rows["one"]["block_bytes"] == 60_000
-    assert as_json("drop", "--namespace", rows["one"]["digest"][:8], *at) == {"dropped": 20}
-    assert as_json("drop", "--older-than", "1h", *at) == {"dropped": 0}
+    assert as_json("drop", "--namespace", rows["one"]["name"][:8], *at) == {
+        "dropped": 20,
+        "pinned": 0,
+    }
+    assert as_json("drop", "--older-than", "1h", *at)["dropped"] == 0
     client = service.client()
     assert client.find(chain(ONE, 20)).blocks == 0
     assert client.find(chain(TWO, 20)).blocks == 20
     assert pool("drop", *at).exit_code == 2
     assert pool("drop", "-n", "zz", *at).exit_code == 2
-    assert as_json("clear", *at) == {"dropped": 20}
+    assert as_json("clear", *at)["dropped"] == 20
     assert client.find(chain(TWO, 20)).blocks == 0
     client.close()
 
@@ -175,7 +184,7 @@ def test_verify_finds_and_drops_damage(service: Service, offline: bool) -> None:
     assert "40 blocks checked, 1 damaged" in first.stdout
     assert second.exit_code == 0
     assert json.loads(second.stdout) == {"checked": 39, "damaged": 0}
-    assert sum(row["disk_blocks"] for row in as_json("ls", *at)["namespaces"]) == 39
+    assert sum(row["disk_blocks"] for row in as_json("ls", *at)["rows"]) == 39
     if not offline:
         held = pool("verify", "--disk-path", disk)
         assert held.exit_code == 1
@@ -222,7 +231,8 @@ def test_a_namespace_too_large_for_the_arena_is_named(service: Service) -> None:
 def test_blocks_that_are_not_used_expire(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     disk = DiskConfig(tmp_path / "disk", 64 << 20)
-    service = ServiceThread(PoolConfig(16 << 20, disk), tmp_path / "sock", Terms(ttl_s=1.0))
+    terms = PoolTerms(tenants=TenantRules(TenantTerms(ttl_s=1.0)))
+    service = ServiceThread(PoolConfig(16 << 20, disk, terms=terms), tmp_path / "sock")
     client = ServiceClient(tmp_path / "sock", call_timeout_s=5.0)
     client.register(ONE, SIZES[ONE])
     engine = Engine(client, SIZES[ONE])

@@ -1,0 +1,45 @@
+"""The benchmark of the service runs, and measures what it says."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, cast
+
+from kvrecall.bench.service import measure_service
+from kvrecall.pool.disk.io import FileIo
+from kvrecall.testing.disks import ThrottledIo
+
+
+def test_every_part_is_measured() -> None:
+    said: list[str] = []
+    report = measure_service(1000, 1, said.append)
+    figures = cast(dict[str, Any], report.figures)
+    assert figures["lookup_s"]["n"] == 100
+    assert 0 < figures["lookup_s"]["p50"] < 1.0
+    assert figures["restore_to_plain"]["n"] == 2
+    assert 0 < figures["restore_to_plain"]["p50"] < 10.0
+    assert figures["start_s"]["ready"]["p50"] > 0
+    assert figures["start_s"]["first_find"]["p50"] >= figures["start_s"]["ready"]["p50"]
+    assert len(said) >= 3
+    assert len(report.rows) == 7
+
+
+def test_a_throttled_disk_takes_its_time_and_can_be_let_go(tmp_path: Path) -> None:
+    io = ThrottledIo()
+    fd = FileIo().open(tmp_path / "file", False)
+    FileIo().write(fd, [memoryview(bytes(100_000))], 0)
+    buffer = [memoryview(bytearray(100_000))]
+
+    def seconds() -> float:
+        began = time.monotonic()
+        assert io.read(fd, buffer, 0) == 100_000
+        return time.monotonic() - began
+
+    io.bytes_per_s = 1e6
+    assert seconds() >= 0.1
+    io.slow_after, io.then_bytes_per_s = 150_000, 5e5
+    assert seconds() >= 0.1
+    assert seconds() >= 0.2
+    io.bytes_per_s = 0.0
+    assert min(seconds() for _ in range(5)) < 0.1

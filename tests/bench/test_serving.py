@@ -1,0 +1,69 @@
+"""The serving benchmark: its workloads, and one run against a real server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvrecall.bench.serving.measure import Room, measure_serving
+from kvrecall.bench.serving.variants import named
+from kvrecall.bench.serving.workload import conversations, longest_prompt, replay
+from kvrecall.errors import EngineError
+
+
+def test_conversations_come_from_the_seed() -> None:
+    assert conversations(8, 2, seed=1) == conversations(8, 2, seed=1)
+    assert conversations(8, 2, seed=1) != conversations(8, 2, seed=2)
+
+
+def test_conversations_share_the_system_prompt_and_nothing_else() -> None:
+    first, second, *_ = (session.opening for session in conversations(8, 2).sessions)
+    assert first[:256] == second[:256]
+    assert first[256:320] != second[256:320]
+
+
+def test_no_prompt_is_longer_than_said() -> None:
+    workload = conversations(8, 3)
+    assert workload.prompt_tokens > 0
+    assert longest_prompt(workload) >= max(len(s.opening) for s in workload.sessions)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    rows = [(0, [1, 2]), (1000, [1, 2, 3]), (5000, [4]), (9000, [1, 2])]
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        "".join(
+            json.dumps({"timestamp": t, "input_length": 512, "output_length": 1, "hash_ids": ids})
+            + "\n"
+            for t, ids in rows
+        )
+    )
+    return path
+
+
+def test_a_slice_of_a_trace_keeps_prefixes_and_scales_time(trace: Path) -> None:
+    sessions = replay(trace, 3, 16, seconds=10.0).sessions
+    assert len(sessions) == 3
+    assert [session.start_s for session in sessions] == [0.0, 2.0, 10.0]
+    assert sessions[1].opening[:32] == sessions[0].opening
+    assert len(sessions[1].opening) == 48
+    assert sessions[2].opening[:16] != sessions[0].opening[:16]
+
+
+def test_an_unknown_variant_is_an_error_that_names_the_known() -> None:
+    with pytest.raises(EngineError, match=r"there is no variant 'ram'.*host, disk"):
+        named(["ram"])
+
+
+@pytest.mark.engine
+def test_a_pool_recalls_what_the_device_forgot() -> None:
+    workload = conversations(3, 3, seed=3)
+    room = Room(device=0.0, host=4.0)  # the device gets what the longest prompt needs, twice
+    report = measure_serving(workload, named(["host"]), room, lambda line: None)
+    found = report.figures["variants"]["host"]  # type: ignore[index]
+    assert found["requests"] == 9
+    assert found["hit_rate"] > 0.3
+    assert found["ttft_s"]["p50"] <= found["ttft_s"]["p95"] <= found["ttft_s"]["p99"]

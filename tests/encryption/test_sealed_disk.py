@@ -1,0 +1,287 @@
+"""Blocks at rest under a key: the contract, what an onlooker sees, wrong keys, rotation."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import sqlite3
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvrecall.block import BlockKey
+from kvrecall.config import DiskConfig, PoolConfig, RecallSettings
+from kvrecall.errors import ConfigError, TierError
+from kvrecall.pool import Pool
+from kvrecall.pool.cipher import PROOF_BYTES, Cipher
+from kvrecall.pool.disk import DiskTier
+from kvrecall.pool.disk.io import FileIo
+from kvrecall.pool.disk.seal import Sealed
+from kvrecall.pool.keyfile import make_key_file, read_keys, rotate_key_file
+from kvrecall.pool.service.cli import app
+from kvrecall.pool.tier import Outcome, Tier
+from kvrecall.testing.blocks import chain, content, wait_until
+from kvrecall.testing.disks import DiskFaults, FaultyIo
+from kvrecall.testing.pool_contract import Engine
+from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench, TierContract
+
+MIB = 1 << 20
+KEYS = chain(NAMESPACE, 24)
+OLD, NEW = secrets.token_bytes(32), secrets.token_bytes(32)
+
+
+def open_tier(
+    folder: Path, *keys: bytes, block_bytes: int = BLOCK_BYTES, io: FileIo | None = None
+) -> Bench:
+    seal = Sealed(Cipher(keys)) if keys else None
+    tier = DiskTier(DiskConfig(folder, 32 * MIB), io=io, seal=seal)
+    tier.register(NAMESPACE, block_bytes)
+    return Bench(tier, block_bytes=block_bytes)
+
+
+def fill(folder: Path, *keys: bytes, blocks: list[BlockKey] = KEYS) -> None:
+    bench = open_tier(folder, *keys)
+    assert bench.put(blocks) == [Outcome.STORED] * len(blocks)
+    bench.tier.close()
+
+
+def in_the_clear(folder: Path, blocks: list[BlockKey] = KEYS) -> int:
+    """How many blocks of ``blocks`` a look at the files of the folder finds bytes of."""
+    files = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
+    return sum(any(content(key, 64) in data for data in files) for key in blocks)
+
+
+class TestSealedDiskTier(TierContract):
+    def make(self, path: Path) -> Tier:
+        return DiskTier(DiskConfig(path, 64 * MIB), seal=Sealed(Cipher([OLD])))
+
+
+class TestSealedBufferedDiskTier(TierContract):
+    def make(self, path: Path) -> Tier:
+        io = FaultyIo(DiskFaults(no_direct=True))
+        return DiskTier(DiskConfig(path, 64 * MIB), io=io, seal=Sealed(Cipher([NEW, OLD])))
+
+
+# -- the cipher ---------------------------------------------------------------------------------
+
+
+def test_a_block_opens_only_as_it_was_sealed() -> None:
+    cipher = Cipher([OLD])
+    plain = memoryview(bytearray(random.Random(1).randbytes(5000)))
+    sealed, opened = memoryview(bytearray(5000)), memoryview(bytearray(5000))
+    proof = cipher.seal(b"label", [plain], [sealed])
+    assert len(proof) == PROOF_BYTES
+    assert cipher.open(b"label", proof, [sealed], [opened])
+    assert opened == plain
+    again = memoryview(bytearray(5000))
+    assert cipher.seal(b"label", [plain], [again]) != proof, "the nonce is fresh"
+    assert again != sealed
+    assert not cipher.open(b"lab", proof, [sealed], [opened])
+    assert bytes(opened) == bytes(5000), "nothing unproven is left behind"
+    assert not Cipher([NEW]).open(b"label", proof, [sealed], [opened])
+    assert Cipher([NEW, OLD]).open(b"label", proof, [sealed], [opened])
+    for at in range(PROOF_BYTES):
+        assert not cipher.open(b"label", _flipped(proof, at), [sealed], [opened])
+    for at in (0, 2500, 4999):
+        sealed[at] ^= 1
+        assert not cipher.open(b"label", proof, [sealed], [opened])
+        sealed[at] ^= 1
+    assert not cipher.open(b"label", proof, [sealed[:-1]], [opened[:-1]])
+    assert OLD.hex() not in repr(cipher)
+
+
+def _flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+# -- what lies on disk --------------------------------------------------------------------------
+
+
+def test_an_onlooker_finds_blocks_without_a_key_and_none_with_one(tmp_path: Path) -> None:
+    fill(tmp_path / "plain")
+    assert in_the_clear(tmp_path / "plain") == len(KEYS), "else this test could not fail"
+    fill(tmp_path / "sealed", OLD)
+    assert in_the_clear(tmp_path / "sealed") == 0
+    key_bytes = [OLD, OLD.hex().encode()]
+    for path in (tmp_path / "sealed").iterdir():
+        assert not any(key in path.read_bytes() for key in key_bytes)
+
+
+def test_what_the_slot_held_beyond_the_block_is_not_written(tmp_path: Path) -> None:
+    bench = open_tier(tmp_path, OLD)
+    secret = b"of another tenant, before" * 20
+    bench.slot(0)[BLOCK_BYTES : BLOCK_BYTES + len(secret)] = secret
+    bench.put(KEYS[:1])
+    bench.tier.close()
+    assert not any(secret[:16] in path.read_bytes() for path in tmp_path.glob("slab-*"))
+
+
+def test_puts_leave_their_memory_alone(tmp_path: Path) -> None:
+    bench = open_tier(tmp_path, OLD)
+    bench.put(KEYS)
+    assert bench.holds(KEYS)
+    bench.tier.close()
+
+
+@pytest.mark.parametrize("block_bytes", [1, 4096, 8191, 300_000, 6 * MIB])
+def test_blocks_of_any_size(tmp_path: Path, block_bytes: int) -> None:
+    for _ in range(2):  # the second time after a restart
+        bench = open_tier(tmp_path, OLD, block_bytes=block_bytes)
+        missing = [key for key in KEYS[:3] if not bench.tier.contains(key)]
+        assert bench.put(missing) == [Outcome.STORED] * len(missing)
+        assert bench.get(KEYS[:3]) == [Outcome.LOADED] * 3
+        assert bench.holds(KEYS[:3])
+        bench.tier.close()
+    assert missing == []
+
+
+def test_a_flipped_bit_is_corrupt_wherever_it_is(tmp_path: Path) -> None:
+    fill(tmp_path, OLD, blocks=KEYS[:8])
+    (slab,) = tmp_path.glob("slab-*.kv")
+    data = bytearray(slab.read_bytes())
+    for block in range(8):
+        data[4096 + block * 12288 + random.Random(block).randrange(BLOCK_BYTES)] ^= 1 << block
+    slab.write_bytes(data)
+    bench = open_tier(tmp_path, OLD)
+    assert bench.get(KEYS[:8]) == [Outcome.CORRUPT] * 8
+    assert bench.tier.stats().corrupt == 8
+    bench.tier.close()
+
+
+def test_blocks_that_change_places_are_corrupt(tmp_path: Path) -> None:
+    """Whoever can write to the folder can at most lose blocks, not give one for another."""
+    fill(tmp_path, OLD, blocks=KEYS[:2])
+    with sqlite3.connect(tmp_path / "index.sqlite") as db:
+        rows = db.execute("SELECT address, checksum FROM blocks ORDER BY address").fetchall()
+        (first, one), (second, two) = rows
+        db.execute("UPDATE blocks SET address = -1, checksum = ? WHERE address = ?", (two, first))
+        db.execute("UPDATE blocks SET address = ?, checksum = ? WHERE address = ?",
+                   (first, one, second))  # fmt: skip
+        db.execute("UPDATE blocks SET address = ? WHERE address = -1", (second,))
+    db.close()
+    bench = open_tier(tmp_path, OLD)
+    assert bench.get(KEYS[:2]) == [Outcome.CORRUPT] * 2
+    bench.tier.close()
+
+
+@pytest.mark.parametrize("faults", [DiskFaults(short_read=5000), DiskFaults(flip_bit=True)])
+def test_bad_reads(tmp_path: Path, faults: DiskFaults) -> None:
+    fill(tmp_path, OLD)
+    bench = open_tier(tmp_path, OLD, io=FaultyIo(faults))
+    assert Outcome.CORRUPT in bench.get(KEYS)
+    bench.tier.close()
+
+
+# -- other keys ---------------------------------------------------------------------------------
+
+
+def test_another_key_finds_nothing_and_takes_the_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(tmp_path, OLD)
+    bench = open_tier(tmp_path, NEW)
+    assert "24 of 24 blocks" in caplog.text
+    assert "encryption_key_file does not hold" in caplog.text
+    assert bench.get(KEYS) == [Outcome.MISS] * len(KEYS)
+    assert bench.tier.stats().used_bytes == 0
+    assert bench.put(KEYS) == [Outcome.STORED] * len(KEYS)
+    assert bench.get(KEYS) == [Outcome.LOADED] * len(KEYS)
+    bench.tier.close()
+
+
+def test_rotation_keeps_what_the_old_key_sealed(tmp_path: Path) -> None:
+    fill(tmp_path, OLD)
+    more = chain(NAMESPACE, 5, "more")
+    bench = open_tier(tmp_path, NEW, OLD)
+    assert bench.get(KEYS) == [Outcome.LOADED] * len(KEYS)
+    assert bench.holds(KEYS)
+    bench.put(more)
+    bench.tier.close()
+    bench = open_tier(tmp_path, NEW)  # the old key is gone
+    assert bench.get(more) == [Outcome.LOADED] * 5
+    assert bench.get(KEYS) == [Outcome.MISS] * len(KEYS)
+    bench.tier.close()
+
+
+def test_a_folder_written_without_a_key_is_emptied_when_there_is_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(tmp_path)
+    bench = open_tier(tmp_path, OLD)
+    assert "written without encryption; deleted" in caplog.text
+    assert in_the_clear(tmp_path) == 0
+    assert bench.tier.stats().blocks == 0
+    assert bench.put(KEYS) == [Outcome.STORED] * len(KEYS)
+    bench.tier.close()
+
+
+def test_a_sealed_folder_is_refused_without_a_key_and_nothing_is_lost(tmp_path: Path) -> None:
+    fill(tmp_path, OLD)
+    with pytest.raises(TierError, match=r"sealed with a key; set encryption_key_file"):
+        open_tier(tmp_path)
+    bench = open_tier(tmp_path, OLD)
+    assert bench.get(KEYS) == [Outcome.LOADED] * len(KEYS)
+    bench.tier.close()
+
+
+# -- as people use it ---------------------------------------------------------------------------
+
+
+def settings(folder: Path, **extra: str) -> PoolConfig:
+    raw = {"host_size": 4 * MIB, "disk_path": str(folder / "disk"), "disk_size": 32 * MIB}
+    return RecallSettings.from_mapping({**raw, **extra}).pool
+
+
+def test_a_pool_by_its_settings(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    make_key_file(path)
+    config = settings(tmp_path, encryption_key_file=str(path))
+    for _ in range(2):
+        with Pool.open(config) as pool:
+            pool.register(NAMESPACE, BLOCK_BYTES)
+            engine = Engine(pool, BLOCK_BYTES)
+            if not pool.find(KEYS).blocks:
+                engine.save(KEYS)
+            assert pool.flush(KEYS, 20.0)
+            assert len(engine.recall(KEYS)) == len(KEYS)
+            engine.close()
+        rotate_key_file(path)
+    assert in_the_clear(tmp_path / "disk") == 0
+    assert len(read_keys(path)) == 3
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        Pool.open(config)
+
+
+def test_administration_needs_the_key_only_to_verify(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    make_key_file(path)
+    folder = tmp_path / "disk"
+    fill(folder, *read_keys(path))
+    run = CliRunner()
+    listed = run.invoke(app, ["ls", "--disk-path", str(folder), "--json"])
+    assert '"disk_blocks":24' in listed.output
+    blind = run.invoke(app, ["verify", "--disk-path", str(folder)])
+    assert blind.exit_code == 1
+    assert "give the file of their key, --encryption-key-file" in blind.output
+    seeing = ["verify", "--disk-path", str(folder), "--encryption-key-file", str(path), "--json"]
+    assert run.invoke(app, seeing).output.strip() == '{"checked":24,"damaged":0}'
+    cleared = run.invoke(app, ["clear", "--disk-path", str(folder), "--json"])
+    assert cleared.output.strip() == '{"dropped":24,"pinned":0}'
+
+
+def test_a_sealed_disk_that_shrinks_keeps_what_is_used(tmp_path: Path) -> None:
+    """Blocks that move to another slot open there: their proof is of their key, not their place."""
+    bench = open_tier(tmp_path, NEW)
+    chains = [chain(NAMESPACE, 200, str(number)) for number in range(9)]
+    for keys in chains:
+        assert bench.put(keys) == [Outcome.STORED] * 200
+    bench.tier.touch(chains[0])
+    assert isinstance(bench.tier, DiskTier)
+    bench.tier.resize(16 * MIB)
+    disk = bench.tier
+    wait_until(lambda: disk.stats().evictions > 0 and disk.surplus_bytes == 0)
+    assert bench.get(chains[0]) == [Outcome.LOADED] * 200
+    assert bench.holds(chains[0])
+    bench.tier.close()

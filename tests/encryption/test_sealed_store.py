@@ -1,0 +1,144 @@
+"""Values that leave the host under a key: the contracts, other keys, what the store sees."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+import pytest
+
+from kvrecall.config import PoolConfig, RemoteConfig
+from kvrecall.pool import Pool
+from kvrecall.pool.cipher import Cipher
+from kvrecall.pool.keyfile import make_key_file
+from kvrecall.pool.remote.objects import make_store
+from kvrecall.pool.remote.sealed import SealedStore
+from kvrecall.pool.remote.store import Store
+from kvrecall.pool.remote.tier import RemoteTier
+from kvrecall.pool.tier import Tier
+from kvrecall.testing.blocks import chain, content, wait_until
+from kvrecall.testing.pool_contract import Engine
+from kvrecall.testing.store_contract import Counter, StoreContract, names, value
+from kvrecall.testing.stores import SHARED, MemoryStore
+from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, TierContract
+
+MIB = 1 << 20
+OLD, NEW = secrets.token_bytes(32), secrets.token_bytes(32)
+
+
+class TestSealedDirectory(StoreContract):
+    def make(self, path: Path) -> Store:
+        return SealedStore(make_store({"url": f"file://{path}/store"}), Cipher([OLD]))
+
+
+class TestSealedWithSmallSections(StoreContract):
+    """Batches that do not fit the memory for sealed values go in parts."""
+
+    def make(self, path: Path) -> Store:
+        inner = make_store({"url": f"file://{path}/store"})
+        return SealedStore(inner, Cipher([NEW, OLD]), section_bytes=3_100_000)
+
+
+class TestSealedRemoteTier(TierContract):
+    def make(self, path: Path) -> Tier:
+        store = SealedStore(MemoryStore(), Cipher([OLD]))
+        store.attach(memoryview(bytearray(4096)))
+        return RemoteTier(store, RemoteConfig("test"))
+
+
+def sealed(inner: Store, *keys: bytes, section_bytes: int = MIB) -> Counter:
+    return Counter(SealedStore(inner, Cipher(keys), section_bytes))
+
+
+def test_the_store_sees_no_plain_byte_and_no_plain_header() -> None:
+    inner = MemoryStore()
+    some = names(8)
+    sealed(inner, OLD).put(some)
+    seen = b"".join(inner.values.values())
+    assert len(seen) > 8 * 20_000
+    for name in some:
+        data = value(name, 20_000)
+        assert not any(data[at : at + 16] in seen for at in (0, 48, 64, 10_000, 19_984))
+
+
+def test_another_key_and_no_key_do_not_meet_it() -> None:
+    inner = MemoryStore()
+    some = names(4)
+    sealed(inner, OLD).put(some)
+    for other in (sealed(inner, NEW), Counter(inner)):
+        assert other.store.exists(some) == [False] * 4
+        assert other.get(some) == [False] * 4
+        assert other.put(some) == [True] * 4
+        assert other.get(some) == [True] * 4
+    assert sealed(inner, OLD).get(some) == [True] * 4
+
+
+def test_rotation_keeps_what_the_old_key_sealed() -> None:
+    inner = MemoryStore()
+    some = names(6)
+    sealed(inner, OLD).put(some[:3])
+    both = sealed(inner, NEW, OLD)
+    both.put(some[3:])
+    assert both.store.exists(some) == [True] * 6
+    assert both.get(some) == [True] * 6
+    assert sealed(inner, NEW).get(some) == [False] * 3 + [True] * 3
+    both.store.remove(some)
+    assert inner.values == {}
+
+
+@pytest.mark.parametrize("at", [0, 4, 20, 40, 5000, -1])
+def test_a_flipped_bit_is_not_there(at: int) -> None:
+    inner = MemoryStore()
+    counter = sealed(inner, OLD)
+    counter.put(names(1))
+    ((name, data),) = inner.values.items()
+    changed = bytearray(data)
+    changed[at] ^= 1
+    inner.values[name] = bytes(changed)
+    assert counter.get(names(1)) == [False]
+
+
+def test_values_do_not_change_places() -> None:
+    inner = MemoryStore()
+    counter = sealed(inner, OLD)
+    counter.put(names(2))
+    one, two = inner.values
+    inner.values[one], inner.values[two] = inner.values[two], inner.values[one]
+    assert counter.get(names(2)) == [False, False]
+
+
+def test_a_value_too_large_for_the_memory_is_shed_and_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    inner = MemoryStore()
+    counter = sealed(inner, OLD, section_bytes=10_000)
+    some = names(3)
+    assert counter.put(some) == [False] * 3
+    assert counter.get(some) == [False] * 3
+    assert counter.put(some, nbytes=9000) == [True] * 3
+    assert caplog.text.count("are not stored with encryption") == 1
+
+
+def test_a_pool_by_its_settings(tmp_path: Path) -> None:
+    """Blocks reach a second host through the store, and nothing in the store is plain."""
+    path = tmp_path / "key"
+    make_key_file(path)
+    remote = RemoteConfig("kvrecall.testing.stores:make_store", {"name": "sealed"})
+    config = PoolConfig(4 * MIB, remote=remote, encryption_key_file=path)
+    keys = chain(NAMESPACE, 12)
+    with Pool.open(config) as first:
+        first.register(NAMESPACE, BLOCK_BYTES)
+        Engine(first, BLOCK_BYTES).save(keys)
+        assert first.flush(keys, 20.0)
+    stored = SHARED.pop("sealed")
+    assert len(stored.values) == 12
+    assert not any(content(key, 32) in b"".join(stored.values.values()) for key in keys)
+    stored.is_closed = False
+    SHARED["sealed"] = stored
+    with Pool.open(config) as second:
+        second.register(NAMESPACE, BLOCK_BYTES)
+        wait_until(lambda: second.find(keys).blocks == 12)
+        engine = Engine(second, BLOCK_BYTES)
+        assert len(engine.recall(keys)) == 12
+        engine.close()
+    del SHARED["sealed"]

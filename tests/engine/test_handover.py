@@ -1,0 +1,91 @@
+"""What a prefill instance promises and a decode instance waits for, on the scheduler side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvrecall.block import Namespace
+from kvrecall.engines.base import HANDOVER
+from kvrecall.engines.vllm.handover import Handover, HandoverDesk, Promise, receipt
+from kvrecall.engines.vllm.metrics import Tally
+from kvrecall.testing.clocks import ManualClock
+
+SPACE = Namespace.of({"test": "1"})
+
+
+def promise(clock: ManualClock, tokens: int = 64) -> Promise:
+    made = Promise.of(receipt(SPACE, tokens), 16, patience_s=2.0)
+    assert made is not None
+    made.clock = clock
+    return made
+
+
+def test_a_promise_is_waited_for_until_it_is_kept() -> None:
+    clock = ManualClock()
+    made = promise(clock)
+    assert made.blocks == 4
+    assert made.look(4, lambda: 3) is Handover.WAIT
+    clock.advance(1.9)
+    assert made.look(4, lambda: 4) is Handover.KEPT
+    assert made.is_over
+
+
+def test_a_promise_that_is_not_kept_is_given_up() -> None:
+    clock = ManualClock()
+    made = promise(clock)
+    assert made.look(4, lambda: 0) is Handover.WAIT
+    clock.advance(2.0)
+    assert made.look(4, lambda: 3) is Handover.LATE
+    assert made.is_over
+
+
+def test_the_pool_is_not_asked_in_every_step() -> None:
+    clock = ManualClock()
+    made = promise(clock)
+    asked: list[int] = []
+
+    def found() -> int:
+        asked.append(1)
+        return 0
+
+    for _ in range(100):
+        assert made.look(4, found) is Handover.WAIT
+    assert len(asked) == 1
+    clock.advance(0.01)
+    made.look(4, found)
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        None,
+        {},
+        [],
+        {HANDOVER: None},
+        {HANDOVER: {"tokens": 64}},
+        {HANDOVER: {"tokens": "64", "namespace": "a"}},
+        {HANDOVER: {"tokens": True, "namespace": "a"}},
+        {HANDOVER: {"tokens": 15, "namespace": "a"}},
+        {HANDOVER: {"tokens": -64, "namespace": 5}},
+    ],
+)
+def test_what_comes_from_outside_is_checked(params: Any) -> None:
+    assert Promise.of(params, 16, 1.0) is None
+
+
+def test_a_promise_of_another_model_is_refused_and_counted() -> None:
+    tally = Tally()
+    desk = HandoverDesk(16, 2.0, tally)
+    assert desk.accept(receipt(SPACE, 64), SPACE) is not None
+    assert desk.accept(receipt(SPACE.derive(dtype="other"), 64), SPACE) is None
+    assert desk.accept(None, SPACE) is None
+    assert desk.accept(receipt(SPACE, 64), None) is None
+    assert (tally.handovers, tally.handovers_foreign) == (2, 1)
+
+
+def test_nothing_saved_is_nothing_promised() -> None:
+    assert receipt(SPACE, 0) == {}
+    assert receipt(None, 64) == {}

@@ -1,0 +1,33 @@
+"""The contract of a store: in memory, in a directory, in S3."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvrecall.pool.remote.objects import make_store
+from kvrecall.pool.remote.store import Store
+from kvrecall.testing.store_contract import StoreContract
+from tests.objects.s3 import Server
+
+
+class TestMemory(StoreContract):
+    outlives = False
+
+    def make(self, path: Path) -> Store:
+        return make_store({"url": "memory:///"})
+
+
+class TestDirectory(StoreContract):
+    def make(self, path: Path) -> Store:
+        return make_store({"url": f"file://{path}/store"})
+
+
+class TestS3(StoreContract):
+    @pytest.fixture(autouse=True)
+    def _server(self, server: Server) -> None:
+        self.server = server
+
+    def make(self, path: Path) -> Store:
+        return make_store(self.server.options(path.name))

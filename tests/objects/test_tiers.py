@@ -1,0 +1,29 @@
+"""The contract of a tier, over object stores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvrecall.config import RemoteConfig
+from kvrecall.pool.remote.objects import make_store
+from kvrecall.pool.remote.tier import RemoteTier
+from kvrecall.pool.tier import Tier
+from kvrecall.testing.tier_contract import TierContract
+from tests.objects.s3 import Server
+
+
+class TestDirectoryTier(TierContract):
+    def make(self, path: Path) -> Tier:
+        return RemoteTier(make_store({"url": f"file://{path}/store"}), RemoteConfig("objects"))
+
+
+class TestS3Tier(TierContract):
+    @pytest.fixture(autouse=True)
+    def _server(self, server: Server) -> None:
+        self.server = server
+
+    def make(self, path: Path) -> Tier:
+        store = make_store(self.server.options(f"tier/{path.parent.name}"))
+        return RemoteTier(store, RemoteConfig("objects"))

@@ -1,0 +1,210 @@
+"""Sizing: the worked examples of Ascend's document, models of known size, and the command."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvrecall.errors import ConfigError
+from kvrecall.plan.cli import app
+from kvrecall.plan.links import links_of
+from kvrecall.plan.model import read_shape
+from kvrecall.simulate.cli import app as simulate
+
+ROOT = Path(__file__).parents[2]
+LLAMA_8B = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
+    "torch_dtype": "bfloat16", "max_position_embeddings": 131072,
+}  # fmt: skip
+DEEPSEEK_R1 = {
+    "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128, "v_head_dim": 128, "q_lora_rank": 1536,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
+    "vocab_size": 129280, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def model(folder: Path, config: dict[str, Any]) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def planned(*arguments: str | Path) -> dict[str, Any]:
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.output
+    result: dict[str, Any] = json.loads(done.output.splitlines()[-1])
+    return result
+
+
+# -- links: the document's own numbers ----------------------------------------------------------
+
+
+def test_four_and_four_machines_of_sixteen_dies() -> None:
+    """(8*16-1)*4MB = 508MB; 0.92 lowered by 0.01 gives 600MB, which is enough."""
+    links = links_of(8 * 16)
+    assert links.nbytes == 508 * 10**6
+    assert links.lower_by == 0.01
+    assert links.factor(0.92) == 0.91
+
+
+def test_room_to_grow_lowers_by_four_hundredths() -> None:
+    links = links_of(8 * 16, will_grow=True)
+    assert links.factor(0.92) == 0.88
+
+
+def test_no_more_than_512_links() -> None:
+    assert links_of(512).links == 511
+    assert not links_of(512).too_many
+    assert links_of(512).lower_by == 0.04  # 2,044 MB
+    larger = links_of(2000)
+    assert (larger.links, larger.nbytes, larger.lower_by) == (512, 2048 * 10**6, 0.04)
+    assert larger.too_many
+
+
+@pytest.mark.parametrize(
+    ("cards", "lower_by"), [(0, 0), (1, 0), (2, 0.01), (151, 0.01), (152, 0.02)]
+)
+def test_the_factor_goes_down_in_steps_of_600_mb(cards: int, lower_by: float) -> None:
+    assert links_of(cards).lower_by == lower_by
+
+
+# -- models -------------------------------------------------------------------------------------
+
+
+def test_grouped_heads(tmp_path: Path) -> None:
+    shape = read_shape(model(tmp_path, LLAMA_8B))
+    assert shape.kv_bytes_per_token == 128 << 10
+    assert shape.params == pytest.approx(8.03e9, rel=0.005)
+    assert shape.device_bytes_per_token(8) == 128 << 10
+    assert shape.device_bytes_per_token(16) == 256 << 10, "eight heads on sixteen ranks"
+    assert read_shape(tmp_path, "fp8").kv_bytes_per_token == 64 << 10
+
+
+def test_latent_attention_and_experts(tmp_path: Path) -> None:
+    shape = read_shape(model(tmp_path, DEEPSEEK_R1))
+    assert shape.kv_bytes_per_token == 61 * 576 * 2
+    assert shape.params == pytest.approx(671e9, rel=0.01)
+    assert shape.active_params == pytest.approx(37e9, rel=0.03)
+    assert shape.device_bytes_per_token(8) == 8 * 61 * 576 * 2, "every rank holds all of it"
+
+
+def test_a_model_of_several_kinds_of_input(tmp_path: Path) -> None:
+    shape = read_shape(model(tmp_path, {"text_config": LLAMA_8B, "vision_config": {}}))
+    assert shape.kv_bytes_per_token == 128 << 10
+
+
+def test_our_own_small_model_weighs_what_its_file_does() -> None:
+    folder = ROOT / "models" / "recall-tiny"
+    assert read_shape(folder).weight_bytes == (folder / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [({}, "hidden_size is missing"), ({**LLAMA_8B, "num_hidden_layers": 0}, "more than 0")],
+)
+def test_what_is_no_model(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_shape(model(tmp_path, config))
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+def test_tiers(tmp_path: Path) -> None:
+    plan = planned(
+        model(tmp_path, LLAMA_8B), "--hosts", 2, "--devices", 8, "--tensor-parallel", 4,
+        "--device-memory", "64GB", "--host-size", "256GiB", "--disk-size", "2TB",
+        "--context", "32k", "--sessions", 100, "--block-size", 128,
+    )  # fmt: skip
+    assert plan["bytes_per_token"] == 131072
+    assert plan["block_bytes"] == 16 << 20
+    assert plan["needed_bytes"] == 100 * 32768 * 131072
+    device, host, disk = plan["tiers"]
+    left = 16 * 64e9 * 0.92 - 4 * read_shape(tmp_path).weight_bytes
+    assert device["bytes"] == pytest.approx(left, rel=1e-9)
+    assert host["blocks"] == 2 * 256 * 64
+    assert host["sessions"] == 2 * 256 * 64 // 256
+    assert 0.94 * 4e12 < disk["blocks"] * (16 << 20) < 0.95 * 4e12
+    assert plan["sessions_fit"]
+    assert plan["settings"]["host_size"] == 256 << 30
+    assert plan["warnings"] == []
+
+
+def test_links_take_room_from_the_devices(tmp_path: Path) -> None:
+    arguments = [model(tmp_path, LLAMA_8B), "--device-memory", "64GB", "--hosts", 8,
+                 "--devices", 16]  # fmt: skip
+    alone = planned(*arguments)
+    linked = planned(*arguments, "--linked-cards", 128)
+    assert linked["links"]["memory_factor"] == 0.91
+    lost = alone["tiers"][0]["bytes"] - linked["tiers"][0]["bytes"]
+    assert lost == pytest.approx(128 * 64e9 * 0.01, rel=1e-6)
+
+
+def test_break_even(tmp_path: Path) -> None:
+    plan = planned(
+        model(tmp_path, LLAMA_8B), "--prefill-rate", 10_000, "--context", "128k",
+        "--host-bandwidth", "20GB", "--disk-bandwidth", "1GB",
+    )  # fmt: skip
+    even = plan["break_even"]
+    assert even["bytes_per_s_at_start"] == 131072 * 10_000
+    assert even["bytes_per_s_at_end"] < even["bytes_per_s_at_start"] / 2, "deep tokens cost more"
+    assert even["worth_it"] == {"host": True, "disk": False}
+
+
+def test_hit_rates_are_those_of_the_simulation(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [[n % 4 * 10 + block for block in range(n % 5 + 1)] for n in range(60)]
+    trace.write_text(
+        "".join(
+            json.dumps({"timestamp": n * 1000, "input_length": 512, "output_length": 1,
+                        "hash_ids": ids}) + "\n"
+            for n, ids in enumerate(rows)
+        )
+    )  # fmt: skip
+    # 64 MiB of KV in a block of the trace: room for 16 of them in the host, 28 on disk
+    plan = planned(
+        model(tmp_path, LLAMA_8B), "--host-size", "1GiB", "--disk-size", "2GB", "--trace", trace
+    )
+    rooms = [tier["tokens"] // 512 for tier in plan["tiers"]]
+    spec = f"host:{rooms[0]},disk:{rooms[1]}"
+    done = CliRunner().invoke(simulate, [str(trace), "--tiers", spec, "--json"])
+    expected = [tier["hit_rate_up_to_here"] for tier in json.loads(done.output)["tiers"]]
+    assert [tier["hit_rate_up_to_here"] for tier in plan["tiers"]] == expected
+    assert expected[1] >= expected[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--context", "many"], "--context: 'many' is no number of tokens"),
+        (["--host-size", "4 apples"], "--host-size"),
+        (["--kv-dtype", "int3"], "known: auto"),
+        (["--tensor-parallel", "2"], "more than all devices"),
+        (["--device-memory", "8GB"], "the weights of 16.1 GB do not fit"),
+        (["--policy", "magic"], "magic"),
+        (["--host-size", "1MiB", "--trace", "x"], "x: cannot be read"),
+    ],
+)
+def test_wrong_arguments_are_named(tmp_path: Path, arguments: list[str], words: str) -> None:
+    done = CliRunner().invoke(app, [str(model(tmp_path, LLAMA_8B)), *arguments])
+    assert done.exit_code == 2
+    assert re.search(words, done.output), done.output
+
+
+def test_notes(tmp_path: Path) -> None:
+    config = model(tmp_path, LLAMA_8B)
+    assert "no size is given" in planned(config)["warnings"][0]
+    small = planned(config, "--host-size", "1GiB", "--context", "256k")
+    assert [w.split(" ")[0] for w in small["warnings"]] == ["the", "not"]
+    assert (
+        "512 links" in planned(config, "--host-size", "1TB", "--linked-cards", 600)["warnings"][-1]
+    )

@@ -1,0 +1,84 @@
+"""``python -m tests.remote.pool_host SETTINGS``: a pool that does what standard input says."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+from kvrecall.block import BlockKey
+from kvrecall.config import RecallSettings
+from kvrecall.pool.base import RecallState
+from kvrecall.pool.pool import Pool
+from kvrecall.testing.blocks import chain, content, namespace
+
+NAMESPACE = namespace()
+NBYTES = 100_000
+
+
+def save(pool: Pool, keys: list[BlockKey], deadline_s: float) -> dict[str, Any]:
+    """Saves a chain; ``stored``: whether the store has all of it before the deadline."""
+    for key, reservation in zip(keys, pool.reserve(keys), strict=True):
+        if reservation.offset >= 0:
+            pool.arena.view(reservation.offset, NBYTES)[:] = content(key, NBYTES)
+    pool.commit(keys)
+    until = time.monotonic() + deadline_s
+    while not (stored := pool.flush(keys, 1.0)) and time.monotonic() < until:
+        for key in keys:
+            if (block := pool._host.blocks.get(key)) is not None:
+                block.tries = 0  # the pool itself would leave them alone after some failures
+        time.sleep(0.1)
+    return {"stored": stored}
+
+
+def recall(pool: Pool, keys: list[BlockKey], deadline_s: float) -> dict[str, Any]:
+    """Finds and recalls as a request does. ``slowest``: the longest call, in seconds."""
+    calls: list[float] = []
+
+    def timed(call: Any) -> Any:
+        began = time.monotonic()
+        result = call()
+        calls.append(time.monotonic() - began)
+        return result
+
+    until = time.monotonic() + deadline_s
+    while timed(lambda: pool.find(keys)).pending and time.monotonic() < until:
+        time.sleep(0.002)
+    found = timed(lambda: pool.find(keys)).blocks
+    ticket = timed(lambda: pool.acquire(keys, deadline_s))
+    while timed(lambda: pool.poll(ticket)).state is RecallState.PENDING:
+        time.sleep(0.002)
+    got = pool.poll(ticket)
+    pairs = zip(keys, got.offsets, strict=False)
+    right = all(bytes(pool.arena.view(at, NBYTES)) == content(key, NBYTES) for key, at in pairs)
+    pool.release(ticket)
+    return {
+        "found": found,
+        "tiers": [str(tier) for tier in got.tiers],
+        "right": right,
+        "slowest": max(calls),
+    }
+
+
+def main() -> None:
+    logging.basicConfig(stream=sys.stderr)
+    with Pool.open(RecallSettings.from_mapping(json.loads(sys.argv[1])).pool) as pool:
+        pool.register(NAMESPACE, NBYTES)
+        for line in sys.stdin:
+            order = json.loads(line)
+            keys = chain(NAMESPACE, order.get("count", 0), order.get("chain", ""))
+            what, deadline_s = order["do"], order.get("deadline_s", 20.0)
+            if what == "save":
+                reply = save(pool, keys, deadline_s)
+            elif what == "recall":
+                reply = recall(pool, keys, deadline_s)
+            else:
+                remote = pool.stats().tiers[-1]
+                reply = {"corrupt": remote.corrupt, "errors": remote.errors}
+            print(json.dumps(reply), flush=True)
+
+
+if __name__ == "__main__":
+    main()

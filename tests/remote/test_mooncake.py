@@ -1,0 +1,362 @@
+"""The Mooncake store with a real master and real clients."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvrecall.block import BlockKey
+from kvrecall.config import RecallSettings, RemoteConfig
+from kvrecall.errors import ConfigError, TierError
+from kvrecall.pool.arena import Arena
+from kvrecall.pool.pool import Pool
+from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
+from kvrecall.pool.remote.mooncake.master import MasterFlags, check_master
+from kvrecall.pool.remote.store import Parcel
+from kvrecall.pool.remote.tier import RemoteTier
+from kvrecall.pool.tier import Outcome, Tier
+from kvrecall.testing.blocks import chain, wait_until
+from kvrecall.testing.masters import Master
+from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench, TierContract
+from tests.remote.mooncake import needs_mooncake
+from tests.remote.test_remote_pool import find, recall, save
+
+ARENA_BYTES = 16 << 20
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
+    master = Master(tmp_path_factory.mktemp("mooncake") / "master.log")
+    master.start(client_ttl_s=3)
+    yield master
+    master.kill()
+
+
+class Node:
+    """One host: an arena and a client of Mooncake."""
+
+    def __init__(self, master: Master) -> None:
+        self.arena = Arena.create(ARENA_BYTES)
+        self.store = MooncakeStore(MooncakeSettings.of(master.options()))
+        self.store.attach(self.arena.memory)
+
+    def close(self) -> None:
+        self.store.close()
+        self.arena.close()
+
+
+class Apart:
+    """A node's store in which the names of each test are its own; closing it leaves the node."""
+
+    def __init__(self, node: Node, prefix: str) -> None:
+        self._store = node.store
+        self._prefix = prefix
+
+    def attach(self, memory: memoryview) -> None:
+        raise AssertionError
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        return self._store.exists(self._own(names))
+
+    def put(self, parcels: Sequence[Parcel]) -> list[bool]:
+        return self._store.put([Parcel(self._prefix + p.name, p.parts) for p in parcels])
+
+    def get(self, parcels: Sequence[Parcel]) -> list[bool]:
+        return self._store.get([Parcel(self._prefix + p.name, p.parts) for p in parcels])
+
+    def remove(self, names: Sequence[str]) -> None:
+        self._store.remove(self._own(names))
+
+    def close(self) -> None:
+        pass
+
+    def _own(self, names: Sequence[str]) -> list[str]:
+        return [self._prefix + name for name in names]
+
+
+@pytest.fixture(scope="module")
+def nodes(master: Master) -> Iterator[list[Node]]:
+    nodes = [Node(master), Node(master)]
+    yield nodes
+    for node in nodes:
+        node.close()
+
+
+def tier_of(node: Node, prefix: str) -> RemoteTier:
+    tier = RemoteTier(Apart(node, prefix), RemoteConfig("mooncake"))
+    tier.register(NAMESPACE, BLOCK_BYTES)
+    return tier
+
+
+@needs_mooncake
+class TestMooncakeTier(TierContract):
+    @pytest.fixture(autouse=True)
+    def _node(self, nodes: list[Node]) -> None:
+        self.node = nodes[0]
+
+    def make(self, path: Path) -> Tier:
+        return tier_of(self.node, f"{next(_numbers)}.")
+
+    def memory(self) -> memoryview:
+        return self.node.arena.memory
+
+
+def ask(tier: Tier, keys: list[BlockKey]) -> list[bool]:
+    wait_until(lambda: tier.ask(keys))
+    return [tier.contains(key) for key in keys]
+
+
+@needs_mooncake
+def test_one_node_gets_what_another_put_and_what_is_not_the_block_goes(nodes: list[Node]) -> None:
+    prefix = f"{next(_numbers)}."
+    tiers = [tier_of(node, prefix) for node in nodes]
+    benches = [Bench(t, memory=n.arena.memory) for t, n in zip(tiers, nodes, strict=True)]
+    keys = chain(NAMESPACE, 60)
+    benches[0].put(keys[:50])
+    assert ask(tiers[1], keys) == [True] * 50 + [False] * 10
+    assert benches[1].get(keys[:50]) == [Outcome.LOADED] * 50
+    assert benches[1].holds(keys[:50])
+    store = Apart(nodes[0], prefix)
+    tiers[0].drop(keys[:1])
+    from kvrecall.pool.remote.envelope import name_of
+
+    wait_until(lambda: not store.exists([name_of(keys[0])])[0])
+    parts = (memoryview(bytearray(64)), nodes[0].arena.view(0, BLOCK_BYTES))
+    assert store.put([Parcel(name_of(keys[0]), parts)]) == [True]
+    assert benches[1].get(keys[:2]) == [Outcome.CORRUPT, Outcome.LOADED]
+    for tier in tiers:
+        tier.close()
+
+
+@needs_mooncake
+def test_more_than_fits_is_shed_and_evicted_blocks_are_misses(nodes: list[Node]) -> None:
+    """Two segments of 64 MiB take 300 MiB in turn: puts may be shed, gets are right or misses."""
+    prefix = f"{next(_numbers)}."
+    tier = RemoteTier(Apart(nodes[0], prefix), RemoteConfig("mooncake"))
+    tier.register(NAMESPACE, 1 << 20)
+    bench = Bench(tier, slots=8, block_bytes=1 << 20, memory=nodes[0].arena.memory)
+    keys = chain(NAMESPACE, 300, "large")
+    for start in range(0, 300, 8):
+        bench.submit_put(keys[start : start + 8])
+        wait_until(lambda: tier.queued() == (0, 0))
+        tier.poll()
+    seen: set[Outcome] = set()
+    for key in keys:
+        [outcome] = bench.get([key])
+        seen.add(outcome)
+        assert outcome is Outcome.MISS or bench.holds([key])
+    assert seen == {Outcome.MISS, Outcome.LOADED}
+    tier.close()
+
+
+@pytest.fixture
+def lone(tmp_path: Path) -> Iterator[Master]:
+    master = Master(tmp_path / "master.log")
+    yield master
+    master.kill()
+
+
+def settings(master: Master, folder: Path, **more: object) -> RecallSettings:
+    file = folder / "mooncake.json"
+    file.write_text(json.dumps(master.options("64MB")))
+    remote = {"kind": "mooncake", "config": str(file)}
+    return RecallSettings.from_mapping({"host_size": "8MiB", "remote": remote, **more})
+
+
+def pool_of(master: Master, folder: Path) -> Pool:
+    pool = Pool.open(settings(master, folder).pool)
+    pool.register(NAMESPACE, BLOCK_BYTES)
+    return pool
+
+
+def remote_blocks(pool: Pool, keys: list[BlockKey]) -> int:
+    found = find(pool, keys)
+    return len([tier for tier in found.tiers if tier == "remote"])
+
+
+@needs_mooncake
+def test_pools_live_through_a_master_that_is_late_dies_and_comes_back_empty(
+    lone: Master, tmp_path: Path
+) -> None:
+    keys = chain(NAMESPACE, 20)
+    first, second = pool_of(lone, tmp_path), pool_of(lone, tmp_path)
+    try:
+        assert find(first, keys).blocks == 0, "no master yet"
+        lone.start()
+        wait_until(lambda: not second.find(keys).pending and second._below._is_up())
+        wait_until(lambda: first._below._is_up())
+        save_when_there(first, keys)
+        wait_until(lambda: remote_blocks(second, keys) == 20)
+        assert recall(second, keys[:10]) == ("remote",) * 10
+        lone.kill()
+        assert recall(first, keys) == ("host",) * 20
+        assert len(recall(second, keys)) in range(10, 21)  # the clients' memory is still there
+        fresh = chain(NAMESPACE, 10, "fresh")
+        first.reserve(fresh)
+        first.commit(fresh)
+        lone.start()
+        other = chain(NAMESPACE, 20, "other")
+        wait_until(lambda: not second.find(other).pending and second._below._is_up())
+        save_when_there(first, other)
+        wait_until(lambda: remote_blocks(second, other) == 20)
+        assert recall(second, other) == ("remote",) * 20
+    finally:
+        first.close()
+        second.close()
+
+
+def save_when_there(pool: Pool, keys: list[BlockKey]) -> None:
+    """Saves a chain; the store takes it as soon as it has been rejoined."""
+    save(pool, keys, flush=False)
+    until = time.monotonic() + 60
+    while not pool.flush(keys, 5.0):
+        assert time.monotonic() < until
+        for block in pool._host.blocks.values():
+            block.tries = 0
+        time.sleep(0.2)
+
+
+@needs_mooncake
+def test_a_master_that_hangs_holds_up_nothing(lone: Master, tmp_path: Path) -> None:
+    lone.start()
+    pool = pool_of(lone, tmp_path)
+    keys = chain(NAMESPACE, 20)
+    save_when_there(pool, keys)
+    lone.freeze()
+    began = time.monotonic()
+    fresh = chain(NAMESPACE, 50, "fresh")
+    save(pool, fresh, flush=False)
+    pool.find(chain(NAMESPACE, 50, "unknown"))
+    assert recall(pool, fresh) == ("host",) * 50
+    assert time.monotonic() - began < 10
+    pool.close()
+    assert time.monotonic() - began < 45
+    lone.thaw()
+
+
+@needs_mooncake
+def test_a_client_that_is_killed_is_replaced(lone: Master, tmp_path: Path) -> None:
+    lone.start(client_ttl_s=2)
+    node = Node(lone)
+    store = node.store
+    node.arena.memory[:4096] = bytes(range(256)) * 16
+    parcel = Parcel("one", (memoryview(bytearray(64)), node.arena.view(0, 4096)))
+    assert store.put([parcel]) == [True]
+    [client] = psutil.Process().children()[-1:]
+    assert "porter" in " ".join(client.cmdline())
+    client.kill()
+
+    def is_put_again() -> bool:
+        try:
+            return store.put([parcel]) == [True]
+        except TierError:
+            return False
+
+    wait_until(is_put_again)
+    node.close()
+
+
+@needs_mooncake
+def test_the_client_goes_with_its_process(lone: Master) -> None:
+    lone.start()
+    program = (
+        "import json, os, sys; from tests.remote.test_mooncake import *\n"
+        "arena = Arena.create(1 << 20); store = MooncakeStore(MooncakeSettings.of("
+        "json.loads(sys.argv[1]))); store.attach(arena.memory); store.exists(['x'])\n"
+        "print(store._porter._process.pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    import subprocess
+    import sys
+
+    done = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(lone.options())],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    pid = int(done.stdout.split()[0])
+    wait_until(lambda: not psutil.pid_exists(pid))
+
+
+@needs_mooncake
+def test_a_running_master_is_told_from_none(lone: Master) -> None:
+    with pytest.raises(TierError, match="no Mooncake master"):
+        check_master(lone.host, lone.port)
+    lone.start()
+    assert check_master(lone.host, lone.port) > 0
+
+
+BASE = {
+    "local_hostname": "localhost",
+    "metadata_server": "P2PHANDSHAKE",
+    "master_server_address": "127.0.0.1:50051",
+}
+
+
+def test_the_guides_file_is_taken_as_it_is() -> None:
+    guide = {
+        **BASE,
+        "global_segment_size": 268435456,
+        "protocol": "ascend",
+        "device_name": "",
+        "master_server_address": "localhost:50051",
+        "use_ascend_direct": True,
+    }
+    setup = MooncakeSettings.of(guide).setup
+    assert setup["protocol"] == "ascend"
+    assert setup["global_segment_size"] == "268435456"
+    assert setup["use_ascend_direct"] == "true"
+    assert setup["master_server_addr"] == "localhost:50051"
+
+
+@pytest.mark.parametrize(
+    ("size", "nbytes"), [("4GB", 4 << 30), ("512 mb", 512 << 20), (1024, 1024), ("1.5g", 3 << 29)]
+)
+def test_sizes_are_read_as_mooncake_reads_them(size: object, nbytes: int) -> None:
+    setup = MooncakeSettings.of({**BASE, "global_segment_size": size}).setup
+    assert setup["global_segment_size"] == str(nbytes)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"master_server_address": "10.0.0.1:50051"}, "allowPlaintext"),
+        ({"local_hostname": "node1"}, "allow_plaintext true"),
+        ({"master_server_address": "localhost"}, "write host:port"),
+        ({"metadata_server": None}, "metadata_server is None"),
+        ({"global_segment_size": "much"}, "global_segment_size is 'much'"),
+        ({"device_name": 3}, "device_name is 3"),
+        ({"config": "/no/such.json"}, "there is no file /no/such.json"),
+        ({"allow_plaintext": "yes"}, "allowed: true, false"),
+    ],
+)
+def test_what_is_wrong_is_named(change: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        MooncakeSettings.of({**BASE, **change})
+
+
+def test_plaintext_off_this_host_is_allowed_on_demand() -> None:
+    away = {**BASE, "master_server_address": "10.0.0.1:50051", "local_hostname": "10.0.0.2"}
+    assert MooncakeSettings.of({**away, "allow_plaintext": True}).master == ("10.0.0.1", 50051)
+    with pytest.raises(ConfigError, match="--allow-plaintext"):
+        MasterFlags(host="10.0.0.1").command()
+
+
+def test_memory_that_cannot_be_shared_is_refused() -> None:
+    from kvrecall.pool.remote.mooncake.process import shared_file_of
+
+    with pytest.raises(TierError, match="shared file"):
+        shared_file_of(memoryview(bytearray(8192)))
+    arena = Arena.create(1 << 20)
+    fd, offset = shared_file_of(arena.memory)
+    assert (fd, offset) == (arena.handle().fd, 0)
+    arena.close()

@@ -1,0 +1,238 @@
+"""Pools over one store: what one host saves, another recalls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrecall.block import BlockKey, TierName
+from kvrecall.config import PoolConfig, RecallSettings
+from kvrecall.errors import ConfigError
+from kvrecall.pool.base import Found, RecallState
+from kvrecall.pool.pool import Pool
+from kvrecall.pool.service.client import ServiceClient
+from kvrecall.pool.service.serving import ServiceThread
+from kvrecall.testing.blocks import chain, content, namespace, wait_until
+from kvrecall.testing.stores import SHARED, MemoryStore
+
+NAMESPACE = namespace()
+NBYTES = 10_000
+OpenPool = Callable[..., Pool]
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest) -> Iterator[MemoryStore]:
+    SHARED[request.node.name] = MemoryStore()
+    yield SHARED[request.node.name]
+    SHARED.pop(request.node.name).gate.set()
+
+
+@pytest.fixture
+def open_pool(request: pytest.FixtureRequest, store: MemoryStore) -> Iterator[OpenPool]:
+    pools: list[Pool] = []
+
+    def open_one(disk: Path | None = None, **more: object) -> Pool:
+        pool = Pool.open(settings(request.node.name, disk, **more))
+        pools.append(pool)
+        pool.register(NAMESPACE, NBYTES)
+        return pool
+
+    yield open_one
+    store.gate.set()
+    for pool in pools:
+        pool.close()
+
+
+def settings(name: str, disk: Path | None = None, **more: object) -> PoolConfig:
+    remote = {"kind": "kvrecall.testing.stores:make_store", "name": name}
+    raw: dict[str, object] = {"host_size": "2MiB", "remote": remote, **more}
+    if disk is not None:
+        raw |= {"disk_path": str(disk), "disk_size": "64MiB"}
+    return RecallSettings.from_mapping(raw).pool
+
+
+def save(pool: Pool, keys: list[BlockKey], flush: bool = True) -> None:
+    for key, reservation in zip(keys, pool.reserve(keys), strict=True):
+        pool.arena.view(reservation.offset, NBYTES)[:] = content(key, NBYTES)
+    pool.commit(keys)
+    if flush:
+        assert pool.flush(keys, 10.0)
+
+
+def find(pool: Pool, keys: list[BlockKey]) -> Found:
+    wait_until(lambda: not pool.find(keys).pending)
+    return pool.find(keys)
+
+
+def recall(pool: Pool, keys: list[BlockKey]) -> tuple[TierName, ...]:
+    """Recalls, checks every byte, and says where the blocks were."""
+    ticket = pool.acquire(keys, 10.0)
+    wait_until(lambda: pool.poll(ticket).state is RecallState.READY)
+    recalled = pool.poll(ticket)
+    for key, offset in zip(keys, recalled.offsets, strict=False):
+        assert bytes(pool.arena.view(offset, NBYTES)) == content(key, NBYTES)
+    pool.release(ticket)
+    return recalled.tiers
+
+
+def stored_there(store: MemoryStore, count: int) -> None:
+    wait_until(lambda: len(store.values) == count)
+
+
+def test_another_pool_recalls_what_one_saved(open_pool: OpenPool, store: MemoryStore) -> None:
+    keys = chain(NAMESPACE, 20)
+    save(open_pool(), keys)
+    other = open_pool()
+    assert other.find(keys) == Found((), pending=True)
+    assert find(other, keys).tiers == (TierName.REMOTE,) * 20
+    assert recall(other, keys) == (TierName.REMOTE,) * 20
+    assert recall(other, keys) == (TierName.HOST,) * 20
+    host, remote = other.stats().tiers
+    assert (host.name, remote.name, remote.reads) == ("host", "remote", 20)
+
+
+def test_host_disk_and_remote_make_one_prefix(
+    open_pool: OpenPool, store: MemoryStore, tmp_path: Path
+) -> None:
+    keys = chain(NAMESPACE, 30)
+    first = open_pool(tmp_path / "first")
+    save(first, keys)
+    stored_there(store, 30)
+    second = open_pool(tmp_path / "second")
+    save(second, keys[:10])
+    second.close()
+    second = open_pool(tmp_path / "second")
+    store.calls.clear()
+    assert find(second, keys[:10]).tiers == (TierName.DISK,) * 10
+    assert store.calls == [], "the store was asked for what is on disk"
+    assert recall(second, keys[:5]) == (TierName.DISK,) * 5
+    tiers = (TierName.HOST,) * 5 + (TierName.DISK,) * 5 + (TierName.REMOTE,) * 20
+    assert find(second, keys).tiers == tiers
+    assert store.calls == [("exists", 20)]
+    assert recall(second, keys) == tiers
+    assert [tier.name for tier in second.stats().tiers] == ["host", "disk", "remote"]
+
+
+def test_a_block_from_the_store_goes_to_disk_when_it_is_used_again(
+    open_pool: OpenPool, store: MemoryStore, tmp_path: Path
+) -> None:
+    keys = chain(NAMESPACE, 10)
+    save(open_pool(), keys)
+    pool = open_pool(tmp_path / "disk")
+    find(pool, keys)
+    assert recall(pool, keys) == (TierName.REMOTE,) * 10
+    assert pool.stats().tiers[1].blocks == 0
+    assert recall(pool, keys) == (TierName.HOST,) * 10
+    wait_until(lambda: pool.stats().tiers[1].blocks == 10)
+    assert store.calls.count(("put", 10)) <= 1
+
+
+def test_what_is_only_in_the_store_is_kept_here_when_computed(
+    open_pool: OpenPool, store: MemoryStore, tmp_path: Path
+) -> None:
+    keys = chain(NAMESPACE, 5)
+    save(open_pool(), keys)
+    pool = open_pool(tmp_path / "disk")
+    find(pool, keys)
+    save(pool, keys)
+    assert find(pool, keys).tiers == (TierName.HOST,) * 5
+    assert pool.stats().tiers[1].blocks == 5
+
+
+def test_blocks_pushed_out_of_the_host_come_back(open_pool: OpenPool, store: MemoryStore) -> None:
+    pool = open_pool()  # room for about 170 blocks
+    chains = [chain(NAMESPACE, 40, f"chain {n}") for n in range(5)]
+    for keys in chains:
+        save(pool, keys)
+    assert TierName.REMOTE in find(pool, chains[0]).tiers
+    for keys in chains:
+        find(pool, keys)
+        assert len(recall(pool, keys)) == 40
+
+
+def test_flush_with_disk_does_not_wait_for_the_store(
+    open_pool: OpenPool, store: MemoryStore, tmp_path: Path
+) -> None:
+    pool = open_pool(tmp_path / "disk")
+    store.gate.clear()
+    keys = chain(NAMESPACE, 5)
+    save(pool, keys)
+    assert not store.values
+
+
+def test_flush_without_disk_needs_the_store(open_pool: OpenPool, store: MemoryStore) -> None:
+    pool = open_pool()
+    keys = chain(NAMESPACE, 5)
+    store.failing = OSError("down")
+    pool.reserve(keys)
+    pool.commit(keys)
+    assert not pool.flush(keys, 2.0)
+
+
+def test_a_hanging_store_holds_up_nothing_but_its_blocks(
+    open_pool: OpenPool, store: MemoryStore, tmp_path: Path
+) -> None:
+    keys, local = chain(NAMESPACE, 20), chain(NAMESPACE, 20, "local")
+    save(open_pool(), keys)
+    pool = open_pool(tmp_path / "disk")
+    save(pool, local)
+    pool.close()
+    pool = open_pool(tmp_path / "disk")
+    find(pool, keys)
+    store.gate.clear()
+    ticket = pool.acquire(keys, 0.2)
+    wait_until(lambda: pool.poll(ticket).state is RecallState.READY)
+    assert pool.poll(ticket).offsets == ()
+    pool.release(ticket)
+    assert recall(pool, local) == (TierName.DISK,) * 20
+    fresh = chain(NAMESPACE, 20, "fresh")
+    save(pool, fresh)
+    assert recall(pool, fresh) == (TierName.HOST,) * 20
+
+
+def test_the_service_tells_that_it_is_asking(
+    store: MemoryStore, open_pool: OpenPool, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    keys = chain(NAMESPACE, 10)
+    save(open_pool(), keys)
+    service = ServiceThread(settings(request.node.name), tmp_path / "pool.sock")
+    client = ServiceClient(tmp_path / "pool.sock", call_timeout_s=5.0)
+    try:
+        client.register(NAMESPACE, NBYTES)
+        store.gate.clear()
+        assert client.find(keys) == Found((), pending=True)
+        store.gate.set()
+        wait_until(lambda: not client.find(keys).pending)
+        assert client.find(keys) == Found((TierName.REMOTE,) * 10)
+        ticket = client.acquire(keys, 10.0)
+        wait_until(lambda: client.poll(ticket).state is RecallState.READY)
+        assert client.poll(ticket).tiers == (TierName.REMOTE,) * 10
+        client.release(ticket)
+    finally:
+        client.close()
+        service.close()
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        ({"remote": "mooncake"}, "must be an object"),
+        ({"remote": {"name": "x"}}, "must be an object"),
+        ({"remote_write": "off"}, "remote_write is set but remote is not"),
+        ({"remote": {"kind": "objects"}, "remote_write": "never"}, "allowed: through, off"),
+        ({"remote": {"kind": "objects"}, "backend": "service"}, "has no effect"),
+    ],
+)
+def test_settings_that_are_wrong_are_named(raw: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        RecallSettings.from_mapping(raw)
+
+
+def test_a_wrong_kind_leaves_nothing_open(tmp_path: Path) -> None:
+    raw = {"host_size": "1MiB", "disk_path": str(tmp_path), "disk_size": "64MiB"}
+    wrong = RecallSettings.from_mapping({**raw, "remote": {"kind": "mongoose"}}).pool
+    with pytest.raises(ConfigError, match="mongoose"):
+        Pool.open(wrong)
+    Pool.open(RecallSettings.from_mapping(raw).pool).close()

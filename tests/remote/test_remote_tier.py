@@ -1,0 +1,298 @@
+"""The remote tier over a store that fails, hangs, lags, loses and damages what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrecall.config import DiskConfig, RemoteConfig
+from kvrecall.errors import ConfigError
+from kvrecall.pool.cascade import Cascade
+from kvrecall.pool.disk import DiskTier
+from kvrecall.pool.remote.envelope import HEADER_BYTES, name_of
+from kvrecall.pool.remote.kinds import make_store
+from kvrecall.pool.remote.tier import RemoteTier
+from kvrecall.pool.tier import Outcome, PutVerdict, Tier
+from kvrecall.testing.blocks import chain, wait_until
+from kvrecall.testing.clocks import ManualClock
+from kvrecall.testing.stores import MemoryStore
+from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench, TierContract
+from kvrecall.testing.tiers import MemoryTier
+
+MIB = 1 << 20
+
+
+class TestRemoteTier(TierContract):
+    def make(self, path: Path) -> Tier:
+        return RemoteTier(MemoryStore(), RemoteConfig("memory"))
+
+
+class TestSlowRemoteTier(TierContract):
+    def make(self, path: Path) -> Tier:
+        store = MemoryStore()
+        store.delay_s = 0.02
+        return RemoteTier(store, RemoteConfig("memory"))
+
+
+class TestCascade(TierContract):
+    def make(self, path: Path) -> Tier:
+        remote = RemoteTier(MemoryStore(), RemoteConfig("memory"))
+        return Cascade(DiskTier(DiskConfig(path, 64 * MIB)), remote)
+
+
+class TestCascadeOverASlowStore(TierContract):
+    def make(self, path: Path) -> Tier:
+        store = MemoryStore()
+        store.delay_s = 0.02
+        return Cascade(MemoryTier(), RemoteTier(store, RemoteConfig("memory")))
+
+
+class Host:
+    """A host's remote tier, with a bench to move blocks."""
+
+    def __init__(self, store: MemoryStore, call_deadline_s: float = 5.0) -> None:
+        self.tier = RemoteTier(store, RemoteConfig("memory", call_deadline_s=call_deadline_s))
+        self.tier.register(NAMESPACE, BLOCK_BYTES)
+        self.bench = Bench(self.tier)
+
+    def ask(self, keys: list) -> list[bool]:
+        wait_until(lambda: self.tier.ask(keys))
+        return [self.tier.contains(key) for key in keys]
+
+
+@pytest.fixture
+def store() -> Iterator[MemoryStore]:
+    store = MemoryStore()
+    yield store
+    store.gate.set()
+
+
+@pytest.fixture
+def host(store: MemoryStore) -> Iterator[Host]:
+    host = Host(store)
+    yield host
+    store.gate.set()
+    host.tier.close()
+
+
+@pytest.fixture
+def other(store: MemoryStore) -> Iterator[Host]:
+    other = Host(store, call_deadline_s=0.2)
+    yield other
+    store.gate.set()
+    other.tier.close()
+
+
+def test_another_host_finds_and_gets_what_one_put(host: Host, other: Host) -> None:
+    keys = chain(NAMESPACE, 20)
+    host.bench.put(keys[:15])
+    assert not any(other.tier.contains(key) for key in keys)
+    assert not other.tier.ask(keys)
+    assert other.ask(keys) == [True] * 15 + [False] * 5
+    assert other.bench.get(keys[:15]) == [Outcome.LOADED] * 15
+    assert other.bench.holds(keys[:15])
+
+
+def test_a_thousand_questions_are_one_call(host: Host, store: MemoryStore) -> None:
+    host.ask(chain(NAMESPACE, 1000))
+    assert store.calls == [("exists", 1000)]
+    host.ask(chain(NAMESPACE, 1000))
+    assert store.calls == [("exists", 1000)], "the answers were forgotten at once"
+
+
+def test_asking_does_not_wait_and_asks_once(host: Host, store: MemoryStore) -> None:
+    store.gate.clear()
+    keys = chain(NAMESPACE, 10)
+    assert not any(host.tier.ask(keys) for _ in range(50))
+    store.gate.set()
+    host.ask(keys)
+    assert store.calls == [("exists", 10)]
+
+
+@pytest.mark.parametrize("spoil", ["byte", "header", "other"])
+def test_a_value_that_is_not_the_block_is_a_miss_and_goes(
+    host: Host, other: Host, store: MemoryStore, spoil: str
+) -> None:
+    keys = chain(NAMESPACE, 3)
+    host.bench.put(keys)
+    name = name_of(keys[1])
+    value = store.values[name]
+    store.values[name] = {
+        "byte": value[:5000] + bytes([value[5000] ^ 1]) + value[5001:],
+        "header": bytes(HEADER_BYTES) + value[HEADER_BYTES:],
+        "other": store.values[name_of(keys[2])],
+    }[spoil]
+    assert other.ask(keys) == [True] * 3
+    good, bad = Outcome.LOADED, Outcome.CORRUPT
+    assert other.bench.get(keys) == [good, bad, good]
+    assert other.tier.stats().corrupt == 1
+    wait_until(lambda: name not in store.values)
+    assert not other.tier.contains(keys[1])
+    assert other.bench.put([keys[1]]) == [Outcome.STORED]
+    assert other.bench.get(keys) == [good] * 3
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_a_value_of_a_wrong_size_is_a_miss_and_goes_when_it_stays_so(
+    host: Host, store: MemoryStore, more: int
+) -> None:
+    """At first the host that holds it may only be out of reach."""
+    keys = chain(NAMESPACE, 3)
+    host.bench.put(keys)
+    name = name_of(keys[1])
+    store.values[name] = (store.values[name] + b"x")[: len(store.values[name]) + more]
+    clock = ManualClock()
+    tier = RemoteTier(store, RemoteConfig("memory"), clock)
+    tier.register(NAMESPACE, BLOCK_BYTES)
+    bench = Bench(tier)
+    for outcome in (Outcome.MISS, Outcome.MISS, Outcome.CORRUPT):
+        wait_until(lambda: tier.ask(keys[1:]))
+        assert bench.get(keys) == [Outcome.LOADED, outcome, Outcome.LOADED]
+        clock.advance(40.0)
+    wait_until(lambda: name not in store.values)
+    assert bench.put([keys[1]]) == [Outcome.STORED]
+    assert bench.get(keys) == [Outcome.LOADED] * 3
+    tier.close()
+
+
+def test_a_block_that_went_after_it_was_found_is_a_miss(
+    host: Host, other: Host, store: MemoryStore
+) -> None:
+    keys = chain(NAMESPACE, 3)
+    host.bench.put(keys)
+    other.ask(keys)
+    store.values.clear()
+    assert other.bench.get(keys) == [Outcome.MISS] * 3
+    assert not any(other.tier.contains(key) for key in keys)
+    assert other.tier.stats().corrupt == 0
+
+
+def test_a_store_that_fails_is_left_alone_and_rejoined(host: Host, store: MemoryStore) -> None:
+    keys = chain(NAMESPACE, 6)
+    host.bench.put(keys[:3])
+    store.failing = OSError("connection refused")
+    assert host.bench.get(keys[:3]) == [Outcome.MISS] * 3
+    calls = len(store.calls)
+    assert host.tier.ask(keys), "nothing to wait for while the store is away"
+    assert not host.tier.contains(keys[0])
+    assert host.bench.submit_put(keys[3:]) == [PutVerdict.SHED] * 3
+    assert host.bench.get(keys[:3]) == [Outcome.MISS] * 3
+    assert len(store.calls) == calls, "the store was not left alone"
+    store.failing = None
+    wait_until(lambda: not host.tier.ask(keys))
+    assert host.ask(keys) == [True] * 3 + [False] * 3
+    assert host.bench.get(keys[:3]) == [Outcome.LOADED] * 3
+
+
+def test_after_an_outage_nothing_is_taken_for_granted(host: Host, store: MemoryStore) -> None:
+    keys = chain(NAMESPACE, 3)
+    host.bench.put(keys)
+    store.failing = OSError("connection reset")
+    host.bench.get(keys[:1])
+    store.failing = None
+    store.values.clear()  # it came back empty
+    wait_until(lambda: not host.tier.ask(keys))
+    assert host.ask(keys) == [False] * 3
+    assert host.bench.put(keys) == [Outcome.STORED] * 3
+    assert len(store.values) == 3
+
+
+def test_a_store_that_hangs_costs_no_call_any_time(other: Host, store: MemoryStore) -> None:
+    keys = chain(NAMESPACE, 30)
+    other.bench.put(keys[:10])
+    store.gate.clear()
+    other.bench.submit_get(keys[:1])
+    wait_until(lambda: not other.tier.contains(keys[0]))  # the call is overdue
+    assert other.tier.ask(keys)
+    assert other.bench.submit_put(keys[20:], base=50) == [PutVerdict.SHED] * 10
+    store.gate.set()
+    assert other.bench.collect(keys[:1]) == [Outcome.LOADED]
+    wait_until(lambda: other.tier.contains(keys[0]))
+
+
+def test_memory_is_owed_until_a_hung_call_returns(other: Host, store: MemoryStore) -> None:
+    keys = chain(NAMESPACE, 2)
+    other.bench.put(keys)
+    store.gate.clear()
+    other.bench.submit_get(keys[:1])
+    wait_until(lambda: not other.tier.contains(keys[0]))
+    assert other.tier.poll() == []
+    assert other.tier.queued() == (0, 1)
+    store.gate.set()
+    other.bench.collect(keys[:1])
+
+
+def test_closing_does_not_wait_for_a_store_that_hangs(store: MemoryStore) -> None:
+    host = Host(store, call_deadline_s=0.2)
+    keys = chain(NAMESPACE, 5)
+    store.gate.clear()
+    host.bench.submit_put(keys)
+    host.tier.close(deadline_s=0.3)
+    assert host.bench.collect(keys) == [Outcome.SHED] * 5
+    store.gate.set()
+
+
+def test_the_queue_of_puts_is_bounded(store: MemoryStore) -> None:
+    config = RemoteConfig("memory", max_queued_bytes=10 * BLOCK_BYTES)
+    tier = RemoteTier(store, config)
+    tier.register(NAMESPACE, BLOCK_BYTES)
+    bench = Bench(tier)
+    store.gate.clear()
+    verdicts = bench.submit_put(chain(NAMESPACE, 30))
+    assert verdicts == [PutVerdict.QUEUED] * 10 + [PutVerdict.SHED] * 20
+    store.gate.set()
+    bench.collect(chain(NAMESPACE, 10))
+    assert tier.stats().dropped == 20
+    tier.close()
+
+
+def test_a_reading_tier_stores_nothing(host: Host, store: MemoryStore) -> None:
+    tier = RemoteTier(store, RemoteConfig("memory", writes=False))
+    tier.register(NAMESPACE, BLOCK_BYTES)
+    bench = Bench(tier)
+    keys = chain(NAMESPACE, 4)
+    assert bench.submit_put(keys) == [PutVerdict.SHED] * 4
+    host.bench.put(keys)
+    assert bench.get(keys) == [Outcome.LOADED] * 4
+    tier.close()
+
+
+def test_a_dropped_block_is_gone_for_all_a_cleared_tier_forgets_for_itself(
+    host: Host, other: Host
+) -> None:
+    keys = chain(NAMESPACE, 4)
+    host.bench.put(keys)
+    host.tier.drop(keys[:1])
+    host.tier.clear()
+    assert not any(host.tier.contains(key) for key in keys)
+    wait_until(lambda: name_of(keys[0]) not in other.tier._store.values)
+    assert other.ask(keys[1:]) == [True] * 3
+
+
+def test_latencies_are_kept(host: Host) -> None:
+    keys = chain(NAMESPACE, 4)
+    host.bench.put(keys)
+    host.bench.get(keys)
+    host.ask(chain(NAMESPACE, 9, "other"))
+    counts = {name: rows[-1][1] for name, rows in host.tier.histograms().items()}
+    assert counts == {
+        "remote_read_seconds": 4,
+        "remote_write_seconds": 4,
+        "remote_lookup_seconds": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("mongoose", "allowed: mooncake, objects, or package.module:Factory"),
+        ("no.such.module:Factory", "cannot import no.such.module"),
+        ("kvrecall.testing.stores:Missing", "has no Missing"),
+        ("kvrecall.pool.remote.lane:Lane", "does not take these options"),
+    ],
+)
+def test_a_kind_that_is_none_is_named(kind: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make_store(kind, {})

@@ -1,0 +1,31 @@
+"""Run by test_paged.py in a process of its own: Triton decides when it is first imported whether
+kernels are interpreted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvrecall.retrieval.paged import Paged, attend_by_triton, attend_plainly
+from retrieval.test_paged import cache
+
+
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 1000, 4097])
+@pytest.mark.parametrize(("group", "dim"), [(1, 64), (4, 128), (7, 16)])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_the_kernel_agrees_with_the_oracle(length: int, group: int, dim: int, splits: int) -> None:
+    query, paged = cache([length, 300], group, dim, 128, torch.float32)
+    want = attend_plainly(query, paged, dim**-0.5)
+    got = attend_by_triton(query, paged, dim**-0.5, splits)
+    torch.testing.assert_close(got.output, want.output, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got.lse, want.lse, rtol=1e-4, atol=1e-5)
+
+
+def test_half_precision_and_other_layouts() -> None:
+    query, paged = cache([1000, 129], 4, 64, 32, torch.float16)
+    swapped = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (paged.keys, paged.values)]
+    other = Paged(swapped[0], swapped[1], paged.table, paged.lengths)
+    assert other.keys.stride() != paged.keys.stride()
+    want = attend_plainly(query, paged, 0.125)
+    got = attend_by_triton(query, other, 0.125, 2)
+    torch.testing.assert_close(got.output, want.output, rtol=5e-3, atol=5e-3)

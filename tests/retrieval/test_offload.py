@@ -1,0 +1,126 @@
+"""Real engines whose long sequences leave the device in part, against one that keeps them there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine.engine import Engine, prompt_of
+
+from .test_engine import BOUNDARIES, EXTENSION, activity, spent, tokens_of
+
+pytestmark = pytest.mark.engine
+
+BLOCK_BYTES = 128 * 2 * 64 * 4
+"""One KV head's keys and values of a block, in a layer."""
+
+MIXED = [3100, 3500, 3900, 1500, 2000, 100]
+"""Three offloaded, sparse, growing past the offload boundary, dense."""
+
+
+def settings(boundary: int, **changed: object) -> dict[str, str]:
+    more = {f"VLLM_RETRIEVAL_{name}": str(value) for name, value in changed.items()}
+    return {
+        **BOUNDARIES,
+        "VLLM_PLUGINS": "retrieval",
+        "VLLM_RETRIEVAL_TOPK_PERCENT": "0.2",
+        "VLLM_RETRIEVAL_OFFLOAD_BOUNDARY": str(boundary),
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def setup(model_folder: Callable[..., Path]) -> dict[str, Any]:
+    return {
+        "model": str(model_folder("qwen3")),
+        "dtype": "float32",
+        "worker_extension_cls": EXTENSION,
+        "pool": {"host_size": "64MiB", "load_or_compute": "load"},
+        "num_gpu_blocks_override": 90,
+    }
+
+
+@pytest.fixture(scope="module")
+def on_device(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
+    return start(**{**setup, "num_gpu_blocks_override": 160}, env=settings(1 << 20))
+
+
+@pytest.fixture(scope="module")
+def away(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
+    return start(**setup, env=settings(2048, PREFETCH_PERCENT=0.05))
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(away: Engine) -> Iterator[None]:
+    """Whatever a test does, all device blocks and leases are given back."""
+    yield
+    assert away.free_blocks() == 89
+    assert away.pool_stats()["leases"] == 0
+
+
+def test_an_offloaded_sequence_decodes_as_on_the_device(on_device: Engine, away: Engine) -> None:
+    prompt = prompt_of(3000, 1)
+    want = on_device.ask(prompt, max_tokens=80)
+    before = activity(away)
+    got = away.ask(prompt, max_tokens=80)
+    did = spent(away, before)
+    assert did["sequences_offloaded"] == did["sequences_sparse"] == 79
+    assert did["blocks_offloaded"] == (3000 + 80 - 256) // 128 - 1
+    chosen = did["blocks_hit"] + did["blocks_loaded"]
+    assert chosen == did["blocks_selected"]
+    assert did["blocks_hit"] > 0
+    assert did["blocks_loaded"] > 0
+    assert did["blocks_prefetched"] > did["blocks_vain"] > 0
+    loaded = did["blocks_loaded"] + did["blocks_prefetched"]
+    assert did["bytes_loaded"] == loaded * BLOCK_BYTES
+    assert away.metrics()["kvrecall_retrieval_bytes_loaded_total"] > 0
+    assert got["tokens"] == want["tokens"]
+    assert got["logprobs"] == want["logprobs"]
+
+
+def test_the_freed_blocks_serve_others(on_device: Engine, away: Engine) -> None:
+    """Five regimes in one batch, of 80 blocks to begin with and more than there are in the end."""
+    prompts = [prompt_of(tokens, 10 + at) for at, tokens in enumerate(MIXED)]
+    want = on_device.generate(prompts=prompts, max_tokens=70)
+    before, preempted = activity(away), away.preemptions()
+    got = away.generate(prompts=prompts, max_tokens=70)
+    did = spent(away, before)
+    assert tokens_of(got) == tokens_of(want)
+    assert away.preemptions() == preempted
+    assert did["sequences_offloaded"] > 3 * 69
+    assert did["sequences_sparse"] > did["sequences_offloaded"]
+
+
+def test_preempted_and_brought_back_from_the_pool(on_device: Engine, away: Engine) -> None:
+    ask: dict[str, Any] = {
+        "prompts": [prompt_of(2800, 20), prompt_of(3300, 21)],
+        "after_steps": 40,
+        "max_tokens": 40,
+    }
+    want = on_device.preempt_midway(**ask)
+    before = activity(away)
+    assert away.preempt_midway(**ask) == want
+    assert spent(away, before)["blocks_offloaded"] > 2 * (2800 // 128 + 3300 // 128 - 8)
+
+
+def test_aborted_midway(away: Engine) -> None:
+    before = activity(away)
+    assert away.abort_midway(prompt=prompt_of(3000, 30), after_steps=12, max_tokens=100) == 0
+    assert spent(away, before)["blocks_offloaded"] > 0
+
+
+def test_sequences_that_share_a_prefix(on_device: Engine, away: Engine) -> None:
+    """Prompts that begin alike, two samples each, then the same again from the pool."""
+    shared = prompt_of(2500, 40)
+    prompts = [shared + prompt_of(tokens, 41 + tokens) for tokens in (5, 140)]
+    ask = {"prompts": prompts, "n": 2, "max_tokens": 10, "temperature": 0.01}
+    want = on_device.generate(**ask)
+    before = activity(away)
+    assert tokens_of(away.generate(**ask)) == tokens_of(want)
+    assert away.forget_device()
+    again = away.generate(**ask)
+    assert tokens_of(again) == tokens_of(want)
+    assert again[0]["from"]["host"] > 2400
+    assert spent(away, before)["sequences_offloaded"] == 2 * 4 * 9

@@ -1,0 +1,277 @@
+"""What leaves the device, when, and at what price: the keeper with a real pool and vLLM's own block
+manager, without an engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request, RequestStatus
+
+from kvrecall.block import Namespace
+from kvrecall.config import RecallSettings
+from kvrecall.engines.vllm import compat
+from kvrecall.engines.vllm.retrieval.offloader import PATIENCE, Offloader
+from kvrecall.engines.vllm.retrieval.spec import OffloadableSpec
+from kvrecall.engines.vllm.scheduler_side import EngineFacts, RecallScheduler
+from kvrecall.engines.vllm.wire import OffloadOrders, StepReport
+from kvrecall.pool import Pool
+from kvrecall.retrieval.gate import Gate
+from kvrecall.retrieval.settings import RetrievalSettings
+
+BLOCK = 16
+FACTS = EngineFacts(BLOCK, BLOCK, 4096, 1, copies_in_step=True, frees_while_running=True)
+SETTINGS = RetrievalSettings(
+    init_tokens=16,
+    local_tokens=64,
+    topk_share=0.2,
+    dense_boundary=64,
+    offload_boundary=256,
+    gate=False,
+    cache_share=0.1,
+)
+
+
+class Bench:
+    """A scheduler around vLLM's block manager, whose workers store at once what they are told."""
+
+    def __init__(self, pool: Pool, blocks: int) -> None:
+        compat.override_kv_cache_spec()
+        init_none_hash(sha256_cbor)
+        self.pool = pool
+        spec = OffloadableSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.float32)
+        config = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+        self.manager = KVCacheManager(config, 4096, BLOCK, BLOCK)
+        self.side = RecallScheduler(
+            pool,
+            RecallSettings.from_mapping({"host_size": "1MiB"}),
+            FACTS,
+            lambda: Namespace.of({"test": "1"}),
+            lambda lora: None,
+            lambda name: self.manager.get_block_ids(name)[0],
+        )
+        self.keeper = Offloader(pool, SETTINGS, BLOCK, Gate(SETTINGS, 512), 1.0, self.side.state_of)
+        self.side.offloader = self.keeper
+        compat.block_manager(self.manager).keeper = self.keeper
+        self.orders: OffloadOrders | None = None
+
+    @property
+    def free(self) -> int:
+        return int(self.manager.block_pool.get_num_free_blocks())
+
+    def request(self, name: str, tokens: int, first: int = 0) -> Request:
+        params = SamplingParams(max_tokens=1000)
+        params.update_from_generation_config({}, eos_token_id=1)
+        hasher = get_request_block_hasher(BLOCK, sha256_cbor)
+        request = Request(
+            name, list(range(first, first + tokens)), params, None, block_hasher=hasher
+        )
+        self.side.admit(request)
+        return request
+
+    def prefill(self, request: Request) -> None:
+        hit, tokens, *_ = self.manager.get_computed_blocks(request)
+        new = request.num_tokens - tokens
+        assert self.manager.allocate_slots(request, new, tokens, hit) is not None
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = tokens
+        self._step(request, new)
+
+    def decode(self, request: Request, tokens: int = 1) -> bool:
+        """False if vLLM would have to preempt."""
+        for _ in range(tokens):
+            if self.manager.allocate_slots(request, 1) is None:
+                return False
+            self._step(request, 1)
+        return True
+
+    def _step(self, request: Request, tokens: int) -> None:
+        scheduled = SimpleNamespace(num_scheduled_tokens={request.request_id: tokens})
+        orders = self.side.orders(scheduled, self.pool.arena_handle())
+        self.orders = orders.offload
+        request.num_computed_tokens += tokens
+        if request.num_computed_tokens == request.num_tokens:
+            request.append_output_token_ids(7)
+        self.side.reported(StepReport({s.store_id: 1 for s in orders.stores}), set(), set())
+
+    def begun(self, name: str, tokens: int, first: int) -> Request:
+        """A request whose prompt is computed."""
+        request = self.request(name, tokens, first)
+        self.prefill(request)
+        return request
+
+    def end(self, request: Request) -> None:
+        request.status = RequestStatus.FINISHED_STOPPED
+        self.side.finished(request, self.manager.get_block_ids(request.request_id)[0])
+        self.manager.free(request)
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    with Pool.open(RecallSettings.from_mapping({"host_size": "1MiB"}).pool) as pool:
+        yield pool
+
+
+@pytest.fixture
+def small_pool() -> Iterator[Pool]:
+    """Room for sixteen blocks."""
+    with Pool.open(RecallSettings.from_mapping({"host_size": 16 * 4096}).pool) as pool:
+        yield pool
+
+
+def test_middle_blocks_leave_with_the_first_decoded_token(pool: Pool) -> None:
+    bench = Bench(pool, 100)
+    request = bench.request("r", 400)  # 25 blocks
+    bench.prefill(request)
+    assert bench.free == 99 - 25
+    assert bench.orders is None
+    before = bench.manager.get_block_ids("r")[0]
+    assert bench.decode(request)
+    # 401 tokens: 26 blocks, init 1, local from block 21 on, 20 between: 4 chosen, 2 to spare.
+    assert bench.orders is not None
+    (left,) = bench.orders.departures
+    assert list(left.block_ids) == before[1:21]
+    assert len(left.offsets) == 20
+    assert len(left.slots) == 6
+    after = bench.manager.get_block_ids("r")[0]
+    assert after[1:21] == [0] * 20
+    assert not set(left.slots) & set(after)
+    assert bench.orders.rows == {after[25]: "r"}
+    assert bench.free == 99 - 26 + 20 - 6
+    assert pool.stats().leases == 20
+    bench.end(request)
+    assert (bench.free, pool.stats().leases) == (99, 0)
+    bench.prefill(other := bench.request("other", 10))
+    assert bench.orders is not None
+    assert bench.orders.ended == ["r"]
+    bench.end(other)
+
+
+def test_it_goes_on_while_the_sequence_grows(pool: Pool) -> None:
+    bench = Bench(pool, 100)
+    request = bench.request("r", 230)
+    bench.prefill(request)
+    gone = slots = 0
+    for _ in range(200):
+        assert bench.decode(request)
+        tokens = request.num_computed_tokens
+        if bench.orders is None:
+            assert tokens < 256
+            continue
+        for departure in bench.orders.departures:
+            gone += len(departure.block_ids)
+            slots += len(departure.slots)
+        middle = (tokens - 64) // BLOCK - 1
+        assert gone == middle
+        assert slots >= -(-middle // 5), "as many as are chosen"
+    assert gone == 21
+    bench.end(request)
+    assert (bench.free, pool.stats().leases) == (99, 0)
+
+
+def test_what_the_pool_does_not_hold_stays(small_pool: Pool) -> None:
+    bench = Bench(small_pool, 100)
+    request = bench.request("r", 400)
+    bench.prefill(request)
+    assert bench.decode(request, PATIENCE + 2)
+    ids = bench.manager.get_block_ids("r")[0]
+    assert ids.count(0) == 15
+    assert 0 not in ids[16:]
+    bench.end(request)
+    assert (bench.free, small_pool.stats().leases) == (99, 0)
+
+
+def test_what_went_to_the_disk_is_brought_back_first(tmp_path: Path) -> None:
+    settings = {"host_size": 32 * 4096, "disk_path": str(tmp_path), "disk_size": "64MiB"}
+    with Pool.open(RecallSettings.from_mapping(settings).pool) as pool:
+        bench = Bench(pool, 100)
+        request = bench.request("r", 400)
+        bench.prefill(request)
+        state = bench.side.state_of("r")
+        assert state is not None
+        assert pool.flush(state.keys(25), 10.0)
+        bench.end(bench.begun("other", 400, 1000))
+        assert pool.stats().tiers[0].evictions > 0
+        for _ in range(200):
+            assert bench.decode(request)
+            if bench.orders is not None:
+                break
+            time.sleep(0.01)
+        assert bench.orders is not None
+        (left,) = bench.orders.departures
+        assert len(set(left.offsets)) == len(left.block_ids) >= 15
+        bench.end(request)
+        assert (bench.free, pool.stats().leases) == (99, 0)
+
+
+def test_a_shared_prefix_is_freed_by_the_last(pool: Pool) -> None:
+    bench = Bench(pool, 100)
+    one, two = bench.request("one", 400), bench.request("two", 400)
+    bench.prefill(one)
+    bench.prefill(two)
+    assert bench.free == 99 - 26
+    assert bench.decode(one)
+    assert bench.free == 99 - 26 - 1 - 6, "its blocks are the other's, too"
+    assert bench.decode(two)
+    assert bench.free == 99 - 26 - 2 - 12 + 20
+    bench.end(one)
+    bench.end(two)
+    assert (bench.free, pool.stats().leases) == (99, 0)
+
+
+def test_a_full_device_lets_nothing_leave_rather_than_fail(pool: Pool) -> None:
+    """Slots must be had first; where blocks are shared, leaving does not free any."""
+    bench = Bench(pool, 30)
+    one, two = bench.request("one", 400), bench.request("two", 400)
+    bench.prefill(one)
+    bench.prefill(two)
+    assert bench.free == 29 - 26
+    assert bench.decode(one)
+    assert bench.orders is None
+    bench.end(two)
+    assert bench.decode(one)
+    assert bench.orders is not None
+    bench.end(one)
+
+
+def test_slots_that_a_step_needs_are_asked_for(pool: Pool) -> None:
+    """As the middle grows more blocks are chosen. Where none is free vLLM preempts somebody."""
+    bench = Bench(pool, 60)
+    request = bench.request("r", 400)
+    bench.prefill(request)
+    assert bench.decode(request)
+    hog = bench.manager.block_pool.get_new_blocks(bench.free)
+    assert not bench.decode(request, 200)
+    bench.manager.block_pool.free_blocks(hog)
+    assert bench.decode(request, 200)
+    bench.end(request)
+    assert bench.free == 59
+
+
+def test_preempted_and_back(pool: Pool) -> None:
+    bench = Bench(pool, 100)
+    request = bench.request("r", 400)
+    bench.prefill(request)
+    assert bench.decode(request, 3)
+    bench.manager.free(request)
+    request.status = RequestStatus.PREEMPTED
+    request.num_computed_tokens = 0
+    assert pool.stats().leases == 0
+    bench.prefill(request)
+    assert bench.orders is not None
+    assert bench.orders.ended == ["r"]
+    assert bench.orders.departures == []
+    assert bench.decode(request)
+    assert bench.orders is not None
+    assert len(bench.orders.departures) == 1
+    bench.end(request)
+    assert (bench.free, pool.stats().leases) == (99, 0)

@@ -1,0 +1,70 @@
+"""Attention over chosen blocks of a paged cache: the oracle, and the Triton kernel."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvrecall.retrieval import oracle
+from kvrecall.retrieval.paged import Paged, Part, attend_plainly, merged
+
+
+def cache(
+    lengths: list[int], group: int, dim: int, size: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, Paged]:
+    """Rows of random keys in blocks of random places; two KV heads."""
+    torch.manual_seed(sum(lengths))
+    width = max(-(-length // size) for length in lengths)
+    blocks = torch.randperm(len(lengths) * width).view(len(lengths), width).to(torch.int32)
+    shape = (len(lengths) * width, size, 2, dim)
+    keys, values = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    query = torch.randn(len(lengths), group, dim).to(dtype)
+    return query, Paged(keys, values, blocks, torch.tensor(lengths, dtype=torch.int32))
+
+
+def test_the_kernel_in_tritons_interpreter() -> None:
+    """On lengths that fill no block, one, or many: see paged_cases.py."""
+    pytest.importorskip("triton")
+    cases = Path(__file__).with_name("paged_cases.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert "37 passed" in done.stdout
+
+
+def test_the_oracle_agrees_with_the_one_of_masks() -> None:
+    query, paged = cache([400, 400], 3, 32, 128, torch.float32)
+    by_head = [paged.keys[paged.table[h].long(), :, h].flatten(0, 1)[:400] for h in range(2)]
+    values = [paged.values[paged.table[h].long(), :, h].flatten(0, 1)[:400] for h in range(2)]
+    want = oracle.attention(
+        query.flatten(0, 1),
+        torch.stack(by_head, 1),
+        torch.stack(values, 1),
+        torch.ones(2, 400, dtype=torch.bool),
+    )
+    got = attend_plainly(query, paged, 32**-0.5).output
+    torch.testing.assert_close(got.flatten(0, 1), want, rtol=1e-4, atol=1e-5)
+
+
+def test_parts_are_put_together() -> None:
+    query, paged = cache([500, 500], 2, 32, 128, torch.float32)
+    whole = attend_plainly(query, paged, 0.2)
+    first = Paged(paged.keys, paged.values, paged.table[:, :3], torch.tensor([384, 384]))
+    last = Paged(paged.keys, paged.values, paged.table[:, 3:], torch.tensor([116, 116]))
+    parts = [attend_plainly(query, part, 0.2) for part in (first, last)]
+    got = merged(
+        Part(torch.stack([p.output for p in parts], 1), torch.stack([p.lse for p in parts], 1))
+    )
+    torch.testing.assert_close(got.output, whole.output)
+    torch.testing.assert_close(got.lse, whole.lse)

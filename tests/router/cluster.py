@@ -1,0 +1,105 @@
+"""Real instances, a real pool service and a real router, each a process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+from server.live import KVRECALL, START_LIMIT_S, LiveServer, free_port
+
+Json = dict[str, Any]
+
+
+def instance(folder: Path, model: Path, socket: Path, role: str, port: int) -> LiveServer:
+    """An engine that is starting; ``wait_ready`` before use."""
+    folder.mkdir()
+    words = [str(model), "--port", str(port), "--served-model-name", "tiny", "--role", role]
+    words += ["--dtype", "float32", "--kv-cache-memory-bytes", "64MiB"]
+    pool = folder / "pool.json"
+    pool.write_text('{"load_or_compute": "load"}')  # what is found is loaded, whatever it is worth
+    words += ["--pool-config", str(pool), "--pool-socket", str(socket), "--", "--max-num-seqs", "8"]
+    return LiveServer(folder, words, f"http://127.0.0.1:{port}")
+
+
+class Router:
+    """``kvrecall router`` on a free port."""
+
+    def __init__(self, folder: Path, words: list[str]) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = httpx.Client(base_url=self.url, timeout=120)
+        self._log = folder / "router.log"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [KVRECALL, "router", "--port", str(port), *words],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        end = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < end and self.process.poll() is None:
+            try:
+                self.client.get("/metrics")
+                return
+            except httpx.TransportError:
+                time.sleep(0.1)
+        raise AssertionError(f"the router did not start:\n{self.log}")
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def complete(self, **body: Any) -> httpx.Response:
+        asked = {"model": "tiny", "max_tokens": 8, "temperature": 0, **body}
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        return self.client.post(path, json=asked)
+
+    def up(self) -> dict[str, bool]:
+        """Which instances are up, by URL."""
+        state = self.client.get("/health").json()
+        return {each["url"]: each["up"] for each in state["instances"]}
+
+    def inflight(self) -> int:
+        state = self.client.get("/health").json()
+        return sum(each["inflight"] for each in state["instances"]) + int(state["open_requests"])
+
+    def count(self, name: str, **labels: str) -> float:
+        """A counter's value, summed over the labels that are not given."""
+        total = 0.0
+        for line in self.client.get("/metrics").text.splitlines():
+            wanted = all(f'{key}="{value}"' in line for key, value in labels.items())
+            if line.startswith(f"kvrecall_router_{name}") and wanted:
+                total += float(line.rsplit(" ", 1)[1])
+        return total
+
+    def close(self) -> None:
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+def kill(server: LiveServer) -> None:
+    """kill -9 of a server and all its processes."""
+    os.killpg(server.process.pid, signal.SIGKILL)
+    server.process.wait()
+
+
+def header(reply: httpx.Response) -> dict[str, str]:
+    """``x-kvrecall`` taken apart."""
+    pairs = (word.partition("=") for word in reply.headers["x-kvrecall"].split(";"))
+    return {name: value for name, _, value in pairs}
+
+
+def until(condition: Any, timeout: float = 60) -> bool:
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False

@@ -1,0 +1,165 @@
+"""What the router remembers of prompts, and whom it chooses for them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvrecall.errors import ConfigError
+from kvrecall.router.accounts import Account
+from kvrecall.router.chooser import Chooser
+from kvrecall.router.instance import Fleet
+from kvrecall.router.prefiller import prompt_only
+from kvrecall.router.prefixes import CHUNK_BYTES, PrefixMap, Prompt, prompt_of
+from kvrecall.router.settings import base_url, instances
+
+TEXT = "".join(f"line {number} of a text that repeats nothing\n" for number in range(200))
+
+
+def prompt(text: str, **more: object) -> Prompt:
+    made = prompt_of({"prompt": text, **more})
+    assert made is not None
+    return made
+
+
+def fleet(decode: int = 3) -> Fleet:
+    made = Fleet(["http://p:1"], [f"http://d{number}:1" for number in range(decode)])
+    for instance in made.all:
+        instance.healthy = True
+    return made
+
+
+def test_prefixes_are_those_of_the_text() -> None:
+    whole, begun = prompt(TEXT), prompt(TEXT[: 5 * CHUNK_BYTES + 7])
+    assert len(begun.prefixes) == 5
+    assert whole.prefixes[:5] == begun.prefixes
+    assert prompt("x" + TEXT).prefixes[0] != whole.prefixes[0]
+    late = prompt(TEXT[:300] + "!" + TEXT[301:])
+    assert late.prefixes[0] == whole.prefixes[0]
+    assert late.prefixes[1:] != whole.prefixes[1:]
+
+
+def test_tenants_and_models_share_nothing() -> None:
+    plain = prompt(TEXT)
+    for other in ({"cache_salt": "a"}, {"model": "m"}):
+        assert not set(prompt(TEXT, **other).prefixes) & set(plain.prefixes)
+
+
+def test_forms_of_prompts() -> None:
+    assert prompt_of({"prompt": [1, 2, 3]}) == prompt_of({"prompt": [[1, 2, 3]]})
+    assert prompt_of({"prompt": ["abc"]}) == prompt_of({"prompt": "abc"})
+    assert prompt_of({"prompt": list(range(1000))}).tokens == 1000  # type: ignore[union-attr]
+    for several in (["a", "b"], [[1], [2]], [], None, 5, [1, "a"], [True]):
+        assert prompt_of({"prompt": several}) is None
+    talk = [{"role": "user", "content": TEXT}]
+    more = [*talk, {"role": "assistant", "content": "Yes."}]
+    first, second = prompt_of({"messages": talk}), prompt_of({"messages": more})
+    assert first is not None
+    assert second is not None
+    assert second.prefixes[: len(first.prefixes)] == first.prefixes
+
+
+def test_the_instance_that_holds_most_is_chosen_unless_it_is_much_busier() -> None:
+    all_ = fleet()
+    first, second, third = all_.decode
+    prefixes = PrefixMap()
+    chooser = Chooser(all_, prefixes, imbalance=2)
+    prefixes.note(prompt(TEXT[: 4 * CHUNK_BYTES]), second)
+    prefixes.note(prompt(TEXT), third)
+    assert prefixes.held(prompt(TEXT), all_.decode) == {
+        first: 0,
+        second: 4,
+        third: len(TEXT) // CHUNK_BYTES,
+    }
+    order = chooser.for_decode(prompt(TEXT))
+    assert order == [third, second, first, all_.prefill[0]]
+    third.inflight = 2
+    assert chooser.for_decode(prompt(TEXT))[0] is third
+    third.inflight = 3
+    assert chooser.for_decode(prompt(TEXT))[:3] == [second, first, third]
+    second.healthy = False
+    assert second not in chooser.for_decode(prompt(TEXT))
+
+
+def test_equals_take_turns() -> None:
+    all_ = fleet()
+    chooser = Chooser(all_, PrefixMap(), imbalance=4)
+    firsts = {chooser.for_decode(None)[0].name for _ in range(3)}
+    assert len(firsts) == 3
+
+
+def test_new_tokens() -> None:
+    all_ = fleet()
+    prefixes = PrefixMap()
+    chooser = Chooser(all_, prefixes, imbalance=4)
+    asked = prompt_of({"prompt": list(range(10_000, 12_000))})
+    assert asked is not None
+    assert chooser.new_tokens(asked) == 2000
+    prefixes.note(asked, all_.prefill[0])
+    assert chooser.new_tokens(asked) == 0
+    prefixes.forget(all_.prefill[0])
+    assert chooser.new_tokens(asked) == 2000
+    assert len(prefixes) == 0
+
+
+def test_the_map_is_bounded_and_keeps_heads_longest() -> None:
+    all_ = fleet()
+    prefixes = PrefixMap(remembered=10)
+    long = prompt(TEXT)
+    prefixes.note(long, all_.decode[0])
+    assert len(prefixes) == 10
+    assert prefixes.held(long, all_.decode)[all_.decode[0]] == 10
+
+
+def test_a_prompt_for_a_prefill_instance() -> None:
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "x"}],
+        "cache_salt": "s",
+        "tools": [{"type": "function"}],
+        "tool_choice": "required",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": 50,
+        "max_completion_tokens": 50,
+        "n": 3,
+        "stop": ["a"],
+        "response_format": {"type": "json_object"},
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    assert prompt_only(body) == {
+        "model": "m",
+        "messages": body["messages"],
+        "cache_salt": "s",
+        "tools": body["tools"],
+        "tool_choice": "none",
+        "chat_template_kwargs": body["chat_template_kwargs"],
+        "max_tokens": 1,
+        "max_completion_tokens": 1,
+        "temperature": 0.0,
+    }
+
+
+def test_usage_over_both_instances() -> None:
+    account = Account(prefill_split={"device": 128, "host": 0, "computed": 72})
+    event = b'data: {"choices":[],"usage":{"prompt_tokens":200,"prompt_tokens_details":'
+    event += b'{"cached_tokens":128,"recall":{"host":128,"computed":72}}}}\n\n'
+    told = json.loads(account.complete_event(event)[6:])["usage"]["prompt_tokens_details"]
+    assert told == {
+        "cached_tokens": 128,
+        "recall": {"host": 128, "computed": 72},
+        "prefill": {"device": 128, "host": 0, "computed": 72},
+    }
+    for other in (b"data: [DONE]\n\n", b': x\n\ndata: "usage":{ \n\n', b'data: {"usage":{\n\n'):
+        assert account.complete_event(other) == other
+
+
+def test_addresses() -> None:
+    assert base_url("10.0.0.5:8000", "--decode") == "http://10.0.0.5:8000"
+    assert base_url("https://host/", "--decode") == "https://host"
+    for wrong in ("", "http://", "ftp://x", "http://x/v1", "http://x:port"):
+        with pytest.raises(ConfigError, match="is no address of an instance"):
+            base_url(wrong, "--decode")
+    with pytest.raises(ConfigError, match="given twice"):
+        instances(["a:1", "http://a:1"], "--prefill")

@@ -1,0 +1,29 @@
+"""One live server for all tests that only need some server: clients, schemas, the soak.
+
+The last of them stops it (test_soak.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from .live import LiveServer, free_port
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    from kvrecall.testing.models import write_model
+
+    folder = tmp_path_factory.mktemp("tiny")
+    write_model(folder / "model", "qwen3", hidden=64, layers=2, max_position=4096)
+    port = free_port()
+    words = [str(folder / "model"), "--port", str(port), "--served-model-name", "tiny"]
+    words += ["--host-size", "32MiB", "--kv-cache-memory-bytes", "64MiB"]
+    words += ["--max-model-len", "768", "--", "--max-num-seqs", "32"]
+    live = LiveServer(folder, words, f"http://127.0.0.1:{port}")
+    try:
+        live.wait_ready()
+        yield live
+    finally:
+        live.close()

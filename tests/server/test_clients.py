@@ -1,0 +1,273 @@
+"""Clients nobody here wrote, against a live server: openai, huggingface_hub and curl; and requests
+that are meant to break it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from .live import LiveServer
+
+pytestmark = pytest.mark.engine
+
+Json = dict[str, Any]
+PROMPT = "All work and no play makes Jack a dull boy. " * 8  # 352 tokens: 2 blocks and 96
+
+
+@pytest.fixture(scope="module")
+def openai(tiny: LiveServer) -> Any:
+    module = pytest.importorskip("openai")
+    with module.OpenAI(base_url=f"{tiny.url}/v1", api_key="none") as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def hub(tiny: LiveServer) -> Iterator[Any]:
+    """A client of this machine only, in a test run that is offline towards the hub."""
+    module = pytest.importorskip("huggingface_hub")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        yield module.InferenceClient(model=tiny.url)
+
+
+def test_openai_completions(openai: Any) -> None:
+    asked: Json = {"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
+    openai.completions.create(**asked)
+    done = openai.completions.create(**asked, logprobs=2)
+    (choice,) = done.choices
+    assert len(choice.logprobs.tokens) == done.usage.completion_tokens == 6
+    assert done.usage.prompt_tokens_details.cached_tokens == 256
+    assert done.usage.prompt_tokens_details.model_extra["recall"]["device"] == 256
+    parts = list(
+        openai.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
+    assert "".join(part.choices[0].text for part in parts if part.choices) == choice.text
+    assert parts[-1].usage.prompt_tokens_details.cached_tokens == 256
+
+
+SAMPLED: Json = {"model": "tiny", "prompt": "Once", "max_tokens": 6, "temperature": 1.0, "seed": 5}
+
+
+def test_openai_samples(openai: Any) -> None:
+    several = openai.completions.create(**SAMPLED, n=3)
+    assert [choice.index for choice in several.choices] == [0, 1, 2]
+    assert len({choice.text for choice in several.choices}) > 1
+
+
+def test_openai_best_of(openai: Any) -> None:
+    """The best of 8, told with their probabilities, are the two best of the same 8."""
+
+    def score(choice: Any) -> float:
+        return float(sum(choice.logprobs.token_logprobs))
+
+    everything = openai.completions.create(**SAMPLED, n=8, logprobs=0)
+    scores = sorted(map(score, everything.choices), reverse=True)
+    best = openai.completions.create(**SAMPLED, n=2, best_of=8, logprobs=0)
+    assert [score(choice) for choice in best.choices] == pytest.approx(scores[:2], abs=1e-3)
+    assert [choice.index for choice in best.choices] == [0, 1]
+    plain = openai.completions.create(**SAMPLED, best_of=8)
+    assert plain.choices[0].logprobs is None
+
+
+def test_openai_refuses_best_of_it_cannot_serve(openai: Any) -> None:
+    from openai import BadRequestError
+
+    asked: Json = {"model": "tiny", "prompt": "Once", "max_tokens": 2}
+    for bad in (
+        {"n": 3, "best_of": 2},
+        {"best_of": 2, "temperature": 0},
+        {"best_of": 2, "stream": True},
+        {"best_of": 0},
+        {"best_of": 2, "extra_body": {"use_beam_search": True}},
+    ):
+        with pytest.raises(BadRequestError, match="best_of"):
+            openai.completions.create(**asked, **bad)
+
+
+def test_openai_chat(openai: Any) -> None:
+    messages = [{"role": "user", "content": PROMPT}]
+    asked: Json = {"model": "tiny", "messages": messages, "max_tokens": 6, "temperature": 0}
+    openai.chat.completions.create(**asked)
+    done = openai.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+    (choice,) = done.choices
+    assert choice.finish_reason == "length"
+    assert len(choice.logprobs.content) == 6
+    assert done.usage.prompt_tokens_details.cached_tokens == 256
+    parts = openai.chat.completions.create(**asked, stream=True)
+    told = [part.choices[0].delta.content for part in parts]
+    assert "".join(text or "" for text in told) == choice.message.content
+    sampled: Json = asked | {"temperature": 1.0, "seed": 1}
+    best = openai.chat.completions.create(**sampled, n=2, extra_body={"best_of": 4})
+    assert len(best.choices) == 2
+
+
+def test_openai_stop(openai: Any) -> None:
+    asked: Json = {"model": "tiny", "prompt": "Stop", "max_tokens": 30, "temperature": 0}
+    whole = openai.completions.create(**asked).choices[0].text
+    stop = next(char for char in whole[2:] if char.isprintable() and char != "\ufffd")
+    cut = openai.completions.create(**asked, stop=[stop]).choices[0]
+    assert cut.finish_reason == "stop"
+    assert stop not in cut.text
+    assert whole.startswith(cut.text)
+
+
+def test_openai_models(openai: Any) -> None:
+    assert [model.id for model in openai.models.list()] == ["tiny"]
+
+
+def test_hub_text_generation(hub: Any) -> None:
+    text = hub.text_generation("Once upon", max_new_tokens=8)
+    whole = hub.text_generation("Once upon", max_new_tokens=8, details=True, seed=3)
+    assert whole.generated_text == text
+    assert whole.details.generated_tokens == len(whole.details.tokens) == 8
+    assert whole.details.finish_reason == "length"
+    parts = list(hub.text_generation("Once upon", max_new_tokens=8, stream=True))
+    assert "".join(parts) == text
+    told = list(hub.text_generation("Once upon", max_new_tokens=8, stream=True, details=True))
+    assert [part.token.id for part in told] == [token.id for token in whole.details.tokens]
+    assert told[-1].generated_text == text
+    assert told[-1].details.finish_reason == "length"
+    assert all(part.details is None for part in told[:-1])
+
+
+def test_hub_parameters(hub: Any) -> None:
+    sampled: Json = {"do_sample": True, "temperature": 1.2, "top_k": 50, "top_p": 0.9, "seed": 3}
+    more: Json = {"repetition_penalty": 1.1, "truncate": 4, "return_full_text": True}
+    one = hub.text_generation("Once upon", max_new_tokens=8, **sampled, **more)
+    assert one == hub.text_generation("Once upon", max_new_tokens=8, **sampled, **more)
+    assert one.startswith("Once upon")
+    best = hub.text_generation("Once", max_new_tokens=4, details=True, best_of=3, **sampled)
+    others = best.details.best_of_sequences
+    assert len(others) == 2
+
+    def score(tokens: Any) -> float:
+        return float(sum(token.logprob for token in tokens))
+
+    scores = [score(best.details.tokens), *(score(other.tokens) for other in others)]
+    assert scores == sorted(scores, reverse=True)
+    prefill = hub.text_generation("Once", details=True, decoder_input_details=True).details.prefill
+    assert len(prefill) == 4
+
+
+def test_hub_chat(hub: Any) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    done = hub.chat_completion(messages, model="tiny", max_tokens=4)
+    assert done.usage.completion_tokens == 4
+
+
+def test_curl(tiny: LiveServer) -> None:
+    body = json.dumps({"inputs": PROMPT, "parameters": {"max_new_tokens": 512}})
+    command = ["curl", "-sS", f"{tiny.url}/generate", "-X", "POST", "-d", body]
+    done = subprocess.run(
+        [*command, "-H", "Content-Type: application/json"], capture_output=True, timeout=120
+    )
+    assert json.loads(done.stdout)["generated_text"], done.stderr
+
+
+JSON = {"content-type": "application/json"}
+HOSTILE: list[tuple[str, Json]] = [
+    ("/v1/completions", {"prompt": [2**40]}),
+    ("/v1/completions", {"prompt": [[]]}),
+    ("/v1/completions", {"prompt": "x", "logit_bias": {"99999999": 1}}),
+    ("/v1/completions", {"prompt": "x", "logprobs": 10**6}),
+    ("/v1/completions", {"prompt": "x", "stop_token_ids": [-5, 10**12]}),
+    ("/v1/completions", {"prompt": "x", "allowed_token_ids": [-1]}),
+    ("/v1/completions", {"prompt": "x", "bad_words": ["", "\u0000"]}),
+    ("/v1/completions", {"prompt": "x", "n": 10**9}),
+    ("/v1/completions", {"prompt": "x", "temperature": 1.0, "best_of": 10**9}),
+    ("/v1/completions", {"prompt": "x", "vllm_xargs": {"kvrecall_best_of": 10**9}}),
+    ("/v1/completions", {"prompt": "x", "vllm_xargs": {"kvrecall_timeout": -1}}),
+    ("/v1/completions", {"prompt": "x", "min_tokens": 10**9}),
+    ("/v1/completions", {"prompt": "x", "priority": 2**63 - 1}),
+    ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "(((("}}),
+    ("/v1/completions", {"prompt": "x", "structured_outputs": {"json": "{"}}),
+    ("/v1/completions", {"prompt": "x", "structured_outputs": {"grammar": "root ::= root"}}),
+    ("/v1/completions", {"prompt": "x", "kv_transfer_params": {"do_remote_prefill": True}}),
+    ("/v1/chat/completions", {"messages": [{"role": "\ud800", "content": [{}]}]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [{}]}),
+    ("/generate", {"inputs": "x", "parameters": {"stop_token_ids": [-1, 2**70]}}),
+    ("/generate", {"inputs": "\ud800"}),
+    ("/generate", {"inputs": "x", "parameters": {"adapter_id": "../../etc"}}),
+    ("/generate", {"prompt": "x", "temperature": 1e-300, "n": 4}),
+    ("/generate", {"prompt": "x", "seed": 2**63 - 1, "n": 4, "temperature": 1.0}),
+    ("/generate", {"prompt": "x", "top_k": 2**31 - 1, "repetition_penalty": 1e-300}),
+    ("/infer_token", {"input_id": [0, 2**31 - 1]}),
+    ("/infer_token", {"input_id": [1] * 5000}),
+    ("/v1/tokenizer", {"inputs": "x" * 100_000}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), HOSTILE, ids=lambda v: str(v)[:50])
+def test_hostile_requests_take_nobody_with_them(tiny: LiveServer, path: str, body: Json) -> None:
+    """Whatever is asked, the one who asks is told what is wrong, or answered; the server and a
+    request that runs beside go on."""
+    told: list[Any] = []
+
+    def beside() -> None:
+        asked = {"inputs": "beside", "parameters": {"max_new_tokens": 40, "ignore_eos": True}}
+        told.append(tiny.client.post("/generate", json=asked))
+
+    running = threading.Thread(target=beside)
+    running.start()
+    reply = tiny.client.post(
+        path, content=json.dumps({"model": "tiny"} | body if "/v1/c" in path else body)
+    )
+    running.join()
+    assert reply.status_code < 500, reply.text
+    assert told[0].status_code == 200
+    assert tiny.client.get("/health").status_code == 200
+
+
+def test_timeout_of_a_request(tiny: LiveServer) -> None:
+    wide = {"max_new_tokens": 700, "ignore_eos": True, "timeout": 1}
+    for path, body in (
+        ("/infer", {"inputs": "x" * 60, "parameters": wide}),
+        ("/generate", {"prompt": "x" * 60, "max_tokens": 700, "ignore_eos": True, "timeout": 1}),
+    ):
+        held = [threading.Thread(target=_busy, args=(tiny,)) for _ in range(40)]
+        for thread in held:
+            thread.start()
+        reply = tiny.client.post(path, json=body)
+        for thread in held:
+            thread.join()
+        assert reply.status_code == 500, reply.text[:200]
+        assert reply.json()["error_type"] == "Incomplete Generation"
+        assert "the request's timeout" in reply.json()["error"]
+
+
+def _busy(tiny: LiveServer) -> None:
+    body = {"inputs": "y", "parameters": {"max_new_tokens": 300, "ignore_eos": True}}
+    assert tiny.client.post("/generate", json=body).status_code == 200
+
+
+def test_stop_infer(tiny: LiveServer) -> None:
+    """A stopped request gives what there is, and the engine no longer works on it."""
+    body: Json = {"id": "long", "text_input": "x", "parameters": {"details": True}}
+    body["parameters"] |= {"max_new_tokens": 700, "ignore_eos": True}
+    with tiny.client.stream("POST", "/v2/models/tiny/generate_stream", json=body) as reply:
+        lines = (line for line in reply.iter_lines() if line)
+        next(lines)
+        stopped = tiny.client.post("/v2/models/tiny/stopInfer", json={"id": "long"})
+        assert stopped.status_code == 200
+        last = [json.loads(line[6:]) for line in lines][-1]
+    assert last["details"]["finish_reason"] == "stopped"
+    assert 0 < last["details"]["generated_tokens"] < 700
+    assert tiny.client.post("/v2/models/tiny/stopInfer", json={"id": "long"}).status_code == 404
+
+
+def test_beams_are_better_than_greedy(tiny: LiveServer) -> None:
+    body: Json = {"prompt": "Once upon", "max_tokens": 5, "use_beam_search": True, "n": 4}
+    texts = tiny.client.post("/generate", json=body).json()["text"]
+    assert len(set(texts)) == 4
+    assert all(text.startswith("Once upon") for text in texts)
+
+
+def test_tokenizer(tiny: LiveServer) -> None:
+    told = tiny.client.post("/v1/tokenizer", json={"inputs": "Hello 世界"}).json()
+    assert told["token_number"] == len(told["tokens"]) == 12
+    assert "".join(told["tokens"]) == "Hello 世界"

@@ -1,0 +1,187 @@
+"""The management and metrics planes over an engine in a given state, and where they are served."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvrecall.engines.base import Listener, Load, ServeSpec
+from kvrecall.server.application import attach_all
+from kvrecall.server.figures import MindieFigures, as_json
+from kvrecall.server.plan import Plan, Plane
+
+from .fake import IDLE, FakeEngine
+
+SPEC = ServeSpec("m", "127.0.0.1", 1, {})
+APART = Plan(
+    dataclasses.replace(
+        SPEC,
+        listeners=(Listener("management", "127.0.0.1", 2), Listener("metrics", "127.0.0.1", 3)),
+    ),
+    homes={Plane.MANAGEMENT: "management", Plane.METRICS: "metrics"},
+)
+TOGETHER = Plan(
+    dataclasses.replace(SPEC, listeners=(Listener("management+metrics", "127.0.0.1", 2),)),
+    homes={Plane.MANAGEMENT: "management+metrics", Plane.METRICS: "management+metrics"},
+)
+
+
+def ask(app: FastAPI, path: str, method: str = "GET") -> httpx.Response:
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path)
+
+    return asyncio.run(send())
+
+
+def management(engine: FakeEngine) -> FastAPI:
+    return attach_all(FastAPI(), engine, APART)["management"]
+
+
+HEALTH = ["/health", "/v2/health/live", "/v2/health/ready", "/v2/models/tiny/ready"]
+
+
+@pytest.mark.parametrize("path", [*HEALTH, "/v2/models/tiny/versions/1/ready", "/health/timed"])
+def test_a_well_server(path: str) -> None:
+    assert ask(management(FakeEngine()), path).status_code == 200
+
+
+@pytest.mark.parametrize("path", HEALTH)
+def test_a_dead_engine(path: str) -> None:
+    engine = FakeEngine()
+    engine.lives = False
+    reply = ask(management(engine), path)
+    assert (reply.status_code, reply.json()["error_type"]) == (503, "Service Unavailable")
+
+
+@pytest.mark.parametrize(
+    ("now", "status"),
+    [
+        ({}, 200),
+        ({"running": 7, "unfinished": 7}, 200),
+        ({"running": 8, "unfinished": 8}, 503),
+        ({"running": 6, "waiting": 2, "unfinished": 8}, 503),
+        ({"unfinished": 8}, 503),  # accepted, and not yet seen by the scheduler
+        ({"running": 1, "waiting": 1, "unfinished": 2, "used_share": 0.99}, 503),
+        ({"running": 1, "waiting": 0, "unfinished": 1, "used_share": 0.99}, 200),
+    ],
+)
+def test_readiness_is_whether_a_request_would_wait(now: Any, status: int) -> None:
+    engine = FakeEngine()
+    engine.now = dataclasses.replace(IDLE, **now)
+    assert ask(management(engine), "/v2/health/ready").status_code == status
+    assert ask(management(engine), "/v2/health/live").status_code == 200
+
+
+def test_a_stopping_server_is_not_ready() -> None:
+    engine = FakeEngine()
+    engine.drain()
+    assert ask(management(engine), "/v2/health/ready").status_code == 503
+    assert ask(management(engine), "/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("1", 200), ("600", 200), ("0", 422), ("601", 422), ("-1", 404), ("x", 404)],
+)
+def test_the_timed_probe(path: str, status: int) -> None:
+    engine = FakeEngine()
+    assert ask(management(engine), f"/health/timed-{path}").status_code == status
+    if status == 200:
+        (asked,) = engine.asked
+        assert (asked.sampling.max_tokens, asked.timeout_s) == (1, int(path))
+
+
+def test_descriptions() -> None:
+    app = management(FakeEngine())
+    config = ask(app, "/v1/config").json()
+    assert (config["modelName"], config["maxSeqLen"], config["kvPool"]) == ("tiny", 4096, None)
+    info = ask(app, "/info").json()
+    assert (info["model_id"], info["max_total_tokens"]) == ("tiny", 4096)
+    status = ask(app, "/v1/status").json()["resource"]
+    assert (status["availSlotsNum"], status["availBlockNum"]) == (8, 48)
+
+
+BUSINESS = ["/generate", "/infer", "/v1/tokenizer", "/v2/models/tiny/generate", "/"]
+OTHERS = {
+    "management": [*HEALTH, "/info", "/v1/config", "/v1/status", "/metrics-json"],
+    "metrics": ["/metrics"],
+}
+
+
+@pytest.mark.parametrize("plan", [APART, TOGETHER], ids=["apart", "together"])
+def test_planes_apart_serve_nothing_of_each_other(plan: Plan) -> None:
+    app = FastAPI()
+    apps = {"": app, **attach_all(app, FakeEngine(), plan)}
+    for path in BUSINESS:
+        statuses = {name: ask(each, path, "POST").status_code for name, each in apps.items()}
+        assert statuses.pop("") == 422  # served, and told that there is no body
+        assert set(statuses.values()) == {404}
+    for plane, paths in OTHERS.items():
+        home = plan.home(Plane(plane))
+        for path in paths:
+            served = [name for name, each in apps.items() if ask(each, path).status_code == 200]
+            assert served == [home], path
+
+
+def test_planes_on_one_address() -> None:
+    app = FastAPI()
+    assert attach_all(app, FakeEngine(), Plan(SPEC)) == {}
+    for path in [path for paths in OTHERS.values() for path in paths]:
+        assert ask(app, path).status_code == 200
+    assert ask(app, "/generate", "POST").status_code == 422
+
+
+def families() -> CollectorRegistry:
+    """A few of vLLM's and the connector's metrics, of two engines."""
+    registry = CollectorRegistry()
+    labels = ("engine", "model_name")
+    running = Gauge("vllm:num_requests_running", "", labels, registry=registry)
+    tokens = Counter("vllm:prompt_tokens", "", labels, registry=registry)
+    ended = Counter("vllm:request_success", "", (*labels, "finished_reason"), registry=registry)
+    first = Histogram(
+        "vllm:time_to_first_token_seconds", "", labels, registry=registry, buckets=(0.1, 1)
+    )
+    sources = Counter("kvrecall_prompt_tokens", "", (*labels, "source"), registry=registry)
+    for engine in "01":
+        running.labels(engine, "m").set(2)
+        tokens.labels(engine, "m").inc(500)
+        first.labels(engine, "m").observe(0.5)
+        ended.labels(engine, "m", "stop").inc(3)
+        sources.labels(engine, "m", "disk").inc(100)
+        sources.labels(engine, "m", "device").inc(150)
+        sources.labels(engine, "m", "computed").inc(250)
+    ended.labels("0", "m", "abort").inc(2)
+    return registry
+
+
+def test_figures_under_mindies_names() -> None:
+    load = Load(running=4, waiting=0, unfinished=4, max_running=8, blocks=64, used_share=0)
+    told = as_json(MindieFigures("m", lambda: load, families().collect).collect())
+    assert told["num_requests_running"] == 4
+    assert told["prompt_tokens_total"] == 1000
+    assert told["request_success_total"] == 6
+    assert told["request_failed_total"] == 2
+    assert told["request_received_total"] == 12
+    assert told["failed_request_perc"] == 0.25
+    assert told["npu_prefix_cache_hit_rate"] == 0.3
+    assert told["prefix_cache_hit_rate"] == {"device": 0.3, "host": 0, "disk": 0.2, "remote": 0}
+    assert told["prefix_cache_hit_tokens_total"]["disk"] == 200
+    assert told["time_to_first_token_seconds"] == {"count": 2, "sum": 1.0}
+
+
+def test_the_metrics_page_is_one_prometheus_can_read() -> None:
+    app = attach_all(FastAPI(), FakeEngine(), APART)["metrics"]
+    page = ask(app, "/metrics")
+    assert page.headers["content-type"].startswith("text/plain")
+    names = [family.name for family in text_string_to_metric_families(page.text)]
+    assert len(names) == len(set(names))
+    assert {"request_received", "npu_prefix_cache_hit_rate", "process_open_fds"} <= set(names)

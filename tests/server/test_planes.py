@@ -1,0 +1,139 @@
+"""Where a config.json puts its three planes, and with which certificates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrecall.errors import ConfigError
+from kvrecall.server.mindie.planning import plan_config
+from kvrecall.server.plan import Plan, Plane
+
+from .configs import right, server, write
+
+pytest.importorskip("cryptography")
+
+from .certificates import Authority
+
+Address = tuple[str, int]
+
+
+def plan_of(folder: Path, **fields: Any) -> Plan:
+    config = right()
+    server(config).update(fields)
+    return plan_config(write(folder, config))
+
+
+def where(plan: Plan) -> dict[str, Address]:
+    """The address of each plane."""
+    found = {x.name: (x.host, x.port) for x in plan.spec.listeners}
+    found[""] = (plan.spec.host, plan.spec.port)
+    return {plane: found[plan.home(plane)] for plane in Plane}
+
+
+ONE = "127.0.0.1"
+PLACES: list[tuple[dict[str, Any], tuple[Address, Address, Address], int]] = [
+    ({}, ((ONE, 1025), ("127.0.0.2", 1026), ("127.0.0.2", 1027)), 2),
+    ({"managementIpAddress": None}, ((ONE, 1025), (ONE, 1026), (ONE, 1027)), 2),
+    (
+        {"managementPort": 1027},
+        ((ONE, 1025), ("127.0.0.2", 1027), ("127.0.0.2", 1027)),
+        1,
+    ),
+    (
+        {"managementIpAddress": ONE, "managementPort": 1025, "metricsPort": 1025},
+        ((ONE, 1025), (ONE, 1025), (ONE, 1025)),
+        0,
+    ),
+    (
+        {"managementIpAddress": ONE, "metricsPort": 1025},
+        ((ONE, 1025), (ONE, 1026), (ONE, 1025)),
+        1,
+    ),
+    (  # one port on two addresses is two listeners
+        {"managementPort": 1025, "metricsPort": 1025},
+        ((ONE, 1025), ("127.0.0.2", 1025), ("127.0.0.2", 1025)),
+        1,
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "addresses", "listeners"), PLACES)
+def test_planes_that_coincide_share_a_listener(
+    tmp_path: Path, fields: Any, addresses: Any, listeners: int
+) -> None:
+    plan = plan_of(tmp_path, **fields)
+    assert tuple(where(plan).values()) == addresses
+    assert len(plan.spec.listeners) == listeners
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"managementIpAddress": "localhost"}, "managementIpAddress is 'localhost'"),
+    ({"managementIpAddress": "0.0.0.0"}, "managementIpAddress is 0.0.0.0"),
+    (
+        {"managementIpAddress": "0.0.0.0", "allowAllZeroIpListening": True, "managementPort": 1025},
+        "managementPort is 1025 on 0.0.0.0, which 127.0.0.1:1025 already takes",
+    ),
+    (
+        {"ipAddress": "0.0.0.0", "allowAllZeroIpListening": True, "metricsPort": 1025},
+        "metricsPort is 1025",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "said"), BAD)
+def test_addresses_that_cannot_be(tmp_path: Path, fields: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        plan_of(tmp_path, **fields)
+    assert said in str(error.value)
+    assert "config.json:" in str(error.value)
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Makes the fields of a plane's certificates."""
+
+    def fields(prefix: str, authority: str, name: str) -> dict[str, Any]:
+        signer = Authority(tmp_path, authority)
+        certificate, key, _ = signer.issue(name)
+        return {
+            f"{prefix}CaFile": [f"{authority}.pem"],
+            f"{prefix}Cert": certificate.name,
+            f"{prefix}Pk": key.name,
+        }
+
+    return fields
+
+
+def tls_of(plan: Plan, plane: Plane) -> Any:
+    found = {x.name: x.tls for x in plan.spec.listeners} | {"": plan.spec.tls}
+    return found[plan.home(plane)]
+
+
+def test_planes_without_certificates_use_those_of_the_one_before(
+    tmp_path: Path, certificates: Any
+) -> None:
+    base = {"httpsEnabled": True, "tlsCaPath": str(tmp_path), **certificates("tls", "ca", "b")}
+    plan = plan_of(tmp_path, **base)
+    assert {tls_of(plan, plane).certificate.name for plane in Plane} == {"b.pem"}
+    plan = plan_of(tmp_path, **base, **certificates("managementTls", "ca2", "m"))
+    names = [tls_of(plan, plane).certificate.name for plane in Plane]
+    assert names == ["b.pem", "m.pem", "m.pem"]
+    assert [tls_of(plan, plane).authorities[0].name for plane in Plane][1] == "ca2.pem"
+    own = certificates("metricsTls", "ca3", "x")
+    plan = plan_of(tmp_path, **base, **own)
+    assert [tls_of(plan, plane).certificate.name for plane in Plane] == ["b.pem", "b.pem", "x.pem"]
+    del own["metricsTlsPk"]
+    with pytest.raises(ConfigError, match="metricsTlsPk is required beside metricsTlsCert"):
+        plan_of(tmp_path, **base, **own)
+    with pytest.raises(ConfigError, match="there is no file"):
+        plan_of(tmp_path, **base, **(own | {"metricsTlsPk": "none.pem"}))
+
+
+def test_requests_in_the_clear_are_warned_of(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, managementIpAddress="192.0.2.1")
+    assert any("in the clear" in warning for warning in plan.warnings)
+    assert not plan_of(tmp_path).warnings

@@ -1,0 +1,145 @@
+"""200 clients at once that leave when they like lose no server and leak nothing; and the end of a
+server that is asked to stop. The last tests of the shared server, in the order written."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import time
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from .live import LiveServer, all_gone
+
+pytestmark = pytest.mark.engine
+
+CLIENTS = 200
+ROUNDS = 2
+PATIENCE_S = 120
+MAY_GROW = 64 << 20
+Json = dict[str, Any]
+
+
+def request(chance: random.Random) -> tuple[str, Json]:
+    """A request of any route, of 1 to 40 tokens; a third of them share their first block."""
+    text = ("shared " * 20 if chance.random() < 0.3 else "") + str(chance.random())
+    tokens = chance.randint(1, 40)
+    messages = [{"role": "user", "content": text}]
+    return chance.choice(
+        [
+            ("/generate", {"inputs": text, "parameters": {"max_new_tokens": tokens}}),
+            ("/generate_stream", {"inputs": text, "parameters": {"max_new_tokens": tokens}}),
+            ("/generate", {"prompt": text, "max_tokens": tokens, "n": 2, "best_of": 3}),
+            ("/infer", {"inputs": text, "stream": True}),
+            ("/v1/completions", {"model": "tiny", "prompt": text, "stream": True}),
+            ("/v1/completions", {"model": "tiny", "prompt": text, "max_tokens": tokens, "n": 2}),
+            ("/v1/chat/completions", {"model": "tiny", "messages": messages, "max_tokens": tokens}),
+            ("/v2/models/tiny/generate", {"id": "soak", "text_input": text}),
+            ("/v2/models/tiny/generate_stream", {"id": "soak", "text_input": text}),
+        ]
+    )
+
+
+async def one_client(url: str, seed: int, statuses: list[int]) -> None:
+    """A few requests one after the other; of two one is left before its end."""
+    chance = random.Random(seed)
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+        for _ in range(2):
+            path, body = request(chance)
+            stays = chance.random() < 0.5
+            limit = PATIENCE_S if stays else chance.random() * 3
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(limit):
+                    reply = await client.post(path, json=body)
+                    statuses.append(reply.status_code)
+                    continue
+            assert not stays, f"{path} was not answered in {PATIENCE_S} s"
+
+
+async def all_clients(url: str, round_number: int) -> tuple[list[int], list[int]]:
+    """The statuses of the answers, and those of readiness meanwhile."""
+    statuses: list[int] = []
+    ready: list[int] = []
+    seeds = range(round_number * CLIENTS, (round_number + 1) * CLIENTS)
+    working = asyncio.gather(*(one_client(url, seed, statuses) for seed in seeds))
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as watcher:
+        while not working.done():
+            ready.append((await watcher.get("/v2/health/ready")).status_code)
+            await asyncio.sleep(0.05)
+    await working
+    return statuses, ready
+
+
+def figure(tiny: LiveServer, name: str) -> float:
+    lines = tiny.client.get("/metrics").text.splitlines()
+    return sum(float(s.rsplit(" ", 1)[1]) for s in lines if s.startswith((f"{name}{{", f"{name} ")))
+
+
+def quiet(tiny: LiveServer) -> bool:
+    """Whether nothing runs, waits or is held, and every request is accounted for."""
+    held = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+    held += ("kvrecall_leases", "kvrecall_reserved", "vllm:kv_cache_usage_perc")
+    ended = figure(tiny, "request_success_total") + figure(tiny, "request_failed_total")
+    settled = figure(tiny, "request_received_total") == ended
+    return settled and not any(figure(tiny, name) for name in held)
+
+
+def wait_quiet(tiny: LiveServer) -> None:
+    end = time.monotonic() + 60
+    while not quiet(tiny):
+        assert time.monotonic() < end, tiny.client.get("/metrics").text[-3000:]
+        # A step carries the last counts of a request to the metrics.
+        tiny.client.post("/infer", json={"inputs": "x", "parameters": {"max_new_tokens": 1}})
+        time.sleep(0.1)
+
+
+def held(processes: list[psutil.Process]) -> tuple[int, int]:
+    """Open files and private memory of these processes."""
+    return (
+        sum(process.num_fds() for process in processes),
+        sum(process.memory_full_info().uss for process in processes),
+    )
+
+
+def test_soak(tiny: LiveServer) -> None:
+    before = family = tiny.family()
+    measured = []
+    for round_number in range(ROUNDS):
+        statuses, ready = asyncio.run(all_clients(tiny.url, round_number))
+        assert len(statuses) > CLIENTS // 2
+        assert set(statuses) == {200}, statuses
+        assert 503 in ready  # more clients than fit into the batch
+        wait_quiet(tiny)
+        assert tiny.client.get("/v2/health/ready").status_code == 200
+        measured.append(held(family))
+    assert {p.pid for p in tiny.family()} == {p.pid for p in before}
+    (files, memory), (later_files, later_memory) = measured
+    assert later_files <= files + 4
+    assert later_memory <= memory + MAY_GROW
+
+
+def test_stop_service_drains(tiny: LiveServer) -> None:
+    """A running request ends well, a new one is refused, and the server ends with status 0."""
+    family = tiny.family()
+    body = {"inputs": "x", "parameters": {"max_new_tokens": 700, "ignore_eos": True}}
+    told: list[Json] = []
+    with tiny.client.stream("POST", "/generate_stream", json=body) as reply:
+        lines = (line for line in reply.iter_lines() if line)
+        told.append(json.loads(next(lines)[6:]))
+        assert tiny.client.get("/stopService").status_code == 200
+        for path, asked in (
+            ("/generate", {"inputs": "x"}),
+            ("/v1/completions", {"model": "tiny", "prompt": "x"}),
+        ):
+            assert tiny.client.post(path, json=asked).status_code == 503
+        assert tiny.client.get("/v2/health/ready").status_code == 503
+        assert tiny.client.get("/health").status_code == 200
+        told += [json.loads(line[6:]) for line in lines]
+    assert told[-1]["generated_text"] is not None
+    assert tiny.wait_end() == 0
+    assert all_gone(family)

@@ -1,0 +1,293 @@
+"""Tenants, pins, sizes and listings by the command line."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from kvrecall.block import SHARED, tenant_of
+from kvrecall.config import (
+    Amount,
+    DiskConfig,
+    PoolConfig,
+    PoolTerms,
+    RecallSettings,
+    TenantRules,
+    TenantTerms,
+)
+from kvrecall.errors import ConfigError
+from kvrecall.pool.pool import Pool
+from kvrecall.pool.service import protocol as p
+from kvrecall.pool.service.cli import app
+from kvrecall.pool.service.client import ServiceClient
+from kvrecall.pool.service.serving import ServiceThread
+from kvrecall.testing.blocks import chain, namespace, wait_until
+from kvrecall.testing.pool_contract import Engine
+
+MIB = 1 << 20
+ONE, TWO = namespace("one"), namespace("two")
+SIZE = 60_000
+SLOT = 61_440
+ANN, EVE = tenant_of("ann"), tenant_of("eve")
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[ServiceThread]:
+    """Ann has 10 blocks of one model; Eve two chains of 5 of another, as has nobody."""
+    tmp_path.chmod(0o700)
+    quota = PoolTerms(tenants=TenantRules(TenantTerms(Amount(16 * MIB), Amount(share=0.5))))
+    config = PoolConfig(32 * MIB, DiskConfig(tmp_path / "disk", 64 * MIB), terms=quota)
+    service = ServiceThread(config, tmp_path / "sock")
+    client = ServiceClient(tmp_path / "sock", call_timeout_s=5.0)
+    for name in (ONE, TWO):
+        client.register(name, SIZE)
+    engine = Engine(client, SIZE)
+    for name, length, salt, tenant in (
+        (ONE, 10, "a", ANN),
+        (TWO, 5, "b", EVE),
+        (TWO, 5, "c", EVE),
+        (TWO, 5, "d", SHARED),
+    ):
+        engine.save(chain(name, length, salt), tenant)
+        assert client.flush(chain(name, length, salt), 20.0)
+    engine.close()
+    client.close()
+    yield service
+    service.close()
+
+
+@pytest.fixture
+def at(service: ServiceThread, tmp_path: Path) -> tuple[object, ...]:
+    return ("--socket", tmp_path / "sock")
+
+
+def pool(*words: object) -> Result:
+    """``kvrecall pool ...``"""
+    return CliRunner().invoke(app, list(map(str, words)))
+
+
+def as_json(*words: object) -> Any:
+    done = pool(*words, "--json")
+    assert done.exit_code == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def rows(*words: object) -> dict[str, Any]:
+    return {row["name"]: row for row in as_json("ls", *words)["rows"]}
+
+
+def test_ls_by_everything(at: tuple[object, ...]) -> None:
+    assert {n: r["disk_blocks"] for n, r in rows(*at, "--by", "model").items()} == {
+        "one": 10,
+        "two": 15,
+    }
+    assert {n: r["host_blocks"] for n, r in rows(*at, "--by", "tenant").items()} == {
+        ANN: 10,
+        EVE: 10,
+        SHARED: 5,
+    }
+    chains = rows(*at, "--by", "chain")
+    assert set(chains) == {
+        chain(name, length, salt)[-1].hex()
+        for name, length, salt in ((ONE, 10, "a"), (TWO, 5, "b"), (TWO, 5, "c"), (TWO, 5, "d"))
+    }
+    assert sorted(row["depth"] for row in chains.values()) == [4, 4, 4, 9]
+    assert len(rows(*at, "--by", "block")) == 25
+    assert len(rows(*at, "--by", "block", "--limit", 7)) == 7
+    assert as_json("ls", *at, "--by", "block", "--limit", "7")["total"] == 25
+    by_size = as_json("ls", *at, "--by", "tenant", "--sort", "blocks")["rows"]
+    assert by_size[-1]["name"] == SHARED
+
+
+def test_ls_of_some(at: tuple[object, ...]) -> None:
+    assert set(rows(*at, "--by", "tenant", "-m", "two")) == {EVE, SHARED}
+    assert set(rows(*at, "--by", "model", "-t", "salt:ann")) == {"one"}
+    assert set(rows(*at, "--by", "tenant", "-n", ONE.digest.hex()[:6])) == {ANN}
+    assert rows(*at, "--by", "tenant", "--tier", "disk")[ANN]["host_blocks"] == 0
+    assert rows(*at, "--older-than", "1h") == {}
+    assert len(rows(*at, "--by", "block", "--younger-than", "1h")) == 25
+    assert rows(*at, "--pinned") == {}
+    assert EVE in pool("ls", *at, "--by", "tenant").stdout
+    for wrong, text in (
+        (("--tier", "tape"), "say host or disk"),
+        (("-t", "ann"), "is no tenant"),
+        (("--sort", "colour"), "known: size"),
+        (("-m", "three"), "see: kvrecall pool ls"),
+    ):
+        done = pool("ls", *at, *wrong)
+        assert done.exit_code == 2
+        assert text in done.stderr
+
+
+def test_drop_by_tenant_leaves_pinned_blocks(at: tuple[object, ...]) -> None:
+    leaf = chain(TWO, 5, "b")[-1].hex()
+    assert as_json("pin", *at, "--block", leaf[32:48]) == {"blocks": 5, "bytes": 5 * SLOT}
+    assert as_json("drop", *at, "-t", EVE) == {"dropped": 5, "pinned": 5}
+    assert "5 pinned ones stay" in pool("drop", *at, "-t", EVE).stdout
+    assert as_json("drop", *at, "-t", EVE, "--with-pinned") == {"dropped": 5, "pinned": 0}
+    assert set(rows(*at, "--by", "tenant")) == {ANN, SHARED}
+
+
+def test_pin_a_prefix_a_namespace_and_a_tenant(at: tuple[object, ...]) -> None:
+    middle = chain(ONE, 10, "a")[3].hex()
+    assert as_json("pin", *at, "--block", middle)["blocks"] == 4
+    assert rows(*at, "--by", "model", "--pinned")["one"]["pinned_blocks"] == 4
+    assert as_json("pin", *at, "-m", "two")["blocks"] == 15
+    assert as_json("unpin", *at, "-t", "-")["blocks"] == 5
+    assert set(rows(*at, "--by", "tenant", "--pinned")) == {ANN, EVE}
+    assert as_json("stat", *at)["stats"]["tiers"][0]["pinned_bytes"] == 14 * SLOT
+    assert as_json("unpin", *at, "--all")["blocks"] == 14
+    assert rows(*at, "--by", "tenant", "--pinned") == {}
+    for words, text in (
+        (("pin",), "say which blocks"),
+        (("pin", "--block", "zz"), "no block's name begins"),
+        (("pin", "--block", ""), "say which blocks"),
+    ):
+        done = pool(*words, *at)
+        assert done.exit_code == 2
+        assert text in done.stderr
+
+
+def test_pins_beyond_the_limit_are_refused(at: tuple[object, ...]) -> None:
+    assert pool("resize", *at, "--host", "2MiB").exit_code == 0
+    done = pool("pin", *at, "-t", EVE, "-t", ANN)
+    assert done.exit_code == 2
+    assert "pin_limit" in done.stderr
+    assert rows(*at, "--pinned") == {}
+
+
+def test_resize(at: tuple[object, ...], service: ServiceThread) -> None:
+    assert as_json("resize", *at, "--host", "1MiB") == {"host": MIB, "disk": None}
+    assert sum(row["host_bytes"] for row in rows(*at).values()) <= MIB
+    assert "done" in pool("resize", *at, "--disk", "16MiB", "--host", "32MiB").stdout
+    tiers = as_json("stat", *at)["stats"]["tiers"]
+    assert [tier["capacity_bytes"] for tier in tiers] == [32 * MIB, 16 * MIB]
+    assert as_json("verify", *at) == {"checked": 25, "damaged": 0}
+    for wrong, text in (
+        (("--host", "1TiB"), "cannot grow"),
+        (("--disk", "1000000TiB"), "free on the file system"),
+        (("--disk", "1MiB"), "the least is 8MiB"),
+        (("--host", "much"), "is not a size"),
+        ((), "say what to resize"),
+    ):
+        done = pool("resize", *at, *wrong)
+        assert done.exit_code == 2, wrong
+        assert text in done.stderr
+
+
+def test_stat_tells_of_tenants(at: tuple[object, ...]) -> None:
+    seen = as_json("stat", *at)
+    assert seen["tenant_count"] == 3
+    ann = next(tenant for tenant in seen["tenants"] if tenant["tenant"] == ANN)
+    assert ann == {
+        "tenant": ANN,
+        "host_bytes": 10 * SLOT,
+        "host_limit": 16 * MIB,
+        "disk_bytes": 10 * SLOT,
+        "disk_limit": 32 * MIB,
+        "refused": 0,
+        "evicted": 0,
+    }
+    shown = pool("stat", "--once", *at).stdout
+    assert EVE[:6] in shown
+    assert "write policy through" in shown
+
+
+def test_a_folder_is_administered_alike(at: tuple[object, ...], service: ServiceThread) -> None:
+    folder = Path(str(at[1])).with_name("disk")
+    here = ("--disk-path", folder)
+    done = pool("pin", *here, "-t", ANN)
+    assert done.exit_code == 1
+    assert "cannot be administered while it runs; a service's can: --socket" in done.stderr
+    service.close()
+    assert as_json("pin", *here, "-t", ANN)["blocks"] == 10
+    assert rows(*here, "--by", "tenant", "--pinned")[ANN]["pinned_blocks"] == 10
+    assert as_json("drop", *here, "-t", EVE) == {"dropped": 10, "pinned": 0}
+    assert as_json("unpin", *here, "--all")["blocks"] == 10
+
+
+def test_another_protocol_is_refused_in_words(at: tuple[object, ...]) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(10)
+        sock.connect(str(at[1]))
+        sock.sendall(p.frame_of(p.Hello(p.PROTOCOL - 1, "0.0.9")))
+        refusal = p.read_reply(sock.recv(4096)[4:])
+    assert isinstance(refusal, p.Refusal)
+    assert f"the client kvrecall 0.0.9 (protocol {p.PROTOCOL - 1}); run the same" in refusal.reason
+
+
+def test_an_index_of_the_version_before_is_carried_over(tmp_path: Path) -> None:
+    config = PoolConfig(16 * MIB, DiskConfig(tmp_path, 64 * MIB))
+    keys = chain(ONE, 10)
+    with Pool.open(config) as before:
+        before.register(ONE, SIZE)
+        engine = Engine(before, SIZE)
+        engine.save(keys)
+        engine.close()
+    with sqlite3.connect(tmp_path / "index.sqlite") as db:
+        db.execute("ALTER TABLE blocks DROP COLUMN tenant")
+        db.execute("ALTER TABLE blocks DROP COLUMN pinned")
+        db.execute("PRAGMA user_version = 101")
+    db.close()
+    with Pool.open(config) as after:
+        after.register(ONE, SIZE)
+        engine = Engine(after, SIZE)
+        assert len(engine.recall(keys)) == 10
+        assert [use.tenant for use in after.steward.disk.uses()] == [SHARED]  # type: ignore[union-attr]
+        engine.save(chain(ONE, 3, "more"), ANN)
+        assert after.flush(chain(ONE, 3, "more"), 20.0)
+        engine.close()
+
+
+def test_settings_of_tenants() -> None:
+    settings = RecallSettings.from_mapping(
+        {
+            "tenant_quota": "25%",
+            "ttl": "30d",
+            "tenants": {"salt:ann": {"host": "1GiB", "ttl": "1h"}, "-": {}},
+            "write_policy": "back",
+            "host_watermarks": [0.9, 0.8],
+        }
+    )
+    terms = settings.pool.terms
+    assert terms.tenants.of(EVE) == TenantTerms(
+        Amount(share=0.25), Amount(share=0.25), 30 * 86400.0
+    )
+    assert terms.tenants.of(ANN) == TenantTerms(Amount(1 << 30), None, 3600.0)
+    assert terms.tenants.of(SHARED) == TenantTerms()
+    assert (terms.write_policy, terms.host_marks.high) == ("back", 0.9)
+    for wrong, text in (
+        ({"tenant_quota": "0%"}, "above 0%"),
+        ({"tenant_quota": {"tape": "1GiB"}}, "known here: host, disk"),
+        ({"tenants": {"ann": {}}}, "is no tenant"),
+        ({"tenants": {"salt:ann": 5}}, "must be"),
+        ({"ttl": "soon"}, "is no age"),
+        ({"host_watermarks": [0.5, 0.9]}, "low <= high"),
+        ({"write_policy": "behind"}, "through, back, selective"),
+        ({"pin_limit": 2}, "at most 1"),
+        ({"backend": "service", "tenant_quota": "25%"}, "no effect with backend"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            RecallSettings.from_mapping(wrong)
+
+
+def test_tenants_through_the_service_share_the_arena_by_quota(
+    at: tuple[object, ...], service: ServiceThread
+) -> None:
+    client = ServiceClient(Path(str(at[1])), call_timeout_s=5.0)
+    client.register(ONE, SIZE)
+    engine = Engine(client, SIZE)
+    for number in range(80):
+        engine.save(chain(ONE, 10, f"flood {number}"), EVE)
+    assert client.find(chain(ONE, 10, "a")).blocks == 10
+    wait_until(lambda: rows(*at, "--by", "tenant")[EVE]["host_bytes"] <= 16 * MIB)
+    engine.close()
+    client.close()

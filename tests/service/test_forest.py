@@ -1,0 +1,116 @@
+"""What is cached as trees: built from blocks, told by a service and by a pool inside an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvrecall.block import SHARED, BlockKey, Namespace, Tenant, TierName, tenant_of
+from kvrecall.config import PoolConfig
+from kvrecall.pool import Pool
+from kvrecall.pool.held import Held
+from kvrecall.pool.service.admin import ServiceAdmin
+from kvrecall.pool.service.forest import MOST_BLOCKS, forest
+from kvrecall.pool.service.reception import Reception
+
+SPACE = Namespace.of({"dtype": "float32"})
+NOW = 1000.0
+SLOT = 4096
+
+
+def key(name: str) -> BlockKey:
+    return SPACE.key(name.encode().ljust(32, b"."))
+
+
+def held(
+    name: str, parent: str | None, depth: int, tier: TierName = TierName.HOST, **more: object
+) -> Held:
+    tenant = Tenant(str(more.get("tenant", SHARED)))
+    used = float(str(more.get("used", NOW - 10)))
+    above = None if parent is None else key(parent)
+    return Held(key(name), tier, tenant, above, depth, SLOT, used, False)
+
+
+def test_blocks_that_begin_alike_share_a_twig() -> None:
+    blocks = [
+        held("a", None, 0),
+        held("b", "a", 1, used=NOW - 5),
+        held("b", "a", 1, TierName.DISK),
+        held("c1", "b", 2),
+        held("d1", "c1", 3, TierName.DISK, used=NOW - 2),
+        held("c2", "b", 2, TierName.DISK),
+    ]
+    (tree,) = forest(blocks, lambda digest: ("model", SLOT), NOW)
+    assert (tree.model, tree.blocks) == ("model", 5)
+    assert (tree.host_bytes, tree.disk_bytes) == (3 * SLOT, 3 * SLOT)
+    assert tree.age_s == 2
+    (trunk,) = tree.twigs
+    assert (trunk.depth, trunk.blocks) == (0, 2)
+    assert (trunk.host_bytes, trunk.disk_bytes) == (tree.host_bytes, tree.disk_bytes)
+    assert trunk.name == key("b")[16:].hex()[:12]
+    long, short = trunk.children
+    assert (long.depth, long.blocks, short.blocks) == (2, 2, 1)
+    assert (long.host_bytes, long.disk_bytes, short.disk_bytes) == (SLOT, SLOT, SLOT)
+    assert (long.age_s, short.age_s) == (2, 10)
+
+
+def test_tenants_and_orphans() -> None:
+    blocks = [held("a", None, 0), held("z", "gone", 7), held("a", None, 0, tenant="t1")]
+    trees = {tree.tenant: tree for tree in forest(blocks, lambda digest: ("model", SLOT), NOW)}
+    assert set(trees) == {str(SHARED), "t1"}
+    assert sorted(twig.depth for twig in trees[str(SHARED)].twigs) == [0, 7]
+
+
+def test_an_answer_is_bounded() -> None:
+    """Long chains, wide fans and deep ladders of branches."""
+    chain = [held(f"c{i}", f"c{i - 1}" if i else None, i) for i in range(20_000)]
+    (tree,) = forest(chain, lambda digest: ("m", SLOT), NOW)
+    assert [twig.blocks for twig in tree.twigs] == [20_000]
+    fan = [held(f"f{i}", None, 0) for i in range(500)]
+    (tree,) = forest(fan, lambda digest: ("m", SLOT), NOW)
+    assert len(tree.twigs) + tree.hidden == 500
+    assert len(tree.twigs) <= 20
+    ladder = [held("l0", None, 0)]
+    for i in range(1, 400):
+        ladder += [held(f"l{i}", f"l{i - 1}", i), held(f"x{i}", f"l{i - 1}", i)]
+    (tree,) = forest(ladder, lambda digest: ("m", SLOT), NOW, limit=30)
+    count = 0
+    left = list(tree.twigs)
+    while left:
+        twig = left.pop()
+        count += 1
+        left += twig.children
+    assert count <= 30
+
+
+def test_a_pool_with_very_many_blocks_is_not_drawn() -> None:
+    block = held("a", None, 0)
+    (tree,) = forest([block] * (MOST_BLOCKS + 1), lambda digest: ("m", SLOT), NOW)
+    assert (tree.twigs, tree.hidden) == ((), -1)
+
+
+def test_a_pool_inside_an_engine_can_be_asked(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    folder.mkdir(mode=0o700)
+    socket = folder / "engine.sock"
+    pool = Pool.open(PoolConfig(1 << 20))
+    reception = Reception(pool, socket)
+    try:
+        pool.register(SPACE, SLOT)
+        keys = [key("a"), key("b")]
+        pool.reserve(keys, None, tenant_of("someone"))
+        pool.commit(keys)
+        with ServiceAdmin(socket) as admin:
+            (tree,) = admin.forest()
+            assert admin.look().stats.tiers[0].blocks == 2
+        assert (tree.namespace, tree.tenant, tree.block_bytes) == (
+            SPACE.digest.hex(),
+            tenant_of("someone"),
+            SLOT,
+        )
+        assert [(twig.depth, twig.blocks) for twig in tree.twigs] == [(0, 2)]
+        assert "float32" in tree.model
+    finally:
+        reception.stop()
+        pool.close()
+        reception.close()
+    assert list(folder.iterdir()) == []
