@@ -1,0 +1,98 @@
+"""A tier of one's own: blocks in Redis (Valkey, KeyDB, ...), with the standard library alone.
+
+In pool.json or kv_connector_extra_config, with this file's folder on PYTHONPATH:
+    "remote": {"kind": "own_store:RedisStore", "host": "127.0.0.1", "port": 6379, "ttl": 86400}
+Redis bounds the memory: maxmemory 8gb, maxmemory-policy allkeys-lru.
+"""
+
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kvrecall.pool.remote.store import Parcel
+
+DEFAULTS = {"host": "127.0.0.1", "port": 6379, "password": "", "ttl": 0, "timeout": 4.0}
+
+
+class RedisStore:
+    """A ``Store``. Every call is one round trip, over a connection of its own."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        if unknown := options.keys() - DEFAULTS.keys():
+            raise ValueError(f"unknown: {', '.join(unknown)}; known: {', '.join(DEFAULTS)}")
+        self._options = {**DEFAULTS, **options}
+        self._idle: list[_Connection] = []  # its append and pop are atomic
+
+    def attach(self, memory: memoryview) -> None:
+        """A socket reads and writes any memory."""
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        return [answer == 1 for answer in self._ask((b"EXISTS", n.encode()) for n in names)]
+
+    def put(self, parcels: Sequence[Parcel]) -> list[bool]:
+        expiry = (b"EX", b"%d" % self._options["ttl"]) if self._options["ttl"] else ()
+        sets = ((b"SET", p.name.encode(), b"".join(p.parts), *expiry) for p in parcels)
+        return [answer == b"OK" for answer in self._ask(sets)]
+
+    def get(self, parcels: Sequence[Parcel]) -> list[bool]:
+        answers = self._ask((b"GET", parcel.name.encode()) for parcel in parcels)
+        return [_fill(parcel, value) for parcel, value in zip(parcels, answers, strict=True)]
+
+    def remove(self, names: Sequence[str]) -> None:
+        self._ask((b"UNLINK", name.encode()) for name in names)
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+    def _ask(self, commands: Iterable[tuple[bytes, ...]]) -> list[Any]:
+        """The answers to commands sent together. A connection that failed is not used again."""
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = _Connection(self._options)
+        try:
+            answers = connection.ask(list(commands))
+        except BaseException:
+            connection.close()
+            raise
+        self._idle.append(connection)
+        return answers
+
+
+class _Connection:
+    """Speaks the protocol of Redis."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        where = options["host"], options["port"]
+        self._socket = socket.create_connection(where, options["timeout"])
+        self._reader = self._socket.makefile("rb")
+        if options["password"]:
+            self.ask([(b"AUTH", options["password"].encode())])
+
+    def ask(self, commands: Sequence[tuple[bytes, ...]]) -> list[Any]:
+        for words in commands:  # Redis takes all of them before its answers are read
+            text = b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+            self._socket.sendall(b"*%d\r\n%b" % (len(words), text))
+        return [self._answer() for _ in commands]
+
+    def _answer(self) -> Any:
+        kind, text = self._reader.read(1), self._reader.readline()[:-2]
+        if kind == b"$":
+            return None if text == b"-1" else self._reader.read(int(text) + 2)[:-2]
+        if kind not in (b"+", b":"):
+            raise ConnectionError(text.decode() or "the server went away")
+        return text if kind == b"+" else int(text)
+
+    def close(self) -> None:
+        self._reader.close()
+        self._socket.close()
+
+
+def _fill(parcel: Parcel, value: bytes | None) -> bool:
+    fits = value is not None and len(value) == parcel.nbytes
+    at = 0
+    for part in parcel.parts if fits else ():
+        part[:] = value[at : at + part.nbytes]
+        at += part.nbytes
+    return fits
