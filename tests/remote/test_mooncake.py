@@ -35,7 +35,7 @@ _numbers = itertools.count()
 @pytest.fixture(scope="module")
 def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
     master = Master(tmp_path_factory.mktemp("mooncake") / "master.log")
-    master.start(client_ttl_s=3)
+    master.start()
     yield master
     master.kill()
 
@@ -250,9 +250,10 @@ def test_a_client_that_is_killed_is_replaced(lone: Master, tmp_path: Path) -> No
     node.arena.memory[:4096] = bytes(range(256)) * 16
     parcel = Parcel("one", (memoryview(bytearray(64)), node.arena.view(0, 4096)))
     assert store.put([parcel]) == [True]
-    [client] = psutil.Process().children()[-1:]
-    assert "porter" in " ".join(client.cmdline())
-    client.kill()
+    client = store._porter
+    assert client is not None
+    assert "porter" in " ".join(psutil.Process(client._process.pid).cmdline())
+    client._process.kill()
 
     def is_put_again() -> bool:
         try:

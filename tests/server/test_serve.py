@@ -306,35 +306,58 @@ def test_a_client_that_leaves(server: LiveServer, path: str, body: Json) -> None
     assert generate(server, "still there")["generated_text"]
 
 
-def test_priorities(server: LiveServer) -> None:
-    """When the batch is full, who comes last with the highest priority is the next."""
-    began: dict[str, float] = {}
+class Race:
+    """A batch that is full for long, four requests that wait, and then one of high priority."""
 
-    def ask(name: str, tokens: int, priority: int) -> None:
+    def __init__(self, server: LiveServer) -> None:
+        self._server = server
+        self._began: dict[str, float] = {}
+        self._threads: list[threading.Thread] = []
+
+    def run(self) -> bool:
+        """Whether the high one came while the batch was full: then ``is_first`` tells."""
+        for i in range(8):  # one after the other ends
+            self._start(f"full {i}", 3000 + 100 * i, 5)
+        assert until(lambda: running(self._server) == 8, 60)
+        for i in range(4):
+            self._start(f"low {i}", 4, 5)
+        assert until(lambda: self._waiting() == 4, 60)
+        busy = self._server.client.get("/v2/health/ready").status_code
+        self._start("high", 200, 1)
+        came_in_time = until(lambda: self._waiting() == 5 or "high" in self._began, 60)
+        came_in_time &= not any(f"low {i}" in self._began for i in range(4))
+        for thread in self._threads:
+            thread.join()
+        return came_in_time and busy == 503
+
+    @property
+    def is_first(self) -> bool:
+        return all(self._began["high"] < self._began[f"low {i}"] for i in range(4))
+
+    def _waiting(self) -> float:
+        return figure(self._server, "num_requests_waiting")
+
+    def _start(self, name: str, tokens: int, priority: int) -> None:
+        thread = threading.Thread(target=self._ask, args=(name, tokens, priority))
+        thread.start()
+        self._threads.append(thread)
+
+    def _ask(self, name: str, tokens: int, priority: int) -> None:
         parameters = {"max_new_tokens": tokens, "ignore_eos": True, "priority": priority}
         body = {"inputs": name, "parameters": parameters}
-        with server.client.stream("POST", "/generate_stream", json=body) as reply:
+        with self._server.client.stream("POST", "/generate_stream", json=body) as reply:
             for line in reply.iter_lines():
                 if line:
-                    began.setdefault(name, time.monotonic())
+                    self._began.setdefault(name, time.monotonic())
 
-    def start(asked: list[tuple[str, int, int]]) -> list[threading.Thread]:
-        threads = [threading.Thread(target=ask, args=one) for one in asked]
-        for thread in threads:
-            thread.start()
-        return threads
 
-    threads = start(
-        [(f"full {i}", 1500 + 100 * i, 5) for i in range(8)]
-    )  # one after the other ends
-    assert until(lambda: running(server) == 8, 60)
-    threads += start([(f"low {i}", 4, 5) for i in range(4)])
-    assert until(lambda: figure(server, "num_requests_waiting") == 4, 60)
-    assert server.client.get("/v2/health/ready").status_code == 503
-    threads += start([("high", 4, 1)])
-    for thread in threads:
-        thread.join()
-    assert all(began["high"] < began[f"low {i}"] for i in range(4))
+def test_priorities(server: LiveServer) -> None:
+    """When the batch is full, who comes last with the highest priority is the next."""
+    race = Race(server)
+    if not race.run():  # the machine stood still until the batch had room again
+        race = Race(server)
+        assert race.run()
+    assert race.is_first
     assert until(lambda: server.client.get("/v2/health/ready").status_code == 200)
 
 
