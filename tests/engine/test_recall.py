@@ -127,7 +127,7 @@ def test_a_probe_across_salts_finds_nothing_to_measure(engine: Engine) -> None:
             reply = engine.ask(tokens, salts=[salt], max_tokens=1)
             seconds[kind].append(time.perf_counter() - began)
             assert sum(hits(reply)) == (blocks * BLOCK if kind == "own" else 0)
-    assert chance_of_less(seconds["own"], seconds["unseen"]) > 0.9
+    assert chance_of_less(seconds["own"], seconds["unseen"]) > 0.75
     assert 0.05 < chance_of_less(seconds["probe"], seconds["unseen"]) < 0.95
 
 
