@@ -317,13 +317,13 @@ class Race:
     def run(self) -> bool:
         """Whether the high one came while the batch was full: then ``is_first`` tells."""
         for i in range(8):  # one after the other ends
-            self._start(f"full {i}", 3000 + 100 * i, 5)
+            self._start(f"full {i}", 1500 + 100 * i, 5)
         assert until(lambda: running(self._server) == 8, 60)
         for i in range(4):
             self._start(f"low {i}", 4, 5)
         assert until(lambda: self._waiting() == 4, 60)
         busy = self._server.client.get("/v2/health/ready").status_code
-        self._start("high", 200, 1)
+        self._start("high", 90, 1)
         came_in_time = until(lambda: self._waiting() == 5 or "high" in self._began, 60)
         came_in_time &= not any(f"low {i}" in self._began for i in range(4))
         for thread in self._threads:
