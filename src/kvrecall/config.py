@@ -151,6 +151,7 @@ class PoolConfig:
     encryption_key_file: Path | None = None  # seals what lies on disk or leaves the host
     remote: RemoteConfig | None = None
     lookup_deadline_s: float = 0.05  # the longest a request waits for the remote tier's answer
+    host_most_bytes: int = 0  # what the host may be resized to while running; 0 = ``host_bytes``
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +192,9 @@ class RecallSettings:
         admin_socket  where an embedded pool can be asked what is in it (kvrecall pool stat, ls);
                       absent = nowhere
         host_size     size of the host arena, default 4GiB
+        host_max_size how far ``pool resize`` may let it grow while running, default host_size.
+                      What is above host_size is address space until then; a GPU's driver, which
+                      pins the arena, takes all of it at the start
         disk_path     folder of the disk tier; absent = no disk tier
         disk_size     hard limit of the disk tier, required with disk_path
         direct_io     bool, default true
@@ -246,9 +250,11 @@ class _SettingsReader:
         for key in _EMBEDDED_ONLY if backend == "service" else _SERVICE_ONLY:
             if key in self._left:
                 raise self._fail(key, self._left[key], f"it has no effect with backend {backend!r}")
+        host_bytes = self._size("host_size", 4 * _GIB)
         return RecallSettings(
             pool=PoolConfig(
-                host_bytes=self._size("host_size", 4 * _GIB),
+                host_bytes=host_bytes,
+                host_most_bytes=self._host_most(host_bytes),
                 disk=self._disk(),
                 policy=self._text("policy", "lru"),
                 load_deadline_s=self._number("load_deadline", 10.0, 0.0, 3600.0),
@@ -265,6 +271,14 @@ class _SettingsReader:
             service=self._service() if backend == "service" else None,
             retrieval=self._mapping("retrieval"),
         )
+
+    def _host_most(self, host_bytes: int) -> int:
+        most = self._size("host_max_size", host_bytes)
+        if most < host_bytes:
+            raise self._fail(
+                "host_max_size", self._left["host_max_size"], "it must not be below host_size"
+            )
+        return most
 
     def _service(self) -> ServiceConfig:
         return ServiceConfig(
@@ -436,9 +450,9 @@ def default_socket() -> Path:
 _SERVICE_ONLY = frozenset("socket call_timeout".split())
 _EMBEDDED_ONLY = frozenset(
     (
-        "host_size disk_path disk_size direct_io policy encryption_key_file remote remote_write "
-        "write_policy ttl tenant_quota tenants pin_limit host_watermarks disk_watermarks "
-        "unwritten_watermarks admin_socket"
+        "host_size host_max_size disk_path disk_size direct_io policy encryption_key_file remote "
+        "remote_write write_policy ttl tenant_quota tenants pin_limit host_watermarks "
+        "disk_watermarks unwritten_watermarks admin_socket"
     ).split()
 )
 _KNOWN_SETTINGS = (

@@ -74,6 +74,40 @@ def test_closing_while_pages_come(monkeypatch: pytest.MonkeyPatch) -> None:
     Arena.create(256 * MIB).close()
 
 
+def resident(arena: Arena) -> int:
+    return os.fstat(arena.handle().fd).st_blocks * 512
+
+
+def test_what_it_may_grow_to_takes_no_memory_until_it_does() -> None:
+    arena = Arena.create(2 * MIB, most_bytes=16 * MIB)
+    arena.wait_ready()
+    assert (arena.nbytes, arena.ready_bytes) == (16 * MIB, 2 * MIB)
+    assert resident(arena) < 5 * MIB  # whole huge pages
+    other = Arena.attach(arena.handle())
+    other.wait_ready()
+    assert resident(arena) < 5 * MIB
+    arena.grow(12 * MIB)
+    arena.wait_ready()
+    assert arena.ready_bytes == 12 * MIB
+    arena.array()[12 * MIB - 1] = 7
+    assert other.array()[12 * MIB - 1] == 7
+    arena.grow(4 * MIB)
+    assert arena.goal_bytes == 12 * MIB
+    arena.grow(64 * MIB)
+    arena.wait_ready()
+    assert arena.ready_bytes == arena.nbytes
+    arena.close()
+    other.close()
+
+
+def test_growth_the_machine_has_no_memory_for_is_refused() -> None:
+    arena = Arena.create(MIB, most_bytes=available_memory() * 2)
+    with pytest.raises(ConfigError, match=r"GiB of memory .* left; grow by less"):
+        arena.grow(arena.nbytes)
+    assert arena.ready_bytes == arena.goal_bytes == MIB
+    arena.close()
+
+
 def test_more_than_the_machine_has_is_one_clear_line() -> None:
     with pytest.raises(ConfigError, match=r"host_size: .* GiB is more than the .* GiB") as caught:
         Arena.create(available_memory() * 2)

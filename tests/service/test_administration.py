@@ -172,7 +172,7 @@ def test_resize(at: tuple[object, ...], service: ServiceThread) -> None:
     assert [tier["capacity_bytes"] for tier in tiers] == [32 * MIB, 16 * MIB]
     assert as_json("verify", *at) == {"checked": 25, "damaged": 0}
     for wrong, text in (
-        (("--host", "1TiB"), "cannot grow"),
+        (("--host", "1TiB"), "this pool can grow to"),
         (("--disk", "1000000TiB"), "free on the file system"),
         (("--disk", "1MiB"), "the least is 8MiB"),
         (("--host", "much"), "is not a size"),
@@ -181,6 +181,32 @@ def test_resize(at: tuple[object, ...], service: ServiceThread) -> None:
         done = pool("resize", *at, *wrong)
         assert done.exit_code == 2, wrong
         assert text in done.stderr
+
+
+def test_a_host_that_grows_under_its_engines(tmp_path: Path) -> None:
+    """An engine that mapped the arena before finds the blocks that came into the new part."""
+    tmp_path.chmod(0o700)
+    config = PoolConfig(4 * MIB, host_most_bytes=16 * MIB)
+    service = ServiceThread(config, tmp_path / "sock")
+    client = ServiceClient(tmp_path / "sock", call_timeout_s=5.0)
+    client.register(ONE, SIZE)
+    engine = Engine(client, SIZE)
+    keys = chain(ONE, 150)
+    engine.save(keys[:100])
+    assert client.find(keys).blocks <= 4 * MIB // SLOT
+    done = pool("resize", "--host", "10MiB", "--socket", tmp_path / "sock")
+    assert done.exit_code == 0, done.stderr
+    assert as_json("stat", "--socket", tmp_path / "sock")["stats"]["tiers"][0][
+        "capacity_bytes"
+    ] == (10 * MIB)
+    wait_until(lambda: len(engine.save(keys)) > 0 and client.find(keys).blocks == 150)
+    assert engine.recall(keys) == ("host",) * 150
+    done = pool("resize", "--host", "17MiB", "--socket", tmp_path / "sock")
+    assert done.exit_code == 2
+    assert "host_max_size" in done.stderr
+    engine.close()
+    client.close()
+    service.close()
 
 
 def test_stat_tells_of_tenants(at: tuple[object, ...]) -> None:

@@ -56,53 +56,64 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
+def _check_memory(nbytes: int, cure: str) -> None:
+    """Raises ConfigError if the machine has not so much memory to give."""
+    room = available_memory()
+    room -= room // 20  # for everybody else
+    if nbytes > room:
+        raise ConfigError(
+            f"host_size: {nbytes / _GIB:.2f} GiB is more than the {room / _GIB:.2f} GiB of "
+            f"memory this machine (or container) has left; {cure}"
+        )
+
+
+def _allocated(fd: int) -> int:
+    """Bytes of a memory file that have pages: its first, as its owner fills it from the start."""
+    return os.fstat(fd).st_blocks * 512
+
+
 class Arena:
     """A fixed number of bytes of anonymous shared memory.
 
     ``create`` makes one (the owner), ``attach`` maps another process's. The memory has no name
     and is freed by the kernel with its last holder. Its size is sealed: nobody can shrink it under
     a reader. Bytes below ``ready_bytes`` are backed by real pages, so touching them can neither
-    fault nor fail; a background thread raises ``ready_bytes`` to ``nbytes``.
+    fault nor fail; a background thread raises ``ready_bytes`` to the owner's ``goal_bytes``. What
+    lies above is address space only, which takes no memory until ``grow``.
 
     ``memory`` is the whole arena as a writable memoryview; for torch use
     ``torch.frombuffer(arena.memory, dtype=torch.uint8)`` and slice, for numpy ``array``.
     """
 
-    def __init__(self, fd: int, nbytes: int, background: bool) -> None:
+    def __init__(self, fd: int, nbytes: int, background: bool, goal_bytes: int | None) -> None:
+        """``goal_bytes``: how much the owner has pages for at first; None for those who attach,
+        which take over the pages that there are by then, and the others as they touch them."""
         self._fd = fd
         self.nbytes = nbytes
+        self.goal_bytes = min(nbytes, _allocated(fd)) if goal_bytes is None else goal_bytes
         self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         self._map.madvise(mmap.MADV_HUGEPAGE)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.memory = memoryview(self._map)
         self.ready_bytes = 0
         self._stop = threading.Event()
+        self._background = background
         self._filler: threading.Thread | None = None
-        self._step()
-        if self.ready_bytes < nbytes:
-            if background:
-                self._filler = threading.Thread(
-                    target=self._fill, name="kvrecall-arena", daemon=True
-                )
-                self._filler.start()
-            else:
-                self._fill()
+        if self.goal_bytes:
+            self._step()
+        self._populate()
 
     @classmethod
-    def create(cls, nbytes: int, background: bool = True) -> Arena:
-        """A new arena. Raises ConfigError if the machine has not that much memory to give."""
-        room = available_memory()
-        room -= room // 20  # for everybody else
-        if nbytes > room:
-            raise ConfigError(
-                f"host_size: {nbytes / _GIB:.2f} GiB is more than the {room / _GIB:.2f} GiB of "
-                "memory this machine (or container) has left; set a smaller host_size"
-            )
+    def create(cls, nbytes: int, background: bool = True, most_bytes: int = 0) -> Arena:
+        """A new arena of ``nbytes`` that can grow to ``most_bytes``. Raises ConfigError if the
+        machine has not that much memory to give now."""
+        _check_memory(nbytes, "set a smaller host_size")
         fd = os.memfd_create("kvrecall-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, nbytes)
+        most_bytes = max(nbytes, most_bytes)
+        os.ftruncate(fd, most_bytes)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-        return cls(fd, nbytes, background)
+        return cls(fd, most_bytes, background, nbytes)
 
     @classmethod
     def attach(cls, handle: ArenaHandle, background: bool = True) -> Arena:
@@ -117,7 +128,18 @@ class Arena:
         if os.fstat(fd).st_size != handle.nbytes:
             os.close(fd)
             raise TierError(f"process {handle.pid} has no arena of {handle.nbytes} bytes any more")
-        return cls(fd, handle.nbytes, background)
+        return cls(fd, handle.nbytes, background, None)
+
+    def grow(self, nbytes: int) -> None:
+        """Gets pages for the first ``nbytes`` bytes (at most the arena's); nothing if it has them.
+        Raises ConfigError if the machine has not that much memory to give. For one thread of the
+        owner at a time."""
+        if nbytes <= self.goal_bytes:
+            return
+        _check_memory(nbytes - self.goal_bytes, "grow by less")
+        self.wait_ready()
+        self.goal_bytes = min(nbytes, self.nbytes)
+        self._populate()
 
     def handle(self) -> ArenaHandle:
         """How other processes attach; valid while this process holds the arena."""
@@ -132,7 +154,7 @@ class Arena:
         return np.frombuffer(self.memory, dtype=np.uint8)
 
     def wait_ready(self) -> None:
-        """Waits until every page is there (or cannot be had)."""
+        """Waits until every page up to ``goal_bytes`` is there (or cannot be had)."""
         if self._filler is not None:
             self._filler.join()
 
@@ -150,9 +172,18 @@ class Arena:
         except BufferError:
             _LOG.debug("arena views are still in use; the memory goes with the last of them")
 
+    def _populate(self) -> None:
+        if self.ready_bytes >= self.goal_bytes:
+            return
+        if not self._background:
+            self._fill()
+            return
+        self._filler = threading.Thread(target=self._fill, name="kvrecall-arena", daemon=True)
+        self._filler.start()
+
     def _fill(self) -> None:
         began = time.perf_counter()
-        while self.ready_bytes < self.nbytes and not self._stop.is_set():
+        while self.ready_bytes < self.goal_bytes and not self._stop.is_set():
             if not self._step():
                 return
         seconds = time.perf_counter() - began
@@ -161,13 +192,16 @@ class Arena:
     def _step(self) -> bool:
         """Backs the next bytes with pages. False if the kernel has none left."""
         start = self.ready_bytes
-        length = min(_STEP, self.nbytes - start)
+        length = min(_STEP, self.goal_bytes - start)
         address, size = ctypes.c_void_p(self._address + start), ctypes.c_size_t(length)
         if _LIBC.madvise(address, size, _MADV_POPULATE_WRITE) != 0:
             code = ctypes.get_errno()
             if code != errno.EINVAL:
                 _LOG.warning(
-                    "arena: stopped at %d of %d bytes: %s", start, self.nbytes, os.strerror(code)
+                    "arena: stopped at %d of %d bytes: %s",
+                    start,
+                    self.goal_bytes,
+                    os.strerror(code),
                 )
                 return False
             os.posix_fallocate(self._fd, start, length)  # a kernel before 5.14

@@ -91,7 +91,7 @@ class HostStore:
         bounded = any(terms.host is not None for terms in self._rules.all)
         self.accounts = Accounts(bounded, self._limit_of)
         self._policy_name = policy
-        self._policy: EvictionPolicy = make_policy(policy, max(1, room.nbytes >> 20))
+        self._policy: EvictionPolicy = make_policy(policy, max(1, room.limit_bytes >> 20))
         self._prefer_stored = prefer_stored
         self._clock = SteadyClock(clock)
         self._trimming = False

@@ -77,7 +77,7 @@ class Pool:
         self._below = below
         self._monotonic = monotonic
         self._changed = threading.Condition()  # its lock guards everything below
-        room = ArenaRoom(arena.nbytes, lambda: arena.ready_bytes)
+        room = ArenaRoom(arena.nbytes, lambda: arena.ready_bytes, arena.goal_bytes)
         self._host = HostStore(room, policy, not isinstance(below, NullTier), clock, terms)
         self._writes = make_write_policy(terms, self._host.chance)
         self._traffic = Traffic(self._host, below, arena, self._writes, monotonic)
@@ -105,7 +105,7 @@ class Pool:
         make_policy(config.policy, 1)  # before anything is touched
         cipher = read_cipher(config.encryption_key_file)
         with contextlib.ExitStack() as undo:
-            arena = Arena.create(config.host_bytes)
+            arena = Arena.create(config.host_bytes, most_bytes=config.host_most_bytes)
             undo.callback(arena.close)
             below: Tier = NullTier()
             if config.disk is not None:
@@ -143,9 +143,10 @@ class Pool:
         if block_bytes <= 0:
             raise ConfigError(f"block_bytes is {block_bytes}; it must be more than 0")
         slot_bytes = slot_bytes_of(block_bytes)
-        if slot_bytes > self._arena.nbytes:
+        host_bytes = self._arena.goal_bytes
+        if slot_bytes > host_bytes:
             raise ConfigError(
-                f"host_size: {self._arena.nbytes} bytes cannot hold one block of {slot_bytes} bytes"
+                f"host_size: {host_bytes} bytes cannot hold one block of {slot_bytes} bytes"
             )
         with self._changed:
             known = self._sizes.get(namespace.digest, block_bytes)
@@ -156,7 +157,7 @@ class Pool:
                 )
             self._sizes[namespace.digest] = block_bytes
             self._names[namespace.digest] = namespace
-            self._host.resize(self._arena.nbytes // slot_bytes)
+            self._host.resize(host_bytes // slot_bytes)
             self._below.register(namespace, block_bytes)
 
     def namespaces(self) -> list[tuple[Namespace, int]]:
@@ -328,7 +329,7 @@ class Pool:
             room, accounts = self._host.room, self._host.accounts
             host = TierStats(
                 name=str(TierName.HOST),
-                capacity_bytes=min(room.limit_bytes, self._arena.nbytes),
+                capacity_bytes=room.limit_bytes,
                 used_bytes=room.used_bytes,
                 blocks=len(self._host.blocks),
                 hits=self._host_hits,

@@ -21,11 +21,14 @@ class ArenaRoom:
     """Who may use which bytes of an arena of ``nbytes``. Not thread-safe; never waits.
 
     ``ready`` says how many bytes from the start may be handed out by now; it never decreases.
+    ``limit_bytes``: how much of them may be in use at first; all of them if absent.
     """
 
-    def __init__(self, nbytes: int, ready: Callable[[], int]) -> None:
+    def __init__(
+        self, nbytes: int, ready: Callable[[], int], limit_bytes: int | None = None
+    ) -> None:
         self.nbytes = nbytes - nbytes % ALIGNMENT
-        self.limit_bytes = self.nbytes
+        self.limit_bytes = self.nbytes if limit_bytes is None else limit_bytes
         """How much of it may be in use; may be set to anything up to ``nbytes``."""
         self.used_bytes = 0
         self._ready_now = ready
@@ -121,7 +124,7 @@ class ArenaRoom:
                 self._gaps.add(self._ready, ready - self._ready)
                 self._ready = ready
         size = slots.slot_bytes
-        most = max(1, self.nbytes // _EXTENTS // size)
+        most = max(1, self.limit_bytes // _EXTENTS // size)
         for start, length in self._gaps.take(max(count, most) * size, size):
             for base in range(start, start + length, most * size):
                 slots.add_extent(base, min(most, (start + length - base) // size))

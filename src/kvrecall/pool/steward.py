@@ -11,6 +11,7 @@ from kvrecall.block import BlockKey, TierName
 from kvrecall.config import PoolTerms
 from kvrecall.errors import ConfigError
 from kvrecall.pool.accounts import TenantUse
+from kvrecall.pool.arena import Arena
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.held import Held
 from kvrecall.pool.host import HostStore
@@ -26,6 +27,9 @@ class Droppable(Protocol):
     def drop(self, keys: Sequence[BlockKey]) -> None: ...
 
     def lost_below(self, keys: Sequence[BlockKey]) -> None: ...
+
+    @property
+    def arena(self) -> Arena: ...
 
 
 class Steward:
@@ -44,6 +48,7 @@ class Steward:
         self._pool = pool
         self._host = host
         self._lock = lock
+        self._growth = threading.Lock()
         self._terms = terms
         self._clock = clock
         self.disk = disk
@@ -162,15 +167,17 @@ class Steward:
 
     def resize_host(self, nbytes: int) -> None:
         """Sets how much of the arena is used. Shrinking goes on in the background, see
-        ``host_surplus``. The memory itself stays with the service. ConfigError if the arena is
-        smaller, or too much is pinned."""
+        ``host_surplus``. The memory itself stays with the service. ConfigError if the arena cannot
+        grow so far, the machine has not that much memory, or too much is pinned."""
         room = self._host.room
         if nbytes > room.nbytes:
             raise ConfigError(
-                f"host: {nbytes / _GIB:.2f} GiB is more than the {room.nbytes / _GIB:.2f} GiB the "
-                "pool was started with; shared memory that engines map cannot grow: start the "
-                "pool with a larger host_size"
+                f"host: {nbytes / _GIB:.2f} GiB is more than the {room.nbytes / _GIB:.2f} GiB this "
+                "pool can grow to; shared memory that engines map has its bound at the start: "
+                "start the pool with host_max_size (or a larger host_size)"
             )
+        with self._growth:
+            self._pool.arena.grow(nbytes)
         with self._lock:
             pinned = self._host.pinned_bytes
             if pinned > self._terms.pin_limit * nbytes:

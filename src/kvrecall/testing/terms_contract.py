@@ -252,7 +252,7 @@ class TermsContract:
         assert engine.save(keys_of("c", 30)) == {Verdict.RESERVED: 20, Verdict.REFUSED: 10}
         steward.resize_host(64 * SLOT_BYTES)
         assert engine.save(keys_of("d", 40)) == {Verdict.RESERVED: 40}
-        with pytest.raises(ConfigError, match="cannot grow"):
+        with pytest.raises(ConfigError, match="can grow to"):
             steward.resize_host(65 * SLOT_BYTES)
 
     def test_the_host_waits_for_leases_when_it_shrinks(self, start: Start) -> None:

@@ -42,6 +42,9 @@ def serve(
         Path | None, typer.Option(help=f"Where to listen; default {DEFAULT_SOCKET}.")
     ] = None,
     host_size: Annotated[str | None, typer.Option(help="Memory for blocks; default 4GiB.")] = None,
+    host_max_size: Annotated[
+        str | None, typer.Option(help="How far resize may let it grow; default host-size.")
+    ] = None,
     disk_path: Annotated[str | None, typer.Option(help="Folder for blocks on disk.")] = None,
     disk_size: Annotated[str | None, typer.Option(help="Hard limit of it, e.g. 100GiB.")] = None,
     policy: Annotated[str | None, typer.Option(help="Eviction policy; default lru.")] = None,
@@ -62,6 +65,7 @@ def serve(
     options = {
         "socket": socket and str(socket),
         "host_size": host_size,
+        "host_max_size": host_max_size,
         "disk_path": disk_path,
         "disk_size": disk_size,
         "policy": policy,

@@ -184,7 +184,7 @@ def resize(
     """Change how much memory and disk a running service uses, until it is started again.
 
     Shrinking drops what is worth least and waits until it is gone; interrupted, it goes on in the
-    service. The host can grow up to the size the service was started with.
+    service. The host can grow up to the service's host_max_size.
     """
     with errors_shown(), open_admin(socket, None) as admin:
         if host is None and disk is None:
