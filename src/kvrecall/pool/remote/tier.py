@@ -24,7 +24,7 @@ from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier, ended
 
 _LOG = logging.getLogger(__name__)
-_GET_TURN_S, _PUT_TURN_S = 0.04, 0.1  # how long one call of the store shall take
+_TURN_S = 0.04  # how long one call of the store shall take
 _CALL_SHARE = 0.1  # of the deadline of a call that one may take, however distant the store
 _NAMES_AT_ONCE = 8192
 _ASKS_WAITING = 64  # lookups; beyond it blocks count as absent
@@ -92,7 +92,7 @@ class RemoteTier(Tier):
         self._make_lanes(max(1, config.threads), _CALL_SHARE * config.call_deadline_s)
 
     def _make_lanes(self, threads: int, longest_s: float) -> None:
-        self._get_pace, self._put_pace = Pace(_GET_TURN_S, longest_s), Pace(_PUT_TURN_S, longest_s)
+        self._get_pace, self._put_pace = Pace(_TURN_S, longest_s), Pace(_TURN_S, longest_s)
         get_pace, put_pace = self._get_pace, self._put_pace
         self._puts: Lane[_Storing] = Lane(
             "remote-put",
