@@ -120,6 +120,7 @@ class PoolTerms:
     """Who may keep what in a pool, and what is written when."""
 
     write_policy: str = "through"
+    remote_write: str = "through"
     tenants: TenantRules = TenantRules()
     pin_limit: float = 0.5  # share of a tier that pinned blocks may take
     host_marks: Watermarks = Watermarks(1.0, 1.0)  # eviction ahead of need; 1: none
@@ -164,6 +165,7 @@ class ServiceConfig:
 
 _GIB = 1024**3
 WRITE_POLICIES = ("through", "back", "selective")
+REMOTE_WRITES = ("through", "back", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +224,8 @@ class RecallSettings:
                       promised, before it computes them itself, default 2
         remote        the store beyond this host: an object with its ``kind`` (mooncake, objects or
                       package.module:Factory) and the options of that kind; absent = none
-        remote_write  through (default): blocks are stored there as they come; off: only read
+        remote_write  through (default): blocks are stored there as they come; back: when they
+                      are about to leave the host's memory, and when the pool closes; off: only read
         lookup_deadline  seconds a request waits to hear what the remote store has, default 0.05
         retrieval     mapping: settings of retrieval attention, instead of VLLM_RETRIEVAL_*
 
@@ -309,6 +312,7 @@ class _SettingsReader:
     def _pool_terms(self) -> PoolTerms:
         return PoolTerms(
             write_policy=self._choice("write_policy", "through", WRITE_POLICIES),
+            remote_write=self._choice("remote_write", "through", REMOTE_WRITES),
             tenants=self._tenants(),
             pin_limit=self._number("pin_limit", 0.5, 0.0, 1.0),
             host_marks=self._marks("host_watermarks", Watermarks(1.0, 1.0)),
@@ -369,7 +373,7 @@ class _SettingsReader:
         if not isinstance(value, Mapping) or not isinstance(value.get("kind"), str):
             raise self._fail("remote", value, 'it must be an object such as {"kind": "mooncake"}')
         options = {name: option for name, option in value.items() if name != "kind"}
-        writes = self._choice("remote_write", "through", ("through", "off")) == "through"
+        writes = self._choice("remote_write", "through", REMOTE_WRITES) != "off"
         return RemoteConfig(str(value["kind"]), options, writes)
 
     def _fail(self, key: str, value: object, allowed: str) -> ConfigError:

@@ -213,6 +213,46 @@ def test_pools_live_through_a_master_that_is_late_dies_and_comes_back_empty(
         second.close()
 
 
+@needs_mooncake
+def test_written_back_blocks_are_found_by_another_host(lone: Master, tmp_path: Path) -> None:
+    """The one that writes lends nothing, so that what it stored outlives it."""
+    lone.start()
+    other = pool_of(lone, tmp_path)
+    wait_for_store(other)
+    raw = {"kind": "mooncake", **lone.options(0)}
+    disk = {"disk_path": str(tmp_path / "disk"), "disk_size": "64MiB"}
+    own = settings(lone, tmp_path, remote_write="back", remote=raw, host_size="4MiB", **disk)
+    first = Pool.open(own.pool)
+    first.register(NAMESPACE, BLOCK_BYTES)
+    chains = [chain(NAMESPACE, 100, f"chain {n}") for n in range(6)]
+    try:
+        wait_for_store(first)
+        save(first, chains[0])
+        assert remote_blocks(other, chains[0]) == 0, "it is in the first one's memory and disk"
+        for keys in chains[1:]:
+            save(first, keys)
+        wait_until(lambda: remote_blocks(other, chains[0]) == 100)
+        assert recall(other, chains[0]) == ("remote",) * 100
+        first.close()
+        wait_until(lambda: remote_blocks(other, chains[-1]) == 100)
+        assert recall(other, chains[-1]) == ("remote",) * 100
+    finally:
+        first.close()
+        other.close()
+
+
+def wait_for_store(pool: Pool) -> None:
+    """Until the store has answered a question of this pool."""
+    numbers = itertools.count()
+
+    def answered() -> bool:
+        absent = chain(NAMESPACE, 1, f"absent {next(numbers)}")
+        pending = pool.find(absent).pending
+        return pending and bool(pool.stats().histograms["remote_lookup_seconds"][-1][1])
+
+    wait_until(answered)
+
+
 def save_when_there(pool: Pool, keys: list[BlockKey]) -> None:
     """Saves a chain; the store takes it as soon as it has been rejoined."""
     save(pool, keys, flush=False)

@@ -12,6 +12,7 @@ from kvrecall.config import PoolConfig, RecallSettings
 from kvrecall.errors import ConfigError
 from kvrecall.pool.base import Found, RecallState
 from kvrecall.pool.pool import Pool
+from kvrecall.pool.remote.envelope import name_of
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.serving import ServiceThread
 from kvrecall.testing.blocks import chain, content, namespace, wait_until
@@ -171,6 +172,79 @@ def test_flush_without_disk_needs_the_store(open_pool: OpenPool, store: MemorySt
     assert not pool.flush(keys, 2.0)
 
 
+def remote_names(keys: list[BlockKey]) -> set[str]:
+    return {name_of(key) for key in keys}
+
+
+def test_written_back_a_block_goes_to_the_store_when_it_leaves_the_host(
+    open_pool: OpenPool, store: MemoryStore, tmp_path: Path
+) -> None:
+    """Room for about 170 blocks, of which half may be owed."""
+    pool = open_pool(tmp_path / "disk", remote_write="back")
+    chains = [chain(NAMESPACE, 40, f"chain {n}") for n in range(6)]
+    save(pool, chains[0])
+    save(pool, chains[1])
+    assert not store.values, "they are in memory and on disk"
+    for keys in chains[2:]:
+        save(pool, keys)
+    gone = [key for keys in chains for key in keys if pool.find([key]).tiers != (TierName.HOST,)]
+    assert len(gone) >= 60
+    wait_until(lambda: remote_names(gone) <= set(store.values))
+    assert not remote_names(chains[5]) & set(store.values), "the warmest are not written"
+    other = open_pool()
+    assert find(other, chains[0]).tiers == (TierName.REMOTE,) * 40
+    assert recall(other, chains[0]) == (TierName.REMOTE,) * 40
+
+
+def test_written_back_the_rest_goes_to_the_store_when_the_pool_closes(
+    open_pool: OpenPool, store: MemoryStore, tmp_path: Path
+) -> None:
+    pool = open_pool(tmp_path / "disk", remote_write="back")
+    kept, dropped = chain(NAMESPACE, 20), chain(NAMESPACE, 20, "dropped")
+    save(pool, kept)
+    save(pool, dropped)
+    pool.drop(dropped)
+    pool.close()
+    assert set(store.values) == remote_names(kept), "what was dropped is never written"
+
+
+def test_written_back_without_a_disk_flush_writes(open_pool: OpenPool, store: MemoryStore) -> None:
+    pool = open_pool(remote_write="back")
+    first, second = chain(NAMESPACE, 20), chain(NAMESPACE, 20, "second")
+    save(pool, first, flush=False)
+    save(pool, second)
+    assert set(store.values) == remote_names(second)
+    pool.close()
+    assert set(store.values) == remote_names(first + second)
+
+
+@pytest.mark.parametrize("trouble", ["fails", "hangs"])
+def test_written_back_a_store_in_trouble_costs_only_what_it_was_owed(
+    open_pool: OpenPool, store: MemoryStore, tmp_path: Path, trouble: str
+) -> None:
+    pool = open_pool(tmp_path / "disk", remote_write="back")
+    if trouble == "fails":
+        store.failing = OSError("down")
+    else:
+        store.gate.clear()
+    chains = [chain(NAMESPACE, 40, f"chain {n}") for n in range(10)]
+    for keys in chains:
+        save(pool, keys)  # none is refused, all are on disk
+    on_disk = [tier for keys in chains for tier in find(pool, keys).tiers]
+    assert len(on_disk) == 400
+    assert on_disk.count(TierName.DISK) >= 230
+    assert not store.values
+    store.failing = None
+    store.gate.set()
+    absent = chain(NAMESPACE, 1, "absent")
+    wait_until(lambda: pool.find(absent).pending)  # the store is used again
+    late = [chain(NAMESPACE, 40, f"late {n}") for n in range(6)]
+    for keys in late:
+        save(pool, keys)
+    pool.close()
+    assert remote_names(late[-1]) <= set(store.values)
+
+
 def test_a_hanging_store_holds_up_nothing_but_its_blocks(
     open_pool: OpenPool, store: MemoryStore, tmp_path: Path
 ) -> None:
@@ -221,7 +295,7 @@ def test_the_service_tells_that_it_is_asking(
         ({"remote": "mooncake"}, "must be an object"),
         ({"remote": {"name": "x"}}, "must be an object"),
         ({"remote_write": "off"}, "remote_write is set but remote is not"),
-        ({"remote": {"kind": "objects"}, "remote_write": "never"}, "allowed: through, off"),
+        ({"remote": {"kind": "objects"}, "remote_write": "never"}, "allowed: through, back, off"),
         ({"remote": {"kind": "objects"}, "backend": "service"}, "has no effect"),
     ],
 )

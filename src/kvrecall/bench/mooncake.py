@@ -23,6 +23,7 @@ from kvrecall.config import RemoteConfig
 from kvrecall.errors import EngineError
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
+from kvrecall.pool.remote.mooncake.process import ENVIRONMENT
 from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.pool.tier import Get, Outcome, Put
 from kvrecall.testing.masters import Master
@@ -180,7 +181,8 @@ def _ask(client: Connection, order: tuple[Any, ...]) -> float:
 
 
 def _connected(setup: dict[str, str]) -> Any:
-    os.environ.setdefault("GLOG_minloglevel", "2")
+    for name, value in ENVIRONMENT.items():  # as the tier's own client
+        os.environ.setdefault(name, value)
     from mooncake.store import MooncakeDistributedStore
 
     client = MooncakeDistributedStore()

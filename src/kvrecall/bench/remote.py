@@ -19,6 +19,7 @@ from kvrecall.testing.masters import Master
 
 BLOCK_BYTES = 1 << 20
 BLOCKS = 128
+ROUNDS = 9
 TIER_GOAL = 0.9
 TTFT_GOAL = 3.0
 
@@ -28,7 +29,7 @@ def remote_report(tokens: int, repetitions: int, engines: bool, progress: Progre
     with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as name:
         folder = Path(name)
         progress("through the tier, and Mooncake's client alone")
-        figures = measure_mooncake(folder, BLOCK_BYTES, BLOCKS, max(3, repetitions))
+        figures = measure_mooncake(folder, BLOCK_BYTES, BLOCKS, max(ROUNDS, repetitions))
         if any(isinstance(value, float) and math.isnan(value) for value in figures.values()):
             raise EngineError("a call of Mooncake's bare client failed")
         if engines:

@@ -24,7 +24,8 @@ class _Storing:
 
 
 class Cascade(Tier):
-    """Stores each block in both tiers, fetches it from the nearest that has it.
+    """Stores each block in both tiers (or in the near one only, if its put is not ``shared``),
+    fetches it from the nearest that has it.
 
     The near tier decides: a put counts as it ended there, and ``name`` is its name. The far one is
     a bonus: what it sheds or loses harms nobody. A put is done when both are done with its memory.
@@ -61,10 +62,11 @@ class Cascade(Tier):
         with self._lock:
             new = [put for put in puts if put.key not in self._storing]
             near = self.near.submit_put(new)
-            far = self.far.submit_put(new)
+            shared = [put for put in new if put.shared]
+            far = {p.key: v for p, v in zip(shared, self.far.submit_put(shared), strict=True)}
             verdicts = {
-                put.key: self._begin(put.key, *both)
-                for put, *both in zip(new, near, far, strict=True)
+                put.key: self._begin(put.key, verdict, far.get(put.key, PutVerdict.SHED))
+                for put, verdict in zip(new, near, strict=True)
             }
             return [verdicts.get(put.key, PutVerdict.PRESENT) for put in puts]
 

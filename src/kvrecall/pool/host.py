@@ -82,8 +82,10 @@ class HostStore:
         self.evictions = 0
         self.leases = 0
         self.spare: Callable[[Sequence[Block]], Collection[BlockKey]] = _let_go
-        """Called with unstored blocks that are about to be evicted; names those that must stay
-        for now."""
+        """Called with blocks that are about to be evicted and not yet wherever they shall be;
+        names those that must stay for now."""
+        self.owed: Callable[[BlockKey], bool] = lambda key: False
+        """Whether a block is to be stored somewhere else, too, before it goes."""
         self.withdrawn: Callable[[BlockKey], None] = lambda key: None
         """Called with every block that is no longer visible."""
         self._terms = terms or PoolTerms()
@@ -289,16 +291,22 @@ class HostStore:
         looked_at = count + max(count, _LEEWAY) if self._prefer_stored else count
         victims = self._policy.victims(looked_at, evictable, self._clock())
         if self._prefer_stored:
-            victims.sort(key=lambda key: not blocks[key].stored)
+            victims.sort(key=lambda key: not self._is_safe(key))
         if self._give_up(victims[:count]):
             return True
         if not victims:
             return False
-        # Whatever is cold is on its way down now; what is there already goes in its stead.
-        victims = self._policy.victims(
+        # Whatever is cold is on its way down now; what is there already goes in its stead, and
+        # last what is owed elsewhere.
+        safe = self._policy.victims(
+            count, lambda key: self._is_safe(key) and evictable(key), self._clock()
+        )
+        if self._give_up(safe):
+            return True
+        owed = self._policy.victims(
             count, lambda key: blocks[key].stored and evictable(key), self._clock()
         )
-        return self._give_up(victims) > 0
+        return self._give_up(owed, offer=False) > 0
 
     def _take_over(self, slot_bytes: int, cold: Sequence[BlockKey]) -> bool:
         """Empties extents of other size classes so that a slot of this size fits."""
@@ -331,11 +339,14 @@ class HostStore:
         self.room.take_back(window)
         return True
 
-    def _give_up(self, keys: Sequence[BlockKey]) -> int:
-        """Evicts idle blocks, but those that have to be stored before. Returns how many."""
+    def _give_up(self, keys: Sequence[BlockKey], offer: bool = True) -> int:
+        """Evicts idle blocks, but those that have to be stored before (without ``offer``: in the
+        tier that counts only). Returns how many."""
         blocks = self.blocks
-        unstored = [blocks[key] for key in keys if not blocks[key].stored]
-        spared = self.spare(unstored) if unstored else ()
+        unsafe = [
+            blocks[key] for key in keys if not blocks[key].stored or (offer and self.owed(key))
+        ]
+        spared = self.spare(unsafe) if unsafe else ()
         going = [key for key in keys if key not in spared]
         for key in going:
             self.free(self.withdraw(key))
@@ -345,6 +356,10 @@ class HostStore:
     def _admits(self, block: Block) -> bool:
         """Whether the policy wants the block at the price of another."""
         return self._policy.admit(block.key, block.parent, block.depth, self._clock())
+
+    def _is_safe(self, key: BlockKey) -> bool:
+        """Whether nothing is left to do before the block goes."""
+        return self.blocks[key].stored and not self.owed(key)
 
     def _is_idle(self, key: BlockKey) -> bool:
         block = self.blocks[key]

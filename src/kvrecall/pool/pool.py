@@ -40,6 +40,7 @@ from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.host import Block, HostStore
 from kvrecall.pool.remote.joining import with_remote
 from kvrecall.pool.room import ArenaRoom
+from kvrecall.pool.sharing import Sharing
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.steward import Steward
 from kvrecall.pool.ticket import Ticket
@@ -80,9 +81,13 @@ class Pool:
         room = ArenaRoom(arena.nbytes, lambda: arena.ready_bytes, arena.goal_bytes)
         self._host = HostStore(room, policy, not isinstance(below, NullTier), clock, terms)
         self._writes = make_write_policy(terms, self._host.chance)
-        self._traffic = Traffic(self._host, below, arena, self._writes, monotonic)
-        self._host.withdrawn = self._writes.settled
+        cascade = below if isinstance(below, Cascade) else None
+        owed = cascade.far if cascade and terms.remote_write == "back" else None
+        self._sharing = Sharing(owed, terms.unwritten_marks, monotonic)
+        self._traffic = Traffic(self._host, below, arena, self._writes, self._sharing, monotonic)
+        self._host.withdrawn = self._withdrawn
         self._host.spare = self._traffic.rescue
+        self._host.owed = self._sharing.owes
         self._sizes: dict[bytes, int] = {}
         self._names: dict[bytes, Namespace] = {}
         self._filling: dict[BlockKey, Block] = {}
@@ -91,7 +96,7 @@ class Pool:
         self._lookups = self._found = self._refused = 0
         self._host_hits = self._commits = self._commit_bytes = 0
         self._closed = False
-        near = below.near if isinstance(below, Cascade) else below
+        near = cascade.near if cascade else below
         disk = near if isinstance(near, DiskTier) else None
         self.steward = Steward(self, self._host, disk, self._changed, terms, clock)
         """For those who look after the pool."""
@@ -106,17 +111,18 @@ class Pool:
         cipher = read_cipher(config.encryption_key_file)
         with contextlib.ExitStack() as undo:
             arena = Arena.create(config.host_bytes, most_bytes=config.host_most_bytes)
+            terms = _terms_of(config)
             undo.callback(arena.close)
             below: Tier = NullTier()
             if config.disk is not None:
                 queued = min(config.disk.max_queued_bytes, config.host_bytes // 2)
                 disk = dataclasses.replace(config.disk, max_queued_bytes=queued)
-                below = DiskTier(disk, config.policy, seal=make_seal(cipher), terms=config.terms)
+                below = DiskTier(disk, config.policy, seal=make_seal(cipher), terms=terms)
                 undo.callback(below.close)
             if config.remote is not None:
                 below = with_remote(below, config.remote, arena, cipher)
                 undo.callback(below.close)
-            pool = cls(arena, below, config.policy, terms=config.terms)
+            pool = cls(arena, below, config.policy, terms=terms)
             undo.pop_all()
             return pool
 
@@ -225,6 +231,7 @@ class Pool:
                 self._below.touch(keys)
                 blocks = self._host.blocks
                 wanted = self._writes.asked(keys)
+                self._sharing.asked(keys)
                 self._traffic.store_again([blocks[key] for key in wanted if key in blocks])
 
     # -- save ------------------------------------------------------------------------------
@@ -272,8 +279,7 @@ class Pool:
                 self._host.publish(block)
                 self._commit_bytes += block.nbytes
             self._commits += len(blocks)
-            if self._traffic.has_below:
-                self._traffic.store(self._writes.committed(blocks))
+            self._traffic.committed(blocks)
 
     def abandon(self, keys: Sequence[BlockKey]) -> None:
         with self._changed:
@@ -375,6 +381,10 @@ class Pool:
 
     # -- inside, under the lock ------------------------------------------------------------
 
+    def _withdrawn(self, key: BlockKey) -> None:
+        self._writes.settled(key)
+        self._sharing.settled(key)
+
     def _size_of(self, key: BlockKey) -> int:
         size = self._sizes.get(key[:NAMESPACE_BYTES])
         if size is None:
@@ -455,11 +465,18 @@ class Pool:
         while self._monotonic() < until:
             with self._changed:
                 self._traffic.drain()
-                keys = self._writes.rest()
-                self._traffic.store_again([self._host.blocks[key] for key in keys])
-                if not keys or not self._below.queued()[0]:
-                    return  # done, or the tier takes no more
+                if not self._traffic.store_rest():
+                    return
                 self._changed.wait(_RETRY_S)
+
+
+def _terms_of(config: PoolConfig) -> PoolTerms:
+    """The pool's terms. A store written back that has no tier before it is written as a disk is
+    that is written back."""
+    terms = config.terms
+    if config.disk is None and terms.remote_write == "back" and terms.write_policy == "through":
+        return dataclasses.replace(terms, write_policy="back")
+    return terms
 
 
 def _check_tenant(tenant: Tenant) -> None:

@@ -17,7 +17,8 @@ Buckets = tuple[tuple[float, int], ...]
 @dataclass(frozen=True, slots=True)
 class Put:
     """A block to store. ``data`` is its whole slot (a multiple of 4096 bytes, aligned to 4096),
-    the block is its first ``nbytes`` bytes; it must not change until the put is done."""
+    the block is its first ``nbytes`` bytes; it must not change until the put is done. ``shared``:
+    it is also for a tier beyond this host, if there is one behind this tier."""
 
     key: BlockKey
     parent: BlockKey | None
@@ -25,6 +26,7 @@ class Put:
     data: memoryview
     nbytes: int
     tenant: Tenant = SHARED
+    shared: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from kvrecall.block import SHARED, BlockKey, Tenant, TierName
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.host import Block, HostStore
+from kvrecall.pool.sharing import Sharing
 from kvrecall.pool.ticket import Ticket
 from kvrecall.pool.tier import Done, Get, NullTier, Outcome, Put, PutVerdict, Tier
 from kvrecall.pool.writing import STORE_TRIES, WritePolicy
@@ -43,9 +44,12 @@ class Traffic:
         below: Tier,
         arena: Arena,
         writing: WritePolicy,
+        sharing: Sharing,
         monotonic: Callable[[], float],
     ) -> None:
         self._writes = writing
+        self._sharing = sharing
+        self._offered: set[BlockKey] = set()  # puts under way that pay what the remote tier is owed
         self._host = host
         self._below = below
         self._arena = arena
@@ -91,9 +95,16 @@ class Traffic:
 
     # -- down ------------------------------------------------------------------------------
 
-    def store(self, blocks: Sequence[Block]) -> None:
+    def committed(self, blocks: Sequence[Block]) -> None:
+        """Blocks became visible: stores those that are to be stored now."""
+        if self.has_below:
+            self._sharing.committed(blocks)
+            self.store(self._writes.committed(blocks))
+
+    def store(self, blocks: Sequence[Block], offering: bool = False) -> None:
         """Queues committed blocks, a chain prefix first, to be stored below. Passes over keys of
-        which an older block is being stored still."""
+        which an older block is being stored still. ``offering``: in the remote tier, too, even if
+        that is written back."""
         blocks = [block for block in blocks if block.key not in self._writing]
         if not (self.has_below and blocks):
             return
@@ -105,6 +116,7 @@ class Traffic:
                 self._arena.view(b.offset, b.slot_bytes),
                 b.nbytes,
                 b.tenant,
+                offering or not self._sharing.is_on,
             )
             for b in blocks
         ]
@@ -114,6 +126,8 @@ class Traffic:
             if verdict is PutVerdict.QUEUED:
                 block.pins += 1
                 self._writing[block.key] = block
+                if offering:
+                    self._offered.add(block.key)
             elif verdict is PutVerdict.PRESENT and self._rests(block.key):
                 block.stored = True
                 self._writes.settled(block.key)
@@ -127,21 +141,42 @@ class Traffic:
 
     def rescue(self, blocks: Sequence[Block]) -> frozenset[BlockKey]:
         """Stores those of ``blocks``, which are about to be evicted, that the write policy kept
-        back; returns those that must stay until that is done. None must on account of a tier
-        that takes no more and has not ended a write for a while: what is lost then is counted as
-        shed."""
-        wanted = self._writes.leaving(blocks) if self.has_below else ()
-        if not wanted:
+        back, or that the remote tier is owed; returns those that must stay until that is done.
+        None must on account of a tier that takes no more and has not ended a write for a while, or
+        of a remote one that takes no more: what is lost then is counted as shed."""
+        if not self.has_below:
             return frozenset()
+        wanted = self._writes.leaving([block for block in blocks if not block.stored])
+        owed = self._sharing.leaving(blocks)
+        self.store(owed, offering=True)
         self.store(wanted)
         now = self._monotonic()
         stalled = bool(self._writing) and now - self._wrote_at > _STALLED_S
-        return frozenset(b.key for b in wanted if b.pins or not (b.stored or stalled))
+        staying = [b.key for b in wanted if b.pins or not (b.stored or stalled)]
+        return frozenset(staying + [b.key for b in owed if b.pins])
 
     def store_due(self) -> None:
         """Stores what the write policy wants to be stored by now."""
-        if self.has_below:
-            self.store(self._writes.due(self._host.blocks, self._host.room.limit_bytes))
+        if not self.has_below:
+            return
+        blocks, limit = self._host.blocks, self._host.room.limit_bytes
+        self.store(self._writes.due(blocks, limit))
+        owed = self._sharing.due(blocks, limit)
+        self.store(owed, offering=True)
+        if owed and not any(block.pins for block in owed):
+            self._sharing.refused()
+
+    def store_rest(self) -> bool:
+        """Stores what was kept back, before the pool closes. False if nothing of it is left, or
+        the tier below takes no more."""
+        if not self.has_below:
+            return False
+        blocks = self._host.blocks
+        owed = self._sharing.rest(blocks)
+        self.store(owed, offering=True)
+        rest = self._writes.rest()
+        self.store_again([blocks[key] for key in rest])
+        return bool(rest or owed) and self._below.queued()[0] > 0
 
     def chase(self, keys: Sequence[BlockKey]) -> list[BlockKey] | None:
         """Of ``keys`` those not durable yet, queued again if they were shed. None if one of them
@@ -256,6 +291,9 @@ class Traffic:
         block = self._writing.pop(done.key)
         self._wrote_at = self._monotonic()
         block.pins -= 1
+        if done.key in self._offered:
+            self._offered.discard(done.key)
+            self._sharing.settled(done.key)
         if done.outcome is Outcome.STORED:
             block.stored = True
             self._writes.settled(block.key)

@@ -86,6 +86,10 @@ class WriteBack(WritePolicy):
         self._sizes: dict[BlockKey, int] = {}
         self._writing = False
 
+    def __contains__(self, key: BlockKey) -> bool:
+        """Whether the block is kept back."""
+        return key in self._sizes
+
     def committed(self, blocks: Sequence[Block]) -> Sequence[Block]:
         for block in blocks:
             if block.key not in self._sizes and not block.stored:

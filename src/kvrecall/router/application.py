@@ -17,6 +17,7 @@ from kvrecall.router.accounts import Account
 from kvrecall.router.chooser import Chooser
 from kvrecall.router.instance import Fleet
 from kvrecall.router.metrics import RouterMetrics
+from kvrecall.router.parts import Parts
 from kvrecall.router.prefiller import Prefiller
 from kvrecall.router.prefixes import PrefixMap, prompt_of
 from kvrecall.router.prober import Prober
@@ -41,9 +42,9 @@ class Router:
         self._upstream = Upstream(settings)
         self.prober = Prober(self.fleet, self._upstream, prefixes, settings.probe_every_s)
         chooser = Chooser(self.fleet, prefixes, settings.imbalance)
-        parts = (settings, chooser, prefixes, self._upstream, self.prober, self.metrics)
-        self._prefiller = Prefiller(*parts)
-        self._relay = Relay(*parts)
+        parts = Parts(settings, chooser, prefixes, self._upstream, self.prober, self.metrics)
+        self._prefiller = Prefiller(parts)
+        self._relay = Relay(parts)
 
     @contextlib.asynccontextmanager
     async def running(self, _: FastAPI) -> AsyncGenerator[None, None]:

@@ -8,13 +8,10 @@ from typing import Any
 
 from kvrecall.engines.base import HANDOVER, REPORT
 from kvrecall.router.accounts import Account, split_of
-from kvrecall.router.chooser import Chooser
 from kvrecall.router.instance import Instance
-from kvrecall.router.metrics import RouterMetrics
-from kvrecall.router.prefixes import PrefixMap, Prompt
-from kvrecall.router.prober import Prober
-from kvrecall.router.settings import RouterSettings
-from kvrecall.router.upstream import Answer, InstanceFailedError, Upstream
+from kvrecall.router.parts import Parts
+from kvrecall.router.prefixes import Prompt
+from kvrecall.router.upstream import Answer, InstanceFailedError
 
 _OF_SAMPLING = (
     "stream stream_options max_completion_tokens min_tokens n best_of use_beam_search logprobs "
@@ -38,21 +35,8 @@ def prompt_only(body: Mapping[str, Any]) -> dict[str, Any]:
 class Prefiller:
     """Decides whether a prompt goes to a prefill instance, and to which, and has it done."""
 
-    def __init__(
-        self,
-        settings: RouterSettings,
-        chooser: Chooser,
-        prefixes: PrefixMap,
-        upstream: Upstream,
-        prober: Prober,
-        metrics: RouterMetrics,
-    ) -> None:
-        self._settings = settings
-        self._chooser = chooser
-        self._prefixes = prefixes
-        self._upstream = upstream
-        self._prober = prober
-        self._metrics = metrics
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
 
     async def prefill(
         self,
@@ -65,7 +49,7 @@ class Prefiller:
         """What the decode instance is to be told (``kv_transfer_params``); empty if no prefill
         instance took the prompt, which is no error: the decode instance computes it then."""
         outcome, told = await self._prefill(prompt, path, body, headers, account)
-        self._metrics.prefills.labels(outcome).inc()
+        self._parts.metrics.prefills.labels(outcome).inc()
         return told
 
     async def _prefill(
@@ -78,12 +62,12 @@ class Prefiller:
     ) -> tuple[str, Mapping[str, Any]]:
         if prompt is None or body.get("prompt_logprobs") is not None:
             return "unsuitable", {}
-        if self._chooser.new_tokens(prompt) < self._settings.prefill_min_tokens:
+        if self._parts.chooser.new_tokens(prompt) < self._parts.settings.prefill_min_tokens:
             return "short", {}
-        candidates = self._chooser.for_prefill(prompt)[: self._settings.retries + 1]
+        candidates = self._parts.chooser.for_prefill(prompt)[: self._parts.settings.retries + 1]
         for place, instance in enumerate(candidates):
             if place:
-                self._metrics.retries.labels("prefill").inc()
+                self._parts.metrics.retries.labels("prefill").inc()
             answer = await self._ask(instance, prompt, path, body, headers)
             if answer is not None:
                 return self._took(instance, prompt, answer, account)
@@ -98,18 +82,18 @@ class Prefiller:
         headers: Mapping[str, str],
     ) -> Answer | None:
         """The instance's reply; None if it failed."""
-        held = self._prefixes.held(prompt, [instance])[instance]
+        held = self._parts.prefixes.held(prompt, [instance])[instance]
         began = time.monotonic()
         try:
             with instance.busy():
-                answer = await self._upstream.ask(instance, path, prompt_only(body), headers)
+                answer = await self._parts.upstream.ask(instance, path, prompt_only(body), headers)
         except InstanceFailedError as error:
-            self._metrics.failures.labels("prefill", instance.name).inc()
+            self._parts.metrics.failures.labels("prefill", instance.name).inc()
             if error.gone:
-                self._prober.lost(instance, str(error))
+                self._parts.prober.lost(instance, str(error))
             return None
-        self._metrics.prefill_seconds.observe(time.monotonic() - began)
-        self._metrics.affinity.labels("prefill", "held" if held else "new").inc()
+        self._parts.metrics.prefill_seconds.observe(time.monotonic() - began)
+        self._parts.metrics.affinity.labels("prefill", "held" if held else "new").inc()
         return answer
 
     def _took(
@@ -120,7 +104,7 @@ class Prefiller:
         params = answer.json().get("kv_transfer_params") or {}
         account.prefill = instance
         account.prefill_split = split_of(params.get(REPORT))
-        self._metrics.count_tokens("prefill", account.prefill_split)
-        self._prefixes.note(prompt, instance)
+        self._parts.metrics.count_tokens("prefill", account.prefill_split)
+        self._parts.prefixes.note(prompt, instance)
         receipt = params.get(HANDOVER)
         return "done", ({HANDOVER: receipt} if receipt else {})

@@ -14,13 +14,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvrecall.router.accounts import Account
-from kvrecall.router.chooser import Chooser
 from kvrecall.router.instance import Instance
-from kvrecall.router.metrics import RouterMetrics
-from kvrecall.router.prefixes import PrefixMap, Prompt
-from kvrecall.router.prober import Prober
-from kvrecall.router.settings import RouterSettings
-from kvrecall.router.upstream import Answer, InstanceFailedError, Stream, Upstream
+from kvrecall.router.parts import Parts
+from kvrecall.router.prefixes import Prompt
+from kvrecall.router.upstream import Answer, InstanceFailedError, Stream
 
 log = logging.getLogger("kvrecall.router")
 
@@ -53,21 +50,8 @@ class _Relayed(StreamingResponse):
 class Relay:
     """The decode half of a request."""
 
-    def __init__(
-        self,
-        settings: RouterSettings,
-        chooser: Chooser,
-        prefixes: PrefixMap,
-        upstream: Upstream,
-        prober: Prober,
-        metrics: RouterMetrics,
-    ) -> None:
-        self._settings = settings
-        self._chooser = chooser
-        self._prefixes = prefixes
-        self._upstream = upstream
-        self._prober = prober
-        self._metrics = metrics
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
 
     async def reply(
         self,
@@ -82,10 +66,10 @@ class Relay:
         ``retries`` times. ``held`` is closed when the reply has ended."""
         began = time.monotonic()
         failure: InstanceFailedError | None = None
-        candidates = self._chooser.for_decode(prompt)[: self._settings.retries + 1]
+        candidates = self._parts.chooser.for_decode(prompt)[: self._parts.settings.retries + 1]
         for place, instance in enumerate(candidates):
             if place:
-                self._metrics.retries.labels("decode").inc()
+                self._parts.metrics.retries.labels("decode").inc()
             busy = contextlib.ExitStack()
             busy.enter_context(instance.busy())
             try:
@@ -98,7 +82,7 @@ class Relay:
                 continue
             held.push(kept)
             self._took(instance, prompt, account)
-            self._metrics.first_byte_seconds.observe(time.monotonic() - began)
+            self._parts.metrics.first_byte_seconds.observe(time.monotonic() - began)
             if isinstance(got, Stream):
                 return self._streamed(instance, got, account, held)
             return self._whole(got, account)
@@ -112,20 +96,20 @@ class Relay:
         headers: Mapping[str, str],
     ) -> Stream | Answer:
         if body.get("stream"):
-            return await self._upstream.stream(instance, path, body, headers)
-        return await self._upstream.ask(instance, path, body, headers)
+            return await self._parts.upstream.stream(instance, path, body, headers)
+        return await self._parts.upstream.ask(instance, path, body, headers)
 
     def _failed(self, instance: Instance, error: InstanceFailedError) -> None:
-        self._metrics.failures.labels("decode", instance.name).inc()
+        self._parts.metrics.failures.labels("decode", instance.name).inc()
         if error.gone:
-            self._prober.lost(instance, str(error))
+            self._parts.prober.lost(instance, str(error))
         else:
             log.warning("decode instance %s: %s", instance.url, error)
 
     def _took(self, instance: Instance, prompt: Prompt | None, account: Account) -> None:
-        held = self._prefixes.held(prompt, [instance])[instance]
-        self._metrics.affinity.labels("decode", "held" if held else "new").inc()
-        self._prefixes.note(prompt, instance)
+        held = self._parts.prefixes.held(prompt, [instance])[instance]
+        self._parts.metrics.affinity.labels("decode", "held" if held else "new").inc()
+        self._parts.prefixes.note(prompt, instance)
         account.decode = instance
 
     def _whole(self, answer: Answer, account: Account) -> Response:
@@ -133,9 +117,9 @@ class Relay:
         body = answer.json()
         if answer.status == 200 and isinstance(body.get("usage"), dict):
             account.complete(body["usage"])
-            self._metrics.count_tokens("decode", account.decode_split)
+            self._parts.metrics.count_tokens("decode", account.decode_split)
             content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-        self._metrics.requests.labels("ok" if answer.status == 200 else "refused").inc()
+        self._parts.metrics.requests.labels("ok" if answer.status == 200 else "refused").inc()
         headers = {RECALL_HEADER: account.header()}
         return Response(content, answer.status, headers, answer.media_type)
 
@@ -158,16 +142,16 @@ class Relay:
             account.outcome = "ok"
         except httpx.HTTPError as error:
             account.outcome = "broken"
-            self._metrics.failures.labels("decode", instance.name).inc()
-            self._prober.lost(instance, str(error) or type(error).__name__)
+            self._parts.metrics.failures.labels("decode", instance.name).inc()
+            self._parts.prober.lost(instance, str(error) or type(error).__name__)
             yield _broken(instance)
 
     def _count_stream(self, account: Account) -> None:
-        self._metrics.requests.labels(account.outcome).inc()
-        self._metrics.count_tokens("decode", account.decode_split)
+        self._parts.metrics.requests.labels(account.outcome).inc()
+        self._parts.metrics.count_tokens("decode", account.decode_split)
 
     def _none(self, failure: InstanceFailedError | None) -> Response:
-        self._metrics.requests.labels("failed").inc()
+        self._parts.metrics.requests.labels("failed").inc()
         if failure is None:
             return error_response(503, "no instance is up", "service_unavailable")
         if failure.reply is not None:

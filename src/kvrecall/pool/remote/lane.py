@@ -22,13 +22,12 @@ class Lane(Generic[T]):
         name: str,
         threads: int,
         carry: Callable[[list[T]], None],
-        batch_bytes: int,
+        most: Callable[[], int],
         size_of: Callable[[T], int],
     ) -> None:
-        """A batch has items of up to ``batch_bytes`` by ``size_of``, at least one. Its owner may
-        change ``batch_bytes`` at any time."""
+        """A batch has items of up to ``most()`` by ``size_of``, at least one."""
         self._carry = carry
-        self.batch_bytes = batch_bytes
+        self._most = most
         self._size_of = size_of
         self._changed = threading.Condition()
         self._queue: deque[T] = deque()
@@ -83,9 +82,10 @@ class Lane(Generic[T]):
         with self._changed:
             while not self._queue and not self._closing:
                 self._changed.wait()
+            most = self._most()
             while self._queue:
                 size += self._size_of(self._queue[0])
-                if batch and size > self.batch_bytes:
+                if batch and size > most:
                     break
                 batch.append(self._queue.popleft())
             if batch:

@@ -17,15 +17,15 @@ from kvrecall.pool.remote.breaker import Breaker
 from kvrecall.pool.remote.envelope import HEADER_BYTES, header_of, is_intact, name_of
 from kvrecall.pool.remote.lane import Lane
 from kvrecall.pool.remote.ledger import Ledger
+from kvrecall.pool.remote.pace import Pace
 from kvrecall.pool.remote.presence import Belief, Presence
 from kvrecall.pool.remote.store import Parcel, Store
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier, ended
 
 _LOG = logging.getLogger(__name__)
-_FIRST_BATCH = 8 << 20  # bytes in one call of the store, before its speed is known
-_LEAST_BATCH, _LARGEST_BATCH = 256 << 10, 64 << 20
-_BATCH_SHARE = 0.1  # of the deadline of a call that one batch may take
+_TURN_S = 0.04  # how long one call of the store shall take
+_CALL_SHARE = 0.1  # of the deadline of a call that one may take, however distant the store
 _NAMES_AT_ONCE = 8192
 _ASKS_WAITING = 64  # lookups; beyond it blocks count as absent
 _STORE_CLOSE_S = 5.0
@@ -89,18 +89,26 @@ class RemoteTier(Tier):
         self._unreadable: dict[BlockKey, float] = {}  # there, but not got, since then
         self._queued_bytes = 0
         self._closed = False
-        threads = max(1, config.threads)
+        self._make_lanes(max(1, config.threads), _CALL_SHARE * config.call_deadline_s)
+
+    def _make_lanes(self, threads: int, longest_s: float) -> None:
+        self._get_pace, self._put_pace = Pace(_TURN_S, longest_s), Pace(_TURN_S, longest_s)
+        get_pace, put_pace = self._get_pace, self._put_pace
         self._puts: Lane[_Storing] = Lane(
-            "remote-put", threads, self._carry_puts, _FIRST_BATCH, lambda item: item.put.nbytes
+            "remote-put",
+            threads,
+            self._carry_puts,
+            lambda: put_pace.nbytes,
+            lambda item: item.put.nbytes,
         )
         self._gets: Lane[_Fetching] = Lane(
-            "remote-get", threads, self._carry_gets, _FIRST_BATCH, lambda item: item.nbytes
+            "remote-get", threads, self._carry_gets, lambda: get_pace.nbytes, lambda i: i.nbytes
         )
         self._looks: Lane[tuple[BlockKey, ...]] = Lane(
-            "remote-look", 1, self._carry_looks, _NAMES_AT_ONCE, len
+            "remote-look", 1, self._carry_looks, lambda: _NAMES_AT_ONCE, len
         )
         self._drops: Lane[BlockKey] = Lane(
-            "remote-drop", 1, self._carry_drops, _NAMES_AT_ONCE, lambda _: 1
+            "remote-drop", 1, self._carry_drops, lambda: _NAMES_AT_ONCE, lambda _: 1
         )
 
     def register(self, namespace: Namespace, block_bytes: int) -> None:
@@ -270,7 +278,7 @@ class RemoteTier(Tier):
             nbytes = sum(item.put.nbytes for item in live if stored.get(item.put.key))
             seconds = time.monotonic() - began
             self._ledger.wrote(nbytes, seconds)
-            self._puts.batch_bytes = self._fitting(nbytes, seconds, self._puts.batch_bytes)
+            self._put_pace.moved(nbytes, seconds)
         self._end_puts(batch, stored)
 
     def _end_puts(self, items: Sequence[_Storing], stored: dict[BlockKey, bool]) -> None:
@@ -311,7 +319,7 @@ class RemoteTier(Tier):
             loaded = [i for i in live if outcomes.get(i.get.key) is Outcome.LOADED]
             nbytes, seconds = sum(i.nbytes for i in loaded), time.monotonic() - began
             self._ledger.read(nbytes, seconds)
-            self._gets.batch_bytes = self._fitting(nbytes, seconds, self._gets.batch_bytes)
+            self._get_pace.moved(nbytes, seconds)
             self._remove_bad(outcomes)
         self._end_gets(batch, outcomes)
 
@@ -379,7 +387,11 @@ class RemoteTier(Tier):
             names = [name_of(key) for key in keys]
             began = time.monotonic()
             answers = self._call("lookup", lambda: self._store.exists(names), len(names))
-            self._ledger.looked_up(time.monotonic() - began)
+            seconds = time.monotonic() - began
+            self._ledger.looked_up(seconds)
+            if answers:
+                self._get_pace.answered(seconds)
+                self._put_pace.answered(seconds)
         with self._lock:
             for key, is_there in zip(keys, answers, strict=False):
                 nbytes = self._sizes.get(key[:NAMESPACE_BYTES], 0)
@@ -399,14 +411,6 @@ class RemoteTier(Tier):
             return [True]
 
         self._call("remove", remove, 1)
-
-    def _fitting(self, nbytes: int, seconds: float, before: int) -> int:
-        """How large a batch shall be at the speed that was just seen, so that a call of a slow
-        store is not taken for one that hangs."""
-        if nbytes == 0:
-            return before
-        wanted = int(nbytes / max(seconds, 1e-6) * self._config.call_deadline_s * _BATCH_SHARE)
-        return max(_LEAST_BATCH, min(_LARGEST_BATCH, 2 * before, wanted))
 
     def _call(self, what: str, call: Callable[[], list[bool]], expected: int) -> list[bool]:
         """The store's answers; none at all if it failed."""

@@ -31,6 +31,9 @@ from kvrecall.pool.remote.mooncake.wire import (
 )
 
 _LOOK_S = 1.0
+_NICENESS = 5
+"""Of the threads that call Mooncake. They look without a pause whether their transfers have ended,
+and would take half of the processor that the transfers themselves need (and the engine)."""
 
 
 def main(text: str) -> None:
@@ -95,6 +98,7 @@ class _Worker:
         }
 
     def run(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while (request := receive_request(self._wire)) is not None:
             try:
                 reply = self._answers[request.op](request)

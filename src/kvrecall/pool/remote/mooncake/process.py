@@ -25,7 +25,7 @@ _LOG = logging.getLogger(__name__)
 _PORTER = "kvrecall.pool.remote.mooncake.porter"
 _WIRES = 8  # calls at once
 _CLOSE_S = 4.0
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "GLOG_minloglevel": "2",
     "MC_RPC_TIMEOUT_MS": "5000",
     "MC_RPC_CONNECT_TIMEOUT_MS": "3000",
@@ -93,7 +93,7 @@ class Porter:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={
-                **_ENVIRONMENT,
+                **ENVIRONMENT,
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             },

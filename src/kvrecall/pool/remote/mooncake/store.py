@@ -19,6 +19,11 @@ _SMALL_BYTES = 64
 _SETUP_S = 30.0
 _CALL_S = 40.0  # beyond all of Mooncake's own time limits
 _PROBE_S = 1.0
+_AT_A_TIME = {"tcp": 1}
+"""Calls of one direction under way, by protocol. Over TCP a call of Mooncake's client looks again
+and again, without a pause, whether its transfers have ended: a second one takes from the first
+the processor that its bytes need."""
+_OTHERWISE = 8
 _RPC_FAILED = range(-999, -899)  # the master does not answer
 _PATIENCE = 4  # failures with a master that is reachable, until the client is made anew
 
@@ -36,6 +41,9 @@ class MooncakeStore:
         self._memory = memoryview(b"")
         self._address = 0
         self._lock = threading.Lock()  # over starting and ending the client
+        at_a_time = _AT_A_TIME.get(settings.setup["protocol"], _OTHERWISE)
+        self._putting = threading.Semaphore(at_a_time)
+        self._getting = threading.Semaphore(at_a_time)
         self._porter: Porter | None = None
         self._failures = 0
         self._closed = False
@@ -57,7 +65,9 @@ class MooncakeStore:
         there: list[bool] = []
         for some in _parts(parcels):
             values = [[self._piece(part) for part in parcel.parts] for parcel in some]
-            reply = self._call(Request("put", [parcel.name for parcel in some], values))
+            request = Request("put", [parcel.name for parcel in some], values)
+            with self._putting:
+                reply = self._call(request)
             there += [code == 0 for code in reply.codes]
         return there
 
@@ -65,7 +75,9 @@ class MooncakeStore:
         there: list[bool] = []
         for some in _parts(parcels):
             values = [[_wanted(self._piece(part)) for part in parcel.parts] for parcel in some]
-            reply = self._call(Request("get", [parcel.name for parcel in some], values))
+            request = Request("get", [parcel.name for parcel in some], values)
+            with self._getting:
+                reply = self._call(request)
             for parcel, code, smalls in zip(some, reply.codes, reply.smalls, strict=True):
                 there.append(code == parcel.nbytes)
                 _fill(parcel, smalls)
