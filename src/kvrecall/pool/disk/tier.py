@@ -82,33 +82,27 @@ class DiskTier(Tier):
         self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
         self._closed = False
         self._sizes = {ns.digest: nbytes for ns, nbytes in self._index.namespaces()}
-        self._reclaimer = Reclaimer(
-            self._catalog,
-            self._store,
-            self._index,
-            self._ledger,
-            Watermarks(config.high_watermark, config.low_watermark),
-        )
+        self._make_workers()
+        self._flusher.start()
+
+    def _make_workers(self) -> None:
+        config, ledger, done = self._config, self._ledger, self._done.put
+        marks = Watermarks(config.high_watermark, config.low_watermark)
+        self._reclaimer = Reclaimer(self._catalog, self._store, self._index, ledger, marks)
         self._flusher = Flusher(
             self._catalog,
             self._store,
             self._index,
-            self._ledger,
+            ledger,
             self._reclaimer,
             config.max_queued_bytes,
-            self._done.put,
+            done,
             self._seal,
         )
+        lost = self._flusher.report_lost
         self._readers = Readers(
-            config.readers,
-            self._catalog,
-            self._store,
-            self._ledger,
-            self._done.put,
-            self._flusher.report_lost,
-            self._seal,
+            config.readers, self._catalog, self._store, ledger, done, lost, self._seal
         )
-        self._flusher.start()
 
     def register(self, namespace: Namespace, block_bytes: int) -> None:
         known = self._sizes.get(namespace.digest)
