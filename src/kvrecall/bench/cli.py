@@ -93,6 +93,27 @@ def disk(
 
 
 @app.command()
+def tiers(
+    path: Annotated[
+        Path, typer.Option(help="Folder on the file system to measure; a sub-folder is made.")
+    ] = Path("var"),
+    rounds: Annotated[int, typer.Option(min=2)] = 5,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of 16 MiB a round.")] = 12,
+    peers: Annotated[
+        Path | None, typer.Option(help="Folder of packages found behind the installed ones.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Host and disk tier against other projects' libraries: same blocks, same bytes."""
+    from kvrecall.bench.tiers.contenders import CONTENDERS, PEERS, find_peers
+    from kvrecall.bench.tiers.measure import Size, measure_tiers
+
+    find_peers(peers or PEERS)
+    size = Size(requests=requests, rounds=rounds)
+    _run(lambda: measure_tiers(CONTENDERS, size, path, _progress), json)
+
+
+@app.command()
 def remote(
     tokens: Tokens = 8192,
     repetitions: Annotated[int, typer.Option(min=1)] = 5,

@@ -65,6 +65,15 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     }
 
 
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """p50, p95 and p99 (nearest rank)."""
+    ordered = sorted(values)
+    return {
+        f"p{percent}": round(ordered[min(len(ordered) - 1, percent * len(ordered) // 100)], 4)
+        for percent in (50, 95, 99)
+    }
+
+
 def machine() -> dict[str, object]:
     """Facts without which figures mean nothing."""
     return {

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 
 from kvrecall.bench.driver import Progress
-from kvrecall.bench.report import Report
+from kvrecall.bench.report import Report, quantiles
 from kvrecall.bench.restore import BenchModel
 from kvrecall.bench.serving.clients import Run, play
 from kvrecall.bench.serving.variants import Field, Variant
@@ -18,7 +18,6 @@ from kvrecall.bench.serving.workload import ANSWER_TOKENS, Workload, longest_pro
 
 BLOCK = 64
 SOURCES = ("device", "host", "disk", "remote")
-_QUANTILES = (0.5, 0.95, 0.99)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,21 +97,10 @@ def _figures(run: Run) -> dict[str, object]:
         "seconds": round(run.seconds, 2),
         "prompt_tokens": prompt,
         "tokens_per_s": round(prompt / run.seconds, 1),
-        "ttft_s": _quantiles([sample.ttft_s for sample in samples]),
-        "tpot_s": _quantiles([sample.tpot_s for sample in samples]),
+        "ttft_s": quantiles([sample.ttft_s for sample in samples]),
+        "tpot_s": quantiles([sample.tpot_s for sample in samples]),
         "hit_rate": round(sum(hits.values()) / prompt, 4),
         "hit_rate_by_tier": {s: round(n / prompt, 4) for s, n in hits.items()},
-    }
-
-
-def _quantiles(values: Sequence[float]) -> dict[str, float]:
-    """p50, p95 and p99 (nearest rank)."""
-    ordered = sorted(values)
-    return {
-        f"p{round(share * 100)}": round(
-            ordered[min(len(ordered) - 1, int(share * len(ordered)))], 4
-        )
-        for share in _QUANTILES
     }
 
 
