@@ -12,8 +12,9 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrecall.bench.driver import KVRECALL, Progress, ServerProcess, server_environment
+from kvrecall.bench.driver import Progress, ServerProcess, server_environment
 from kvrecall.errors import EngineError
+from kvrecall.testing.kin import kvrecall
 
 _SERVICE_START_S = 60.0
 
@@ -109,7 +110,7 @@ def _client_of(path: Path) -> dict[str, object]:
 @contextlib.contextmanager
 def _service(path: Path, field: Field) -> Iterator[None]:
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    command = [*KVRECALL, "pool", "serve", "--socket", str(path)]
+    command = kvrecall("pool", "serve", "--socket", str(path))
     command += ["--host-size", str(field.host_bytes)]
     with (field.folder / "service.log").open("ab") as log:
         process = subprocess.Popen(
