@@ -177,16 +177,14 @@ def crowd(
     _run(lambda: measure_crowd(context, sequences, decoded, dense_fits, _progress), json)
 
 
-Variants = Annotated[
-    str, typer.Option(help="Which servers, by name: none,device,host,disk,two,service.")
-]
+Variants = Annotated[str, typer.Option(help="Which servers, by name.")]
 
 
 @app.command()
 def chat(
     sessions: Annotated[int, typer.Option(min=1)] = 32,
     turns: Annotated[int, typer.Option(min=1)] = 3,
-    variants: Variants = "none,device,host,disk,two,service",
+    variants: Variants = "none,device,host,disk,mooncake,lmcache,two,service",
     seed: int = 0,
     json: Json = False,
 ) -> None:
