@@ -99,16 +99,13 @@ def tiers(
     ] = Path("var"),
     rounds: Annotated[int, typer.Option(min=2)] = 5,
     requests: Annotated[int, typer.Option(min=1, help="Requests of 16 MiB a round.")] = 12,
-    peers: Annotated[
-        Path | None, typer.Option(help="Folder of packages found behind the installed ones.")
-    ] = None,
     json: Json = False,
 ) -> None:
     """Host and disk tier against other projects' libraries: same blocks, same bytes."""
-    from kvrecall.bench.tiers.contenders import CONTENDERS, PEERS, find_peers
+    from kvrecall.bench.tiers.contenders import CONTENDERS, find_peers
     from kvrecall.bench.tiers.measure import Size, measure_tiers
 
-    find_peers(peers or PEERS)
+    find_peers()
     size = Size(requests=requests, rounds=rounds)
     _run(lambda: measure_tiers(CONTENDERS, size, path, _progress), json)
 
@@ -222,6 +219,51 @@ def replay(
 
 
 app.command()(needle)
+
+
+@app.command("all")
+def run_suite(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes, some minutes; figures mean little.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="File of results.")] = Path("bench/results/latest.json"),
+    only: Annotated[str, typer.Option(help="These benchmarks only, comma-separated.")] = "",
+    add: Annotated[
+        bool, typer.Option("--add", help="Keep other results that the file holds.")
+    ] = False,
+) -> None:
+    """All benchmarks with their peers, one after the other; what fails is recorded."""
+    from kvrecall.bench.suite import plan
+    from kvrecall.bench.suite.runner import run_all
+
+    steps = plan.quick() if quick else plan.full()
+    if only:
+        wanted = [name.strip() for name in only.split(",")]
+        unknown = sorted(set(wanted) - {step.name for step in steps})
+        if unknown:
+            names = ", ".join(step.name for step in steps)
+            raise typer.BadParameter(f"{', '.join(unknown)}; there are: {names}")
+        steps = [step for step in steps if step.name in wanted]
+    failed = run_all(steps, out, "quick" if quick else "full", _progress, add)
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command()
+def publish(
+    results: Annotated[Path, typer.Argument(help="What `bench all` wrote.")] = Path(
+        "bench/results/latest.json"
+    ),
+    root: Annotated[Path, typer.Option(help="The repository.")] = Path(),
+) -> None:
+    """Plots and tables of README and documents, made from a run."""
+    from kvrecall.bench.suite.publish import publish as write
+
+    try:
+        for path in write(results, root):
+            typer.echo(str(path))
+    except KvrecallError as error:
+        typer.echo(f"kvrecall: {error}", err=True)
+        raise typer.Exit(1) from error
 
 
 def _run(measure: Callable[[], Report], as_json: bool) -> None:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrecall import __version__
+from kvrecall.bench.bias import BIAS
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Report:
 
     def print(self, as_json: bool) -> None:
         """Prints to standard output; only the line of JSON if ``as_json``."""
+        bias = BIAS.get(self.name, "")
         if not as_json:
             table = Table(title=f"kvrecall bench {self.name}")
             for index, column in enumerate(self.columns):
@@ -45,7 +47,10 @@ class Report:
             console.print(table)
             for note in self.notes:
                 console.print(note, highlight=False, markup=False)
-        print(json.dumps({"bench": self.name, **self.figures, **machine()}, separators=(",", ":")))
+            if bias:
+                console.print(f"biased {bias}", highlight=False, markup=False)
+        line = {"bench": self.name, "bias": bias, **self.figures, **machine()}
+        print(json.dumps(line, separators=(",", ":")))
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:

@@ -154,7 +154,7 @@ CONTENDERS = (
 )
 
 
-def find_peers(folder: Path) -> None:
-    """Makes packages in ``folder`` importable, behind everything that is installed."""
-    if folder.is_dir() and str(folder) not in sys.path:
-        sys.path.append(str(folder))
+def find_peers() -> None:
+    """Makes packages in ``PEERS`` importable, behind everything that is installed."""
+    if PEERS.is_dir() and str(PEERS) not in sys.path:
+        sys.path.append(str(PEERS))

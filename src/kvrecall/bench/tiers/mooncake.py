@@ -26,7 +26,7 @@ class MooncakeClient(Store):
         self._master.start()
         self._client: Any = MooncakeDistributedStore()
         try:
-            setup = dict(MooncakeSettings.of(self._master.options(2 * nbytes)).setup)
+            setup = dict(MooncakeSettings.of(self._master.options(max(2 * nbytes, 64 << 20))).setup)
             if self._client.setup(setup) != 0:
                 raise StoreError("Mooncake's client cannot be set up")
             if self._client.register_buffer(address_of(memory), len(memory)) != 0:
