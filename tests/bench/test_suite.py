@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
@@ -11,12 +11,13 @@ from kvrecall.bench.bias import BIAS
 from kvrecall.bench.suite import plan
 from kvrecall.bench.suite.plan import Step
 from kvrecall.bench.suite.plots import write_plots
-from kvrecall.bench.suite.publish import PAGES, PLOTS, read_run
+from kvrecall.bench.suite.publish import PAGES, read_run
 from kvrecall.bench.suite.runner import LATEST, run_all
-from kvrecall.bench.suite.tables import TABLES, filled, names_in
+from kvrecall.bench.suite.tables import PLOTS, TABLES, filled, names_in
 from kvrecall.errors import KvrecallError
 
 ROOT = Path(__file__).parents[2]
+PAGE = PurePosixPath("docs/page.md")
 
 
 def test_what_fails_is_recorded_and_the_others_go_on(tmp_path: Path) -> None:
@@ -58,10 +59,10 @@ def test_no_step_of_a_run_has_the_name_of_another(steps: tuple[Step, ...]) -> No
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
-def test_a_page_says_what_was_measured(page: Path) -> None:
+def test_a_page_says_what_was_measured(page: PurePosixPath) -> None:
     text = (ROOT / page).read_text()
     assert names_in(text)
-    assert filled(text, read_run(ROOT / LATEST)) == text, "run: kvrecall bench publish"
+    assert filled(text, read_run(ROOT / LATEST), page) == text, "run: kvrecall bench publish"
 
 
 def test_every_table_is_shown() -> None:
@@ -72,14 +73,15 @@ def test_every_table_is_shown() -> None:
 def test_a_page_that_asks_for_an_unknown_table_is_refused() -> None:
     text = "<!-- bench:nothing -->\n<!-- /bench:nothing -->"
     with pytest.raises(KvrecallError, match="no table is called 'nothing'; there are: machine"):
-        filled(text, {})
+        filled(text, {}, PAGE)
 
 
 def test_tables_of_what_failed_say_so() -> None:
     text = "<!-- bench:chat -->\n<!-- /bench:chat -->"
     run = {"results": {"chat": {"error": "exit status 1"}}}
-    assert "Not measured: exit status 1." in filled(text, run)
-    assert filled(filled(text, run), run) == filled(text, run)
+    once = filled(text, run, PAGE)
+    assert "Not measured: exit status 1." in once
+    assert filled(once, run, PAGE) == once
 
 
 def test_plots_of_what_there_is_are_drawn(tmp_path: Path) -> None:

@@ -117,12 +117,15 @@ def _gpu_name() -> str | None:
 
 
 def _commit() -> str | None:
-    """Commit of the source tree this runs from; ``+`` if it has changes. None outside of one."""
+    """Commit of the source tree this runs from; ``+`` if it has changes, other than results and
+    what is made from them. None outside of one."""
     folder = str(Path(__file__).parent)
     commit = _output("git", "-C", folder, "rev-parse", "--short=12", "HEAD")
     if commit is None:
         return None
-    return commit + ("+" if _output("git", "-C", folder, "status", "--porcelain") else "")
+    but = [f":(exclude,top){path}" for path in ("bench/results", "docs/images/bench")]
+    changed = _output("git", "-C", folder, "status", "--porcelain", "--", ":/", *but)
+    return commit + ("+" if changed else "")
 
 
 def _output(*command: str) -> str | None:

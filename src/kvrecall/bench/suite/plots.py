@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvrecall.bench.suite.tables import SERVED, Run
+from kvrecall.bench.suite.tables import SERVED, Run, plots_of
 from kvrecall.errors import ConfigError
 
 NEUTRAL = "#7a7f87"
@@ -29,18 +29,17 @@ def write_plots(run: Run, folder: Path) -> list[Path]:
     written = []
     for name, draw in _PLOTS.items():
         figure = Figure(figsize=(8.0, 3.6), dpi=160, layout="constrained")
-        if draw(figure, good):
+        if name in plots_of(run):
+            draw(figure, good)
             path = folder / f"{name}.png"
             figure.savefig(path, transparent=True)
             written.append(path)
     return written
 
 
-def _serving(figure: Any, results: Mapping[str, Any]) -> bool:
+def _serving(figure: Any, results: Mapping[str, Any]) -> None:
     """First tokens by percentile, and where prompt tokens came from."""
-    found = results.get("chat")
-    if found is None:
-        return False
+    found = results["chat"]
     names = list(found["variants"])
     labels = [SERVED.get(name, name) for name in names]
     times, hits = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
@@ -58,14 +57,11 @@ def _serving(figure: Any, results: Mapping[str, Any]) -> bool:
     hits.set_title("share of prompt tokens recalled", fontsize=9, color=NEUTRAL)
     hits.set_xlim(0, 1)
     _dress(hits)
-    return True
 
 
-def _tiers(figure: Any, results: Mapping[str, Any]) -> bool:
+def _tiers(figure: Any, results: Mapping[str, Any]) -> None:
     """Bandwidth of every library, memory beside disk."""
-    found = results.get("tiers")
-    if found is None:
-        return False
+    found = results["tiers"]
     figure.set_size_inches(8.0, 4.6)
     memory, disk = figure.subplots(2, 1, height_ratios=(4, 9))
     kinds = ((memory, "memory", ("put", "warm")), (disk, "disk", ("durable", "cold", "warm")))
@@ -75,14 +71,11 @@ def _tiers(figure: Any, results: Mapping[str, Any]) -> bool:
         series = {words[p]: [one[p]["gb_s"] for one in stores.values()] for p in phases}
         _bars(axis, list(stores), series)
         axis.set_title(f"{medium}, GB/s", fontsize=9, color=NEUTRAL)
-    return True
 
 
-def _restore(figure: Any, results: Mapping[str, Any]) -> bool:
+def _restore(figure: Any, results: Mapping[str, Any]) -> None:
     """First token on a prefix, by where it lies; logarithmic."""
-    found = results.get("restore")
-    if found is None:
-        return False
+    found = results["restore"]
     figure.set_size_inches(8.0, 2.2)
     axis = figure.subplots()
     series = {"median": [one["p50"] * 1e3 for one in found["ttft_s"].values()]}
@@ -90,15 +83,12 @@ def _restore(figure: Any, results: Mapping[str, Any]) -> bool:
     axis.set_xscale("log")
     title = f"milliseconds to the first token, prefix of {found['tokens']:,} tokens (logarithmic)"
     axis.set_title(title, fontsize=9, color=NEUTRAL)
-    return True
 
 
-def _retrieval(figure: Any, results: Mapping[str, Any]) -> bool:
+def _retrieval(figure: Any, results: Mapping[str, Any]) -> None:
     """Time of attention to dense, and answers that stay right, by share and context."""
     decodes = [one for name, one in results.items() if name.startswith("decode")]
-    found = results.get("needle")
-    if not decodes or found is None:
-        return False
+    found = results["needle"]
     times, right = figure.subplots(1, 2)
     labels = [f"{one['context'] >> 10}K, {one['selected_share']:.0%} chosen" for one in decodes]
     shown = {
@@ -112,7 +102,6 @@ def _retrieval(figure: Any, results: Mapping[str, Any]) -> bool:
     percents = {n: [one[at]["all"]["percent"] for at in lengths] for n, one in arms.items()}
     _bars(right, [f"{int(at):,} tokens" for at in lengths], percents)
     right.set_title("questions answered right, %", fontsize=9, color=NEUTRAL)
-    return True
 
 
 def _bars(axis: Any, labels: Sequence[str], series: Mapping[str, Sequence[float]]) -> None:
@@ -139,7 +128,7 @@ def _dress(axis: Any) -> None:
     legend.set_zorder(3)
 
 
-_PLOTS: Mapping[str, Callable[[Any, Mapping[str, Any]], bool]] = {
+_PLOTS: Mapping[str, Callable[[Any, Mapping[str, Any]], None]] = {
     "chat": _serving,
     "tiers": _tiers,
     "restore": _restore,

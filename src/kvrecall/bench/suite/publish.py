@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from kvrecall.bench.suite.plots import write_plots
-from kvrecall.bench.suite.tables import filled, names_in
+from kvrecall.bench.suite.tables import PLOTS, filled, names_in
 from kvrecall.errors import KvrecallError
 
-PLOTS = Path("docs/images/bench")
-PAGES = (Path("README.md"), Path("docs/benchmarks.md"))
+PAGES = (PurePosixPath("README.md"), PurePosixPath("docs/benchmarks.md"))
 
 
 def read_run(path: Path) -> dict[str, Any]:
@@ -26,9 +25,10 @@ def publish(results: Path, root: Path) -> list[Path]:
     """Draws the plots below ``root`` and fills the tables of its pages; returns what it wrote."""
     run = read_run(results)
     written = write_plots(run, root / PLOTS)
-    for page in (root / page for page in PAGES):
-        text = page.read_text()
+    for page in PAGES:
+        path = root / page
+        text = path.read_text()
         if names_in(text):
-            page.write_text(filled(text, run))
-            written.append(page)
+            path.write_text(filled(text, run, page))
+            written.append(path)
     return written

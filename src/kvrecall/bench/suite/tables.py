@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any
 
 from kvrecall.bench.bias import BIAS
@@ -16,20 +17,43 @@ from kvrecall.errors import KvrecallError
 Run = Mapping[str, Any]
 """What ``runner`` writes."""
 
+PLOTS = PurePosixPath("docs/images/bench")
+"""Where plots lie in the repository."""
+
 _MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench:\2 -->)", re.DOTALL)
 
 
-def filled(text: str, run: Run) -> str:
-    """``text`` with every marked part made anew. KvrecallError for a name there is none of."""
+def filled(text: str, run: Run, page: PurePosixPath) -> str:
+    """``text`` of ``page`` (its path in the repository) with every marked part made anew.
+
+    KvrecallError for a name there is none of.
+    """
+    images = PLOTS if page.parent == PurePosixPath() else PLOTS.relative_to(page.parent)
 
     def part(match: re.Match[str]) -> str:
         make = TABLES.get(match[2])
         if make is None:
             raise KvrecallError(f"no table is called {match[2]!r}; there are: {', '.join(TABLES)}")
-        lines = "\n".join(make(run))
-        return f"{match[1]}\n{lines}\n\n{match[3]}"
+        lines = list(make(run))
+        plot, story = _PICTURES.get(match[2], ("", ""))
+        if plot in plots_of(run):
+            lines = [f"![{story}]({images / plot}.png)", "", *lines]
+        body = "\n".join(lines)
+        return f"{match[1]}\n{body}\n\n{match[3]}"
 
     return _MARKED.sub(part, text)
+
+
+def plots_of(run: Run) -> set[str]:
+    """Names of the plots that can be drawn of a run."""
+    good = {name.split()[0] for name, one in run["results"].items() if "error" not in one}
+    needs = {
+        "chat": {"chat"},
+        "tiers": {"tiers"},
+        "restore": {"restore"},
+        "retrieval": {"decode", "needle"},
+    }
+    return {name for name, needed in needs.items() if needed <= good}
 
 
 def names_in(text: str) -> list[str]:
@@ -295,6 +319,15 @@ def summary(run: Run) -> Iterator[str]:
     yield ""
     yield f"{found['story'][0].upper()}{found['story'][1:]}, on {run['machine']['cores']} cores."
 
+
+_PICTURES: Mapping[str, tuple[str, str]] = {
+    "summary": ("chat", "Seconds to the first token, and where prompt tokens came from"),
+    "chat": ("chat", "Seconds to the first token, and where prompt tokens came from"),
+    "tiers": ("tiers", "Bandwidth of memory and disk tiers"),
+    "restore": ("restore", "Milliseconds to the first token"),
+    "decode": ("retrieval", "Time of attention, and answers that stay right"),
+}
+"""The plot that stands above a table, and what it shows."""
 
 TABLES: Mapping[str, Callable[[Run], Iterator[str]]] = {
     "machine": machine,
