@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -177,12 +178,18 @@ def crowd(
 Variants = Annotated[str, typer.Option(help="Which servers, by name.")]
 
 
+Budget = Annotated[
+    float, typer.Option(min=0, help="Seconds in all; servers for which none are left are left out.")
+]
+
+
 @app.command()
 def chat(
     sessions: Annotated[int, typer.Option(min=1)] = 32,
     turns: Annotated[int, typer.Option(min=1)] = 3,
     variants: Variants = "none,device,host,disk,mooncake,lmcache,two,service",
     seed: int = 0,
+    budget: Budget = math.inf,
     json: Json = False,
 ) -> None:
     """Conversations and questions over long texts against servers with each kind of pool."""
@@ -192,7 +199,7 @@ def chat(
 
     def measure() -> Report:
         workload = conversations(sessions, turns, seed)
-        return measure_serving(workload, named(variants.split(",")), Room(), _progress)
+        return measure_serving(workload, named(variants.split(",")), Room(), _progress, budget)
 
     _run(measure, json)
 
@@ -204,6 +211,7 @@ def replay(
     block_tokens: Annotated[int, typer.Option(min=1, help="Tokens for a block of 512.")] = 32,
     seconds: Annotated[float, typer.Option(min=0, help="From first to last arrival.")] = 60.0,
     variants: Variants = "device,host,disk",
+    budget: Budget = math.inf,
     json: Json = False,
 ) -> None:
     """A slice of a recorded trace, made small, against live servers."""
@@ -213,7 +221,7 @@ def replay(
 
     def measure() -> Report:
         workload = slice_of(trace, requests, block_tokens, seconds)
-        return measure_serving(workload, named(variants.split(",")), Room(), _progress)
+        return measure_serving(workload, named(variants.split(",")), Room(), _progress, budget)
 
     _run(measure, json)
 

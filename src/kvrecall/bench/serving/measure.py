@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,18 +35,24 @@ class Room:
 
 
 def measure_serving(
-    workload: Workload, variants: Sequence[Variant], room: Room, progress: Progress
+    workload: Workload,
+    variants: Sequence[Variant],
+    room: Room,
+    progress: Progress,
+    budget_s: float = math.inf,
 ) -> Report:
     """Plays ``workload`` against every variant and reports them side by side.
 
-    A variant whose servers do not start, or fail a request, is in the report with the reason.
-    Raises EngineError if that is so of all.
+    A variant whose servers do not start, or fail a request, or that would presumably end more than
+    ``budget_s`` seconds after the beginning, is in the report with the reason. Raises EngineError
+    if that is so of all.
     """
     model = BenchModel()
     longest = longest_prompt(workload) + 2 * ANSWER_TOKENS * len(workload.sessions[0].turns) + 256
     unique = max(_unique_tokens(workload), 2 * longest) * model.token_bytes
     figures: dict[str, Mapping[str, object]] = {}
     absent: dict[str, str] = {}
+    end, longest_s = time.monotonic() + budget_s, 0.0
     with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as name:
         path = model.write(Path(name) / "bench-qwen3", longest)
         for variant in variants:
@@ -60,9 +68,14 @@ def measure_serving(
                 block_size=BLOCK,
                 dtype=model.dtype,
             )
+            begin = time.monotonic()
+            if figures and begin + longest_s > end:
+                absent[variant.name] = f"no time: {budget_s:.0f} seconds for all"
+                continue
             progress(f"{variant.name}: {variant.story}")
             try:
                 figures[variant.name] = _figures(_measured(workload, variant, field, progress))
+                longest_s = max(longest_s, time.monotonic() - begin)
             except (KvrecallError, OSError, httpx.HTTPError) as error:
                 absent[variant.name] = f"{type(error).__name__}: {error}"[-2000:]
                 progress(f"without {variant.name}: {error}")

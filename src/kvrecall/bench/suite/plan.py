@@ -35,8 +35,13 @@ def full() -> Sequence[Step]:
         Step("throttle", ("throttle", "--repetitions", "2"), 420),
         Step("service", ("service",), 180),
         Step("remote", ("remote", "--repetitions", "3"), 300),
-        Step("chat", ("chat", "--sessions", "32", "--turns", "3"), 1200),
-        Step("replay", ("replay", str(trace), "--requests", "80"), 480, needs=trace),
+        Step("chat", ("chat", "--sessions", "32", "--turns", "3", "--budget", "780"), 1000),
+        Step(
+            "replay",
+            ("replay", str(trace), "--requests", "80", "--budget", "240"),
+            420,
+            needs=trace,
+        ),
         *(_decode(context, share) for context in (16384, 65536) for share in ("0.2", "0.05")),
         Step(
             "needle",
