@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-TRACES = (Path("shared/traces/conversation_trace.jsonl"), Path("var/conversation_trace.jsonl"))
-"""Where the recorded trace is looked for; it is not part of the repository."""
+_TRACE = "conversation_trace.jsonl"
+TRACES = (Path("var") / _TRACE, Path("../shared/traces") / _TRACE)
+"""Where Mooncake's recorded trace (FAST'25, github.com/kvcache-ai/Mooncake) is looked for; it is no
+part of the repository, and without it there is no replay."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """One benchmark: ``kvrecall bench WORDS``, at most ``limit_s`` seconds.
 
-    ``needs``: a file without which it cannot run.
+    ``needs``: a file without which it is left out.
     """
 
     name: str

@@ -35,7 +35,8 @@ Say = Callable[[str], None]
 
 
 def run_all(steps: Sequence[Step], out: Path, kind: str, say: Say, add: bool = False) -> int:
-    """Runs ``steps`` and writes ``out`` after each. Returns how many failed.
+    """Runs ``steps`` and writes ``out`` after each. Returns how many failed; one that lacks what it
+    needs is left out, which is no failure.
 
     With ``add`` the results of other steps that ``out`` already holds are kept.
     """
@@ -46,11 +47,11 @@ def run_all(steps: Sequence[Step], out: Path, kind: str, say: Say, add: bool = F
     for number, step in enumerate(steps, 1):
         say(f"{number} of {len(steps)}: {step.name} ({_clock(time.monotonic() - began)} so far)")
         result = _run(step, say)
-        failed += "error" in result
+        failed += "error" in result and not _is_absent(step)
         say(f"{step.name}: {result.get('error', 'done')} ({_clock(result['took_s'])})")
         results[step.name] = result
         _write(out, {"kind": kind, **_facts(), "results": results})
-    say(f"{len(steps) - failed} of {len(steps)} done in {_clock(time.monotonic() - began)}: {out}")
+    say(f"{failed} of {len(steps)} failed, in {_clock(time.monotonic() - began)}: {out}")
     return failed
 
 
@@ -82,7 +83,7 @@ def _run(step: Step, say: Say) -> dict[str, Any]:
     """A step's line of JSON, or ``error``; always with ``took_s`` and the load it began at."""
     load = round(os.getloadavg()[0], 2)
     began = time.monotonic()
-    if step.needs is not None and not step.needs.is_file():
+    if _is_absent(step):
         result: dict[str, Any] = {"error": f"{step.needs} is not there"}
     else:
         result = _child(step, say)
@@ -90,6 +91,10 @@ def _run(step: Step, say: Say) -> dict[str, Any]:
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     command = " ".join(("kvrecall", "bench", *step.words))
     return {"command": command, "took_s": took, "load_before": load, "ended": when, **result}
+
+
+def _is_absent(step: Step) -> bool:
+    return step.needs is not None and not step.needs.is_file()
 
 
 def _child(step: Step, say: Say) -> dict[str, Any]:
