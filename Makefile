@@ -1,6 +1,6 @@
-# make demo | demo-mooncake | serve | test | check | chaos: each sets .venv up first, which is quick the
+# make demo | demo-mooncake | serve | test | check | chaos | bench: each sets .venv up first, which is quick the
 # second time.
-.PHONY: demo demo-mooncake serve test check chaos setup
+.PHONY: demo demo-mooncake serve test check chaos bench setup
 
 demo: setup
 	@.venv/bin/python -m kvrecall.demo $(DEMO)
@@ -19,6 +19,10 @@ check: setup
 
 chaos: setup
 	@.venv/bin/python -m kvrecall.chaos --seconds $(or $(SECONDS),120) $(if $(SEED),--seed $(SEED)) $(CHAOS)
+
+# All benchmarks with their peers, then plots and tables. QUICK=1: small, and published nowhere.
+bench: setup
+	@scripts/bench $(if $(QUICK),--quick) $(BENCH)
 
 setup:
 	@scripts/setup

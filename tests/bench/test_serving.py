@@ -62,7 +62,9 @@ def test_an_unknown_variant_is_an_error_that_names_the_known() -> None:
 def test_a_pool_recalls_what_the_device_forgot() -> None:
     workload = conversations(3, 3, seed=3)
     room = Room(device=0.0, host=4.0)  # the device gets what the longest prompt needs, twice
-    report = measure_serving(workload, named(["host"]), room, lambda line: None)
+    variants = named(["host", "disk"])  # for the second there will be no time
+    report = measure_serving(workload, variants, room, lambda line: None, budget_s=1.0)
+    assert report.figures["absent"] == {"disk": "no time: 1 seconds for all"}
     found = report.figures["variants"]["host"]  # type: ignore[index]
     assert found["requests"] == 9
     assert found["hit_rate"] > 0.3

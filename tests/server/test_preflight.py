@@ -107,6 +107,7 @@ ONE_LINERS: list[tuple[list[str], int, str]] = [
     (["serve", "model", "--disk-path", "/proc/x", "--disk-size", "1MiB"], 1, "disk_path"),
     (["serve", "model", "--host", "192.0.2.1"], 2, "no address of this machine"),
     (["serve", "model", "--", "--port", "1"], 2, "--port cannot be given after --"),
+    (["serve", "model", "--", "--kv-transfer-config", "{}"], 2, "cannot be given after --"),
     (["serve", "model", "--config", "c.json"], 2, "--config comes alone"),
     (["serve", "--config", "none.json"], 2, "no such file"),
     (["serve", "--config", "."], 2, "is a folder"),

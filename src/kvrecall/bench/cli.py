@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -93,6 +94,24 @@ def disk(
 
 
 @app.command()
+def tiers(
+    path: Annotated[
+        Path, typer.Option(help="Folder on the file system to measure; a sub-folder is made.")
+    ] = Path("var"),
+    rounds: Annotated[int, typer.Option(min=2)] = 5,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of 16 MiB a round.")] = 12,
+    json: Json = False,
+) -> None:
+    """Host and disk tier against other projects' libraries: same blocks, same bytes."""
+    from kvrecall.bench.tiers.contenders import CONTENDERS, find_peers
+    from kvrecall.bench.tiers.measure import Size, measure_tiers
+
+    find_peers()
+    size = Size(requests=requests, rounds=rounds)
+    _run(lambda: measure_tiers(CONTENDERS, size, path, _progress), json)
+
+
+@app.command()
 def remote(
     tokens: Tokens = 8192,
     repetitions: Annotated[int, typer.Option(min=1)] = 5,
@@ -156,8 +175,11 @@ def crowd(
     _run(lambda: measure_crowd(context, sequences, decoded, dense_fits, _progress), json)
 
 
-Variants = Annotated[
-    str, typer.Option(help="Which servers, by name: none,device,host,disk,two,service.")
+Variants = Annotated[str, typer.Option(help="Which servers, by name.")]
+
+
+Budget = Annotated[
+    float, typer.Option(min=0, help="Seconds in all; servers for which none are left are left out.")
 ]
 
 
@@ -165,8 +187,9 @@ Variants = Annotated[
 def chat(
     sessions: Annotated[int, typer.Option(min=1)] = 32,
     turns: Annotated[int, typer.Option(min=1)] = 3,
-    variants: Variants = "none,device,host,disk,two,service",
+    variants: Variants = "none,device,host,disk,mooncake,lmcache,two,service",
     seed: int = 0,
+    budget: Budget = math.inf,
     json: Json = False,
 ) -> None:
     """Conversations and questions over long texts against servers with each kind of pool."""
@@ -176,7 +199,7 @@ def chat(
 
     def measure() -> Report:
         workload = conversations(sessions, turns, seed)
-        return measure_serving(workload, named(variants.split(",")), Room(), _progress)
+        return measure_serving(workload, named(variants.split(",")), Room(), _progress, budget)
 
     _run(measure, json)
 
@@ -188,6 +211,7 @@ def replay(
     block_tokens: Annotated[int, typer.Option(min=1, help="Tokens for a block of 512.")] = 32,
     seconds: Annotated[float, typer.Option(min=0, help="From first to last arrival.")] = 60.0,
     variants: Variants = "device,host,disk",
+    budget: Budget = math.inf,
     json: Json = False,
 ) -> None:
     """A slice of a recorded trace, made small, against live servers."""
@@ -197,12 +221,57 @@ def replay(
 
     def measure() -> Report:
         workload = slice_of(trace, requests, block_tokens, seconds)
-        return measure_serving(workload, named(variants.split(",")), Room(), _progress)
+        return measure_serving(workload, named(variants.split(",")), Room(), _progress, budget)
 
     _run(measure, json)
 
 
 app.command()(needle)
+
+
+@app.command("all")
+def run_suite(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes, some minutes; figures mean little.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="File of results.")] = Path("bench/results/latest.json"),
+    only: Annotated[str, typer.Option(help="These benchmarks only, comma-separated.")] = "",
+    add: Annotated[
+        bool, typer.Option("--add", help="Keep other results that the file holds.")
+    ] = False,
+) -> None:
+    """All benchmarks with their peers, one after the other; what fails is recorded."""
+    from kvrecall.bench.suite import plan
+    from kvrecall.bench.suite.runner import run_all
+
+    steps = plan.quick() if quick else plan.full()
+    if only:
+        wanted = [name.strip() for name in only.split(",")]
+        unknown = sorted(set(wanted) - {step.name for step in steps})
+        if unknown:
+            names = ", ".join(step.name for step in steps)
+            raise typer.BadParameter(f"{', '.join(unknown)}; there are: {names}")
+        steps = [step for step in steps if step.name in wanted]
+    failed = run_all(steps, out, "quick" if quick else "full", _progress, add)
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command()
+def publish(
+    results: Annotated[Path, typer.Argument(help="What `bench all` wrote.")] = Path(
+        "bench/results/latest.json"
+    ),
+    root: Annotated[Path, typer.Option(help="The repository.")] = Path(),
+) -> None:
+    """Plots and tables of README and documents, made from a run."""
+    from kvrecall.bench.suite.publish import publish as write
+
+    try:
+        for path in write(results, root):
+            typer.echo(str(path))
+    except KvrecallError as error:
+        typer.echo(f"kvrecall: {error}", err=True)
+        raise typer.Exit(1) from error
 
 
 def _run(measure: Callable[[], Report], as_json: bool) -> None:

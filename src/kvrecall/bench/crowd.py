@@ -18,6 +18,7 @@ from typing import Any
 from kvrecall.bench.report import Report
 from kvrecall.errors import EngineError
 from kvrecall.retrieval.settings import PREFIX, RetrievalSettings
+from kvrecall.testing.kin import as_child
 from kvrecall.testing.models import write_model
 
 BLOCK = 128
@@ -87,7 +88,7 @@ def run(crowd: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, An
     plain = {name: text for name, text in os.environ.items() if not name.startswith(PREFIX)}
     plain.pop("VLLM_PLUGINS", None)
     done = subprocess.run(
-        [sys.executable, "-m", _CHILD],
+        as_child(sys.executable, "-m", _CHILD),
         input=json.dumps(crowd),
         env={**plain, **environ},
         capture_output=True,

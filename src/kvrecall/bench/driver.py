@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import httpx
 import psutil
 
 from kvrecall.errors import EngineError
+from kvrecall.testing.kin import kvrecall
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
@@ -27,8 +27,6 @@ SETTLE_TIMEOUT_S = 60.0
 QUEUED_WRITES = "kvrecall_queued_writes{"
 
 Progress = Callable[[str], None]
-KVRECALL = (sys.executable, "-c", "from kvrecall.cli import main; main()")
-"""The ``kvrecall`` command of this very installation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +49,9 @@ class ServerProcess:
     """A ``kvrecall serve`` process on a free port of the loopback interface.
 
     Use as a context manager: leaving it ends the server and every process it started, however
-    the block ends. ``arguments`` are those of ``kvrecall serve``; ``log`` takes its output;
-    ``environment`` stands in place of ``server_environment()``.
+    the block ends; it ends by itself when this process does. ``arguments`` are those of
+    ``kvrecall serve``; ``log`` takes its output; ``environment`` stands in place of
+    ``server_environment()``.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class ServerProcess:
 
     def _start(self) -> None:
         self.port = free_port()
-        command = [*KVRECALL, "serve", *_with_port(self._arguments, self.port)]
+        command = kvrecall("serve", *_with_port(self._arguments, self.port))
         self._output = self._log.open("ab")
         self._process = subprocess.Popen(
             command,

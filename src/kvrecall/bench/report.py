@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrecall import __version__
+from kvrecall.bench.bias import BIAS
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Report:
 
     def print(self, as_json: bool) -> None:
         """Prints to standard output; only the line of JSON if ``as_json``."""
+        bias = BIAS.get(self.name, "")
         if not as_json:
             table = Table(title=f"kvrecall bench {self.name}")
             for index, column in enumerate(self.columns):
@@ -45,7 +47,10 @@ class Report:
             console.print(table)
             for note in self.notes:
                 console.print(note, highlight=False, markup=False)
-        print(json.dumps({"bench": self.name, **self.figures, **machine()}, separators=(",", ":")))
+            if bias:
+                console.print(f"biased {bias}", highlight=False, markup=False)
+        line = {"bench": self.name, "bias": bias, **self.figures, **machine()}
+        print(json.dumps(line, separators=(",", ":")))
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -62,6 +67,15 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
         "p50": round(median, 6),
         "p90": round(rank(0.9), 6),
         "n": len(ordered),
+    }
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """p50, p95 and p99 (nearest rank)."""
+    ordered = sorted(values)
+    return {
+        f"p{percent}": round(ordered[min(len(ordered) - 1, percent * len(ordered) // 100)], 4)
+        for percent in (50, 95, 99)
     }
 
 
@@ -103,12 +117,15 @@ def _gpu_name() -> str | None:
 
 
 def _commit() -> str | None:
-    """Commit of the source tree this runs from; ``+`` if it has changes. None outside of one."""
+    """Commit of the source tree this runs from; ``+`` if it has changes, other than results and
+    what is made from them. None outside of one."""
     folder = str(Path(__file__).parent)
     commit = _output("git", "-C", folder, "rev-parse", "--short=12", "HEAD")
     if commit is None:
         return None
-    return commit + ("+" if _output("git", "-C", folder, "status", "--porcelain") else "")
+    but = [f":(exclude,top){path}" for path in ("bench/results", "docs/images/bench")]
+    changed = _output("git", "-C", folder, "status", "--porcelain", "--", ":/", *but)
+    return commit + ("+" if changed else "")
 
 
 def _output(*command: str) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -13,9 +12,9 @@ from pathlib import Path
 from kvrecall.errors import TierError
 from kvrecall.pool.service.admin import ServiceAdmin
 from kvrecall.pool.service.views import Overview
+from kvrecall.testing.kin import kvrecall
 
 _READY_S = 120.0
-_LAUNCH = "from kvrecall.cli import main; main()"
 
 
 class ServiceProcess:
@@ -38,7 +37,7 @@ class ServiceProcess:
         """Returns when it serves. Raises TierError if it does not come up."""
         with self.log.open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-c", _LAUNCH, "pool", "serve", "--config", str(self._config)],
+                kvrecall("pool", "serve", "--config", str(self._config)),
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,

@@ -19,7 +19,9 @@ from kvrecall.server.plan import ENGINE_DEFAULTS, Plan
 log = logging.getLogger("kvrecall.server")
 
 DEFAULT_MODEL = Path("models/recall-tiny")
-_OWN_OPTIONS = ("--host", "--port", "--kv-transfer-config", "--uds", "--config", "--headless")
+_CONNECTOR = "--kv-transfer-config"
+"""With --no-pool there is none of ours, and another project's may be given."""
+_OWN_OPTIONS = ("--host", "--port", _CONNECTOR, "--uds", "--config", "--headless")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ def plan_model(asked: Asked) -> Plan:
     """The plan for ``kvrecall serve MODEL``. Raises ConfigError."""
     for word in asked.extra_args:
         name = word.partition("=")[0].replace("_", "-")
-        if name in _OWN_OPTIONS:
+        if name in _OWN_OPTIONS and not (name == _CONNECTOR and asked.recall is None):
             raise ConfigError(f"{name} cannot be given after --; kvrecall sets it itself")
     engine = dict(asked.engine)
     memory = "kv-cache-memory-bytes"

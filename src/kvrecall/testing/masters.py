@@ -12,10 +12,12 @@ from pathlib import Path
 from kvrecall.errors import TierError
 from kvrecall.pool.remote.mooncake.master import MasterFlags
 from kvrecall.testing.blocks import wait_until
+from kvrecall.testing.kin import as_child
 
 
 class Master:
-    """A master on a port of its own, that may be killed, stopped and started again.
+    """A master on a port of its own, that may be killed, stopped and started again. It ends with
+    the thread that started it.
 
     ``prefix``: a command that runs another one, such as ``ip netns exec NAME``.
     """
@@ -39,7 +41,8 @@ class Master:
         flags = MasterFlags(
             self.host, self.port, self._metrics_port, rpc_thread_num=8, allow_plaintext=True
         )
-        command = [*self._prefix, *flags.command(), f"--client_ttl={client_ttl_s}"]
+        program = as_child(*flags.command(), f"--client_ttl={client_ttl_s}")
+        command = [*self._prefix, *program]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         if not self._prefix:

@@ -47,7 +47,11 @@ def play(workload: Workload, urls: Sequence[str], note: Callable[[int], None]) -
 
     ``note`` hears after each request how many are done. Raises EngineError if one fails.
     """
-    return asyncio.run(_play(workload, urls, note))
+    try:
+        return asyncio.run(_play(workload, urls, note))
+    except* (EngineError, httpx.HTTPError, OSError) as group:
+        first = group.exceptions[0]
+        raise EngineError(f"a request failed: {type(first).__name__}: {first}") from group
 
 
 async def _play(workload: Workload, urls: Sequence[str], note: Callable[[int], None]) -> Run:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,15 +12,17 @@ from pathlib import Path
 import httpx
 
 from kvrecall.bench.driver import Progress
-from kvrecall.bench.report import Report
+from kvrecall.bench.report import Report, quantiles
 from kvrecall.bench.restore import BenchModel
 from kvrecall.bench.serving.clients import Run, play
-from kvrecall.bench.serving.variants import Field, Variant
+from kvrecall.bench.serving.field import Field
+from kvrecall.bench.serving.variants import Variant
 from kvrecall.bench.serving.workload import ANSWER_TOKENS, Workload, longest_prompt
+from kvrecall.errors import EngineError, KvrecallError
 
 BLOCK = 64
-SOURCES = ("device", "host", "disk", "remote")
-_QUANTILES = (0.5, 0.95, 0.99)
+SOURCES = ("device", "host", "disk", "remote", "unspecified")
+"""``unspecified``: what another project's connector brought."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +35,24 @@ class Room:
 
 
 def measure_serving(
-    workload: Workload, variants: Sequence[Variant], room: Room, progress: Progress
+    workload: Workload,
+    variants: Sequence[Variant],
+    room: Room,
+    progress: Progress,
+    budget_s: float = math.inf,
 ) -> Report:
     """Plays ``workload`` against every variant and reports them side by side.
 
-    Raises EngineError if a server does not start or a request fails.
+    A variant whose servers do not start, or fail a request, or that would presumably end more than
+    ``budget_s`` seconds after the beginning, is in the report with the reason. Raises EngineError
+    if that is so of all.
     """
     model = BenchModel()
     longest = longest_prompt(workload) + 2 * ANSWER_TOKENS * len(workload.sessions[0].turns) + 256
     unique = max(_unique_tokens(workload), 2 * longest) * model.token_bytes
     figures: dict[str, Mapping[str, object]] = {}
+    absent: dict[str, str] = {}
+    end, longest_s = time.monotonic() + budget_s, 0.0
     with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as name:
         path = model.write(Path(name) / "bench-qwen3", longest)
         for variant in variants:
@@ -56,10 +68,20 @@ def measure_serving(
                 block_size=BLOCK,
                 dtype=model.dtype,
             )
+            begin = time.monotonic()
+            if figures and begin + longest_s > end:
+                absent[variant.name] = f"no time: {budget_s:.0f} seconds for all"
+                continue
             progress(f"{variant.name}: {variant.story}")
-            run = _measured(workload, variant, field, progress)
-            figures[variant.name] = _figures(run)
-    return _report(workload, variants, figures, unique)
+            try:
+                figures[variant.name] = _figures(_measured(workload, variant, field, progress))
+                longest_s = max(longest_s, time.monotonic() - begin)
+            except (KvrecallError, OSError, httpx.HTTPError) as error:
+                absent[variant.name] = f"{type(error).__name__}: {error}"[-2000:]
+                progress(f"without {variant.name}: {error}")
+    if not figures:
+        raise EngineError(f"no variant could be measured: {absent}")
+    return _report(workload, variants, figures, absent, unique)
 
 
 def _measured(workload: Workload, variant: Variant, field: Field, progress: Progress) -> Run:
@@ -98,21 +120,10 @@ def _figures(run: Run) -> dict[str, object]:
         "seconds": round(run.seconds, 2),
         "prompt_tokens": prompt,
         "tokens_per_s": round(prompt / run.seconds, 1),
-        "ttft_s": _quantiles([sample.ttft_s for sample in samples]),
-        "tpot_s": _quantiles([sample.tpot_s for sample in samples]),
+        "ttft_s": quantiles([sample.ttft_s for sample in samples]),
+        "tpot_s": quantiles([sample.tpot_s for sample in samples]),
         "hit_rate": round(sum(hits.values()) / prompt, 4),
         "hit_rate_by_tier": {s: round(n / prompt, 4) for s, n in hits.items()},
-    }
-
-
-def _quantiles(values: Sequence[float]) -> dict[str, float]:
-    """p50, p95 and p99 (nearest rank)."""
-    ordered = sorted(values)
-    return {
-        f"p{round(share * 100)}": round(
-            ordered[min(len(ordered) - 1, int(share * len(ordered)))], 4
-        )
-        for share in _QUANTILES
     }
 
 
@@ -120,11 +131,14 @@ def _report(
     workload: Workload,
     variants: Sequence[Variant],
     figures: Mapping[str, Mapping[str, object]],
+    absent: Mapping[str, str],
     unique: int,
 ) -> Report:
     columns = ("served with", "s", "prompt tok/s", "hit rate", "TTFT p50", "p95", "p99", "TPOT p50")
     rows = []
     for variant in variants:
+        if variant.name in absent:
+            continue
         found = figures[variant.name]
         ttft, tpot = found["ttft_s"], found["tpot_s"]
         assert isinstance(ttft, dict)
@@ -142,7 +156,14 @@ def _report(
     notes = (
         f"{workload.story}; {workload.prompt_tokens} prompt tokens in all, "
         f"{unique / 2**20:.0f} MiB of KV cache; the device holds a quarter of it",
-        "biased towards a pool: everything is asked again; and towards none: 2 cores, small model",
         *(f"{variant.name}: {variant.story}" for variant in variants),
+        *(f"left out: {name}: {reason.splitlines()[0]}" for name, reason in absent.items()),
     )
-    return Report(workload.name, columns, tuple(rows), {"variants": figures}, notes)
+    shown = {
+        "story": workload.story,
+        "prompt_tokens": workload.prompt_tokens,
+        "unique_bytes": unique,
+        "variants": figures,
+        "absent": dict(absent),
+    }
+    return Report(workload.name, columns, tuple(rows), shown, notes)

@@ -1,0 +1,1 @@
+"""All benchmarks in one run, and what is published of it."""

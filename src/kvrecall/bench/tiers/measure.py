@@ -1,0 +1,270 @@
+"""``kvrecall bench tiers``: every store puts and gets the same blocks, round by round, by turns."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from kvrecall.bench.driver import Progress
+from kvrecall.bench.report import Report, quantiles
+from kvrecall.bench.tiers.base import Medium, Store, StoreError, drop_from_memory, make_durable
+from kvrecall.bench.tiers.contenders import Contender, Ground
+
+PHASES = ("put", "durable", "cold", "warm")
+"""``durable``: puts and the wait until all is on the medium. ``cold``: gets after the page cache
+has let go of the files; of memory, the first round of a store, which touches its pages. ``warm``:
+gets of the same blocks right after; of memory, every later round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """``requests`` requests of ``request_blocks`` blocks of ``block_bytes``, ``rounds`` times."""
+
+    block_bytes: int = 1 << 20
+    request_blocks: int = 16
+    requests: int = 12
+    rounds: int = 5
+
+    @property
+    def nbytes(self) -> int:
+        return self.block_bytes * self.request_blocks * self.requests
+
+
+@dataclass(slots=True)
+class Times:
+    """Seconds of a store's requests by phase, one list a round. ``fault``: why it was left out."""
+
+    rounds: dict[str, list[list[float]]] = field(default_factory=dict)
+    fault: str = ""
+
+    def note(self, phase: str, seconds: list[float]) -> None:
+        self.rounds.setdefault(phase, []).append(seconds)
+
+
+class Blocks:
+    """The bytes: what is put lies in the first half of ``memory``, what is got in the second."""
+
+    def __init__(self, size: Size) -> None:
+        self._size = size
+        self._map = mmap.mmap(-1, 2 * size.nbytes)
+        self.memory = memoryview(self._map)
+        self._array = np.frombuffer(self.memory, dtype=np.uint8)
+        for at in range(0, size.nbytes, 1 << 24):  # no two blocks are alike
+            piece = os.urandom(min(1 << 24, size.nbytes - at))
+            self.memory[at : at + len(piece)] = piece
+
+    def sources(self, request: int) -> list[memoryview]:
+        return self._views(request, 0)
+
+    def targets(self, request: int) -> list[memoryview]:
+        return self._views(request, self._size.nbytes)
+
+    def forget(self) -> None:
+        """Empties what was got."""
+        self._array[self._size.nbytes :] = 0
+
+    def check(self, request: int, found: Sequence[memoryview]) -> None:
+        """Raises StoreError if that is not what was put."""
+        for block, source in zip(found, self.sources(request), strict=True):
+            if not np.array_equal(np.frombuffer(block, np.uint8), np.frombuffer(source, np.uint8)):
+                raise StoreError("a get brought other bytes than were put")
+
+    def _views(self, request: int, base: int) -> list[memoryview]:
+        size = self._size
+        first = base + request * size.request_blocks * size.block_bytes
+        return [
+            self.memory[first + n * size.block_bytes : first + (n + 1) * size.block_bytes]
+            for n in range(size.request_blocks)
+        ]
+
+
+def measure_tiers(
+    contenders: Sequence[Contender], size: Size, path: Path, progress: Progress
+) -> Report:
+    """Runs all ``contenders`` below ``path``; who cannot run is in the report with the reason."""
+    path.mkdir(parents=True, exist_ok=True)
+    blocks = Blocks(size)
+    times = {contender.name: Times() for contender in contenders}
+    with (
+        tempfile.TemporaryDirectory(prefix="kvrecall-tiers-", dir=path) as name,
+        _opened(contenders, Path(name), blocks, size, times, progress) as stores,
+    ):
+        for number in range(size.rounds):
+            progress(f"round {number + 1} of {size.rounds}")
+            turn = number % len(contenders)
+            for contender in (*contenders[turn:], *contenders[:turn]):
+                found = times[contender.name]
+                if found.fault:
+                    continue
+                folder = Path(name) / _slug(contender)
+                try:
+                    _round(contender, stores[contender.name], folder, number, blocks, size, found)
+                except Exception as error:  # noqa: BLE001 - other people's code
+                    found.fault = _reason(error)
+                    progress(f"without {contender.name}: {found.fault}")
+    return _report(contenders, size, times)
+
+
+@contextlib.contextmanager
+def _opened(
+    contenders: Sequence[Contender],
+    folder: Path,
+    blocks: Blocks,
+    size: Size,
+    times: Mapping[str, Times],
+    progress: Progress,
+) -> Iterator[dict[str, Store]]:
+    """The stores of those that open; the others' reason goes to ``times``."""
+    stores: dict[str, Store] = {}
+    with contextlib.ExitStack() as stack:
+        for contender in contenders:
+            own = folder / _slug(contender)
+            own.mkdir()
+            try:
+                store = contender.open(Ground(own, blocks.memory, size.nbytes, size.block_bytes))
+            except Exception as error:  # noqa: BLE001 - other people's code
+                times[contender.name].fault = _reason(error)
+                progress(f"without {contender.name}: {times[contender.name].fault}")
+                continue
+            stack.callback(store.close)
+            stores[contender.name] = store
+        yield stores
+
+
+def _slug(contender: Contender) -> str:
+    return "".join(c if c.isalnum() else "-" for c in contender.name)
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:300] if text else ''}"
+
+
+def _round(
+    contender: Contender,
+    store: Store,
+    folder: Path,
+    number: int,
+    blocks: Blocks,
+    size: Size,
+    times: Times,
+) -> None:
+    """Puts everything, gets it twice, removes it; every block that comes is compared."""
+    names = [
+        [
+            hashlib.sha256(f"{number}/{request}/{n}".encode()).digest()
+            for n in range(size.request_blocks)
+        ]
+        for request in range(size.requests)
+    ]
+    seconds = []
+    for request, mine in enumerate(names):
+        sources = blocks.sources(request)
+        store.prepare(mine, sources)
+        began = time.perf_counter()
+        store.put(mine, sources)
+        seconds.append(time.perf_counter() - began)
+    times.note("put", seconds)
+    if contender.medium is Medium.DISK:
+        began = time.perf_counter()
+        make_durable(folder)
+        times.note("durable", [sum(seconds) + time.perf_counter() - began])
+        drop_from_memory(folder)
+        times.note("cold", _gets(store, names, blocks))
+        times.note("warm", _gets(store, names, blocks))
+    else:
+        times.note("warm" if number else "cold", _gets(store, names, blocks))
+    for mine in names:
+        store.remove(mine)
+
+
+def _gets(store: Store, names: Sequence[Sequence[bytes]], blocks: Blocks) -> list[float]:
+    blocks.forget()
+    seconds = []
+    for request, mine in enumerate(names):
+        targets = blocks.targets(request)
+        began = time.perf_counter()
+        store.get(mine, targets)
+        seconds.append(time.perf_counter() - began)
+        blocks.check(request, store.landed(targets))
+    return seconds
+
+
+# -- what is reported -----------------------------------------------------------------------
+
+
+def _figures(times: Times, limit: Times, size: Size) -> dict[str, object]:
+    """By phase: GB/s (median of rounds), milliseconds a request, ratio to the limit."""
+    found: dict[str, object] = {}
+    for phase, rounds in times.rounds.items():
+        each = [sum(seconds) for seconds in rounds]
+        against = [sum(seconds) for seconds in limit.rounds.get(phase, [])]
+        ratios = [bare / mine for bare, mine in zip(against, each, strict=False)]
+        found[phase] = {
+            "gb_s": round(size.nbytes / statistics.median(each) / 1e9, 3),
+            "to_limit": round(statistics.median(ratios), 3) if ratios else None,
+        }
+        if phase != "durable":
+            requests = [1e3 * value for seconds in rounds for value in seconds]
+            found[phase] |= {"request_ms": quantiles(requests)}  # type: ignore[operator]
+    return found
+
+
+def _report(contenders: Sequence[Contender], size: Size, times: Mapping[str, Times]) -> Report:
+    stores: dict[str, dict[str, object]] = {}
+    absent: dict[str, str] = {}
+    limits = {c.medium: times[c.name] for c in contenders if c.limit}
+    for contender in contenders:
+        if times[contender.name].fault:
+            absent[contender.name] = times[contender.name].fault
+            continue
+        limit = limits.get(contender.medium, Times())
+        stores[contender.name] = {
+            "medium": str(contender.medium),
+            "checks": contender.checks,
+            "limit": contender.limit,
+            "story": contender.story,
+            **_figures(times[contender.name], limit, size),
+        }
+    figures: dict[str, object] = {
+        "block_bytes": size.block_bytes,
+        "request_blocks": size.request_blocks,
+        "requests": size.requests,
+        "rounds": size.rounds,
+        "stores": stores,
+        "absent": absent,
+    }
+    notes = (
+        f"{size.requests} requests of {size.request_blocks} blocks of {size.block_bytes >> 10} KiB "
+        f"a round, {size.rounds} rounds; every block got was compared",
+        "GB/s: median of rounds; (..): ratio to the limit of the same medium, round by round; "
+        "ms: a request",
+        *(f"left out: {name}: {reason}" for name, reason in absent.items()),
+    )
+    columns = ("library", "put GB/s", "durable", "get cold", "ms p50/p95/p99", "get warm")
+    rows = tuple((name, *_cells(found)) for name, found in stores.items())
+    return Report("tiers", columns, rows, figures, notes)
+
+
+def _cells(found: Mapping[str, object]) -> list[str]:
+    cells = []
+    for phase in PHASES:
+        rate = found.get(phase)
+        if not isinstance(rate, dict):
+            cells += [""] * (2 if phase == "cold" else 1)
+            continue
+        ratio = f" ({rate['to_limit']:.2f})" if rate["to_limit"] is not None else ""
+        cells.append(f"{rate['gb_s']:.2f}{ratio}")
+        if phase == "cold":
+            cells.append("/".join(f"{value:.1f}" for value in rate["request_ms"].values()))
+    return cells
