@@ -1,4 +1,5 @@
-"""What a call costs through the service. Bounds are loose: the machine may be busy."""
+"""What a call costs through the service, in calls for one block: many blocks are one message.
+`kvrecall bench service` gives the times."""
 
 from __future__ import annotations
 
@@ -36,9 +37,8 @@ def test_calls_are_quick(tmp_path: Path) -> None:
         one = median_ms(lambda: client.find(KEYS[:1]))
         recall = median_ms(lambda: recalled(client))
         print(f"find 1000: {find:.2f} ms; find 1: {one:.3f} ms; recall 8: {recall:.3f} ms")
-        assert find < 2.0
-        assert one < 1.0
-        assert recall < 2.0
+        assert find < 100 * one
+        assert recall < 20 * one
         client.close()
 
 
