@@ -62,6 +62,8 @@ def test_a_pool_finds_in_it_what_another_stored(options: dict[str, Any]) -> None
     raw = {"host_size": "4MiB", "remote": {"kind": KIND, **options, "ttl": 600}}
     config = RecallSettings.from_mapping(raw).pool
     keys = chain(NAMESPACE, 20, uuid.uuid4().hex)
+    store = make_store(KIND, options)
+    store._ask([(b"FLUSHALL",)])  # type: ignore[attr-defined]
     for saves in (True, False):
         with Pool.open(config) as pool:
             pool.register(NAMESPACE, BLOCK_BYTES)
@@ -73,7 +75,6 @@ def test_a_pool_finds_in_it_what_another_stored(options: dict[str, Any]) -> None
                 wait_until(lambda p=pool: p.find(keys).blocks == 20)  # type: ignore[misc]
                 assert len(engine.recall(keys)) == 20
             engine.close()
-    store = make_store(KIND, options)
     name = store._ask([(b"RANDOMKEY",)])[0]  # type: ignore[attr-defined]
     assert 0 < store._ask([(b"TTL", name)])[0] <= 600  # type: ignore[attr-defined]
     store.close()
