@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
-from kvrecall.config import DiskConfig, PoolConfig
+from kvrecall.config import DiskConfig, PoolConfig, RemoteConfig
 from kvrecall.pool import Pool
 from kvrecall.pool.base import PoolClient
 from kvrecall.testing.pool_machine import PoolMachine
@@ -26,6 +26,17 @@ class SelectiveMachine(PoolMachine):
     terms = dataclasses.replace(PoolMachine.terms, write_policy="selective")
 
 
+class RemoteBackMachine(PoolMachine):
+    """Over a remote store that is written back."""
+
+    terms = dataclasses.replace(PoolMachine.terms, remote_write="back")
+
+    def open_pool(self, folder: Path) -> PoolClient:
+        remote = RemoteConfig("kvrecall.testing.stores:make_store", {"name": str(folder)})
+        disk = DiskConfig(folder, 32 << 20)
+        return Pool.open(PoolConfig(1 << 20, disk, terms=self.terms, remote=remote))
+
+
 TestHazardMachine = HazardMachine.TestCase
 TestHazardMachine.settings = settings(
     max_examples=8,
@@ -35,13 +46,15 @@ TestHazardMachine.settings = settings(
 )
 TestBackMachine = BackMachine.TestCase
 TestSelectiveMachine = SelectiveMachine.TestCase
-for _case in (TestBackMachine, TestSelectiveMachine):
+TestRemoteBackMachine = RemoteBackMachine.TestCase
+for _case in (TestBackMachine, TestSelectiveMachine, TestRemoteBackMachine):
     _case.settings = settings(
         max_examples=8,
         stateful_step_count=40,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
     )
+del _case  # or it is taken for one more test
 TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(
     max_examples=25,

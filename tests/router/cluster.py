@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,14 +16,20 @@ from server.live import KVRECALL, START_LIMIT_S, LiveServer, free_port
 Json = dict[str, Any]
 
 
-def instance(folder: Path, model: Path, socket: Path, role: str, port: int) -> LiveServer:
-    """An engine that is starting; ``wait_ready`` before use."""
+def instance(
+    folder: Path, model: Path, role: str, port: int, socket: Path | None = None, **pool: object
+) -> LiveServer:
+    """An engine that is starting; ``wait_ready`` before use. Its pool is the service's at
+    ``socket``, or one of its own with the settings ``pool``."""
     folder.mkdir()
     words = [str(model), "--port", str(port), "--served-model-name", "tiny", "--role", role]
     words += ["--dtype", "float32", "--kv-cache-memory-bytes", "64MiB"]
-    pool = folder / "pool.json"
-    pool.write_text('{"load_or_compute": "load"}')  # what is found is loaded, whatever it is worth
-    words += ["--pool-config", str(pool), "--pool-socket", str(socket), "--", "--max-num-seqs", "8"]
+    file = folder / "pool.json"
+    # What is found is loaded, whatever it is worth.
+    file.write_text(json.dumps({"load_or_compute": "load", **pool}))
+    words += ["--pool-config", str(file)]
+    words += ["--pool-socket", str(socket)] if socket is not None else []
+    words += ["--", "--max-num-seqs", "8"]
     return LiveServer(folder, words, f"http://127.0.0.1:{port}")
 
 

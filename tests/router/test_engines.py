@@ -45,7 +45,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         servers = []
         for place, role in enumerate(("prefill", "decode", "decode")):
             home = folder / f"{role}-{place}"
-            servers.append(instance(home, model, service.socket, role, free_port()))
+            servers.append(instance(home, model, role, free_port(), service.socket))
             stack.callback(servers[-1].close)
         for server in servers:
             server.wait_ready()

@@ -24,7 +24,7 @@ from kvrecall.testing.kin import kvrecall
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
 SETTLE_TIMEOUT_S = 60.0
-QUEUED_WRITES = "kvrecall_queued_writes{"
+QUEUED_WRITES = "kvrecall_queued_writes"
 
 Progress = Callable[[str], None]
 
@@ -176,12 +176,16 @@ class ServerProcess:
         end = time.monotonic() + SETTLE_TIMEOUT_S
         while time.monotonic() < end:
             self.ask("settle", 4)
-            text = httpx.get(f"{self.url}/metrics", timeout=60).text
-            waiting = [line for line in text.splitlines() if line.startswith(QUEUED_WRITES)]
-            if all(float(line.rpartition(" ")[2]) == 0 for line in waiting):
+            if self.metric(QUEUED_WRITES) == 0:
                 return
             time.sleep(0.1)
         raise EngineError(f"the pool is still writing after {SETTLE_TIMEOUT_S:.0f} s")
+
+    def metric(self, name: str) -> float:
+        """A metric as of the last engine step, summed over its labels; 0 if it is not there."""
+        text = httpx.get(f"{self.url}/metrics", timeout=60).text
+        lines = [line for line in text.splitlines() if line.startswith(name + "{")]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
 
     def forget_device(self) -> None:
         """Empties the engine's own prefix cache; the pool keeps its blocks."""

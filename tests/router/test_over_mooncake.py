@@ -1,0 +1,121 @@
+"""Prefill and decode apart over a remote store: two engines with pools of their own that share
+nothing but Mooncake's master, a router before them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import pytest
+from server.live import LiveServer, free_port
+
+from kvrecall.testing.masters import Master
+from kvrecall.testing.models import write_model
+from tests.remote.mooncake import needs_mooncake
+
+from .cluster import Json, Router, header, instance, until
+
+pytestmark = pytest.mark.engine
+
+BLOCK = 128
+TEXT = "The clocks were striking thirteen, and nobody had wound them up for a year. " * 26
+PATIENCE = {"lookup_deadline": 60, "handover_deadline": 10, "load_deadline": 60}  # busy machines
+
+
+@dataclass(slots=True)
+class Apart:
+    master: Master
+    prefill: LiveServer
+    decode: LiveServer
+    router: Router
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+    folder = tmp_path_factory.mktemp("apart")
+    model = write_model(
+        folder / "model", "qwen3", hidden=64, layers=2, max_position=8192, dtype="float32"
+    )
+    with ExitStack() as stack:
+        master = Master(folder / "master.log")
+        stack.callback(master.kill)
+        master.start()
+        remote = {"kind": "mooncake", **master.options("64MB")}
+        servers = []
+        for role in ("prefill", "decode"):
+            pool = {"host_size": "64MiB", "remote": remote, **PATIENCE}
+            servers.append(instance(folder / role, model, role, free_port(), **pool))
+            stack.callback(servers[-1].close)
+        for server in servers:
+            server.wait_ready()
+        router = Router(folder, ["--prefill", servers[0].url, "--decode", servers[1].url])
+        stack.callback(router.close)
+        yield Apart(master, *servers, router)
+
+
+def tokens_of(reply: Json) -> list[int]:
+    (choice,) = reply["choices"]
+    return list(choice["token_ids"])
+
+
+def alone(server: LiveServer, prompt: str) -> list[int]:
+    """The tokens of one engine that computes everything: a salt keeps its blocks apart."""
+    asked = {"model": "tiny", "prompt": prompt, "max_tokens": 24, "temperature": 0}
+    asked |= {"return_token_ids": True, "cache_salt": f"alone {prompt[:40]}"}
+    reply = server.client.post("/v1/completions", json=asked).json()
+    assert reply["usage"]["prompt_tokens_details"]["recall"]["computed"] == len(prompt)
+    return tokens_of(reply)
+
+
+def stored_by(server: LiveServer) -> float:
+    """Blocks that an instance has put into the store. Metrics move with the engine's steps."""
+    server.client.post("/v1/completions", json={"model": "tiny", "prompt": "x", "max_tokens": 2})
+    lines = server.client.get("/metrics").text.splitlines()
+    writes = [
+        s for s in lines if s.startswith("kvrecall_tier_writes_total") and 'tier="remote"' in s
+    ]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in writes)
+
+
+@needs_mooncake
+def test_what_one_host_prefilled_another_decodes(apart: Apart) -> None:
+    whole = len(TEXT) // BLOCK * BLOCK  # the model's tokens are bytes
+    reply = apart.router.complete(prompt=TEXT, max_tokens=24, return_token_ids=True)
+    assert reply.status_code == 200, reply.text
+    assert f"http://{header(reply)['prefill']}" == apart.prefill.url
+    assert f"http://{header(reply)['decode']}" == apart.decode.url
+    details = reply.json()["usage"]["prompt_tokens_details"]
+    assert details["prefill"]["computed"] == len(TEXT)
+    assert details["recall"]["remote"] == whole
+    assert details["recall"]["computed"] == len(TEXT) - whole
+    assert tokens_of(reply.json()) == alone(apart.prefill, TEXT)
+
+
+@needs_mooncake
+def test_the_next_turn_is_prefilled_from_what_was_decoded(apart: Apart) -> None:
+    """The answer's blocks lie in the decode instance's pool, and in the store."""
+    first = "A second conversation. " + TEXT
+    asked = {"max_tokens": 300, "return_token_ids": True}
+    reply = apart.router.complete(prompt=[ord(letter) for letter in first], **asked)
+    turn = [ord(letter) for letter in first] + tokens_of(reply.json()) + list(range(65, 91)) * 20
+    kept = len(first) // BLOCK * BLOCK  # the prefill instance has computed those itself
+    known = (len(first) + 299) // BLOCK * BLOCK  # the last token was never computed
+    new = (len(TEXT) + 23) // BLOCK - len(TEXT) // BLOCK + (known - kept) // BLOCK
+    assert until(lambda: stored_by(apart.decode) >= new)
+    apart.prefill.client.post("/reset_prefix_cache")
+    split = apart.router.complete(prompt=turn).json()["usage"]["prompt_tokens_details"]["prefill"]
+    assert split["host"] == kept
+    assert split["remote"] == known - kept > 0
+
+
+@needs_mooncake
+def test_without_the_master_the_decode_instance_computes(apart: Apart) -> None:
+    apart.master.kill()
+    text = "Nobody knows where anything is. " + TEXT
+    asked = {"max_tokens": 24, "return_token_ids": True, "prompt": text}
+    reply = apart.router.complete(**asked)
+    assert reply.status_code == 200, reply.text
+    split = reply.json()["usage"]["prompt_tokens_details"]["recall"]
+    assert split["computed"] == len(text)
+    assert tokens_of(reply.json()) == alone(apart.decode, text)
