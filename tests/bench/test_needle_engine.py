@@ -34,7 +34,8 @@ def test_one_engine_dense_and_by_retrieval(tmp_path: Path) -> None:
     """With all blocks chosen every answer is the dense one; with hardly any it is not."""
     figures = run(
         tmp_path, "--samples", "8", "--tasks", "single,chain", "--share", "1,0.01",
-        "--digest", "mean", "--digest-tokens", "128", "--records", "all.jsonl", "--json",
+        "--digest", "mean", "--digest-tokens", "128", "--least", "1", "--records", "all.jsonl",
+        "--json",
     )  # fmt: skip
     assert figures["active"] is True
     assert figures["dense"]["1024"]["single"]["right"] >= 7
@@ -60,6 +61,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         "VLLM_RETRIEVAL_LOCAL_TOKENS_NUM": "256",
         "VLLM_RETRIEVAL_DENSE_BOUNDARY": "512",
         "VLLM_RETRIEVAL_GATE": "0",
+        "VLLM_RETRIEVAL_LEAST_BLOCKS": "1",
     }
     environment = {**server_environment(), **settings}
     with ServerProcess(arguments, log, lambda _: None, environment) as live:

@@ -10,7 +10,7 @@ from kvrecall.bench.decode import measure_decode_report
 from kvrecall.errors import KvrecallError
 from kvrecall.retrieval.settings import RetrievalSettings
 
-SMALL = RetrievalSettings(init_tokens=128, local_tokens=256)
+SMALL = RetrievalSettings(init_tokens=128, local_tokens=256, least_blocks=1)
 
 
 def test_figures() -> None:

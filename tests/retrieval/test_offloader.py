@@ -38,6 +38,7 @@ SETTINGS = RetrievalSettings(
     offload_boundary=256,
     gate=False,
     cache_share=0.1,
+    least_blocks=1,
 )
 
 

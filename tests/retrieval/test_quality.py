@@ -75,6 +75,7 @@ def test_answers_from_chosen_blocks(
         "VLLM_RETRIEVAL_DENSE_LAYERS": "0",
         "VLLM_RETRIEVAL_DIGEST": digest,
         "VLLM_RETRIEVAL_DIGEST_TOKENS": str(tokens),
+        "VLLM_RETRIEVAL_LEAST_BLOCKS": "1",
     }
     engine = start(
         model=str(MODEL),

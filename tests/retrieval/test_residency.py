@@ -19,7 +19,12 @@ from kvrecall.retrieval.split import slots_of, split_of
 from .sequences import BLOCK, Bench, Sequence, shape_of
 
 SETTINGS = RetrievalSettings(
-    init_tokens=100, local_tokens=300, dense_boundary=0, offload_boundary=0, gate=False
+    init_tokens=100,
+    local_tokens=300,
+    dense_boundary=0,
+    offload_boundary=0,
+    gate=False,
+    least_blocks=1,
 )
 
 

@@ -35,10 +35,11 @@ def test_every_variable_is_read() -> None:
         "GATE": "off",
         "CACHE_PERCENT": "0.1",
         "PREFETCH_PERCENT": "0.01",
+        "LEAST_BLOCKS": "3",
     }
     environ = {f"VLLM_RETRIEVAL_{name}": text for name, text in given.items()}
     assert RetrievalSettings.from_environ(environ) == RetrievalSettings(
-        1, 2, 0.5, 4, 5, "mean", 32, 0, False, 0.1, 0.01
+        1, 2, 0.5, 4, 5, "mean", 32, 0, False, 0.1, 0.01, 3
     )
 
 
@@ -104,6 +105,7 @@ def engine(extra: object) -> SimpleNamespace:
         ("GATE", "maybe"),
         ("CACHE_PERCENT", "2"),
         ("PREFETCH_PERCENT", "0.06"),
+        ("LEAST_BLOCKS", "0"),
         ("TOP_K", "1"),
     ],
 )
@@ -138,17 +140,21 @@ def test_the_plugin_acts_only_if_named(plugins: str | None, on: bool) -> None:
     init=st.integers(0, 3000),
     local=st.integers(1, 3000),
     share=st.floats(0.001, 1),
+    least=st.integers(1, 20),
 )
 def test_init_and_local_tokens_always_take_part(
-    tokens: int, block: int, init: int, local: int, share: float
+    tokens: int, block: int, init: int, local: int, share: float, least: int
 ) -> None:
-    settings = RetrievalSettings(init_tokens=init, local_tokens=local, topk_share=share)
+    settings = RetrievalSettings(
+        init_tokens=init, local_tokens=local, topk_share=share, least_blocks=least
+    )
     split = split_of(tokens, block, settings)
     assert split.blocks == -(-tokens // block)
     assert split.init * block >= min(init, tokens)
     assert split.local * block <= max(tokens - local, split.init * block)
     assert 0 <= split.init <= split.local <= split.blocks
     assert split.middle * share <= split.chosen <= split.middle
+    assert split.chosen >= min(least, split.middle)
     assert 1 <= split.last_tokens <= block
     if split.middle:
         assert split.local < split.blocks
@@ -163,3 +169,9 @@ def test_seeds_defaults_attend_to_what_the_notes_say() -> None:
         for kilo in (32, 64, 128, 1024)
     ]
     assert shares == pytest.approx([0.40, 0.30, 0.25, 0.21], abs=0.01)
+
+
+def test_small_shares_get_finer_digests() -> None:
+    sizes = [RetrievalSettings(topk_share=share).tokens_a_digest for share in (0.2, 0.05, 0.02)]
+    assert sizes == [16, 8, 8]
+    assert RetrievalSettings(topk_share=0.02, digest_tokens=32).tokens_a_digest == 32

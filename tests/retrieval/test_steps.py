@@ -72,9 +72,16 @@ def test_the_gate_keeps_short_sequences_dense(tokens: int, sparse: bool) -> None
     assert activity.sequences_gated == (not sparse)
 
 
-def test_choosing_everything_is_left_to_dense_attention() -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        RetrievalSettings(topk_share=1.0),
+        RetrievalSettings(topk_share=0.02, least_blocks=1000, gate=False),
+    ],
+    ids=["share", "least"],
+)
+def test_choosing_everything_is_left_to_dense_attention(settings: RetrievalSettings) -> None:
     activity = Activity()
-    settings = RetrievalSettings(topk_share=1.0)
     assert planner(settings, activity).plan([BatchRow(1, 60_000, False)], table(1)) is None
     assert activity.sequences_gated == 1
 

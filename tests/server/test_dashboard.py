@@ -97,6 +97,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         "VLLM_RETRIEVAL_TOPK_PERCENT": "0.3",
         "VLLM_RETRIEVAL_DENSE_BOUNDARY": "1024",
         "VLLM_RETRIEVAL_GATE": "0",
+        "VLLM_RETRIEVAL_LEAST_BLOCKS": "1",
         "VLLM_RETRIEVAL_DENSE_LAYERS": "1",
     }
     with pytest.MonkeyPatch.context() as patch:

@@ -133,7 +133,9 @@ def decode(
     context: Annotated[int, typer.Option(min=128, help="Tokens of the sequence.")] = 65536,
     share: Annotated[float, typer.Option(help="Share of the middle blocks chosen.")] = 0.2,
     digest: Annotated[str, typer.Option(help="bounds, deviation or mean.")] = "bounds",
-    digest_tokens: Annotated[int, typer.Option(help="Keys a digest stands for.")] = 16,
+    digest_tokens: Annotated[
+        int, typer.Option(help="Keys a digest stands for; 0: by the share.")
+    ] = 0,
     rounds: Annotated[int, typer.Option(min=1)] = 10,
     threads: Annotated[int | None, typer.Option(min=1, help="Default: torch's.")] = None,
     cosine: Annotated[

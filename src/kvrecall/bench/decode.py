@@ -81,7 +81,7 @@ def _report(context: int, settings: RetrievalSettings, times: DecodeTimes, threa
         "attended_share": round(times.attended_share, 4),
         "gated": times.gated,
         "active": True,
-        "digest": f"{settings.digest} of {settings.digest_tokens}",
+        "digest": f"{settings.digest} of {settings.tokens_a_digest}",
         "threads": threads,
         "percentiles_ms": milliseconds,
         "activity": times.activity,

@@ -22,11 +22,14 @@ class Gate:
 
     def passes(self, tokens: int, split: Split) -> bool:
         """Whether there is something to choose from and sparse attention reads enough less than
-        dense to be worth its overhead."""
+        dense to be worth its overhead. Where all blocks would be chosen it is never, gate or not,
+        unless a share of 1 asks for them."""
         if not split.middle:
+            return False
+        if split.chosen == split.middle and self.settings.topk_share < 1:
             return False
         if not self.settings.gate:
             return True
-        digested = DIGESTS[self.settings.digest].parts / (2 * self.settings.digest_tokens)
+        digested = DIGESTS[self.settings.digest].parts / (2 * self.settings.tokens_a_digest)
         scored = split.middle * split.block_size * digested
         return split.attended_tokens + scored + OVERHEAD_BYTES / self.token_bytes < tokens

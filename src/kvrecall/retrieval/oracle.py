@@ -35,7 +35,7 @@ def _chosen(
     first, last = split.init * split.block_size, split.local * split.block_size
     middle = keys[first:last].transpose(0, 1)
     blocks = middle.reshape(keys.shape[1], split.middle, split.block_size, keys.shape[2])
-    digests = digests_of(kind, blocks, settings.digest_tokens).to(keys.dtype)
+    digests = digests_of(kind, blocks, settings.tokens_a_digest).to(keys.dtype)
     scale = grouped.shape[-1] ** -0.5
     return ExactSelector(kind).choose(grouped, [digests], split.chosen, scale)
 

@@ -11,6 +11,9 @@ from kvrecall.retrieval.digest import DIGESTS
 
 PREFIX = "VLLM_RETRIEVAL_"
 
+SMALL_SHARE = 0.05
+"""Up to this share of the blocks a digest stands for fewer tokens."""
+
 
 class Regime(Enum):
     """How a sequence is attended to while it decodes."""
@@ -24,8 +27,9 @@ class Regime(Enum):
 class RetrievalSettings:
     """Lengths are tokens. The first five are openGauss RetrievalKV's, with its defaults.
 
-    ``topk_share``: share of the middle blocks chosen, in (0, 1].
-    ``digest``, ``digest_tokens``: kind of digest, and tokens to a digest vector.
+    ``topk_share``: share of the middle blocks chosen, in (0, 1]. ``least_blocks``: so many are
+    chosen even where the share is less; where there are no more, that is dense attention.
+    ``digest``, ``digest_tokens``: kind of digest, and tokens to a digest vector; 0: by the share.
     ``dense_layers``: the first layers, which attend to everything.
     ``gate``: attend densely where sparse attention is expected to be slower.
     ``cache_share``: of an offloaded sequence, share of the middle blocks that the device holds
@@ -38,11 +42,12 @@ class RetrievalSettings:
     dense_boundary: int = 32 * 1024
     offload_boundary: int = 64 * 1024
     digest: str = "bounds"
-    digest_tokens: int = 16
+    digest_tokens: int = 0
     dense_layers: int = 2
     gate: bool = True
     cache_share: float = 0.05
     prefetch_share: float = 0.0
+    least_blocks: int = 8
 
     def __post_init__(self) -> None:
         """Raises ConfigError naming the variable, its value and what is allowed."""
@@ -55,13 +60,21 @@ class RetrievalSettings:
         least = f"at least DENSE_BOUNDARY ({self.dense_boundary})"
         _require(ordered, "OFFLOAD_BOUNDARY", self.offload_boundary, least)
         _require(self.digest in DIGESTS, "DIGEST", self.digest, f"one of {', '.join(DIGESTS)}")
-        _require(self.digest_tokens >= 1, "DIGEST_TOKENS", self.digest_tokens, "1 or more")
+        tokens = "1 or more, or 0 for the number that suits the share"
+        _require(self.digest_tokens >= 0, "DIGEST_TOKENS", self.digest_tokens, tokens)
         _require(self.dense_layers >= 0, "DENSE_LAYERS", self.dense_layers, "0 or more")
         beside = "a share in [0, 1]"
         _require(0 <= self.cache_share <= 1, "CACHE_PERCENT", self.cache_share, beside)
         ahead = f"a share in [0, CACHE_PERCENT ({self.cache_share})]"
         fits = 0 <= self.prefetch_share <= self.cache_share
         _require(fits, "PREFETCH_PERCENT", self.prefetch_share, ahead)
+        _require(self.least_blocks >= 1, "LEAST_BLOCKS", self.least_blocks, "1 or more")
+
+    @property
+    def tokens_a_digest(self) -> int:
+        """Tokens to a digest vector: fewer where few blocks are chosen, as each must then be right
+        (docs/digest-study.md)."""
+        return self.digest_tokens or (8 if self.topk_share <= SMALL_SHARE else 16)
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> RetrievalSettings:
@@ -111,6 +124,7 @@ _VARIABLES: Mapping[str, tuple[str, type[int] | type[float] | type[str] | type[b
     "GATE": ("gate", bool),
     "CACHE_PERCENT": ("cache_share", float),
     "PREFETCH_PERCENT": ("prefetch_share", float),
+    "LEAST_BLOCKS": ("least_blocks", int),
 }
 _KINDS = {int: "a whole number", float: "a number", str: "a word", bool: "true or false"}
 _FLAGS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}

@@ -43,7 +43,8 @@ def split_of(tokens: int, block_size: int, settings: RetrievalSettings) -> Split
     init = min(math.ceil(settings.init_tokens / block_size), blocks)
     local = max(0, tokens - settings.local_tokens) // block_size
     local = max(local, init)
-    chosen = math.ceil((local - init) * settings.topk_share)
+    middle = local - init
+    chosen = min(middle, max(math.ceil(middle * settings.topk_share), settings.least_blocks))
     last_tokens = tokens - (blocks - 1) * block_size
     return Split(blocks, init, local, chosen, last_tokens, block_size)
 

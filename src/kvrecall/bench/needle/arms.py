@@ -40,7 +40,9 @@ class Arm:
     @property
     def digest(self) -> str | None:
         """``bounds of 16``."""
-        return f"{self.settings.digest} of {self.settings.digest_tokens}" if self.settings else None
+        if self.settings is None:
+            return None
+        return f"{self.settings.digest} of {self.settings.tokens_a_digest}"
 
 
 DENSE = Arm("dense", False)
@@ -105,7 +107,7 @@ def _named(variants: Sequence[RetrievalSettings]) -> list[Arm]:
     arms = []
     for one in variants:
         name = f"retrieval {one.topk_share:g}"
-        arms.append(Arm(f"{name}, {one.digest_tokens}" if several else name, True, one))
+        arms.append(Arm(f"{name}, {one.tokens_a_digest}" if several else name, True, one))
     return arms
 
 
@@ -126,7 +128,7 @@ def local_server(
         f"{PREFIX}OFFLOAD_BOUNDARY": str(NEVER),
         f"{PREFIX}DENSE_LAYERS": str(settings.dense_layers),
         f"{PREFIX}DIGEST": settings.digest,
-        f"{PREFIX}DIGEST_TOKENS": str(settings.digest_tokens),
+        f"{PREFIX}DIGEST_TOKENS": str(settings.tokens_a_digest),
     }
     return ServerProcess(arguments, log, progress, environment)
 

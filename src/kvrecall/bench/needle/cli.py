@@ -55,8 +55,11 @@ def needle(
     digest: Annotated[str, _option("bounds, deviation or mean. Default: bounds.", _RETRIEVAL)] = "",
     digest_tokens: Annotated[
         str,
-        _option("Keys a digest stands for; several are compared: 16,8. Default: 16.", _RETRIEVAL),
+        _option("Keys to a digest; several are compared: 16,8. Default: by the share.", _RETRIEVAL),
     ] = "",
+    least: Annotated[
+        int, _option("Blocks chosen at least. Default: the project's.", _RETRIEVAL, min=0)
+    ] = 0,
     init: Annotated[int, _option("First tokens that always take part.", _RETRIEVAL)] = 128,
     local: Annotated[int, _option("Last tokens that always take part.", _RETRIEVAL)] = 256,
     dense_boundary: Annotated[int, _option("Shorter sequences stay dense.", _RETRIEVAL)] = 512,
@@ -91,7 +94,7 @@ def needle(
             model=model,
             syllabus=Syllabus(_lengths(lengths), _names(tasks), samples, documents, seed),
             variants=_variants(
-                Base(init, local, dense_boundary, dense_layers, digest),
+                Base(init, local, dense_boundary, dense_layers, digest, least),
                 _shares(share),
                 _sizes(digest_tokens),
             ),
@@ -109,13 +112,14 @@ def needle(
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What all settings compared have in common. ``digest``: empty for the project's."""
+    """What all settings compared have in common. ``digest``, ``least``: empty for the project's."""
 
     init: int
     local: int
     dense_boundary: int
     dense_layers: int
     digest: str
+    least: int
 
 
 def _variants(
@@ -134,6 +138,8 @@ def _variants(
     )
     if base.digest:
         first = replace(first, digest=base.digest)
+    if base.least:
+        first = replace(first, least_blocks=base.least)
     return tuple(
         replace(first, topk_share=share, digest_tokens=size)
         for size in sizes or [first.digest_tokens]

@@ -66,10 +66,10 @@ def require_layer(impl: Any) -> None:
 
 def require_block_size(block_size: int, settings: RetrievalSettings) -> None:
     """Raises EngineError if a block is not a whole number of digests."""
-    if block_size % settings.digest_tokens:
+    if block_size % settings.tokens_a_digest:
         raise EngineError(
             f"block_size={block_size} is not a multiple of VLLM_RETRIEVAL_DIGEST_TOKENS="
-            f"{settings.digest_tokens}; pass --block-size 128, or digest another number of tokens"
+            f"{settings.tokens_a_digest}; pass --block-size 128, or digest another number of tokens"
         )
 
 

@@ -62,7 +62,7 @@ class RetrievalLayer:
             self._digests = self._room(kv_cache)
         for ids in torch.split(block_ids, AT_ONCE):
             keys = self._reader.read(kv_cache, ids)
-            digests = digests_of(self._kind, keys, self._settings.digest_tokens)
+            digests = digests_of(self._kind, keys, self._settings.tokens_a_digest)
             self._digests[:, ids] = digests.transpose(0, 1).to(self._digests.dtype)
 
     def depart(
@@ -200,6 +200,6 @@ class RetrievalLayer:
                 f"{tuple(kv_cache.shape)} and strides {kv_cache.stride()}. Take `retrieval` out of "
                 "VLLM_PLUGINS"
             )
-        per_block = block_size // self._settings.digest_tokens
+        per_block = block_size // self._settings.tokens_a_digest
         width = self._kind.parts * self._shape.head_dim
         return torch.empty(kv_heads, blocks, per_block, width, dtype=kv_cache.dtype)
