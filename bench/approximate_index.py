@@ -104,7 +104,9 @@ def compare(tokens: int) -> None:
     count = max(1, int(blocks * SHARE))
     asked = queries(vectors)
     exact = ExactSelector(KIND)
-    wanted = [timed(lambda q: exact.choose(q, [vectors], count, SCALE), one) for one in asked]
+    wanted = [
+        timed(lambda q: exact.choose(q, [vectors], count, SCALE).blocks, one) for one in asked
+    ]
     print(f"{tokens} tokens, {count} of {blocks} blocks: exact {median(wanted):.2f} ms")
     flat = vectors.view(-1, 2 * DIM).float().numpy()
     for made in indices(flat, count):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from kvrecall.retrieval.digest import DIGESTS, digests_of
-from kvrecall.retrieval.selection import ExactSelector
+from kvrecall.retrieval.layout import Layout
+from kvrecall.retrieval.selection import ExactSelector, NarrowingSelector
+from kvrecall.retrieval.settings import RetrievalSettings
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +91,7 @@ def test_selection_equals_brute_force_however_the_digests_are_cut(cuts: list[int
     keys = torch.randn(2, 20, 4, 8, 16, dtype=torch.float64).float()
     query = 4 * torch.randn(2, 3, 16)
     runs = DIGESTS["mean"].of_keys(keys).split(cuts, dim=1)
-    chosen = ExactSelector(DIGESTS["mean"]).choose(query, runs, 6, 0.5)
+    chosen = ExactSelector(DIGESTS["mean"]).choose(query, runs, 6, 0.5).blocks
     assert [set(row) for row in chosen.tolist()] == chosen_by_hand(query, keys, 6)
 
 
@@ -97,5 +100,75 @@ def test_each_kv_head_chooses_for_itself() -> None:
     query = torch.ones(2, 1, 4)
     digests[0, 3] = 9.0
     digests[1, 8] = 9.0
-    chosen = ExactSelector(DIGESTS["mean"]).choose(query, [digests], 1, 1.0)
+    chosen = ExactSelector(DIGESTS["mean"]).choose(query, [digests], 1, 1.0).blocks
     assert chosen.tolist() == [[3], [8]]
+
+
+def test_a_target_mass_takes_the_best_blocks_that_hold_it() -> None:
+    query, keys = 6 * torch.randn(2, 3, 16), torch.randn(2, 20, 1, 1, 16)
+    digests = DIGESTS["mean"].of_keys(keys)
+    mass = torch.einsum("hgd,hbd->hgb", query, keys[:, :, 0, 0]).mul(0.5).softmax(-1).mean(1)
+    choice = ExactSelector(DIGESTS["mean"], target_mass=0.8).choose(query, [digests], 12, 0.5)
+    assert choice.taken is not None
+    for head in range(2):
+        order = mass[head].argsort(descending=True).tolist()
+        held, want = 0.0, set()
+        for block in order[:12]:
+            if held < 0.8:
+                want.add(block)
+            held += float(mass[head, block])
+        taken = choice.taken[head]
+        assert set(choice.blocks[head][taken].tolist()) == want
+        assert 0 < len(want) < 12
+
+
+def test_blocks_ahead_are_the_next_best() -> None:
+    query, digests = torch.randn(2, 3, 16), torch.randn(2, 30, 2, 16)
+    selector = ExactSelector(DIGESTS["mean"])
+    ordered = selector.choose(query, [digests], 0, 1.0, ahead=9).later
+    choice = selector.choose(query, [digests], 5, 1.0, ahead=4)
+    assert [set(row) for row in choice.blocks.tolist()] == [set(r[:5]) for r in ordered.tolist()]
+    assert torch.equal(choice.later, ordered[:, 5:])
+
+
+SMALL_SHARE = RetrievalSettings(topk_share=0.02)
+
+
+@pytest.mark.parametrize("kind", list(DIGESTS))
+@pytest.mark.parametrize("cuts", [[200], [30, 170]])
+def test_narrowing_finds_planted_keys(kind: str, cuts: list[int]) -> None:
+    """Of 200 blocks 32 are looked at closely; those with the keys asked for are among them."""
+    layout = Layout.of(replace(SMALL_SHARE, digest=kind), 128)
+    assert layout.coarse == 4
+    keys, query = torch.randn(2, 200, 128, 16), torch.randn(2, 3, 16)
+    planted = [[7, 64, 150], [3, 64, 199]]
+    for head, blocks in enumerate(planted):
+        for block in blocks:
+            keys[head, block, 40:56] = 12 * query[head].mean(0)
+    rows = layout.rows_of(keys)
+    choice = NarrowingSelector(layout).choose(query, rows.split(cuts, dim=1), 8, 0.25)
+    for chosen, blocks in zip(choice.blocks.tolist(), planted, strict=True):
+        assert len(set(chosen)) == 8
+        assert set(blocks) <= set(chosen)
+
+
+def test_narrowing_chooses_what_is_best_of_the_blocks_looked_at() -> None:
+    """Looking at all of them closely, it is an exact search."""
+    layout = Layout.of(SMALL_SHARE, 128)
+    rows, query = layout.rows_of(torch.randn(2, 40, 128, 16)), torch.randn(2, 3, 16)
+    assert layout.narrowed(40, 10) == 40
+    near = NarrowingSelector(layout).choose(query, [rows], 10, 0.25, ahead=3)
+    exact = ExactSelector(layout.kind, layout.fine_rows).choose(query, [rows], 10, 0.25, ahead=3)
+    assert [set(row) for row in near.blocks.tolist()] == [set(r) for r in exact.blocks.tolist()]
+    assert torch.equal(near.later, exact.later)
+
+
+@pytest.mark.parametrize("kind", list(DIGESTS))
+def test_rows_for_the_rest_are_mean_keys_and_values(kind: str) -> None:
+    layout = Layout.of(replace(SMALL_SHARE, digest=kind, estimate_rest=True), 128)
+    keys, values = torch.randn(2, 5, 128, 16), torch.randn(2, 5, 128, 16)
+    rows = layout.rows_of(keys, values)
+    assert rows.shape == (2, 5, layout.rows, layout.kind.parts * 16)
+    key, value = layout.rest_of(rows)
+    torch.testing.assert_close(key, keys.mean(2))
+    torch.testing.assert_close(value, values.mean(2))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from kvrecall.engines.vllm.retrieval.kernel import KernelShape
 from kvrecall.engines.vllm.retrieval.steps import BatchRow
-from kvrecall.retrieval.oracle import attended, attention
+from kvrecall.retrieval.oracle import attended, attention, attention_and_rest
 from kvrecall.retrieval.settings import RetrievalSettings
+from kvrecall.retrieval.split import split_of
 
 from .sequences import BLOCK, Bench, Sequence, shape_of
 
@@ -33,6 +35,8 @@ def _seed() -> None:
 
 def oracle(sequence: Sequence, settings: RetrievalSettings) -> torch.Tensor:
     mask = attended(sequence.query, sequence.keys, BLOCK, settings)
+    if settings.estimate_rest:
+        return attention_and_rest(sequence.query, sequence.keys, sequence.values, mask, BLOCK)
     return attention(sequence.query, sequence.keys, sequence.values, mask)
 
 
@@ -48,6 +52,47 @@ def test_equals_the_oracle(tokens: int, digest: str) -> None:
     sequence = bench.sequence(tokens)
     (got,) = bench.decode(sequence)
     assert_close(got, oracle(sequence, settings), torch.float32)
+
+
+OPTIONS = {
+    "small share": {"topk_share": 0.05},
+    "mass": {"topk_share": 0.6, "target_mass": 0.5},
+    "mass of a small share": {"topk_share": 0.05, "target_mass": 0.5, "least_blocks": 3},
+    "rest": {"estimate_rest": True},
+    "all": {"topk_share": 0.04, "target_mass": 0.7, "least_blocks": 3, "estimate_rest": True},
+    "mean": {"digest": "mean", "target_mass": 0.6, "topk_share": 0.6, "estimate_rest": True},
+}
+
+
+@pytest.mark.parametrize("changed", list(OPTIONS.values()), ids=list(OPTIONS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_the_oracle_with_options(changed: dict[str, Any], dtype: torch.dtype) -> None:
+    """Sequences of one batch, so that rows of many lengths meet in one call of the kernel."""
+    settings = replace(SMALL, **changed)
+    bench = Bench(shape_of(dtype=dtype), settings, 128)
+    sequences = [bench.sequence(tokens) for tokens in (1025, 2047, 4097)]
+    for sequence in sequences:
+        sequence.query.mul_(3)  # so that few blocks hold most of the estimated mass
+    for got, sequence in zip(bench.decode(*sequences), sequences, strict=True):
+        assert_close(got, oracle(sequence, settings), dtype)
+    chosen = sum(split_of(len(s.keys), BLOCK, settings).chosen for s in sequences)
+    few = bench.activity.blocks_selected < chosen * bench.shape.kv_heads
+    assert few is (settings.target_mass < 1)
+
+
+def test_the_estimate_of_blocks_of_equal_tokens_is_exact() -> None:
+    """Then nothing is lost by choosing few: the result is that of dense attention."""
+    settings = replace(SMALL, topk_share=0.01, estimate_rest=True)
+    bench = Bench(shape_of(), settings, 64)
+    sequence = bench.sequence(4000)
+    for tensor in (sequence.keys, sequence.values):
+        blocks = tensor[: 31 * BLOCK].view(31, BLOCK, *tensor.shape[1:])
+        blocks.copy_(blocks[:, :1].expand_as(blocks))
+    bench.write(sequence, 0, 4000)
+    (got,) = bench.decode(sequence)
+    everything = torch.ones(bench.shape.kv_heads, 4000, dtype=torch.bool)
+    want = attention(sequence.query, sequence.keys, sequence.values, everything)
+    torch.testing.assert_close(got.float(), want, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("tokens", [129, 255, 256, 257, 384, 385])

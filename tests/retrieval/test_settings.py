@@ -36,10 +36,12 @@ def test_every_variable_is_read() -> None:
         "CACHE_PERCENT": "0.1",
         "PREFETCH_PERCENT": "0.01",
         "LEAST_BLOCKS": "3",
+        "TARGET_MASS": "0.9",
+        "ESTIMATE_REST": "1",
     }
     environ = {f"VLLM_RETRIEVAL_{name}": text for name, text in given.items()}
     assert RetrievalSettings.from_environ(environ) == RetrievalSettings(
-        1, 2, 0.5, 4, 5, "mean", 32, 0, False, 0.1, 0.01, 3
+        1, 2, 0.5, 4, 5, "mean", 32, 0, False, 0.1, 0.01, 3, 0.9, True
     )
 
 
@@ -106,6 +108,8 @@ def engine(extra: object) -> SimpleNamespace:
         ("CACHE_PERCENT", "2"),
         ("PREFETCH_PERCENT", "0.06"),
         ("LEAST_BLOCKS", "0"),
+        ("TARGET_MASS", "0"),
+        ("TARGET_MASS", "90"),
         ("TOP_K", "1"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvrecall.retrieval.digest import DIGESTS
+from kvrecall.retrieval.layout import Layout
 from kvrecall.retrieval.settings import RetrievalSettings
 from kvrecall.retrieval.split import Split
 
@@ -30,6 +30,6 @@ class Gate:
             return False
         if not self.settings.gate:
             return True
-        digested = DIGESTS[self.settings.digest].parts / (2 * self.settings.tokens_a_digest)
-        scored = split.middle * split.block_size * digested
+        layout = Layout.of(self.settings, split.block_size)
+        scored = layout.scored(split.middle, split.chosen) * layout.kind.parts / 2
         return split.attended_tokens + scored + OVERHEAD_BYTES / self.token_bytes < tokens

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kvrecall.retrieval.digest import DIGESTS, digests_of
-from kvrecall.retrieval.selection import ExactSelector
+from kvrecall.retrieval.layout import Layout
+from kvrecall.retrieval.selection import selector_of
 from kvrecall.retrieval.settings import RetrievalSettings
 from kvrecall.retrieval.split import Split, split_of
 
@@ -23,21 +23,25 @@ def attended(
     mask[:, : split.init] = mask[:, split.local :] = True
     if split.chosen:
         grouped = query.view(kv_heads, -1, dim)
-        chosen = _chosen(grouped, keys, split, settings)
-        mask.scatter_(1, chosen + split.init, True)
+        for head, chosen in enumerate(_chosen(grouped, keys, split, settings)):
+            mask[head, chosen + split.init] = True
     return mask.repeat_interleave(block_size, dim=1)[:, :tokens]
 
 
 def _chosen(
     grouped: torch.Tensor, keys: torch.Tensor, split: Split, settings: RetrievalSettings
-) -> torch.Tensor:
-    kind = DIGESTS[settings.digest]
+) -> list[torch.Tensor]:
+    """Each KV head's chosen middle blocks."""
+    layout = Layout.of(settings, split.block_size)
     first, last = split.init * split.block_size, split.local * split.block_size
     middle = keys[first:last].transpose(0, 1)
     blocks = middle.reshape(keys.shape[1], split.middle, split.block_size, keys.shape[2])
-    digests = digests_of(kind, blocks, settings.tokens_a_digest).to(keys.dtype)
+    digests = layout.rows_of(blocks, blocks).to(keys.dtype)
     scale = grouped.shape[-1] ** -0.5
-    return ExactSelector(kind).choose(grouped, [digests], split.chosen, scale)
+    choice = selector_of(settings, layout).choose(grouped, [digests], split.chosen, scale)
+    if choice.taken is None:
+        return list(choice.blocks)
+    return [blocks[taken] for blocks, taken in zip(choice.blocks, choice.taken, strict=True)]
 
 
 def attention(
@@ -54,3 +58,29 @@ def attention(
     logits = torch.einsum("hgd,thd->hgt", grouped, keys.float()) * dim**-0.5
     weights = logits.masked_fill(~mask[:, None], float("-inf")).softmax(-1)
     return torch.einsum("hgt,thd->hgd", weights, values.float()).reshape(heads, dim)
+
+
+def attention_and_rest(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    block_size: int,
+) -> torch.Tensor:
+    """As ``attention``, where every block that takes no part has one key, the mean of its keys, and
+    one value, their mean, that weigh as much as ``block_size`` tokens."""
+    heads, dim = query.shape
+    tokens, kv_heads, _ = keys.shape
+    grouped = query.float().view(kv_heads, heads // kv_heads, dim)
+    output = torch.empty(kv_heads, heads // kv_heads, dim)
+    for head in range(kv_heads):
+        out = [at for at in range(0, tokens, block_size) if not mask[head, at]]
+        rest = [slice(at, at + block_size) for at in out]
+        mean_keys = [keys[one, head].float().mean(0) for one in rest]
+        mean_values = [values[one, head].float().mean(0) for one in rest]
+        all_keys = torch.stack([*keys[mask[head], head].float(), *mean_keys])
+        all_values = torch.stack([*values[mask[head], head].float(), *mean_values])
+        weights = torch.tensor([1.0] * int(mask[head].sum()) + [float(block_size)] * len(rest))
+        logits = grouped[head] @ all_keys.T * dim**-0.5 + weights.log()
+        output[head] = logits.softmax(-1) @ all_values
+    return output.reshape(heads, dim)

@@ -4,11 +4,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
 from kvrecall.retrieval.digest import Digest
+from kvrecall.retrieval.layout import Layout
+from kvrecall.retrieval.settings import RetrievalSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Blocks of the candidates, each at most once a head, int64.
+
+    ``blocks``: ``[kv_heads, count]``, the most similar ones, in no order. ``taken``: bool of the
+    same shape, those that hold the target mass, at least one a head; None: all of them. ``later``:
+    ``[kv_heads, ahead]``, those next in similarity, the more similar first.
+    """
+
+    blocks: torch.Tensor
+    taken: torch.Tensor | None
+    later: torch.Tensor
 
 
 class Selector(ABC):
@@ -16,21 +33,19 @@ class Selector(ABC):
 
     @abstractmethod
     def choose(
-        self, query: torch.Tensor, runs: Sequence[torch.Tensor], count: int, scale: float
-    ) -> torch.Tensor:
-        """The ``count`` blocks most similar to the query: int64 ``[kv_heads, count]``, indices
-        over the candidates, every one at most once, in no order.
+        self,
+        query: torch.Tensor,
+        runs: Sequence[torch.Tensor],
+        count: int,
+        scale: float,
+        ahead: int = 0,
+    ) -> Choice:
+        """The ``count`` blocks most similar to the query, and the ``ahead`` next to them.
 
         ``query``: ``[kv_heads, group, dim]``. ``runs``: the candidates' digests
-        ``[kv_heads, blocks, digests a block, width]``, any number of tensors of any number of
-        blocks, together at least ``count``. ``scale``: that of the attention.
+        ``[kv_heads, blocks, rows a block, width]``, any number of tensors of any number of
+        blocks, together at least ``count + ahead``. ``scale``: that of the attention.
         """
-
-    @abstractmethod
-    def rank(
-        self, query: torch.Tensor, runs: Sequence[torch.Tensor], count: int, scale: float
-    ) -> torch.Tensor:
-        """As ``choose``, the most similar first."""
 
 
 class ExactSelector(Selector):
@@ -40,29 +55,99 @@ class ExactSelector(Selector):
     a KV head's group are averaged (FreeKV), and a block counts as much as its best digest.
     """
 
-    def __init__(self, digest: Digest) -> None:
+    def __init__(self, digest: Digest, rows: slice = slice(None), target_mass: float = 1.0) -> None:
+        """``rows``: which of a block's rows are looked at. ``target_mass``: as many blocks are
+        taken as hold this share of the candidates' estimated attention; 1: all."""
         self._digest = digest
+        self._rows = rows
+        self._target = target_mass
 
     def choose(
-        self, query: torch.Tensor, runs: Sequence[torch.Tensor], count: int, scale: float
-    ) -> torch.Tensor:
-        return self._best(query, runs, scale).topk(count, dim=-1, sorted=False).indices
-
-    def rank(
-        self, query: torch.Tensor, runs: Sequence[torch.Tensor], count: int, scale: float
-    ) -> torch.Tensor:
-        return self._best(query, runs, scale).topk(count, dim=-1).indices
-
-    def _best(
-        self, query: torch.Tensor, runs: Sequence[torch.Tensor], scale: float
-    ) -> torch.Tensor:
-        """What each block counts: ``[kv_heads, blocks]``."""
-        heads, _, per_block, _ = runs[0].shape
+        self,
+        query: torch.Tensor,
+        runs: Sequence[torch.Tensor],
+        count: int,
+        scale: float,
+        ahead: int = 0,
+    ) -> Choice:
         point = self._digest.of_query(query).to(runs[0].dtype)
         parts = [_products(point, run.flatten(1, 2)) for run in runs]
         logits = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        mass = (logits.float() * scale).softmax(-1).mean(1)
-        return mass.view(heads, -1, per_block).amax(-1)
+        return self.among(logits.view(*logits.shape[:2], -1, runs[0].shape[2]), count, scale, ahead)
+
+    def among(self, logits: torch.Tensor, count: int, scale: float, ahead: int = 0) -> Choice:
+        """As ``choose``, by products ``[kv_heads, group, blocks, rows]``."""
+        looked = logits[..., self._rows].float() * scale
+        mass = looked.flatten(2).softmax(-1).mean(1).view(len(looked), *looked.shape[2:])
+        best = mass.amax(-1)
+        masses = mass.sum(-1) if self._target < 1 else None
+        return _best(best, masses, count, ahead, self._target)
+
+
+class NarrowingSelector(Selector):
+    """Looks at coarse digests of all blocks first, and at fine ones only of the best of these.
+
+    What it chooses is almost always what an ExactSelector over the fine ones does
+    (docs/digest-study.md), for the time of a search over fewer digests.
+    """
+
+    def __init__(self, layout: Layout, target_mass: float = 1.0) -> None:
+        """``layout``: with coarse rows."""
+        self._layout = layout
+        self._wide = ExactSelector(layout.kind)
+        self._close = ExactSelector(layout.kind, layout.fine_rows, target_mass)
+
+    def choose(
+        self,
+        query: torch.Tensor,
+        runs: Sequence[torch.Tensor],
+        count: int,
+        scale: float,
+        ahead: int = 0,
+    ) -> Choice:
+        blocks = sum(run.shape[1] for run in runs)
+        few = self._layout.narrowed(blocks, count + ahead)
+        coarse = [run[:, :, self._layout.coarse_rows] for run in runs]
+        near = self._wide.choose(query, coarse, few, scale).blocks
+        point = self._layout.kind.of_query(query).to(runs[0].dtype)
+        rows = _gathered(runs, near)
+        logits = _products(point, rows.flatten(1, 2)).view(*point.shape[:2], few, -1)
+        found = self._close.among(logits, count, scale, ahead)
+        return Choice(near.gather(1, found.blocks), found.taken, near.gather(1, found.later))
+
+
+def selector_of(settings: RetrievalSettings, layout: Layout) -> Selector:
+    """The one these settings ask for."""
+    if layout.coarse:
+        return NarrowingSelector(layout, settings.target_mass)
+    return ExactSelector(layout.kind, layout.fine_rows, settings.target_mass)
+
+
+def _best(
+    weights: torch.Tensor, masses: torch.Tensor | None, count: int, ahead: int, target: float
+) -> Choice:
+    """``weights``, ``masses``: of each block, ``[kv_heads, blocks]``."""
+    in_order = masses is not None or ahead > 0
+    top = weights.topk(count + ahead, dim=-1, sorted=in_order).indices
+    blocks, later = top[:, :count], top[:, count:]
+    if masses is None:
+        return Choice(blocks, None, later)
+    held = masses.gather(1, blocks)
+    return Choice(blocks, held.cumsum(-1) - held < target, later)
+
+
+def _gathered(runs: Sequence[torch.Tensor], blocks: torch.Tensor) -> torch.Tensor:
+    """Digests of some blocks of each head: ``[kv_heads, count, rows, width]``."""
+    if len(runs) == 1:
+        return torch.stack([run[at] for run, at in zip(runs[0], blocks, strict=True)])
+    found = torch.empty(*blocks.shape, *runs[0].shape[2:], dtype=runs[0].dtype)
+    first = 0
+    for run in runs:
+        here = (blocks >= first) & (blocks < first + run.shape[1])
+        head, _ = here.nonzero(as_tuple=True)
+        found[here] = run[head, blocks[here] - first]
+        first += run.shape[1]
+    return found
 
 
 def _products(point: torch.Tensor, digests: torch.Tensor) -> torch.Tensor:

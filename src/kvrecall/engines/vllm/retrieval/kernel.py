@@ -121,13 +121,15 @@ def write_tokens(
     ops.cpu_attn_reshape_and_cache(keys, values, *halves(kv_cache, True), slots, shape.isa)
 
 
-def reader_of(shape: KernelShape) -> KeyReader:
-    """Reads keys packed for this shape. Raises EngineError if they cannot be read back."""
+def reader_of(shape: KernelShape, values: bool = False) -> KeyReader:
+    """Reads keys packed for this shape, or values. Raises EngineError if they cannot be read
+    back."""
+    count = shape.block_size * shape.head_dim
 
     def pack(ones: torch.Tensor) -> torch.Tensor:
         block = torch.zeros(1, 1, shape.block_size, 2 * shape.head_dim, dtype=shape.dtype)
         keys = ones[:, None].contiguous()
         write_tokens(shape, block, keys, keys, torch.arange(shape.block_size))
-        return block.view(-1)[: shape.block_size * shape.head_dim]
+        return block.view(2, count)[int(values)]
 
-    return KeyReader(shape.block_size, shape.head_dim, shape.dtype, pack)
+    return KeyReader(shape.block_size, shape.head_dim, shape.dtype, pack, values)

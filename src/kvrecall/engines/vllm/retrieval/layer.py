@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from kvrecall.engines.vllm.retrieval.activity import Activity
-from kvrecall.engines.vllm.retrieval.kernel import KernelShape, attend, halves
+from kvrecall.engines.vllm.retrieval.kernel import KernelShape, attend, halves, schedule
 from kvrecall.engines.vllm.retrieval.packing import KeyReader
 from kvrecall.engines.vllm.retrieval.recalled import OffloadedSequence, RecalledBlocks, Records
+from kvrecall.engines.vllm.retrieval.rest import Chosen, RestEstimator
 from kvrecall.engines.vllm.retrieval.steps import SparseSequence, SparseStep
 from kvrecall.engines.vllm.warmth import WORKER
 from kvrecall.engines.vllm.wire import Departure
 from kvrecall.errors import EngineError
-from kvrecall.retrieval.digest import DIGESTS, digests_of
-from kvrecall.retrieval.selection import ExactSelector
+from kvrecall.retrieval.layout import Layout
+from kvrecall.retrieval.selection import selector_of
 from kvrecall.retrieval.settings import RetrievalSettings
 from kvrecall.retrieval.split import Split
 
@@ -28,10 +30,10 @@ AT_ONCE = 64
 
 
 class RetrievalLayer:
-    """Digests ``[kv_heads, blocks, digests a block, width]`` of one layer, in the KV dtype.
+    """Digests ``[kv_heads, blocks, rows a block, width]`` of one layer, in the KV dtype.
 
-    Memory: ``parts / (2 * digest_tokens)`` of the layer's KV cache (a sixteenth by default), taken
-    from the system as blocks are first digested and never more.
+    Memory: ``rows * parts / (2 * block_size)`` of the layer's KV cache (a sixteenth by default),
+    taken from the system as blocks are first digested and never more.
     """
 
     def __init__(
@@ -48,8 +50,9 @@ class RetrievalLayer:
         self._shape = shape
         self._reader = reader
         self._activity = activity
-        self._kind = DIGESTS[settings.digest]
-        self._selector = ExactSelector(self._kind)
+        self._layout = Layout.of(settings, shape.block_size)
+        self._selector = selector_of(settings, self._layout)
+        self._rest = RestEstimator(shape, reader, self._layout) if self._layout.rest else None
         self._digests = torch.empty(0)
         self._head = torch.arange(shape.kv_heads, dtype=torch.int32)[:, None]
         self._recalled: dict[str, RecalledBlocks] = {}
@@ -62,7 +65,8 @@ class RetrievalLayer:
             self._digests = self._room(kv_cache)
         for ids in torch.split(block_ids, AT_ONCE):
             keys = self._reader.read(kv_cache, ids)
-            digests = digests_of(self._kind, keys, self._settings.tokens_a_digest)
+            values = None if self._rest is None else self._rest.values.read(kv_cache, ids)
+            digests = self._layout.rows_of(keys, values)
             self._digests[:, ids] = digests.transpose(0, 1).to(self._digests.dtype)
 
     def depart(
@@ -101,60 +105,69 @@ class RetrievalLayer:
     ) -> torch.Tensor:
         """Attention of the step's sparse tokens, in order: ``[sequences, heads, dim]``."""
         shape = self._shape
-        grouped = self.choose(query, step, scale)
+        grouped = query.reshape(-1, shape.group, shape.head_dim)
+        found = self._choices(grouped, step, scale)
+        table, seq_lens, plan = step.table, step.seq_lens, step.plan
+        if any(one.taken is not None for one in found):
+            table, seq_lens = _shortened(step, found, shape.block_size)
+            plan = schedule(shape, seq_lens, step.starts)
         output = attend(
-            grouped,
-            halves(kv_cache),
-            step.table,
-            step.seq_lens,
-            step.starts,
-            step.plan,
-            scale,
-            softcap,
+            grouped, halves(kv_cache), table, seq_lens, step.starts, plan, scale, softcap
         )
+        if self._rest is not None:
+            output = self._rest.added(
+                output, grouped, kv_cache, table, seq_lens, found, scale, softcap
+            )
         return output.view(len(step.sequences), shape.heads, shape.head_dim)
 
-    def choose(self, query: torch.Tensor, step: SparseStep, scale: float) -> torch.Tensor:
-        """Writes every sequence's chosen blocks into the step's table.
+    def choose(self, query: torch.Tensor, step: SparseStep, scale: float) -> None:
+        """Writes every sequence's chosen blocks into the step's table: those that ``attend`` would
+        attend to. ``query``: ``[sequences, heads, dim]``."""
+        self._choices(query.reshape(-1, self._shape.group, self._shape.head_dim), step, scale)
 
-        ``query``: ``[sequences, heads, dim]``; returned as ``[sequences * kv_heads, group, dim]``.
-        """
-        shape = self._shape
-        grouped = query.reshape(-1, shape.group, shape.head_dim)
+    def _choices(self, grouped: torch.Tensor, step: SparseStep, scale: float) -> list[Chosen]:
+        """As ``choose``. ``grouped``: ``[sequences * kv_heads, group, dim]``."""
+        heads = self._shape.kv_heads
+        found = []
         for at, sequence in enumerate(step.sequences):
-            rows = slice(at * shape.kv_heads, (at + 1) * shape.kv_heads)
-            self._choose(grouped[rows], sequence, step.table[rows], scale)
-        return grouped
+            rows = slice(at * heads, (at + 1) * heads)
+            found.append(self._choose(grouped[rows], sequence, step.table[rows], scale))
+        return found
 
     def _choose(
         self, query: torch.Tensor, sequence: SparseSequence, rows: torch.Tensor, scale: float
-    ) -> None:
+    ) -> Chosen:
         """Writes the chosen blocks into the sequence's rows of the table."""
         split = sequence.split
         if sequence.away is not None:
-            ids = self._recall(query, sequence, sequence.away, scale)
+            ids, chosen = self._recall(query, sequence, sequence.away, scale)
         else:
-            ids = self._on_device(query, sequence, scale)
+            ids, chosen = self._on_device(query, sequence, scale)
         heads = self._shape.kv_heads
         rows[:, split.init : split.init + split.chosen] = ids * heads + self._head
+        untaken = 0 if chosen.taken is None else int((~chosen.taken).sum())
         self._activity.layers_sparse += 1
         self._activity.blocks_considered += split.middle * heads
-        self._activity.blocks_selected += split.chosen * heads
-        self._activity.blocks_attended += split.attended_blocks * heads
+        self._activity.blocks_selected += split.chosen * heads - untaken
+        self._activity.blocks_attended += split.attended_blocks * heads - untaken
+        return chosen
 
     def _on_device(
         self, query: torch.Tensor, sequence: SparseSequence, scale: float
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, Chosen]:
         """Device blocks of those chosen: int32 ``[kv_heads, chosen]``."""
         if sequence.runs:
             runs = [self._digests[:, first:end] for first, end in sequence.runs]
         else:
             runs = [self._digests[:, sequence.blocks[sequence.places]]]
-        chosen = self._selector.choose(query, runs, sequence.split.chosen, scale)
+        choice = self._selector.choose(query, runs, sequence.split.chosen, scale)
         # In the sequence's order, so that the sum does not depend on where the blocks lie.
-        in_order = sequence.places[chosen].sort(-1).values
-        self._see(in_order, sequence.split)
-        return sequence.blocks[in_order]
+        places, taken = _in_order(sequence.places[choice.blocks], choice.taken)
+        self._see(places, sequence.split)
+        digests = None
+        if self._rest is not None:
+            digests = self._digests[:, sequence.blocks]
+        return sequence.blocks[places], Chosen(places, taken, sequence.split, digests)
 
     def _recall(
         self,
@@ -162,7 +175,7 @@ class RetrievalLayer:
         sequence: SparseSequence,
         away: OffloadedSequence,
         scale: float,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, Chosen]:
         """As ``_on_device``, after loading what is missing of the blocks that have left."""
         recalled = self._recalled[away.key]
         stayed = sequence.blocks[away.count :]
@@ -171,17 +184,18 @@ class RetrievalLayer:
             runs.append(self._digests[:, stayed])
         split = sequence.split
         ahead = min(self._ahead_of(split), split.middle - split.chosen)
-        select = self._selector.rank if ahead else self._selector.choose
-        ranked = select(query, runs, split.chosen + ahead, scale)
-        chosen = ranked[:, : split.chosen].sort(-1).values
-        self._see(chosen, split)
-        left = chosen < away.count
-        slots = recalled.fetch(chosen.numpy(), left.numpy())
-        ids = torch.where(left, away.slots[torch.from_numpy(slots)], sequence.blocks[chosen])
+        choice = self._selector.choose(query, runs, split.chosen, scale, ahead)
+        places, taken = _in_order(choice.blocks, choice.taken)
+        self._see(places, split)
+        left = places < away.count
+        wanted = left if taken is None else left & taken
+        slots = recalled.fetch(places.numpy(), wanted.numpy())
+        ids = torch.where(left, away.slots[torch.from_numpy(slots)], sequence.blocks[places])
         if ahead:
-            later = ranked[:, split.chosen :]
+            later = choice.later
             recalled.fetch_ahead(later.numpy(), (later < away.count).numpy())
-        return ids
+        digests = torch.cat(runs, 1) if self._rest is not None else None
+        return ids, Chosen(places, taken, split, digests)
 
     def _see(self, chosen: torch.Tensor, split: Split) -> None:
         """Notes, now and then, which of the middle blocks were chosen: ``[kv_heads, chosen]``."""
@@ -193,13 +207,38 @@ class RetrievalLayer:
         return math.ceil(split.middle * self._settings.prefetch_share)
 
     def _room(self, kv_cache: torch.Tensor) -> torch.Tensor:
-        blocks, kv_heads, block_size, _ = kv_cache.shape
+        blocks, kv_heads = kv_cache.shape[:2]
         if not kv_cache.is_contiguous():
             raise EngineError(
                 f"retrieval attention needs each layer's KV cache in one piece; this one has shape "
                 f"{tuple(kv_cache.shape)} and strides {kv_cache.stride()}. Take `retrieval` out of "
                 "VLLM_PLUGINS"
             )
-        per_block = block_size // self._settings.tokens_a_digest
-        width = self._kind.parts * self._shape.head_dim
-        return torch.empty(kv_heads, blocks, per_block, width, dtype=kv_cache.dtype)
+        width = self._layout.kind.parts * self._shape.head_dim
+        return torch.empty(kv_heads, blocks, self._layout.rows, width, dtype=kv_cache.dtype)
+
+
+def _in_order(
+    places: torch.Tensor, taken: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Chosen blocks ``[kv_heads, chosen]`` in the sequence's order, and which of them are taken:
+    those that are not come last, and name a block that is."""
+    if taken is None:
+        return places.sort(-1).values, None
+    order = places.masked_fill(~taken, torch.iinfo(places.dtype).max).sort(-1)
+    taken = taken.gather(1, order.indices)
+    return torch.where(taken, order.values, order.values[:, :1]), taken
+
+
+def _shortened(
+    step: SparseStep, found: Sequence[Chosen], block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The step's table and lengths without the blocks that are not taken."""
+    heads = len(step.table) // len(found)
+    lacking = torch.cat([one.untaken(heads) for one in found])
+    ends = torch.tensor([one.split.init + one.split.chosen for one in found])
+    after = ends.repeat_interleave(heads) - lacking
+    places = torch.arange(step.table.shape[1])[None]
+    places = places + (places >= after[:, None]) * lacking[:, None]
+    table = step.table.gather(1, places.clamp(max=step.table.shape[1] - 1))
+    return table, step.seq_lens - lacking.to(torch.int32) * block_size

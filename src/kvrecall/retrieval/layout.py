@@ -1,0 +1,81 @@
+"""What is kept of a block to choose it by: rows of digests, one after the other.
+
+First ``coarse`` ones, each of more keys, by which a search narrows down; then ``fine`` ones; then
+``rest`` ones: the mean key and the mean value, by which a block that was not chosen is estimated.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from kvrecall.retrieval.digest import DIGESTS, Digest, digests_of
+from kvrecall.retrieval.settings import SMALL_SHARE, RetrievalSettings
+
+COARSE_TOKENS = 32
+"""Keys a coarse digest stands for."""
+
+WIDE = 4
+LEAST_WIDE = 0.16
+"""Of so many times the blocks to choose fine digests are looked at, and of this share at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How many rows of each sort a block has; all are ``kind.parts`` times a head wide."""
+
+    kind: Digest
+    coarse: int
+    fine: int
+    rest: int
+
+    @classmethod
+    def of(cls, settings: RetrievalSettings, block_size: int) -> Layout:
+        kind, tokens = DIGESTS[settings.digest], settings.tokens_a_digest
+        narrows = settings.topk_share <= SMALL_SHARE and block_size % COARSE_TOKENS == 0
+        coarse = block_size // COARSE_TOKENS if narrows and tokens < COARSE_TOKENS else 0
+        rest = math.ceil(2 / kind.parts) if settings.estimate_rest else 0
+        return cls(kind, coarse, block_size // tokens, rest)
+
+    @property
+    def rows(self) -> int:
+        return self.coarse + self.fine + self.rest
+
+    @property
+    def coarse_rows(self) -> slice:
+        return slice(0, self.coarse)
+
+    @property
+    def fine_rows(self) -> slice:
+        return slice(self.coarse, self.coarse + self.fine)
+
+    def narrowed(self, blocks: int, count: int) -> int:
+        """How many of ``blocks`` are looked at closely where ``count`` are to be found."""
+        return min(blocks, max(WIDE * count, math.ceil(LEAST_WIDE * blocks)))
+
+    def scored(self, blocks: int, count: int) -> int:
+        """Rows that a search for ``count`` of ``blocks`` reads."""
+        if not self.coarse:
+            return blocks * self.rows
+        return blocks * self.coarse + self.narrowed(blocks, count) * self.rows
+
+    def rows_of(self, keys: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
+        """``[..., tokens, dim]`` of whole blocks -> float32 ``[..., rows, width]``. ``values``: of
+        the same shape, needed if there are rows for the rest."""
+        tokens = keys.shape[-2]
+        rows = [digests_of(self.kind, keys, tokens // self.fine)]
+        if self.coarse:
+            rows.insert(0, digests_of(self.kind, keys, tokens // self.coarse))
+        if self.rest:
+            assert values is not None
+            means = torch.cat([keys.float().mean(-2), values.float().mean(-2)], -1)
+            rows.append(means.reshape(*means.shape[:-1], self.rest, -1))
+        return torch.cat(rows, -2)
+
+    def rest_of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean keys and mean values ``[..., dim]`` of blocks whose rows these are."""
+        means = rows[..., self.coarse + self.fine :, :].flatten(-2)
+        key, value = means.chunk(2, -1)
+        return key, value
