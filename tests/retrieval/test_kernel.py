@@ -59,7 +59,7 @@ OPTIONS = {
     "mass": {"topk_share": 0.6, "target_mass": 0.5},
     "mass of a small share": {"topk_share": 0.05, "target_mass": 0.5, "least_blocks": 3},
     "rest": {"estimate_rest": True},
-    "all": {"topk_share": 0.04, "target_mass": 0.7, "least_blocks": 3, "estimate_rest": True},
+    "all": {"topk_share": 0.04, "target_mass": 0.2, "least_blocks": 3, "estimate_rest": True},
     "mean": {"digest": "mean", "target_mass": 0.6, "topk_share": 0.6, "estimate_rest": True},
 }
 

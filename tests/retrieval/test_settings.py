@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import hypothesis
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrecall.engines.vllm.retrieval.plugin import ask, asked_for, require_on, settings_of
@@ -138,7 +138,8 @@ def test_the_plugin_acts_only_if_named(plugins: str | None, on: bool) -> None:
     assert asked_for({} if plugins is None else {"VLLM_PLUGINS": plugins}) is on
 
 
-@given(
+@hypothesis.settings(deadline=None)
+@hypothesis.given(
     tokens=st.integers(1, 5000),
     block=st.sampled_from([1, 16, 128]),
     init=st.integers(0, 3000),
