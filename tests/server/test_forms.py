@@ -36,6 +36,7 @@ def test_infer() -> None:
     assert reply["details"] == {
         "finish_reason": "eos_token",
         "generated_tokens": 4,
+        "generated_token_ids": [0, 1, 2, 3],
         "seed": 4,
         "prompt_tokens": 773,
         "recall": SPLIT.as_dict(),
@@ -61,6 +62,15 @@ def test_infer_stream() -> None:
     assert all("generated_text" not in event for event in told[:-1])
     assert told[-1]["generated_text"] == "Hello, 世界"
     assert told[-1]["details"]["generated_tokens"] == 4
+    assert events(post(FakeEngine(), "/infer", body | {"parameters": {}}))[-1]["details"] is None
+
+
+def test_the_pieces_of_an_infer_stream_are_the_text() -> None:
+    """An end without text of its own is told with null, as in MindIE."""
+    engine = FakeEngine(words=("Hello", ",", ""))
+    told = events(post(engine, "/infer", {"inputs": "Hi", "stream": True}))
+    assert [event["token"]["text"] for event in told] == ["Hello", ",", None]
+    assert told[-1]["generated_text"] == "Hello,"
 
 
 BAD_INFER: list[tuple[str, object, str]] = [
@@ -83,6 +93,12 @@ BAD_INFER: list[tuple[str, object, str]] = [
     (f"{V2}/infer", {"inputs": [TENSOR | {"shape": [2, 3]}]}, "shape is [2, 3]"),
     (f"{V2}/infer", {"inputs": [TENSOR | {"datatype": "FP32"}]}, "datatype"),
     (f"{V2}/infer", {"inputs": [TENSOR | {"data": [[1, 2, 3], [4, 5, 6]]}]}, "data"),
+    (
+        f"{V2}/infer",
+        {"inputs": [TENSOR | {"parameters": {"seed": 1}}], "parameters": {"seed": 1}},
+        "not in both",
+    ),
+    (f"{V2}/infer", {"inputs": [TENSOR | {"parameters": {"seeds": 1}}]}, "seeds: unknown field"),
     (f"{V2}/stopInfer", {}, "id: required"),
 ]
 
@@ -115,9 +131,19 @@ def test_triton_generate(at: str) -> None:
     told = events(post(FakeEngine(), f"{at}/generate_stream", body))
     assert [event["text_output"] for event in told] == ["Hello", ",", " 世", "界"]
     assert [e["details"]["generated_tokens"] for e in told] == [1, 2, 3, 4]
-    assert told[0]["details"]["first_token_cost"] >= 0
-    assert told[1]["details"]["decode_cost"] >= 0
+    assert told[0]["prefill_time"] >= 0
+    assert told[0]["decode_time"] is None
+    assert all(e["prefill_time"] is None and e["decode_time"] >= 0 for e in told[1:])
+    assert ["finish_reason" in e["details"] for e in told] == [False, False, False, True]
     assert told[-1]["details"]["finish_reason"] == "eos_token"
+
+
+@pytest.mark.parametrize("path", ["generate", "infer"])
+def test_a_request_without_a_name_is_given_one(path: str) -> None:
+    engine = FakeEngine()
+    body: Json = {"text_input": "x"} if path == "generate" else {"inputs": [TENSOR]}
+    reply = post(engine, f"{V2}/{path}", body).json()
+    assert reply["id"] == engine.asked[0].request_id
 
 
 @pytest.mark.parametrize("data", [[5, 6, 7], [[5, 6, 7]]])
@@ -125,8 +151,19 @@ def test_triton_infer(data: Any) -> None:
     body = {"id": "a", "inputs": [TENSOR | {"data": data}], "outputs": [{"name": "out"}]}
     reply = post(FakeEngine(), f"{V2}/infer", body).json()
     ids = [0, 1, 2, 3]
-    assert reply["outputs"] == [{"name": "out", "shape": [1, 4], "datatype": "UINT32", "data": ids}]
+    assert reply == {
+        "id": "a",
+        "outputs": [{"name": "out", "shape": [1, 4], "datatype": "UINT32", "data": ids}],
+    }
     assert asked_of(f"{V2}/infer", body).prompt == (5, 6, 7)
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_parameters_of_a_token_request(within: bool) -> None:
+    """Beside inputs, as MindIE's documents have it, or within its one input, as its source."""
+    wanted = {"parameters": {"max_new_tokens": 7}}
+    body = {"inputs": [TENSOR | wanted]} if within else {"inputs": [TENSOR]} | wanted
+    assert asked_of(f"{V2}/infer", body).sampling.max_tokens == 7
 
 
 def test_server_and_model_are_described() -> None:
@@ -136,15 +173,35 @@ def test_server_and_model_are_described() -> None:
             found: Json = (await client.get(path)).json()
             return found
 
-    assert asyncio.run(get("/v2"))["name"] == "kvrecall"
-    assert asyncio.run(get(V2))["inputs"] == [
-        {"name": "input0", "datatype": "UINT32", "shape": [-1]}
-    ]
+    assert asyncio.run(get("/v2")) == {
+        "name": "kvrecall",
+        "version": "0",
+        "extensions": {
+            "max_iter_times": 4096,
+            "prefill_policy_type": 0,
+            "decode_policy_type": 0,
+            "max_prefill_batch_size": 8,
+            "max_prefill_tokens": 8192,
+        },
+    }
+    one = {"datatype": "UINT32", "shape": [-1]}
+    assert asyncio.run(get(V2)) == {
+        "name": "tiny",
+        "platform": "kvrecall",
+        "inputs": [{"name": "input0", **one}],
+        "outputs": [{"name": "output0", **one}],
+    }
+    for path in (f"{V2}/config", f"{V2}/versions/1/config"):
+        config = asyncio.run(get(path))
+        assert (config["model_name"], config["max_seq_len"]) == ("tiny", 4096)
+        assert (config["npu_mem_size"], config["cpu_mem_size"]) == (-1, 0)
 
 
 def test_tokenizer() -> None:
     reply = post(FakeEngine(), "/v1/tokenizer", {"inputs": "one two"}).json()
     assert reply == {"token_number": 2, "tokens": ["one", "two"]}
+    counted = post(FakeEngine(), "/v1/tokenizer", {"inputs": "one two", "do_decode": False}).json()
+    assert counted == {"token_number": 2, "tokens": []}
     assert post(FakeEngine(), "/v1/tokenizer", {"inputs": ""}).json()["token_number"] == 0
 
 

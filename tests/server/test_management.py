@@ -12,12 +12,16 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvrecall.engines.base import Listener, Load, ServeSpec
+from kvrecall.engines.base import Fault, GenerateError, Listener, Load, Role, ServeSpec
+from kvrecall.server import descriptions
 from kvrecall.server.application import attach_all
-from kvrecall.server.figures import MindieFigures, as_json
+from kvrecall.server.figures import MindieFigures
+from kvrecall.server.management import management_router
 from kvrecall.server.plan import Plan, Plane
+from kvrecall.server.replies import ReplyError
+from kvrecall.server.vector import MetricsVector
 
-from .fake import IDLE, FakeEngine
+from .fake import IDLE, INFO, FakeEngine
 
 SPEC = ServeSpec("m", "127.0.0.1", 1, {})
 APART = Plan(
@@ -78,7 +82,9 @@ def test_readiness_is_whether_a_request_would_wait(now: Any, status: int) -> Non
     engine = FakeEngine()
     engine.now = dataclasses.replace(IDLE, **now)
     assert ask(management(engine), "/v2/health/ready").status_code == status
-    assert ask(management(engine), "/v2/health/live").status_code == 200
+    live = ask(management(engine), "/v2/health/live")
+    assert live.status_code == 200
+    assert (b"alive but busy" in live.content) == (status == 503)
 
 
 def test_a_stopping_server_is_not_ready() -> None:
@@ -86,6 +92,30 @@ def test_a_stopping_server_is_not_ready() -> None:
     engine.drain()
     assert ask(management(engine), "/v2/health/ready").status_code == 503
     assert ask(management(engine), "/health").status_code == 200
+
+
+def test_stopping_is_answered_when_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = asyncio.Event()
+    monkeypatch.setattr("kvrecall.server.management.os.kill", lambda *_: killed.set())
+    engine = FakeEngine()
+    engine.now = dataclasses.replace(IDLE, unfinished=1)
+
+    async def run() -> int:
+        transport = httpx.ASGITransport(management(engine))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            asking = [asyncio.create_task(client.get("/stopService")) for _ in range(2)]
+            while not engine.draining:
+                await asyncio.sleep(0.001)
+            done, _ = await asyncio.wait(asking, timeout=0.2)
+            assert not done
+            assert not killed.is_set()
+            engine.now = IDLE
+            replies = [await each for each in asking]
+            assert {reply.content for reply in replies} == {b""}
+            await asyncio.wait_for(killed.wait(), 30)
+            return replies[0].status_code
+
+    assert asyncio.run(run()) == 200
 
 
 @pytest.mark.parametrize(
@@ -96,8 +126,26 @@ def test_the_timed_probe(path: str, status: int) -> None:
     engine = FakeEngine()
     assert ask(management(engine), f"/health/timed-{path}").status_code == status
     if status == 200:
-        (asked,) = engine.asked
+        assert ask(management(engine), f"/health/timed-{path}").json() == {"status": "healthy"}
+        asked = engine.asked[0]
         assert (asked.sampling.max_tokens, asked.timeout_s) == (1, int(path))
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_probe_that_had_to_wait(works: bool) -> None:
+    """A server too busy for the probe is well if it did something meanwhile, hangs if not."""
+    steps = iter([1.0, 2.0 if works else 1.0])
+    registry = CollectorRegistry()
+
+    class Steps(MindieFigures):
+        def work_done(self) -> float:
+            return next(steps)
+
+    engine = FakeEngine(failure=GenerateError(Fault.TIMEOUT, "too long"))
+    app = FastAPI()
+    app.include_router(management_router(engine, APART, Steps("m", engine.load, registry.collect)))
+    app.add_exception_handler(ReplyError, lambda _, error: error.response())  # type: ignore[attr-defined]
+    assert ask(app, "/health/timed-1").status_code == (200 if works else 500)
 
 
 def test_descriptions() -> None:
@@ -106,8 +154,36 @@ def test_descriptions() -> None:
     assert (config["modelName"], config["maxSeqLen"], config["kvPool"]) == ("tiny", 4096, None)
     info = ask(app, "/info").json()
     assert (info["model_id"], info["max_total_tokens"]) == ("tiny", 4096)
-    status = ask(app, "/v1/status").json()["resource"]
-    assert (status["availSlotsNum"], status["availBlockNum"]) == (8, 48)
+    assert (config["npuMemSize"], config["cpuMemSize"], config["maxOutputLen"]) == (-1, 0, 4096)
+    assert info["models"][0]["model_id"] == "tiny"
+    status = ask(app, "/v1/status").json()
+    assert status["service"] == {
+        "roleStatus": "RoleReady",
+        "currentRole": "none",
+        "draining": False,
+    }
+    resource = status["resource"]
+    assert (resource["availSlotsNum"], resource["availBlockNum"]) == (8, 48)
+    assert (resource["freeNpuBlockNums"], resource["totalNpuBlockNums"]) == (48, 64)
+    assert status["linkStatus"] == {"peers": []}
+    assert ask(app, "/v2/status").json()["resource"]["totalAvailNpuBlockNum"] == 48
+    for path in ("/v2/models/tiny/getSlotCount", "/v2/models/tiny/versions/1/getSlotCount"):
+        assert ask(app, path).json() == {
+            "total_slots": 8,
+            "free_slots": 8,
+            "available_tokens_length": 48 * 128,
+        }
+    assert ask(app, "/v2/models/other/getSlotCount").status_code == 404
+
+
+def test_sizes_are_told_in_gigabytes() -> None:
+    recall = {"host_size": "3GiB"}
+    options = {"kv-cache-memory-bytes": "2GiB"}
+    plan = Plan(dataclasses.replace(SPEC, options=options, recall=recall, role=Role.PREFILL))
+    config = descriptions.configuration(INFO, plan)
+    assert (config["npuMemSize"], config["cpuMemSize"]) == (2, 3)
+    role = descriptions.status(IDLE, plan, False)["service"]
+    assert role == {"roleStatus": "RoleReady", "currentRole": "prefill", "draining": False}
 
 
 BUSINESS = ["/generate", "/infer", "/v1/tokenizer", "/v2/models/tiny/generate", "/"]
@@ -165,7 +241,7 @@ def families() -> CollectorRegistry:
 
 def test_figures_under_mindies_names() -> None:
     load = Load(running=4, waiting=0, unfinished=4, max_running=8, blocks=64, used_share=0)
-    told = as_json(MindieFigures("m", lambda: load, families().collect).collect())
+    told = samples(MindieFigures("m", lambda: load, families().collect), load)
     assert told["num_requests_running"] == 4
     assert told["prompt_tokens_total"] == 1000
     assert told["request_success_total"] == 6
@@ -173,9 +249,52 @@ def test_figures_under_mindies_names() -> None:
     assert told["request_received_total"] == 12
     assert told["failed_request_perc"] == 0.25
     assert told["npu_prefix_cache_hit_rate"] == 0.3
-    assert told["prefix_cache_hit_rate"] == {"device": 0.3, "host": 0, "disk": 0.2, "remote": 0}
-    assert told["prefix_cache_hit_tokens_total"]["disk"] == 200
-    assert told["time_to_first_token_seconds"] == {"count": 2, "sum": 1.0}
+    rates = {tier: told[f"prefix_cache_hit_rate/{tier}"] for tier in ("device", "host", "disk")}
+    assert rates == {"device": 0.3, "host": 0, "disk": 0.2}
+    assert told["prefix_cache_hit_tokens_total/disk"] == 200
+    assert told["time_to_first_token_seconds_count"] == 2
+    assert told["time_to_first_token_seconds_sum"] == 1
+    mindie = [told[name] for name in MINDIE]
+    assert mindie == [500, 0, 0, 4, 64]
+
+
+MINDIE = ["TTFT", "TBT", "waitingInferRequestNum", "processingInferRequestNum", "remainBlocks"]
+
+
+def samples(figures: MindieFigures, load: Load) -> dict[str, float]:
+    """name -> value of a vector, ``name/tier`` where a sample has a tier; its form is checked."""
+    told = MetricsVector(figures, lambda: load, "127.0.0.2:1026").told()
+    assert told.pop("resultType") == "vector"
+    result: Any = told.pop("result")
+    assert not told
+    assert [each["metric"][0]["__name__"] for each in result[:5]] == MINDIE
+    found = {}
+    for each in result:
+        (labels,) = each["metric"]
+        assert (labels["job"], labels["instance"]) == ("node", "127.0.0.2:1026")
+        name = labels["__name__"]
+        found[f"{name}/{labels['tier']}" if "tier" in labels else name] = float(each["value"])
+    return found
+
+
+def test_averages_are_of_the_last_requests() -> None:
+    """A thousand slow requests are forgotten after a thousand quick ones."""
+    registry = CollectorRegistry()
+    name = "vllm:time_to_first_token_seconds"
+    first = Histogram(name, "", registry=registry, buckets=(1,))
+    vector = MetricsVector(MindieFigures("m", lambda: IDLE, registry.collect), lambda: IDLE, "x")
+
+    def average(seconds: float, count: int) -> str:
+        for _ in range(count):
+            first.observe(seconds)
+        told: Any = vector.told()["result"]
+        return str(told[0]["value"])
+
+    assert average(1, 0) == "0"
+    assert average(1, 1000) == "1000"
+    assert average(0.5, 500) == "833"
+    assert average(0.5, 500) == "500"
+    assert average(0.25, 1000) == "250"
 
 
 def test_the_metrics_page_is_one_prometheus_can_read() -> None:

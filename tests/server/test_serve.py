@@ -99,7 +99,12 @@ def test_metrics_endpoint(server: LiveServer) -> None:
     assert value("tier_blocks", 'tier="host"') >= BLOCKS // 128
     assert value("tier_capacity_bytes", 'tier="host"') == 32 << 20
     assert value("loaded_bytes_total", "engine") > 0
-    hits = server.client.get("/metrics-json").json()["prefix_cache_hit_tokens_total"]
+    told = server.client.get("/metrics-json").json()["result"]
+    hits = {
+        each["metric"][0]["tier"]: float(each["value"])
+        for each in told
+        if each["metric"][0]["__name__"] == "prefix_cache_hit_tokens_total"
+    }
     assert hits["host"] >= BLOCKS
     assert hits["device"] >= BLOCKS
 

@@ -8,6 +8,7 @@ import contextlib
 import json
 import random
 import time
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -124,14 +125,24 @@ def test_soak(tiny: LiveServer) -> None:
 
 
 def test_stop_service_drains(tiny: LiveServer) -> None:
-    """A running request ends well, a new one is refused, and the server ends with status 0."""
+    """A running request ends well, a new one is refused, and the server ends with status 0.
+    Who asked it to stop has an answer before it ends."""
     family = tiny.family()
+    answers: list[int] = []
+
+    def stop() -> None:
+        with httpx.Client(base_url=tiny.url, timeout=120) as client:
+            answers.append(client.get("/stopService").status_code)
+
     body = {"inputs": "x", "parameters": {"max_new_tokens": 700, "ignore_eos": True}}
     told: list[Json] = []
     with tiny.client.stream("POST", "/generate_stream", json=body) as reply:
         lines = (line for line in reply.iter_lines() if line)
         told.append(json.loads(next(lines)[6:]))
-        assert tiny.client.get("/stopService").status_code == 200
+        stopping = Thread(target=stop, daemon=True)
+        stopping.start()
+        while tiny.client.get("/v2/health/ready").status_code == 200:
+            time.sleep(0.02)
         for path, asked in (
             ("/generate", {"inputs": "x"}),
             ("/v1/completions", {"model": "tiny", "prompt": "x"}),
@@ -141,5 +152,7 @@ def test_stop_service_drains(tiny: LiveServer) -> None:
         assert tiny.client.get("/health").status_code == 200
         told += [json.loads(line[6:]) for line in lines]
     assert told[-1]["generated_text"] is not None
+    stopping.join(60)
+    assert answers == [200]
     assert tiny.wait_end() == 0
     assert all_gone(family)

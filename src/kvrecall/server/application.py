@@ -37,7 +37,7 @@ def attach_all(app: FastAPI, engine: Engine, plan: Plan) -> Mapping[str, FastAPI
     metrics = apps.get(plan.home(Plane.METRICS), app)
     figures = MindieFigures(engine.info.names[0], engine.load)
 
-    _include_first(app, business_router(engine))
+    _include_first(app, business_router(engine, plan))
     _include_first(management, management_router(engine, plan, figures))
     _include_first(management, dashboard_router(engine.insight))
     metrics.router.routes.insert(0, _metrics_route(figures))

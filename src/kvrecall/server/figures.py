@@ -1,14 +1,15 @@
 """The metrics of the engine and the pool under MindIE's names, beside those of vLLM.
 
 Values are vLLM's and the connector's own, added up over the engines of the server; nothing is
-counted twice. ``request_received_total`` counts what reached the engine: a request that is refused
-before (a body that cannot be read, too many links) is in no figure.
+counted twice. The names are those of ``prometheus_metrics.cpp`` in Ascend/MindIE-LLM (April 2026)
+without its two average throughputs, which the rates of the token counters give.
+``request_received_total`` counts what reached the engine: a request that is refused before (a body
+that cannot be read, too many links) is in no figure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
 
 from prometheus_client import REGISTRY
 from prometheus_client.metrics_core import (
@@ -30,6 +31,8 @@ _GAUGES = {
     "num_requests_running": "vllm:num_requests_running",
     "num_requests_waiting": "vllm:num_requests_waiting",
     "npu_cache_usage_perc": "vllm:kv_cache_usage_perc",
+    "all_radix_match_num": "vllm:prefix_cache_queries",
+    "npu_radix_match_hit_num": "vllm:prefix_cache_hits",
 }
 _HISTOGRAMS = {
     "request_prompt_tokens": "vllm:request_prompt_tokens",
@@ -72,6 +75,12 @@ class MindieFigures(Collector):
         yield from self._hits(families)
         for name, theirs in _HISTOGRAMS.items():
             yield self._histogram(name, f"As {theirs}.", families.get(theirs))
+
+    def work_done(self) -> float:
+        """A number that grows with every step in which the engine gave a token."""
+        families = {family.name: family for family in self._source()}
+        steps = families.get("vllm:iteration_tokens_total")
+        return 0.0 if steps is None else total_of(steps, f"{steps.name}_count")
 
     def _requests(self, families: Mapping[str, Metric]) -> Iterator[Metric]:
         ended = families.get("vllm:request_success")
@@ -142,29 +151,9 @@ def total(family: Metric | None, **labels: str) -> float:
     )
 
 
-def as_json(families: Iterable[Metric]) -> dict[str, Any]:
-    """name -> value; of several tiers tier -> value; of a histogram its count and sum."""
-    result: dict[str, Any] = {}
-    for family in families:
-        if family.type == "histogram":
-            result[family.name] = {
-                part: total_of(family, f"{family.name}_{part}") for part in ("count", "sum")
-            }
-        elif any("tier" in sample.labels for sample in family.samples):
-            tiers = {sample.labels["tier"]: sample.value for sample in family.samples}
-            result[_told(family)] = tiers
-        else:
-            result[_told(family)] = total(family)
-    return result
-
-
 def total_of(family: Metric, name: str) -> float:
     """The sum of the samples of this name."""
     return sum(sample.value for sample in family.samples if sample.name == name)
-
-
-def _told(family: Metric) -> str:
-    return f"{family.name}_total" if family.type == "counter" else family.name
 
 
 def _share(part: float, whole: float) -> float:

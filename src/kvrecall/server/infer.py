@@ -1,4 +1,12 @@
-"""MindIE's own form: /infer and /infer_token."""
+"""MindIE's own form: /infer and /infer_token.
+
+Members and framing are those of ``single_req_self_develop_infer_interface.cpp`` in
+Ascend/MindIE-LLM (April 2026), which serves both routes, and of MindIE's documents of 2.1 to 2.3
+(hiascend.com, mindie_service0010). The documents print a streamed token's id as a number, the
+source writes a list: a list it is. Where MindIE gives ``token.text`` null in the last event,
+whatever text there still is stands there, so that the pieces always add up to ``generated_text``.
+``prompt_tokens`` and ``recall`` are ours.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +70,8 @@ def reply(body: InferBody, update: Update) -> dict[str, object]:
     """The reply to a request that is not streamed; ``update`` holds everything."""
     result: dict[str, object] = {"generated_text": update.text}
     if body.wanted.details:
-        result["details"] = _details(body, update, len(update.tokens))
+        ids = [token.id for token in update.tokens]
+        result["details"] = _details(body, update, len(ids)) | {"generated_token_ids": ids}
     return result
 
 
@@ -87,12 +96,15 @@ class EventWriter:
         made: dict[str, object] = {
             "prefill_time": took if first else None,
             "decode_time": None if first else took,
-            "token": {"id": [token.id for token in update.tokens], "text": update.text},
+            "token": {
+                "id": [token.id for token in update.tokens],
+                "text": update.text or (None if update.finish else ""),
+            },
         }
         if update.finish is not None:
+            told = self._body.wanted.details
             made["generated_text"] = self._text
-            if self._body.wanted.details:
-                made["details"] = _details(self._body, update, self._count)
+            made["details"] = _details(self._body, update, self._count) if told else None
         yield made
 
 

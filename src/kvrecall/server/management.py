@@ -11,15 +11,18 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from kvrecall.engines.base import Engine, GenerateRequest, Sampling
+from kvrecall.server import descriptions
 from kvrecall.server.answering import whole
-from kvrecall.server.figures import MindieFigures, as_json
-from kvrecall.server.plan import SHUTDOWN_TIMEOUT_S, Plan
+from kvrecall.server.figures import MindieFigures
+from kvrecall.server.plan import SHUTDOWN_TIMEOUT_S, Plan, Plane
 from kvrecall.server.replies import ReplyError
 from kvrecall.server.routes import check_model
+from kvrecall.server.vector import MetricsVector
 
 log = logging.getLogger("kvrecall.server")
 
 _PROBE_LIMIT_S = 600
+_OUT_OF_TIME = 500
 _POLL_S = 0.05
 
 
@@ -30,46 +33,59 @@ class Stopping:
         self._engine = engine
         self._bound_s = bound_s
         self._task: asyncio.Task[None] | None = None
+        self._drained = asyncio.Event()
 
-    def begin(self) -> None:
-        """Does not wait. Asking again changes nothing."""
+    async def drained(self) -> None:
+        """Begins and waits until nothing runs any more, or the bound is reached. Asking again
+        changes nothing; whether who asks stays or goes away does not matter either."""
         if self._task is None:
             self._engine.drain()
             log.info("stopService: no new requests; running ones may end")
             self._task = asyncio.create_task(self._end())
+        await self._drained.wait()
 
     async def _end(self) -> None:
         clock = asyncio.get_running_loop().time
         end = clock() + self._bound_s
         while self._engine.load().unfinished and clock() < end:
             await asyncio.sleep(_POLL_S)
+        self._drained.set()
+        await asyncio.sleep(_POLL_S)  # who asked is answered first
         os.kill(os.getpid(), signal.SIGTERM)  # the engine's own way to end, see serving.py
 
 
 def management_router(engine: Engine, plan: Plan, figures: MindieFigures) -> APIRouter:
     """All of the management plane but the dashboard."""
     router = APIRouter(tags=["management"])
-    _add_health(router, engine)
+    _add_health(router, engine, figures)
     _add_description(router, engine, plan)
     stopping = Stopping(engine)
 
+    vector = MetricsVector(figures, engine.load, plan.address(Plane.MANAGEMENT))
+
     @router.get("/metrics-json")
     async def metrics_json() -> Response:
-        return JSONResponse(as_json(figures.collect()))
+        return JSONResponse(vector.told())
 
     @router.api_route("/stopService", methods=["GET", "POST"])
     async def stop_service() -> Response:
-        stopping.begin()
-        return JSONResponse({"result": "the server stops when its running requests have ended"})
+        await stopping.drained()
+        return Response()
 
     return router
 
 
-def _add_health(router: APIRouter, engine: Engine) -> None:
+def _add_health(router: APIRouter, engine: Engine, figures: MindieFigures) -> None:
     @router.get("/health")
+    async def health() -> Response:
+        await _check_alive(engine)
+        return Response()
+
     @router.get("/v2/health/live")
     async def live() -> Response:
         await _check_alive(engine)
+        if engine.load().busy:
+            return JSONResponse({"message": "Service is alive but busy"})
         return Response()
 
     @router.get("/v2/health/ready")
@@ -86,13 +102,13 @@ def _add_health(router: APIRouter, engine: Engine) -> None:
 
     @router.get("/health/timed")
     async def timed(request: Request) -> Response:
-        return await _probe(request, engine, _PROBE_LIMIT_S)
+        return await _probe(request, engine, figures, _PROBE_LIMIT_S)
 
     @router.get("/health/timed-{seconds:int}")
     async def timed_within(request: Request, seconds: int) -> Response:
         if not 1 <= seconds <= _PROBE_LIMIT_S:
             raise ReplyError(422, f"the time is {seconds} s; allowed: 1 to {_PROBE_LIMIT_S}")
-        return await _probe(request, engine, seconds)
+        return await _probe(request, engine, figures, seconds)
 
 
 async def _check_alive(engine: Engine) -> None:
@@ -114,8 +130,11 @@ async def _check_ready(engine: Engine) -> None:
         )
 
 
-async def _probe(request: Request, engine: Engine, limit_s: int) -> Response:
-    """Computes one token, as a request of its own, within the limit."""
+async def _probe(
+    request: Request, engine: Engine, figures: MindieFigures, limit_s: int
+) -> Response:
+    """Computes one token, as a request of its own, within the limit. A server that is so busy
+    with others that this one had to wait is well, as in MindIE: what it did meanwhile shows it."""
     probe = GenerateRequest(
         request_id=f"probe-{os.urandom(8).hex()}",
         prompt="a",
@@ -123,8 +142,13 @@ async def _probe(request: Request, engine: Engine, limit_s: int) -> Response:
         priority=-5,
         timeout_s=limit_s,
     )
-    await whole(request, engine, probe)
-    return Response()
+    before = figures.work_done()
+    try:
+        await whole(request, engine, probe)
+    except ReplyError as error:
+        if error.status != _OUT_OF_TIME or figures.work_done() <= before:
+            raise
+    return JSONResponse({"status": "healthy"})
 
 
 def _add_description(router: APIRouter, engine: Engine, plan: Plan) -> None:
@@ -132,59 +156,22 @@ def _add_description(router: APIRouter, engine: Engine, plan: Plan) -> None:
 
     @router.get("/info")
     async def described() -> Response:
-        model = {
-            "model_id": info.names[0],
-            "model_dtype": info.dtype,
-            "model_device_type": info.device,
-            "model_pipeline_tag": "text-generation",
-            "model_sha": None,
-        }
-        return JSONResponse({**model, "models": [model], **_bounds(engine, plan)})
+        return JSONResponse(descriptions.endpoint(info, plan))
 
     @router.get("/v1/config")
     async def configuration() -> Response:
-        return JSONResponse(
-            {
-                "modelName": info.names[0],
-                "maxSeqLen": info.max_model_len,
-                "maxInputTokenLen": plan.spec.limits.max_input_tokens or info.max_model_len - 1,
-                "maxOutputLen": plan.spec.limits.max_new_tokens or info.max_model_len,
-                "cacheBlockSize": info.block_size,
-                "maxBatchSize": info.max_running,
-                "maxPrefillTokens": info.max_step_tokens,
-                "worldSize": info.devices,
-                "npuBlockNum": info.blocks,
-                "kvPool": None if plan.spec.recall is None else dict(plan.spec.recall),
-            }
-        )
+        return JSONResponse(descriptions.configuration(info, plan))
 
     @router.get("/v1/status")
     async def status() -> Response:
-        load = engine.load()
-        free = round(load.blocks * (1 - load.used_share))
-        return JSONResponse(
-            {
-                "service": {"roles": "none", "currentRole": "none", "draining": engine.draining},
-                "resource": {
-                    "availSlotsNum": max(load.max_running - load.running, 0),
-                    "availBlockNum": free,
-                    "totalBlockNum": load.blocks,
-                    "runningRequestNum": load.running,
-                    "waitingRequestNum": load.waiting,
-                },
-                "linkStatus": {"peers": []},
-            }
-        )
+        return JSONResponse(descriptions.status(engine.load(), plan, engine.draining))
 
+    @router.get("/v2/status")
+    async def status_v2() -> Response:
+        return JSONResponse(descriptions.status_v2(engine.load(), plan))
 
-def _bounds(engine: Engine, plan: Plan) -> dict[str, object]:
-    info, limits = engine.info, plan.spec.limits
-    return {
-        "max_concurrent_requests": info.max_running,
-        "max_input_length": limits.max_input_tokens or info.max_model_len - 1,
-        "max_total_tokens": info.max_model_len,
-        "max_batch_prefill_tokens": info.max_step_tokens,
-        "max_batch_total_tokens": info.blocks * info.block_size,
-        "max_best_of": limits.max_n or 128,
-        "version": info.version,
-    }
+    @router.get("/v2/models/{model:path}/getSlotCount")
+    @router.get("/v2/models/{model:path}/versions/{version}/getSlotCount", include_in_schema=False)
+    async def slots(model: str) -> Response:
+        check_model(engine, model)
+        return JSONResponse(descriptions.slots(info, engine.load()))

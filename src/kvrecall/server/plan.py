@@ -49,6 +49,11 @@ class Plan:
         """The name of the listener that serves ``plane``; "" is the business plane's."""
         return self.homes.get(plane, "")
 
+    def address(self, plane: Plane) -> str:
+        """``host:port`` of ``plane``."""
+        places = {each.name: f"{each.host}:{each.port}" for each in self.spec.listeners}
+        return places.get(self.home(plane), f"{self.spec.host}:{self.spec.port}")
+
     def summary(self) -> str:
         """The effective configuration in one line."""
         options = {k: v for k, v in self.spec.options.items() if v is not None}

@@ -9,10 +9,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvrecall.engines.base import Engine, GenerateError, Generator
-from kvrecall.server import infer, prompt_form, tgi, triton
+from kvrecall.server import descriptions, infer, prompt_form, tgi, triton
 from kvrecall.server.answering import begun, events, recall_header, whole
 from kvrecall.server.naming import Named, RequestNames
 from kvrecall.server.parameters import Strict, ignored_header, parsed
+from kvrecall.server.plan import Plan
 from kvrecall.server.replies import ReplyError, json_object
 from kvrecall.server.schemas import described
 
@@ -24,15 +25,16 @@ class TokenizerBody(Strict):
     """A request of /v1/tokenizer."""
 
     inputs: str
+    do_decode: bool | None = None
 
 
-def business_router(engine: Engine) -> APIRouter:
+def business_router(engine: Engine, plan: Plan) -> APIRouter:
     """All of the business plane that vLLM does not have."""
     router = APIRouter(tags=["kvrecall"])
     _add_generate(router, engine)
     _add_infer(router, engine)
     _add_tokenizer(router, engine)
-    _add_triton(router, engine, RequestNames())
+    _add_triton(router, engine, plan, RequestNames())
     return router
 
 
@@ -75,20 +77,24 @@ def _add_tokenizer(router: APIRouter, engine: Engine) -> None:
             tokens = await engine.tokens(body.inputs) if body.inputs else ()
         except GenerateError as error:
             raise ReplyError.of(error) from error
-        return JSONResponse({"token_number": len(tokens), "tokens": list(tokens)})
+        shown = [] if body.do_decode is False else list(tokens)
+        return JSONResponse({"token_number": len(tokens), "tokens": shown})
 
 
-def _add_triton(router: APIRouter, engine: Engine, names: RequestNames) -> None:
+def _add_triton(router: APIRouter, engine: Engine, plan: Plan, names: RequestNames) -> None:
     @router.get("/v2")
     async def server() -> Response:
-        return JSONResponse(
-            {"name": "kvrecall", "version": engine.info.version, "extensions": ["generate"]}
-        )
+        return JSONResponse(descriptions.service(engine.info, plan))
 
     versions = APIRouter(include_in_schema=False)  # there is but one version
-    _add_triton_at(versions, "/v2/models/{model:path}/versions/{version}", engine, names)
-    router.include_router(versions)
-    _add_triton_at(router, "/v2/models/{model:path}", engine, names)
+    for each, base in (
+        (versions, "/v2/models/{model:path}/versions/{version}"),
+        (router, "/v2/models/{model:path}"),
+    ):
+        _add_triton_at(each, base, engine, names)
+        _add_metadata_at(each, base, engine, plan)
+        if each is versions:
+            router.include_router(versions)
 
 
 def _add_triton_at(router: APIRouter, base: str, engine: Engine, names: RequestNames) -> None:
@@ -107,7 +113,7 @@ def _add_triton_at(router: APIRouter, base: str, engine: Engine, names: RequestN
         asked = triton.to_request(body, False)
         (update,) = await whole(request, Named(engine, names, body.id), asked)
         headers = recall_header(update) | ignored_header(body.wanted.ignored())
-        return JSONResponse(triton.token_reply(body, model, update), headers=headers)
+        return JSONResponse(triton.token_reply(body, asked, update), headers=headers)
 
     @router.post(f"{base}/stopInfer", openapi_extra=described(triton.StopBody))
     async def stop_infer(request: Request, model: str) -> Response:
@@ -120,19 +126,17 @@ def _add_triton_at(router: APIRouter, base: str, engine: Engine, names: RequestN
             await engine.stop(request_id)
         return JSONResponse({"id": body.id})
 
+
+def _add_metadata_at(router: APIRouter, base: str, engine: Engine, plan: Plan) -> None:
+    @router.get(f"{base}/config")
+    async def model_config(model: str) -> Response:
+        check_model(engine, model)
+        return JSONResponse(descriptions.model_config(model, engine.info, plan))
+
     @router.get(base)
     async def model_metadata(model: str) -> Response:
         check_model(engine, model)
-        one = {"datatype": "UINT32", "shape": [-1]}
-        return JSONResponse(
-            {
-                "name": model,
-                "versions": None,
-                "platform": "kvrecall",
-                "inputs": [{"name": "input0", **one}],
-                "outputs": [{"name": "output0", **one}],
-            }
-        )
+        return JSONResponse(descriptions.model(model))
 
 
 def check_model(engine: Engine, model: str) -> None:
@@ -194,7 +198,7 @@ async def _serve_text(
     if not stream:
         (update,) = await whole(request, named, asked)
         headers = recall_header(update) | ignored
-        return JSONResponse(triton.text_reply(body, model, update), headers=headers)
-    writer = triton.EventWriter(body, model)
+        return JSONResponse(triton.text_reply(body, asked, model, update), headers=headers)
+    writer = triton.EventWriter(body, asked, model)
     first, updates = await begun(request, named, asked)
     return events(first, updates, writer.events, ignored)

@@ -1,4 +1,11 @@
-"""Triton's forms, as MindIE serves them under /v2: texts (generate) and token ids (infer)."""
+"""Triton's forms, as MindIE serves them under /v2: texts (generate) and token ids (infer).
+
+Members are those of ``single_req_triton_{text,token}_infer_interface.cpp`` in Ascend/MindIE-LLM
+(April 2026) and of MindIE's documents of 2.1 to 2.3 (hiascend.com, mindie_service0009, 0084 and
+0089). Documents and source differ in where a token request's parameters stand, beside ``inputs``
+or within its one input: both work here. ``batch_size`` and ``queue_wait_time`` are null: vLLM does
+not tell them of a step. ``prompt_tokens``, ``recall`` and a token reply's ``parameters`` are ours.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +59,7 @@ class Tensor(Strict):
     shape: Annotated[list[int], Field(min_length=1, max_length=2)]
     datatype: Literal["UINT32", "INT32", "INT64", "UINT64"]
     data: Ids | Annotated[list[Ids], Field(min_length=1, max_length=1)]
-    parameters: dict[str, Any] | None = None
+    parameters: TritonParameters | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -81,6 +88,16 @@ class TokenBody(_Named):
     inputs: Annotated[list[Tensor], Field(min_length=1, max_length=1)]
     outputs: Annotated[list[Output], Field(max_length=1)] | None = None
 
+    @property
+    def wanted(self) -> TritonParameters:
+        return self.parameters or self.inputs[0].parameters or TritonParameters()
+
+    @model_validator(mode="after")
+    def _one_place(self) -> TokenBody:
+        if self.parameters is not None and self.inputs[0].parameters is not None:
+            raise ValueError("parameters stand beside inputs or within its input, not in both")
+        return self
+
 
 class StopBody(Strict):
     """A request of /v2/models/{m}/stopInfer."""
@@ -102,23 +119,23 @@ def to_request(body: TextBody | TokenBody, stream: bool) -> GenerateRequest:
     )
 
 
-def text_reply(body: TextBody, model: str, update: Update) -> dict[str, object]:
+def text_reply(
+    body: TextBody, asked: GenerateRequest, model: str, update: Update
+) -> dict[str, object]:
     """The reply of /generate; ``update`` holds everything."""
-    result = _text(body, model, update.text)
+    result = _text(body, asked, model, update.text)
     if body.wanted.details:
         result["details"] = _details(update, len(update.tokens))
     return result
 
 
-def token_reply(body: TokenBody, model: str, update: Update) -> dict[str, object]:
+def token_reply(body: TokenBody, asked: GenerateRequest, update: Update) -> dict[str, object]:
     """The reply of /infer: the ids of the answer's tokens, without those of the prompt."""
     ids = [token.id for token in update.tokens]
-    wanted = body.outputs[0].name if body.outputs else "output0"
+    name = (body.outputs[0].name if body.outputs else "") or "output0"
     result: dict[str, object] = {
-        "id": body.id,
-        "model_name": model,
-        "model_version": None,
-        "outputs": [{"name": wanted, "shape": [1, len(ids)], "datatype": "UINT32", "data": ids}],
+        "id": body.id or asked.request_id,
+        "outputs": [{"name": name, "shape": [1, len(ids)], "datatype": "UINT32", "data": ids}],
     }
     if body.wanted.details:
         result["parameters"] = _details(update, len(ids))
@@ -129,40 +146,50 @@ class EventWriter:
     """Turns the updates of one /generate_stream request into events, one a step."""
 
     def __init__(
-        self, body: TextBody, model: str, clock: Callable[[], float] = time.monotonic
+        self,
+        body: TextBody,
+        asked: GenerateRequest,
+        model: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._body = body
+        self._asked = asked
         self._model = model
         self._clock = clock
         self._since = clock()
         self._count = 0
 
     def events(self, update: Update) -> Iterator[dict[str, object]]:
-        """The event of ``update``; its costs are milliseconds since the one before."""
+        """The event of ``update``; its times are milliseconds since the one before."""
         now = self._clock()
         took, self._since = round((now - self._since) * 1000, 3), now
         first = self._count == 0
         self._count += len(update.tokens)
-        made = _text(self._body, self._model, update.text)
+        made = _text(self._body, self._asked, self._model, update.text)
         if self._body.wanted.details:
-            costs = {
-                "first_token_cost": took if first else None,
-                "decode_cost": None if first else took,
-            }
-            made["details"] = _details(update, self._count) | costs
+            made["details"] = _details(update, self._count)
+            made["prefill_time"] = took if first else None
+            made["decode_time"] = None if first else took
         yield made
 
 
-def _text(body: TextBody, model: str, text: str) -> dict[str, object]:
-    return {"id": body.id, "model_name": model, "model_version": None, "text_output": text}
+def _text(body: TextBody, asked: GenerateRequest, model: str, text: str) -> dict[str, object]:
+    return {
+        "id": body.id or asked.request_id,
+        "model_name": model,
+        "model_version": None,
+        "text_output": text,
+    }
 
 
 def _details(update: Update, generated: int) -> dict[str, object]:
+    """``finish_reason`` stands in the last update only."""
+    ended = {} if update.finish is None else {"finish_reason": update.finish}
+    unknown = ("first_token_cost", "decode_cost", "batch_size", "queue_wait_time")
     return {
-        "finish_reason": update.finish,
+        **ended,
         "generated_tokens": generated,
+        **dict.fromkeys(unknown),
         "prompt_tokens": update.prompt_tokens,
         "recall": update.split.as_dict(),
-        "first_token_cost": None,
-        "decode_cost": None,
     }
