@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -92,39 +93,37 @@ def serve(
     enforce_eager: _Eager = None,
 ) -> None:
     """Serve a model: OpenAI and MindIE/TGI routes, with recall from the pool."""
-    recall = {
-        "host_size": host_size,
-        "disk_path": disk_path,
-        "disk_size": disk_size,
-        "encryption_key_file": encryption_key_file,
-        "async_write": async_write,
-        "backend": "service" if pool_service or pool_socket else None,
-        "socket": pool_socket,
+    raise typer.Exit(_run(_asked(locals()), config))
+
+
+_POOL_OPTIONS = "host_size disk_path disk_size encryption_key_file async_write".split()
+_ENGINE_OPTIONS = (
+    "block_size max_model_len served_model_name dtype kv_cache_dtype kv_cache_memory_bytes "
+    "enforce_eager"
+).split()
+
+
+def _asked(given: Mapping[str, Any]) -> launch.Asked:
+    """What was asked by the options of ``serve``, by their names."""
+    recall = {name: given[name] for name in _POOL_OPTIONS} | {
+        "backend": "service" if given["pool_service"] or given["pool_socket"] else None,
+        "socket": given["pool_socket"],
     }
-    engine: dict[str, object] = {
-        "block-size": block_size,
-        "max-model-len": max_model_len,
-        "served-model-name": served_model_name,
-        "dtype": dtype,
-        "kv-cache-dtype": kv_cache_dtype,
-        "kv-cache-memory-bytes": kv_cache_memory_bytes,
-        "enforce-eager": enforce_eager,
-    }
-    words = tuple(vllm_options or ())
+    engine = {name.replace("_", "-"): given[name] for name in _ENGINE_OPTIONS}
+    model, words = given["model"], tuple(given["vllm_options"] or ())
     if model is not None and model.startswith("-"):  # kvrecall serve -- --vllm-option
         words, model = (model, *words), None
-    asked = launch.Asked(
+    return launch.Asked(
         model=model,
-        host=host,
-        port=port,
-        recall={k: v for k, v in recall.items() if v is not None} if pool else None,
-        pool_config=pool_config,
+        host=given["host"],
+        port=given["port"],
+        recall={k: v for k, v in recall.items() if v is not None} if given["pool"] else None,
+        pool_config=given["pool_config"],
         engine={k: v for k, v in engine.items() if v is not None},
         extra_args=words,
-        role=role,
-        retrieval=retrieval,
+        role=given["role"],
+        retrieval=given["retrieval"],
     )
-    raise typer.Exit(_run(asked, config))
 
 
 def _run(asked: launch.Asked, config: Path | None) -> int:

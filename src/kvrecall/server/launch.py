@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvrecall.config import RecallSettings, parse_size
 from kvrecall.engines.base import Limits, Role, ServeSpec
-from kvrecall.errors import ConfigError
+from kvrecall.errors import ConfigError, EngineError
 from kvrecall.jsonfile import read_json
 from kvrecall.server import preflight
 from kvrecall.server.plan import ENGINE_DEFAULTS, Plan
@@ -132,8 +132,14 @@ def run(plan: Plan) -> int:
     for note in plan.notes:
         log.info("%s", note)
     log.info("loading the engine")
-    from kvrecall.engines.vllm.serving import serve
-    from kvrecall.server.application import attach_all
+    try:
+        from kvrecall.engines.vllm.serving import serve
+        from kvrecall.server.application import attach_all
+    except ModuleNotFoundError as error:
+        raise EngineError(
+            f"serving needs vLLM, and {error.name} is not installed here: pip install "
+            "'kvrecall[cuda]', on a machine without a GPU 'kvrecall[cpu]'"
+        ) from error
 
     return serve(plan.spec, lambda app, generator: attach_all(app, generator, plan))
 

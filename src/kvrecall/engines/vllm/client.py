@@ -15,7 +15,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from kvrecall.engines.base import Limits
-from kvrecall.engines.vllm import ranking
+from kvrecall.engines.vllm import guard, ranking
 from kvrecall.engines.vllm.journal import Journal
 
 _TIMEOUT = "kvrecall_timeout"
@@ -76,8 +76,10 @@ class ServedLLM(AsyncLLM):
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """As AsyncLLM.generate; raises RequestTimeoutError when a step or the whole takes too
-        long. The request is then aborted in the engine."""
+        long, and VLLMValidationError for what guard.py refuses. The request is then aborted in
+        the engine."""
         wanted = sampling_params
+        guard.check(wanted)
         best_of = ranking.asked(wanted)
         if best_of is not None:
             self._check_count("best_of", best_of, self.limits.max_n or ranking.MOST)
@@ -87,6 +89,7 @@ class ServedLLM(AsyncLLM):
         watched = self.journal.watch(request_id, timed)
         try:
             async for output in watched:
+                guard.followed(output, wanted)
                 yield output if best_of is None else ranking.ranked(output, wanted)
         finally:
             await watched.aclose()
