@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
@@ -17,15 +19,11 @@ from kvrecall.server.dashboard import history
 from kvrecall.server.dashboard.routes import dashboard_router
 from kvrecall.testing.clocks import ManualClock
 
+from .browser import browsing
 from .fake import FakeInsight
 from .live import LiveServer, free_port
 
 GRAFANA = Path(__file__).parents[2] / "examples" / "grafana.json"
-CHROMIUM = "/usr/bin/chromium"
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
-    "--disable-background-networking --disable-component-update"
-).split()
 TEXT = "A long text that retrieval has something to choose from. " * 40  # 2,280 tokens
 LAYERS = 4
 
@@ -118,13 +116,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api")
-    if not Path(CHROMIUM).exists():
-        pytest.skip(f"no browser at {CHROMIUM}")
-    with playwright.sync_playwright() as running:
-        chromium = running.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+    with browsing() as chromium:
         yield chromium
-        chromium.close()
 
 
 class Page:
@@ -237,8 +230,31 @@ def test_every_metric_of_the_grafana_dashboard_is_exported(server: LiveServer) -
 
 
 @pytest.mark.engine
-def test_a_server_that_ends_is_told(browser: Any, server: LiveServer) -> None:
+def test_a_server_whose_engine_dies(browser: Any, server: LiveServer) -> None:
+    """The page says so; who was being answered is told or cut off, and waits no longer; until the
+    server has ended, with a clear line, it is not well."""
     page = Page(browser, server)
-    server.close()
+    asked = {"inputs": "x", "parameters": {"max_new_tokens": 6000, "ignore_eos": True}}
+    with server.client.stream("POST", "/generate_stream", json=asked) as reply:
+        lines = (line for line in reply.iter_lines() if line)
+        next(lines)
+        server.engine_core().kill()
+        told = list(until_closed(lines))
+    last = json.loads(told[-1][6:]) if told else {}
+    assert last.get("generated_text") is None
+    assert last.get("error_type", "Generation Error") == "Generation Error"
+    statuses = set()
+    while server.process.poll() is None:
+        with contextlib.suppress(httpx.TransportError):
+            statuses.add(server.client.get("/health", timeout=10).status_code)
+    assert statuses <= {200, 503}  # 200 until the loss is seen
+    assert server.wait_end() == 1
+    assert "[kvrecall] the engine died" in server.log
     page.tab.wait_for_selector("#status[data-state=gone]", timeout=60_000)
     assert "no answer since" in page.tab.inner_text("#status")
+
+
+def until_closed(lines: Iterator[str]) -> Iterator[str]:
+    """Lines until the stream ends, properly or not."""
+    with contextlib.suppress(httpx.TransportError):
+        yield from lines

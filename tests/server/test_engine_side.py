@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import AsyncGenerator
@@ -155,3 +156,49 @@ def test_an_engine_core_ends_with_its_parent() -> None:
         core = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
     assert all_gone([core])
+
+
+SCHEMA: dict[str, Any] = {"type": "array", "minItems": 3, "maxItems": 10**9}
+TAG = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": SCHEMA}}
+UNSERVED: list[dict[str, Any]] = [
+    {"json": SCHEMA},
+    {"json": json.dumps(SCHEMA)},
+    {"json": json.dumps(SCHEMA).replace("maxItems", r"max\u0049tems")},
+    {"json": {"properties": {"minItems": {"anyOf": [SCHEMA, True]}}}},
+    {"json": {"prefixItems": [{"type": "array", "minItems": 60_000}] * 2}},
+    {"json": {"minItems": float("inf")}},
+    {"structural_tag": json.dumps(TAG)},
+    {"grammar": 'start: %json {"type": "array", "minItems" : 1e9}'},
+    {"grammar": r'start: %json {"type": "array", "m\u0069nItems":1000000000}'},
+]
+SERVED: list[dict[str, Any]] = [
+    {"json": {"type": "array", "minItems": 1, "maxItems": 1000}},
+    {"json": {"properties": {"minItems": {"type": "integer"}}}},
+    {"json": {"minItems": "many", "maxItems": True}},
+    {"json": "["},
+    {"regex": "a{1,1000000}"},
+    {"grammar": 'start: "minItems: 1000000000"'},
+]
+
+
+def structured(wanted: dict[str, Any]) -> Any:
+    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+    return SamplingParams(structured_outputs=StructuredOutputsParams(**wanted))
+
+
+@pytest.mark.parametrize("wanted", UNSERVED, ids=lambda v: str(v)[:60])
+def test_schemas_that_would_take_all_memory_are_refused(wanted: dict[str, Any]) -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    from kvrecall.engines.vllm import guard
+
+    with pytest.raises(VLLMValidationError, match="100000 items together"):
+        guard.check(structured(wanted))
+
+
+@pytest.mark.parametrize("wanted", SERVED, ids=lambda v: str(v)[:60])
+def test_other_schemas_are_left_to_vllm(wanted: dict[str, Any]) -> None:
+    from kvrecall.engines.vllm import guard
+
+    guard.check(structured(wanted))

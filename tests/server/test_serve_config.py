@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from .browser import browsing
 from .configs import backend, deploy, model, right, schedule, server, write
 from .live import LiveServer, all_gone, free_port
 
@@ -22,6 +23,7 @@ pytest.importorskip("cryptography")
 from .certificates import Authority
 
 pytestmark = pytest.mark.engine
+LINKS = 12  # a browser opens up to 6
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         managementTlsCert=operated.name,
         managementTlsPk=operated_key.name,
         managementTlsCaFile=["operators.pem"],
-        maxLinkNum=6,
+        maxLinkNum=LINKS,
         httpsEnabled=True,
         tlsCert=certificate.name,
         tlsPk=key.name,
@@ -176,6 +178,37 @@ def test_recall_with_speculation(live: LiveServer) -> None:
     assert recall["computed"] == 24
 
 
+def test_the_dashboard_on_a_plane_of_its_own(live: LiveServer) -> None:
+    """A real browser, with the operator's certificate; on the business plane there is none."""
+    assert live.client.get("/dashboard").status_code == 404
+    with browsing() as chromium, chromium.new_context(**operator(live)) as context:
+        tab = context.new_page()
+        wrong: list[str] = []
+        tab.on("pageerror", lambda error: wrong.append(str(error)))
+        tab.goto(f"{origin(live)}/dashboard")
+        tab.wait_for_selector("#status[data-state=live]", timeout=60_000)
+        live.client.post("/generate", json={"inputs": "x" * 300})
+        tab.wait_for_selector("#requests tbody tr", timeout=60_000)
+        tab.wait_for_selector("#tree .row.group", timeout=60_000)
+        assert tab.inner_text("#model") == "m"
+        assert tab.locator("#tiers .meter").count() == 2
+        assert wrong == []
+
+
+def origin(live: LiveServer) -> str:
+    return str(live.management.base_url).rstrip("/")
+
+
+def operator(live: LiveServer) -> dict[str, Any]:
+    """A browser context with the management plane's certificate."""
+    mine = {
+        "origin": origin(live),
+        "certPath": str(live.folder / "operator.pem"),
+        "keyPath": str(live.folder / "operator.key.pem"),
+    }
+    return {"client_certificates": [mine], "ignore_https_errors": True}
+
+
 def test_body_too_large(live: LiveServer) -> None:
     reply = live.client.post("/generate", content=b" " * ((1 << 20) + 1))
     assert reply.status_code == 413
@@ -183,7 +216,9 @@ def test_body_too_large(live: LiveServer) -> None:
 
 
 def test_too_many_links(live: LiveServer) -> None:
-    clients = [httpx.Client(base_url=live.url, verify=live.verify, timeout=60) for _ in range(6)]
+    clients = [
+        httpx.Client(base_url=live.url, verify=live.verify, timeout=60) for _ in range(LINKS)
+    ]
     try:
         statuses = [client.get("/v1/models").status_code for client in clients]
         reply = clients[-1].get("/v1/models")

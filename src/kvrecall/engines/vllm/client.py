@@ -89,7 +89,7 @@ class ServedLLM(AsyncLLM):
         watched = self.journal.watch(request_id, timed)
         try:
             async for output in watched:
-                guard.followed(output, wanted)
+                guard.check_output(output, wanted)
                 yield output if best_of is None else ranking.ranked(output, wanted)
         finally:
             await watched.aclose()

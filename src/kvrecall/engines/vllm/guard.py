@@ -38,17 +38,17 @@ def check(params: SamplingParams) -> None:
         _check_items(params.structured_outputs)
 
 
-def followed(output: RequestOutput, params: SamplingParams) -> RequestOutput:
-    """``output``, unless the engine gave the request up because of its structured output; then
-    this is said (VLLMValidationError), where vLLM would tell of an internal error."""
-    failed = any(each.finish_reason == "error" for each in output.outputs)
-    if failed and params.structured_outputs is not None:
+def check_output(output: RequestOutput, params: SamplingParams) -> None:
+    """Raises VLLMValidationError where the engine gave a request up because of its structured
+    output; vLLM would tell of an internal error."""
+    if params.structured_outputs is None:
+        return
+    if any(each.finish_reason == "error" for each in output.outputs):
         raise VLLMValidationError(
             "the engine cannot follow this structured output: its grammar does not compile, or "
             "none of the tokens that are allowed fits it",
             parameter="structured_outputs",
         )
-    return output
 
 
 def _check_items(wanted: StructuredOutputsParams) -> None:
