@@ -1,6 +1,6 @@
-# make demo | demo-mooncake | serve | test | check | chaos | bench: each sets .venv up first, which is quick the
-# second time.
-.PHONY: demo demo-mooncake serve test check chaos bench setup
+# make demo | demo-mooncake | serve | test | check | chaos | bench | gpu-check: each sets .venv up
+# first, which is quick the second time.
+.PHONY: demo demo-mooncake serve test check chaos bench gpu-check setup
 
 demo: setup
 	@.venv/bin/python -m kvrecall.demo $(DEMO)
@@ -23,6 +23,9 @@ chaos: setup
 # All benchmarks with their peers, then plots and tables. QUICK=1: small, and published nowhere.
 bench: setup
 	@scripts/bench $(if $(QUICK),--quick) $(BENCH)
+
+gpu-check: setup
+	@.venv/bin/kvrecall gpu-check $(GPU_CHECK)
 
 setup:
 	@scripts/setup

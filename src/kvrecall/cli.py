@@ -32,6 +32,7 @@ _ROOMS = {
     "simulate": ("kvrecall.simulate.cli", "Play a trace against pool sizes and policies."),
     "router": ("kvrecall.router.cli", "Send prompts to prefill and decode instances."),
     "plan": ("kvrecall.plan.cli", "Size a pool."),
+    "gpu-check": ("kvrecall.gpucheck.cli", "Check kvrecall on this machine's GPU, and measure it."),
 }
 """Sub-commands by the module whose ``app`` they are, with their help."""
 

@@ -1,0 +1,129 @@
+"""Retrieval on a device: the search for blocks and the attention over them, against plain torch on
+the CPU; and a decoded token's attention in one layer, dense and by retrieval.
+
+This is the part of retrieval that knows no engine. Its attention backend for vLLM runs on vLLM's
+CPU platform only (docs/retrieval.md), so nothing here is a figure of a whole engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from kvrecall.gpucheck.outcome import CheckError
+from kvrecall.retrieval.digest import DIGESTS, digests_of
+from kvrecall.retrieval.paged import Paged, attend_by_triton, attend_plainly
+from kvrecall.retrieval.selection import ExactSelector
+from kvrecall.retrieval.settings import RetrievalSettings
+from kvrecall.retrieval.split import split_of
+
+BLOCK, KV_HEADS, GROUP, DIM = 128, 8, 4, 128
+"""The attention of an 8B model of the Llama family: 32 query heads."""
+
+_LENGTHS = (1, 127, 128, 129, 1000, 4097)
+_ROUNDS = 12
+_SPLITS = 32
+
+
+def check_attention(device: torch.device) -> None:
+    """The Triton kernel agrees with the oracle. Raises CheckError."""
+    for dtype, allowed in ((torch.float32, 2e-3), (torch.float16, 5e-3), (torch.bfloat16, 3e-2)):
+        for length in _LENGTHS:
+            query, paged = _cache(length, dtype)
+            want = attend_plainly(query, paged, DIM**-0.5)
+            there = Paged(*(t.to(device) for t in _parts(paged)))
+            got = attend_by_triton(query.to(device), there, DIM**-0.5, 3)
+            error = float((got.output.cpu() - want.output).abs().max())
+            if not error <= allowed:
+                raise CheckError(f"attention over {length} tokens of {dtype} is off by {error:.3g}")
+
+
+def check_selection(device: torch.device, blocks: int = 512) -> float:
+    """Blocks chosen on the device are those the CPU chooses. Returns the share that is the same,
+    which rounding may keep below 1. Raises CheckError below 0.98."""
+    random = torch.Generator().manual_seed(0)
+    shares = []
+    for kind in DIGESTS.values():
+        keys = torch.randn(KV_HEADS, blocks, BLOCK, DIM, generator=random)
+        query = torch.randn(KV_HEADS, GROUP, DIM, generator=random)
+        chosen = [
+            ExactSelector(kind).choose(
+                query.to(place), [digests_of(kind, keys.to(place), 16)], blocks // 5, DIM**-0.5
+            )
+            for place in (torch.device("cpu"), device)
+        ]
+        pairs = zip(*(picked.cpu().tolist() for picked in chosen), strict=True)
+        shares += [len(set(a) & set(b)) / len(a) for a, b in pairs]
+    least = min(shares)
+    if least < 0.98:
+        raise CheckError(f"of the blocks the CPU chooses, the device chooses {least:.0%}")
+    return least
+
+
+def decode_times(device: torch.device, context: int) -> dict[str, float]:
+    """Milliseconds (medians) of a token's attention in one layer at ``context`` tokens: dense over
+    all blocks, and retrieval as it is set by default, its search included; and the share of the
+    blocks that retrieval reads."""
+    settings = RetrievalSettings()
+    split = split_of(context, BLOCK, settings)
+    if not split.chosen:
+        raise CheckError(f"{context} tokens leave nothing to choose from")
+    blocks = split.blocks
+    shape = (blocks, BLOCK, KV_HEADS, DIM)
+    keys = torch.randn(shape, dtype=torch.bfloat16, device=device)
+    values = torch.randn(shape, dtype=torch.bfloat16, device=device)
+    query = torch.randn(KV_HEADS, GROUP, DIM, dtype=torch.bfloat16, device=device)
+    kind = DIGESTS[settings.digest]
+    middle = keys[split.init : split.local].permute(2, 0, 1, 3)
+    digests = digests_of(kind, middle, settings.digest_tokens).to(keys.dtype)
+    everything = torch.arange(blocks, dtype=torch.int32, device=device)
+    outer = torch.cat([everything[: split.init], everything[split.local :]])
+    selector = ExactSelector(kind)
+
+    def attend(table: torch.Tensor) -> None:
+        lengths = torch.full((KV_HEADS,), table.shape[1] * BLOCK, dtype=torch.int32, device=device)
+        attend_by_triton(query, Paged(keys, values, table, lengths), DIM**-0.5, _SPLITS)
+
+    def dense() -> None:
+        attend(everything.expand(KV_HEADS, -1).contiguous())
+
+    def sparse() -> None:
+        chosen = selector.choose(query, [digests], split.chosen, DIM**-0.5) + split.init
+        attend(torch.cat([chosen.to(torch.int32), outer.expand(KV_HEADS, -1)], 1))
+
+    read = (split.chosen + outer.numel()) / blocks
+    milliseconds = {
+        name: _median_ms(device, work)
+        for name, work in (("dense_ms", dense), ("retrieval_ms", sparse))
+    }
+    return {**milliseconds, "blocks_read": round(read, 4)}
+
+
+def _median_ms(device: torch.device, work: Callable[[], None]) -> float:
+    times = []
+    for turn in range(_ROUNDS + 3):
+        torch.accelerator.synchronize(device)
+        begin = time.perf_counter()
+        work()
+        torch.accelerator.synchronize(device)
+        if turn >= 3:  # the first compile
+            times.append((time.perf_counter() - begin) * 1e3)
+    return round(sorted(times)[len(times) // 2], 4)
+
+
+def _cache(length: int, dtype: torch.dtype) -> tuple[torch.Tensor, Paged]:
+    """Two rows of random keys in blocks of random places; two KV heads."""
+    random = torch.Generator().manual_seed(length)
+    width = -(-length // BLOCK)
+    table = torch.randperm(2 * width, generator=random).view(2, width).to(torch.int32)
+    keys, values = (
+        torch.randn(2 * width, BLOCK, 2, DIM, generator=random).to(dtype) for _ in range(2)
+    )
+    query = torch.randn(2, GROUP, DIM, generator=random).to(dtype)
+    return query, Paged(keys, values, table, torch.tensor([length, length], dtype=torch.int32))
+
+
+def _parts(paged: Paged) -> tuple[torch.Tensor, ...]:
+    return paged.keys, paged.values, paged.table, paged.lengths

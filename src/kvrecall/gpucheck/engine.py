@@ -1,0 +1,187 @@
+"""Whole servers on the device: the same tokens from every tier, and time to first token against
+vLLM's own offloading connector in the same run."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrecall.bench.driver import Answer, Progress, ServerProcess
+from kvrecall.bench.report import percentiles
+from kvrecall.bench.text import Texts
+from kvrecall.gpucheck.outcome import CheckError
+from kvrecall.testing.models import write_model
+
+BLOCK = 128
+
+FORMS: Mapping[str, Sequence[str]] = {
+    "eager": ("--enforce-eager",),
+    "graphs": ("--no-enforce-eager",),
+    "piecewise": (
+        "--no-enforce-eager",
+        "--",
+        "--compilation-config",
+        '{"cudagraph_mode": "PIECEWISE"}',
+    ),
+    "fp8": ("--enforce-eager", "--kv-cache-dtype", "fp8"),
+}
+"""Ways to run a model, by options of ``kvrecall serve``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Llama-like model; its sizes are told in the report."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Of KV cache a token, bfloat16."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+
+SMALL = Shape(256, 4, 4, 2, 64)
+LARGE = Shape(4096, 32, 32, 8, 128)
+"""6.2 billion weights, and the KV cache of an 8B model: 128 KiB a token."""
+
+
+def check_form(name: str, progress: Progress, device_bytes: int = 256 << 20) -> dict[str, int]:
+    """One way to run a model: an answer from the device, from host memory and, after a restart,
+    from disk is token for token the computed one. Returns prompt tokens recalled by tier.
+
+    Raises CheckError for another token or a tier that was not hit, EngineError for a server that
+    does not start.
+    """
+    with _model(SMALL, 8192, weights=True) as (folder, path):
+        words = [str(path), "--kv-cache-memory-bytes", str(device_bytes), "--host-size", "256MiB"]
+        words += ["--disk-path", str(folder / "disk"), "--disk-size", "1GiB", *FORMS[name]]
+        document = Texts().document(20 * BLOCK + 16)
+        recalled = {}
+        with ServerProcess(words, folder / "server.log", progress) as server:
+            computed = server.ask(document, 24)
+            recalled["device"] = _same(computed, server.ask(document, 24), "device")
+            server.settle()
+            server.forget_device()
+            recalled["host"] = _same(computed, server.ask(document, 24), "host")
+            server.settle()
+        with ServerProcess(words, folder / "again.log", progress) as server:
+            recalled["disk"] = _same(computed, server.ask(document, 24), "disk")
+    return recalled
+
+
+def first_token(
+    contexts: Sequence[int],
+    shape: Shape,
+    repetitions: int,
+    progress: Progress,
+    connectors: Sequence[str] = ("kvrecall", "OffloadingConnector"),
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Median seconds to the first token of prompts of ``contexts`` tokens, by connector and source:
+    computed, from the device, and from host memory after the device's cache was emptied. The
+    weights are random and made in place, the same for both."""
+    longest = max(contexts)
+    host = 3 * longest * shape.token_bytes
+    told = {}
+    with _model(shape, longest + 1024, weights=False) as (folder, path):
+        common = [str(path), "--max-model-len", str(longest + 512), "--block-size", str(BLOCK)]
+        for name in connectors:
+            progress(f"{name}: starting")
+            with ServerProcess(
+                [*common, *_connected(name, host)], folder / "server.log", progress
+            ) as server:
+                own = name == "kvrecall"
+                told[name] = _first_tokens(server, contexts, repetitions, own, progress)
+    return told
+
+
+def _connected(connector: str, host_bytes: int) -> list[str]:
+    """Options of ``kvrecall serve`` for host memory behind this connector."""
+    dummy = ["--", "--load-format", "dummy"]
+    if connector == "kvrecall":
+        return ["--host-size", str(host_bytes), *dummy]
+    theirs = {
+        "kv_connector": connector,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": host_bytes},
+    }
+    return ["--no-pool", *dummy, "--kv-transfer-config", json.dumps(theirs)]
+
+
+def _first_tokens(
+    server: ServerProcess,
+    contexts: Sequence[int],
+    repetitions: int,
+    settles: bool,
+    progress: Progress,
+) -> dict[str, dict[str, float]]:
+    texts = Texts()
+    server.ask(texts.document(4 * BLOCK), 2)
+    told = {}
+    for context in contexts:
+        times: dict[str, list[float]] = {"computed": [], "device": [], "host": []}
+        for _ in range(repetitions):
+            document = texts.document(context)
+            times["computed"].append(server.ask(document, 2).ttft_s)
+            times["device"].append(server.ask(document, 2).ttft_s)
+            if settles:
+                server.settle()
+            server.forget_device()
+            times["host"].append(server.ask(document, 2).ttft_s)
+            server.forget_device()
+        told[str(context)] = {name: percentiles(seconds)["p50"] for name, seconds in times.items()}
+        progress(f"  {context} tokens: {told[str(context)]}")
+    return told
+
+
+def _same(computed: Answer, again: Answer, tier: str) -> int:
+    if again.tokens != computed.tokens:
+        raise CheckError(f"other tokens from {tier}: {again.tokens} instead of {computed.tokens}")
+    found = again.recalled.get(tier, 0)
+    if found < 20 * BLOCK:
+        raise CheckError(f"{found} of {20 * BLOCK} tokens came from {tier}: {again.recalled}")
+    return found
+
+
+@contextmanager
+def _model(shape: Shape, longest: int, weights: bool) -> Iterator[tuple[Path, Path]]:
+    """A folder for logs, and a model in it; without ``weights`` only its description, at the size
+    of ``shape``."""
+    make: Callable[..., Path] = write_model
+    with tempfile.TemporaryDirectory(prefix="kvrecall-gpu-check-") as name:
+        folder = Path(name)
+        written = shape if weights else SMALL
+        path = make(
+            folder / "model",
+            "llama",
+            hidden=written.hidden,
+            layers=written.layers,
+            heads=written.heads,
+            kv_heads=written.kv_heads,
+            head_dim=written.head_dim,
+            max_position=longest,
+        )
+        if not weights:
+            _resize(path / "config.json", shape)
+            (path / "model.safetensors").unlink()
+        yield folder, path
+
+
+def _resize(file: Path, shape: Shape) -> None:
+    config = json.loads(file.read_text())
+    config |= {
+        "hidden_size": shape.hidden,
+        "intermediate_size": 3 * shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+    }
+    file.write_text(json.dumps(config))

@@ -1,0 +1,40 @@
+"""What a check gave."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from kvrecall.errors import KvrecallError
+
+
+class State(StrEnum):
+    PASS = "pass"
+    FAIL = "fail"
+    SKIP = "skip"  # cannot be run here; the note says why
+
+
+class CheckError(KvrecallError):
+    """Something is not as it must be; the message says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """``note``: one line for people. ``figures`` go into the line of JSON."""
+
+    check: str
+    state: State
+    note: str = ""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+    def line(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def read(cls, line: str) -> Outcome:
+        """From ``line()``. Raises ValueError."""
+        raw = json.loads(line)
+        return cls(raw["check"], State(raw["state"]), raw["note"], raw["figures"])
