@@ -66,6 +66,26 @@ def test_a_make_target_in_the_documents_is_one_that_exists(page: str, line: str)
     assert line.split()[1] in targets, f"{page}: {line}"
 
 
+def test_the_chinese_readme_names_the_commands_and_links_of_the_english_one() -> None:
+    """A command, setting or document that comes to one comes to the other."""
+    english, chinese = ROOT / "README.md", ROOT / "README.zh-CN.md"
+
+    def named(page: Path) -> set[str]:
+        programs = ("make ", "kvrecall ", "vllm ", "pip ", "curl ")
+        return {line.split("#")[0].strip() for line in commands(page) if line.startswith(programs)}
+
+    assert named(english) == named(chinese)
+
+    def linked(page: Path) -> set[str]:
+        pages = {link.replace(".zh-CN", "") for link in _LINK.findall(page.read_text())}
+        return {link for link in pages if link.startswith(("docs/", "bench/"))}
+
+    lost = linked(english) - linked(chinese)
+    assert not {link for link in lost if link.endswith(".md")}, lost
+    settings = re.findall(r"^\| `(\w+)` \|", english.read_text(), re.MULTILINE)
+    assert re.findall(r"^\| `(\w+)` \|", chinese.read_text(), re.MULTILINE) == settings
+
+
 def test_the_documents_do_name_commands() -> None:
     assert len(ours("kvrecall")) > 5
     assert len(ours("make")) > 2

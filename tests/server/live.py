@@ -90,7 +90,7 @@ class LiveServer:
             self.process.wait()
 
 
-def all_gone(processes: list[psutil.Process], timeout: float = 20) -> bool:
+def all_gone(processes: list[psutil.Process], timeout: float = 90) -> bool:
     """Whether these processes end (or are but zombies) in time."""
     end = time.monotonic() + timeout
     while time.monotonic() < end:
