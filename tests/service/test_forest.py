@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from pathlib import Path
 
 from kvrecall.block import SHARED, BlockKey, Namespace, Tenant, TierName, tenant_of
@@ -10,7 +12,7 @@ from kvrecall.pool import Pool
 from kvrecall.pool.held import Held
 from kvrecall.pool.service.admin import ServiceAdmin
 from kvrecall.pool.service.forest import MOST_BLOCKS, forest
-from kvrecall.pool.service.reception import Reception
+from kvrecall.pool.service.reception import Reception, clear_dead
 
 SPACE = Namespace.of({"dtype": "float32"})
 NOW = 1000.0
@@ -114,3 +116,21 @@ def test_a_pool_inside_an_engine_can_be_asked(tmp_path: Path) -> None:
         pool.close()
         reception.close()
     assert list(folder.iterdir()) == []
+
+
+def test_what_killed_servers_left_is_cleared(tmp_path: Path) -> None:
+    """Sockets and locks of dead servers go; those of a living, a starting and another service stay."""
+    for name in ("serve-1", "serve-2", "serve-3", "pool"):
+        for file in (tmp_path / f"{name}.sock", tmp_path / f"{name}.sock.lock"):
+            file.touch()
+            os.utime(file, (0, 0))
+    (tmp_path / "serve-3.sock.lock").touch()
+    with (tmp_path / "serve-2.sock.lock").open() as living:
+        fcntl.flock(living, fcntl.LOCK_EX)
+        clear_dead(tmp_path / "serve-9.sock")
+    left = {file.name for file in tmp_path.iterdir()}
+    assert left == {
+        f"{n}.sock{end}" for n in ("serve-2", "serve-3", "pool") for end in ("", ".lock")
+    }
+    clear_dead(tmp_path / "serve-2.sock")  # its own is made anew by its lock
+    assert (tmp_path / "serve-2.sock").exists()

@@ -4,12 +4,36 @@ and the dashboard connect to its socket."""
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import threading
+import time
 from pathlib import Path
 
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service.server import Server
 from kvrecall.pool.service.serving import SocketLock, listening
+
+_STARTS_WITHIN_S = 60.0
+
+
+def clear_dead(own: Path) -> None:
+    """Removes what servers that were killed have left beside ``own``: sockets of the same kind
+    (``serve-PORT.sock``) whose lock nobody holds. Young ones are left, they may just be starting.
+    """
+    kind = own.name.partition("-")[0]
+    for lock in own.parent.glob(f"{kind}-*.sock.lock"):
+        if lock.stem == own.name:
+            continue
+        with contextlib.suppress(OSError):  # held, gone meanwhile, or another user's
+            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time.time() - os.fstat(fd).st_mtime > _STARTS_WITHIN_S:
+                    lock.with_suffix("").unlink(missing_ok=True)
+                    lock.unlink()
+            finally:
+                os.close(fd)
 
 
 class Reception:
@@ -17,6 +41,7 @@ class Reception:
 
     def __init__(self, pool: Pool, path: Path, disk_path: str = "") -> None:
         """Raises ConfigError or TierError if the socket cannot be had."""
+        clear_dead(path)
         with contextlib.ExitStack() as undo:
             lock = SocketLock(path)
             undo.callback(lock.release)
