@@ -74,7 +74,7 @@ function drawTtft() {
     const recalled = recalledOf(each.split);
     return { at: each.ended, seconds: each.ttft_s, tokens: each.prompt_tokens, recalled, kind: recalled >= 0.5 ? "recalled" : "computed" };
   });
-  const of = (kind) => points.filter((point) => point.kind === kind).map((point) => point.seconds);
+  const of = (kind) => points.filter((point) => point.kind === kind).map((point) => [point.seconds, point.tokens]);
   const kinds = {
     recalled: { color: "var(--host)", median: median(of("recalled")) },
     computed: { color: "var(--computed)", median: median(of("computed")) },
@@ -83,7 +83,7 @@ function drawTtft() {
   const to = state.latest.now;
   const from = Math.max(to - Number($("window").value), Math.min(...points.map((p) => p.at)) - 5);
   scatter(box, from, to, points, kinds,
-    `Time to first token of ${points.length} requests. Median with recall ${seconds(kinds.recalled.median)}, mostly computed ${seconds(kinds.computed.median)}.`);
+    `Time to first token of ${points.length} requests. Median, requests weighed by their prompts: with recall ${seconds(kinds.recalled.median)}, mostly computed ${seconds(kinds.computed.median)}.`);
 }
 
 function drawTiers() {
@@ -162,7 +162,7 @@ function drawTiles() {
   const grown = Object.fromEntries(SOURCES.map((source) => [source, Math.max(0, (last[source] ?? 0) - (first[source] ?? 0))]));
   const all = sum(grown), recalled = all - grown.computed;
   const ended = windowed(state.ended, "ended").filter((each) => each.ttft_s > 0);
-  const times = (with_) => median(ended.filter((each) => recalledOf(each.split) >= 0.5 === with_).map((each) => each.ttft_s));
+  const times = (with_) => median(ended.filter((each) => recalledOf(each.split) >= 0.5 === with_).map((each) => [each.ttft_s, each.prompt_tokens]));
   const now = state.latest.sample ?? {};
   const best = RECALLED.filter((source) => grown[source]).map((source) => `${source} ${Math.round((100 * grown[source]) / all)} %`).join(" · ");
   const parts = seconds(times(true)).split(" ");

@@ -54,11 +54,15 @@ export const clock = (unix) =>
 
 export const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
 
-export function median(values) {
-  if (!values.length) return null;
-  const sorted = [...values].sort((a, b) => a - b);
-  const middle = sorted.length >> 1;
-  return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
+// pairs: [[value, weight]]. The value up to which half of the weight lies.
+export function median(pairs) {
+  const sorted = [...pairs].sort(([a], [b]) => a - b);
+  let left = sorted.reduce((all, [, weight]) => all + weight, 0) / 2;
+  for (const [value, weight] of sorted) {
+    left -= weight;
+    if (left <= 0) return value;
+  }
+  return null;
 }
 
 export const swatch = (color, round = false) =>
