@@ -79,6 +79,10 @@ class LiveServer:
         (core,) = (p for p in self.family() if p.name().startswith("VLLM::EngineCor"))
         return core
 
+    def worker(self) -> psutil.Process:
+        (worker,) = (p for p in self.family() if p.name().startswith("VLLM::Worker"))
+        return worker
+
     def wait_end(self, timeout: float = 60) -> int:
         return self.process.wait(timeout)
 

@@ -230,9 +230,10 @@ def test_too_many_links(live: LiveServer) -> None:
     assert reply.json()["error_type"] == "Service Unavailable"
 
 
-def test_a_dead_engine_ends_the_server(live: LiveServer) -> None:
+def test_a_dead_worker_ends_the_server(live: LiveServer) -> None:
+    """With its engine, whose own death is tested in test_dashboard.py."""
     family = live.family()
-    live.engine_core().kill()
+    live.worker().kill()
     assert live.wait_end() == 1
     assert "[kvrecall] the engine died" in live.log
     assert all_gone(family)
