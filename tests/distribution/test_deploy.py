@@ -112,6 +112,8 @@ def test_the_settings_of_the_service_are_read() -> None:
 
 def test_published_ports_are_listened_on() -> None:
     listened = {name: parsed(engine)["port"] for name, engine in ENGINES.items()}
+    for name, engine in ENGINES.items():
+        assert f"127.0.0.1:{listened[name]}/health" in engine["healthcheck"]["test"][-1]
     listened |= {"prometheus": 9090, "grafana": 3000}
     published = []
     for name, service in SERVICES.items():
