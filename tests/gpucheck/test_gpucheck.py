@@ -3,6 +3,7 @@ what it says where there is nothing to check on."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
@@ -81,8 +82,9 @@ def test_a_search_that_finds_other_blocks_is_seen(monkeypatch: pytest.MonkeyPatc
     calls = iter(range(100))
 
     class Drifting(attention.ExactSelector):
-        def choose(self, *args: Any) -> torch.Tensor:
-            return super().choose(*args) + next(calls) % 2
+        def choose(self, *args: Any, **more: Any) -> Any:
+            choice = super().choose(*args, **more)
+            return dataclasses.replace(choice, blocks=choice.blocks + next(calls) % 2)
 
     monkeypatch.setattr(attention, "ExactSelector", Drifting)
     with pytest.raises(CheckError, match="the device chooses"):

@@ -22,6 +22,8 @@ from kvrecall.retrieval.split import split_of
 BLOCK, KV_HEADS, GROUP, DIM = 128, 8, 4, 128
 """The attention of an 8B model of the Llama family: 32 query heads."""
 
+DIGEST_TOKENS = 16
+
 _LENGTHS = (1, 127, 128, 129, 1000, 4097)
 _ROUNDS = 12
 _SPLITS = 32
@@ -50,11 +52,14 @@ def check_selection(device: torch.device, blocks: int = 512) -> float:
         query = torch.randn(KV_HEADS, GROUP, DIM, generator=random)
         chosen = [
             ExactSelector(kind).choose(
-                query.to(place), [digests_of(kind, keys.to(place), 16)], blocks // 5, DIM**-0.5
+                query.to(place),
+                [digests_of(kind, keys.to(place), DIGEST_TOKENS)],
+                blocks // 5,
+                DIM**-0.5,
             )
             for place in (torch.device("cpu"), device)
         ]
-        pairs = zip(*(picked.cpu().tolist() for picked in chosen), strict=True)
+        pairs = zip(*(picked.blocks.cpu().tolist() for picked in chosen), strict=True)
         shares += [len(set(a) & set(b)) / len(a) for a, b in pairs]
     least = min(shares)
     if least < 0.98:
@@ -77,7 +82,7 @@ def decode_times(device: torch.device, context: int) -> dict[str, float]:
     query = torch.randn(KV_HEADS, GROUP, DIM, dtype=torch.bfloat16, device=device)
     kind = DIGESTS[settings.digest]
     middle = keys[split.init : split.local].permute(2, 0, 1, 3)
-    digests = digests_of(kind, middle, settings.digest_tokens).to(keys.dtype)
+    digests = digests_of(kind, middle, settings.tokens_a_digest).to(keys.dtype)
     everything = torch.arange(blocks, dtype=torch.int32, device=device)
     outer = torch.cat([everything[: split.init], everything[split.local :]])
     selector = ExactSelector(kind)
@@ -90,7 +95,8 @@ def decode_times(device: torch.device, context: int) -> dict[str, float]:
         attend(everything.expand(KV_HEADS, -1).contiguous())
 
     def sparse() -> None:
-        chosen = selector.choose(query, [digests], split.chosen, DIM**-0.5) + split.init
+        choice = selector.choose(query, [digests], split.chosen, DIM**-0.5)
+        chosen = choice.blocks + split.init
         attend(torch.cat([chosen.to(torch.int32), outer.expand(KV_HEADS, -1)], 1))
 
     read = (split.chosen + outer.numel()) / blocks
