@@ -192,7 +192,8 @@ async function poll() {
   state.endedSince = told.ended.at(-1)?.ended ?? state.endedSince;
   state.samples.splice(0, state.samples.length - told.kept_samples);
   state.ended.splice(0, state.ended.length - told.kept_requests);
-  $("model").textContent = told.model;
+  $("model").textContent = told.model.startsWith("/") ? told.model.split("/").filter(Boolean).at(-1) : told.model;
+  $("model").title = told.model;
   document.title = `${told.model} · kvrecall`;
   $("version").textContent = `kvrecall ${told.version} · up ${age(told.uptime_s)} · samples every ${told.every_s} s, kept for ${age(told.kept_samples * told.every_s)}`;
   status("live", "live");
