@@ -159,7 +159,7 @@ SERVED = {
     "host": "kvrecall: host",
     "disk": "kvrecall: host and disk",
     "mooncake": "kvrecall: host and Mooncake Store",
-    "lmcache": "LMCache 0.5.6: host, own connector",
+    "lmcache": "LMCache's connector and server: host",
     "two": "kvrecall: two engines, a pool each",
     "service": "kvrecall: two engines, one pool service",
 }
