@@ -76,7 +76,10 @@ def _result(run: Run, name: str) -> Mapping[str, Any] | None:
 
 def _missing(run: Run, name: str) -> Iterator[str]:
     found = run["results"].get(name)
-    yield f"Not measured: {found['error'] if found else 'not part of this run'}."
+    if found:
+        yield f"Not measured: {found['error']}."
+    else:
+        yield "Not part of the run in `bench/results/latest.json`; `make bench` measures it."
 
 
 def machine(run: Run) -> Iterator[str]:
