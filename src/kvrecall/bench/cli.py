@@ -241,6 +241,7 @@ def run_suite(
     add: Annotated[
         bool, typer.Option("--add", help="Keep other results that the file holds.")
     ] = False,
+    note: Annotated[str, typer.Option(help="What a reader has to know of this run.")] = "",
 ) -> None:
     """All benchmarks with their peers, one after the other; what fails is recorded."""
     from kvrecall.bench.suite import plan
@@ -254,7 +255,7 @@ def run_suite(
             names = ", ".join(step.name for step in steps)
             raise typer.BadParameter(f"{', '.join(unknown)}; there are: {names}")
         steps = [step for step in steps if step.name in wanted]
-    failed = run_all(steps, out, "quick" if quick else "full", _progress, add)
+    failed = run_all(steps, out, "quick" if quick else "full", _progress, add, note)
     raise typer.Exit(1 if failed else 0)
 
 

@@ -21,7 +21,7 @@ import psutil
 from kvrecall.errors import EngineError
 from kvrecall.testing.kin import kvrecall
 
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 60.0
 SETTLE_TIMEOUT_S = 60.0
 QUEUED_WRITES = "kvrecall_queued_writes"

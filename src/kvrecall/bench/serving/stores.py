@@ -59,6 +59,7 @@ def on_lmcache(field: Field, progress: Progress) -> Iterator[Sequence[str]]:
     command += ["--port", str(port), "--http-host", "127.0.0.1", "--http-port", str(free_port())]
     command += ["--l1-size-gb", f"{field.host_bytes / 2**30:.3f}", "--eviction-policy", "LRU"]
     command += ["--chunk-size", str(field.block_size), "--disable-metrics"]
+    command += ["--supported-transfer-mode", "engine_driven"]
     connector = {
         "kv_connector": "LMCacheMPConnector",
         "kv_role": "kv_both",

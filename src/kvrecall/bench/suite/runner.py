@@ -34,11 +34,14 @@ _TAIL = 12
 Say = Callable[[str], None]
 
 
-def run_all(steps: Sequence[Step], out: Path, kind: str, say: Say, add: bool = False) -> int:
+def run_all(
+    steps: Sequence[Step], out: Path, kind: str, say: Say, add: bool = False, note: str = ""
+) -> int:
     """Runs ``steps`` and writes ``out`` after each. Returns how many failed; one that lacks what it
     needs is left out, which is no failure.
 
-    With ``add`` the results of other steps that ``out`` already holds are kept.
+    With ``add`` the results of other steps that ``out`` already holds are kept. ``note``: what a
+    reader has to know of this run, such as what else the machine did.
     """
     found = _before(out) if add else {}
     results: dict[str, Any] = dict(found.get("results", {}))
@@ -50,7 +53,7 @@ def run_all(steps: Sequence[Step], out: Path, kind: str, say: Say, add: bool = F
         failed += "error" in result and not _is_absent(step)
         say(f"{step.name}: {result.get('error', 'done')} ({_clock(result['took_s'])})")
         results[step.name] = result
-        _write(out, {"kind": kind, **_facts(), "results": results})
+        _write(out, {"kind": kind, "note": note, **_facts(), "results": results})
     say(f"{failed} of {len(steps)} failed, in {_clock(time.monotonic() - began)}: {out}")
     return failed
 

@@ -76,7 +76,10 @@ def _result(run: Run, name: str) -> Mapping[str, Any] | None:
 
 def _missing(run: Run, name: str) -> Iterator[str]:
     found = run["results"].get(name)
-    yield f"Not measured: {found['error'] if found else 'not part of this run'}."
+    if found:
+        yield f"Not measured: {found['error']}."
+    else:
+        yield "Not part of the run in `bench/results/latest.json`; `make bench` measures it."
 
 
 def machine(run: Run) -> Iterator[str]:
@@ -159,7 +162,7 @@ SERVED = {
     "host": "kvrecall: host",
     "disk": "kvrecall: host and disk",
     "mooncake": "kvrecall: host and Mooncake Store",
-    "lmcache": "LMCache 0.5.6: host, own connector",
+    "lmcache": "LMCache's connector and server: host",
     "two": "kvrecall: two engines, a pool each",
     "service": "kvrecall: two engines, one pool service",
 }

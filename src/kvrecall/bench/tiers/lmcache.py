@@ -20,6 +20,7 @@ class _Lmcache(Store):
 
     def __init__(self, nbytes: int, block_bytes: int, **config: Any) -> None:
         os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
+        os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")  # it would report home
         import torch
         from lmcache.v1.config import LMCacheEngineConfig
         from lmcache.v1.memory_management import MemoryFormat

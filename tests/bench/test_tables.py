@@ -1,0 +1,104 @@
+"""Tables and plots take what the benchmarks' own reports give, figure by figure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrecall.bench import decode, overhead, remote, restore, service, throttle
+from kvrecall.bench.needle.arms import DENSE, Arm
+from kvrecall.bench.needle.examination import Findings
+from kvrecall.bench.needle.score import Record
+from kvrecall.bench.needle.summary import report_of
+from kvrecall.bench.report import Report, machine
+from kvrecall.bench.serving import measure as serving
+from kvrecall.bench.serving.clients import Run, Sample
+from kvrecall.bench.serving.variants import named
+from kvrecall.bench.serving.workload import conversations
+from kvrecall.bench.suite.plots import write_plots
+from kvrecall.bench.suite.tables import TABLES
+from kvrecall.engines.vllm.retrieval.measure import DecodeTimes
+from kvrecall.retrieval.settings import RetrievalSettings
+
+SECONDS = [0.1, 0.2, 0.3]
+
+
+def _restore() -> Report:
+    rates = {"restore_gb_s": 20.3, "plain_copy_gb_s": 22.0, "restore_to_plain": 0.92}
+    times = {"computed": [10.0], "device": [0.08], "host": [0.1], "disk": [0.12]}
+    return restore._report(times, 8192, 64 << 20, rates)
+
+
+def _remote() -> Report:
+    rates = {f"{way}_{who}_bytes_per_s": 1e9 for way in ("put", "get") for who in ("tier", "bare")}
+    ratios = {"put_ratio": 0.8, "get_ratio": 0.98, "blocks": 128, "block_bytes": 1 << 20}
+    checks = {f"checks_{way}_s": 0.005 for way in ("tier", "bare", "singly")}
+    return remote._report({**rates, **ratios, **checks})
+
+
+def _chat() -> Report:
+    told = Sample(0.5, 1.0, 24, {"device": 100, "host": 300, "computed": 100}, "")
+    figures = serving._figures(Run([told] * 3, 2.0))
+    absent = {"lmcache": "EngineError: LMCache is not installed"}
+    variants = named(["host", "lmcache"])
+    return serving._report(conversations(3, 1), variants, {"host": figures}, absent, 1 << 20)
+
+
+def _decode() -> Report:
+    times = tuple(SECONDS)
+    found = DecodeTimes(times, times, times, times, 0.2, 0.25, False, 0.0, {"blocks_selected": 3})
+    return decode._report(65536, RetrievalSettings(), found, 2)
+
+
+def _needle() -> Report:
+    arms = (DENSE, Arm("retrieval", True))
+    right, replies = (True, False), ("a", "b")
+    records = [Record(n, "single", 0.5, "?", ("a",), right, replies) for n in (2048, 8192)]
+    return report_of(Findings(arms, records, {"retrieval": 7}), "m", ["single"], 4, {})
+
+
+@pytest.fixture(scope="module")
+def run() -> dict[str, Any]:
+    pairs = {"off": SECONDS, "on": SECONDS}
+    starts = dict.fromkeys(("empty", "ready", "first_find"), SECONDS)
+    reports: Mapping[str, Report] = {
+        "restore": _restore(),
+        "overhead": overhead._report(pairs, pairs, 4096),
+        "throttle": throttle._report([throttle.Sample("3 x", 1.0, 2.0, 1.0)], 2048, 1 << 20, 1e8),
+        "service": service._report(SECONDS, [(1e9, 2e9)], starts, 1000),
+        "remote": _remote(),
+        "chat": _chat(),
+        "decode 64K 20%": _decode(),
+        "needle": _needle(),
+    }
+    step = {"command": "kvrecall bench", "took_s": 1.0, "load_before": 0.5}
+    results = {
+        name: {**step, "bias": "", **json.loads(json.dumps(report.figures))}
+        for name, report in reports.items()
+    }
+    facts = {"machine": machine(), "versions": {"vllm": "0.32.0"}, "date": "2026-11-21T17:00"}
+    return {**facts, "results": results}
+
+
+def test_tables_show_what_was_measured(run: dict[str, Any]) -> None:
+    shown = {name: "\n".join(TABLES[name](run)) for name in TABLES}
+    assert "| host | 100.0 | 100.0 | 100.0 | 1.25 | 100 |" in shown["restore"]
+    assert "| kvrecall: host | 2 | 750 | 80% | 0.50 | 0.50 | 0.50 |" in shown["chat"]
+    assert "Left out: lmcache: EngineError: LMCache is not installed" in shown["chat"]
+    assert "| kvrecall: host | 80% | 0.50 s | 0.50 s | 750 |" in shown["summary"]
+    assert "| 65,536 | 20% | 25.0% | 200.00 |" in shown["decode"]
+    assert "| dense | 100 (1 of 1) | 100 (1 of 1) |" in shown["needle"]
+    assert "| retrieval | 0 (0 of 1) | 0 (0 of 1) |" in shown["needle"]
+    assert "| remote tier puts, to Mooncake's bare client | 0.80 | 0.9 |" in shown["pool"]
+    assert "worst median | 0.50 | 1.1 |" in shown["pool"]
+    assert "`make bench` measures it" in shown["tiers"]
+
+
+def test_plots_are_drawn_of_it(run: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    drawn = write_plots(run, tmp_path)
+    assert {path.stem for path in drawn} == {"chat", "restore", "retrieval"}
