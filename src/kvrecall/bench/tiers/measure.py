@@ -55,7 +55,7 @@ class Blocks:
     """The bytes: what is put lies in the first half of ``memory``, what is got in the second."""
 
     def __init__(self, size: Size) -> None:
-        self._size = size
+        self.size = size
         self._map = mmap.mmap(-1, 2 * size.nbytes)
         self.memory = memoryview(self._map)
         self._array = np.frombuffer(self.memory, dtype=np.uint8)
@@ -67,11 +67,11 @@ class Blocks:
         return self._views(request, 0)
 
     def targets(self, request: int) -> list[memoryview]:
-        return self._views(request, self._size.nbytes)
+        return self._views(request, self.size.nbytes)
 
     def forget(self) -> None:
         """Empties what was got."""
-        self._array[self._size.nbytes :] = 0
+        self._array[self.size.nbytes :] = 0
 
     def check(self, request: int, found: Sequence[memoryview]) -> None:
         """Raises StoreError if that is not what was put."""
@@ -80,12 +80,29 @@ class Blocks:
                 raise StoreError("a get brought other bytes than were put")
 
     def _views(self, request: int, base: int) -> list[memoryview]:
-        size = self._size
+        size = self.size
         first = base + request * size.request_blocks * size.block_bytes
         return [
             self.memory[first + n * size.block_bytes : first + (n + 1) * size.block_bytes]
             for n in range(size.request_blocks)
         ]
+
+
+@dataclass(slots=True)
+class Entrant:
+    """A contender in this run: its folder, its store while that is open, its times so far."""
+
+    contender: Contender
+    folder: Path
+    store: Store | None = None
+    times: Times = field(default_factory=Times)
+
+    def leave(self, error: Exception, progress: Progress) -> None:
+        """It takes no further part, and the report says why."""
+        lines = str(error).strip().splitlines()
+        self.times.fault = f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
+        self.store = None
+        progress(f"without {self.contender.name}: {self.times.fault}")
 
 
 def measure_tiers(
@@ -94,79 +111,55 @@ def measure_tiers(
     """Runs all ``contenders`` below ``path``; who cannot run is in the report with the reason."""
     path.mkdir(parents=True, exist_ok=True)
     blocks = Blocks(size)
-    times = {contender.name: Times() for contender in contenders}
-    with (
-        tempfile.TemporaryDirectory(prefix="kvrecall-tiers-", dir=path) as name,
-        _opened(contenders, Path(name), blocks, size, times, progress) as stores,
-    ):
-        for number in range(size.rounds):
-            progress(f"round {number + 1} of {size.rounds}")
-            turn = number % len(contenders)
-            for contender in (*contenders[turn:], *contenders[:turn]):
-                found = times[contender.name]
-                if found.fault:
-                    continue
-                folder = Path(name) / _slug(contender)
-                try:
-                    _round(contender, stores[contender.name], folder, number, blocks, size, found)
-                except Exception as error:  # noqa: BLE001 - other people's code
-                    found.fault = _reason(error)
-                    progress(f"without {contender.name}: {found.fault}")
-    return _report(contenders, size, times)
+    with tempfile.TemporaryDirectory(prefix="kvrecall-tiers-", dir=path) as name:
+        entrants = [Entrant(one, Path(name) / _slug(one)) for one in contenders]
+        with _opened(entrants, blocks, progress):
+            for number in range(size.rounds):
+                progress(f"round {number + 1} of {size.rounds}")
+                turn = number % len(entrants)
+                for entrant in (*entrants[turn:], *entrants[:turn]):
+                    try:
+                        _round(entrant, number, blocks)
+                    except Exception as error:  # noqa: BLE001 - other people's code
+                        entrant.leave(error, progress)
+    return _report(contenders, size, {one.contender.name: one.times for one in entrants})
 
 
 @contextlib.contextmanager
-def _opened(
-    contenders: Sequence[Contender],
-    folder: Path,
-    blocks: Blocks,
-    size: Size,
-    times: Mapping[str, Times],
-    progress: Progress,
-) -> Iterator[dict[str, Store]]:
-    """The stores of those that open; the others' reason goes to ``times``."""
-    stores: dict[str, Store] = {}
+def _opened(entrants: Sequence[Entrant], blocks: Blocks, progress: Progress) -> Iterator[None]:
+    """Opens the stores of those that can be; closes them at the end of the block."""
+    size = blocks.size
     with contextlib.ExitStack() as stack:
-        for contender in contenders:
-            own = folder / _slug(contender)
-            own.mkdir()
+        for entrant in entrants:
+            entrant.folder.mkdir()
+            ground = Ground(entrant.folder, blocks.memory, size.nbytes, size.block_bytes)
             try:
-                store = contender.open(Ground(own, blocks.memory, size.nbytes, size.block_bytes))
+                entrant.store = entrant.contender.open(ground)
             except Exception as error:  # noqa: BLE001 - other people's code
-                times[contender.name].fault = _reason(error)
-                progress(f"without {contender.name}: {times[contender.name].fault}")
+                entrant.leave(error, progress)
                 continue
-            stack.callback(store.close)
-            stores[contender.name] = store
-        yield stores
+            stack.callback(_close, entrant.store, entrant.contender.name, progress)
+        yield
+
+
+def _close(store: Store, name: str, progress: Progress) -> None:
+    try:
+        store.close()
+    except Exception as error:  # noqa: BLE001 - other people's code; what it measured stands
+        progress(f"{name} did not close: {error}")
 
 
 def _slug(contender: Contender) -> str:
     return "".join(c if c.isalnum() else "-" for c in contender.name)
 
 
-def _reason(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:300] if text else ''}"
-
-
-def _round(
-    contender: Contender,
-    store: Store,
-    folder: Path,
-    number: int,
-    blocks: Blocks,
-    size: Size,
-    times: Times,
-) -> None:
-    """Puts everything, gets it twice, removes it; every block that comes is compared."""
-    names = [
-        [
-            hashlib.sha256(f"{number}/{request}/{n}".encode()).digest()
-            for n in range(size.request_blocks)
-        ]
-        for request in range(size.requests)
-    ]
+def _round(entrant: Entrant, number: int, blocks: Blocks) -> None:
+    """Puts everything, gets it twice, removes it; every block that comes is compared. Nothing if
+    the entrant has left."""
+    store, times = entrant.store, entrant.times
+    if store is None:
+        return
+    names = _names(number, blocks.size)
     seconds = []
     for request, mine in enumerate(names):
         sources = blocks.sources(request)
@@ -175,17 +168,28 @@ def _round(
         store.put(mine, sources)
         seconds.append(time.perf_counter() - began)
     times.note("put", seconds)
-    if contender.medium is Medium.DISK:
+    if entrant.contender.medium is Medium.DISK:
         began = time.perf_counter()
-        make_durable(folder)
+        make_durable(entrant.folder)
         times.note("durable", [sum(seconds) + time.perf_counter() - began])
-        drop_from_memory(folder)
+        drop_from_memory(entrant.folder)
         times.note("cold", _gets(store, names, blocks))
         times.note("warm", _gets(store, names, blocks))
     else:
         times.note("warm" if number else "cold", _gets(store, names, blocks))
     for mine in names:
         store.remove(mine)
+
+
+def _names(number: int, size: Size) -> list[list[bytes]]:
+    """Names of a round's blocks, request by request; no other round has them."""
+    return [
+        [
+            hashlib.sha256(f"{number}/{request}/{n}".encode()).digest()
+            for n in range(size.request_blocks)
+        ]
+        for request in range(size.requests)
+    ]
 
 
 def _gets(store: Store, names: Sequence[Sequence[bytes]], blocks: Blocks) -> list[float]:
