@@ -229,8 +229,10 @@ def test_written_back_blocks_are_found_by_another_host(lone: Master, tmp_path: P
         wait_for_store(first)
         save(first, chains[0])
         assert remote_blocks(other, chains[0]) == 0, "it is in the first one's memory and disk"
-        for keys in chains[1:]:
+        for number, keys in enumerate(chains[1:], 1):
             save(first, keys)
+            owed = 100 * (number + 1) - 171  # half of the memory may be
+            wait_until(lambda n=owed: first.stats().tiers[-1].writes >= n)
         wait_until(lambda: remote_blocks(other, chains[0]) == 100)
         assert recall(other, chains[0]) == ("remote",) * 100
         first.close()

@@ -185,8 +185,9 @@ def test_written_back_a_block_goes_to_the_store_when_it_leaves_the_host(
     save(pool, chains[0])
     save(pool, chains[1])
     assert not store.values, "they are in memory and on disk"
-    for keys in chains[2:]:
+    for number, keys in enumerate(chains[2:], 2):
         save(pool, keys)
+        wait_until(lambda n=number: 40 * (n + 1) - len(store.values) <= 86)  # what may be owed
     gone = [key for keys in chains for key in keys if pool.find([key]).tiers != (TierName.HOST,)]
     assert len(gone) >= 60
     wait_until(lambda: remote_names(gone) <= set(store.values))
@@ -243,6 +244,22 @@ def test_written_back_a_store_in_trouble_costs_only_what_it_was_owed(
         save(pool, keys)
     pool.close()
     assert remote_names(late[-1]) <= set(store.values)
+
+
+def test_written_back_a_quota_is_kept_without_refusing_new_blocks(
+    open_pool: OpenPool, store: MemoryStore, tmp_path: Path
+) -> None:
+    """A quarter of the host, about 42 blocks."""
+    pool = open_pool(tmp_path / "disk", remote_write="back", tenant_quota="25%")
+    chains = [chain(NAMESPACE, 20, f"chain {number}") for number in range(10)]
+    for keys in chains:
+        save(pool, keys)  # none is refused
+    assert pool.stats().tiers[0].blocks <= 42
+    wait_until(lambda: len(store.values) >= 20)
+    store.gate.clear()
+    for number in range(10):
+        save(pool, chain(NAMESPACE, 20, f"while the store hangs {number}"))
+    assert pool.stats().tiers[0].blocks <= 42
 
 
 def test_a_hanging_store_holds_up_nothing_but_its_blocks(

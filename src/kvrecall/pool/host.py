@@ -241,6 +241,13 @@ class HostStore:
             surplus -= self.blocks[key].slot_bytes
         return self._give_up(going) > 0
 
+    @property
+    def least_limit(self) -> int:
+        """Bytes of the smallest limit there is: the host's, or a tenant's."""
+        limit = self.room.limit_bytes
+        amounts = [terms.host for terms in self._rules.all if terms.host is not None]
+        return min([limit, *(amount.of(limit) for amount in amounts)])
+
     def _limit_of(self, tenant: Tenant) -> int | None:
         amount = self._rules.of(tenant).host
         return None if amount is None else amount.of(self.room.limit_bytes)
@@ -251,19 +258,27 @@ class HostStore:
         excess = accounts.excess(tenant, count * slot_bytes)
         if not excess:
             return count
-        going: list[BlockKey] = []
-        surplus = excess
-        for key in accounts.oldest(tenant):
-            if surplus <= 0:
-                break
-            if self._is_idle(key):
-                going.append(key)
-                surplus -= self.blocks[key].slot_bytes
-        accounts.evict(tenant, self._give_up(going))
-        excess = accounts.excess(tenant, count * slot_bytes)
+        for offer in (True, False):  # as in ``_evict_own``: last what is only owed elsewhere
+            self._evict_of(tenant, excess, offer)
+            excess = accounts.excess(tenant, count * slot_bytes)
+            if not excess:
+                return count
         fitting = max(0, count - -(-excess // slot_bytes))
         accounts.refuse(tenant, count - fitting)
         return fitting
+
+    def _evict_of(self, tenant: Tenant, surplus: int, offer: bool) -> None:
+        """Evicts ``surplus`` bytes of a tenant's coldest blocks; without ``offer`` only those that
+        are stored in the tier that counts, and at once."""
+        going: list[BlockKey] = []
+        for key in self.accounts.oldest(tenant):
+            if surplus <= 0:
+                break
+            block = self.blocks[key]
+            if self._is_idle(key) and (offer or block.stored):
+                going.append(key)
+                surplus -= block.slot_bytes
+        self.accounts.evict(tenant, self._give_up(going, offer))
 
     # -- making room -----------------------------------------------------------------------
 

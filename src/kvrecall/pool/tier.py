@@ -141,8 +141,12 @@ class Tier(ABC):
         """Finishes queued puts as far as ``deadline_s`` allows; ends all else. Idempotent."""
 
 
-def ended(done: queue.SimpleQueue[Done], timeout_s: float) -> list[Done]:
-    """What a tier's threads have put into ``done``, as ``Tier.poll`` gives it."""
+def ended(done: queue.Queue[Done], timeout_s: float) -> list[Done]:
+    """What a tier's threads have put into ``done``, as ``Tier.poll`` gives it.
+
+    No SimpleQueue: when somebody else takes what it woke up for at the end of its time, CPython's
+    (3.11) waits on without end.
+    """
     taken: list[Done] = []
     try:
         if timeout_s > 0:

@@ -15,6 +15,7 @@ from kvrecall.pool.writing import STORE_TRIES, WritePolicy
 
 _NEVER = 1 << 62
 _STALLED_S = 1.0  # without the end of a write
+_OFFERED_SHARE = 0.25
 _PENANCE_S = 30.0  # how long a tier with an overdue load is not asked
 
 
@@ -50,6 +51,7 @@ class Traffic:
         self._writes = writing
         self._sharing = sharing
         self._offered: set[BlockKey] = set()  # puts under way that pay what the remote tier is owed
+        self._offered_bytes = 0
         self._host = host
         self._below = below
         self._arena = arena
@@ -128,6 +130,7 @@ class Traffic:
                 self._writing[block.key] = block
                 if offering:
                     self._offered.add(block.key)
+                    self._offered_bytes += block.slot_bytes
             elif verdict is PutVerdict.PRESENT and self._rests(block.key):
                 block.stored = True
                 self._writes.settled(block.key)
@@ -147,7 +150,7 @@ class Traffic:
         if not self.has_below:
             return frozenset()
         wanted = self._writes.leaving([block for block in blocks if not block.stored])
-        owed = self._sharing.leaving(blocks)
+        owed = self._offerable(self._sharing.leaving(blocks))
         self.store(owed, offering=True)
         self.store(wanted)
         now = self._monotonic()
@@ -155,13 +158,20 @@ class Traffic:
         staying = [b.key for b in wanted if b.pins or not (b.stored or stalled)]
         return frozenset(staying + [b.key for b in owed if b.pins])
 
+    def _offerable(self, blocks: Sequence[Block]) -> list[Block]:
+        """The first of ``blocks``, so few that room for new ones need not wait for a remote tier:
+        with those under way a share of the smallest limit."""
+        left = int(_OFFERED_SHARE * self._host.least_limit) - self._offered_bytes
+        sizes = itertools.accumulate(block.slot_bytes for block in blocks)
+        return [block for block, size in zip(blocks, sizes, strict=True) if size <= left]
+
     def store_due(self) -> None:
         """Stores what the write policy wants to be stored by now."""
         if not self.has_below:
             return
-        blocks, limit = self._host.blocks, self._host.room.limit_bytes
-        self.store(self._writes.due(blocks, limit))
-        owed = self._sharing.due(blocks, limit)
+        blocks, host = self._host.blocks, self._host
+        self.store(self._writes.due(blocks, host.room.limit_bytes))
+        owed = self._offerable(self._sharing.due(blocks, host.least_limit))
         self.store(owed, offering=True)
         if owed and not any(block.pins for block in owed):
             self._sharing.refused()
@@ -293,6 +303,7 @@ class Traffic:
         block.pins -= 1
         if done.key in self._offered:
             self._offered.discard(done.key)
+            self._offered_bytes -= block.slot_bytes
             self._sharing.settled(done.key)
         if done.outcome is Outcome.STORED:
             block.stored = True

@@ -79,7 +79,7 @@ class DiskTier(Tier):
                 raise TierError(f"disk_path: {config.path}: {error}") from error
             undo.pop_all()
         self._ledger = Ledger()
-        self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
+        self._done: queue.Queue[Done] = queue.Queue()
         self._closed = False
         self._sizes = {ns.digest: nbytes for ns, nbytes in self._index.namespaces()}
         self._make_workers()

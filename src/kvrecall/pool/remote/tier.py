@@ -78,7 +78,7 @@ class RemoteTier(Tier):
         self._ledger = Ledger()
         self._monotonic = monotonic
         self._breaker = Breaker(monotonic)
-        self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
+        self._done: queue.Queue[Done] = queue.Queue()
         self._lock = threading.Lock()  # guards everything below
         self._presence = Presence(monotonic)
         self._sizes: dict[bytes, int] = {}
