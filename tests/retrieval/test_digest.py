@@ -137,9 +137,9 @@ SMALL_SHARE = RetrievalSettings(topk_share=0.02)
 @pytest.mark.parametrize("kind", list(DIGESTS))
 @pytest.mark.parametrize("cuts", [[200], [30, 170]])
 def test_narrowing_finds_planted_keys(kind: str, cuts: list[int]) -> None:
-    """Of 200 blocks 32 are looked at closely; those with the keys asked for are among them."""
+    """Of 200 blocks 48 are looked at closely; those with the keys asked for are among them."""
     layout = Layout.of(replace(SMALL_SHARE, digest=kind), 128)
-    assert layout.coarse == 4
+    assert (layout.coarse, layout.narrowed(200, 8)) == (2, 48)
     keys, query = torch.randn(2, 200, 128, 16), torch.randn(2, 3, 16)
     planted = [[7, 64, 150], [3, 64, 199]]
     for head, blocks in enumerate(planted):

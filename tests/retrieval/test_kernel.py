@@ -56,6 +56,7 @@ def test_equals_the_oracle(tokens: int, digest: str) -> None:
 
 OPTIONS = {
     "small share": {"topk_share": 0.05},
+    "smallest share": {"topk_share": 0.02},
     "mass": {"topk_share": 0.6, "target_mass": 0.5},
     "mass of a small share": {"topk_share": 0.05, "target_mass": 0.5, "least_blocks": 3},
     "rest": {"estimate_rest": True},

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from kvrecall.retrieval.digest import DIGESTS, Digest, digests_of
-from kvrecall.retrieval.settings import SMALL_SHARE, RetrievalSettings
+from kvrecall.retrieval.settings import RetrievalSettings
 
-COARSE_TOKENS = 32
-"""Keys a coarse digest stands for."""
-
-WIDE = 4
-LEAST_WIDE = 0.16
-"""Of so many times the blocks to choose fine digests are looked at, and of this share at least."""
+NARROW_SHARE = 0.02
+COARSE_TOKENS = 64
+WIDE = 6
+"""Up to this share of the blocks, fine digests are looked at of only so many times the blocks to
+choose: those whose coarse digests, of so many keys, are the best. For larger shares that saves no
+time (docs/digest-study.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Layout:
     @classmethod
     def of(cls, settings: RetrievalSettings, block_size: int) -> Layout:
         kind, tokens = DIGESTS[settings.digest], settings.tokens_a_digest
-        narrows = settings.topk_share <= SMALL_SHARE and block_size % COARSE_TOKENS == 0
+        narrows = settings.topk_share <= NARROW_SHARE and block_size % COARSE_TOKENS == 0
         coarse = block_size // COARSE_TOKENS if narrows and tokens < COARSE_TOKENS else 0
         rest = math.ceil(2 / kind.parts) if settings.estimate_rest else 0
         return cls(kind, coarse, block_size // tokens, rest)
@@ -53,7 +53,7 @@ class Layout:
 
     def narrowed(self, blocks: int, count: int) -> int:
         """How many of ``blocks`` are looked at closely where ``count`` are to be found."""
-        return min(blocks, max(WIDE * count, math.ceil(LEAST_WIDE * blocks)))
+        return min(blocks, WIDE * count)
 
     def scored(self, blocks: int, count: int) -> int:
         """Rows that a search for ``count`` of ``blocks`` reads."""

@@ -110,8 +110,12 @@ class NarrowingSelector(Selector):
         coarse = [run[:, :, self._layout.coarse_rows] for run in runs]
         near = self._wide.choose(query, coarse, few, scale).blocks
         point = self._layout.kind.of_query(query).to(runs[0].dtype)
-        rows = _gathered(runs, near)
-        logits = _products(point, rows.flatten(1, 2)).view(*point.shape[:2], few, -1)
+        heads = [
+            _near_products(one, runs, head, at)
+            for head, (one, at) in enumerate(zip(point, near, strict=True))
+        ]
+        near = torch.stack([at for at, _ in heads])
+        logits = torch.stack([products for _, products in heads])
         found = self._close.among(logits, count, scale, ahead)
         return Choice(near.gather(1, found.blocks), found.taken, near.gather(1, found.later))
 
@@ -136,18 +140,20 @@ def _best(
     return Choice(blocks, held.cumsum(-1) - held < target, later)
 
 
-def _gathered(runs: Sequence[torch.Tensor], blocks: torch.Tensor) -> torch.Tensor:
-    """Digests of some blocks of each head: ``[kv_heads, count, rows, width]``."""
-    if len(runs) == 1:
-        return torch.stack([run[at] for run, at in zip(runs[0], blocks, strict=True)])
-    found = torch.empty(*blocks.shape, *runs[0].shape[2:], dtype=runs[0].dtype)
-    first = 0
+def _near_products(
+    point: torch.Tensor, runs: Sequence[torch.Tensor], head: int, blocks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One head's blocks, run by run, and the products with their digests: ``[group, count, rows]``.
+    ``point``: ``[group, width]``; ``blocks``: int64 ``[count]``."""
+    order, products, first = [], [], 0
     for run in runs:
-        here = (blocks >= first) & (blocks < first + run.shape[1])
-        head, _ = here.nonzero(as_tuple=True)
-        found[here] = run[head, blocks[here] - first]
-        first += run.shape[1]
-    return found
+        end = first + run.shape[1]
+        here = blocks if len(runs) == 1 else blocks[(blocks >= first) & (blocks < end)]
+        digests = run[head].index_select(0, here - first)
+        order.append(here)
+        products.append(functional.linear(point, digests.flatten(0, 1)))
+        first = end
+    return torch.cat(order), torch.cat(products, -1).view(len(point), len(blocks), -1)
 
 
 def _products(point: torch.Tensor, digests: torch.Tensor) -> torch.Tensor:

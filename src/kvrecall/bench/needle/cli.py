@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,14 +52,21 @@ def needle(
         str,
         _option("Share of the middle blocks chosen; several are compared: 0.2,0.05.", _RETRIEVAL),
     ] = "0.2",
-    digest: Annotated[str, _option("bounds, deviation or mean. Default: bounds.", _RETRIEVAL)] = "",
+    digest: Annotated[str, _option("bounds, deviation or mean.", _RETRIEVAL)] = "bounds",
     digest_tokens: Annotated[
         str,
         _option("Keys to a digest; several are compared: 16,8. Default: by the share.", _RETRIEVAL),
     ] = "",
     least: Annotated[
-        int, _option("Blocks chosen at least. Default: the project's.", _RETRIEVAL, min=0)
-    ] = 0,
+        int, _option("So many blocks are chosen, whatever the share.", _RETRIEVAL, min=1)
+    ] = 16,
+    target_mass: Annotated[
+        float,
+        _option("Only as many blocks as hold this share of estimated attention.", _RETRIEVAL),
+    ] = 1.0,
+    estimate_rest: Annotated[
+        bool, _option("Estimate what is not chosen instead of leaving it out.", _RETRIEVAL)
+    ] = False,
     init: Annotated[int, _option("First tokens that always take part.", _RETRIEVAL)] = 128,
     local: Annotated[int, _option("Last tokens that always take part.", _RETRIEVAL)] = 256,
     dense_boundary: Annotated[int, _option("Shorter sequences stay dense.", _RETRIEVAL)] = 512,
@@ -85,6 +92,7 @@ def needle(
     taken from OPENAI_API_KEY.
     """
     from kvrecall.bench.needle.command import Keep, Servers, Wanted, measure_needle
+    from kvrecall.retrieval.settings import RetrievalSettings
 
     try:
         if dense_endpoint and not endpoint:
@@ -94,7 +102,18 @@ def needle(
             model=model,
             syllabus=Syllabus(_lengths(lengths), _names(tasks), samples, documents, seed),
             variants=_variants(
-                Base(init, local, dense_boundary, dense_layers, digest, least),
+                RetrievalSettings(
+                    init_tokens=init,
+                    local_tokens=local,
+                    dense_boundary=dense_boundary,
+                    offload_boundary=2**40,
+                    dense_layers=dense_layers,
+                    gate=False,
+                    target_mass=target_mass,
+                    estimate_rest=estimate_rest,
+                    digest=digest,
+                    least_blocks=least,
+                ),
                 _shares(share),
                 _sizes(digest_tokens),
             ),
@@ -110,36 +129,10 @@ def needle(
     report.print(json)
 
 
-@dataclass(frozen=True, slots=True)
-class Base:
-    """What all settings compared have in common. ``digest``, ``least``: empty for the project's."""
-
-    init: int
-    local: int
-    dense_boundary: int
-    dense_layers: int
-    digest: str
-    least: int
-
-
 def _variants(
-    base: Base, shares: Sequence[float], sizes: Sequence[int]
+    first: RetrievalSettings, shares: Sequence[float], sizes: Sequence[int]
 ) -> tuple[RetrievalSettings, ...]:
     """One a share and size; without sizes, of the project's."""
-    from kvrecall.retrieval.settings import RetrievalSettings
-
-    first = RetrievalSettings(
-        init_tokens=base.init,
-        local_tokens=base.local,
-        dense_boundary=base.dense_boundary,
-        offload_boundary=2**40,
-        dense_layers=base.dense_layers,
-        gate=False,
-    )
-    if base.digest:
-        first = replace(first, digest=base.digest)
-    if base.least:
-        first = replace(first, least_blocks=base.least)
     return tuple(
         replace(first, topk_share=share, digest_tokens=size)
         for size in sizes or [first.digest_tokens]
