@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from kvrecall.engines.vllm.retrieval.extent import Extent
 from kvrecall.engines.vllm.retrieval.kernel import attend, halves, schedule
 from kvrecall.engines.vllm.retrieval.recalled import OffloadedSequence, Records
 from kvrecall.engines.vllm.retrieval.steps import BatchRow
 from kvrecall.engines.vllm.wire import Departure
+from kvrecall.pool.arena import Arena
+from kvrecall.pool.slots import ALIGNMENT
 from kvrecall.retrieval.residency import Admission, Residency
 from kvrecall.retrieval.settings import RetrievalSettings
 from kvrecall.retrieval.split import slots_of, split_of
@@ -93,6 +96,10 @@ def test_slots_grow_with_the_sequence() -> None:
     assert step(residency, 1, 4, 3).hits == 1
 
 
+LAYER_AT = 256
+"""Where in a record the layer's page begins."""
+
+
 def offload(
     bench: Bench, sequence: Sequence, tokens: int, gone: int, settings: RetrievalSettings
 ) -> OffloadedSequence:
@@ -100,17 +107,22 @@ def offload(
     split = split_of(tokens, BLOCK, settings)
     ids = sequence.block_ids[split.init : split.init + gone]
     rows = bench.cache.view(len(bench.cache), -1).view(torch.uint8)
-    memory = rows[ids].clone().numpy().reshape(-1)
+    page = rows.shape[1]
+    arena = Arena.create(gone * (page + ALIGNMENT) + 512)
+    offsets = tuple(at * (page + ALIGNMENT) for at in range(gone))
+    for offset, block in zip(offsets, ids.tolist(), strict=True):
+        begin = offset + LAYER_AT
+        arena.array()[begin : begin + page] = rows[block].numpy()
     slots = slots_of(split, gone, settings)[1]
     free = bench.take(slots)
-    offsets = tuple(at * rows.shape[1] for at in range(gone))
     departure = Departure("one", split.init, tuple(ids.tolist()), offsets, tuple(free.tolist()))
     away = OffloadedSequence(
         "one", split.init, np.array(offsets, dtype=np.int64), free.to(torch.int32)
     )
     bench.layer.digest(bench.cache, bench.freshness.take_stale(ids))
-    bench.layer.depart(away, departure, bench.cache, Records(memory, {"layer": 0}), "layer")
-    bench.whole.depart(away, departure, bench.cache)
+    records = Records(arena.array(), {"layer": LAYER_AT}, arena.handle())
+    bench.layer.depart(away, departure, bench.cache, records, "layer")
+    bench.whole.place(Extent(arena.handle(), page, 64), LAYER_AT)
     bench.cache[ids] = float("nan")
     return away
 
