@@ -37,7 +37,7 @@ def setup(model_folder: Callable[..., Path]) -> dict[str, Any]:
         "model": str(model_folder("qwen3")),
         "dtype": "float32",
         "worker_extension_cls": EXTENSION,
-        "pool": {"host_size": "64MiB", "load_or_compute": "load"},
+        "pool": {"host_size": "96MiB", "load_or_compute": "load"},
         "num_gpu_blocks_override": 90,
     }
 

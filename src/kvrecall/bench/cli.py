@@ -169,12 +169,16 @@ def crowd(
     dense_fits: Annotated[
         int, typer.Option(min=1, help="Whole sequences the device cache holds.")
     ] = 2,
+    pooled: Annotated[
+        bool, typer.Option(help="The prompts are in the pool, with random KV, and not computed.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Long sequences that decode at once in a fixed device cache, dense and by retrieval."""
-    from kvrecall.bench.crowd import measure_crowd
+    from kvrecall.bench.crowd import Gathering, measure_crowd
 
-    _run(lambda: measure_crowd(context, sequences, decoded, dense_fits, _progress), json)
+    gathering = Gathering(context, sequences, decoded, dense_fits, pooled)
+    _run(lambda: measure_crowd(gathering, _progress), json)
 
 
 Variants = Annotated[str, typer.Option(help="Which servers, by name.")]
