@@ -186,3 +186,20 @@ def test_aborted_while_it_arrives(away: Engine) -> None:
     for steps in range(1, 5):
         assert away.forget_device()
         assert away.abort_midway(prompt=prompt, after_steps=steps, max_tokens=100) == 0
+
+
+def test_two_ranks(start: Callable[..., Engine], setup: dict[str, Any], on_device: Engine) -> None:
+    """Every rank recalls its own heads, and takes its own digests from the pool."""
+    env = {**settings(2048), "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    engine = start(**setup, tensor_parallel_size=2, env=env)
+    prompt = prompt_of(2900, 100)
+    want = on_device.ask(prompt, max_tokens=20)["tokens"]
+    assert engine.ask(prompt, max_tokens=20)["tokens"] == want
+    assert engine.forget_device()
+    assert engine.ask(prompt, max_tokens=20)["tokens"] == want
+    for did in engine.workers(method="retrieval_activity"):
+        assert did["blocks_left"] == (2900 - 256) // 128 - 1
+        assert did["blocks_loaded"] > 0
+    assert engine.free_blocks() == 89
+    assert engine.pool_stats()["leases"] == 0
+    engine.close()
