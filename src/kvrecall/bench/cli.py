@@ -162,6 +162,19 @@ def decode(
 
 
 @app.command()
+def regimes(
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    threads: Annotated[int | None, typer.Option(min=1, help="Default: torch's.")] = None,
+    json: Json = False,
+) -> None:
+    """Attention of a decoded token at many lengths and shares, as an engine serves it, against
+    dense; fails where it is slower than 1.05 of dense."""
+    from kvrecall.bench.regimes import measure_regimes
+
+    _run(lambda: measure_regimes(rounds, threads, _progress), json)
+
+
+@app.command()
 def crowd(
     context: Annotated[int, typer.Option(min=2048, help="Tokens of each prompt.")] = 16384,
     sequences: Annotated[int, typer.Option(min=1, help="Prompts.")] = 8,

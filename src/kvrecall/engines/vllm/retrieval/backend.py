@@ -362,7 +362,7 @@ class RetrievalImpl(CPUAttentionBackendImpl):
         for row in rows:
             part = query[row.places]
             attended = self._whole.attend(
-                part.reshape(-1, self.num_heads, self.head_size),
+                part.reshape(-1, self.num_heads, self.head_size).contiguous(),
                 kv_cache, row.sequence, row.table, row.tokens, self.scale, self.logits_soft_cap,
             )  # fmt: skip
             output[row.places] = attended.view_as(output[row.places])
