@@ -116,7 +116,7 @@ def test_few_blocks_are_chosen(sparse: Engine) -> None:
     assert did["layers_sparse"] == steps * LAYERS
     assert did["blocks_considered"] == steps * LAYERS * HEADS * middle
     assert did["blocks_selected"] == steps * LAYERS * HEADS * 4
-    assert did["blocks_digested"] == 13
+    assert did["blocks_digested"] == 14, "the pool keeps digests of the first block, too"
     assert sparse.metrics()["kvrecall_retrieval_blocks_selected_total"] > 0
 
 
@@ -137,7 +137,7 @@ def test_short_prompts_are_dense(sparse: Engine) -> None:
     assert spent(sparse, before)["steps_sparse"] == 0
 
 
-def test_blocks_from_the_pool_are_digested_and_chosen_as_before(sparse: Engine) -> None:
+def test_blocks_from_the_pool_bring_their_digests_and_are_chosen_as_before(sparse: Engine) -> None:
     """Other prompts run over the device blocks in between, so kept digests would be wrong."""
     prompt = prompt_of(128 * 16 + 20, 60)
     first = sparse.ask(prompt, max_tokens=24)
@@ -147,7 +147,7 @@ def test_blocks_from_the_pool_are_digested_and_chosen_as_before(sparse: Engine) 
     before = activity(sparse)
     recalled = sparse.ask(prompt, max_tokens=24)
     assert recalled["from"]["host"] == 128 * 16
-    assert spent(sparse, before)["blocks_digested"] >= 15
+    assert spent(sparse, before)["blocks_digested"] == 0
     assert recalled["logprobs"] == hit["logprobs"]
     assert recalled["tokens"] == first["tokens"]
 

@@ -37,7 +37,7 @@ def setup(model_folder: Callable[..., Path]) -> dict[str, Any]:
         "model": str(model_folder("qwen3")),
         "dtype": "float32",
         "worker_extension_cls": EXTENSION,
-        "pool": {"host_size": "64MiB", "load_or_compute": "load"},
+        "pool": {"host_size": "96MiB", "load_or_compute": "load"},
         "num_gpu_blocks_override": 90,
     }
 
@@ -102,7 +102,10 @@ def test_preempted_and_brought_back_from_the_pool(on_device: Engine, away: Engin
     want = on_device.preempt_midway(**ask)
     before = activity(away)
     assert away.preempt_midway(**ask) == want
-    assert spent(away, before)["blocks_offloaded"] > 2 * (2800 // 128 + 3300 // 128 - 8)
+    did = spent(away, before)
+    middle = 2800 // 128 + 3300 // 128 - 8
+    assert did["blocks_offloaded"] > middle, "those that left at first"
+    assert did["blocks_left"] > middle, "and stayed in the pool when their sequences came back"
 
 
 def test_aborted_midway(away: Engine) -> None:
@@ -123,4 +126,83 @@ def test_sequences_that_share_a_prefix(on_device: Engine, away: Engine) -> None:
     again = away.generate(**ask)
     assert tokens_of(again) == tokens_of(want)
     assert again[0]["from"]["host"] > 2400
-    assert spent(away, before)["sequences_offloaded"] == 2 * 4 * 9
+    did = spent(away, before)
+    assert did["sequences_offloaded"] == 2 * 4 * 9
+    assert did["blocks_left"] >= 2 * (2500 - 256) // 128 - 2
+
+
+DIGEST_BYTES = 3 * 2 * 8 * 2 * 64 * 4
+"""Of a block: sparse layers, KV heads, digests, parts, dimension, float32."""
+
+
+@pytest.mark.parametrize("tail", [1, 100, 700])
+def test_of_a_prefix_in_the_pool_the_middle_stays_there(
+    on_device: Engine, away: Engine, tail: int
+) -> None:
+    """The same text with another question: in the prompt's last block, and blocks later."""
+    text = prompt_of(128 * 25 + 5, 50)
+    prompt = text + prompt_of(tail, 51 + tail)
+    for engine in (on_device, away):
+        engine.ask(text, max_tokens=1)
+        assert engine.forget_device()
+    want = on_device.ask(prompt, max_tokens=40)
+    before, loaded = activity(away), away.metrics()["kvrecall_loaded_bytes_total"]
+    got = away.ask(prompt, max_tokens=40)
+    did = spent(away, before)
+    loaded = away.metrics()["kvrecall_loaded_bytes_total"] - loaded
+    middle = min(25, (len(prompt) - 256) // 128) - 1
+    assert got["from"] == want["from"]
+    assert got["from"]["host"] == 25 * 128
+    assert did["blocks_left"] == middle
+    assert did["bytes_digests"] == middle * DIGEST_BYTES
+    block = 4 * 2 * BLOCK_BYTES + DIGEST_BYTES
+    assert loaded == (25 - middle) * block
+    assert did["sequences_offloaded"] == 39
+    assert got["tokens"] == want["tokens"]
+    assert got["logprobs"] == want["logprobs"]
+
+
+def test_prefixes_in_the_pool_in_a_batch_that_preempts(on_device: Engine, away: Engine) -> None:
+    """Prefixes that arrive beside sequences that prefill and decode, and are preempted midway."""
+    texts = [prompt_of(tokens, 60 + at) for at, tokens in enumerate((2700, 3100, 3500))]
+    ask: dict[str, Any] = {
+        "prompts": [
+            *(text + prompt_of(30, 70 + at) for at, text in enumerate(texts)),
+            *(prompt_of(tokens, 80 + tokens) for tokens in (2600, 700)),
+        ],
+        "after_steps": 30,
+        "max_tokens": 40,
+    }
+    results = []
+    for engine in (on_device, away):
+        engine.generate(prompts=texts, max_tokens=1)
+        assert engine.forget_device()
+        before = activity(engine)
+        results.append(engine.preempt_midway(**ask))
+    assert results[0] == results[1]
+    assert spent(away, before)["blocks_left"] > 2 * (2700 + 3100 + 3500) // 128 - 3 * 2 * 4
+
+
+def test_aborted_while_it_arrives(away: Engine) -> None:
+    prompt = prompt_of(3000, 90)
+    away.ask(prompt, max_tokens=1)
+    for steps in range(1, 5):
+        assert away.forget_device()
+        assert away.abort_midway(prompt=prompt, after_steps=steps, max_tokens=100) == 0
+
+
+def test_two_ranks(start: Callable[..., Engine], setup: dict[str, Any], on_device: Engine) -> None:
+    """Every rank recalls its own heads, and takes its own digests from the pool."""
+    env = {**settings(2048), "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    engine = start(**setup, tensor_parallel_size=2, env=env)
+    prompt = prompt_of(2900, 100)
+    want = on_device.ask(prompt, max_tokens=20)["tokens"]
+    assert engine.ask(prompt, max_tokens=20)["tokens"] == want
+    assert engine.forget_device()
+    assert engine.ask(prompt, max_tokens=20)["tokens"] == want
+    for did in engine.workers(method="retrieval_activity"):
+        assert did["blocks_left"] == (2900 - 256) // 128 - 1
+        assert did["blocks_loaded"] > 0
+    assert engine.free_blocks() == 89
+    assert engine.pool_stats()["leases"] == 0
+    engine.close()

@@ -23,7 +23,7 @@ from kvrecall.engines.vllm import compat
 from kvrecall.engines.vllm.retrieval.offloader import PATIENCE, Offloader
 from kvrecall.engines.vllm.retrieval.spec import OffloadableSpec
 from kvrecall.engines.vllm.scheduler_side import EngineFacts, RecallScheduler
-from kvrecall.engines.vllm.wire import OffloadOrders, StepReport
+from kvrecall.engines.vllm.wire import Load, OffloadOrders, StepOrders, StepReport
 from kvrecall.pool import Pool
 from kvrecall.retrieval.gate import Gate
 from kvrecall.retrieval.settings import RetrievalSettings
@@ -64,6 +64,7 @@ class Bench:
         self.side.offloader = self.keeper
         compat.block_manager(self.manager).keeper = self.keeper
         self.orders: OffloadOrders | None = None
+        self.loads: list[Load] = []
 
     @property
     def free(self) -> int:
@@ -87,6 +88,34 @@ class Bench:
         request.num_computed_tokens = tokens
         self._step(request, new)
 
+    def restore(self, request: Request) -> bool:
+        """Begins a request with what the device and the pool have of its prompt. False if there is
+        no room."""
+        request.num_computed_tokens = 0
+        hit, local, *_ = self.manager.get_computed_blocks(request)
+        external, _ = self.side.match(request, local)
+        assert external, "nothing in the pool"
+        got = self.manager.allocate_slots(
+            request, 0, local, hit, num_external_computed_tokens=external, delay_cache_blocks=True
+        )
+        if got is None:
+            return False
+        ids = self.manager.get_block_ids(request.request_id)[0]
+        self.side.allocated(request, ids, external)
+        request.num_computed_tokens = local + external
+        self.loads = self._orders({}).loads
+        self.side.reported(None, {request.request_id}, set())
+        self.manager.cache_blocks(request, request.num_computed_tokens)
+        return True
+
+    def compute(self, request: Request, tokens: int) -> bool:
+        """Computes the next so many tokens of the prompt."""
+        request.status = RequestStatus.RUNNING
+        if self.manager.allocate_slots(request, tokens) is None:
+            return False
+        self._step(request, tokens)
+        return True
+
     def decode(self, request: Request, tokens: int = 1) -> bool:
         """False if vLLM would have to preempt."""
         for _ in range(tokens):
@@ -96,13 +125,17 @@ class Bench:
         return True
 
     def _step(self, request: Request, tokens: int) -> None:
-        scheduled = SimpleNamespace(num_scheduled_tokens={request.request_id: tokens})
-        orders = self.side.orders(scheduled, self.pool.arena_handle())
-        self.orders = orders.offload
+        orders = self._orders({request.request_id: tokens})
         request.num_computed_tokens += tokens
         if request.num_computed_tokens == request.num_tokens:
             request.append_output_token_ids(7)
         self.side.reported(StepReport({s.store_id: 1 for s in orders.stores}), set(), set())
+
+    def _orders(self, scheduled: dict[str, int]) -> StepOrders:
+        step = SimpleNamespace(num_scheduled_tokens=scheduled)
+        orders = self.side.orders(step, self.pool.arena_handle())
+        self.orders = orders.offload
+        return orders
 
     def begun(self, name: str, tokens: int, first: int) -> Request:
         """A request whose prompt is computed."""
@@ -276,3 +309,117 @@ def test_preempted_and_back(pool: Pool) -> None:
     assert len(bench.orders.departures) == 1
     bench.end(request)
     assert (bench.free, pool.stats().leases) == (99, 0)
+
+
+def forgotten(bench: Bench, tokens: int = 400) -> None:
+    """A prompt in the pool of which the device has nothing."""
+    bench.end(bench.begun("first", tokens, 0))
+    assert bench.manager.reset_prefix_cache()
+
+
+def test_of_a_prefix_in_the_pool_only_init_and_local_come(pool: Pool) -> None:
+    bench = Bench(pool, 100)
+    forgotten(bench)
+    request = bench.request("r", 400)
+    assert bench.restore(request)
+    # 24 of 25 blocks are hit: init 1, local from block 21 on, 20 between stay: 6 slots for them.
+    ids = bench.manager.get_block_ids("r")[0]
+    assert ids[1:21] == [0] * 20
+    (load,) = bench.loads
+    assert list(load.copy.block_ids) == [ids[0], *ids[21:24]]
+    assert bench.orders is not None
+    (arrival,) = bench.orders.arrivals
+    assert (arrival.request_id, arrival.init) == ("r", 1)
+    assert len(set(arrival.offsets)) == 20
+    assert not set(arrival.offsets) & set(load.copy.offsets)
+    assert len(arrival.slots) == 6
+    assert not set(arrival.slots) & set(ids)
+    assert bench.free == 99 - 4 - 6
+    assert pool.stats().leases == 20
+    assert bench.compute(request, 10)
+    assert bench.orders is not None
+    assert bench.orders.rows == {bench.manager.get_block_ids("r")[0][24]: "r"}
+    assert bench.compute(request, 6)
+    assert bench.decode(request, 30)
+    assert bench.orders is not None
+    assert bench.orders.departures == []
+    assert bench.manager.get_block_ids("r")[0][1:22] == [0] * 21
+    bench.end(request)
+    assert (bench.free, pool.stats().leases) == (99, 0)
+
+
+def test_it_fits_where_the_whole_prefix_would_not(pool: Pool) -> None:
+    bench = Bench(pool, 60)
+    forgotten(bench)
+    hog = bench.manager.block_pool.get_new_blocks(bench.free - 12)
+    request = bench.request("r", 400)
+    assert bench.restore(request)
+    assert bench.compute(request, 16)
+    assert bench.decode(request)
+    bench.end(request)
+    bench.manager.block_pool.free_blocks(hog)
+    assert (bench.free, pool.stats().leases) == (59, 0)
+
+
+@pytest.mark.parametrize("blocks", [1, 5, 12])
+def test_blocks_found_on_the_device_stay_there_unless_they_are_in_the_middle(
+    pool: Pool, blocks: int
+) -> None:
+    bench = Bench(pool, 100)
+    forgotten(bench)
+    other = bench.begun("other", blocks * BLOCK + 1, 0)  # the same tokens: a shared prefix
+    held = bench.manager.get_block_ids("other")[0]
+    request = bench.request("r", 400)
+    assert bench.restore(request)
+    ids = bench.manager.get_block_ids("r")[0]
+    assert ids[0] == held[0]
+    assert ids[1:21] == [0] * 20
+    assert [len(load.copy.block_ids) for load in bench.loads] == [3]
+    assert bench.free == 99 - len(held) - 3 - 6
+    bench.end(other)
+    bench.end(request)
+    assert (bench.free, pool.stats().leases) == (99, 0)
+
+
+def test_a_prefix_that_does_not_fit_leaves_no_lease_when_its_request_ends(pool: Pool) -> None:
+    bench = Bench(pool, 60)
+    forgotten(bench)
+    hog = bench.manager.block_pool.get_new_blocks(bench.free - 5)
+    request = bench.request("r", 400)
+    assert not bench.restore(request)
+    assert pool.stats().leases > 0
+    request.status = RequestStatus.FINISHED_ABORTED
+    bench.side.finished(request, [])
+    assert pool.stats().leases == 0
+    bench.manager.block_pool.free_blocks(hog)
+
+
+def test_preempted_while_its_prompt_is_computed(pool: Pool) -> None:
+    bench = Bench(pool, 100)
+    forgotten(bench)
+    request = bench.request("r", 400)
+    assert bench.restore(request)
+    assert bench.compute(request, 5)
+    bench.manager.free(request)
+    request.status = RequestStatus.PREEMPTED
+    assert (bench.free, pool.stats().leases) == (99, 0)
+    assert bench.manager.reset_prefix_cache()
+    assert bench.restore(request)
+    assert bench.orders is not None
+    assert bench.orders.ended == ["r"]
+    assert len(bench.orders.arrivals) == 1
+    assert bench.compute(request, 16)
+    assert bench.decode(request)
+    bench.end(request)
+    assert (bench.free, pool.stats().leases) == (99, 0)
+
+
+def test_a_short_prefix_of_a_long_prompt_comes_whole(pool: Pool) -> None:
+    """Its few middle blocks would be all chosen."""
+    bench = Bench(pool, 100)
+    forgotten(bench, 100)
+    request = bench.request("r", 400)
+    assert bench.restore(request)
+    assert 0 not in bench.manager.get_block_ids("r")[0]
+    assert bench.orders is None
+    bench.end(request)

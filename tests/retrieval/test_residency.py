@@ -8,10 +8,19 @@ import numpy as np
 import pytest
 import torch
 
+from kvrecall.engines.vllm.retrieval.extent import Extent
 from kvrecall.engines.vllm.retrieval.kernel import attend, halves, schedule
-from kvrecall.engines.vllm.retrieval.recalled import OffloadedSequence, Records
+from kvrecall.engines.vllm.retrieval.offload import Offload
+from kvrecall.engines.vllm.retrieval.recalled import (
+    OffloadedSequence,
+    Records,
+    digests_of_layer,
+)
 from kvrecall.engines.vllm.retrieval.steps import BatchRow
-from kvrecall.engines.vllm.wire import Departure
+from kvrecall.engines.vllm.wire import Arrival, Departure, OffloadOrders
+from kvrecall.errors import EngineError
+from kvrecall.pool.arena import Arena
+from kvrecall.pool.slots import ALIGNMENT
 from kvrecall.retrieval.residency import Admission, Residency
 from kvrecall.retrieval.settings import RetrievalSettings
 from kvrecall.retrieval.split import slots_of, split_of
@@ -93,6 +102,10 @@ def test_slots_grow_with_the_sequence() -> None:
     assert step(residency, 1, 4, 3).hits == 1
 
 
+LAYER_AT = 256
+"""Where in a record the layer's page begins."""
+
+
 def offload(
     bench: Bench, sequence: Sequence, tokens: int, gone: int, settings: RetrievalSettings
 ) -> OffloadedSequence:
@@ -100,17 +113,24 @@ def offload(
     split = split_of(tokens, BLOCK, settings)
     ids = sequence.block_ids[split.init : split.init + gone]
     rows = bench.cache.view(len(bench.cache), -1).view(torch.uint8)
-    memory = rows[ids].clone().numpy().reshape(-1)
+    page = rows.shape[1]
+    arena = Arena.create(gone * (page + ALIGNMENT) + 512)
+    offsets = tuple(at * (page + ALIGNMENT) for at in range(gone))
+    for offset, block in zip(offsets, ids.tolist(), strict=True):
+        begin = offset + LAYER_AT
+        arena.array()[begin : begin + page] = rows[block].numpy()
     slots = slots_of(split, gone, settings)[1]
     free = bench.take(slots)
-    offsets = tuple(at * rows.shape[1] for at in range(gone))
     departure = Departure("one", split.init, tuple(ids.tolist()), offsets, tuple(free.tolist()))
     away = OffloadedSequence(
         "one", split.init, np.array(offsets, dtype=np.int64), free.to(torch.int32)
     )
     bench.layer.digest(bench.cache, bench.freshness.take_stale(ids))
-    bench.layer.depart(away, departure, bench.cache, Records(memory, {"layer": 0}), "layer")
-    bench.whole.depart(away, departure, bench.cache)
+    records = Records(arena.array(), {"layer": LAYER_AT}, arena.handle())
+    bench.layer.depart(away, departure, bench.cache, records, "layer")
+    extent = Extent(arena.handle(), page, 1 << 17)
+    extent.take(70_000)  # so that places of pages lie beyond 2**31 elements
+    bench.whole.place(extent, LAYER_AT)
     bench.cache[ids] = float("nan")
     return away
 
@@ -141,12 +161,100 @@ def test_recalled_blocks_give_the_same_bits(tokens: int, stay: int, dtype: torch
     assert bench.activity.blocks_loaded > 0
 
 
-def whole(bench: Bench, sequence: Sequence, tokens: int) -> torch.Tensor:
-    """Dense attention on the device."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [769, 1000, 4097])
+def test_tokens_computed_over_blocks_in_the_arena_give_the_same_bits(
+    tokens: int, dtype: torch.dtype
+) -> None:
+    """Several tokens at once, as of a prompt's rest, in pieces of awkward lengths."""
+    torch.manual_seed(tokens)
+    bench = Bench(shape_of(dtype=dtype), SETTINGS, 100)
+    sequence = bench.sequence(tokens)
+    pieces = [(tokens - 150, 1), (tokens - 149, 22), (tokens - 127, 127)]
+    queries = [torch.randn(count, *sequence.query.shape).to(dtype) for _, count in pieces]
+    want = [
+        whole(bench, sequence, first + count, query)
+        for (first, count), query in zip(pieces, queries, strict=True)
+    ]
+    gone = split_of(tokens - 150, BLOCK, SETTINGS).middle
+    away = offload(bench, sequence, tokens - 150, gone, SETTINGS)
+    table = sequence.block_ids.to(torch.int32)
+    scale = bench.shape.head_dim**-0.5
+    for (first, count), query, result in zip(pieces, queries, want, strict=True):
+        got = bench.whole.attend(query, bench.cache, away, table, first + count, scale)
+        assert torch.equal(got, result)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["bounds", "deviation", "mean"])
+def test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits(
+    kind: str, dtype: torch.dtype
+) -> None:
+    """By the digests in its blocks' records; the device has neither its keys nor its digests."""
+    torch.manual_seed(3)
+    settings = replace(SETTINGS, digest=kind)
+    bench = Bench(shape_of(dtype=dtype), settings, 100)
+    sequence = bench.sequence(3000)
+    want = bench.decode(sequence)
+    split = split_of(3000, BLOCK, settings)
+    ids = sequence.block_ids[split.init : split.local]
+    parts = [bench.cache.view(100, -1).view(torch.uint8), bench.layer.digest_rows(bench.cache)]
+    record = torch.cat([part[ids].reshape(split.middle, -1) for part in parts], 1).numpy()
+    page = parts[0].shape[1]
+    for part in parts:
+        part[ids] = 255  # no numbers
+    slots = bench.take(slots_of(split, split.middle, settings)[1])
+    offsets = tuple(at * record.shape[1] for at in range(split.middle))
+    arrival = Arrival("one", split.init, offsets, tuple(slots.tolist()))
+    offload = Offload(bench.freshness, bench.activity)
+    offload.add_sparse("layer", bench.layer)
+    records = Records(record.reshape(-1), {"layer": 0, digests_of_layer("layer"): page})
+    last = int(sequence.block_ids[-1])
+    orders = OffloadOrders([], {last: "one"}, [], [arrival])
+    offload.take(orders, {"layer": bench.cache}, records)
+    away = offload.sequence(last)
+    assert away is not None
+    table = sequence.block_ids.to(torch.int32)[None]
+    table[0, split.init : split.local] = 0
+    step = bench.planner.plan([BatchRow(1, 3000, False)], table, {0: away})
+    assert step is not None
+    got = bench.layer.attend(sequence.query[None], bench.cache, step, bench.shape.head_dim**-0.5)
+    assert torch.equal(got, want)
+    assert bench.activity.blocks_left == split.middle
+    assert bench.activity.bytes_digests == split.middle * (record.shape[1] - page)
+
+
+def test_pages_behind_the_arena_are_distinct_far_reaching_and_given_back() -> None:
+    """Beyond what 32 bits can address, in elements."""
+    arena = Arena.create(10 * ALIGNMENT + 5)
+    pages = (10 << 30) // (3 * ALIGNMENT)
+    extent = Extent(arena.handle(), 2 * ALIGNMENT, pages)
+    taken = extent.take(pages)
+    with pytest.raises(EngineError, match="more than"):
+        extent.take(1)
+    like = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16)
+    for layer_at in (0, 512, 3 * ALIGNMENT + 512):
+        blocks = extent.blocks(layer_at, like.new_empty(1, 1, 64, 64))
+        for page in (taken[0], taken[1], taken[-1]):
+            extent.page(page, layer_at).fill_(page % 251)
+        for page in (taken[0], taken[1], taken[-1]):
+            (place,) = extent.places_of(np.array([page]), layer_at)
+            assert set(blocks[place].view(torch.uint8).flatten().tolist()) == {page % 251}
+    extent.give([taken[1]])
+    assert extent.take(1) == [taken[1]]
+    assert not extent.page(taken[1], 0).any(), "its memory was given back"
+    extent.close()
+
+
+def whole(
+    bench: Bench, sequence: Sequence, tokens: int, query: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Dense attention on the device, of the last tokens, whose queries these are."""
+    query = sequence.query[None] if query is None else query
     seq_lens = torch.tensor([tokens], dtype=torch.int32)
-    starts = torch.tensor([0, 1], dtype=torch.int32)
+    starts = torch.tensor([0, len(query)], dtype=torch.int32)
     return attend(
-        sequence.query[None],
+        query,
         halves(bench.cache, whole=True),
         sequence.block_ids.to(torch.int32)[None],
         seq_lens,

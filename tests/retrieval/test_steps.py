@@ -157,6 +157,30 @@ def test_what_cannot_work_is_refused(changed: dict[str, Any], named: str) -> Non
         require_engine(engine(**changed), RetrievalSettings())
 
 
+def pooled(extra: dict[str, Any] | None = None, stages: int = 1, ahead: bool = False) -> Any:
+    transfer = SimpleNamespace(kv_connector="RecallConnector", kv_connector_extra_config=extra)
+    parallel = SimpleNamespace(pipeline_parallel_size=stages)
+    scheduler = SimpleNamespace(async_scheduling=ahead)
+    return engine(kv_transfer_config=transfer, parallel_config=parallel, scheduler_config=scheduler)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (pooled({"backend": "service"}), "use an embedded pool"),
+        (pooled(stages=2), "use tensor parallelism"),
+        (pooled(ahead=True), "--no-async-scheduling"),
+    ],
+)
+def test_offload_that_cannot_be_is_refused_unless_no_sequence_gets_there(
+    config: Any, named: str
+) -> None:
+    require_engine(pooled(), RetrievalSettings())
+    with pytest.raises(EngineError, match=f"{named}.*above max_model_len=100000"):
+        require_engine(config, RetrievalSettings())
+    require_engine(config, replace(RetrievalSettings(), offload_boundary=100_001))
+
+
 def test_no_layer_left_is_refused() -> None:
     with pytest.raises(EngineError, match="DENSE_LAYERS=4"):
         require_engine(engine(), replace(RetrievalSettings(), dense_layers=4))

@@ -162,6 +162,19 @@ def decode(
 
 
 @app.command()
+def regimes(
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    threads: Annotated[int | None, typer.Option(min=1, help="Default: torch's.")] = None,
+    json: Json = False,
+) -> None:
+    """Attention of a decoded token at many lengths and shares, as an engine serves it, against
+    dense; fails where it is slower than 1.05 of dense."""
+    from kvrecall.bench.regimes import measure_regimes
+
+    _run(lambda: measure_regimes(rounds, threads, _progress), json)
+
+
+@app.command()
 def crowd(
     context: Annotated[int, typer.Option(min=2048, help="Tokens of each prompt.")] = 16384,
     sequences: Annotated[int, typer.Option(min=1, help="Prompts.")] = 8,
@@ -169,12 +182,16 @@ def crowd(
     dense_fits: Annotated[
         int, typer.Option(min=1, help="Whole sequences the device cache holds.")
     ] = 2,
+    pooled: Annotated[
+        bool, typer.Option(help="The prompts are in the pool, with random KV, and not computed.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Long sequences that decode at once in a fixed device cache, dense and by retrieval."""
-    from kvrecall.bench.crowd import measure_crowd
+    from kvrecall.bench.crowd import Gathering, measure_crowd
 
-    _run(lambda: measure_crowd(context, sequences, decoded, dense_fits, _progress), json)
+    gathering = Gathering(context, sequences, decoded, dense_fits, pooled)
+    _run(lambda: measure_crowd(gathering, _progress), json)
 
 
 Variants = Annotated[str, typer.Option(help="Which servers, by name.")]

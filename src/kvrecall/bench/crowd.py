@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +32,30 @@ DENSE_LAYERS = 1
 _CHILD = "kvrecall.engines.vllm.retrieval.crowd"
 
 
-def measure_crowd(
-    context: int, sequences: int, decoded: int, dense_fits: int, progress: Callable[[str], None]
-) -> Report:
-    """The device cache holds ``dense_fits`` whole sequences, and nearly one more.
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """``sequences`` prompts of ``context`` tokens, of which each decodes ``decoded``, on a device
+    cache that holds ``dense_fits`` whole sequences, and nearly one more. ``pooled``: the prompts
+    are in the pool, with random KV."""
+
+    context: int
+    sequences: int
+    decoded: int
+    dense_fits: int
+    pooled: bool = False
+
+
+def measure_crowd(gathering: Gathering, progress: Callable[[str], None]) -> Report:
+    """Runs both engines.
 
     RetrievalKV's lengths are scaled to the context, of which they are the same shares as of
     65,536 tokens. Raises EngineError if an engine fails, or retrieval took nothing off the device.
     """
-    whole = -(-(context + decoded) // BLOCK)
-    blocks = whole * (dense_fits + 1) - 1
+    context, sequences = gathering.context, gathering.sequences
+    longest = context + gathering.decoded
+    whole = -(-longest // BLOCK)
+    blocks = whole * (gathering.dense_fits + 1) - 1
     with tempfile.TemporaryDirectory(prefix="kvrecall-crowd-") as folder:
-        longest = context + decoded
         model = write_model(
             Path(folder) / "model",
             layers=LAYERS,
@@ -54,17 +67,19 @@ def measure_crowd(
         crowd = {
             "model": str(model),
             "context": context,
-            "decoded": decoded,
+            "decoded": gathering.decoded,
             "sequences": sequences,
             "device_blocks": blocks + 1,
             "host_bytes": sequences * whole * BLOCK * TOKEN_BYTES * 5 // 4,
+            "pooled": gathering.pooled,
         }
         figures = {}
         for name, environ in (("dense", {}), ("offload", scaled(context))):
             progress(f"{name}: {sequences} sequences of {context} tokens")
             figures[name] = run(crowd, environ)
             progress(f"  {figures[name]}")
-    if not figures["offload"]["activity"]["blocks_loaded"]:
+    did = figures["offload"]["activity"]
+    if not did["blocks_loaded"] or (gathering.pooled and not did["blocks_left"]):
         raise EngineError("offload did not act: no block was recalled; the figures mean nothing")
     return _report(crowd, figures)
 
@@ -128,16 +143,28 @@ def _report(crowd: Mapping[str, Any], figures: Mapping[str, Any]) -> Report:
         "decode_tokens_per_s": {n: round(s["decode"], 3) for n, s in speed.items()},
         "tokens_per_s": {n: round(s["all"], 3) for n, s in speed.items()},
         "preemptions": {name: one["preemptions"] for name, one in figures.items()},
+        "bytes_at_hit": {name: _at_hit(one) for name, one in figures.items()},
+        "prefix_bytes": {name: one["prefix_bytes"] for name, one in figures.items()},
         "cache_hit_rate": round(did["blocks_hit"] / chosen, 4),
         "active": True,
         "activity": did,
     }
     columns = ("engine", "decode at once", "tokens/s decoding", "tokens/s in all", "preempted")
-    notes = (
+    notes: tuple[str, ...] = (
         f"{crowd['sequences']} prompts of {crowd['context']} random tokens, {crowd['decoded']} "
         f"decoded each, {crowd['device_blocks'] - 1} device blocks of {BLOCK} tokens",
         f"a small Qwen3 shape with random weights: {SHAPE}; RetrievalKV's lengths scaled to the "
         "context",
         f"{results['cache_hit_rate']:.0%} of chosen blocks found in the slots",
     )
+    if crowd["pooled"]:
+        shares = (
+            f"{name} {_at_hit(one) / one['prefix_bytes']:.0%}" for name, one in figures.items()
+        )
+        notes += (f"of the prefixes found in the pool were loaded at the hit: {', '.join(shares)}",)
     return Report("crowd", columns, rows, results, notes)
+
+
+def _at_hit(figures: Mapping[str, Any]) -> int:
+    """Bytes loaded when prefixes were found in the pool: blocks, and digests of those left."""
+    return int(figures["loaded_bytes"] + figures["activity"]["bytes_digests"])

@@ -223,15 +223,40 @@ def note_overwritten(vllm_config: Any, block_ids: Iterable[int]) -> None:
             note(block_ids)
 
 
-def take_offload(vllm_config: Any, orders: Any, records: Any) -> None:
-    """Hands a step's offload orders to the attention layers, which share them; see ``Offload``."""
+def _attention(vllm_config: Any) -> tuple[Any, dict[str, Any]]:
+    """An attention layer that speaks for its group in what it keeps beside KV, None if there is
+    none; and the KV caches of all layers by name."""
     layers = vllm_config.compilation_config.static_forward_context
     caches = {name: getattr(layer, "kv_cache", None) for name, layer in layers.items()}
-    for layer in layers.values():
-        take = getattr(getattr(layer, "impl", None), "take_offload", None)
-        if take is not None:
-            take(orders, caches, records)
-            return
+    impls = (getattr(layer, "impl", None) for layer in layers.values())
+    return next((impl for impl in impls if hasattr(impl, "take_offload")), None), caches
+
+
+def digest_pages(vllm_config: Any) -> Mapping[str, torch.Tensor]:
+    """What attention layers keep of a block beside its KV, and the pool is to keep with it."""
+    impl, caches = _attention(vllm_config)
+    return impl.digest_pages(caches) if impl is not None else {}
+
+
+def before_store(vllm_config: Any, block_ids: Iterable[int]) -> None:
+    """Tells attention layers that these blocks go to the pool with what they keep of them."""
+    impl, caches = _attention(vllm_config)
+    if impl is not None:
+        impl.before_store(block_ids, caches)
+
+
+def note_restored(vllm_config: Any, block_ids: Iterable[int]) -> None:
+    """Tells attention layers that a load has written these blocks and what they keep of them."""
+    impl, _ = _attention(vllm_config)
+    if impl is not None:
+        impl.note_restored(block_ids)
+
+
+def take_offload(vllm_config: Any, orders: Any, records: Any) -> None:
+    """Hands a step's offload orders to the attention layers, which share them; see ``Offload``."""
+    impl, caches = _attention(vllm_config)
+    if impl is not None:
+        impl.take_offload(orders, caches, records)
 
 
 def override_kv_cache_spec() -> None:
@@ -254,6 +279,12 @@ def override_kv_cache_spec() -> None:
 
     get_kv_cache_spec.kvrecall = True  # type: ignore[attr-defined]
     Attention.get_kv_cache_spec = get_kv_cache_spec
+
+
+def most_blocks_of_sequences(vllm_config: Any, block_size: int) -> int:
+    """Blocks of as many sequences as run at once, all as long as can be."""
+    longest = -(-int(vllm_config.model_config.max_model_len) // block_size)
+    return int(vllm_config.scheduler_config.max_num_seqs) * longest
 
 
 def block_manager(kv_cache_manager: Any) -> Any:

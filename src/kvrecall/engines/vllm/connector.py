@@ -23,6 +23,7 @@ from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm import compat, warmth
 from kvrecall.engines.vllm.identity import Adapters, namespace_of
+from kvrecall.engines.vllm.ledger import RequestState
 from kvrecall.engines.vllm.metrics import PoolWatch, RecallPromMetrics, RecallStats
 from kvrecall.engines.vllm.orphan import end_with_parent
 from kvrecall.engines.vllm.retrieval.checks import offload_hindrance
@@ -257,6 +258,16 @@ class RecallConnector(KVConnectorBase_V1):
     def saved(self, request_id: str) -> tuple[BlockKey, ...]:
         """Leading blocks of a request in the engine that are in the pool or on their way."""
         return () if self._scheduler is None else self._scheduler.saved(request_id)
+
+    def state_of(self, request_id: str) -> RequestState | None:
+        """What the scheduler side remembers of a request in the engine."""
+        return self._s.state_of(request_id)
+
+    @property
+    def pool(self) -> PoolClient:
+        """The engine's pool, on the scheduler side."""
+        assert self._pool is not None
+        return self._pool
 
     @property
     def has_service(self) -> bool:

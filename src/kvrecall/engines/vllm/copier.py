@@ -121,7 +121,7 @@ class InlineCopier(Copier):
         super().__init__(arena, pages, shard_offset)
         self._bytes = arena.numpy()
         self._layers = [
-            (page.rows.numpy(), offset, page.page_bytes)
+            (page.rows.numpy(), offset, offset + page.page_bytes, tuple(page.rows.shape[1:]))
             for page, offset in zip(pages, self._layer_offsets, strict=True)
         ]
         self._helpers = torch.get_num_threads() - 1
@@ -153,12 +153,12 @@ class InlineCopier(Copier):
     def _move_rows(self, rows: Sequence[tuple[int, int]], to_device: bool) -> None:
         memory = self._bytes
         for block, offset in rows:
-            for device, layer_offset, nbytes in self._layers:
-                begin = offset + layer_offset
+            for device, begin, end, shape in self._layers:
+                record = memory[offset + begin : offset + end].reshape(shape)
                 if to_device:
-                    device[block] = memory[begin : begin + nbytes]
+                    device[block] = record
                 else:
-                    memory[begin : begin + nbytes] = device[block]
+                    record[...] = device[block]
 
     def loads_done(self) -> int:
         return self._loads

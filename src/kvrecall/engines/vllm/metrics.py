@@ -51,6 +51,8 @@ COUNTERS = {
     "retrieval_blocks_digested": "Blocks whose digests were computed.",
     "retrieval_sequences_offloaded": "Decoded tokens of sequences off the device in part.",
     "retrieval_blocks_offloaded": "Blocks that left the device while their sequence runs.",
+    "retrieval_blocks_left": "Blocks of prefixes found in the pool that were left there.",
+    "retrieval_bytes_digests": "Bytes of their digests, which were loaded.",
     "retrieval_blocks_hit": "Chosen blocks off the device found in its slots.",
     "retrieval_blocks_loaded": "Chosen blocks off the device that were loaded.",
     "retrieval_blocks_prefetched": "Blocks loaded ahead.",

@@ -17,7 +17,10 @@ from kvrecall.errors import EngineError
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Rows of one layer: uint8 ``[num_blocks, page_bytes]``, row stride ``block_stride`` bytes."""
+    """Rows of one layer: uint8 ``[num_blocks, page_bytes]``, row stride ``block_stride`` bytes.
+
+    Rows that are not one run of bytes have more dimensions, which are copied in their order.
+    """
 
     name: str
     rows: torch.Tensor
@@ -25,7 +28,7 @@ class Pages:
 
     @property
     def page_bytes(self) -> int:
-        return int(self.rows.shape[1])
+        return int(self.rows[0].numel())
 
 
 def pages_of(

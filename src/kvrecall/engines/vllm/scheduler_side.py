@@ -65,7 +65,11 @@ class _OpenStore:
 
 
 class Offloads(Protocol):
-    """Who takes blocks of running sequences off the device, if anybody does."""
+    """Who keeps blocks of running sequences off the device, if anybody does."""
+
+    def expect(self, request_id: str, start: int, end: int) -> None: ...
+
+    def unexpect(self, request_id: str) -> None: ...
 
     def orders(
         self, scheduled: Mapping[str, int], block_ids: Callable[[str], Sequence[int]]
@@ -143,6 +147,9 @@ class RecallScheduler:
             self._drop_claim(state)
             state.failed_load = True
             return 0, False
+        if self.offloader is not None:
+            end = start + len(recall.offsets)
+            self.offloader.expect(request.request_id, start, end)
         return len(recall.offsets) * self._facts.block_size, True
 
     def _must_await(self, state: RequestState, start: int) -> bool:
@@ -222,6 +229,8 @@ class RecallScheduler:
         if state.claim is not None:
             state.claim.release(self._pool)
             state.claim = None
+            if self.offloader is not None:
+                self.offloader.unexpect(state.request.request_id)
 
     def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
         """The engine gave the request device blocks; ``external_tokens`` are to be loaded."""
@@ -234,7 +243,9 @@ class RecallScheduler:
         assert claim.recall is not None
         count = external_tokens // self._facts.block_size
         first = claim.start
-        copy = Copy(tuple(block_ids[first : first + count]), claim.recall.offsets[:count])
+        rows = zip(block_ids[first : first + count], claim.recall.offsets, strict=False)
+        come = [row for row in rows if row[0] != 0]  # the others stay in the arena
+        copy = Copy(tuple(row[0] for row in come), tuple(row[1] for row in come))
         self._loads.append(Load(request.request_id, copy))
         self._loading[request.request_id] = claim
         if request.num_preemptions == 0:

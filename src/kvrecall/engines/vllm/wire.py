@@ -62,17 +62,29 @@ class Departure:
 
 
 @dataclass(frozen=True, slots=True)
+class Arrival:
+    """A sequence whose prefix was found in the pool begins with its middle blocks left there, from
+    block ``init`` on, at ``offsets`` of the arena. ``slots``: as of a ``Departure``."""
+
+    request_id: str
+    init: int
+    offsets: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class OffloadOrders:
-    """What retrieval attention must know of sequences whose blocks have left the device in part.
+    """What retrieval attention must know of sequences whose blocks are off the device in part.
 
     To be carried out before the step writes any device block: ``ended`` sequences first, then
-    ``departures``. ``rows``: those that decode in this step, by the device block in which the
-    step's token is written, which no other sequence writes.
+    ``arrivals``, then ``departures``. ``rows``: those that take part in this step, by the device
+    block in which the last of the step's tokens is written, which no other sequence writes.
     """
 
     departures: list[Departure]
     rows: dict[int, str]
     ended: list[str]
+    arrivals: list[Arrival] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -28,7 +28,8 @@ class RecallWorker:
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._pages: tuple[Pages, ...] = ()
+        self._layers: tuple[Pages, ...] = ()
+        self._pages: tuple[Pages, ...] = ()  # of the layers, then of their digests
         self._arena = ArenaMapping(lambda view: make_copier(view, self._pages, self._offset))
         self._offset = 0
         self._loading: list[tuple[int, str]] = []  # (ordinal of the load, request)
@@ -44,12 +45,15 @@ class RecallWorker:
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Takes the device KV cache: one tensor a layer."""
         placements = compat.layer_placements(self._kv_cache_config)
-        self._pages = pages_of(kv_caches, placements, self._kv_cache_config.num_blocks)
+        self._layers = pages_of(kv_caches, placements, self._kv_cache_config.num_blocks)
+        beside = compat.digest_pages(self._vllm_config).items()
+        digests = (Pages(name, rows, f"{tuple(rows.shape[1:])} bytes") for name, rows in beside)
+        self._pages = (*self._layers, *digests)
 
     def shard(self) -> Shard:
         """What this rank holds of a block. All ranks must be asked at once: they confer."""
         layers = tuple(ShardLayer(page.name, page.page_bytes, page.layout) for page in self._pages)
-        kernel = compat.kernel_of(self._vllm_config, tuple(page.name for page in self._pages))
+        kernel = compat.kernel_of(self._vllm_config, tuple(page.name for page in self._layers))
         device = self._pages[0].rows.device
         self._offset = self._shard_offset()
         flops, hidden = compat.prompt_token_work(self._vllm_config)
@@ -66,6 +70,7 @@ class RecallWorker:
                 self._loading.append((self._loads, load.request_id))
                 self._failed_loads.add(load.request_id)
                 continue
+            compat.note_restored(self._vllm_config, load.copy.block_ids)
             self._loads += 1
             self._loading.append((self._loads, load.request_id))
             self._report.loaded_bytes += moved.nbytes
@@ -77,6 +82,7 @@ class RecallWorker:
             if not self._writes_shard():
                 self._report.stored[store.store_id] = 1
                 continue
+            compat.before_store(self._vllm_config, store.copy.block_ids)
             moved = self._arena.store(orders.arena, store.copy)
             if moved is None:
                 self._report.stored[store.store_id] = 1
@@ -133,7 +139,7 @@ class RecallWorker:
             raise EngineError("the arena that holds blocks of running sequences is gone")
         starts = accumulate((page.page_bytes for page in self._pages), initial=self._offset)
         names = (page.name for page in self._pages)
-        records = Records(memory, dict(zip(names, starts, strict=False)))
+        records = Records(memory, dict(zip(names, starts, strict=False)), orders.arena)
         compat.take_offload(self._vllm_config, orders.offload, records)
 
     def _writes_shard(self) -> bool:

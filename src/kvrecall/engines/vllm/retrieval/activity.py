@@ -36,6 +36,11 @@ class Activity:
     """Decoded tokens of sequences whose blocks were off the device in part."""
     blocks_offloaded: int = 0
     """Blocks that left the device, once for all layers."""
+    blocks_left: int = 0
+    """Blocks of prefixes found in the pool that were not loaded but left there, once for all
+    layers."""
+    bytes_digests: int = 0
+    """Bytes of their digests, which were loaded."""
     blocks_hit: int = 0
     """Chosen blocks that had left the device and were found in its slots."""
     blocks_loaded: int = 0

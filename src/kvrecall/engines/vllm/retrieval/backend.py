@@ -4,7 +4,7 @@ boundary."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -50,7 +50,8 @@ class RetrievalBackend(CPUAttentionBackend):
 
 @dataclass(frozen=True, slots=True)
 class DenseRest:
-    """The requests of a mixed batch that stay dense: ``tokens`` are their places in it."""
+    """The requests of a mixed batch that are attended to densely on the device: ``tokens`` are
+    their places in it."""
 
     tokens: torch.Tensor
     metadata: CPUAttentionMetadata
@@ -60,8 +61,9 @@ class DenseRest:
 class RetrievalMetadata(CPUAttentionMetadata):
     """vLLM's metadata of the whole batch, which dense layers use, and the sparse layers' step.
 
-    ``sparse_tokens``: places of the sparse sequences' tokens in the batch. ``rest``: None if there
-    are no others. ``away``: None if all blocks are on the device.
+    ``sparse_tokens``: places of the sparse sequences' tokens in the batch. ``rest``: what sparse
+    layers attend to densely on the device; None if nothing. ``away``: None if all blocks are on
+    the device.
     """
 
     step: SparseStep | None = None
@@ -71,13 +73,25 @@ class RetrievalMetadata(CPUAttentionMetadata):
 
 
 @dataclass(frozen=True, slots=True)
+class AwayRow:
+    """A sequence off the device in part. ``places``: of its tokens in the batch; ``table``: its
+    device blocks; ``tokens``: its length; ``prefills``: it is attended to densely in all layers."""
+
+    sequence: OffloadedSequence
+    places: slice
+    table: torch.Tensor
+    tokens: int
+    prefills: bool
+
+
+@dataclass(frozen=True, slots=True)
 class AwayRows:
     """What a dense layer does in a step with sequences that are off the device in part.
 
-    ``rows``: place of the token, sequence, its device blocks, its length. ``rest``: the others.
+    ``rest``: the other sequences.
     """
 
-    rows: tuple[tuple[int, OffloadedSequence, torch.Tensor, int], ...]
+    rows: tuple[AwayRow, ...]
     rest: DenseRest | None
 
 
@@ -118,17 +132,16 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         self._settings = settings
         self._freshness = Freshness(self.block_size)
         self._planner = StepPlanner(settings, self._shape, self._freshness, ACTIVITY)
-        self._offload = Offload(self._freshness, ACTIVITY)
+        most = compat.most_blocks_of_sequences(self.vllm_config, self.block_size)
+        self._offload = Offload(self._freshness, ACTIVITY, (settings.dense_layers + 1) * most)
         for name, impl in self._layers.items():
             number = compat.layer_index(name)
-            if number < settings.dense_layers:
-                whole = DenseLayer(self._shape)
-                self._offload.add_whole(name, whole)
-                impl.bind(self._freshness, self._offload, None, whole)
-            else:
+            whole, layer = DenseLayer(self._shape), None
+            self._offload.add_whole(name, whole)
+            if number >= settings.dense_layers:
                 layer = RetrievalLayer(settings, self._shape, self._reader, ACTIVITY, number)
                 self._offload.add_sparse(name, layer)
-                impl.bind(self._freshness, self._offload, layer, None)
+            impl.bind(self._freshness, self._offload, layer, whole)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -145,18 +158,16 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
         table = common.block_table_tensor
         offloaded = self._offloaded(rows, table)
         metadata.step = self._planner.plan(rows, table, offloaded)
-        if metadata.step is not None and metadata.step.sequences:
+        sparse = [] if metadata.step is None else [one.row for one in metadata.step.sequences]
+        if sparse or offloaded:
             starts = common.query_start_loc_cpu
-            sparse = [sequence.row for sequence in metadata.step.sequences]
+            apart = {*sparse, *offloaded}
             metadata.sparse_tokens = starts[sparse].to(torch.int64)
-            metadata.rest = self._without(sparse, common, rows)
+            metadata.rest = self._without(apart, common, rows)
             if offloaded:
-                away = [
-                    (int(starts[row]), sequence, table[row], rows[row].tokens)
-                    for row, sequence in offloaded.items()
-                ]
-                rest = self._without(list(offloaded), common, rows)
-                metadata.away = AwayRows(tuple(away), rest)
+                rest = self._without(offloaded, common, rows)
+                metadata.away = AwayRows(_away_rows(offloaded, rows, starts, table), rest)
+        if sparse:
             self._tell(rows)
             self._log.sparse_step()
         return metadata
@@ -172,13 +183,11 @@ class RetrievalMetadataBuilder(CPUAttentionMetadataBuilder):
             last = int(table[at, (row.tokens - 1) // self.block_size])
             sequence = self._offload.sequence(last)
             if sequence is not None:
-                if row.query_tokens != 1 or row.prefilling:
-                    raise EngineError("a sequence that is off the device in part was not to decode")
                 found[at] = sequence
         return found
 
     def _without(
-        self, taken: Sequence[int], common: Any, rows: Sequence[BatchRow]
+        self, taken: Collection[int], common: Any, rows: Sequence[BatchRow]
     ) -> DenseRest | None:
         """Describes the other requests of the batch by themselves."""
         starts = common.query_start_loc_cpu
@@ -238,10 +247,10 @@ class RetrievalImpl(CPUAttentionBackendImpl):
         freshness: Freshness,
         offload: Offload,
         layer: RetrievalLayer | None,
-        whole: DenseLayer | None,
+        whole: DenseLayer,
     ) -> None:
-        """Takes what the group shares, and this layer's part: ``layer``, or ``whole`` if it is to
-        stay dense."""
+        """Takes what the group shares, and this layer's parts; ``layer`` is None if it is to stay
+        dense."""
         self._freshness = freshness
         self._offload = offload
         self._retrieval = layer
@@ -253,6 +262,20 @@ class RetrievalImpl(CPUAttentionBackendImpl):
         """Carries out a step's orders for all layers of the group; see compat.take_offload."""
         if self._offload is not None:
             self._offload.take(orders, caches, records)
+
+    def digest_pages(self, caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the pool is to keep beside the KV of the group; see compat.digest_pages."""
+        return {} if self._offload is None else self._offload.digest_pages(caches)
+
+    def before_store(self, block_ids: Sequence[int], caches: Mapping[str, torch.Tensor]) -> None:
+        """These blocks go to the pool, with their digests."""
+        if self._offload is not None:
+            self._offload.refresh(block_ids, caches)
+
+    def note_restored(self, block_ids: Iterable[int]) -> None:
+        """These blocks were loaded from the pool, with their digests."""
+        if self._freshness is not None:
+            self._freshness.restored_blocks(block_ids)
 
     def activity(self) -> dict[str, int]:
         """Totals of this process, over all layers; see compat.attention_activity."""
@@ -277,24 +300,34 @@ class RetrievalImpl(CPUAttentionBackendImpl):
     ) -> torch.Tensor:
         step = getattr(attn_metadata, "step", None)
         away = getattr(attn_metadata, "away", None)
-        if step is None or (self._retrieval is None and away is None):
+        if away is None and (step is None or self._retrieval is None):
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output,
                 output_scale, output_block_scale,
             )  # fmt: skip
         assert isinstance(attn_metadata, RetrievalMetadata)
         if self._retrieval is None:
-            self._attend_whole(layer, query, key, value, kv_cache, attn_metadata, output)
+            assert away is not None
+            self._attend_rest(layer, query, key, value, kv_cache, away.rest, output)
+            self._attend_away(query, kv_cache, away.rows, output)
             return output
-        self._retrieval.digest(kv_cache, step.stale)
+        if step is not None:
+            self._retrieval.digest(kv_cache, step.stale)
         if attn_metadata.sparse_tokens is None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
         self._attend_rest(layer, query, key, value, kv_cache, attn_metadata.rest, output)
-        tokens = attn_metadata.sparse_tokens
-        sparse = self._retrieval.attend(
-            query[tokens], kv_cache, step, self.scale, self.logits_soft_cap
-        )
-        output[tokens] = sparse.view_as(output[tokens])
+        if step is not None and step.sequences:
+            tokens = attn_metadata.sparse_tokens
+            sparse = self._retrieval.attend(
+                query[tokens], kv_cache, step, self.scale, self.logits_soft_cap
+            )
+            output[tokens] = sparse.view_as(output[tokens])
+        if away is not None:
+            prefills = [row for row in away.rows if row.prefills]
+            self._attend_away(query, kv_cache, prefills, output)
+            for row in prefills:
+                assert self._whole is not None
+                self._whole.forget(row.sequence.key, memory=False)
         return output
 
     def _attend_rest(
@@ -317,27 +350,22 @@ class RetrievalImpl(CPUAttentionBackendImpl):
         )  # fmt: skip
         output[rest.tokens] = part
 
-    def _attend_whole(
+    def _attend_away(
         self,
-        layer: Any,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: RetrievalMetadata,
+        rows: Sequence[AwayRow],
         output: torch.Tensor,
     ) -> None:
-        """Dense attention of a batch with sequences that are off the device in part."""
+        """Dense attention of sequences that are off the device in part."""
         assert self._whole is not None
-        assert metadata.away is not None
-        self._attend_rest(layer, query, key, value, kv_cache, metadata.away.rest, output)
-        for token, sequence, table, tokens in metadata.away.rows:
-            one = query[token : token + 1]
+        for row in rows:
+            part = query[row.places]
             attended = self._whole.attend(
-                one.view(1, self.num_heads, self.head_size),
-                kv_cache, sequence, table, tokens, self.scale, self.logits_soft_cap,
+                part.reshape(-1, self.num_heads, self.head_size).contiguous(),
+                kv_cache, row.sequence, row.table, row.tokens, self.scale, self.logits_soft_cap,
             )  # fmt: skip
-            output[token : token + 1] = attended.view_as(output[token : token + 1])
+            output[row.places] = attended.view_as(output[row.places])
 
 
 _RESIDENCE = ("offload_boundary", "cache_share", "prefetch_share")
@@ -360,6 +388,24 @@ def _impls(vllm_config: Any, layer_names: list[str]) -> dict[str, RetrievalImpl]
         for name in layer_names
         if isinstance(layers[name].impl, RetrievalImpl)
     }
+
+
+def _away_rows(
+    offloaded: Mapping[int, OffloadedSequence],
+    rows: Sequence[BatchRow],
+    starts: torch.Tensor,
+    table: torch.Tensor,
+) -> tuple[AwayRow, ...]:
+    return tuple(
+        AwayRow(
+            sequence,
+            slice(int(starts[at]), int(starts[at + 1])),
+            table[at],
+            rows[at].tokens,
+            not rows[at].decodes,
+        )
+        for at, sequence in offloaded.items()
+    )
 
 
 def _rows_of(common: Any) -> list[BatchRow]:

@@ -15,6 +15,10 @@ from dataclasses import asdict, dataclass
 from random import Random
 from typing import Any
 
+from prometheus_client import REGISTRY
+
+from kvrecall.engines.vllm.retrieval.filling import fill, shape_of
+from kvrecall.engines.vllm.retrieval.plugin import active_settings, asked_for
 from kvrecall.engines.vllm.serving import connector_config
 
 EXTENSION = "kvrecall.engines.vllm.retrieval.activity.ActivityExtension"
@@ -23,7 +27,8 @@ EXTENSION = "kvrecall.engines.vllm.retrieval.activity.ActivityExtension"
 @dataclass(frozen=True, slots=True)
 class Crowd:
     """``sequences`` different prompts of ``context`` tokens, each to decode ``decoded`` tokens, on
-    a device cache of ``device_blocks`` blocks."""
+    a device cache of ``device_blocks`` blocks. ``pooled``: they are found in the pool, with random
+    KV, so that no prompt is computed but for its last block."""
 
     model: str
     context: int
@@ -31,12 +36,15 @@ class Crowd:
     sequences: int
     device_blocks: int
     host_bytes: int
+    pooled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
     """What was seen. ``at_once``: most sequences that decoded in one step. ``decode_seconds``:
-    spent in steps that decoded and computed no prompt, ``decode_tokens`` in them."""
+    spent in steps that decoded and computed no prompt, ``decode_tokens`` in them.
+    ``prefix_bytes``: of the prefixes found in the pool, ``loaded_bytes``: of whole blocks copied
+    from it to the device."""
 
     at_once: int
     seconds: float
@@ -44,6 +52,8 @@ class Gathering:
     decode_seconds: float
     decode_tokens: int
     preemptions: int
+    prefix_bytes: int
+    loaded_bytes: int
     activity: dict[str, int]
 
 
@@ -82,6 +92,7 @@ def _gather(llm: Any, crowd: Crowd) -> Gathering:
         draw = Random(at)
         prompt = [draw.randrange(1, 250) for _ in range(crowd.context)]
         engine.add_request(str(at), {"prompt_token_ids": prompt}, greedy)
+    prefix_bytes = _fill(llm, crowd.sequences) if crowd.pooled else 0
     seen: dict[str, int] = {}
     at_once = decode_tokens = 0
     decode_seconds = 0.0
@@ -104,7 +115,30 @@ def _gather(llm: Any, crowd: Crowd) -> Gathering:
         decode_seconds=decode_seconds,
         decode_tokens=decode_tokens,
         preemptions=_preemptions(llm),
+        prefix_bytes=prefix_bytes,
+        loaded_bytes=_loaded_bytes(),
         activity=activity,
+    )
+
+
+def _fill(llm: Any, sequences: int) -> int:
+    connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+    vllm_config = llm.llm_engine.vllm_config
+    states = [connector.state_of(str(at)) for at in range(sequences)]
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    sparse = active_settings(vllm_config) if asked_for(os.environ) else None
+    return fill(connector.pool, states, shape_of(vllm_config), layers, sparse)
+
+
+def _loaded_bytes() -> int:
+    """Bytes of blocks loaded, as Prometheus has them."""
+    return int(
+        sum(
+            sample.value
+            for family in REGISTRY.collect()
+            for sample in family.samples
+            if sample.name == "kvrecall_loaded_bytes_total"
+        )
     )
 
 

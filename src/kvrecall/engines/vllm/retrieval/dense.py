@@ -1,64 +1,64 @@
-"""Dense attention of a layer over sequences whose blocks have left the device in part.
+"""Dense attention of a layer over sequences that are off the device in part.
 
-A layer that attends to everything needs all of a sequence's keys in every step. It keeps a copy of
-its own of each offloaded sequence, in host memory, which on a CPU the kernel reads as it reads the
-device's. A model has few such layers.
+It needs all of a sequence's keys. On a CPU the kernel reads those that are off the device where
+they lie, in the arena. The others must lie in the same range of addresses for that: they are
+copied into pages behind the arena, a full block once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 import torch
 
+from kvrecall.engines.vllm.retrieval.extent import Extent
 from kvrecall.engines.vllm.retrieval.kernel import KernelShape, attend, halves, schedule
 from kvrecall.engines.vllm.retrieval.recalled import OffloadedSequence
-from kvrecall.engines.vllm.wire import Departure
+from kvrecall.pool.slots import ALIGNMENT
+from kvrecall.retrieval.residency import Ints
 
 
-class _Copy:
-    """All blocks of one sequence, in its order. ``done``: which of them are full and copied."""
+class _Pages:
+    """Pages of one sequence's blocks. ``of``: each block's page, -1: none; ``done``: which hold
+    full blocks."""
 
-    def __init__(self, kv_cache: torch.Tensor) -> None:
-        self.blocks = kv_cache.new_empty((0, *kv_cache.shape[1:]))
+    def __init__(self) -> None:
+        self.of = np.zeros(0, dtype=np.int64)
         self.done = np.zeros(0, dtype=np.bool_)
-
-    def take(self, kv_cache: torch.Tensor, places: Iterable[int], ids: Iterable[int]) -> None:
-        """Copies device blocks ``ids`` to ``places``."""
-        for place, block in zip(places, ids, strict=True):
-            self.blocks[place] = kv_cache[block]
 
     def grow(self, count: int) -> None:
         """There are now at least ``count`` blocks."""
-        if count > len(self.blocks):
-            grown = self.blocks.new_empty((count + 16, *self.blocks.shape[1:]))
-            grown[: len(self.blocks)] = self.blocks
-            self.done = np.pad(self.done, (0, len(grown) - len(self.blocks)))
-            self.blocks = grown
+        more = count - len(self.of)
+        if more > 0:
+            self.of = np.pad(self.of, (0, more + 16), constant_values=-1)
+            self.done = np.pad(self.done, (0, more + 16))
+
+    def drop(self, first: int, end: int) -> list[int]:
+        """Pages of these blocks, which have none from now on."""
+        part = self.of[first:end]
+        had = part[part >= 0].tolist()
+        part[:] = -1
+        self.done[first:end] = False
+        return list(had)
 
 
 class DenseLayer:
-    """One layer that attends to everything. Owned by the worker's thread."""
+    """One layer's dense attention. Owned by the worker's thread."""
 
     def __init__(self, shape: KernelShape) -> None:
         self._shape = shape
-        self._copies: dict[str, _Copy] = {}
+        self._extent: Extent | None = None
+        self._at = 0
+        self._pages: dict[str, _Pages] = {}
 
-    def depart(
-        self, sequence: OffloadedSequence, departure: Departure, kv_cache: torch.Tensor
-    ) -> None:
-        """Copies blocks that are about to leave. The sequence counts them by now."""
-        copy = self._copies.setdefault(sequence.key, _Copy(kv_cache))
-        end = sequence.init + sequence.count
-        first = end - len(departure.block_ids)
-        copy.grow(end)
-        copy.take(kv_cache, range(first, end), departure.block_ids)
-        copy.done[first:end] = True
+    def place(self, extent: Extent, layer_at: int) -> None:
+        """Where the arena is from now on, and where in a block's record this layer's page is."""
+        self._extent, self._at = extent, layer_at
 
-    def forget(self, key: str) -> None:
-        """The sequence is no more."""
-        self._copies.pop(key, None)
+    def forget(self, key: str, memory: bool = True) -> None:
+        """Gives the sequence's pages back, and their ``memory`` if it is not needed again soon."""
+        pages = self._pages.pop(key, None)
+        if pages is not None and self._extent is not None:
+            self._extent.give(pages.drop(0, len(pages.of)), memory)
 
     def settle(self) -> None:
         """Nothing is done in the background."""
@@ -73,20 +73,44 @@ class DenseLayer:
         scale: float,
         softcap: float = 0.0,
     ) -> torch.Tensor:
-        """Attention of one token, ``[1, heads, dim]``, over all ``tokens`` of the sequence.
+        """Attention of the sequence's last tokens, contiguous ``[tokens, heads, dim]``, over all
+        of its ``tokens`` before them and they themselves.
 
-        ``table``: its device blocks, those that left meaningless.
+        ``table``: its device blocks, those that are in the arena meaningless.
         """
-        copy = self._copies[sequence.key]
+        assert self._extent is not None
+        places = self._places(self._extent, kv_cache, sequence, table, tokens)
+        seq_lens = torch.tensor([tokens], dtype=torch.int32)
+        starts = torch.tensor([0, len(query)], dtype=torch.int32)
+        order = torch.from_numpy(places.astype(np.int32))[None]
+        plan = schedule(self._shape, seq_lens, starts, whole=True)
+        caches = halves(self._extent.blocks(self._at, kv_cache), whole=True)
+        return attend(query, caches, order, seq_lens, starts, plan, scale, softcap)
+
+    def _places(
+        self,
+        extent: Extent,
+        kv_cache: torch.Tensor,
+        sequence: OffloadedSequence,
+        table: torch.Tensor,
+        tokens: int,
+    ) -> Ints:
+        """Where the sequence's blocks lie in the extent, after copying those not in the arena."""
         size = self._shape.block_size
         blocks = -(-tokens // size)
-        copy.grow(blocks)
-        lacking = np.flatnonzero(~copy.done[:blocks])
-        copy.take(kv_cache, lacking.tolist(), table[torch.from_numpy(lacking)].tolist())
-        copy.done[: tokens // size] = True
-        seq_lens = torch.tensor([tokens], dtype=torch.int32)
-        starts = torch.tensor([0, 1], dtype=torch.int32)
-        order = torch.arange(blocks, dtype=torch.int32)[None]
-        plan = schedule(self._shape, seq_lens, starts, whole=True)
-        caches = halves(copy.blocks, whole=True)
-        return attend(query, caches, order, seq_lens, starts, plan, scale, softcap)
+        first, end = sequence.init, sequence.init + sequence.count
+        pages = self._pages.setdefault(sequence.key, _Pages())
+        pages.grow(blocks)
+        extent.give(pages.drop(first, end))
+        own = np.r_[0:first, end:blocks]
+        new = own[pages.of[own] < 0]
+        pages.of[new] = extent.take(len(new))
+        ids = table.numpy()
+        for block in own[~pages.done[own]].tolist():
+            page = extent.page(int(pages.of[block]), self._at)
+            page.copy_(kv_cache[int(ids[block])].view(-1).view(torch.uint8))
+        pages.done[own] = own < tokens // size
+        places = np.empty(blocks, dtype=np.int64)
+        places[first:end] = sequence.offsets // ALIGNMENT
+        places[own] = extent.places_of(pages.of[own], self._at)
+        return places

@@ -31,16 +31,24 @@ class Freshness:
         """These blocks are being written."""
         self._wrote(np.fromiter(block_ids, dtype=np.int64))
 
+    def restored_blocks(self, block_ids: Iterable[int]) -> None:
+        """These blocks were written, and their digests with them, in all layers."""
+        ids = np.fromiter(block_ids, dtype=np.int64)
+        self._reach(int(ids.max(initial=-1)))
+        self._fresh[ids] = True
+
     def take_stale(self, block_ids: torch.Tensor) -> torch.Tensor:
         """Those of the blocks that are stale, which the caller digests at once, in all layers.
         int64, in the order given."""
         ids = block_ids.numpy().astype(np.int64)
-        most = int(ids.max(initial=-1))
-        if most >= len(self._fresh):
-            self._fresh = np.pad(self._fresh, (0, 2 * most + 2 - len(self._fresh)))
+        self._reach(int(ids.max(initial=-1)))
         stale = ids[~self._fresh[ids]]
         self._fresh[stale] = True
         return torch.from_numpy(stale)
+
+    def _reach(self, most: int) -> None:
+        if most >= len(self._fresh):
+            self._fresh = np.pad(self._fresh, (0, 2 * most + 2 - len(self._fresh)))
 
     def _wrote(self, ids: np.ndarray[Any, np.dtype[np.int64]]) -> None:
         self._fresh[ids[ids < len(self._fresh)]] = False

@@ -11,7 +11,12 @@ import torch
 from kvrecall.engines.vllm.retrieval.activity import Activity
 from kvrecall.engines.vllm.retrieval.kernel import KernelShape, attend, halves, schedule
 from kvrecall.engines.vllm.retrieval.packing import KeyReader
-from kvrecall.engines.vllm.retrieval.recalled import OffloadedSequence, RecalledBlocks, Records
+from kvrecall.engines.vllm.retrieval.recalled import (
+    OffloadedSequence,
+    RecalledBlocks,
+    Records,
+    digests_of_layer,
+)
 from kvrecall.engines.vllm.retrieval.rest import Chosen, RestEstimator
 from kvrecall.engines.vllm.retrieval.steps import SparseSequence, SparseStep
 from kvrecall.engines.vllm.warmth import WORKER
@@ -80,11 +85,29 @@ class RetrievalLayer:
         """Keeps the digests of blocks that are about to leave the device. ``name``: the layer's."""
         if not self._digests.numel():
             self._digests = self._room(kv_cache)
-        recalled = self._recalled.get(sequence.key)
-        if recalled is None:
-            recalled = RecalledBlocks(sequence, kv_cache, records, name, self._activity)
-            self._recalled[sequence.key] = recalled
+        recalled = RecalledBlocks(sequence, kv_cache, records, name, self._activity)
+        recalled = self._recalled.setdefault(sequence.key, recalled)
         recalled.depart(self._digests[:, list(departure.block_ids)])
+
+    def arrive(
+        self, sequence: OffloadedSequence, kv_cache: torch.Tensor, records: Records, name: str
+    ) -> None:
+        """Takes the digests of a sequence that begins off the device from its blocks' records."""
+        heads, _, nbytes = self.digest_rows(kv_cache).transpose(0, 1).shape
+        pages = records.pages(sequence.offsets, digests_of_layer(name), heads * nbytes)
+        stored = torch.from_numpy(pages).view(self._digests.dtype)
+        stored = stored.view(len(pages), heads, *self._digests.shape[2:]).transpose(0, 1)
+        recalled = RecalledBlocks(sequence, kv_cache, records, name, self._activity)
+        recalled.depart(stored)
+        self._recalled[sequence.key] = recalled
+        self._activity.bytes_digests += pages.nbytes
+
+    def digest_rows(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """The digests' bytes, a row a block: uint8 ``[blocks, kv_heads, bytes]``, a view."""
+        if not self._digests.numel():
+            self._digests = self._room(kv_cache)
+        heads, blocks = self._digests.shape[:2]
+        return self._digests.view(heads, blocks, -1).view(torch.uint8).transpose(0, 1)
 
     def forget(self, key: str) -> None:
         """The sequence is no more."""

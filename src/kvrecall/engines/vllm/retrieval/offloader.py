@@ -2,7 +2,7 @@
 
 A block leaves when the pool holds it in the arena and a lease keeps it there. The lease ends with
 the sequence's stay in the batch: a preempted sequence comes back as any other, from the device's
-prefix cache and the pool.
+prefix cache and the pool. Middle blocks of a prefix that is found in the pool do not come at all.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvrecall.engines.vllm.ledger import RequestState
-from kvrecall.engines.vllm.retrieval.spec import Leave
-from kvrecall.engines.vllm.wire import Departure, OffloadOrders
+from kvrecall.engines.vllm.retrieval.spec import Absence, Leave
+from kvrecall.engines.vllm.wire import Arrival, Departure, OffloadOrders
 from kvrecall.pool.base import PoolClient, RecallState
 from kvrecall.retrieval.gate import Gate
 from kvrecall.retrieval.settings import Regime, RetrievalSettings
@@ -38,6 +38,7 @@ class _Stay:
     retry_at: int = 0
     left: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
+    arrives: bool = False
 
     @property
     def news(self) -> bool:
@@ -64,9 +65,52 @@ class Offloader:
         self._deadline_s = deadline_s
         self._state_of = state_of
         self._stays: dict[str, _Stay] = {}
+        self._expected: dict[str, tuple[_Stay, Absence]] = {}
         self._ended: list[str] = []
 
+    # ---- as the scheduler side asks ------------------------------------------------------
+
+    def expect(self, request_id: str, start: int, end: int) -> None:
+        """Blocks ``[start, end)`` of a request that begins lie in the arena and are about to be
+        loaded; those before are on the device. Leases what may stay there, if that is worth it."""
+        state = self._state_of(request_id)
+        if request_id in self._expected or state is None or _is_open_ended(state):
+            return
+        split = self._split(state.request.num_tokens)
+        last = 0 if split is None else min(end, split.local)
+        if split is None or start >= last:
+            return
+        count = last - split.init
+        slots = slots_of(split, count, self._settings)[1]
+        if last < split.local and count <= 2 * slots:
+            return
+        keys = state.keys(last)
+        parent = keys[split.init - 1] if split.init else None
+        ticket = self._pool.acquire(keys[split.init :], self._deadline_s, parent, state.tenant)
+        recall = self._pool.poll(ticket)
+        if recall.state is RecallState.PENDING or len(recall.offsets) < count:
+            self._pool.release(ticket)  # what is on the device is not in the arena
+            return
+        stay = _Stay(split.init, [ticket], offsets=list(recall.offsets), arrives=True)
+        self._expected[request_id] = stay, Absence(split.init, last, slots)
+
+    def unexpect(self, request_id: str) -> None:
+        """Nothing is about to be loaded for the request. It may not have been expected."""
+        stay, _ = self._expected.pop(request_id, (None, None))
+        if stay is not None:
+            self._release(stay)
+
     # ---- as vLLM's block manager asks ----------------------------------------------------
+
+    def expected(self, request_id: str) -> Absence | None:
+        _, what = self._expected.get(request_id, (None, None))
+        return what
+
+    def arrived(self, request_id: str, slots: Sequence[int]) -> None:
+        stay, _ = self._expected.pop(request_id)
+        stay.gone = len(stay.offsets)
+        stay.slots.extend(slots)
+        self._stays[request_id] = stay
 
     def review(self, request_id: str, tokens: int) -> Leave | None:
         split = self._split(tokens)
@@ -101,10 +145,13 @@ class Offloader:
         stay = self._stays.pop(request_id, None)
         if stay is None:
             return
-        for ticket in [*stay.tickets, *([] if stay.pending is None else [stay.pending])]:
-            self._pool.release(ticket)
+        self._release(stay)
         if stay.gone:
             self._ended.append(request_id)
+
+    def _release(self, stay: _Stay) -> None:
+        for ticket in [*stay.tickets, *([] if stay.pending is None else [stay.pending])]:
+            self._pool.release(ticket)
 
     # ---- as the connector asks -----------------------------------------------------------
 
@@ -114,15 +161,20 @@ class Offloader:
         """What the workers must know before the step, whose requests are ``scheduled``."""
         rows: dict[int, str] = {}
         departures: list[Departure] = []
+        arrivals: list[Arrival] = []
         for request_id, stay in self._stays.items():
-            if stay.news:
+            if stay.arrives:
+                arrivals.append(_arrival(request_id, stay))
+            elif stay.news:
                 departures.append(self._departure(request_id, stay))
             state = self._state_of(request_id)
             if stay.gone and state is not None and request_id in scheduled:
-                last = state.request.num_computed_tokens // self._block_size
-                rows[block_ids(request_id)[last]] = request_id
+                last = state.request.num_computed_tokens + scheduled[request_id] - 1
+                rows[block_ids(request_id)[last // self._block_size]] = request_id
         ended, self._ended = self._ended, []
-        return OffloadOrders(departures, rows, ended) if departures or rows or ended else None
+        if not (departures or arrivals or rows or ended):
+            return None
+        return OffloadOrders(departures, rows, ended, arrivals)
 
     def _departure(self, request_id: str, stay: _Stay) -> Departure:
         offsets = stay.offsets[stay.gone - len(stay.left) : stay.gone]
@@ -161,11 +213,22 @@ class Offloader:
             stay.retry_at = tokens + PATIENCE
 
 
+def _arrival(request_id: str, stay: _Stay) -> Arrival:
+    arrival = Arrival(request_id, stay.init, tuple(stay.offsets), tuple(stay.slots))
+    stay.slots, stay.arrives = [], False
+    return arrival
+
+
 def _decodes(state: RequestState, tokens: int) -> bool:
     """Whether the request's next step is to compute one token that it has sampled."""
     request = state.request
     return (
         request.status.name == "RUNNING"
         and tokens == request.num_tokens > request.num_prompt_tokens
-        and not getattr(request, "resumable", False)
+        and not _is_open_ended(state)
     )
+
+
+def _is_open_ended(state: RequestState) -> bool:
+    """Whether its prompt may go on after it was answered."""
+    return bool(getattr(state.request, "resumable", False))

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from kvrecall.engines.vllm.retrieval.activity import Activity
+from kvrecall.pool.base import ArenaHandle
 from kvrecall.retrieval.residency import Admission, Flags, Ints, Residency
 
 Bytes = npt.NDArray[np.uint8]
@@ -20,18 +21,32 @@ _AHEAD = ThreadPoolExecutor(1, "kvrecall-prefetch")
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The arena as a worker reads it: uint8 ``memory``, and where in a block's record each layer's
-    page starts (bytes)."""
+    """The arena as a worker reads it: uint8 ``memory``, where in a block's record each layer's
+    pages start (bytes), and what it is mapped by; None: nothing is attended to in place."""
 
     memory: Bytes
     layers: Mapping[str, int]
+    arena: ArenaHandle | None = None
+
+    def pages(self, offsets: Ints, layer: str, nbytes: int) -> Bytes:
+        """Copies of a layer's pages of these records: ``[records, nbytes]``."""
+        at = self.layers[layer]
+        pages = np.empty((len(offsets), nbytes), dtype=np.uint8)
+        for row, begin in zip(pages, (offsets + at).tolist(), strict=True):
+            row[:] = self.memory[begin : begin + nbytes]
+        return pages
+
+
+def digests_of_layer(name: str) -> str:
+    """What the pages that hold a layer's digests are called."""
+    return f"{name}.digests"
 
 
 @dataclass(slots=True)
 class OffloadedSequence:
-    """A sequence whose middle blocks ``[0, count)``, counted from block ``init``, lie in the arena
-    at ``offsets``. ``slots``: int32 device blocks that it recalls into; every layer and KV head
-    has its own blocks there."""
+    """A sequence whose middle blocks ``[0, count)``, counted from block ``init``, are off the
+    device, in the arena at ``offsets``. ``slots``: int32 device blocks that it recalls into; every
+    layer and KV head has its own blocks there."""
 
     key: str
     init: int

@@ -35,8 +35,24 @@ class Leave:
     slots: int
 
 
+@dataclass(frozen=True, slots=True)
+class Absence:
+    """Blocks ``[first, end)`` of a sequence that begins need not come to the device: they are safe
+    elsewhere. It gets ``slots`` slots instead."""
+
+    first: int
+    end: int
+    slots: int
+
+
 class Keeper(Protocol):
     """Who knows which blocks are safe elsewhere, and keeps them so while they are needed."""
+
+    def expected(self, request_id: str) -> Absence | None:
+        """What of the blocks that are to be loaded for a sequence may stay where they are."""
+
+    def arrived(self, request_id: str, slots: Sequence[int]) -> None:
+        """The sequence has its blocks but for those, and these slots."""
 
     def review(self, request_id: str, tokens: int) -> Leave | None:
         """What may leave before the sequence's step with ``tokens`` tokens. None: nothing."""
@@ -81,10 +97,76 @@ class OffloadManager(FullAttentionManager):
         self.keeper.left(request_id, ids, self._add_slots(request_id, wanted))
 
     def get_num_blocks_to_allocate(
-        self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[Any],
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> int:
-        blocks = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
-        return blocks + self._lacking(request_id, num_tokens)
+        blocks = super().get_num_blocks_to_allocate(
+            request_id,
+            num_tokens,
+            new_computed_blocks,
+            total_computed_tokens,
+            num_local_computed_tokens,
+            *args,
+            **kwargs,
+        )
+        external = total_computed_tokens - num_local_computed_tokens
+        absence = self._expected(request_id, external)
+        if absence is None:
+            return blocks + self._lacking(request_id, num_tokens)
+        unneeded = new_computed_blocks[absence.first : absence.end]
+        lacking = absence.end - max(absence.first, len(new_computed_blocks))
+        spared = lacking + self._get_num_evictable_blocks(unneeded)
+        return blocks - spared + absence.slots
+
+    def add_local_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[Any],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        absence = self._expected(request_id, num_external_computed_tokens)
+        found = list(new_computed_blocks)
+        if absence is not None:
+            gone = len(found[absence.first : absence.end])
+            found[absence.first : absence.end] = [self._null_block] * gone
+            self.block_pool.touch([block for block in found if not block.is_null])
+            self.req_to_blocks[request_id].extend(found)
+            self.num_cached_block[request_id] = len(found)
+            return
+        super().add_local_computed_blocks(
+            request_id, found, num_local_computed_tokens, num_external_computed_tokens
+        )
+
+    def allocate_external_computed_blocks(
+        self,
+        request_id: str,
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+        record_for_zeroing: bool = True,
+    ) -> None:
+        absence = self._expected(request_id, num_external_computed_tokens)
+        if absence is None:
+            super().allocate_external_computed_blocks(
+                request_id,
+                num_local_computed_tokens,
+                num_external_computed_tokens,
+                record_for_zeroing,
+            )
+            return
+        assert self.keeper is not None
+        blocks = self.req_to_blocks[request_id]
+        total = (num_local_computed_tokens + num_external_computed_tokens) // self.block_size
+        blocks.extend(self.block_pool.get_new_blocks(max(0, absence.first - len(blocks))))
+        blocks.extend([self._null_block] * (absence.end - len(blocks)))
+        blocks.extend(self.block_pool.get_new_blocks(max(0, total - len(blocks))))
+        self.keeper.arrived(request_id, self._add_slots(request_id, absence.slots))
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
@@ -101,6 +183,11 @@ class OffloadManager(FullAttentionManager):
         if self.keeper is not None:
             self.keeper.ended(request_id)
         return [*blocks, *self._slots.pop(request_id, [])]
+
+    def _expected(self, request_id: str, external_tokens: int) -> Absence | None:
+        if self.keeper is None or external_tokens <= 0 or request_id in self._slots:
+            return None
+        return self.keeper.expected(request_id)
 
     def _lacking(self, request_id: str, tokens: int) -> int:
         if self.keeper is None or request_id not in self._slots:

@@ -29,6 +29,10 @@ class BatchRow:
     tokens: int
     prefilling: bool
 
+    @property
+    def decodes(self) -> bool:
+        return self.query_tokens == 1 and not self.prefilling
+
 
 @dataclass(frozen=True, slots=True)
 class SparseSequence:
@@ -91,7 +95,7 @@ class StepPlanner:
         """The step's plan, None if nothing is to be done beside dense attention.
 
         ``block_table``: int32 ``[requests, blocks]``. ``offloaded``: rows of sequences that are
-        off the device in part; they decode.
+        off the device in part.
         """
         self._activity.steps += 1
         stale = []
@@ -100,19 +104,19 @@ class StepPlanner:
             if self._settings.regime(row.tokens) is Regime.DENSE:
                 continue
             split = split_of(row.tokens, self._shape.block_size, self._settings)
-            decodes = row.query_tokens == 1 and not row.prefilling
             away = offloaded.get(index)
             if away is None and not self._gate.passes(row.tokens, split):
-                self._activity.sequences_gated += decodes
+                self._activity.sequences_gated += row.decodes
                 continue
             first = split.init + (away.count if away is not None else 0)
             full = row.tokens // self._shape.block_size
             stale.append(self._freshness.take_stale(block_table[index, first:full]))
-            if away is not None:
+            if row.decodes and away is not None:
                 middle = block_table[index, split.init : split.local]
                 none = torch.empty(0, dtype=torch.int64)
                 sequences.append(SparseSequence(index, split, middle, none, (), away))
-            elif decodes:
+                self._activity.sequences_offloaded += 1
+            elif row.decodes:
                 sequences.append(self._sequence(index, split, block_table[index]))
         if not stale:
             return None
@@ -122,7 +126,6 @@ class StepPlanner:
             return _only_digest(digested) if len(digested) else None
         self._activity.steps_sparse += 1
         self._activity.sequences_sparse += len(sequences)
-        self._activity.sequences_offloaded += len(offloaded)
         return self._step(digested, sequences, block_table)
 
     def _sequence(self, row: int, split: Split, blocks: torch.Tensor) -> SparseSequence:
