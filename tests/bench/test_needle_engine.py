@@ -58,7 +58,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     settings = {
         "VLLM_PLUGINS": "retrieval",
         "VLLM_RETRIEVAL_INIT_TOKENS_NUM": "128",
-        "VLLM_RETRIEVAL_LOCAL_TOKENS_NUM": "256",
+        "VLLM_RETRIEVAL_LOCAL_TOKENS_NUM": "128",
         "VLLM_RETRIEVAL_DENSE_BOUNDARY": "512",
         "VLLM_RETRIEVAL_GATE": "0",
         "VLLM_RETRIEVAL_LEAST_BLOCKS": "1",
