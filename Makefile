@@ -11,8 +11,10 @@ demo-mooncake: setup
 serve: setup
 	@.venv/bin/python -m kvrecall.demo serve $(SERVE)
 
+# Two at a time, file by file: starting an engine keeps one core busy. WORKERS= : one after the other.
+WORKERS ?= -n 2 --dist loadfile
 test: setup
-	@.venv/bin/python -m pytest $(TESTS)
+	@.venv/bin/python -m pytest $(WORKERS) $(TESTS)
 
 check: setup
 	@scripts/check
