@@ -1,21 +1,23 @@
-"""One live server for all tests that only need some server: clients, schemas, the soak.
+"""One live server for all tests that only need some server: clients, schemas.
 
-The last of them stops it (test_soak.py)."""
+No test may end it; one that must starts its own (test_soak.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from .live import LiveServer, free_port
 
 
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+@contextmanager
+def tiny_server(folder: Path) -> Iterator[LiveServer]:
+    """A server of a random model called ``tiny``, ready."""
     from kvrecall.testing.models import write_model
 
-    folder = tmp_path_factory.mktemp("tiny")
     write_model(folder / "model", "qwen3", hidden=64, layers=2, max_position=4096)
     port = free_port()
     words = [str(folder / "model"), "--port", str(port), "--served-model-name", "tiny"]
@@ -27,3 +29,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield live
     finally:
         live.close()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with tiny_server(tmp_path_factory.mktemp("tiny")) as live:
+        yield live

@@ -1,5 +1,5 @@
 """200 clients at once that leave when they like lose no server and leak nothing; and the end of a
-server that is asked to stop. The last tests of the shared server, in the order written."""
+server that is asked to stop. A server of their own, in the order written."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import contextlib
 import json
 import random
 import time
+from collections.abc import Iterator
 from threading import Thread
 from typing import Any
 
@@ -15,6 +16,7 @@ import httpx
 import psutil
 import pytest
 
+from .conftest import tiny_server
 from .live import LiveServer, all_gone
 
 pytestmark = pytest.mark.engine
@@ -24,6 +26,12 @@ ROUNDS = 2
 PATIENCE_S = 120
 MAY_GROW = 64 << 20
 Json = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with tiny_server(tmp_path_factory.mktemp("soak")) as live:
+        yield live
 
 
 def request(chance: random.Random) -> tuple[str, Json]:
