@@ -93,6 +93,21 @@ def test_a_tier_that_is_passed_over_is_tried_again() -> None:
     assert it.plan((DISK,) * 20, 0).blocks == 20
 
 
+def test_a_tier_unheard_of_for_long_is_tried_at_once() -> None:
+    """After an outage the next request finds out that it is over, not the fourth."""
+    now = [100.0]
+    it = Appraiser(128, MB, 10.0, monotonic=lambda: now[0])
+    for _ in range(20):
+        it.saw_step(512, 1000, 0.512)
+    it.saw_load(DISK, 0, 5.0)
+    now[0] += 1.0
+    assert it.plan((DISK,) * 20, 0).blocks == 0
+    now[0] += 10.0
+    assert it.plan((DISK,) * 20, 0).blocks == 1
+    it.saw_load(DISK, 1, 0.001)
+    assert it.plan((DISK,) * 20, 0).blocks == 20
+
+
 def test_small_steps_teach_nothing_of_prefill() -> None:
     it = Appraiser(128, MB, 10.0)
     it.saw_step(1, 5000, 0.05)

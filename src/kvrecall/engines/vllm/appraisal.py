@@ -7,7 +7,8 @@ own work, so neither needs settings: prefill steps as they run, recalls as they 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvrecall.block import TierName
@@ -22,6 +23,7 @@ _MEMORY = 0.9  # weight of the past in running averages
 _MIN_STEP_TOKENS = 32  # smaller steps are decoding, and tell nothing of prefill
 _PROBE_SHARE = 0.05  # share of the computing time that a probe of a slow tier may cost
 _PROBE_EVERY = 4  # a tier that is passed over is tried again so often
+_PROBE_AFTER_S = 5.0  # and when nothing was loaded from it for so long
 _RISK_SHARE = 0.08  # share of the computing time at stake that may be waited in vain
 
 
@@ -47,13 +49,16 @@ class Appraiser:
         block_bytes: int,
         deadline_s: float,
         least_token_seconds: float = 0.0,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """``deadline_s``: the longest any load may be waited for. ``least_token_seconds``: what a
         prompt token is taken to cost until one was computed; 0: no idea."""
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
         self._deadline_s = deadline_s
+        self._monotonic = monotonic
         self._bandwidth: dict[TierName, float] = {}
+        self._seen_at: dict[TierName, float] = {}
         self._prefill = _PrefillModel(least_token_seconds)
         self._passed_over = 0
 
@@ -69,6 +74,7 @@ class Appraiser:
 
         Blocks that did not come in time count as a bandwidth of what did come.
         """
+        self._seen_at[tier] = self._monotonic()
         rate = max(blocks, 0.1) * self._block_bytes / max(seconds, 1e-6)
         known = self._bandwidth.get(tier)
         if known is None or not known / 2 <= rate <= 2 * known:
@@ -95,15 +101,16 @@ class Appraiser:
             left -= compute
             if spent + left <= best_cost or spent <= TRIVIAL_S:
                 best, best_cost = index + 1, spent + left
-        if best < len(tiers) and self._is_time_to_probe():
+        if best < len(tiers) and self._is_time_to_probe(tiers[best]):
             return Plan(best + 1, max(_LEAST_PATIENCE_S, _PROBE_SHARE * sum(computes)))
         worth = sum(c for c, tier in zip(computes, tiers, strict=True) if tier is not TierName.HOST)
         return Plan(best, min(self._deadline_s, max(_RISK_SHARE * worth, _LEAST_PATIENCE_S)))
 
-    def _is_time_to_probe(self) -> bool:
+    def _is_time_to_probe(self, tier: TierName) -> bool:
         """Whether to load from a slow tier all the same, so that its recovery is noticed."""
         self._passed_over += 1
-        return self._passed_over % _PROBE_EVERY == 0
+        unheard_s = self._monotonic() - self._seen_at.get(tier, 0.0)
+        return self._passed_over % _PROBE_EVERY == 0 or unheard_s >= _PROBE_AFTER_S
 
     def gained_seconds(self, tiers: Sequence[TierName], start_block: int) -> float:
         """Computing that is saved by what came from below the host; ``tiers`` as in ``plan``."""
