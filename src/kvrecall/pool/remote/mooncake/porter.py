@@ -46,7 +46,8 @@ def main(text: str) -> None:
     except (ImportError, OSError, RuntimeError) as error:
         send(wires[0], Reply([], error=str(error)))
         return
-    workers = [_Worker(client, arena, wire) for wire in wires]
+    putting, getting = (threading.Semaphore(orders.at_a_time) for _ in range(2))
+    workers = [_Worker(client, arena, wire, putting, getting) for wire in wires]
     for worker in workers[1:]:
         threading.Thread(target=worker.run, daemon=True).start()
     send(wires[0], Reply([0]))
@@ -81,8 +82,17 @@ def _end_with(parent: int) -> None:
 class _Worker:
     """Serves the requests of one wire, one after the other."""
 
-    def __init__(self, client: Any, arena: ctypes.c_char, wire: socket.socket) -> None:
+    def __init__(
+        self,
+        client: Any,
+        arena: ctypes.c_char,
+        wire: socket.socket,
+        putting: threading.Semaphore,
+        getting: threading.Semaphore,
+    ) -> None:
         self._client = client
+        self._putting = putting
+        self._getting = getting
         self._first = arena  # keeps it mapped
         self._arena = ctypes.addressof(arena)
         self._wire = wire
@@ -108,12 +118,14 @@ class _Worker:
 
     def _put(self, request: Request) -> Reply:
         pointers, sizes, _ = self._places(request.values)
-        return Reply(self._client.batch_put_from_multi_buffers(request.names, pointers, sizes))
+        with self._putting:
+            codes = self._client.batch_put_from_multi_buffers(request.names, pointers, sizes)
+        return Reply(codes)
 
     def _get(self, request: Request) -> Reply:
         pointers, sizes, hot = self._places(request.values)
-        client = self._client
-        codes = client.batch_get_into_multi_buffers(request.names, pointers, sizes)
+        with self._getting:
+            codes = self._client.batch_get_into_multi_buffers(request.names, pointers, sizes)
         smalls = [[self._hot[begin:end] for begin, end in places] for places in hot]
         return Reply(codes, smalls)
 

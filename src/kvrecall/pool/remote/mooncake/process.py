@@ -71,9 +71,11 @@ def _descriptor(device: int, inode: int) -> int | None:
 class Porter:
     """A client that is set up. Thread-safe; ends with ``close``, which ends calls under way."""
 
-    def __init__(self, setup: Mapping[str, str], memory: memoryview, limit_s: float) -> None:
-        """Starts the process and waits at most ``limit_s`` until it is set up. Raises PorterLost,
-        TierError."""
+    def __init__(
+        self, setup: Mapping[str, str], memory: memoryview, at_a_time: int, limit_s: float
+    ) -> None:
+        """Starts the process and waits at most ``limit_s`` until it is set up. It makes
+        ``at_a_time`` calls of one direction at once. Raises PorterLost, TierError."""
         if importlib.util.find_spec("mooncake") is None:
             raise TierError("Mooncake is not installed; pip install 'kvrecall[mooncake]'")
         fd, offset = shared_file_of(memory)
@@ -84,6 +86,7 @@ class Porter:
             (fd, offset, memory.nbytes),
             [wire.fileno() for wire in theirs],
             dict(setup),
+            at_a_time,
         )
         self._said: deque[str] = deque(maxlen=20)
         self._process = subprocess.Popen(

@@ -23,6 +23,8 @@ _AT_A_TIME = {"tcp": 1}
 """Calls of one direction under way, by protocol. Over TCP a call of Mooncake's client looks again
 and again, without a pause, whether its transfers have ended: a second one takes from the first
 the processor that its bytes need."""
+_READY = 1
+"""Further calls that wait in the client's process, so that one begins when another ends."""
 _OTHERWISE = 8
 _RPC_FAILED = range(-999, -899)  # the master does not answer
 _PATIENCE = 4  # failures with a master that is reachable, until the client is made anew
@@ -41,9 +43,9 @@ class MooncakeStore:
         self._memory = memoryview(b"")
         self._address = 0
         self._lock = threading.Lock()  # over starting and ending the client
-        at_a_time = _AT_A_TIME.get(settings.setup["protocol"], _OTHERWISE)
-        self._putting = threading.Semaphore(at_a_time)
-        self._getting = threading.Semaphore(at_a_time)
+        self._at_a_time = _AT_A_TIME.get(settings.setup["protocol"], _OTHERWISE)
+        self._putting = threading.Semaphore(self._at_a_time + _READY)
+        self._getting = threading.Semaphore(self._at_a_time + _READY)
         self._porter: Porter | None = None
         self._failures = 0
         self._closed = False
@@ -124,7 +126,7 @@ class MooncakeStore:
             host, port = self._settings.master
             if not self._is_master_there():
                 raise TierError(f"there is no Mooncake master at {host}:{port}")
-            self._porter = Porter(self._settings.setup, self._memory, _SETUP_S)
+            self._porter = Porter(self._settings.setup, self._memory, self._at_a_time, _SETUP_S)
             return self._porter
 
     def _is_master_there(self) -> bool:

@@ -24,12 +24,14 @@ HOT_BYTES = 1 << 20
 
 class Orders(msgspec.Struct, frozen=True):
     """What the client's process is started with. ``parent``: the process it ends with. ``arena``:
-    file descriptor, offset and size. ``wires``: file descriptors, one per thread."""
+    file descriptor, offset and size. ``wires``: file descriptors, one per thread. ``at_a_time``:
+    calls of Mooncake of one direction; further ones wait in that process, ready to begin."""
 
     parent: int
     arena: tuple[int, int, int]
     wires: list[int]
     setup: dict[str, str]
+    at_a_time: int
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
