@@ -107,7 +107,7 @@ def engine(extra: object) -> SimpleNamespace:
         ("GATE", "maybe"),
         ("CACHE_PERCENT", "2"),
         ("PREFETCH_PERCENT", "0.06"),
-        ("LEAST_BLOCKS", "0"),
+        ("LEAST_BLOCKS", "-1"),
         ("TARGET_MASS", "0"),
         ("TARGET_MASS", "90"),
         ("TOP_K", "1"),

@@ -92,9 +92,10 @@ def scaled(context: int) -> dict[str, str]:
         "LOCAL_TOKENS_NUM": plain.local_tokens,
         "DENSE_BOUNDARY": plain.dense_boundary,
         "OFFLOAD_BOUNDARY": plain.offload_boundary,
+        "LEAST_BLOCKS": plain.fewest_blocks,
     }
     share = context / plain.offload_boundary
-    shares = {PREFIX + name: str(int(tokens * share)) for name, tokens in lengths.items()}
+    shares = {PREFIX + name: str(max(1, int(of * share))) for name, of in lengths.items()}
     return {**shares, PREFIX + "DENSE_LAYERS": str(DENSE_LAYERS), "VLLM_PLUGINS": "retrieval"}
 
 

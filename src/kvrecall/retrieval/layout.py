@@ -1,16 +1,18 @@
 """What is kept of a block to choose it by: rows of digests, one after the other.
 
 First ``coarse`` ones, each of more keys, by which a search narrows down; then ``fine`` ones; then
-``rest`` ones: the mean key and the mean value, by which a block that was not chosen is estimated.
+``rest`` ones: the mean key and the mean value, by which a block that was not chosen is estimated,
+each a row, as each has a scale of its own when they are coded (see ``coding``).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
+from kvrecall.retrieval.coding import decode_fine
 from kvrecall.retrieval.digest import DIGESTS, Digest, digests_of
 from kvrecall.retrieval.settings import RetrievalSettings
 
@@ -36,12 +38,12 @@ class Layout:
         kind, tokens = DIGESTS[settings.digest], settings.tokens_a_digest
         narrows = settings.topk_share <= NARROW_SHARE and block_size % COARSE_TOKENS == 0
         coarse = block_size // COARSE_TOKENS if narrows and tokens < COARSE_TOKENS else 0
-        rest = math.ceil(2 / kind.parts) if settings.estimate_rest else 0
-        return cls(kind, coarse, block_size // tokens, rest)
+        return cls(kind, coarse, block_size // tokens, 2 if settings.estimate_rest else 0)
 
     @property
     def rows(self) -> int:
-        return self.coarse + self.fine + self.rest
+        """As they are coded."""
+        return self.coarse + self.fine + 2 * self.rest
 
     @property
     def coarse_rows(self) -> slice:
@@ -62,20 +64,20 @@ class Layout:
         return blocks * self.coarse + self.narrowed(blocks, count) * self.rows
 
     def rows_of(self, keys: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
-        """``[..., tokens, dim]`` of whole blocks -> float32 ``[..., rows, width]``. ``values``: of
-        the same shape, needed if there are rows for the rest."""
+        """``[..., tokens, dim]`` of whole blocks -> float32 ``[..., coarse + fine + rest,
+        width]``. ``values``: of the same shape, needed if there are rows for the rest."""
         tokens = keys.shape[-2]
         rows = [digests_of(self.kind, keys, tokens // self.fine)]
         if self.coarse:
             rows.insert(0, digests_of(self.kind, keys, tokens // self.coarse))
         if self.rest:
             assert values is not None
-            means = torch.cat([keys.float().mean(-2), values.float().mean(-2)], -1)
-            rows.append(means.reshape(*means.shape[:-1], self.rest, -1))
+            means = torch.stack([keys.float().mean(-2), values.float().mean(-2)], -2)
+            rows.append(functional.pad(means, (0, (self.kind.parts - 1) * keys.shape[-1])))
         return torch.cat(rows, -2)
 
     def rest_of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean keys and mean values ``[..., dim]`` of blocks whose rows these are."""
-        means = rows[..., self.coarse + self.fine :, :].flatten(-2)
-        key, value = means.chunk(2, -1)
-        return key, value
+        """Mean keys and mean values ``[..., dim]`` of blocks whose coded rows these are."""
+        means = decode_fine(rows, self.rest)
+        means = means[..., : means.shape[-1] // self.kind.parts]
+        return means[..., 0, :], means[..., 1, :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kvrecall.retrieval.coding import encode
 from kvrecall.retrieval.layout import Layout
 from kvrecall.retrieval.selection import selector_of
 from kvrecall.retrieval.settings import RetrievalSettings
@@ -36,7 +37,7 @@ def _chosen(
     first, last = split.init * split.block_size, split.local * split.block_size
     middle = keys[first:last].transpose(0, 1)
     blocks = middle.reshape(keys.shape[1], split.middle, split.block_size, keys.shape[2])
-    digests = layout.rows_of(blocks, blocks).to(keys.dtype)
+    digests = encode(layout.rows_of(blocks, blocks), layout.rest)
     scale = grouped.shape[-1] ** -0.5
     choice = selector_of(settings, layout).choose(grouped, [digests], split.chosen, scale)
     if choice.taken is None:

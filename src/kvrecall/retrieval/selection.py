@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from kvrecall.retrieval.coding import coded_products
 from kvrecall.retrieval.digest import Digest
 from kvrecall.retrieval.layout import Layout
 from kvrecall.retrieval.settings import RetrievalSettings
@@ -43,8 +44,8 @@ class Selector(ABC):
         """The ``count`` blocks most similar to the query, and the ``ahead`` next to them.
 
         ``query``: ``[kv_heads, group, dim]``. ``runs``: the candidates' digests
-        ``[kv_heads, blocks, rows a block, width]``, any number of tensors of any number of
-        blocks, together at least ``count + ahead``. ``scale``: that of the attention.
+        ``[kv_heads, blocks, rows a block, width]``, coded (int8) or not, any number of tensors of
+        any number of blocks, together at least ``count + ahead``. ``scale``: that of the attention.
         """
 
 
@@ -70,8 +71,8 @@ class ExactSelector(Selector):
         scale: float,
         ahead: int = 0,
     ) -> Choice:
-        point = self._digest.of_query(query).to(runs[0].dtype)
-        parts = [_products(point, run.flatten(1, 2)) for run in runs]
+        point = self._digest.of_query(query)
+        parts = [_products(point, run) for run in runs]
         logits = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         return self.among(logits.view(*logits.shape[:2], -1, runs[0].shape[2]), count, scale, ahead)
 
@@ -109,7 +110,7 @@ class NarrowingSelector(Selector):
         few = self._layout.narrowed(blocks, count + ahead)
         coarse = [run[:, :, self._layout.coarse_rows] for run in runs]
         near = self._wide.choose(query, coarse, few, scale).blocks
-        point = self._layout.kind.of_query(query).to(runs[0].dtype)
+        point = self._layout.kind.of_query(query)
         heads = [
             _near_products(one, runs, head, at)
             for head, (one, at) in enumerate(zip(point, near, strict=True))
@@ -151,17 +152,21 @@ def _near_products(
         here = blocks if len(runs) == 1 else blocks[(blocks >= first) & (blocks < end)]
         digests = run[head].index_select(0, here - first)
         order.append(here)
-        products.append(functional.linear(point, digests.flatten(0, 1)))
+        products.append(_products(point[None], digests[None])[0])
         first = end
     return torch.cat(order), torch.cat(products, -1).view(len(point), len(blocks), -1)
 
 
 def _products(point: torch.Tensor, digests: torch.Tensor) -> torch.Tensor:
-    """``[heads, group, width]`` by ``[heads, digests, width]``: ``[heads, group, digests]``.
+    """``[heads, group, width]`` by ``[heads, blocks, rows, width]``:
+    ``[heads, group, blocks * rows]``.
 
-    Both forms are the same product. On a CPU a batched one in half precision is eight times
+    All forms are the same product. On a CPU a batched one in half precision is eight times
     slower than one a head, and in single precision the digests had better come first.
     """
+    if digests.dtype is torch.int8:
+        return coded_products(point, digests)
+    point, digests = point.to(digests.dtype), digests.flatten(1, 2)
     if point.dtype is torch.float32:
         return torch.bmm(digests, point.transpose(1, 2)).transpose(1, 2)
     pairs = zip(point, digests, strict=True)

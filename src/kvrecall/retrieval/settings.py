@@ -28,7 +28,8 @@ class RetrievalSettings:
     """Lengths are tokens. The first five are openGauss RetrievalKV's, with its defaults.
 
     ``topk_share``: share of the middle blocks chosen, in (0, 1]. ``least_blocks``: so many are
-    chosen even where the share is less; where there are no more, that is dense attention.
+    chosen even where the share is less, 0: what suits the share; where there are no more, that is
+    dense attention.
     ``target_mass``: of the blocks so chosen, only as many as hold this share of the middle's
     estimated attention; 1: all. ``estimate_rest``: what was not chosen is not left out but
     estimated, each block by its mean key and mean value.
@@ -50,7 +51,7 @@ class RetrievalSettings:
     gate: bool = True
     cache_share: float = 0.05
     prefetch_share: float = 0.0
-    least_blocks: int = 16
+    least_blocks: int = 0
     target_mass: float = 1.0
     estimate_rest: bool = False
 
@@ -73,7 +74,8 @@ class RetrievalSettings:
         ahead = f"a share in [0, CACHE_PERCENT ({self.cache_share})]"
         fits = 0 <= self.prefetch_share <= self.cache_share
         _require(fits, "PREFETCH_PERCENT", self.prefetch_share, ahead)
-        _require(self.least_blocks >= 1, "LEAST_BLOCKS", self.least_blocks, "1 or more")
+        blocks = "1 or more, or 0 for the number that suits the share"
+        _require(self.least_blocks >= 0, "LEAST_BLOCKS", self.least_blocks, blocks)
         mass = "a share in (0, 1]; 1 leaves it to the share of blocks"
         _require(0 < self.target_mass <= 1, "TARGET_MASS", self.target_mass, mass)
 
@@ -82,6 +84,12 @@ class RetrievalSettings:
         """Tokens to a digest vector: fewer where few blocks are chosen, as each must then be right
         (docs/digest-study.md)."""
         return self.digest_tokens or (8 if self.topk_share <= SMALL_SHARE else 16)
+
+    @property
+    def fewest_blocks(self) -> int:
+        """Blocks chosen even where the share is less: more where digests stand for more tokens
+        (docs/needle.md)."""
+        return self.least_blocks or (16 if self.topk_share <= SMALL_SHARE else 32)
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> RetrievalSettings:

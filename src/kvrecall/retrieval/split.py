@@ -44,7 +44,7 @@ def split_of(tokens: int, block_size: int, settings: RetrievalSettings) -> Split
     local = max(0, tokens - settings.local_tokens) // block_size
     local = max(local, init)
     middle = local - init
-    chosen = min(middle, max(math.ceil(middle * settings.topk_share), settings.least_blocks))
+    chosen = min(middle, max(math.ceil(middle * settings.topk_share), settings.fewest_blocks))
     last_tokens = tokens - (blocks - 1) * block_size
     return Split(blocks, init, local, chosen, last_tokens, block_size)
 

@@ -58,8 +58,11 @@ def needle(
         _option("Keys to a digest; several are compared: 16,8. Default: by the share.", _RETRIEVAL),
     ] = "",
     least: Annotated[
-        int, _option("So many blocks are chosen, whatever the share.", _RETRIEVAL, min=1)
-    ] = 16,
+        int,
+        _option(
+            "So many blocks are chosen, whatever the share. 0: by the share.", _RETRIEVAL, min=0
+        ),
+    ] = 0,
     target_mass: Annotated[
         float,
         _option("Only as many blocks as hold this share of estimated attention.", _RETRIEVAL),

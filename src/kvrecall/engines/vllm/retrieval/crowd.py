@@ -92,7 +92,7 @@ def _gather(llm: Any, crowd: Crowd) -> Gathering:
         draw = Random(at)
         prompt = [draw.randrange(1, 250) for _ in range(crowd.context)]
         engine.add_request(str(at), {"prompt_token_ids": prompt}, greedy)
-    prefix_bytes = _fill(llm, crowd.sequences) if crowd.pooled else 0
+    prefix_bytes = _fill(llm) if crowd.pooled else 0
     seen: dict[str, int] = {}
     at_once = decode_tokens = 0
     decode_seconds = 0.0
@@ -121,10 +121,11 @@ def _gather(llm: Any, crowd: Crowd) -> Gathering:
     )
 
 
-def _fill(llm: Any, sequences: int) -> int:
-    connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
-    vllm_config = llm.llm_engine.vllm_config
-    states = [connector.state_of(str(at)) for at in range(sequences)]
+def _fill(llm: Any) -> int:
+    """Of all requests that wait. Their names there are the engine's own."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    connector, vllm_config = scheduler.connector, llm.llm_engine.vllm_config
+    states = [connector.state_of(key) for key in scheduler.requests]
     layers = vllm_config.model_config.get_total_num_hidden_layers()
     sparse = active_settings(vllm_config) if asked_for(os.environ) else None
     return fill(connector.pool, states, shape_of(vllm_config), layers, sparse)

@@ -22,6 +22,7 @@ from kvrecall.engines.vllm.retrieval.steps import SparseSequence, SparseStep
 from kvrecall.engines.vllm.warmth import WORKER
 from kvrecall.engines.vllm.wire import Departure
 from kvrecall.errors import EngineError
+from kvrecall.retrieval.coding import coded_width, encode
 from kvrecall.retrieval.layout import Layout
 from kvrecall.retrieval.selection import selector_of
 from kvrecall.retrieval.settings import RetrievalSettings
@@ -35,10 +36,10 @@ AT_ONCE = 64
 
 
 class RetrievalLayer:
-    """Digests ``[kv_heads, blocks, rows a block, width]`` of one layer, in the KV dtype.
+    """Digests ``[kv_heads, blocks, rows a block, width]`` of one layer, coded in eight bits.
 
-    Memory: ``rows * parts / (2 * block_size)`` of the layer's KV cache (a sixteenth by default),
-    taken from the system as blocks are first digested and never more.
+    Memory: about ``rows * parts / (4 * block_size)`` of a layer's KV cache of 16 bits (a
+    thirty-second by default), taken from the system as blocks are first digested and never more.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class RetrievalLayer:
             keys = self._reader.read(kv_cache, ids)
             values = None if self._rest is None else self._rest.values.read(kv_cache, ids)
             digests = self._layout.rows_of(keys, values)
-            self._digests[:, ids] = digests.transpose(0, 1).to(self._digests.dtype)
+            self._digests[:, ids] = encode(digests, self._layout.rest).transpose(0, 1)
 
     def depart(
         self,
@@ -237,8 +238,8 @@ class RetrievalLayer:
                 f"{tuple(kv_cache.shape)} and strides {kv_cache.stride()}. Take `retrieval` out of "
                 "VLLM_PLUGINS"
             )
-        width = self._layout.kind.parts * self._shape.head_dim
-        return torch.empty(kv_heads, blocks, self._layout.rows, width, dtype=kv_cache.dtype)
+        width = coded_width(self._layout.kind.parts * self._shape.head_dim)
+        return torch.empty(kv_heads, blocks, self._layout.rows, width, dtype=torch.int8)
 
 
 def _in_order(

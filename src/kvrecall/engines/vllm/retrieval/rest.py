@@ -92,8 +92,8 @@ class RestEstimator:
 
     def _rest(self, query: torch.Tensor, rows: torch.Tensor, scale: float, softcap: float) -> Part:
         """``query``: ``[group, dim]``; ``rows``: ``[blocks, rows, width]`` of the blocks left
-        out."""
-        keys, values = self._layout.rest_of(rows.float())
+        out, coded."""
+        keys, values = self._layout.rest_of(rows)
         logits = _capped(query @ keys.T * scale, softcap) + math.log(self._shape.block_size)
         return Part(logits.softmax(-1) @ values, logits.logsumexp(-1))
 

@@ -1,0 +1,100 @@
+"""Digest rows in eight bits: whole numbers, and behind them the scale they are multiples of.
+
+A search reads every row of every candidate, so its time goes with their bytes; and a processor
+multiplies whole numbers faster than bfloat16 where it has no instructions for that. Products are
+exact sums of whole numbers, so they do not depend on how rows lie in memory (docs/digest-study.md
+has what the rounding costs).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+SCALE_BYTES = 4
+_MOST = 127
+_EXACT_IN_FLOAT = (1 << 24) // _MOST**2
+"""So many products of two numbers up to ``_MOST`` add up in single precision without rounding."""
+
+
+def coded_width(width: int) -> int:
+    """Bytes of a row of ``width`` coordinates."""
+    return width + SCALE_BYTES
+
+
+def encode(rows: torch.Tensor, fine: int = 0) -> torch.Tensor:
+    """float ``[..., rows, width]`` of a block each -> int8 ``[..., rows + fine, width + 4]``.
+
+    A block's rows have one scale; but the last ``fine`` ones have their own, and another row each,
+    at the end, for what rounding took from them.
+    """
+    plain, precise = rows[..., : rows.shape[-2] - fine, :], rows[..., rows.shape[-2] - fine :, :]
+    most = plain.abs().amax((-1, -2), keepdim=True)
+    parts = [_coded(plain, most.expand(*plain.shape[:-1], 1))]
+    if fine:
+        parts.append(_coded(precise, precise.abs().amax(-1, keepdim=True)))
+        rest = precise - decode(parts[1])
+        parts.append(_coded(rest, rest.abs().amax(-1, keepdim=True)))
+    return torch.cat(parts, -2)
+
+
+def decode(coded: torch.Tensor) -> torch.Tensor:
+    """int8 ``[..., width + 4]`` -> float32 ``[..., width]``, each row by itself."""
+    return coded[..., :-SCALE_BYTES].float() * _scales_of(coded)
+
+
+def decode_fine(coded: torch.Tensor, fine: int) -> torch.Tensor:
+    """The last ``fine`` rows that were encoded: float32 ``[..., fine, width]``."""
+    return decode(coded[..., -2 * fine : -fine, :]) + decode(coded[..., -fine:, :])
+
+
+def coded_products(point: torch.Tensor, coded: torch.Tensor) -> torch.Tensor:
+    """``[heads, group, width]`` by coded rows ``[heads, blocks, rows, width + 4]`` of one scale a
+    block: float32 ``[heads, group, blocks * rows]``. The query is rounded as they are."""
+    heads, blocks, rows, _ = coded.shape
+    scales = _scales(point.abs().amax(-1, keepdim=True).float())
+    codes = (point / scales).round().to(torch.int8)
+    sums = torch.empty(heads, point.shape[1], blocks * rows, dtype=torch.int32)
+    for head, many in enumerate(coded.flatten(1, 2)[..., :-SCALE_BYTES]):
+        _sum(codes[head], many, sums[head])
+    of_blocks = _scales_of(coded[:, :, 0]).transpose(1, 2)
+    products = sums.view(heads, point.shape[1], blocks, rows) * (scales * of_blocks).unsqueeze(-1)
+    return products.flatten(2)
+
+
+def _coded(rows: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
+    """``most``: the largest coordinate of each row, ``[..., 1]``."""
+    scales = _scales(most.float())
+    coded = torch.empty(*rows.shape[:-1], coded_width(rows.shape[-1]), dtype=torch.int8)
+    coded[..., :-SCALE_BYTES] = (rows / scales).round()
+    coded[..., -SCALE_BYTES:] = scales.contiguous().view(torch.int8)
+    return coded
+
+
+def _scales(most: torch.Tensor) -> torch.Tensor:
+    return (most / _MOST).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def _scales_of(coded: torch.Tensor) -> torch.Tensor:
+    return coded[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+
+
+def _sum(point: torch.Tensor, codes: torch.Tensor, into: torch.Tensor) -> None:
+    """``[group, width]`` by ``[rows, width]``, whole numbers: ``[group, rows]``."""
+    if not len(codes):
+        return
+    if _MULTIPLIES_BYTES:
+        torch._int_mm(point, codes.T, out=into)
+    elif codes.shape[1] > _EXACT_IN_FLOAT:
+        into.copy_(functional.linear(point.double(), codes.double()))
+    else:
+        into.copy_(functional.linear(point.float(), codes.float()))
+
+
+def _multiplies_bytes() -> bool:
+    """Whether the processor has instructions for sums of products of bytes, which PyTorch uses."""
+    told = getattr(torch.cpu, "_is_vnni_supported", None)
+    return told is not None and bool(told()) and hasattr(torch, "_int_mm")
+
+
+_MULTIPLIES_BYTES = _multiplies_bytes()
