@@ -164,7 +164,9 @@ BAD: list[tuple[object, str]] = [
     ({"prompt": "x", "n": 2, "best_of": 3, "use_beam_search": True}, "exclude each other"),
     ({"prompt": "x", "n": 3, "best_of": 2}, "less than n"),
     ({"prompt": "x", "n": 2, "temperature": 0}, "temperature is 0"),
-    ({"prompt": "x", "n": 129}, "n: "),
+    ({"prompt": "x", "n": 2, "best_of": 3, "stream": True}, "best_of above n"),
+    ({"prompt": "x", "n": 8193}, "n: "),
+    ({"inputs": "x", "parameters": {"best_of": 8193, "do_sample": True}}, "parameters.best_of"),
 ]
 
 
