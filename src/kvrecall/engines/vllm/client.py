@@ -28,8 +28,8 @@ STOPPED = "the server was stopped"
 """What clients of requests that were ended with the server are told."""
 _POLL_S = 0.05
 _SEARCHING: ContextVar[bool] = ContextVar("searching", default=False)
-_FORCED_S = 5.0
-"""Time the engine has to close when all requests were ended; as long as MindIE's."""
+_FORCED_S = 10.0
+"""Time the engine has to close when all requests were ended."""
 
 
 class RequestTimeoutError(GenerationError):
