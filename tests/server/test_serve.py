@@ -391,7 +391,7 @@ def test_the_pace_of_an_answer(server: LiveServer) -> None:
     (wait,) = told["queue_wait_time"]
     assert wait >= 0
     stream = server.client.post("/v2/models/tiny/generate_stream", json=body)
-    assert [event["details"]["batch_size"] for event in events(stream)] == [1] * 5
+    assert {event["details"]["batch_size"] for event in events(stream)} == {1}
 
     def is_told() -> bool:
         server.client.post("/v2/models/tiny/generate", json=body)
