@@ -66,6 +66,9 @@ class FakeEngine:
     async def alive(self) -> bool:
         return self.lives
 
+    async def models(self) -> list[dict[str, object]]:
+        return [{"id": name, "object": "model"} for name in self.info.names]
+
     async def tokens(self, text: str) -> list[str]:
         return text.split()
 

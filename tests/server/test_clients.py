@@ -150,7 +150,13 @@ def test_openai_stop(openai: Any) -> None:
 
 
 def test_openai_models(openai: Any) -> None:
-    assert [model.id for model in openai.models.list()] == ["tiny"]
+    from openai import NotFoundError
+
+    (listed,) = openai.models.list()
+    assert listed.id == "tiny"
+    assert openai.models.retrieve("tiny").max_model_len == listed.max_model_len
+    with pytest.raises(NotFoundError, match="no model 'other' is served"):
+        openai.models.retrieve("other")
 
 
 def test_hub_text_generation(hub: Any) -> None:

@@ -262,6 +262,10 @@ class Engine(Generator, Protocol):
     async def alive(self) -> bool:
         """Whether the engine's processes are there."""
 
+    async def models(self) -> Sequence[Mapping[str, object]]:
+        """What can be asked for, as the OpenAI API describes it: the model by each of its names,
+        and its adapters."""
+
     async def tokens(self, text: str) -> Sequence[str]:
         """The texts of the tokens of ``text``, no special ones added. Raises GenerateError."""
 

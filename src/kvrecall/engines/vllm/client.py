@@ -28,8 +28,8 @@ STOPPED = "the server was stopped"
 """What clients of requests that were ended with the server are told."""
 _POLL_S = 0.05
 _SEARCHING: ContextVar[bool] = ContextVar("searching", default=False)
-_FORCED_S = 10.0
-"""Time the engine has to close when all requests were ended."""
+_FORCED_S = 15.0
+"""Time the engine has to close when all requests were ended; vLLM may wait 9 s for a worker."""
 
 
 class RequestTimeoutError(GenerationError):

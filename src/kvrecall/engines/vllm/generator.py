@@ -5,7 +5,7 @@ Prompts go through vLLM's own renderer, so that the same text gives the same blo
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,11 @@ class VllmEngine:
             prompt_throughput=prompts,
             generation_throughput=answers,
         )
+
+    async def models(self) -> Sequence[Mapping[str, object]]:
+        """See Engine.models."""
+        found = await self._handler.models.show_available_models()
+        return [card.model_dump() for card in found.data]
 
     async def tokens(self, text: str) -> Sequence[str]:
         """See Engine.tokens. Bytes of a character that is split over tokens go with its last."""
