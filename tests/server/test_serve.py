@@ -398,7 +398,7 @@ def test_the_pace_of_an_answer(server: LiveServer) -> None:
         names = ("avg_prompt_throughput_toks_per_s", "avg_generation_throughput_toks_per_s")
         return all(figure(server, name) > 0 for name in names)
 
-    assert until(is_told)
+    assert until(is_told, 60)
 
 
 def test_sigterm_lets_running_requests_end(server: LiveServer) -> None:
@@ -407,7 +407,7 @@ def test_sigterm_lets_running_requests_end(server: LiveServer) -> None:
     replies: list[httpx.Response] = []
 
     def search() -> None:
-        beams = {"prompt": "x", "max_tokens": 100, "n": 2, "use_beam_search": True}
+        beams = {"prompt": "x", "max_tokens": 60, "n": 2, "use_beam_search": True}
         with httpx.Client(base_url=server.url, timeout=120) as client:
             replies.append(client.post("/generate", json=beams | {"ignore_eos": True}))
 
@@ -416,7 +416,7 @@ def test_sigterm_lets_running_requests_end(server: LiveServer) -> None:
     before = figure(server, "request_received_total")
     searching = threading.Thread(target=search, daemon=True)
     searching.start()
-    assert until(lambda: figure(server, "request_received_total") > before + 2)
+    assert until(lambda: figure(server, "request_received_total") > before + 2, 60)
     with server.client.stream("POST", "/generate_stream", json=body) as reply:
         lines = reply.iter_lines()
         told.append(json.loads(next(lines)[6:]))
