@@ -231,6 +231,18 @@ def test_server_and_model_are_described() -> None:
         assert (config["npu_mem_size"], config["cpu_mem_size"]) == (-1, 0)
 
 
+def test_one_model_of_the_openai_routes() -> None:
+    async def get(path: str) -> httpx.Response:
+        transport = httpx.ASGITransport(application(FakeEngine()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.get(path)
+
+    assert asyncio.run(get("/v1/models/tiny")).json() == {"id": "tiny", "object": "model"}
+    other = asyncio.run(get("/v1/models/some/other"))
+    assert (other.status_code, other.json()["error"]["code"]) == (404, 404)
+    assert other.json()["error"]["message"] == "no model 'some/other' is served"
+
+
 def test_tokenizer() -> None:
     reply = post(FakeEngine(), "/v1/tokenizer", {"inputs": "one two"}).json()
     assert reply == {"token_number": 2, "tokens": ["one", "two"]}

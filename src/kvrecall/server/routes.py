@@ -78,7 +78,9 @@ def _add_openai(router: APIRouter, engine: Engine) -> None:
         for card in await engine.models():
             if card["id"] == model:
                 return JSONResponse(card)
-        raise ReplyError(404, f"no model {model!r} is served")
+        error = {"message": f"no model {model!r} is served", "type": "NotFoundError"}
+        told = {"error": {**error, "param": "model", "code": 404}}  # OpenAI's form, as vLLM's
+        return JSONResponse(told, status_code=404)
 
 
 def _add_tokenizer(router: APIRouter, engine: Engine) -> None:
