@@ -11,6 +11,7 @@ from kvrecall.engines.base import (
     GenerateError,
     GenerateRequest,
     Load,
+    Pace,
     RecallSplit,
     Token,
     Update,
@@ -25,7 +26,8 @@ IDLE = Load(running=0, waiting=0, unfinished=0, max_running=8, blocks=64, used_s
 class FakeEngine:
     """Answers every request with ``words``, one token each; fails after ``fail_after`` of them.
 
-    ``delay`` seconds pass before each token. What was asked and what was aborted is kept.
+    ``delay`` seconds pass before each token. What was asked and what was aborted is kept. A paced
+    request waited a quarter of a second, and its batch grows with each step.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class FakeEngine:
         self.now = IDLE
         self.lives = True
         self.draining = False
+        self.ended = False
         self.insight = FakeInsight()
 
     def load(self) -> Load:
@@ -56,8 +59,15 @@ class FakeEngine:
     def drain(self) -> None:
         self.draining = True
 
+    async def end_all(self) -> None:
+        self.ended = True
+        self.now = IDLE
+
     async def alive(self) -> bool:
         return self.lives
+
+    async def models(self) -> list[dict[str, object]]:
+        return [{"id": name, "object": "model"} for name in self.info.names]
 
     async def tokens(self, text: str) -> list[str]:
         return text.split()
@@ -68,6 +78,7 @@ class FakeEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
         self.asked.append(request)
         done = False
+        whole = tuple(range(1, len(self.words) + 1))
         try:
             tokens = []
             for index, word in enumerate(self.words):
@@ -82,20 +93,27 @@ class FakeEngine:
                 tokens.append(token)
                 last = index == len(self.words) - 1
                 if request.stream:
-                    yield self._update((token,), word, last)
+                    pace = Pace(0.25, (index + 1,)) if request.paced else None
+                    yield self._update((token,), word, last, pace=pace)
             if not request.stream:
-                yield self._update(tuple(tokens), "".join(self.words), True)
+                pace = Pace(0.25, whole) if request.paced else None
+                yield self._update(tuple(tokens), "".join(self.words), True, pace=pace)
             done = True
         finally:
             if not done and self.failure is None:
                 self.aborted.append(request.request_id)
 
     def _update(
-        self, tokens: tuple[Token, ...], text: str, last: bool, finish: Finish | None = None
+        self,
+        tokens: tuple[Token, ...],
+        text: str,
+        last: bool,
+        finish: Finish | None = None,
+        pace: Pace | None = None,
     ) -> Update:
         prompt = 128 + 256 + 384 + 5
         told = (finish or self.finish) if last else None
-        return Update(0, tokens, text, told, prompt, SPLIT)
+        return Update(0, tokens, text, told, prompt, SPLIT, pace=pace or Pace())
 
 
 class FakeInsight:

@@ -75,6 +75,38 @@ def test_openai_best_of(openai: Any) -> None:
     assert plain.choices[0].logprobs is None
 
 
+MANY: list[tuple[str, Json]] = [
+    ("/v1/completions", {"n": 129}),
+    ("/v1/completions", {"best_of": 129}),
+    ("/v1/completions", {"n": 129, "use_beam_search": True}),
+    ("/v1/completions", {"vllm_xargs": {"kvrecall_best_of": 129}}),
+    ("/v1/chat/completions", {"n": 129}),
+    ("/generate", {"n": 129}),
+    ("/generate", {"n": 129, "stream": True}),
+    ("/generate", {"best_of": 129}),
+    ("/generate", {"n": 129, "use_beam_search": True}),
+    ("/", {"parameters": {"best_of": 129, "do_sample": True}}),
+]
+
+
+@pytest.mark.parametrize(("path", "what"), MANY, ids=str)
+def test_too_many_sequences(tiny: LiveServer, path: str, what: Json) -> None:
+    """One request cannot fill the server: more than maxN is refused before anything is computed."""
+    prompt: Json = {"prompt": "x"}
+    if path == "/":
+        prompt = {"inputs": "x"}
+    elif "chat" in path:
+        prompt = {"messages": [{"role": "user", "content": "x"}]}
+    reply = tiny.client.post(path, json=prompt | what)
+    assert reply.status_code == (400 if path.startswith("/v1") else 422), reply.text
+    assert "is 129; this server allows 128" in reply.text
+
+
+def test_best_of_as_many_as_wanted_is_streamed(openai: Any) -> None:
+    parts = list(openai.completions.create(**SAMPLED, n=2, best_of=2, stream=True))
+    assert {part.choices[0].index for part in parts} == {0, 1}
+
+
 def test_openai_refuses_best_of_it_cannot_serve(openai: Any) -> None:
     from openai import BadRequestError
 
@@ -118,7 +150,13 @@ def test_openai_stop(openai: Any) -> None:
 
 
 def test_openai_models(openai: Any) -> None:
-    assert [model.id for model in openai.models.list()] == ["tiny"]
+    from openai import NotFoundError
+
+    (listed,) = openai.models.list()
+    assert listed.id == "tiny"
+    assert openai.models.retrieve("tiny").max_model_len == listed.max_model_len
+    with pytest.raises(NotFoundError, match="no model 'other' is served"):
+        openai.models.retrieve("other")
 
 
 def test_hub_text_generation(hub: Any) -> None:

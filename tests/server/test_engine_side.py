@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
@@ -123,6 +124,30 @@ def test_ledger_adds_prompts_and_counts_sequences_once() -> None:
     assert split.as_dict() == {
         "device": 0, "host": 0, "disk": 0, "remote": 0, "computed": 372, "unspecified": 128
     }  # fmt: skip
+
+
+def test_a_request_is_not_shorter_than_the_wait_for_its_first_token() -> None:
+    """vLLM counts that from the arrival, which is before a long prompt is made tokens."""
+    from kvrecall.engines.vllm.journal import Journal
+
+    arrived = time.time() - 5
+    stats = SimpleNamespace(arrival_time=arrived, num_generation_tokens=1, first_token_latency=5.0)
+    output: Any = SimpleNamespace(
+        metrics=stats, kv_transfer_params=None, prompt_token_ids=[1, 2], num_cached_tokens=0
+    )
+
+    async def outputs() -> AsyncGenerator[Any, None]:
+        yield output
+
+    async def run() -> None:
+        async for _ in journal.watch("r", outputs()):
+            pass
+
+    journal = Journal()
+    asyncio.run(run())
+    (view,) = journal.since(0)
+    assert view.began == arrived
+    assert view.ended - view.began >= view.ttft_s
 
 
 def test_command_line() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
-from kvrecall.engines.base import Finish, Sampling
+from kvrecall.engines.base import Finish, GenerateRequest, Sampling, Update
 
 from .fake import SPLIT, FakeEngine
 from .test_routes import application, events, post
@@ -138,6 +140,38 @@ def test_triton_generate(at: str) -> None:
     assert told[-1]["details"]["finish_reason"] == "eos_token"
 
 
+PACE = ("batch_size", "queue_wait_time")
+
+
+def test_batches_and_waits_are_told() -> None:
+    """Of a whole answer in lists, of an event in numbers; the wait is that before the first."""
+    body = {"text_input": "Hi", "parameters": {"details": True}}
+    details = post(FakeEngine(), f"{V2}/generate", body).json()["details"]
+    assert [details[name] for name in PACE] == [[1, 2, 3, 4], [250_000]]
+    tensors = {"inputs": [TENSOR], "parameters": {"details": True}}
+    details = post(FakeEngine(), f"{V2}/infer", tensors).json()["parameters"]
+    assert [details[name] for name in PACE] == [[1, 2, 3, 4], [250_000]]
+    told = events(post(FakeEngine(), f"{V2}/generate_stream", body))
+    assert [[event["details"][name] for name in PACE] for event in told] == [
+        [1, 250_000],
+        [2, None],
+        [3, None],
+        [4, None],
+    ]
+
+
+def test_what_an_engine_does_not_tell_is_null() -> None:
+    class Silent(FakeEngine):
+        async def generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
+            async for update in super().generate(replace(request, paced=False)):
+                yield update
+
+    body = {"text_input": "Hi", "parameters": {"details": True}}
+    details = [post(Silent(), f"{V2}/generate", body).json()["details"]]
+    details += [e["details"] for e in events(post(Silent(), f"{V2}/generate_stream", body))]
+    assert {each[name] for each in details for name in PACE} == {None}
+
+
 @pytest.mark.parametrize("path", ["generate", "infer"])
 def test_a_request_without_a_name_is_given_one(path: str) -> None:
     engine = FakeEngine()
@@ -197,6 +231,18 @@ def test_server_and_model_are_described() -> None:
         assert (config["npu_mem_size"], config["cpu_mem_size"]) == (-1, 0)
 
 
+def test_one_model_of_the_openai_routes() -> None:
+    async def get(path: str) -> httpx.Response:
+        transport = httpx.ASGITransport(application(FakeEngine()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.get(path)
+
+    assert asyncio.run(get("/v1/models/tiny")).json() == {"id": "tiny", "object": "model"}
+    other = asyncio.run(get("/v1/models/some/other"))
+    assert (other.status_code, other.json()["error"]["code"]) == (404, 404)
+    assert other.json()["error"]["message"] == "no model 'some/other' is served"
+
+
 def test_tokenizer() -> None:
     reply = post(FakeEngine(), "/v1/tokenizer", {"inputs": "one two"}).json()
     assert reply == {"token_number": 2, "tokens": ["one", "two"]}
@@ -252,6 +298,8 @@ def test_best_of_and_beams_reach_the_engine() -> None:
     assert (sampling(prompt).n, sampling(prompt).best_of) == (1, None)
     wide = sampling(prompt | {"n": 2, "best_of": 5})
     assert (wide.n, wide.best_of, wide.beam) == (2, 5, False)
+    all_of_them = sampling(prompt | {"n": 2, "best_of": 2, "stream": True})
+    assert (all_of_them.n, all_of_them.best_of) == (2, None)
     beams = sampling({"prompt": "x", "n": 3, "use_beam_search": True, "length_penalty": 0.5})
     assert (beams.n, beams.beam, beams.length_penalty, beams.temperature) == (3, True, 0.5, 0.0)
     ranked = sampling({"inputs": "x", "parameters": {"best_of": 3, "do_sample": True}})

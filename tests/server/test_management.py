@@ -118,6 +118,45 @@ def test_stopping_is_answered_when_nothing_runs(monkeypatch: pytest.MonkeyPatch)
     assert asyncio.run(run()) == 200
 
 
+@pytest.mark.parametrize("draining", [False, True])
+def test_stopping_by_force(monkeypatch: pytest.MonkeyPatch, draining: bool) -> None:
+    """It is answered while a request runs, which is then ended, and so is a drain that waits."""
+    killed, answered = asyncio.Event(), asyncio.Event()
+    monkeypatch.setattr("kvrecall.server.management.os.kill", lambda *_: killed.set())
+
+    class Slow(FakeEngine):
+        async def end_all(self) -> None:
+            await answered.wait()
+            await super().end_all()
+
+    engine = Slow()
+    engine.now = dataclasses.replace(IDLE, unfinished=1)
+
+    async def run() -> None:
+        transport = httpx.ASGITransport(management(engine))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            waiting = asyncio.create_task(client.get("/stopService")) if draining else None
+            while waiting is not None and not engine.draining:
+                await asyncio.sleep(0.001)
+            reply = await client.get("/stopService?mode=Force")
+            assert (reply.status_code, reply.content, engine.ended) == (200, b"", False)
+            assert engine.draining
+            answered.set()
+            await asyncio.wait_for(killed.wait(), 30)
+            assert engine.ended
+            if waiting is not None:
+                assert (await waiting).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_another_mode_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrecall.server.management.os.kill", lambda *_: None)
+    engine = FakeEngine()
+    assert ask(management(engine), "/stopService?mode=force").status_code == 200
+    assert (engine.draining, engine.ended) == (True, False)
+
+
 @pytest.mark.parametrize(
     ("path", "status"),
     [("1", 200), ("600", 200), ("0", 422), ("601", 422), ("-1", 404), ("x", 404)],
@@ -240,10 +279,21 @@ def families() -> CollectorRegistry:
 
 
 def test_figures_under_mindies_names() -> None:
-    load = Load(running=4, waiting=0, unfinished=4, max_running=8, blocks=64, used_share=0)
+    load = Load(
+        running=4,
+        waiting=0,
+        unfinished=4,
+        max_running=8,
+        blocks=64,
+        used_share=0,
+        prompt_throughput=120.5,
+        generation_throughput=30,
+    )
     told = samples(MindieFigures("m", lambda: load, families().collect), load)
     assert told["num_requests_running"] == 4
     assert told["prompt_tokens_total"] == 1000
+    assert told["avg_prompt_throughput_toks_per_s"] == 120.5
+    assert told["avg_generation_throughput_toks_per_s"] == 30
     assert told["request_success_total"] == 6
     assert told["request_failed_total"] == 2
     assert told["request_received_total"] == 12

@@ -61,6 +61,7 @@ WRONG: list[tuple[Spoil, list[str]]] = [
     (lambda c: schedule(c).update(cacheBlockSize=100), ["is 100", "multiples of 16"]),
     (lambda c: schedule(c).update(cacheBlockSize=256), ["is 256", "1 to 128"]),
     (lambda c: schedule(c).update(templateType="Pure"), ["'Standard' or 'Mix'"]),
+    (lambda c: schedule(c).update(maxN=8193), ["maxN is 8193", "1 to 8192"]),
     (lambda c: deploy(c).update(truncation=2), ["truncation is 2", "-1, 0 or 1"]),
     (lambda c: deploy(c).update(ModelConfig=[]), ["ModelConfig is []", "not be empty"]),
     (lambda c: model(c).update(npuMemSize=0), [f"{MODEL}.npuMemSize is 0", "-1 (automatic)"]),
@@ -101,6 +102,10 @@ WRONG: list[tuple[Spoil, list[str]]] = [
     (lambda c: model(c).update(cp=2), [f"{MODEL}.cp is 2", "not available"]),
     (lambda c: deploy(c)["ModelConfig"].append(dict(model(c))), ["second model"]),
     # Relations
+    (
+        lambda c: schedule(c).update(maxN=9, maxBatchSize=8),
+        ["maxN is 9", "maxBatchSize, which is 8"],
+    ),
     (lambda c: server(c).update(ipAddress="0.0.0.0"), ["0.0.0.0", "allowAllZeroIpListening"]),
     (lambda c: server(c).update(ipAddress="::"), ["allowAllZeroIpListening"]),
     (lambda c: server(c).update(ipAddress="localhost"), ["'localhost'", "IPv4 or IPv6"]),
@@ -267,6 +272,22 @@ def test_limits(tmp_path: Path) -> None:
     assert (limits.max_input_tokens, limits.max_new_tokens) == (2559, 33)
     assert (plan.max_body_bytes, plan.max_links) == (2 << 20, 7)
     assert any("lowered to 2559" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("given", "most"),
+    [
+        ({}, 128),
+        ({"maxBatchSize": 50}, 50),
+        ({"maxN": 200}, 200),
+        ({"maxN": 3, "maxBatchSize": 50}, 3),
+        ({"maxN": 5000, "maxBatchSize": 5000}, 5000),
+    ],
+)
+def test_sequences_of_a_request(tmp_path: Path, given: Json, most: int) -> None:
+    plan = plan_of(tmp_path, lambda c: schedule(c).update(given))
+    assert plan.spec.limits.max_n == most
+    assert f"sequences {most} a request" in plan.summary()
 
 
 POOLS: list[tuple[Json, Spoil, Json]] = [

@@ -164,7 +164,9 @@ BAD: list[tuple[object, str]] = [
     ({"prompt": "x", "n": 2, "best_of": 3, "use_beam_search": True}, "exclude each other"),
     ({"prompt": "x", "n": 3, "best_of": 2}, "less than n"),
     ({"prompt": "x", "n": 2, "temperature": 0}, "temperature is 0"),
-    ({"prompt": "x", "n": 129}, "n: "),
+    ({"prompt": "x", "n": 2, "best_of": 3, "stream": True}, "best_of above n"),
+    ({"prompt": "x", "n": 8193}, "n: "),
+    ({"inputs": "x", "parameters": {"best_of": 8193, "do_sample": True}}, "parameters.best_of"),
 ]
 
 
@@ -251,14 +253,15 @@ def test_too_many_links(links: int, status: int) -> None:
     assert asyncio.run(send()).status_code == status
 
 
-def _leave(path: str, when: Callable[[FakeEngine], bool]) -> FakeEngine:
-    """Sends a request and goes away as soon as ``when`` holds; the generator as it is then."""
+def _leave(path: str, when: Callable[[FakeEngine], bool], whole: bool = True) -> FakeEngine:
+    """Sends a request, of which the body is ``whole`` or not, and goes away as soon as ``when``
+    holds; the generator as it is then."""
     generator = FakeEngine(words=("a",) * 1000, delay=0.01)
 
     async def run() -> None:
         body = json.dumps({"inputs": "x"}).encode()
         gone = asyncio.Event()
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
+        messages = [{"type": "http.request", "body": body, "more_body": not whole}]
 
         async def receive() -> Any:
             if messages:
@@ -319,3 +322,9 @@ def test_split() -> None:
     unnamed = RecallSplit.of_report(None, 400, 384, pooled=True)
     assert (unnamed.device, unnamed.unspecified, unnamed.computed) == (0, 384, 16)
     assert unnamed.as_dict()["unspecified"] == 384
+
+
+@pytest.mark.parametrize("path", ["/generate", "/infer", "/v1/tokenizer"])
+def test_a_client_that_leaves_within_its_body(path: str) -> None:
+    """Nothing is computed for it, and nothing is raised that a server would log as its fault."""
+    assert _leave(path, lambda g: True, whole=False).asked == []

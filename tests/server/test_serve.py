@@ -382,16 +382,50 @@ def test_second_servers_are_refused_in_one_line(server: LiveServer, folder: Path
     assert generate(server, "still there")["generated_text"]
 
 
-def test_sigterm_lets_a_running_request_end(server: LiveServer) -> None:
+def test_the_pace_of_an_answer(server: LiveServer) -> None:
+    """How many sequences each of its steps served, how long it waited, and tokens a second."""
+    wanted = {"details": True, "max_new_tokens": 5, "ignore_eos": True}
+    body = {"text_input": "x", "parameters": wanted}
+    told = server.client.post("/v2/models/tiny/generate", json=body).json()["details"]
+    assert told["batch_size"] == [1] * 5
+    (wait,) = told["queue_wait_time"]
+    assert wait >= 0
+    stream = server.client.post("/v2/models/tiny/generate_stream", json=body)
+    assert {event["details"]["batch_size"] for event in events(stream)} == {1}
+
+    def is_told() -> bool:
+        server.client.post("/v2/models/tiny/generate", json=body)
+        names = ("avg_prompt_throughput_toks_per_s", "avg_generation_throughput_toks_per_s")
+        return all(figure(server, name) > 0 for name in names)
+
+    assert until(is_told, 60)
+
+
+def test_sigterm_lets_running_requests_end(server: LiveServer) -> None:
+    """A stream, and a beam search, whose steps are requests of their own to the engine."""
     family = server.family()
+    replies: list[httpx.Response] = []
+
+    def search() -> None:
+        beams = {"prompt": "x", "max_tokens": 60, "n": 2, "use_beam_search": True}
+        with httpx.Client(base_url=server.url, timeout=120) as client:
+            replies.append(client.post("/generate", json=beams | {"ignore_eos": True}))
+
     body = {"inputs": "x", "parameters": {"max_new_tokens": 300, "do_sample": True, "seed": 1}}
     told: list[Json] = []
+    before = figure(server, "request_received_total")
+    searching = threading.Thread(target=search, daemon=True)
+    searching.start()
+    assert until(lambda: figure(server, "request_received_total") > before + 2, 60)
     with server.client.stream("POST", "/generate_stream", json=body) as reply:
         lines = reply.iter_lines()
         told.append(json.loads(next(lines)[6:]))
         os.kill(server.process.pid, signal.SIGTERM)
         told += [json.loads(line[6:]) for line in lines if line]
     assert told[-1]["generated_text"] is not None
+    searching.join(60)
+    assert [reply.status_code for reply in replies] == [200]
+    assert len(replies[0].json()["text"]) == 2
     assert server.wait_end() == 0
     assert all_gone(family)
     assert "Traceback" not in server.log

@@ -132,9 +132,9 @@ def test_soak(tiny: LiveServer) -> None:
     assert later_memory <= memory + MAY_GROW
 
 
-def test_stop_service_drains(tiny: LiveServer) -> None:
-    """A running request ends well, a new one is refused, and the server ends with status 0.
-    Who asked it to stop has an answer before it ends."""
+def test_stop_service_drains_until_forced(tiny: LiveServer) -> None:
+    """Asked to stop, the server refuses new requests and lets running ones end; by force it ends
+    those that are left, who are told. Who asked has an answer, and the status is 0."""
     family = tiny.family()
     answers: list[int] = []
 
@@ -142,25 +142,36 @@ def test_stop_service_drains(tiny: LiveServer) -> None:
         with httpx.Client(base_url=tiny.url, timeout=120) as client:
             answers.append(client.get("/stopService").status_code)
 
-    body = {"inputs": "x", "parameters": {"max_new_tokens": 700, "ignore_eos": True}}
-    told: list[Json] = []
-    with tiny.client.stream("POST", "/generate_stream", json=body) as reply:
-        lines = (line for line in reply.iter_lines() if line)
-        told.append(json.loads(next(lines)[6:]))
+    with running(tiny, 700) as left, running(tiny, 60) as ending:
         stopping = Thread(target=stop, daemon=True)
         stopping.start()
         while tiny.client.get("/v2/health/ready").status_code == 200:
             time.sleep(0.02)
         for path, asked in (
             ("/generate", {"inputs": "x"}),
+            ("/generate", {"prompt": "x", "n": 2, "use_beam_search": True}),
             ("/v1/completions", {"model": "tiny", "prompt": "x"}),
         ):
             assert tiny.client.post(path, json=asked).status_code == 503
-        assert tiny.client.get("/v2/health/ready").status_code == 503
         assert tiny.client.get("/health").status_code == 200
-        told += [json.loads(line[6:]) for line in lines]
-    assert told[-1]["generated_text"] is not None
+        assert list(ending)[-1]["generated_text"] is not None
+        assert answers == []
+        assert tiny.client.get("/stopService?mode=Force").status_code == 200
+        assert list(left)[-1] == {
+            "error": "the server was stopped",
+            "error_type": "Service Unavailable",
+        }
     stopping.join(60)
     assert answers == [200]
     assert tiny.wait_end() == 0
     assert all_gone(family)
+
+
+@contextlib.contextmanager
+def running(tiny: LiveServer, tokens: int) -> Iterator[Iterator[Json]]:
+    """The events of a stream of so many tokens, which has begun."""
+    body = {"inputs": "x", "parameters": {"max_new_tokens": tokens, "ignore_eos": True}}
+    with tiny.client.stream("POST", "/generate_stream", json=body) as reply:
+        told = (json.loads(line[6:]) for line in reply.iter_lines() if line)
+        next(told)
+        yield told

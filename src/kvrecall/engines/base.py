@@ -111,6 +111,7 @@ class GenerateRequest:
     LoRA adapter. The lower ``priority``, the earlier it is served; requests of routes that know
     no priority have 0. ``timeout_s`` shortens the server's limit for the whole (0: it does not).
     With ``stream`` an update follows each step, otherwise there is one update with everything.
+    With ``paced`` updates tell their pace.
     """
 
     request_id: str
@@ -121,6 +122,20 @@ class GenerateRequest:
     adapter: str | None = None
     priority: int = 0
     timeout_s: float = 0.0
+    paced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How the engine went about a request.
+
+    ``queued_s`` is the time until it first had a place in a step, None if the engine does not
+    tell. ``batch_sizes``: of the step of a streamed update, or of each step of a whole answer, how
+    many sequences got a token; empty if that is not known.
+    """
+
+    queued_s: float | None = None
+    batch_sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +164,7 @@ class Update:
     prompt_tokens: int
     split: RecallSplit
     prefill: tuple[Token, ...] = ()
+    pace: Pace = Pace()
 
 
 class Fault(StrEnum):
@@ -190,6 +206,8 @@ class Load:
     max_running: int
     blocks: int  # of the device cache
     used_share: float  # of these blocks, 0 to 1
+    prompt_throughput: float = 0.0  # tokens a second, over the last seconds
+    generation_throughput: float = 0.0
 
     @property
     def busy(self) -> bool:
@@ -238,8 +256,15 @@ class Engine(Generator, Protocol):
     def drain(self) -> None:
         """Refuses requests from now on; those that run go on."""
 
+    async def end_all(self) -> None:
+        """Ends all requests, now and those that come: they fail with Fault.BUSY."""
+
     async def alive(self) -> bool:
         """Whether the engine's processes are there."""
+
+    async def models(self) -> Sequence[Mapping[str, object]]:
+        """What can be asked for, as the OpenAI API describes it: the model by each of its names,
+        and its adapters."""
 
     async def tokens(self, text: str) -> Sequence[str]:
         """The texts of the tokens of ``text``, no special ones added. Raises GenerateError."""
@@ -249,16 +274,24 @@ class Engine(Generator, Protocol):
         effect on one that has ended."""
 
 
+MAX_N = 128
+"""Sequences one request may ask for where nothing else is configured; MindIE's default of maxN."""
+
+MOST_N = 8192
+"""The most that can be configured, as in MindIE."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on what a request may ask for and how long it may take. 0 means no bound."""
+    """Bounds on what a request may ask for and how long it may take. 0 means no bound, but for
+    ``max_n``: one request must not be able to fill the server."""
 
     token_timeout_s: float = 0.0  # for each step of output, the first included
     total_timeout_s: float = 0.0
     max_input_tokens: int = 0
     truncation: Literal["error", "left", "right"] = "error"  # for prompts beyond max_input_tokens
     max_new_tokens: int = 0
-    max_n: int = 0  # of n and best_of
+    max_n: int = MAX_N  # of n, best_of and the width of a beam
 
 
 class Tls(Protocol):

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvrecall.config import default_socket
-from kvrecall.engines.base import Role
+from kvrecall.engines.base import MAX_N, MOST_N, Role
 from kvrecall.errors import ConfigError, KvrecallError
 from kvrecall.server import launch
 from kvrecall.server.plan import Plan
@@ -34,6 +34,9 @@ _PoolConfig = Annotated[
     _option("pool.json with any setting of the pool; the options below win over it.", _POOL),
 ]
 _Port = Annotated[int, _option("Port to listen on.", min=1, max=65535)]
+_MaxN = Annotated[
+    int, _option("Most sequences of a request: n, best_of, beams.", _ENGINE, min=1, max=MOST_N)
+]
 _AsyncWrite = Annotated[
     bool | None,
     _option(
@@ -91,6 +94,7 @@ def serve(
         str | None, _option("Device KV cache: 2GiB [CPU: a quarter of what is free]", _ENGINE)
     ] = None,
     enforce_eager: _Eager = None,
+    max_n: _MaxN = MAX_N,
 ) -> None:
     """Serve a model: OpenAI and MindIE/TGI routes, with recall from the pool."""
     raise typer.Exit(_run(_asked(locals()), config))
@@ -123,6 +127,7 @@ def _asked(given: Mapping[str, Any]) -> launch.Asked:
         extra_args=words,
         role=given["role"],
         retrieval=given["retrieval"],
+        max_n=given["max_n"],
     )
 
 

@@ -83,7 +83,7 @@ def endpoint(info: EngineInfo, plan: Plan) -> Json:
         "max_input_length": _longest_prompt(info, plan),
         "max_batch_prefill_tokens": info.max_step_tokens,
         "max_batch_total_tokens": info.blocks * info.block_size,
-        "max_best_of": limits.max_n or 128,
+        "max_best_of": limits.max_n,
         "version": info.version,
         **dict.fromkeys(unknown.split()),
     }

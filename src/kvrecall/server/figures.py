@@ -1,8 +1,8 @@
 """The metrics of the engine and the pool under MindIE's names, beside those of vLLM.
 
 Values are vLLM's and the connector's own, added up over the engines of the server; nothing is
-counted twice. The names are those of ``prometheus_metrics.cpp`` in Ascend/MindIE-LLM (April 2026)
-without its two average throughputs, which the rates of the token counters give.
+counted twice. The names are those of ``prometheus_metrics.cpp`` in Ascend/MindIE-LLM (April 2026).
+Its two throughputs are averages over the last seconds here, there those of the last batch.
 ``request_received_total`` counts what reached the engine: a request that is refused before (a body
 that cannot be read, too many links) is in no figure.
 """
@@ -67,6 +67,12 @@ class MindieFigures(Collector):
         for name, theirs in _GAUGES.items():
             yield self._gauge(name, f"As {theirs}.", total(families.get(theirs)))
         yield self._gauge("num_requests_swapped", "vLLM never swaps: 0.", 0)
+        load = self._load()
+        for name, rate in (
+            ("avg_prompt_throughput_toks_per_s", load.prompt_throughput),
+            ("avg_generation_throughput_toks_per_s", load.generation_throughput),
+        ):
+            yield self._gauge(name, "Tokens a second over the last seconds, 0 if idle.", rate)
         used = total(families.get("kvrecall_tier_used_bytes"), tier="host")
         room = total(families.get("kvrecall_tier_capacity_bytes"), tier="host")
         yield self._gauge(

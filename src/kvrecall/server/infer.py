@@ -5,7 +5,6 @@ Ascend/MindIE-LLM (April 2026), which serves both routes, and of MindIE's docume
 (hiascend.com, mindie_service0010). The documents print a streamed token's id as a number, the
 source writes a list: a list it is. Where MindIE gives ``token.text`` null in the last event,
 whatever text there still is stands there, so that the pieces always add up to ``generated_text``.
-``prompt_tokens`` and ``recall`` are ours.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from kvrecall.engines.base import GenerateRequest, Update
+from kvrecall.server.details import ended
 from kvrecall.server.parameters import Parameters, Strict
 
 Ids = Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(min_length=1)]
@@ -71,7 +71,7 @@ def reply(body: InferBody, update: Update) -> dict[str, object]:
     result: dict[str, object] = {"generated_text": update.text}
     if body.wanted.details:
         ids = [token.id for token in update.tokens]
-        result["details"] = _details(body, update, len(ids)) | {"generated_token_ids": ids}
+        result["details"] = ended(update, len(ids), body.wanted.seed) | {"generated_token_ids": ids}
     return result
 
 
@@ -102,17 +102,7 @@ class EventWriter:
             },
         }
         if update.finish is not None:
-            told = self._body.wanted.details
-            made["generated_text"] = self._text
-            made["details"] = _details(self._body, update, self._count) if told else None
+            wanted = self._body.wanted
+            details = ended(update, self._count, wanted.seed) if wanted.details else None
+            made |= {"generated_text": self._text, "details": details}
         yield made
-
-
-def _details(body: InferBody, update: Update, generated: int) -> dict[str, object]:
-    return {
-        "finish_reason": update.finish,
-        "generated_tokens": generated,
-        "seed": body.wanted.seed,
-        "prompt_tokens": update.prompt_tokens,
-        "recall": update.split.as_dict(),
-    }

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvrecall.config import RecallSettings, parse_size
-from kvrecall.engines.base import Limits, Role, ServeSpec
+from kvrecall.engines.base import MAX_N, Limits, Role, ServeSpec
 from kvrecall.errors import ConfigError, EngineError
 from kvrecall.jsonfile import read_json
 from kvrecall.server import preflight
@@ -40,6 +40,7 @@ class Asked:
     extra_args: tuple[str, ...] = ()
     role: Role = Role.BOTH
     retrieval: bool = False
+    max_n: int = MAX_N
 
 
 def plan_model(asked: Asked) -> Plan:
@@ -60,7 +61,7 @@ def plan_model(asked: Asked) -> Plan:
             options={**ENGINE_DEFAULTS, **engine},
             extra_args=asked.extra_args,
             recall=_pool_settings(asked),
-            limits=Limits(),
+            limits=Limits(max_n=asked.max_n),
             role=asked.role,
             retrieval=asked.retrieval,
         )

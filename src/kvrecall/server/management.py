@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+from collections.abc import Callable
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
@@ -24,34 +25,54 @@ log = logging.getLogger("kvrecall.server")
 _PROBE_LIMIT_S = 600
 _OUT_OF_TIME = 500
 _POLL_S = 0.05
+_FORCED_S = 2.0
+"""Time for the replies of requests that were ended by force."""
 
 
 class Stopping:
-    """Ends the server when asked: nothing new is taken, what runs may end, within a bound."""
+    """Ends the server when asked. Nothing new is taken; what runs may end, within a bound, or is
+    ended by force."""
 
     def __init__(self, engine: Engine, bound_s: float = SHUTDOWN_TIMEOUT_S) -> None:
         self._engine = engine
         self._bound_s = bound_s
         self._task: asyncio.Task[None] | None = None
         self._drained = asyncio.Event()
+        self._forced = False
 
     async def drained(self) -> None:
         """Begins and waits until nothing runs any more, or the bound is reached. Asking again
         changes nothing; whether who asks stays or goes away does not matter either."""
-        if self._task is None:
-            self._engine.drain()
-            log.info("stopService: no new requests; running ones may end")
-            self._task = asyncio.create_task(self._end())
+        self._begin("no new requests; running ones may end")
         await self._drained.wait()
 
+    def force(self) -> None:
+        """Ends what runs, also what was let end before. Does not wait."""
+        self._forced = True
+        self._begin("running requests are ended")
+
+    def _begin(self, how: str) -> None:
+        log.info("stopService: %s", how)
+        self._engine.drain()
+        if self._task is None:
+            self._task = asyncio.create_task(self._end())
+
     async def _end(self) -> None:
-        clock = asyncio.get_running_loop().time
-        end = clock() + self._bound_s
-        while self._engine.load().unfinished and clock() < end:
-            await asyncio.sleep(_POLL_S)
+        await self._idle(self._bound_s, lambda: self._forced)
+        if self._forced:
+            await asyncio.sleep(_POLL_S)  # who asked is answered first
+            await self._engine.end_all()
+            await self._idle(_FORCED_S)
         self._drained.set()
         await asyncio.sleep(_POLL_S)  # who asked is answered first
         os.kill(os.getpid(), signal.SIGTERM)  # the engine's own way to end, see serving.py
+
+    async def _idle(self, seconds: float, enough: Callable[[], bool] = lambda: False) -> None:
+        """Waits until no request runs or it is ``enough``, at most so long."""
+        clock = asyncio.get_running_loop().time
+        end = clock() + seconds
+        while self._engine.load().unfinished and not enough() and clock() < end:
+            await asyncio.sleep(_POLL_S)
 
 
 def management_router(engine: Engine, plan: Plan, figures: MindieFigures) -> APIRouter:
@@ -68,8 +89,11 @@ def management_router(engine: Engine, plan: Plan, figures: MindieFigures) -> API
         return JSONResponse(vector.told())
 
     @router.api_route("/stopService", methods=["GET", "POST"])
-    async def stop_service() -> Response:
-        await stopping.drained()
+    async def stop_service(mode: str = "") -> Response:
+        if mode == "Force":  # in this spelling, as in MindIE
+            stopping.force()
+        else:
+            await stopping.drained()
         return Response()
 
     return router

@@ -73,7 +73,7 @@ class Plan:
             "prompt": _tokens(limits.max_input_tokens),
             "longer prompts": f"cut ({limits.truncation})" if limits.truncation != "error" else "",
             "answer": _tokens(limits.max_new_tokens),
-            "sequences": f"{limits.max_n} a request" if limits.max_n else "",
+            "sequences": f"{limits.max_n} a request",
             "next token": f"within {limits.token_timeout_s:g} s" if limits.token_timeout_s else "",
             "request": f"within {limits.total_timeout_s:g} s" if limits.total_timeout_s else "",
         }

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
-from kvrecall.engines.base import GenerateError, GenerateRequest, Sampling, Update
+from kvrecall.engines.base import MOST_N, GenerateError, GenerateRequest, Sampling, Update
 from kvrecall.server.parameters import Count, Parameters, Seed, Share, Stops, Strict
 from kvrecall.server.replies import ReplyError
 
@@ -20,8 +20,8 @@ class PromptBody(Strict):
     prompt: Annotated[str, Field(min_length=1)]
     inputs: None = None
     max_tokens: Count = 16
-    n: Annotated[int, Field(ge=1, le=128)] = 1
-    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_N)] = 1
+    best_of: Annotated[int, Field(ge=1, le=MOST_N)] | None = None
     use_beam_search: bool = False
     length_penalty: Annotated[float, Field(ge=-100, le=100)] = 1.0
     early_stopping: bool | None = None
@@ -56,8 +56,8 @@ class PromptBody(Strict):
             raise ValueError("best_of and use_beam_search exclude each other; n is the width")
         if several and self.temperature == 0 and not self.use_beam_search:
             raise ValueError("n and best_of must be 1 when temperature is 0 (greedy)")
-        if self.stream and (self.use_beam_search or (self.best_of or 1) > 1):
-            raise ValueError("best_of and use_beam_search cannot be streamed")
+        if self.stream and (self.use_beam_search or self.best_of not in (None, self.n)):
+            raise ValueError("best_of above n and use_beam_search cannot be streamed")
         return self
 
     def ignored(self) -> list[str]:
@@ -68,6 +68,7 @@ class PromptBody(Strict):
 def to_request(body: PromptBody) -> GenerateRequest:
     """What the engine is to do for ``body``."""
     default = 0.0 if body.use_beam_search else 1.0
+    ranked = (body.best_of or 1) > 1 and not body.stream
     return GenerateRequest(
         request_id=f"gen-{uuid.uuid4().hex}",
         prompt=body.prompt,
@@ -86,7 +87,7 @@ def to_request(body: PromptBody) -> GenerateRequest:
             ignore_eos=body.ignore_eos,
             skip_special_tokens=body.skip_special_tokens,
             n=body.n,
-            best_of=body.best_of if (body.best_of or 1) > 1 else None,
+            best_of=body.best_of if ranked else None,
             beam=body.use_beam_search,
             length_penalty=body.length_penalty,
         ),

@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
 from kvrecall.engines.base import Fault, GenerateError
@@ -24,6 +25,7 @@ ERROR_TYPES = {
     503: "Service Unavailable",
 }
 
+_GONE = "the client closed the connection"  # seen by nobody
 _STATUS = {
     Fault.INPUT: 422,
     Fault.UNKNOWN: 404,
@@ -63,8 +65,12 @@ def event(value: object) -> str:
 
 
 async def json_object(request: Request) -> dict[str, Any]:
-    """The request's body, a JSON object. Raises ReplyError 422."""
-    raw = await request.body()
+    """The request's body, a JSON object. Raises ReplyError 422, and 499 when the client goes away
+    before its end."""
+    try:
+        raw = await request.body()
+    except ClientDisconnect as error:
+        raise ReplyError(499, _GONE) from error
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -83,7 +89,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ReplyError(499, "the client closed the connection")
+        raise ReplyError(499, _GONE)
     finally:
         for pending in (task, gone):
             pending.cancel()

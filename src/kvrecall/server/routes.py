@@ -33,6 +33,7 @@ def business_router(engine: Engine, plan: Plan) -> APIRouter:
     router = APIRouter(tags=["kvrecall"])
     _add_generate(router, engine)
     _add_infer(router, engine)
+    _add_openai(router, engine)
     _add_tokenizer(router, engine)
     _add_triton(router, engine, plan, RequestNames())
     return router
@@ -67,6 +68,19 @@ def _add_infer(router: APIRouter, engine: Engine) -> None:
         if body.get("input_id") is None:
             raise ReplyError(422, "the body needs input_id (token ids)")
         return await _serve_infer(request, engine, body)
+
+
+def _add_openai(router: APIRouter, engine: Engine) -> None:
+    """What vLLM has not of the OpenAI routes that MindIE serves."""
+
+    @router.get("/v1/models/{model:path}")
+    async def one_model(model: str) -> Response:
+        for card in await engine.models():
+            if card["id"] == model:
+                return JSONResponse(card)
+        error = {"message": f"no model {model!r} is served", "type": "NotFoundError"}
+        told = {"error": {**error, "param": "model", "code": 404}}  # OpenAI's form, as vLLM's
+        return JSONResponse(told, status_code=404)
 
 
 def _add_tokenizer(router: APIRouter, engine: Engine) -> None:

@@ -8,7 +8,8 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from kvrecall.engines.base import GenerateRequest, Token, Update
+from kvrecall.engines.base import MOST_N, GenerateRequest, Token, Update
+from kvrecall.server.details import ended
 from kvrecall.server.parameters import Parameters, Strict
 from kvrecall.server.replies import ReplyError
 
@@ -20,7 +21,7 @@ class TgiParameters(Parameters):
     decoder_input_details: bool | None = None
     return_full_text: bool | None = None
     adapter_id: str | None = None
-    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MOST_N)] | None = None
 
     # Sent by TGI clients by default; only their defaults can be served.
     top_n_tokens: Annotated[int, Field(ge=0, le=0)] | None = None
@@ -77,7 +78,7 @@ def reply(body: TgiBody, updates: Sequence[Update]) -> dict[str, object]:
     wanted, best = body.wanted, updates[0]
     result: dict[str, object] = {"generated_text": _full_text(body, best.text)}
     if wanted.details or wanted.decoder_input_details:
-        details = _details(body, best, len(best.tokens)) | _tokens(best)
+        details = ended(best, len(best.tokens), wanted.seed) | _tokens(best)
         if len(updates) > 1:
             details["best_of_sequences"] = [_sequence(body, update) for update in updates[1:]]
         result["details"] = details
@@ -125,18 +126,8 @@ class EventWriter:
         if update.finish is not None:
             made[-1]["generated_text"] = _full_text(self._body, self._text)
             if self._body.wanted.details:
-                made[-1]["details"] = _details(self._body, update, self._count)
+                made[-1]["details"] = ended(update, self._count, self._body.wanted.seed)
         return made
-
-
-def _details(body: TgiBody, update: Update, generated: int) -> dict[str, object]:
-    return {
-        "finish_reason": update.finish,
-        "generated_tokens": generated,
-        "seed": body.wanted.seed,
-        "prompt_tokens": update.prompt_tokens,
-        "recall": update.split.as_dict(),
-    }
 
 
 def _full_text(body: TgiBody, text: str) -> str:

@@ -3,8 +3,10 @@
 Members are those of ``single_req_triton_{text,token}_infer_interface.cpp`` in Ascend/MindIE-LLM
 (April 2026) and of MindIE's documents of 2.1 to 2.3 (hiascend.com, mindie_service0009, 0084 and
 0089). Documents and source differ in where a token request's parameters stand, beside ``inputs``
-or within its one input: both work here. ``batch_size`` and ``queue_wait_time`` are null: vLLM does
-not tell them of a step. ``prompt_tokens``, ``recall`` and a token reply's ``parameters`` are ours.
+or within its one input: both work here. ``batch_size`` is that of each step, as in MindIE.
+``queue_wait_time`` (microseconds) is the wait until the first step only: what runs in vLLM is part
+of each step, and waits for none until it is preempted, of which vLLM tells no times. A token
+reply's ``parameters`` are ours.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from kvrecall.engines.base import GenerateRequest, Update
+from kvrecall.server.details import counted
 from kvrecall.server.infer import Ids
 from kvrecall.server.parameters import Parameters, Strict
 
@@ -116,6 +119,7 @@ def to_request(body: TextBody | TokenBody, stream: bool) -> GenerateRequest:
         stream=stream,
         priority=wanted.engine_priority,
         timeout_s=wanted.timeout or 0,
+        paced=bool(wanted.details),
     )
 
 
@@ -167,7 +171,7 @@ class EventWriter:
         self._count += len(update.tokens)
         made = _text(self._body, self._asked, self._model, update.text)
         if self._body.wanted.details:
-            made["details"] = _details(update, self._count)
+            made["details"] = _details(update, self._count, first)
             made["prefill_time"] = took if first else None
             made["decode_time"] = None if first else took
         yield made
@@ -182,14 +186,22 @@ def _text(body: TextBody, asked: GenerateRequest, model: str, text: str) -> dict
     }
 
 
-def _details(update: Update, generated: int) -> dict[str, object]:
-    """``finish_reason`` stands in the last update only."""
-    ended = {} if update.finish is None else {"finish_reason": update.finish}
-    unknown = ("first_token_cost", "decode_cost", "batch_size", "queue_wait_time")
+def _details(update: Update, generated: int, first: bool | None = None) -> dict[str, object]:
+    """``finish_reason`` stands in the last update only. Of a whole answer (``first`` None) batches
+    and waits are lists, of an event numbers: of its own step, of whether it is the ``first``."""
+    sizes, queued = list(update.pace.batch_sizes), update.pace.queued_s
+    wait = None if queued is None else round(queued * 1e6)
+    step: dict[str, object] = {
+        "batch_size": sizes[-1] if sizes else None,
+        "queue_wait_time": wait if first else None,
+    }
+    whole: dict[str, object] = {
+        "batch_size": sizes or None,
+        "queue_wait_time": None if wait is None else [wait],
+    }
     return {
-        **ended,
-        "generated_tokens": generated,
-        **dict.fromkeys(unknown),
-        "prompt_tokens": update.prompt_tokens,
-        "recall": update.split.as_dict(),
+        **({} if update.finish is None else {"finish_reason": update.finish}),
+        **counted(update, generated),
+        **dict.fromkeys(("first_token_cost", "decode_cost")),  # null in MindIE too
+        **(whole if first is None else step),
     }

@@ -113,16 +113,18 @@ class _Bounded:
             return self._refused(f"best_of is {best_of!r}; allowed: 1 or more")
         if request.use_beam_search and best_of != request.n:
             return self._refused("best_of and use_beam_search exclude each other")
-        if request.stream and best_of > 1:
-            return self._refused("best_of cannot be streamed; leave out stream or best_of")
-        if (best_of, request.n) != (1, 1):
+        if request.stream and best_of != (request.n or 1):
+            return self._refused("best_of above n cannot be streamed; leave out stream or best_of")
+        if (best_of, request.n) != (1, 1) and not request.stream:
             request.vllm_xargs = {**(request.vllm_xargs or {}), ranking.KEY: best_of}
         return None
 
-    def beam_search(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
-        """vLLM's, whose steps are requests of their own, within the limit for the whole."""
-        found = super().beam_search(*args, **kwargs)  # type: ignore[misc]
-        return self.engine_client.timed(found, 0.0, stepwise=False)  # type: ignore[attr-defined]
+    def beam_search(
+        self, prompt: Any, request_id: str, params: Any, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """vLLM's, within the limits; the server lets it end like any request."""
+        found = super().beam_search(prompt, request_id, params, *args, **kwargs)  # type: ignore[misc]
+        return self.engine_client.searched(found, params.beam_width)  # type: ignore[attr-defined]
 
     def _refused(self, message: str) -> ErrorResponse:
         return cast(ErrorResponse, self.create_error_response(message))  # type: ignore[attr-defined]

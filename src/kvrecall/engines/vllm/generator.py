@@ -5,7 +5,7 @@ Prompts go through vLLM's own renderer, so that the same text gives the same blo
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from kvrecall.engines.base import (
     GenerateRequest,
     Limits,
     Load,
+    Pace,
     RecallSplit,
     Sampling,
     Token,
@@ -41,7 +42,7 @@ from kvrecall.engines.base import (
 )
 from kvrecall.engines.vllm import ranking
 from kvrecall.engines.vllm.answers import Ledger, RecallCompletion
-from kvrecall.engines.vllm.client import RequestTimeoutError, ServedLLM, with_timeout
+from kvrecall.engines.vllm.client import STOPPED, RequestTimeoutError, ServedLLM, with_timeout
 from kvrecall.engines.vllm.journal import VllmInsight
 
 
@@ -72,6 +73,10 @@ class VllmEngine:
         """See Engine.drain."""
         self._engine.draining = True
 
+    async def end_all(self) -> None:
+        """See Engine.end_all."""
+        await self._engine.end_all()
+
     async def alive(self) -> bool:
         """See Engine.alive."""
         try:
@@ -81,15 +86,23 @@ class VllmEngine:
         return True
 
     def load(self) -> Load:
-        """See Engine.load. All but ``unfinished`` is as of the engine's last step."""
+        """See Engine.load. Running, waiting and used are as of the engine's last step."""
+        prompts, answers = self._engine.steps.throughputs()
         return Load(
             running=int(_gauge("vllm:num_requests_running")),
             waiting=int(_gauge("vllm:num_requests_waiting")),
-            unfinished=self._engine.get_num_unfinished_requests(),
+            unfinished=max(self._engine.get_num_unfinished_requests(), self._engine.searches),
             max_running=self.info.max_running,
             blocks=self.info.blocks,
             used_share=_gauge("vllm:kv_cache_usage_perc"),
+            prompt_throughput=prompts,
+            generation_throughput=answers,
         )
+
+    async def models(self) -> Sequence[Mapping[str, object]]:
+        """See Engine.models."""
+        found = await self._handler.models.show_available_models()
+        return [card.model_dump() for card in found.data]
 
     async def tokens(self, text: str) -> Sequence[str]:
         """See Engine.tokens. Bytes of a character that is split over tokens go with its last."""
@@ -121,9 +134,13 @@ class VllmEngine:
             async for output in outputs:
                 ledger.note(output)
                 prompt_tokens = len(output.prompt_token_ids or ()) or prompt_tokens
-                prefill = self._prefill(output)
+                more = {
+                    "prompt_tokens": prompt_tokens,
+                    "prefill": self._prefill(output),
+                    "pace": self._pace(request, output.metrics),
+                }
                 for sequence in output.outputs:
-                    yield self._update(request, sequence, prompt_tokens, ledger, prefill)
+                    yield self._update(request, sequence, ledger, more)
         finally:
             await outputs.aclose()
             self._stopped.discard(request.request_id)
@@ -208,9 +225,8 @@ class VllmEngine:
         self,
         request: GenerateRequest,
         sequence: CompletionOutput,
-        prompt_tokens: int,
         ledger: Ledger,
-        prefill: tuple[Token, ...],
+        more: dict[str, Any],
     ) -> Update:
         named = request.sampling.logprobs and sequence.logprobs is not None
         ids = list(sequence.token_ids) if named else []
@@ -224,10 +240,26 @@ class VllmEngine:
                 for token, text, place, flag in zip(ids, texts, found, special, strict=True)
             ),
             text=sequence.text,
-            finish=_finish(sequence, request.request_id in self._stopped),
-            prompt_tokens=prompt_tokens,
-            split=ledger.split() or RecallSplit(computed=prompt_tokens),
-            prefill=prefill,
+            finish=self._finish(request, sequence),
+            split=ledger.split() or RecallSplit(computed=more["prompt_tokens"]),
+            **more,
+        )
+
+    def _finish(self, request: GenerateRequest, sequence: CompletionOutput) -> Finish | None:
+        if sequence.finish_reason == "abort" and self._engine.ended:
+            raise GenerateError(Fault.BUSY, STOPPED)
+        return _finish(sequence, request.request_id in self._stopped)
+
+    def _pace(self, request: GenerateRequest, stats: Any) -> Pace:
+        """``stats`` are vLLM's of the request (RequestStateStats), None if they are off."""
+        if not request.paced or stats is None or not stats.scheduled_ts:
+            return Pace()
+        first = stats.last_token_ts if request.stream else stats.first_token_ts
+        sizes = self._engine.steps.sizes(first, stats.last_token_ts)
+        foreign = stats.num_preemptions or len(sizes) > stats.num_generation_tokens
+        return Pace(
+            queued_s=stats.scheduled_ts - stats.queued_ts,
+            batch_sizes=() if foreign and not request.stream else sizes,
         )
 
     def _prefill(self, output: RequestOutput) -> tuple[Token, ...]:

@@ -57,7 +57,7 @@ def _view(request_id: str, phase: Phase, began: float, last: RequestOutput | Non
     return RequestView(
         id=request_id,
         phase=phase,
-        began=began,
+        began=began if stats is None else min(began, stats.arrival_time),  # as the first token's
         ended=time.time(),
         prompt_tokens=len(last.prompt_token_ids or ()) if last is not None else 0,
         output_tokens=int(stats.num_generation_tokens) if stats is not None else None,

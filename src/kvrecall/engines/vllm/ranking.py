@@ -14,8 +14,6 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 KEY = "kvrecall_best_of"
-MOST = 128
-"""Bound of best_of where the configuration has none; MindIE's own default of maxN."""
 
 _GREEDY = 1e-5  # vLLM's own bound of temperatures it takes for 0
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from kvrecall.config import RecallSettings
-from kvrecall.engines.base import Limits, ServeSpec
+from kvrecall.engines.base import MAX_N, Limits, ServeSpec
 from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import Document, JsonPath, read_json
 from kvrecall.pool.remote.mooncake import MooncakeSettings
@@ -156,8 +156,18 @@ class _Planner:
             max_input_tokens=most,
             truncation=_truncation(self._deploy.truncation),
             max_new_tokens=self._schedule.maxIterTimes,
-            max_n=self._schedule.maxN,
+            max_n=self._most_sequences(),
         )
+
+    def _most_sequences(self) -> int:
+        most, batch = self._schedule.maxN, self._schedule.maxBatchSize
+        if most is not None and most > batch:
+            raise problem(
+                self._document,
+                (*_SCHEDULE, "maxN"),
+                f"is {most}; allowed: at most maxBatchSize, which is {batch}",
+            )
+        return min(MAX_N, batch) if most is None else most
 
     # Engine
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from kvrecall.engines.base import MOST_N
 from kvrecall.server.mindie.fields import (
     Names,
     Path,
@@ -193,7 +194,12 @@ class ScheduleSection(Section):
     supportSelectBatch: bool | None = idle(_SCHEDULER)
     maxQueueDelayMicroseconds: int | None = idle(_SCHEDULER, ge=0)
     maxFirstTokenWaitTime: int | None = idle(_SCHEDULER, ge=0)
-    maxN: int = acts("most sequences of a request: n, best_of", 128, ge=1, le=128)
+    maxN: int | None = acts(
+        "most sequences of a request: n, best_of, beams; null = 128 or maxBatchSize, the less",
+        None,
+        ge=1,
+        le=MOST_N,
+    )
     enablePrefixCache: Any = retired("use plugin_params prefix_cache")
     enableSplit: bool | None = retired("use templateType Mix or plugin_params splitfuse")
     splitType: bool | None = idle(_SCHEDULER)
