@@ -20,9 +20,10 @@ from vllm.v1.request import Request, RequestStatus
 from kvrecall.block import Namespace
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm import compat
+from kvrecall.engines.vllm.facts import EngineFacts
 from kvrecall.engines.vllm.retrieval.offloader import PATIENCE, Offloader
 from kvrecall.engines.vllm.retrieval.spec import OffloadableSpec
-from kvrecall.engines.vllm.scheduler_side import EngineFacts, RecallScheduler
+from kvrecall.engines.vllm.scheduler_side import RecallScheduler
 from kvrecall.engines.vllm.wire import Load, OffloadOrders, StepOrders, StepReport
 from kvrecall.pool import Pool
 from kvrecall.retrieval.gate import Gate
