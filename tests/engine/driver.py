@@ -123,10 +123,9 @@ class Host:
         return {"tiers": tiers, **plain}
 
     def namespace(self) -> dict[str, str]:
-        self.connector()._s._space(_Plain())
-        return dict(self.connector()._s._namespace.parts)
+        return dict(self.connector()._s._spaces.of(_Plain()).parts)
 
-    def flush(self, seconds: float = 20.0) -> bool:
+    def flush(self, seconds: float = 60.0) -> bool:
         """Waits until all queued writes are on disk."""
         import time
 
