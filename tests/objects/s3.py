@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from typing import IO
 
 import httpx
+
+from kvrecall.testing.ports import free_port
 
 BUCKET = "blocks"
 
@@ -43,9 +44,7 @@ class Server:
 
 @contextmanager
 def s3_server() -> Iterator[Server]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from server.live import KVRECALL, START_LIMIT_S, LiveServer, free_port
+from server.live import KVRECALL, START_LIMIT_S, LiveServer
+
+from kvrecall.testing.ports import free_port
 
 Json = dict[str, Any]
 
