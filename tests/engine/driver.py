@@ -122,6 +122,12 @@ class Host:
         plain = {n: getattr(stats, n) for n in ("leases", "reserved", "queued_writes", "refused")}
         return {"tiers": tiers, **plain}
 
+    def service(self) -> str | None:
+        """Which life of the pool service the engine is joined to; None if to none."""
+        pool = self.connector()._pool
+        life = pool._next or pool._life
+        return None if life is None or life.is_over else life.boot.hex()
+
     def namespace(self) -> dict[str, str]:
         return dict(self.connector()._s._spaces.of(_Plain()).parts)
 

@@ -91,7 +91,7 @@ def nodes(master: Master) -> Iterator[list[Node]]:
 
 
 def tier_of(node: Node, prefix: str) -> RemoteTier:
-    tier = RemoteTier(Apart(node, prefix), RemoteConfig("mooncake"))
+    tier = RemoteTier(Apart(node, prefix), RemoteConfig("mooncake", call_deadline_s=60.0))
     tier.register(NAMESPACE, BLOCK_BYTES)
     return tier
 

@@ -59,7 +59,7 @@ def save(pool: Pool, keys: list[BlockKey], flush: bool = True) -> None:
         pool.arena.view(reservation.offset, NBYTES)[:] = content(key, NBYTES)
     pool.commit(keys)
     if flush:
-        assert pool.flush(keys, 10.0)
+        assert pool.flush(keys, 60.0)
 
 
 def find(pool: Pool, keys: list[BlockKey]) -> Found:

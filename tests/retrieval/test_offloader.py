@@ -233,7 +233,7 @@ def test_what_went_to_the_disk_is_brought_back_first(tmp_path: Path) -> None:
         bench.prefill(request)
         state = bench.side.state_of("r")
         assert state is not None
-        assert pool.flush(state.keys(25), 10.0)
+        assert pool.flush(state.keys(25), 60.0)
         bench.end(bench.begun("other", 400, 1000))
         assert pool.stats().tiers[0].evictions > 0
         for _ in range(200):

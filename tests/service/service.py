@@ -63,7 +63,7 @@ class Service:
     def stop(self) -> int:
         """SIGTERM; the exit status."""
         self.process.terminate()
-        return self.process.wait(20)
+        return self.process.wait(60)
 
     def pause(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
@@ -71,7 +71,7 @@ class Service:
     def resume(self) -> None:
         self.process.send_signal(signal.SIGCONT)
 
-    def client(self, call_timeout_s: float = 1.0) -> ServiceClient:
+    def client(self, call_timeout_s: float = 10.0) -> ServiceClient:
         return ServiceClient(self.socket, call_timeout_s)
 
     def look(self) -> Overview:

@@ -57,7 +57,7 @@ def service(tmp_path: Path) -> Iterator[ServiceThread]:
         (TWO, 5, "d", SHARED),
     ):
         engine.save(chain(name, length, salt), tenant)
-        assert client.flush(chain(name, length, salt), 20.0)
+        assert client.flush(chain(name, length, salt), 60.0)
     engine.close()
     client.close()
     yield service
@@ -269,7 +269,7 @@ def test_an_index_of_the_version_before_is_carried_over(tmp_path: Path) -> None:
         assert len(engine.recall(keys)) == 10
         assert [use.tenant for use in after.steward.disk.uses()] == [SHARED]  # type: ignore[union-attr]
         engine.save(chain(ONE, 3, "more"), ANN)
-        assert after.flush(chain(ONE, 3, "more"), 20.0)
+        assert after.flush(chain(ONE, 3, "more"), 60.0)
         engine.close()
 
 

@@ -63,7 +63,7 @@ def fill(service: Service, blocks: int = 20) -> None:
         engine = Engine(client, size)
         engine.save(chain(name, blocks))
         engine.close()
-        assert client.flush(chain(name, blocks), 20.0)
+        assert client.flush(chain(name, blocks), 60.0)
     client.close()
 
 
@@ -78,7 +78,7 @@ def test_sigterm_stores_what_is_queued_and_ends_in_order(service: Service) -> No
     assert service.stop() == 0
     assert not service.socket.exists()
     service.start()
-    wait_until(lambda: client.find(keys).tiers == (TierName.DISK,) * 100, 10.0)
+    wait_until(lambda: client.find(keys).tiers == (TierName.DISK,) * 100)
     engine.close()
     client.close()
 
@@ -122,7 +122,7 @@ def test_serve_reads_pool_json(tmp_path: Path) -> None:
     assert process.stdout is not None
     assert "host 16.0 MiB, disk none" in process.stdout.readline()
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
 
 
 @pytest.mark.parametrize("command", ["serve", "stat", "ls", "verify", "drop", "clear"])
@@ -231,14 +231,14 @@ def test_a_namespace_too_large_for_the_arena_is_named(service: Service) -> None:
 def test_blocks_that_are_not_used_expire(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     disk = DiskConfig(tmp_path / "disk", 64 << 20)
-    terms = PoolTerms(tenants=TenantRules(TenantTerms(ttl_s=1.0)))
+    terms = PoolTerms(tenants=TenantRules(TenantTerms(ttl_s=3.0)))
     service = ServiceThread(PoolConfig(16 << 20, disk, terms=terms), tmp_path / "sock")
     client = ServiceClient(tmp_path / "sock", call_timeout_s=5.0)
     client.register(ONE, SIZES[ONE])
     engine = Engine(client, SIZES[ONE])
     engine.save(chain(ONE, 10))
     assert client.find(chain(ONE, 10)).blocks == 10
-    wait_until(lambda: client.find(chain(ONE, 10)).blocks == 0, 10.0)
+    wait_until(lambda: client.find(chain(ONE, 10)).blocks == 0)
     engine.close()
     client.close()
     service.close()

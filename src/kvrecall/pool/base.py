@@ -118,7 +118,7 @@ class PoolStats:
 
 
 class PoolClient(Protocol):
-    """The pool as an engine sees it: embedded in its process or (later) a node service."""
+    """The pool as an engine sees it: one embedded in its process, or the service of its node."""
 
     def arena_handle(self) -> ArenaHandle: ...
 
