@@ -152,6 +152,21 @@ def test_several_samples_and_beams(engine: Engine) -> None:
     nothing_held(engine)
 
 
+def test_a_seed_gives_the_same_tokens_however_the_prefill_is_cut(engine: Engine) -> None:
+    """Computed in three steps, recalled but for the last block, and beside another prompt. It
+    ended vLLM's CPU engine."""
+    prompt, sampling = prompt_of(9 * BLOCK + 9, 71), {"temperature": 0.8, "seed": 3}
+    computed = engine.ask(prompt, **sampling)["tokens"]
+    assert engine.forget_device()
+    recalled = engine.ask(prompt, **sampling)
+    assert hits(recalled) == (0, 9 * BLOCK, 0)
+    assert recalled["tokens"] == computed
+    assert engine.forget_all()
+    beside = engine.generate(prompts=[prompt_of(3 * BLOCK + 50, 72), prompt], **sampling)
+    assert beside[1]["tokens"] == computed
+    assert engine.ask(prompt, temperature=0.8, seed=4)["tokens"] != computed
+
+
 def test_preempted_requests_are_right(engine: Engine) -> None:
     """Four sequences that outgrow the device together: some are preempted, and come back from
     the pool. In float32, where a batch and a request alone choose the same tokens."""

@@ -38,6 +38,7 @@ class Server:
             "endpoint": self.endpoint,
             "region": "us-east-1",
             "options": keys,
+            "timeout": 60,  # of a busy machine
             **more,
         }
 
