@@ -84,17 +84,16 @@ class RecallScheduler:
         state = self._state(request)
         if request.num_preemptions == 0:
             state.device_tokens = computed_tokens
-        if state.space is None or state.failed_load or request.skip_reading_prefix_cache:
-            return 0, False
-        if not self._facts.recalls:
+        if not self._may_recall(state):
             return 0, False
         start = computed_tokens // self._facts.block_size
         if state.claim is not None and state.claim.start != start:
             self._drop_claim(state)
-        if state.claim is None and self._must_await(state, start):
-            return None, False
-        if state.claim is None and not self._claim(state, start):
-            return (None if state.asking else 0), False
+        if state.claim is None:
+            if self._must_await(state, start):
+                return None, False
+            if not self._claim(state, start):
+                return (None if state.asking else 0), False
         assert state.claim is not None
         recall = self._poll(state.claim)
         if recall.state is RecallState.PENDING:
@@ -107,6 +106,11 @@ class RecallScheduler:
             end = start + len(recall.offsets)
             self.offloader.expect(request.request_id, start, end)
         return len(recall.offsets) * self._facts.block_size, True
+
+    def _may_recall(self, state: RequestState) -> bool:
+        if not self._facts.recalls or state.space is None or state.failed_load:
+            return False
+        return not state.request.skip_reading_prefix_cache
 
     def _must_await(self, state: RequestState, start: int) -> bool:
         """Whether blocks that were promised are not in the pool yet and may still come."""
