@@ -9,11 +9,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
 
 from kvrecall.block import TierName
 from kvrecall.config import (
@@ -27,12 +24,12 @@ from kvrecall.config import (
 from kvrecall.errors import ConfigError
 from kvrecall.pool.open import open_pool
 from kvrecall.pool.pool import Pool
-from kvrecall.pool.service.cli import app
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.serving import ServiceThread
 from kvrecall.testing.blocks import chain, namespace, wait_until
 from kvrecall.testing.pool_contract import Engine
 
+from .command import as_json, pool
 from .service import Service
 
 ONE, TWO = namespace("one"), namespace("two")
@@ -43,17 +40,6 @@ SIZES = {ONE: 60_000, TWO: 9_000}
 def service(tmp_path: Path) -> Iterator[Service]:
     with Service(tmp_path / "service") as service:
         yield service
-
-
-def pool(*words: object) -> Result:
-    """``kvrecall pool ...``"""
-    return CliRunner().invoke(app, list(map(str, words)))
-
-
-def as_json(*words: object) -> Any:
-    done = pool(*words, "--json")
-    assert done.exit_code == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 def fill(service: Service, blocks: int = 20) -> None:
