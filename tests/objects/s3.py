@@ -14,6 +14,7 @@ from typing import IO
 
 import httpx
 
+from kvrecall.testing.kin import as_child
 from kvrecall.testing.ports import free_port
 
 BUCKET = "blocks"
@@ -46,7 +47,7 @@ class Server:
 @contextmanager
 def s3_server() -> Iterator[Server]:
     port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    command = as_child(sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port))
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         server = Server(process, f"http://127.0.0.1:{port}", log)

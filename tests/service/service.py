@@ -12,6 +12,7 @@ from pathlib import Path
 from kvrecall.pool.service.admin import ServiceAdmin
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.views import Overview
+from kvrecall.testing.kin import as_child
 
 MIB = 1 << 20
 SERVE = """
@@ -44,7 +45,7 @@ class Service:
 
     def start(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, str(self.folder), str(self._host_bytes)],
+            as_child(sys.executable, "-c", SERVE, str(self.folder), str(self._host_bytes)),
             stdout=subprocess.PIPE,
             text=True,
             preexec_fn=self._bound_files if self._most_files else None,

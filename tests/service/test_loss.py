@@ -17,6 +17,7 @@ from kvrecall.block import BlockKey, TierName
 from kvrecall.pool.base import RecallState, Verdict
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.testing.blocks import chain, namespace, wait_until
+from kvrecall.testing.kin import as_child
 from kvrecall.testing.pool_contract import Engine
 
 from .service import Service, Stopwatch
@@ -49,13 +50,28 @@ def saved(client: ServiceClient, blocks: int, name: str = "") -> list[BlockKey]:
     return keys
 
 
+_players: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def no_player_is_left() -> Iterator[None]:
+    """However a test ends."""
+    yield
+    while _players:
+        process = _players.pop()
+        process.kill()
+        process.wait()
+
+
 def player(service: Service, role: str, seed: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(PLAYER), str(service.socket), role, str(seed)],
+    process = subprocess.Popen(
+        as_child(sys.executable, str(PLAYER), str(service.socket), role, str(seed)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
+    _players.append(process)
+    return process
 
 
 def line_of(process: subprocess.Popen[str]) -> str:
