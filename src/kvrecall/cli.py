@@ -1,14 +1,13 @@
 """The ``kvrecall`` command. Importing this module must stay cheap: no engine, no torch.
 
 ``serve`` and ``config`` belong to the server. Other rooms bring commands of their own as typer
-apps; they are looked for in ``_ROOMS`` and imported only when they are called.
+apps; ``_ROOMS`` names them, and they are imported only when they are called.
 """
 
 from __future__ import annotations
 
 import atexit
 import importlib
-import importlib.util
 import logging
 import os
 import sys
@@ -38,7 +37,7 @@ _ROOMS = {
 
 
 def _add_room(name: str, module: str, text: str) -> None:
-    """Adds a command that imports its room's app when it is called, if the room is there."""
+    """Adds a command that imports its room's app when it is called."""
 
     @app.command(
         name,
@@ -51,16 +50,8 @@ def _add_room(name: str, module: str, text: str) -> None:
         sub_app(args=context.args, prog_name=f"kvrecall {name}")
 
 
-def _exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
-
-
 for _name, (_module, _text) in _ROOMS.items():
-    if _exists(_module):
-        _add_room(_name, _module, _text)
+    _add_room(_name, _module, _text)
 
 
 @app.command()

@@ -45,7 +45,7 @@ def save(service: ServiceProcess, count: int, name: str = "") -> list[BlockKey]:
     engine = Engine(client, BLOCK)
     keys = chain(NAMESPACE, count, name)
     engine.save(keys)
-    assert client.flush(keys, 20.0)
+    assert client.flush(keys, 60.0)
     engine.close()
     client.close()
     return keys

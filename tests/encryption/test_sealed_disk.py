@@ -243,7 +243,7 @@ def test_a_pool_by_its_settings(tmp_path: Path) -> None:
             engine = Engine(pool, BLOCK_BYTES)
             if not pool.find(KEYS).blocks:
                 engine.save(KEYS)
-            assert pool.flush(KEYS, 20.0)
+            assert pool.flush(KEYS, 60.0)
             assert len(engine.recall(KEYS)) == len(KEYS)
             engine.close()
         rotate_key_file(path)

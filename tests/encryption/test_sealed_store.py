@@ -129,7 +129,7 @@ def test_a_pool_by_its_settings(tmp_path: Path) -> None:
     with Pool.open(config) as first:
         first.register(NAMESPACE, BLOCK_BYTES)
         Engine(first, BLOCK_BYTES).save(keys)
-        assert first.flush(keys, 20.0)
+        assert first.flush(keys, 60.0)
     stored = SHARED.pop("sealed")
     assert len(stored.values) == 12
     assert not any(content(key, 32) in b"".join(stored.values.values()) for key in keys)

@@ -122,11 +122,16 @@ class Host:
         plain = {n: getattr(stats, n) for n in ("leases", "reserved", "queued_writes", "refused")}
         return {"tiers": tiers, **plain}
 
-    def namespace(self) -> dict[str, str]:
-        self.connector()._s._space(_Plain())
-        return dict(self.connector()._s._namespace.parts)
+    def service(self) -> str | None:
+        """Which life of the pool service the engine is joined to; None if to none."""
+        pool = self.connector()._pool
+        life = pool._next or pool._life
+        return None if life is None or life.is_over else life.boot.hex()
 
-    def flush(self, seconds: float = 20.0) -> bool:
+    def namespace(self) -> dict[str, str]:
+        return dict(self.connector()._s._spaces.of(_Plain()).parts)
+
+    def flush(self, seconds: float = 60.0) -> bool:
         """Waits until all queued writes are on disk."""
         import time
 

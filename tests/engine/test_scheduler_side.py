@@ -19,7 +19,8 @@ from vllm.v1.request import Request, RequestStatus
 from kvrecall.block import Namespace, TierName
 from kvrecall.config import DiskConfig, RecallSettings
 from kvrecall.engines.base import HANDOVER
-from kvrecall.engines.vllm.scheduler_side import EngineFacts, RecallScheduler
+from kvrecall.engines.vllm.facts import EngineFacts
+from kvrecall.engines.vllm.scheduler_side import RecallScheduler
 from kvrecall.engines.vllm.stepclock import StepClock
 from kvrecall.engines.vllm.wire import StepOrders, StepReport
 from kvrecall.pool import Pool
@@ -227,7 +228,10 @@ def test_reset_is_refused_while_loading_and_private_afterwards(pool: Pool) -> No
     assert bench.matched(bench.request("third", 40)) == 0
     bench.report(bench.step(bench.request("fourth", 40), 40))
     assert bench.matched(bench.request("fifth", 40)) == 32
-    assert Namespace.of({"test": "1"}).digest != bench.side._namespace.digest  # type: ignore[union-attr]
+    state = bench.side.state_of("fifth")
+    assert state is not None
+    assert state.space is not None
+    assert state.space.digest != Namespace.of({"test": "1"}).digest
 
 
 def finished(bench: Bench, request: Request) -> dict[str, Any]:

@@ -339,7 +339,7 @@ def on_service(service: Service, pool: HostPool) -> RecallStorage:
         "backend": "service",
         "socket": str(service.socket),
         "revision": "r1",
-        "call_timeout": 1.0,
+        "call_timeout": 10.0,
     }
     storage = RecallStorage(made, {})
     storage.register_mem_pool_host(pool)

@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kvrecall.testing.ports import free_port
+
 PASSWORD = "not so secret"
 
 
@@ -22,9 +24,7 @@ def redis_program() -> str | None:
 @contextmanager
 def redis_server(program: str) -> Iterator[int]:
     """Its port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+    port = free_port()
     options = {"port": str(port), "bind": "127.0.0.1", "save": "", "requirepass": PASSWORD}
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
     process = subprocess.Popen(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,9 @@ from dataclasses import dataclass
 from typing import IO
 
 import httpx
+
+from kvrecall.testing.kin import as_child
+from kvrecall.testing.ports import free_port
 
 BUCKET = "blocks"
 
@@ -37,16 +39,15 @@ class Server:
             "endpoint": self.endpoint,
             "region": "us-east-1",
             "options": keys,
+            "timeout": 60,  # of a busy machine
             **more,
         }
 
 
 @contextmanager
 def s3_server() -> Iterator[Server]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    port = free_port()
+    command = as_child(sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port))
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         server = Server(process, f"http://127.0.0.1:{port}", log)

@@ -70,7 +70,7 @@ def test_a_pool_finds_in_it_what_another_stored(options: dict[str, Any]) -> None
             engine = Engine(pool, BLOCK_BYTES)
             if saves:
                 engine.save(keys)
-                assert pool.flush(keys, 20.0)
+                assert pool.flush(keys, 60.0)
             else:
                 wait_until(lambda p=pool: p.find(keys).blocks == 20)  # type: ignore[misc]
                 assert len(engine.recall(keys)) == 20

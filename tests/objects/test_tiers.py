@@ -26,4 +26,4 @@ class TestS3Tier(TierContract):
 
     def make(self, path: Path) -> Tier:
         store = make_store(self.server.options(f"tier/{path.parent.name}"))
-        return RemoteTier(store, RemoteConfig("objects"))
+        return RemoteTier(store, RemoteConfig("objects", call_deadline_s=60.0))

@@ -43,12 +43,12 @@ def test_array_shares_the_memory() -> None:
 
 
 def test_has_no_name_and_leaves_nothing() -> None:
-    before = set(os.listdir("/dev/shm"))
-    fds = len(os.listdir("/proc/self/fd"))
     arena = Arena.create(MIB)
-    assert set(os.listdir("/dev/shm")) == before
+    link = Path(f"/proc/self/fd/{arena.handle().fd}")
+    assert str(link.readlink()).startswith("/memfd:"), "a file that somebody must delete"
+    inode = link.stat().st_ino
     arena.close()
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert not link.exists() or link.stat().st_ino != inode
 
 
 def test_nobody_can_shrink_it() -> None:

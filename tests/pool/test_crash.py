@@ -14,11 +14,11 @@ def test_what_was_committed_survives_kill_9_and_nothing_else(tmp_path: Path) -> 
     dice = random.Random(20_26)
     folder, oracle = tmp_path / "disk", tmp_path / "oracle"
     must = 0
-    for life in range(10):
+    for life in range(6):
         run_and_kill(folder, oracle, life, dice, 1024 * MIB)
         must, lost, strange = survivors(folder, oracle, 1024 * MIB)
         assert (lost, strange) == (0, 0)
-    assert must > 100, "the children were killed too early to prove anything"
+    assert must > 60, "the children were killed too early to prove anything"
 
 
 @pytest.mark.parametrize("seed", [1])

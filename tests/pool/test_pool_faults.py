@@ -58,14 +58,14 @@ def push_out(engine: Engine, blocks: int = 32) -> None:
     for name in ("x", "y", "z", "w"):
         keys = chain(NAMESPACE, blocks // 2, name)
         engine.save(keys)
-        assert engine.pool.flush(keys, 10.0)
+        assert engine.pool.flush(keys, 60.0)
 
 
 def test_late_blocks_cut_the_recall_and_come_later(start: Start, clock: ManualClock) -> None:
     tier = FaultyTier(MemoryTier())
     engine = start(tier)
     engine.save(KEYS)
-    assert engine.pool.flush(KEYS, 5.0)
+    assert engine.pool.flush(KEYS, 60.0)
     push_out(engine)
     tier.faults.hung = set(KEYS[6:8])
     ticket = engine.pool.acquire(KEYS, 3.0)
@@ -91,7 +91,7 @@ def test_a_hung_tier_costs_one_deadline_not_many(start: Start, clock: ManualCloc
     other = chain(NAMESPACE, 5, "other")
     for keys in (KEYS, other):
         engine.save(keys)
-        assert engine.pool.flush(keys, 5.0)
+        assert engine.pool.flush(keys, 60.0)
     push_out(engine)
     tier.faults.hung = {KEYS[0]}
     ticket = engine.pool.acquire(KEYS[:1], 3.0)
@@ -116,7 +116,7 @@ def test_a_block_that_does_not_come_cuts_the_recall(start: Start, outcome: Outco
     tier = FaultyTier(MemoryTier())
     engine = start(tier)
     engine.save(KEYS)
-    assert engine.pool.flush(KEYS, 5.0)
+    assert engine.pool.flush(KEYS, 60.0)
     push_out(engine)
     tier.faults.gets = {KEYS[4]: outcome}
     assert engine.recall(KEYS) == (REMOTE,) * 4
@@ -136,9 +136,9 @@ def test_stores_that_fail_are_tried_again_but_not_for_ever(start: Start) -> None
     tier.faults.shed = {KEYS[3]}
     engine.save(KEYS)
     began = time.monotonic()
-    assert not engine.pool.flush(KEYS, 10.0)
-    assert time.monotonic() - began < 5
-    assert engine.pool.flush(KEYS[:3], 10.0)
+    assert not engine.pool.flush(KEYS, 60.0)
+    assert time.monotonic() - began < 30
+    assert engine.pool.flush(KEYS[:3], 60.0)
     tier.faults.shed = set()
     assert engine.pool.find(KEYS).blocks == 10
 
@@ -162,7 +162,7 @@ def test_blocks_being_stored_are_not_evicted(tmp_path: Path, start: Start) -> No
     assert engine.save(chain(NAMESPACE, 4, "more")) == {Verdict.REFUSED: 4}
     assert not engine.pool.flush(KEYS, 0.05)
     io.gate.set()
-    assert engine.pool.flush(chain(NAMESPACE, 32), 10.0)
+    assert engine.pool.flush(chain(NAMESPACE, 32), 60.0)
     assert engine.save(chain(NAMESPACE, 4, "more")) == {Verdict.RESERVED: 4}
 
 
@@ -175,7 +175,7 @@ def test_saved_again_while_the_old_ones_are_being_stored(tmp_path: Path, start: 
     assert engine.save(KEYS) == {Verdict.RESERVED: 10}
     assert engine.pool.stats().tiers[0].used_bytes == 20 * SLOT_BYTES
     io.gate.set()
-    assert engine.pool.flush(KEYS, 10.0)
+    assert engine.pool.flush(KEYS, 60.0)
     assert engine.pool.stats().tiers[0].used_bytes == 10 * SLOT_BYTES
     assert engine.recall(KEYS) == (TierName.HOST,) * 10
     engine.pool.clear()
@@ -188,7 +188,7 @@ def test_saved_again_before_the_end_of_the_first_was_heard_of(start: Start) -> N
     time.sleep(0.2)  # stored by now, but the pool does not know
     engine.pool.clear()
     assert engine.save(KEYS) == {Verdict.RESERVED: 10}
-    assert engine.pool.flush(KEYS, 10.0)
+    assert engine.pool.flush(KEYS, 60.0)
     assert engine.pool.stats().tiers[0].used_bytes == 10 * SLOT_BYTES
 
 
@@ -199,7 +199,7 @@ def test_durable_blocks_are_evicted_first(start: Start) -> None:
     tier.faults.shed = set(first)
     engine.save(first)
     engine.save(second)
-    assert engine.pool.flush(second, 5.0)
+    assert engine.pool.flush(second, 60.0)
     wait_until(lambda: engine.pool.stats().queued_writes == 0)
     engine.save(chain(NAMESPACE, 4, "third"))
     assert engine.pool.find(first).tiers == (TierName.HOST,) * 8
@@ -213,7 +213,7 @@ def test_the_tier_is_told_chain_and_depth(start: Start) -> None:
     answers = engine.pool.reserve(KEYS[4:], KEYS[3])  # type: ignore[call-arg]
     assert {answer.verdict for answer in answers} == {Verdict.RESERVED}
     engine.pool.commit(KEYS[4:])
-    assert engine.pool.flush(KEYS, 5.0)
+    assert engine.pool.flush(KEYS, 60.0)
     assert [tier.depth_of(key) for key in KEYS] == list(range(10))
     engine.pool.touch(KEYS)
     assert tier.calls[-1] == ("touch", tuple(KEYS))
@@ -271,7 +271,7 @@ def test_stats_have_latencies(tmp_path: Path) -> None:
         pool.register(NAMESPACE, BLOCK_BYTES)
         engine = Engine(pool)
         engine.save(KEYS)
-        assert pool.flush(KEYS, 10.0)
+        assert pool.flush(KEYS, 60.0)
         push_out(engine)
         assert TierName.DISK in engine.recall(KEYS)
         stats = pool.stats()
@@ -291,7 +291,7 @@ def test_stats_have_latencies(tmp_path: Path) -> None:
 
 def test_imports_neither_torch_nor_vllm() -> None:
     code = (
-        "import kvrecall.pool.measure, sys\n"
+        "import kvrecall.pool.pool, kvrecall.pool.service.cli, sys\n"
         "sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -91,7 +91,7 @@ def nodes(master: Master) -> Iterator[list[Node]]:
 
 
 def tier_of(node: Node, prefix: str) -> RemoteTier:
-    tier = RemoteTier(Apart(node, prefix), RemoteConfig("mooncake"))
+    tier = RemoteTier(Apart(node, prefix), RemoteConfig("mooncake", call_deadline_s=60.0))
     tier.register(NAMESPACE, BLOCK_BYTES)
     return tier
 
@@ -278,9 +278,9 @@ def test_a_master_that_hangs_holds_up_nothing(lone: Master, tmp_path: Path) -> N
     save(pool, fresh, flush=False)
     pool.find(chain(NAMESPACE, 50, "unknown"))
     assert recall(pool, fresh) == ("host",) * 50
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
     pool.close()
-    assert time.monotonic() - began < 45
+    assert time.monotonic() - began < 90
     lone.thaw()
 
 

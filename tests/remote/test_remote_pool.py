@@ -59,7 +59,7 @@ def save(pool: Pool, keys: list[BlockKey], flush: bool = True) -> None:
         pool.arena.view(reservation.offset, NBYTES)[:] = content(key, NBYTES)
     pool.commit(keys)
     if flush:
-        assert pool.flush(keys, 10.0)
+        assert pool.flush(keys, 60.0)
 
 
 def find(pool: Pool, keys: list[BlockKey]) -> Found:
@@ -69,7 +69,7 @@ def find(pool: Pool, keys: list[BlockKey]) -> Found:
 
 def recall(pool: Pool, keys: list[BlockKey]) -> tuple[TierName, ...]:
     """Recalls, checks every byte, and says where the blocks were."""
-    ticket = pool.acquire(keys, 10.0)
+    ticket = pool.acquire(keys, 60.0)
     wait_until(lambda: pool.poll(ticket).state is RecallState.READY)
     recalled = pool.poll(ticket)
     for key, offset in zip(keys, recalled.offsets, strict=False):
@@ -297,7 +297,7 @@ def test_the_service_tells_that_it_is_asking(
         store.gate.set()
         wait_until(lambda: not client.find(keys).pending)
         assert client.find(keys) == Found((TierName.REMOTE,) * 10)
-        ticket = client.acquire(keys, 10.0)
+        ticket = client.acquire(keys, 60.0)
         wait_until(lambda: client.poll(ticket).state is RecallState.READY)
         assert client.poll(ticket).tiers == (TierName.REMOTE,) * 10
         client.release(ticket)

@@ -79,7 +79,7 @@ def host(store: MemoryStore) -> Iterator[Host]:
 
 @pytest.fixture
 def other(store: MemoryStore) -> Iterator[Host]:
-    other = Host(store, call_deadline_s=0.2)
+    other = Host(store)
     yield other
     store.gate.set()
     other.tier.close()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from engine.engine import Engine, prompt_of
 
-from .test_engine import BOUNDARIES, EXTENSION, activity, spent, tokens_of
+from .test_engine import BOUNDARIES, EXTENSION, SAMPLING, activity, spent, tokens_of
 
 pytestmark = pytest.mark.engine
 
@@ -118,7 +118,7 @@ def test_sequences_that_share_a_prefix(on_device: Engine, away: Engine) -> None:
     """Prompts that begin alike, two samples each, then the same again from the pool."""
     shared = prompt_of(2500, 40)
     prompts = [shared + prompt_of(tokens, 41 + tokens) for tokens in (5, 140)]
-    ask = {"prompts": prompts, "n": 2, "max_tokens": 10, "temperature": 0.01}
+    ask = {"prompts": prompts, "n": 2, "max_tokens": 10, **SAMPLING}
     want = on_device.generate(**ask)
     before = activity(away)
     assert tokens_of(away.generate(**ask)) == tokens_of(want)

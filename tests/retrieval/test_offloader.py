@@ -20,9 +20,10 @@ from vllm.v1.request import Request, RequestStatus
 from kvrecall.block import Namespace
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm import compat
+from kvrecall.engines.vllm.facts import EngineFacts
 from kvrecall.engines.vllm.retrieval.offloader import PATIENCE, Offloader
 from kvrecall.engines.vllm.retrieval.spec import OffloadableSpec
-from kvrecall.engines.vllm.scheduler_side import EngineFacts, RecallScheduler
+from kvrecall.engines.vllm.scheduler_side import RecallScheduler
 from kvrecall.engines.vllm.wire import Load, OffloadOrders, StepOrders, StepReport
 from kvrecall.pool import Pool
 from kvrecall.retrieval.gate import Gate
@@ -232,7 +233,7 @@ def test_what_went_to_the_disk_is_brought_back_first(tmp_path: Path) -> None:
         bench.prefill(request)
         state = bench.side.state_of("r")
         assert state is not None
-        assert pool.flush(state.keys(25), 10.0)
+        assert pool.flush(state.keys(25), 60.0)
         bench.end(bench.begun("other", 400, 1000))
         assert pool.stats().tiers[0].evictions > 0
         for _ in range(200):

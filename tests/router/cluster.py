@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from server.live import KVRECALL, START_LIMIT_S, LiveServer, free_port
+from server.live import KVRECALL, START_LIMIT_S, LiveServer
+
+from kvrecall.testing.ports import free_port
 
 Json = dict[str, Any]
 
@@ -25,8 +27,10 @@ def instance(
     words = [str(model), "--port", str(port), "--served-model-name", "tiny", "--role", role]
     words += ["--dtype", "float32", "--kv-cache-memory-bytes", "64MiB"]
     file = folder / "pool.json"
-    # What is found is loaded, whatever it is worth.
-    file.write_text(json.dumps({"load_or_compute": "load", **pool}))
+    # What is found is loaded, whatever it is worth; and machines may be busy.
+    patient = {"load_or_compute": "load", "handover_deadline": 30, "load_deadline": 60}
+    patient |= {"call_timeout": 10} if socket is not None else {}
+    file.write_text(json.dumps({**patient, **pool}))
     words += ["--pool-config", str(file)]
     words += ["--pool-socket", str(socket)] if socket is not None else []
     words += ["--", "--max-num-seqs", "8"]

@@ -12,10 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
-from server.live import LiveServer, free_port
+from server.live import LiveServer
 from service.service import MIB, Service
 
 from kvrecall.testing.models import write_model
+from kvrecall.testing.ports import free_port
 
 from .cluster import Json, Router, header, instance, kill, until
 

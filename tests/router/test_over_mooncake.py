@@ -8,10 +8,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
-from server.live import LiveServer, free_port
+from server.live import LiveServer
 
 from kvrecall.testing.masters import Master
 from kvrecall.testing.models import write_model
+from kvrecall.testing.ports import free_port
 from tests.remote.mooncake import needs_mooncake
 
 from .cluster import Json, Router, header, instance, until

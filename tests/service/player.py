@@ -1,8 +1,8 @@
 """A process that plays an engine on a service: steps like the connector's, checks every byte.
 
-``python player.py SOCKET ROLE SEED``. Roles: ``play`` steps until it reads a line, then prints what
-it saw; ``hold`` reserves and leases, says so, and sleeps; ``workers`` does so with a child that
-maps the arena.
+``python player.py SOCKET ROLE SEED``. Roles: ``play`` steps until it reads a line and has seen
+enough, then prints what it saw; ``hold`` reserves and leases, says so, and sleeps; ``workers`` does
+so with a child that maps the arena.
 """
 
 from __future__ import annotations
@@ -67,6 +67,10 @@ class Seen:
     cuts: int = 0
     lost_loads: int = 0
     slowest_s: float = 0.0
+
+    @property
+    def is_enough(self) -> bool:
+        return min(self.saved, self.recalled) > 100 and self.cuts > 0
 
 
 @dataclass
@@ -161,7 +165,7 @@ def main() -> None:
     engine = Engine(client, random.Random(seed))
     if role == "play":
         print("ready", flush=True)
-        while not select.select([sys.stdin], [], [], 0)[0]:
+        while not (select.select([sys.stdin], [], [], 0)[0] and engine.seen.is_enough):
             engine.step()
         print(json.dumps(engine.seen.__dict__), flush=True)
         client.close()

@@ -8,11 +8,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 
 from kvrecall.pool.service.admin import ServiceAdmin
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.views import Overview
+from kvrecall.testing.kin import as_child
 
 MIB = 1 << 20
 SERVE = """
@@ -45,7 +45,7 @@ class Service:
 
     def start(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, str(self.folder), str(self._host_bytes)],
+            as_child(sys.executable, "-c", SERVE, str(self.folder), str(self._host_bytes)),
             stdout=subprocess.PIPE,
             text=True,
             preexec_fn=self._bound_files if self._most_files else None,
@@ -64,7 +64,7 @@ class Service:
     def stop(self) -> int:
         """SIGTERM; the exit status."""
         self.process.terminate()
-        return self.process.wait(20)
+        return self.process.wait(60)
 
     def pause(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
@@ -72,7 +72,7 @@ class Service:
     def resume(self) -> None:
         self.process.send_signal(signal.SIGCONT)
 
-    def client(self, call_timeout_s: float = 1.0) -> ServiceClient:
+    def client(self, call_timeout_s: float = 10.0) -> ServiceClient:
         return ServiceClient(self.socket, call_timeout_s)
 
     def look(self) -> Overview:
@@ -82,12 +82,7 @@ class Service:
     def __enter__(self) -> Service:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.process.send_signal(signal.SIGCONT)
         self.kill()
 

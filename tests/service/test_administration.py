@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import sqlite3
 from collections.abc import Iterator
@@ -10,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
 
 from kvrecall.block import SHARED, tenant_of
 from kvrecall.config import (
@@ -26,11 +23,12 @@ from kvrecall.config import (
 from kvrecall.errors import ConfigError
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import protocol as p
-from kvrecall.pool.service.cli import app
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.serving import ServiceThread
 from kvrecall.testing.blocks import chain, namespace, wait_until
 from kvrecall.testing.pool_contract import Engine
+
+from .command import as_json, pool
 
 MIB = 1 << 20
 ONE, TWO = namespace("one"), namespace("two")
@@ -57,7 +55,7 @@ def service(tmp_path: Path) -> Iterator[ServiceThread]:
         (TWO, 5, "d", SHARED),
     ):
         engine.save(chain(name, length, salt), tenant)
-        assert client.flush(chain(name, length, salt), 20.0)
+        assert client.flush(chain(name, length, salt), 60.0)
     engine.close()
     client.close()
     yield service
@@ -67,17 +65,6 @@ def service(tmp_path: Path) -> Iterator[ServiceThread]:
 @pytest.fixture
 def at(service: ServiceThread, tmp_path: Path) -> tuple[object, ...]:
     return ("--socket", tmp_path / "sock")
-
-
-def pool(*words: object) -> Result:
-    """``kvrecall pool ...``"""
-    return CliRunner().invoke(app, list(map(str, words)))
-
-
-def as_json(*words: object) -> Any:
-    done = pool(*words, "--json")
-    assert done.exit_code == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 def rows(*words: object) -> dict[str, Any]:
@@ -269,7 +256,7 @@ def test_an_index_of_the_version_before_is_carried_over(tmp_path: Path) -> None:
         assert len(engine.recall(keys)) == 10
         assert [use.tenant for use in after.steward.disk.uses()] == [SHARED]  # type: ignore[union-attr]
         engine.save(chain(ONE, 3, "more"), ANN)
-        assert after.flush(chain(ONE, 3, "more"), 20.0)
+        assert after.flush(chain(ONE, 3, "more"), 60.0)
         engine.close()
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 from engine.engine import Engine, prompt_of
 
+from kvrecall.testing.blocks import wait_until
 from kvrecall.testing.models import write_model
 
 from .service import MIB, Service
@@ -24,7 +24,13 @@ def test_an_engine_loses_its_service_and_rejoins(tmp_path: Path) -> None:
             model=str(tmp_path / "model"),
             max_model_len=4096,
             max_num_batched_tokens=512,
-            pool={"backend": "service", "socket": str(service.socket), "load_or_compute": "load"},
+            pool={
+                "backend": "service",
+                "socket": str(service.socket),
+                "call_timeout": 10,
+                "load_deadline": 60,
+                "load_or_compute": "load",
+            },
         )
         try:
             lose_and_rejoin(engine, service)
@@ -42,6 +48,7 @@ def lose_and_rejoin(engine: Engine, service: Service) -> None:
     assert engine.flush()
     replies = [device, host]
     for idle in (False, True):
+        before = engine.service()
         service.kill()
         if not idle:
             engine.forget_device()
@@ -49,13 +56,12 @@ def lose_and_rejoin(engine: Engine, service: Service) -> None:
             assert lost["from"]["computed"] == len(prompt)
             assert lost["tokens"] == computed["tokens"]
         service.start()
-        time.sleep(2.5)
+        wait_until(lambda old=before: engine.service() not in (None, old))  # type: ignore[misc]
         engine.forget_device()
         replies.append(engine.ask(prompt))
-        assert replies[-1]["from"]["disk"] == 7 * BLOCK, "not rejoined"
+        assert replies[-1]["from"]["disk"] == 7 * BLOCK
     for reply in replies:
         assert reply["tokens"] == computed["tokens"]
         assert reply["logprobs"] == device["logprobs"]
-    time.sleep(1.0)  # an engine asks a service for statistics twice a second, and keeps them
-    stats = engine.pool_stats()
-    assert (stats["leases"], stats["reserved"]) == (0, 0)
+    # An engine asks a service for statistics twice a second, and keeps them.
+    wait_until(lambda: (s := engine.pool_stats()) and (s["leases"], s["reserved"]) == (0, 0))

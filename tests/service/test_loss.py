@@ -17,6 +17,7 @@ from kvrecall.block import BlockKey, TierName
 from kvrecall.pool.base import RecallState, Verdict
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.testing.blocks import chain, namespace, wait_until
+from kvrecall.testing.kin import as_child
 from kvrecall.testing.pool_contract import Engine
 
 from .service import Service, Stopwatch
@@ -45,17 +46,32 @@ def saved(client: ServiceClient, blocks: int, name: str = "") -> list[BlockKey]:
     engine = Engine(client, BLOCK)
     engine.save(keys)
     engine.close()
-    assert client.flush(keys, 20.0)
+    assert client.flush(keys, 60.0)
     return keys
 
 
+_players: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def no_player_is_left() -> Iterator[None]:
+    """However a test ends."""
+    yield
+    while _players:
+        process = _players.pop()
+        process.kill()
+        process.wait()
+
+
 def player(service: Service, role: str, seed: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(PLAYER), str(service.socket), role, str(seed)],
+    process = subprocess.Popen(
+        as_child(sys.executable, str(PLAYER), str(service.socket), role, str(seed)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
+    _players.append(process)
+    return process
 
 
 def line_of(process: subprocess.Popen[str]) -> str:
@@ -71,7 +87,7 @@ def test_without_a_service_everything_is_a_miss_until_there_is_one(tmp_path: Pat
     assert {answer.verdict for answer in client.reserve(keys)} == {Verdict.REFUSED}
     assert client.stats().tiers == ()
     with Service(tmp_path / "service"):
-        wait_until(lambda: client.is_connected, 5.0)
+        wait_until(lambda: client.is_connected)
         client.find(keys)
         assert len(saved(client, 4)) == 4
         assert client.find(keys).blocks == 4
@@ -79,7 +95,7 @@ def test_without_a_service_everything_is_a_miss_until_there_is_one(tmp_path: Pat
 
 
 def test_killed_service_costs_misses_and_is_rejoined(service: Service) -> None:
-    client = service.client(call_timeout_s=0.1)
+    client = service.client()
     client.register(NAMESPACE, BLOCK)
     keys = saved(client, 50)
     before = client.stats()
@@ -104,10 +120,10 @@ def test_killed_service_costs_misses_and_is_rejoined(service: Service) -> None:
         with watch:
             assert not client.flush(keys, 10.0)
     client.release(ticket)
-    assert watch.third_longest < 0.3, watch.third_longest
+    assert watch.third_longest < 1.0, "calls wait for who is dead"
     assert client.arena_handle() == old
     service.start()
-    wait_until(lambda: client.find(keys).tiers == (TierName.DISK,) * 50, 10.0)
+    wait_until(lambda: client.find(keys).tiers == (TierName.DISK,) * 50)
     assert client.arena_handle() != old
     engine = Engine(client, BLOCK)
     assert engine.recall(keys) == (TierName.DISK,) * 50
@@ -129,7 +145,7 @@ def test_offsets_and_handles_of_two_services_never_mix(
     wait_until(lambda: len(client.poll(ticket).offsets) == 4)
     service.kill()
     service.start()
-    wait_until(lambda: client._next is not None, 10.0)
+    wait_until(lambda: client._next is not None)
     assert client.find(keys).blocks == 0, "offsets of the old arena are not sent yet"
     assert client.arena_handle() == old
     assert {a.verdict for a in client.reserve(keys)} == {Verdict.REFUSED}
@@ -146,7 +162,7 @@ def test_a_copy_for_a_lost_service_does_not_commit_a_new_reservation(
     client.arena_handle()
     service.kill()
     service.start()
-    wait_until(lambda: client._next is not None, 10.0)
+    wait_until(lambda: client._next is not None)
     assert client.find(keys).blocks == 0
     assert {a.verdict for a in client.reserve(keys)} == {Verdict.REFUSED}
     client.commit(keys)  # the copy into the old arena has ended
@@ -159,7 +175,7 @@ def test_a_copy_for_a_lost_service_does_not_commit_a_new_reservation(
 
 
 def test_stalled_service_costs_one_deadline_and_leaks_nothing(service: Service) -> None:
-    client = service.client(call_timeout_s=0.1)
+    client = service.client(call_timeout_s=1.0)
     client.register(NAMESPACE, BLOCK)
     keys = saved(client, 10)
     ticket = client.acquire(keys, 5.0)
@@ -172,12 +188,12 @@ def test_stalled_service_costs_one_deadline_and_leaks_nothing(service: Service) 
             assert client.find(keys).blocks == 0
         with later:
             assert client.poll(ticket).offsets == ()
-    assert watch.longest < 2.0
-    assert later.third_longest < 0.1
+    assert watch.longest < 20.0
+    assert later.third_longest < 0.5, "more than one call waited out its deadline"
     client.release(ticket)
     service.resume()
-    wait_until(lambda: client.find(keys).blocks == 10, 5.0)
-    wait_until(lambda: client.stats().reserved == 0, 5.0)
+    wait_until(lambda: client.find(keys).blocks == 10)
+    wait_until(lambda: client.stats().reserved == 0)
     assert client.stats().leases == 0
     client.close()
 
@@ -193,7 +209,7 @@ def test_connection_lost_by_a_living_client_keeps_its_slots_until_it_is_done(
     handle = client.arena_handle()
     assert client._life is not None
     client._life.link._sock.send(b"\xff" * 64)
-    wait_until(lambda: client._next is not None, 10.0)
+    wait_until(lambda: client._next is not None)
     client.find(keys)
     assert client.arena_handle() == handle, "the same service, the same arena"
     assert client.find(keys).blocks == 4
@@ -207,7 +223,7 @@ def test_connection_lost_by_a_living_client_keeps_its_slots_until_it_is_done(
     client.commit(filling)
     assert client.find(filling).blocks == 0, "a lost reservation was committed"
     client.release(ticket)
-    wait_until(lambda: (client.stats().leases, client.stats().reserved) == (0, 0), 5.0)
+    wait_until(lambda: (client.stats().leases, client.stats().reserved) == (0, 0))
     assert not [view for view in service.look().clients if view.lost]
     other.close()
 
@@ -218,7 +234,7 @@ def test_killed_client_gives_back_leases_and_slots(service: Service, client: Ser
     assert (client.stats().leases, client.stats().reserved) == (10, 10)
     time.sleep(0.5)  # the service has looked at its family by now
     process.kill()
-    wait_until(lambda: client.stats().leases + client.stats().reserved == 0, 5.0)
+    wait_until(lambda: client.stats().leases + client.stats().reserved == 0)
     process.wait()
 
 
@@ -231,12 +247,12 @@ def test_slots_wait_for_the_worker_of_a_killed_engine(
     process.kill()
     process.wait()
     try:
-        wait_until(lambda: client.stats().leases == 0, 5.0)
+        wait_until(lambda: client.stats().leases == 0)
         time.sleep(1.0)
         assert client.stats().reserved == 10, "a worker is still writing to these"
     finally:
         os.kill(worker, signal.SIGKILL)
-    wait_until(lambda: client.stats().reserved == 0, 5.0)
+    wait_until(lambda: client.stats().reserved == 0)
 
 
 def test_wrong_bytes_never_under_load_and_kills(service: Service) -> None:
@@ -259,11 +275,11 @@ def test_wrong_bytes_never_under_load_and_kills(service: Service) -> None:
         process.stdin.flush()
     seen = [json.loads(line_of(process)) for process in players]
     for process in players:
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
     for one in seen:
         assert one["wrong"] == 0
         assert one["recalled"] > 100
         assert one["saved"] > 100
         assert one["cuts"] > 0
-        assert one["slowest_s"] < 5.0
-    wait_until(lambda: service.look().stats.leases + service.look().stats.reserved == 0, 5.0)
+        assert one["slowest_s"] < 20.0
+    wait_until(lambda: service.look().stats.leases + service.look().stats.reserved == 0)

@@ -6,13 +6,11 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import httpx
@@ -20,6 +18,7 @@ import psutil
 
 from kvrecall.errors import EngineError
 from kvrecall.testing.kin import kvrecall
+from kvrecall.testing.ports import free_port
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 60.0
@@ -81,12 +80,7 @@ class ServerProcess:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def log_tail(self, lines: int = 30) -> str:
@@ -218,13 +212,6 @@ def server_environment() -> dict[str, str]:
     if shutil.which("nvidia-smi") is None:
         environment.setdefault("TORCHDYNAMO_DISABLE", "1")
     return environment
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _with_port(arguments: list[str], port: int) -> list[str]:

@@ -97,7 +97,7 @@ class EngineProcess:
         )
         self._sending = threading.Lock()
         self._send(dict(setup))
-        self._reader = threading.Thread(target=self._read, name=f"chaos-{name}", daemon=True)
+        self._reader = threading.Thread(target=self._read, name=f"engine-{name}", daemon=True)
         self._reader.start()
 
     @property

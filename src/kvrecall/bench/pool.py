@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
+from kvrecall.bench.probes import measure_disk, measure_lookup
 from kvrecall.bench.report import Report
 from kvrecall.pool.cipher import Cipher
 from kvrecall.pool.disk.seal import Sealed
 from kvrecall.pool.keyfile import KEY_BYTES
-from kvrecall.pool.measure import measure_disk, measure_lookup
 
 DISK_BYTES = 1 << 30
 BLOCK_BYTES = 1 << 20

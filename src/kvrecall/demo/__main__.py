@@ -6,9 +6,11 @@ from __future__ import annotations
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -45,6 +47,29 @@ def _terminated(number: int, _: FrameType | None) -> None:
     sys.exit(128 + number)  # unwinds: servers are stopped, the folder is removed
 
 
+@contextmanager
+def _theatre() -> Iterator[Path]:
+    """A folder that is gone afterwards. What stops the play within is said in a line, and the
+    process's status."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _terminated)
+    with tempfile.TemporaryDirectory(prefix="kvrecall-demo-") as name:
+        try:
+            yield Path(name)
+        except KvrecallError as error:
+            _progress(f"failed: {error}")
+            raise typer.Exit(1) from error
+        except KeyboardInterrupt:
+            _progress("stopped")
+            raise typer.Exit(130) from None
+
+
+def _end(verdict: Verdict | MooncakeVerdict) -> NoReturn:
+    """Prints the verdict, and ends with the status that goes with it."""
+    verdict.print(Console(width=None if sys.stdout.isatty() else 120))
+    raise typer.Exit(0 if verdict.summary()["ok"] else 1)
+
+
 @app.callback(invoke_without_command=True)
 def demo(
     context: typer.Context,
@@ -56,25 +81,13 @@ def demo(
     """Shows recall from device, host and disk, and that no token changes by it."""
     if context.invoked_subcommand is not None:
         return
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _terminated)
-    with tempfile.TemporaryDirectory(prefix="kvrecall-demo-") as name:
-        folder = Path(name)
+    with _theatre() as folder:
+        if shot:
+            require_browser()
         stage = _stage(model, folder)
-        try:
-            if shot:
-                require_browser()
-            play = Play(stage, folder, _progress, SHOT if shot else None)
-            play.run()
-        except KvrecallError as error:
-            _progress(f"failed: {error}")
-            raise typer.Exit(1) from error
-        except KeyboardInterrupt:
-            _progress("stopped")
-            raise typer.Exit(130) from None
-        verdict = Verdict(play.rows, stage.model.name)
-        verdict.print(Console(width=None if sys.stdout.isatty() else 120))
-    raise typer.Exit(0 if verdict.summary()["ok"] else 1)
+        play = Play(stage, folder, _progress, SHOT if shot else None)
+        play.run()
+    _end(Verdict(play.rows, stage.model.name))
 
 
 @app.command("mooncake")
@@ -83,22 +96,11 @@ def mooncake(
 ) -> None:
     """Shows recall by one server of what another stored in Mooncake Store, and that the loss of
     its master fails no request and changes no token."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _terminated)
-    with tempfile.TemporaryDirectory(prefix="kvrecall-demo-") as name:
-        stage = _stage(model, Path(name))
-        play = MooncakePlay(stage.model, stage.characters, Path(name), _progress)
-        try:
-            play.run()
-        except KvrecallError as error:
-            _progress(f"failed: {error}")
-            raise typer.Exit(1) from error
-        except KeyboardInterrupt:
-            _progress("stopped")
-            raise typer.Exit(130) from None
-        verdict = MooncakeVerdict(play)
-        verdict.print(Console(width=None if sys.stdout.isatty() else 120))
-    raise typer.Exit(0 if verdict.summary()["ok"] else 1)
+    with _theatre() as folder:
+        stage = _stage(model, folder)
+        play = MooncakePlay(stage.model, stage.characters, folder, _progress)
+        play.run()
+    _end(MooncakeVerdict(play))
 
 
 app.command("serve")(staying.serve)

@@ -12,6 +12,8 @@ from kvrecall.errors import KvrecallError
 
 
 class State(StrEnum):
+    """How a check ended."""
+
     PASS = "pass"
     FAIL = "fail"
     SKIP = "skip"  # cannot be run here; the note says why

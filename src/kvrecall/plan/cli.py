@@ -25,6 +25,7 @@ from kvrecall.plan.sizing import (
     with_trace,
 )
 from kvrecall.pool.eviction import make_policy
+from kvrecall.simulate.amounts import of_bytes
 from kvrecall.simulate.trace import read_trace
 
 app = typer.Typer(add_completion=False)
@@ -68,9 +69,9 @@ def plan(
         shape = read_shape(model, kv_dtype)
         make_policy(policy, 1)
         site = Site(
-            hosts, devices, tensor_parallel, _size(device_memory, "--device-memory"),
-            memory_factor, _size(host_size, "--host-size"), _size(disk_size, "--disk-size"),
-            _size(remote_size, "--remote-size"),
+            hosts, devices, tensor_parallel, parse_size(device_memory, "--device-memory"),
+            memory_factor, parse_size(host_size, "--host-size"),
+            parse_size(disk_size, "--disk-size"), parse_size(remote_size, "--remote-size"),
         )  # fmt: skip
         if devices * hosts < tensor_parallel:
             raise ConfigError(f"--tensor-parallel {tensor_parallel} is more than all devices")
@@ -81,7 +82,7 @@ def plan(
             tiers = with_trace(tiers, read_trace(trace), policy, lambda: None)
         speeds = (host_bandwidth, disk_bandwidth, remote_bandwidth)
         bandwidths = {
-            name: _size(text, f"--{name}-bandwidth")
+            name: parse_size(text, f"--{name}-bandwidth")
             for name, text in zip(_BANDWIDTHS, speeds, strict=True)
         }
     except ConfigError as error:
@@ -92,10 +93,6 @@ def plan(
     if not as_json:
         _print(report, Console(width=max(100, Console().width)), bool(prefill_rate))
     typer.echo(json.dumps(report))
-
-
-def _size(text: str, name: str) -> int:
-    return parse_size(text, name)
 
 
 def _tokens(text: str) -> int:
@@ -207,8 +204,4 @@ def _print(report: dict[str, object], console: Console, rate_given: bool) -> Non
 
 
 def _amount(value: object) -> str:
-    amount, units = float(value), ["B", "KB", "MB", "GB", "TB"]  # type: ignore[arg-type]
-    while amount >= 10_000.0 and len(units) > 1:
-        amount /= 1000.0
-        del units[0]
-    return f"{amount:,.0f} {units[0]}"
+    return of_bytes(float(value))  # type: ignore[arg-type]

@@ -48,6 +48,8 @@ class Found:
 
 
 class RecallState(enum.Enum):
+    """READY is final: nothing more will come."""
+
     PENDING = "pending"
     READY = "ready"
 
@@ -75,6 +77,8 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
+    """The answer for one block, and its slot if there is one."""
+
     verdict: Verdict
     offset: int = -1  # bytes into the arena; valid if RESERVED
 
@@ -105,6 +109,9 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
+    """Counters since the pool was opened, and gauges. ``histograms``: latencies by name, rows of
+    ``(upper bound in seconds, how many were at most that)``."""
+
     tiers: tuple[TierStats, ...]
     leases: int = 0
     reserved: int = 0  # slots being filled
@@ -118,7 +125,7 @@ class PoolStats:
 
 
 class PoolClient(Protocol):
-    """The pool as an engine sees it: embedded in its process or (later) a node service."""
+    """The pool as an engine sees it: one embedded in its process, or the service of its node."""
 
     def arena_handle(self) -> ArenaHandle: ...
 

@@ -14,6 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from kvrecall.router.accounts import Account
+from kvrecall.router.asked import Asked
 from kvrecall.router.chooser import Chooser
 from kvrecall.router.instance import Fleet
 from kvrecall.router.metrics import RouterMetrics
@@ -80,15 +81,10 @@ class Router:
     async def _serve(
         self, request: Request, body: dict[str, Any], held: contextlib.ExitStack
     ) -> Response:
-        path = request.url.path
-        headers = {name: value for name, value in request.headers.items() if name in _PASSED_ON}
         account = Account()
-        prompt = prompt_of(body)
-        told = await self._prefiller.prefill(prompt, path, body, headers, account)
-        if told:
-            given = body.get("kv_transfer_params")
-            body["kv_transfer_params"] = {**(given if isinstance(given, dict) else {}), **told}
-        return await self._relay.reply(prompt, path, body, headers, account, held)
+        asked = Asked(prompt_of(body), request.url.path, body, _passed_on(request))
+        told = await self._prefiller.prefill(asked, account)
+        return await self._relay.reply(asked.knowing(told), account, held)
 
     def _ended(self) -> None:
         self._open -= 1
@@ -117,7 +113,7 @@ class Router:
         """/v1/models of the first instance that answers."""
         if not self._allowed(request):
             return error_response(401, "wrong or no API key", "invalid_api_key")
-        headers = {name: value for name, value in request.headers.items() if name in _PASSED_ON}
+        headers = _passed_on(request)
         for instance in self.fleet.decode + self.fleet.prefill:
             if instance.healthy:
                 try:
@@ -143,6 +139,10 @@ class Router:
             ],
         }
         return JSONResponse(state, 200 if self.fleet.can_serve else 503)
+
+
+def _passed_on(request: Request) -> dict[str, str]:
+    return {name: value for name, value in request.headers.items() if name in _PASSED_ON}
 
 
 def application(settings: RouterSettings) -> FastAPI:

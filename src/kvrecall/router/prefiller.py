@@ -8,6 +8,7 @@ from typing import Any
 
 from kvrecall.engines.base import HANDOVER, REPORT
 from kvrecall.router.accounts import Account, split_of
+from kvrecall.router.asked import Asked
 from kvrecall.router.instance import Instance
 from kvrecall.router.parts import Parts
 from kvrecall.router.prefixes import Prompt
@@ -38,29 +39,16 @@ class Prefiller:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
-    async def prefill(
-        self,
-        prompt: Prompt | None,
-        path: str,
-        body: Mapping[str, Any],
-        headers: Mapping[str, str],
-        account: Account,
-    ) -> Mapping[str, Any]:
+    async def prefill(self, asked: Asked, account: Account) -> Mapping[str, Any]:
         """What the decode instance is to be told (``kv_transfer_params``); empty if no prefill
         instance took the prompt, which is no error: the decode instance computes it then."""
-        outcome, told = await self._prefill(prompt, path, body, headers, account)
+        outcome, told = await self._prefill(asked, account)
         self._parts.metrics.prefills.labels(outcome).inc()
         return told
 
-    async def _prefill(
-        self,
-        prompt: Prompt | None,
-        path: str,
-        body: Mapping[str, Any],
-        headers: Mapping[str, str],
-        account: Account,
-    ) -> tuple[str, Mapping[str, Any]]:
-        if prompt is None or body.get("prompt_logprobs") is not None:
+    async def _prefill(self, asked: Asked, account: Account) -> tuple[str, Mapping[str, Any]]:
+        prompt = asked.prompt
+        if prompt is None or asked.body.get("prompt_logprobs") is not None:
             return "unsuitable", {}
         if self._parts.chooser.new_tokens(prompt) < self._parts.settings.prefill_min_tokens:
             return "short", {}
@@ -68,25 +56,19 @@ class Prefiller:
         for place, instance in enumerate(candidates):
             if place:
                 self._parts.metrics.retries.labels("prefill").inc()
-            answer = await self._ask(instance, prompt, path, body, headers)
+            answer = await self._ask(instance, prompt, asked)
             if answer is not None:
                 return self._took(instance, prompt, answer, account)
         return ("failed" if candidates else "none_up"), {}
 
-    async def _ask(
-        self,
-        instance: Instance,
-        prompt: Prompt,
-        path: str,
-        body: Mapping[str, Any],
-        headers: Mapping[str, str],
-    ) -> Answer | None:
+    async def _ask(self, instance: Instance, prompt: Prompt, asked: Asked) -> Answer | None:
         """The instance's reply; None if it failed."""
+        body = prompt_only(asked.body)
         held = self._parts.prefixes.held(prompt, [instance])[instance]
         began = time.monotonic()
         try:
             with instance.busy():
-                answer = await self._parts.upstream.ask(instance, path, prompt_only(body), headers)
+                answer = await self._parts.upstream.ask(instance, asked.path, body, asked.headers)
         except InstanceFailedError as error:
             self._parts.metrics.failures.labels("prefill", instance.name).inc()
             if error.gone:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import httpx
@@ -14,6 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvrecall.router.accounts import Account
+from kvrecall.router.asked import Asked
 from kvrecall.router.instance import Instance
 from kvrecall.router.parts import Parts
 from kvrecall.router.prefixes import Prompt
@@ -55,10 +56,7 @@ class Relay:
 
     async def reply(
         self,
-        prompt: Prompt | None,
-        path: str,
-        body: Mapping[str, Any],
-        headers: Mapping[str, str],
+        asked: Asked,
         account: Account,
         held: contextlib.ExitStack,
     ) -> Response:
@@ -66,7 +64,9 @@ class Relay:
         ``retries`` times. ``held`` is closed when the reply has ended."""
         began = time.monotonic()
         failure: InstanceFailedError | None = None
-        candidates = self._parts.chooser.for_decode(prompt)[: self._parts.settings.retries + 1]
+        candidates = self._parts.chooser.for_decode(asked.prompt)[
+            : self._parts.settings.retries + 1
+        ]
         for place, instance in enumerate(candidates):
             if place:
                 self._parts.metrics.retries.labels("decode").inc()
@@ -74,30 +74,24 @@ class Relay:
             busy.enter_context(instance.busy())
             try:
                 with busy:
-                    got = await self._ask(instance, path, body, headers)
+                    got = await self._ask(instance, asked)
                     kept = busy.pop_all()
             except InstanceFailedError as error:
                 self._failed(instance, error)
                 failure = error
                 continue
             held.push(kept)
-            self._took(instance, prompt, account)
+            self._took(instance, asked.prompt, account)
             self._parts.metrics.first_byte_seconds.observe(time.monotonic() - began)
             if isinstance(got, Stream):
                 return self._streamed(instance, got, account, held)
             return self._whole(got, account)
         return self._none(failure)
 
-    async def _ask(
-        self,
-        instance: Instance,
-        path: str,
-        body: Mapping[str, Any],
-        headers: Mapping[str, str],
-    ) -> Stream | Answer:
-        if body.get("stream"):
-            return await self._parts.upstream.stream(instance, path, body, headers)
-        return await self._parts.upstream.ask(instance, path, body, headers)
+    async def _ask(self, instance: Instance, asked: Asked) -> Stream | Answer:
+        upstream = self._parts.upstream
+        ask = upstream.stream if asked.body.get("stream") else upstream.ask
+        return await ask(instance, asked.path, asked.body, asked.headers)
 
     def _failed(self, instance: Instance, error: InstanceFailedError) -> None:
         self._parts.metrics.failures.labels("decode", instance.name).inc()

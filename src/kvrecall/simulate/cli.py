@@ -18,6 +18,7 @@ from rich.table import Table
 from kvrecall.config import parse_size
 from kvrecall.errors import ConfigError
 from kvrecall.pool.eviction import POLICY_NAMES, make_policy
+from kvrecall.simulate import amounts
 from kvrecall.simulate.clairvoyant import clairvoyant_hits
 from kvrecall.simulate.replay import Outcome, TierCount, TierSpec, replay
 from kvrecall.simulate.trace import Trace, TraceError, read_trace
@@ -167,11 +168,11 @@ def _print_tables(report: _Report) -> None:
         table.add_column(heading, justify=justify, no_wrap=True)
     for outcome in report.outcomes:
         for tier, rate, bound in report.rates(outcome):
-            amounts = (tier.reads, tier.writes, tier.evictions, tier.bypassed)
+            moved = (tier.reads, tier.writes, tier.evictions, tier.bypassed)
             table.add_row(
                 outcome.policy, tier.name, f"{tier.capacity:,}", f"{tier.hits:,}",
                 f"{rate:.4f}", f"{bound:.4f}", f"{rate / bound:.0%}" if bound else "-",
-                *(_amount(blocks, report.block_bytes) for blocks in amounts),
+                *(_amount(blocks, report.block_bytes) for blocks in moved),
             )  # fmt: skip
     if len(report.bounds) > 1:
         table.caption = "hit rate and clairvoyant: of the tier and those before it together"
@@ -179,13 +180,7 @@ def _print_tables(report: _Report) -> None:
 
 
 def _amount(blocks: int, block_bytes: int) -> str:
-    if not block_bytes:
-        return f"{blocks:,}"
-    amount, units = float(blocks * block_bytes), ["B", "KB", "MB", "GB", "TB"]
-    while amount >= 10_000.0 and len(units) > 1:
-        amount /= 1000.0
-        del units[0]
-    return f"{amount:,.0f} {units[0]}"
+    return amounts.of_bytes(blocks * block_bytes) if block_bytes else f"{blocks:,}"
 
 
 def _summary(report: _Report, policy: str) -> dict[str, object]:

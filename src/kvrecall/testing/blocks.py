@@ -25,7 +25,7 @@ def content(key: BlockKey, nbytes: int) -> bytes:
     return (seed * (nbytes // len(seed) + 1))[:nbytes]
 
 
-def wait_until(true: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_until(true: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Waits until ``true()``; AssertionError if that does not come."""
     until = time.monotonic() + timeout_s
     while not true():

@@ -31,6 +31,8 @@ BLOCK_BYTES = 20_000
 CHAIN_BLOCKS = 8
 HOST_BYTES = 4 << 20
 NAMESPACE = namespace("crash")
+_NOTED = 4  # lines of the oracle that a child writes before it may be killed by the clock
+_WAIT_S = 240.0
 
 
 class _DeadlyIo(FileIo):
@@ -88,23 +90,29 @@ def save_for_ever(folder: Path, oracle: Path, life: int, die_at: int, disk_bytes
 def run_and_kill(
     folder: Path, oracle: Path, life: int, dice: random.Random, disk_bytes: int
 ) -> None:
-    """Runs the child and lets it die: every other life by a system call, else by the clock."""
+    """Runs the child and lets it die: every other life by a system call, else by the clock, when
+    it has noted some chains."""
     die_at = dice.randrange(1, 40) if life % 2 else 0
     arguments = [str(folder), str(oracle), str(life), str(die_at), str(disk_bytes)]
+    before = _lines(oracle)
     child = subprocess.Popen([sys.executable, "-m", __name__, *arguments])
     try:
         if not die_at:
-            until = time.monotonic() + 20
-            while not (folder / "slab-000000.kv").exists() and time.monotonic() < until:
+            until = time.monotonic() + _WAIT_S
+            while len(_lines(oracle)) < len(before) + _NOTED and time.monotonic() < until:
                 time.sleep(0.01)
             time.sleep(dice.random() * 0.3)
             child.kill()
-        child.wait(timeout=60)
+        child.wait(timeout=_WAIT_S)
     finally:
         child.kill()
         child.wait()
     if child.returncode != -signal.SIGKILL:
         raise AssertionError(f"the child ended by itself: {child.returncode}")
+
+
+def _lines(oracle: Path) -> list[str]:
+    return oracle.read_text().splitlines() if oracle.exists() else []
 
 
 def survivors(folder: Path, oracle: Path, disk_bytes: int) -> tuple[int, int, int]:
@@ -114,7 +122,7 @@ def survivors(folder: Path, oracle: Path, disk_bytes: int) -> tuple[int, int, in
     there that nobody committed. Raises AssertionError on wrong bytes, and where a block that was
     pinned is lost or not pinned any more.
     """
-    lines = oracle.read_text().splitlines() if oracle.exists() else []
+    lines = _lines(oracle)
     names = [line for line in lines if not line.endswith(" pinned")]
     pinned = [line.removesuffix(" pinned") for line in lines if line not in names]
     lost = strange = 0

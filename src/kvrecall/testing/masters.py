@@ -13,6 +13,7 @@ from kvrecall.errors import TierError
 from kvrecall.pool.remote.mooncake.master import MasterFlags
 from kvrecall.testing.blocks import wait_until
 from kvrecall.testing.kin import as_child
+from kvrecall.testing.ports import free_port
 
 
 class Master:
@@ -26,8 +27,8 @@ class Master:
         self, log: Path, host: str = "127.0.0.1", port: int = 0, prefix: Sequence[str] = ()
     ) -> None:
         self.host = host
-        self.port = port or _free_port()
-        self._metrics_port = _free_port()
+        self.port = port or free_port()
+        self._metrics_port = free_port()
         self._log = log
         self._prefix = list(prefix)
         self._process: subprocess.Popen[bytes] | None = None
@@ -83,9 +84,3 @@ class Master:
             "device_name": "",
             "master_server_address": self.address,
         }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

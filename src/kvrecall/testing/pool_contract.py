@@ -59,7 +59,7 @@ class Engine:
 
     def recall(self, keys: Sequence[BlockKey], tenant: Tenant = SHARED) -> tuple[TierName, ...]:
         """Acquires, checks the bytes, releases; returns the tier of each block that came."""
-        ticket = self.pool.acquire(keys, 10.0, None, tenant)
+        ticket = self.pool.acquire(keys, 60.0, None, tenant)
         recall = self.wait(ticket)
         self.check(keys, recall)
         self.pool.release(ticket)
@@ -241,7 +241,7 @@ class PoolContract:
         engine = start()
         keys = chain(NAMESPACE, 30)
         engine.save(keys)
-        assert engine.pool.flush(keys, 20.0)
+        assert engine.pool.flush(keys, 60.0)
         engine.close()
         engine.pool.close()
         engine = start()
@@ -261,16 +261,16 @@ class PoolContract:
         keys = chain(NAMESPACE, 3)
         engine.save(keys[:2])
         assert not engine.pool.flush(keys, 5.0)
-        assert engine.pool.flush(keys[:2], 5.0)
+        assert engine.pool.flush(keys[:2], 60.0)
 
     def test_evicted_from_the_host_is_kept_on_disk(self, start: Callable[..., Engine]) -> None:
         engine = start(blocks=16)
         keys = chain(NAMESPACE, 12)
         engine.save(keys)
-        assert engine.pool.flush(keys, 20.0)
+        assert engine.pool.flush(keys, 60.0)
         other = chain(NAMESPACE, 12, "other")
         engine.save(other)
-        assert engine.pool.flush(other, 20.0)
+        assert engine.pool.flush(other, 60.0)
         assert engine.pool.find(keys).blocks == 12
         assert TierName.DISK in engine.pool.find(keys).tiers
         assert TierName.DISK in engine.recall(keys)
@@ -280,7 +280,7 @@ class PoolContract:
         keys = chain(NAMESPACE, 32)
         for part in (keys[:8], keys[8:16], keys[16:24], keys[24:]):
             engine.save(part)
-            assert engine.pool.flush(part, 20.0)
+            assert engine.pool.flush(part, 60.0)
         assert engine.pool.find(keys).blocks == 32
         tiers = engine.recall(keys)
         assert 8 <= len(tiers) <= 16
@@ -290,7 +290,7 @@ class PoolContract:
         engine = start()
         keys = chain(NAMESPACE, 10)
         engine.save(keys)
-        assert engine.pool.flush(keys, 20.0)
+        assert engine.pool.flush(keys, 60.0)
         engine.close()
         engine.pool.close()
         engine = start()
@@ -308,7 +308,7 @@ class PoolContract:
         engine = start()
         keys = chain(NAMESPACE, 10)
         engine.save(keys)
-        assert engine.pool.flush(keys, 20.0)
+        assert engine.pool.flush(keys, 60.0)
         engine.close()
         engine.pool.close()
         engine = start(blocks=16)
@@ -317,7 +317,7 @@ class PoolContract:
         assert engine.pool.stats().leases == 0
         other = chain(NAMESPACE, 16, "other")
         assert engine.save(other[:8])[Verdict.RESERVED] == 8
-        assert engine.pool.flush(other[:8], 10.0)
+        assert engine.pool.flush(other[:8], 60.0)
 
     @pytest.mark.parametrize("disk", [False, True])
     def test_clear_drops_all_that_is_not_leased(
@@ -337,14 +337,14 @@ class PoolContract:
         wait_until(lambda: engine.pool.stats().queued_writes == 0)
         assert engine.save(keys) == {Verdict.RESERVED: 20}
         assert engine.recall(keys) == (TierName.HOST,) * 20
-        assert engine.pool.flush(keys, 20.0)
+        assert engine.pool.flush(keys, 60.0)
 
     @pytest.mark.parametrize("disk", [False, True])
     def test_drop_of_some_blocks(self, start: Callable[..., Engine], disk: bool) -> None:
         engine = start(disk=disk)
         keys = chain(NAMESPACE, 10)
         engine.save(keys)
-        assert engine.pool.flush(keys, 20.0)
+        assert engine.pool.flush(keys, 60.0)
         self.drop(engine.pool, keys[4:6])
         assert engine.pool.find(keys).blocks == 4
         assert engine.pool.find(keys[6:]).blocks == 4

@@ -114,11 +114,11 @@ class TermsContract:
         engine = start(PoolTerms(tenants=rules))
         quiet = keys_of("quiet", 30)
         engine.save(quiet, ANN)
-        assert engine.pool.flush(quiet, 20.0)
+        assert engine.pool.flush(quiet, 60.0)
         for number in range(8):
             flood = keys_of(f"flood {number}", 10)
             engine.save(flood, EVE)
-            assert engine.pool.flush(flood, 20.0)
+            assert engine.pool.flush(flood, 60.0)
         disk = self.pool_of(engine.pool).steward.disk
         assert disk is not None
         assert {use.tenant: use.used_bytes for use in disk.uses()} == {
@@ -132,7 +132,7 @@ class TermsContract:
         assert engine.pool.find(quiet).tiers == (TierName.DISK,) * 30
         more = keys_of("more", 10)
         engine.save(more, EVE)
-        assert engine.pool.flush(more, 20.0)
+        assert engine.pool.flush(more, 60.0)
         assert tier(engine, TierName.DISK).quota_evictions == 10
         assert engine.pool.find(quiet).blocks == 30
 
@@ -203,10 +203,10 @@ class TermsContract:
         engine = start(PoolTerms(tenants=limit))
         keys = keys_of("pinned", 10)
         engine.save(keys[:5], ANN)
-        assert engine.pool.flush(keys[:5], 20.0)
+        assert engine.pool.flush(keys[:5], 60.0)
         engine.save(keys, ANN)
         self.steward(engine).pin(keys)  # half of them perhaps not on disk yet
-        assert engine.pool.flush(keys, 20.0)
+        assert engine.pool.flush(keys, 60.0)
         self.steward(engine).pin([])  # waits until that is noted
         engine.close()
         engine.pool.close()
@@ -217,7 +217,7 @@ class TermsContract:
         for number in range(5):
             flood = keys_of(f"flood {number}", 10)
             engine.save(flood, ANN)
-            assert engine.pool.flush(flood, 20.0)
+            assert engine.pool.flush(flood, 60.0)
         disk = self.steward(engine).disk
         assert disk is not None
         assert all(disk.contains(key) for key in keys)
@@ -273,7 +273,7 @@ class TermsContract:
         hot, pinned = keys_of("hot", 60), keys_of("pinned", 60)
         for keys in (pinned, *(keys_of(f"cold {n}", 60) for n in range(8)), hot):
             engine.save(keys)
-            assert engine.pool.flush(keys, 20.0)
+            assert engine.pool.flush(keys, 60.0)
         self.steward(engine).pin(pinned[:50])
         engine.pool.touch(hot)
         engine.pool.find(())
@@ -294,7 +294,7 @@ class TermsContract:
         for number in range(4):
             keys = keys_of(f"more {number}", 60)
             engine.save(keys)
-            assert engine.pool.flush(keys, 20.0)
+            assert engine.pool.flush(keys, 60.0)
         assert all(disk.contains(key) for key in hot)
 
     # -- write policies --------------------------------------------------------------------
@@ -307,7 +307,7 @@ class TermsContract:
         time.sleep(0.3)
         assert tier(engine, TierName.DISK).writes == 0
         assert engine.pool.stats().unwritten_bytes == 20 * SLOT_BYTES
-        assert engine.pool.flush(keys, 20.0)
+        assert engine.pool.flush(keys, 60.0)
         assert tier(engine, TierName.DISK).writes == 10
         assert engine.pool.stats().unwritten_bytes == 10 * SLOT_BYTES
         engine.close()
@@ -347,7 +347,7 @@ class TermsContract:
         assert disk is not None
         assert all(disk.contains(key) for key in twice)
         assert not any(disk.contains(key) for key in once)
-        assert engine.pool.flush(once, 20.0), "what is flushed is written"
+        assert engine.pool.flush(once, 60.0), "what is flushed is written"
 
     def test_selective_remembers_what_left_the_host(self, start: Start) -> None:
         engine = start(PoolTerms("selective"), blocks=16)

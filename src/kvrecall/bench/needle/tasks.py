@@ -59,6 +59,8 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Document:
+    """A text with facts in it, and questions about them."""
+
     text: str
     questions: tuple[Question, ...]
 
@@ -235,11 +237,6 @@ def _place(draft: _Draft, places: dict[Fact, int], size: int) -> Question:
 def raw_prompt(document: str, question: str) -> str:
     """The prompt of a plain completion; the reply follows after one space."""
     return f"{document}\n\nQuestion: {question}\nAnswer:"
-
-
-def chat_turn(document: str, question: str) -> str:
-    """The first user message of a conversation; later ones are the bare question."""
-    return f"{document}\n\n{question}"
 
 
 def is_right(question: Question, reply: str) -> bool:

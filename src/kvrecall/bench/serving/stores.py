@@ -9,12 +9,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvrecall.bench.driver import Progress, free_port, server_environment
+from kvrecall.bench.driver import Progress, server_environment
 from kvrecall.bench.serving.field import Field, beside, servers
 from kvrecall.bench.tiers.contenders import PEERS
 from kvrecall.errors import EngineError
 from kvrecall.testing.kin import as_child, kvrecall
 from kvrecall.testing.masters import Master
+from kvrecall.testing.ports import free_port
 
 
 @contextlib.contextmanager

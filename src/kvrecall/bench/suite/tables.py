@@ -17,6 +17,9 @@ from kvrecall.errors import KvrecallError
 Run = Mapping[str, Any]
 """What ``runner`` writes."""
 
+Figures = Mapping[str, Any]
+"""What one step of a run measured."""
+
 PLOTS = PurePosixPath("docs/images/bench")
 """Where plots lie in the repository."""
 
@@ -68,21 +71,29 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[st
         yield "| " + " | ".join(row) + " |"
 
 
-def _result(run: Run, name: str) -> Mapping[str, Any] | None:
-    """A step's figures; None if it is not there or failed."""
-    found = run["results"].get(name)
-    return None if found is None or "error" in found else found
+def _of(
+    name: str,
+) -> Callable[[Callable[[Run, Figures], Iterator[str]]], Callable[[Run], Iterator[str]]]:
+    """For tables of one step's figures: where there are none, why there are none."""
 
+    def wrap(make: Callable[[Run, Figures], Iterator[str]]) -> Callable[[Run], Iterator[str]]:
+        def table(run: Run) -> Iterator[str]:
+            found = run["results"].get(name)
+            if found is None:
+                where = "`bench/results/latest.json`"
+                yield f"Not part of the run in {where}; `make bench` measures it."
+            elif "error" in found:
+                yield f"Not measured: {found['error']}."
+            else:
+                yield from make(run, found)
 
-def _missing(run: Run, name: str) -> Iterator[str]:
-    found = run["results"].get(name)
-    if found:
-        yield f"Not measured: {found['error']}."
-    else:
-        yield "Not part of the run in `bench/results/latest.json`; `make bench` measures it."
+        return table
+
+    return wrap
 
 
 def machine(run: Run) -> Iterator[str]:
+    """What it ran on, and how busy that was."""
     facts, versions = run["machine"], run["versions"]
     loads = [found["load_before"] for found in run["results"].values()]
     commits = sorted({found.get("commit") or "" for found in run["results"].values()} - {""})
@@ -98,12 +109,14 @@ def machine(run: Run) -> Iterator[str]:
         yield str(note)
 
 
-def bias(run: Run) -> Iterator[str]:
+def bias(_: Run) -> Iterator[str]:
+    """What each benchmark is biased towards."""
     for name, text in BIAS.items():
         yield f"- `{name}`: {text}."
 
 
 def steps(run: Run) -> Iterator[str]:
+    """Every command of the run, and how it ended."""
     rows = [
         (
             f"`{found['command']}`",
@@ -116,19 +129,19 @@ def steps(run: Run) -> Iterator[str]:
     yield from _table(("command", "seconds", "load before", "outcome"), rows)
 
 
-def chat(run: Run) -> Iterator[str]:
-    yield from _serving(run, "chat")
+@_of("chat")
+def chat(_: Run, found: Figures) -> Iterator[str]:
+    """Conversations: a line a variant of the server."""
+    yield from _serving(found)
 
 
-def replay(run: Run) -> Iterator[str]:
-    yield from _serving(run, "replay")
+@_of("replay")
+def replay(_: Run, found: Figures) -> Iterator[str]:
+    """The same for a slice of a trace."""
+    yield from _serving(found)
 
 
-def _serving(run: Run, name: str) -> Iterator[str]:
-    found = _result(run, name)
-    if found is None:
-        yield from _missing(run, name)
-        return
+def _serving(found: Figures) -> Iterator[str]:
     rows = [
         (
             SERVED.get(variant, variant),
@@ -169,11 +182,9 @@ SERVED = {
 """Variants of the serving benchmarks in words."""
 
 
-def tiers(run: Run) -> Iterator[str]:
-    found = _result(run, "tiers")
-    if found is None:
-        yield from _missing(run, "tiers")
-        return
+@_of("tiers")
+def tiers(_: Run, found: Figures) -> Iterator[str]:
+    """Bandwidths of memory and disk tiers, each with its limit."""
     short = ("memory", "put GB/s", "get, first", "get, again", "ms a request p50 / p95 / p99")
     yield from _table(short, list(_stores(found["stores"], "memory", ("put", "cold", "warm"))))
     yield ""
@@ -202,11 +213,9 @@ def _stores(
         yield (f"**{name}**" if one["limit"] else name, *checks, *rates, waits)
 
 
-def restore(run: Run) -> Iterator[str]:
-    found = _result(run, "restore")
-    if found is None:
-        yield from _missing(run, "restore")
-        return
+@_of("restore")
+def restore(_: Run, found: Figures) -> Iterator[str]:
+    """Milliseconds to the first token, by where the prefix lay."""
     times = found["ttft_s"]
     device, computed = times["device"]["p50"], times["computed"]["p50"]
     rows = [
@@ -229,6 +238,7 @@ def restore(run: Run) -> Iterator[str]:
 
 
 def decode(run: Run) -> Iterator[str]:
+    """Attention of a decoded token: a line a context and share."""
     found = [
         one
         for name, one in run["results"].items()
@@ -250,11 +260,9 @@ def decode(run: Run) -> Iterator[str]:
     yield from _table((*columns, "ratio", "ratio, blocks off the device"), rows)
 
 
-def needle(run: Run) -> Iterator[str]:
-    found = _result(run, "needle")
-    if found is None:
-        yield from _missing(run, "needle")
-        return
+@_of("needle")
+def needle(_: Run, found: Figures) -> Iterator[str]:
+    """Right answers of each arm by length."""
     arms = {"dense": found["dense"], **{arm["name"]: arm["results"] for arm in found["arms"]}}
     rows = []
     for name, scores in arms.items():
@@ -302,12 +310,9 @@ def _ms(seconds: Mapping[str, float]) -> str:
     return f"{seconds['p50'] * 1e3:.2f} ms"
 
 
-def summary(run: Run) -> Iterator[str]:
+@_of("chat")
+def summary(run: Run, found: Figures) -> Iterator[str]:
     """For the README: what a first token waits for, by where its prompt lies."""
-    found = _result(run, "chat")
-    if found is None:
-        yield from _missing(run, "chat")
-        return
     rows = [
         (
             SERVED.get(variant, variant),

@@ -21,7 +21,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.config import RecallSettings
-from kvrecall.engines.vllm import compat, warmth
+from kvrecall.engines.vllm import compat, seeds, warmth
+from kvrecall.engines.vllm.facts import EngineFacts
 from kvrecall.engines.vllm.identity import Adapters, namespace_of
 from kvrecall.engines.vllm.ledger import RequestState
 from kvrecall.engines.vllm.metrics import PoolWatch, RecallPromMetrics, RecallStats
@@ -29,7 +30,7 @@ from kvrecall.engines.vllm.orphan import end_with_parent
 from kvrecall.engines.vllm.retrieval.checks import offload_hindrance
 from kvrecall.engines.vllm.retrieval.offloader import Offloader
 from kvrecall.engines.vllm.retrieval.plugin import active_settings, asked_for, require_on
-from kvrecall.engines.vllm.scheduler_side import EngineFacts, RecallScheduler
+from kvrecall.engines.vllm.scheduler_side import RecallScheduler
 from kvrecall.engines.vllm.wire import Shard, StepOrders, StepReport
 from kvrecall.engines.vllm.worker_side import RecallWorker
 from kvrecall.errors import ConfigError, EngineError, KvrecallError
@@ -66,6 +67,7 @@ class RecallConnector(KVConnectorBase_V1):
         compat.require_supported(vllm_config, kv_cache_config)
         require_on(vllm_config, os.environ)
         if role is KVConnectorRole.WORKER:
+            seeds.install()
             self._worker = RecallWorker(vllm_config, kv_cache_config)
         else:
             if multiprocessing.current_process().name.startswith("EngineCore"):

@@ -7,11 +7,8 @@ off, the step that ends a request waits (bounded) until its blocks are durable.
 
 from __future__ import annotations
 
-import logging
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvrecall.block import BlockKey, Namespace, TierName, tenant_of
@@ -19,49 +16,17 @@ from kvrecall.config import RecallSettings
 from kvrecall.engines.base import REPORT
 from kvrecall.engines.vllm.appraisal import Appraiser, Plan
 from kvrecall.engines.vllm.claim import Claim
+from kvrecall.engines.vllm.facts import EngineFacts
 from kvrecall.engines.vllm.handover import Handover, HandoverDesk, receipt
 from kvrecall.engines.vllm.ledger import RequestState
 from kvrecall.engines.vllm.metrics import Tally
+from kvrecall.engines.vllm.saver import Saver
+from kvrecall.engines.vllm.spaces import Spaces
 from kvrecall.engines.vllm.stepclock import StepClock, Work
-from kvrecall.engines.vllm.wire import Copy, Load, OffloadOrders, StepOrders, StepReport, Store
-from kvrecall.errors import ConfigError
-from kvrecall.pool.base import PoolClient, Recall, RecallState, Verdict
-
-logger = logging.getLogger("vllm.kvrecall")
-
-FLUSH_DEADLINE_S = 30.0
-"""Longest a reply waits for its blocks to be durable when ``async_write`` is off."""
+from kvrecall.engines.vllm.wire import Copy, Load, OffloadOrders, StepOrders, StepReport
+from kvrecall.pool.base import PoolClient, Recall, RecallState
 
 _FINISHED_WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """What the scheduler side must know of the engine.
-
-    ``block_size``, ``hash_block_size``: tokens. ``block_bytes``: bytes of a block over all ranks.
-    ``copies_in_step``: stores are off the device when their step returns.
-    ``frees_while_running``: the engine may take blocks from a running request (sliding window).
-    ``recalls``: whether blocks may be loaded into it; if not it only saves.
-    ``least_token_seconds``: computing a prompt token takes about as long, or longer; 0: unknown.
-    """
-
-    block_size: int
-    hash_block_size: int
-    block_bytes: int
-    ranks: int
-    copies_in_step: bool
-    frees_while_running: bool
-    recalls: bool = True
-    least_token_seconds: float = 0.0
-
-
-@dataclass(slots=True)
-class _OpenStore:
-    keys: tuple[BlockKey, ...]
-    ranks_left: int
-    request_id: str
-    failed: bool = False
 
 
 class Offloads(Protocol):
@@ -88,28 +53,19 @@ class RecallScheduler:
         adapter_digest: Callable[[Any], str | None],
         block_ids: Callable[[str], Sequence[int]],
     ) -> None:
-        """``namespace`` is called once, at the first request: the engine's hash seed is not
-        settled earlier. ``block_ids`` gives the device blocks of a request, in chain order."""
+        """``namespace`` and ``adapter_digest`` as of ``Spaces``, ``block_ids`` as of ``Saver``."""
         self._pool = pool
         self._settings = settings
         self._facts = facts
-        self._make_namespace = namespace
-        self._adapter_digest = adapter_digest
         self._block_ids = block_ids
-        self._namespace: Namespace | None = None
-        self._registered: set[bytes] = set()
-        self._refused: set[bytes] = set()  # namespaces that the pool cannot hold
-        self._epoch = 0
         self._states: dict[str, RequestState] = {}
         self._loading: dict[str, Claim] = {}
         self._loads: list[Load] = []
-        self._stores: list[Store] = []
         self._releases: list[str] = []
-        self._open: dict[int, _OpenStore] = {}
-        self._next_store = 0
-        self._unflushed: list[Sequence[BlockKey]] = []
         self.tally = Tally()
         self.offloader: Offloads | None = None
+        self._spaces = Spaces(pool, facts.block_bytes, namespace, adapter_digest)
+        self._saver = Saver(pool, facts, self._states, block_ids, self.tally)
         deadline = settings.pool.load_deadline_s
         self._appraiser = Appraiser(
             facts.block_size, facts.block_bytes, deadline, facts.least_token_seconds
@@ -128,17 +84,16 @@ class RecallScheduler:
         state = self._state(request)
         if request.num_preemptions == 0:
             state.device_tokens = computed_tokens
-        if state.space is None or state.failed_load or request.skip_reading_prefix_cache:
-            return 0, False
-        if not self._facts.recalls:
+        if not self._may_recall(state):
             return 0, False
         start = computed_tokens // self._facts.block_size
         if state.claim is not None and state.claim.start != start:
             self._drop_claim(state)
-        if state.claim is None and self._must_await(state, start):
-            return None, False
-        if state.claim is None and not self._claim(state, start):
-            return (None if state.asking else 0), False
+        if state.claim is None:
+            if self._must_await(state, start):
+                return None, False
+            if not self._claim(state, start):
+                return (None if state.asking else 0), False
         assert state.claim is not None
         recall = self._poll(state.claim)
         if recall.state is RecallState.PENDING:
@@ -151,6 +106,11 @@ class RecallScheduler:
             end = start + len(recall.offsets)
             self.offloader.expect(request.request_id, start, end)
         return len(recall.offsets) * self._facts.block_size, True
+
+    def _may_recall(self, state: RequestState) -> bool:
+        if not self._facts.recalls or state.space is None or state.failed_load:
+            return False
+        return not state.request.skip_reading_prefix_cache
 
     def _must_await(self, state: RequestState, start: int) -> bool:
         """Whether blocks that were promised are not in the pool yet and may still come."""
@@ -274,13 +234,15 @@ class RecallScheduler:
                 self._tell(state)
                 request = state.request
                 final = min(request.num_computed_tokens + tokens, request.num_tokens)
-                self._save(state, final // self._facts.block_size, None)
+                self._saver.save(state, final // self._facts.block_size)
         self._clock.step_begins(self._prompt_work(scheduler_output))
-        orders = StepOrders(arena, self._loads, self._stores, self._releases, self._must_drain())
+        orders = StepOrders(
+            arena, self._loads, self._saver.take(), self._releases, self._saver.must_drain()
+        )
         if self.offloader is not None:
             scheduled = scheduler_output.num_scheduled_tokens
             orders.offload = self.offloader.orders(scheduled, self._block_ids)
-        self._loads, self._stores, self._releases = [], [], []
+        self._loads, self._releases = [], []
         return orders
 
     def _prompt_work(self, scheduler_output: Any) -> Work:
@@ -297,62 +259,6 @@ class RecallScheduler:
         everything = bool(scheduler_output.num_scheduled_tokens)
         return Work(everything, tokens, positions // tokens if tokens else 0)
 
-    def _must_drain(self) -> bool:
-        """Whether device blocks of open stores may be overwritten in this step."""
-        if self._facts.copies_in_step or not self._open:
-            return False
-        if self._facts.frees_while_running:
-            return True
-        waiting = (self._states.get(store.request_id) for store in self._open.values())
-        return any(
-            state is not None and state.request.status.name == "PREEMPTED" for state in waiting
-        )
-
-    def _save(self, state: RequestState, upto: int, ids: Sequence[int] | None) -> None:
-        """Orders stores for the blocks of the chain up to ``upto`` that the pool lacks.
-
-        Those blocks hold final tokens only: rejected speculation lies behind ``num_tokens``.
-        """
-        if state.closed or state.space is None or upto <= state.saved:
-            return
-        keys = state.keys(upto)
-        new = keys[state.saved :]
-        if not new:
-            return
-        if ids is None:
-            ids = self._block_ids(state.request.request_id)
-        parent = keys[state.saved - 1] if state.saved else None
-        answers = list(zip(new, self._pool.reserve(new, parent, state.tenant), strict=True))
-        rows: list[tuple[BlockKey, int, int]] = []
-        for key, reservation in answers:
-            if reservation.verdict is Verdict.REFUSED:
-                self.tally.blocks_refused += 1
-                break
-            if reservation.verdict is Verdict.RESERVED:
-                block = ids[state.saved] if state.saved < len(ids) else 0
-                rows.append((key, block, reservation.offset))
-            state.saved += 1
-        behind_gap = answers[len(answers) - (len(keys) - state.saved) :]
-        self._pool.abandon([key for key, r in behind_gap if r.verdict is Verdict.RESERVED])
-        self._order_store(state, rows)
-
-    def _order_store(self, state: RequestState, rows: list[tuple[BlockKey, int, int]]) -> None:
-        """Orders the copy of reserved blocks; those no longer on the device end the chain."""
-        gone = next((i for i, row in enumerate(rows) if row[1] == 0), None)
-        if gone is not None:
-            self._pool.abandon([row[0] for row in rows[gone:]])
-            rows = rows[:gone]
-            state.closed = True
-        if not rows:
-            return
-        store_id = self._next_store
-        self._next_store += 1
-        keys = tuple(row[0] for row in rows)
-        copy = Copy(tuple(row[1] for row in rows), tuple(row[2] for row in rows))
-        self._stores.append(Store(store_id, copy))
-        self._open[store_id] = _OpenStore(keys, self._facts.ranks, state.request.request_id)
-        state.open_stores.add(store_id)
-
     def finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any]]:
         """A request ended. True if its device blocks must be kept until a release is reported."""
         state = self._states.pop(request.request_id, None)
@@ -360,15 +266,14 @@ class RecallScheduler:
             return False, {}
         self._drop_claim(state)
         whole = request.status.name in _FINISHED_WHOLE
-        before = self._next_store
+        tail = False
         if whole:
             # The last token sampled has no KV yet; under asynchronous scheduling the step that
             # computes it may be under way.
             final = min(request.num_computed_tokens, request.num_tokens - 1)
-            self._save(state, final // self._facts.block_size, block_ids)
+            tail = self._saver.save(state, final // self._facts.block_size, block_ids)
         if whole and state.saved and not self._settings.async_write:
-            self._unflushed.append(state.keys(state.saved))
-        tail = self._next_store > before
+            self._saver.flush_later(state.keys(state.saved))
         hold = tail or (bool(state.open_stores) and not self._facts.copies_in_step)
         if hold:
             self._releases.append(request.request_id)
@@ -395,32 +300,14 @@ class RecallScheduler:
                 blocks = report.loaded_bytes // self._facts.block_bytes
                 self._appraiser.saw_load(TierName.HOST, blocks, report.load_seconds)
             for store_id, ranks in report.stored.items():
-                self._count_down(store_id, ranks, store_id in report.failed)
+                self._saver.count_down(store_id, ranks, store_id in report.failed)
         for request_id in loaded:
             claim = self._loading.pop(request_id, None)
             if claim is not None:
                 claim.release(self._pool)
         for request_id in failed:
             self._load_failed(request_id)
-        self._flush()
-
-    def _count_down(self, store_id: int, ranks: int, failed: bool) -> None:
-        store = self._open[store_id]
-        store.ranks_left -= ranks
-        store.failed |= failed
-        if store.ranks_left > 0:
-            return
-        del self._open[store_id]
-        state = self._states.get(store.request_id)
-        if state is not None:
-            state.open_stores.discard(store_id)
-        if store.failed:
-            self._pool.abandon(store.keys)
-            self.tally.stores_failed += 1
-            if state is not None:
-                state.closed = True
-        else:
-            self._pool.commit(store.keys)
+        self._saver.flush()  # with async_write off, replies of this step leave after it
 
     def _load_failed(self, request_id: str) -> None:
         """The engine recomputes the request; it is not offered the pool again."""
@@ -429,17 +316,6 @@ class RecallScheduler:
         if state is not None:
             state.failed_load = True
             state.recalled.clear()
-
-    def _flush(self) -> None:
-        """With ``async_write`` off, replies of this step leave once their blocks are durable."""
-        chains, self._unflushed = self._unflushed, []
-        for keys in chains:
-            if not self._pool.flush(keys, FLUSH_DEADLINE_S):
-                self.tally.flushes_missed += 1
-                logger.warning(
-                    "kvrecall: a reply was sent before its blocks were durable (disk too slow, "
-                    "full, or a store was shed)"
-                )
 
     # ---- life ---------------------------------------------------------------------------
 
@@ -461,47 +337,21 @@ class RecallScheduler:
         if self._loading:
             return False
         self._pool.clear()
-        self._epoch += 1
         for state in self._states.values():
             self._drop_claim(state)
             state.space = None  # its hashes stay, its blocks are of the old weights
-        if self._namespace is not None:
-            self._namespace = self._private(self._make_namespace())
+        self._spaces.turn_private()
         return True
-
-    def _private(self, namespace: Namespace) -> Namespace:
-        if self._epoch == 0:
-            return namespace
-        return namespace.derive(epoch=secrets.token_hex(16))
 
     def _state(self, request: Any) -> RequestState:
         state = self._states.get(request.request_id)
         if state is None:
             step = self._facts.block_size // self._facts.hash_block_size
-            space, tenant = self._space(request), tenant_of(request.cache_salt)
+            space, tenant = self._spaces.of(request), tenant_of(request.cache_salt)
             state = RequestState(request, space, step, tenant)
             state.promise = self._desk.accept(request.kv_transfer_params, space)
             self._states[request.request_id] = state
         return state
-
-    def _space(self, request: Any) -> Namespace | None:
-        """Namespace of a request's blocks, with its adapter's content; None: not pooled."""
-        if self._namespace is None:
-            self._namespace = self._private(self._make_namespace())
-        space = self._namespace
-        if request.lora_request is not None:
-            digest = self._adapter_digest(request.lora_request)
-            if digest is None:
-                return None
-            space = space.derive(adapter=digest)
-        if space.digest not in self._registered:
-            self._registered.add(space.digest)
-            try:
-                self._pool.register(space, self._facts.block_bytes)
-            except ConfigError as error:  # of a service that was not there when the engine began
-                logger.error("kvrecall: NOTHING IS POOLED: the pool refuses blocks: %s", error)
-                self._refused.add(space.digest)
-        return None if space.digest in self._refused else space
 
     def close(self) -> None:
         self._pool.close()

@@ -442,18 +442,22 @@ class Framer:
 
 
 def pack_tiers(tiers: Sequence[TierName]) -> bytes:
+    """A byte a block."""
     return bytes(map(_TIER_CODES.__getitem__, tiers))
 
 
 def unpack_tiers(data: bytes) -> tuple[TierName, ...]:
+    """Reverses ``pack_tiers``. Raises IndexError for a byte that is no tier."""
     return tuple(map(_TIERS.__getitem__, data))
 
 
 def pack_verdicts(verdicts: Sequence[Verdict]) -> bytes:
+    """A byte a block."""
     return bytes(map(_VERDICT_CODES.__getitem__, verdicts))
 
 
 def unpack_verdicts(data: bytes) -> tuple[Verdict, ...]:
+    """Reverses ``pack_verdicts``. Raises IndexError for a byte that is no verdict."""
     return tuple(map(_VERDICTS.__getitem__, data))
 
 

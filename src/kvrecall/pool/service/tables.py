@@ -23,6 +23,7 @@ def size(nbytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
+    """Seconds, as people read them; ``-`` if there are none (less than 0)."""
     if seconds < 0:
         return "-"
     for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
@@ -86,6 +87,7 @@ def _clients(clients: tuple[ClientView, ...]) -> Table:
 
 
 def tenants(views: tuple[TenantView, ...], count: int) -> Table:
+    """Some of ``count`` tenants: what they hold, of how much."""
     title = f"tenants ({len(views)} of {count})" if count > len(views) else "tenants"
     table = Table("tenant", "in host", "of", "on disk", "of", "refused", "evicted", title=title)
     for view in views:
@@ -106,6 +108,7 @@ def _limit(nbytes: int) -> str:
 
 
 def listing(found: Listing) -> Table:
+    """What ``pool ls`` found; the columns are those that the kind of row has."""
     by = found.by
     names = by in (By.CHAIN, By.BLOCK)
     table = Table(caption=_caption(found))

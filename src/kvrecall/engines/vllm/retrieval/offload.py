@@ -31,6 +31,8 @@ class Layer(Protocol):
 
 
 class SparseLayer(Layer, Protocol):
+    """A layer that attends to chosen blocks, found by their digests."""
+
     def digest(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> None:
         """Computes the digests of these blocks."""
 
@@ -54,6 +56,8 @@ class SparseLayer(Layer, Protocol):
 
 
 class WholeLayer(Layer, Protocol):
+    """A layer that attends to everything, and reads what is off the device from the arena."""
+
     def place(self, extent: Extent, layer_at: int) -> None:
         """Where the arena is from now on, and where in a block's record this layer's page is."""
 

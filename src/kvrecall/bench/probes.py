@@ -1,4 +1,4 @@
-"""Measures the pool on this machine: lookups, and the disk tier against the bare disk.
+"""Probes of the pool on this machine: lookups, and the disk tier against the bare disk.
 
 Each function returns a JSON-able dictionary of medians and ratios; sizes are in bytes, times in
 seconds unless the name says otherwise, bandwidths in bytes per second.
