@@ -1,4 +1,4 @@
-"""What digests of eight bits lose against bf16: `python -m bench.digests.rounding FILE ... [--random]`.
+"""What digests of eight bits lose against bf16: `python -m bench.digests.rounding FILE ...`.
 
 The files are those of `capture`. Counted as in `study`, of the default digests and shares.
 `same`: share of the blocks chosen by bf16 digests that those of eight bits choose too.
