@@ -1,6 +1,7 @@
-"""What digests of eight bits lose against bf16: `python -m bench.digests.rounding [FILE ...] [--random]`.
+"""What digests of eight bits lose against bf16.
 
-The files are those of `capture`. Counted as in `study`, of the digests and shares that are defaults.
+`python -m bench.digests.rounding [FILE ...] [--random]`; the files are those of `capture`. Counted
+as in `study`, of the digests and shares that are defaults.
 `same`: share of the blocks chosen by bf16 digests that those of eight bits choose too.
 """
 
