@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from .live import LiveServer, free_port
+from kvrecall.testing.ports import free_port
+
+from .live import LiveServer
 
 
 @contextmanager

@@ -18,10 +18,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from kvrecall.server.dashboard import history
 from kvrecall.server.dashboard.routes import dashboard_router
 from kvrecall.testing.clocks import ManualClock
+from kvrecall.testing.ports import free_port
 
 from .browser import browsing
 from .fake import FakeInsight
-from .live import LiveServer, free_port
+from .live import LiveServer
 
 GRAFANA = Path(__file__).parents[2] / "examples" / "grafana.json"
 TEXT = "A long text that retrieval has something to choose from. " * 40  # 2,280 tokens

@@ -14,6 +14,7 @@ from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.disk.folder import FolderLock
 from kvrecall.server import launch, preflight
+from kvrecall.testing.ports import free_port
 
 KVRECALL = Path(sys.executable).parent / "kvrecall"
 
@@ -173,9 +174,3 @@ def test_retrieval_is_asked_for_and_its_settings_checked(
     monkeypatch.setenv("VLLM_RETRIEVAL_TOPK_PERCENT", "20")
     with pytest.raises(ConfigError, match="VLLM_RETRIEVAL_TOPK_PERCENT is 20"):
         launch.check(plan)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -18,7 +18,9 @@ from typing import Any
 import httpx
 import pytest
 
-from .live import KVRECALL, START_LIMIT_S, LiveServer, all_gone, free_port
+from kvrecall.testing.ports import free_port
+
+from .live import KVRECALL, START_LIMIT_S, LiveServer, all_gone
 
 pytestmark = pytest.mark.engine
 

@@ -14,9 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
+from kvrecall.testing.ports import free_port
+
 from .browser import browsing
 from .configs import backend, deploy, model, right, schedule, server, write
-from .live import LiveServer, all_gone, free_port
+from .live import LiveServer, all_gone
 
 pytest.importorskip("cryptography")
 

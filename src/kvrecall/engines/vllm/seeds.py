@@ -21,8 +21,8 @@ def install() -> None:
         return
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # the CPU's is one; large
 
-    own = GPUModelRunner._bookkeeping_sync
-    if own.__module__ != __name__:
+    own = getattr(GPUModelRunner, "_bookkeeping_sync", None)
+    if own is not None and own.__module__ != __name__:
         GPUModelRunner._bookkeeping_sync = _without_offsets(own)
 
 
