@@ -35,7 +35,7 @@ def measure_overhead(tokens: int, rounds: int, progress: Progress) -> Report:
         folder = Path(name)
         path = model.write(folder / "bench-qwen3", tokens + 64)
         base = [str(path), "--max-model-len", str(tokens + 64), "--block-size", str(BLOCK)]
-        base += ["--kv-cache-memory-bytes", str(8 * document_bytes)]
+        base += ["--kv-cache-memory-bytes", str(8 * document_bytes), "--dtype", model.dtype]
         pool = ["--host-size", str(8 * document_bytes), "--disk-path", str(folder / "pool")]
         pool += ["--disk-size", str(64 * document_bytes)]
         servers: dict[str, ServerProcess] = {}

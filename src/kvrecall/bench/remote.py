@@ -104,6 +104,7 @@ def _server(
     pool.write_text(json.dumps(settings))
     arguments = [str(model), "--max-model-len", str(tokens + 1024), "--block-size", str(BLOCK)]
     arguments += ["--kv-cache-memory-bytes", str(4 * prefix_bytes), "--pool-config", str(pool)]
+    arguments += ["--dtype", BenchModel().dtype]
     return ServerProcess(arguments, folder / f"{name}.log", progress)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvrecall.bench.driver import Answer, Progress, ServerProcess
+from kvrecall.bench.precision import ITEM_BYTES, fast_dtype
 from kvrecall.bench.report import Report, percentiles
 from kvrecall.bench.text import Texts
 from kvrecall.errors import EngineError
@@ -36,12 +37,12 @@ class BenchModel:
     heads: int = 16
     kv_heads: int = 4
     head_dim: int = 64
-    dtype: str = "bfloat16"
+    dtype: str = field(default_factory=fast_dtype)
 
     @property
     def token_bytes(self) -> int:
         """Bytes of KV cache a token."""
-        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+        return ITEM_BYTES[self.dtype] * 2 * self.layers * self.kv_heads * self.head_dim
 
     def write(self, folder: Path, max_position: int) -> Path:
         """Writes the model and returns its path."""
@@ -81,7 +82,7 @@ def measure_restore(tokens: int, repetitions: int, progress: Progress) -> Report
     with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as name:
         folder = Path(name)
         path = model.write(folder / "bench-qwen3", tokens + 1024)
-        arguments = [str(path), "--max-model-len", str(tokens + 1024)]
+        arguments = [str(path), "--max-model-len", str(tokens + 1024), "--dtype", model.dtype]
         arguments += ["--block-size", str(BLOCK), "--kv-cache-memory-bytes", str(4 * prefix_bytes)]
         arguments += ["--host-size", str(prefix_bytes * 3 // 2)]
         arguments += ["--disk-path", str(folder / "pool"), "--disk-size", str(32 * prefix_bytes)]
@@ -92,7 +93,7 @@ def measure_restore(tokens: int, repetitions: int, progress: Progress) -> Report
 
     progress("copy bandwidth")
     bandwidth = measure_bandwidth(tokens // BLOCK, model.layers, BLOCK * model.token_bytes)
-    return _report(times.seconds, tokens, prefix_bytes, bandwidth)
+    return _report(times.seconds, tokens, prefix_bytes, model.dtype, bandwidth)
 
 
 def _measure(
@@ -126,6 +127,7 @@ def _report(
     seconds: Mapping[str, list[float]],
     tokens: int,
     prefix_bytes: int,
+    dtype: str,
     bandwidth: Mapping[str, float],
 ) -> Report:
     shown = {source: percentiles(values) for source, values in seconds.items()}
@@ -144,13 +146,14 @@ def _report(
     figures: dict[str, object] = {
         "tokens": tokens,
         "prefix_bytes": prefix_bytes,
+        "dtype": dtype,
         "ttft_s": shown,
         **ratios,
         "worst_hit_to_computed": round(max(_p50s(shown, SOURCES[1:])) / computed, 4),
         **bandwidth,
     }
     notes = (
-        f"prefix of {tokens} tokens, {prefix_bytes / 2**20:.0f} MiB of KV cache",
+        f"prefix of {tokens} tokens, {prefix_bytes / 2**20:.0f} MiB of KV cache, {dtype}",
         f"goals: host <= {GOALS['host']} x device, disk <= {GOALS['disk']} x device, "
         "each hit < 0.1 of computing",
         f"arena -> device KV {bandwidth['restore_gb_s']:.1f} GB/s, a plain copy of the same bytes "
