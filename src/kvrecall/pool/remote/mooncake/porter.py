@@ -31,10 +31,9 @@ from kvrecall.pool.remote.mooncake.wire import (
 )
 
 _LOOK_S = 1.0
-_NICENESS = 19
+_NICENESS = 5
 """Of the threads that call Mooncake. They look without a pause whether their transfers have ended,
-and would take the processor that the transfers themselves need, in other threads (and the engine);
-with less, a busy machine moves a third as much (docs/log.md)."""
+and would take half of the processor that the transfers themselves need (and the engine)."""
 
 
 def main(text: str) -> None:
