@@ -10,6 +10,7 @@ import hypothesis
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("KVRECALL_WAITS", "sleep")  # engines without our connector, too
 if shutil.which("g++") is None:
     # vLLM compiles a few sampling functions even in eager mode.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

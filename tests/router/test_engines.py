@@ -39,7 +39,7 @@ class Cluster:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("pd")
     model = write_model(
-        folder / "model", "qwen3", hidden=64, layers=2, max_position=8192, dtype="float32"
+        folder / "model", "qwen3", hidden=64, layers=2, max_position=16384, dtype="float32"
     )
     with ExitStack() as stack:
         service = stack.enter_context(Service(folder / "pool", 128 * MIB))
@@ -208,7 +208,7 @@ def running(server: LiveServer) -> float:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_stops_the_computing(cluster: Cluster, stream: bool) -> None:
-    body = {"model": "tiny", "prompt": f"Long {stream}. " + TEXT, "max_tokens": 5000}
+    body = {"model": "tiny", "prompt": f"Long {stream}. " + TEXT, "max_tokens": 15_000}
     body |= {"stream": stream, "temperature": 2.0, "ignore_eos": True}
     with httpx.Client(base_url=cluster.router.url, timeout=120) as client:
         try:
@@ -252,7 +252,7 @@ def test_a_dead_decode_instance_is_passed_over(cluster: Cluster) -> None:
 
 def test_a_stream_that_breaks_says_so(cluster: Cluster) -> None:
     (last,) = [s for s in cluster.decode if s.process.poll() is None]
-    body = {"model": "tiny", "prompt": "Endless. ", "max_tokens": 5000, "stream": True}
+    body = {"model": "tiny", "prompt": "Endless. ", "max_tokens": 15_000, "stream": True}
     body |= {"ignore_eos": True, "temperature": 2.0}
     with cluster.router.client.stream("POST", "/v1/completions", json=body) as reply:
         lines = reply.iter_lines()

@@ -16,15 +16,15 @@ from .live import LiveServer
 
 
 @contextmanager
-def tiny_server(folder: Path) -> Iterator[LiveServer]:
-    """A server of a random model called ``tiny``, ready."""
+def tiny_server(folder: Path, longest: int = 768) -> Iterator[LiveServer]:
+    """A server of a random model called ``tiny``, ready, for up to ``longest`` tokens."""
     from kvrecall.testing.models import write_model
 
-    write_model(folder / "model", "qwen3", hidden=64, layers=2, max_position=4096)
+    write_model(folder / "model", "qwen3", hidden=64, layers=2, max_position=longest)
     port = free_port()
     words = [str(folder / "model"), "--port", str(port), "--served-model-name", "tiny"]
     words += ["--host-size", "32MiB", "--kv-cache-memory-bytes", "64MiB"]
-    words += ["--max-model-len", "768", "--", "--max-num-seqs", "32"]
+    words += ["--max-model-len", str(longest), "--", "--max-num-seqs", "32"]
     live = LiveServer(folder, words, f"http://127.0.0.1:{port}")
     try:
         live.wait_ready()

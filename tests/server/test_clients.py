@@ -291,43 +291,6 @@ def _said(reply: httpx.Response) -> str:
     return str(error["message"] if isinstance(error, dict) else error)
 
 
-def test_timeout_of_a_request(tiny: LiveServer) -> None:
-    wide = {"max_new_tokens": 700, "ignore_eos": True, "timeout": 1}
-    for path, body in (
-        ("/infer", {"inputs": "x" * 60, "parameters": wide}),
-        ("/generate", {"prompt": "x" * 60, "max_tokens": 700, "ignore_eos": True, "timeout": 1}),
-    ):
-        held = [threading.Thread(target=_busy, args=(tiny,)) for _ in range(40)]
-        for thread in held:
-            thread.start()
-        reply = tiny.client.post(path, json=body)
-        for thread in held:
-            thread.join()
-        assert reply.status_code == 500, reply.text[:200]
-        assert reply.json()["error_type"] == "Incomplete Generation"
-        assert "the request's timeout" in reply.json()["error"]
-
-
-def _busy(tiny: LiveServer) -> None:
-    body = {"inputs": "y", "parameters": {"max_new_tokens": 300, "ignore_eos": True}}
-    assert tiny.client.post("/generate", json=body).status_code == 200
-
-
-def test_stop_infer(tiny: LiveServer) -> None:
-    """A stopped request gives what there is, and the engine no longer works on it."""
-    body: Json = {"id": "long", "text_input": "x", "parameters": {"details": True}}
-    body["parameters"] |= {"max_new_tokens": 700, "ignore_eos": True}
-    with tiny.client.stream("POST", "/v2/models/tiny/generate_stream", json=body) as reply:
-        lines = (line for line in reply.iter_lines() if line)
-        next(lines)
-        stopped = tiny.client.post("/v2/models/tiny/stopInfer", json={"id": "long"})
-        assert stopped.status_code == 200
-        last = [json.loads(line[6:]) for line in lines][-1]
-    assert last["details"]["finish_reason"] == "stopped"
-    assert 0 < last["details"]["generated_tokens"] < 700
-    assert tiny.client.post("/v2/models/tiny/stopInfer", json={"id": "long"}).status_code == 404
-
-
 def test_as_many_beams_as_asked_for(tiny: LiveServer) -> None:
     body: Json = {"prompt": "Once upon", "max_tokens": 5, "use_beam_search": True, "n": 4}
     texts = tiny.client.post("/generate", json=body).json()["text"]

@@ -84,7 +84,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     from kvrecall.testing.models import write_model
 
     folder = tmp_path_factory.mktemp("dashboard")
-    write_model(folder / "model", "qwen3", hidden=64, layers=LAYERS, max_position=8192)
+    write_model(folder / "model", "qwen3", hidden=64, layers=LAYERS, max_position=16384)
     port = free_port()
     words = [str(folder / "model"), "--port", str(port), "--served-model-name", "tiny"]
     words += ["--host-size", "32MiB", "--disk-path", str(folder / "disk"), "--disk-size", "64MiB"]
@@ -235,7 +235,7 @@ def test_a_server_whose_engine_dies(browser: Any, server: LiveServer) -> None:
     """The page says so; who was being answered is told or cut off, and waits no longer; until the
     server has ended, with a clear line, it is not well."""
     page = Page(browser, server)
-    asked = {"inputs": "x", "parameters": {"max_new_tokens": 6000, "ignore_eos": True}}
+    asked = {"inputs": "x", "parameters": {"max_new_tokens": 15_000, "ignore_eos": True}}
     with server.client.stream("POST", "/generate_stream", json=asked) as reply:
         lines = (line for line in reply.iter_lines() if line)
         next(lines)

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from kvrecall.testing.models import write_model
 
     folder = tmp_path_factory.mktemp("serve")
-    write_model(folder / "model", "qwen3", hidden=64, layers=2, max_position=4096)
+    write_model(folder / "model", "qwen3", hidden=64, layers=2, max_position=16384)
     return folder
 
 
@@ -230,10 +230,10 @@ def test_prompt_form(server: LiveServer) -> None:
 BAD: list[tuple[str, object, int, str]] = [
     ("/generate", {}, 422, "Input Validation Error"),
     ("/generate", {"inputs": ""}, 422, "Input Validation Error"),
-    ("/generate", {"inputs": "x" * 5000}, 422, "Input Validation Error"),
+    ("/generate", {"inputs": "x" * 20_000}, 422, "Input Validation Error"),
     ("/generate", {"inputs": "x", "parameters": {"top_p": 2}}, 422, "Input Validation Error"),
     ("/generate", {"inputs": "x", "parameters": {"adapter_id": "a"}}, 404, "NotFoundError"),
-    ("/generate_stream", {"inputs": "x" * 5000}, 422, "Input Validation Error"),
+    ("/generate_stream", {"inputs": "x" * 20_000}, 422, "Input Validation Error"),
     ("/nowhere", {}, 404, "NotFoundError"),
     ("/health", {}, 405, "Method Not Allowed"),
 ]
@@ -270,24 +270,33 @@ def until(condition: Any, timeout: float = 15) -> bool:
     return False
 
 
-LONG: Json = {"max_new_tokens": 3000, "ignore_eos": True}
+LONG: Json = {"max_new_tokens": 15_000, "ignore_eos": True}
 MESSAGES = [{"role": "user", "content": "x"}]
 LEFT: list[tuple[str, Json]] = [
     ("/generate", {"inputs": "x", "parameters": LONG}),
     ("/generate_stream", {"inputs": "x", "parameters": LONG}),
-    ("/generate", {"prompt": "x", "max_tokens": 3000, "ignore_eos": True, "n": 2, "best_of": 3}),
+    ("/generate", {"prompt": "x", "max_tokens": 15_000, "ignore_eos": True, "n": 2, "best_of": 3}),
     (
         "/generate",
-        {"prompt": "x", "max_tokens": 3000, "ignore_eos": True, "n": 2, "use_beam_search": True},
+        {"prompt": "x", "max_tokens": 15_000, "ignore_eos": True, "n": 2, "use_beam_search": True},
     ),
     ("/infer", {"inputs": "x", "stream": True, "parameters": LONG}),
     ("/v2/models/tiny/generate", {"text_input": "x", "parameters": LONG}),
-    ("/v1/completions", {"prompt": "x", "max_tokens": 3000, "ignore_eos": True}),
+    ("/v1/completions", {"prompt": "x", "max_tokens": 15_000, "ignore_eos": True}),
     (
         "/v1/chat/completions",
-        {"messages": MESSAGES, "max_tokens": 3000, "ignore_eos": True, "stream": True},
+        {"messages": MESSAGES, "max_tokens": 15_000, "ignore_eos": True, "stream": True},
     ),
 ]
+
+
+def test_the_engine_waits_asleep(server: LiveServer) -> None:
+    """While the worker computes its engine process leaves the processor to others."""
+    core = server.engine_core()
+    before, began = sum(core.cpu_times()[:2]), time.monotonic()
+    generate(server, "x", max_new_tokens=1000, ignore_eos=True)
+    seconds = sum(core.cpu_times()[:2]) - before
+    assert seconds < 0.4 * (time.monotonic() - began)  # 0.17 here; 0.65 if it spins
 
 
 @pytest.mark.parametrize(("path", "body"), LEFT, ids=lambda v: str(v)[:60])
@@ -325,7 +334,7 @@ class Race:
 
     def run(self) -> None:
         for i in range(8):
-            self._start(f"full {i}", 3900, 5)
+            self._start(f"full {i}", 7000, 5)
         assert until(lambda: running(self._server) == 8, 60)
         for i in range(4):
             self._start(f"low {i}", 4, 5)

@@ -1,5 +1,6 @@
-"""200 clients at once that leave when they like lose no server and leak nothing; and the end of a
-server that is asked to stop. A server of their own, in the order written."""
+"""200 clients at once that leave when they like lose no server and leak nothing; requests that are
+cut short; and the end of a server that is asked to stop. A server of their own, in the order
+written, where a request may be longer than any machine of today computes before it is cut."""
 
 from __future__ import annotations
 
@@ -25,12 +26,13 @@ CLIENTS = 200
 ROUNDS = 2
 PATIENCE_S = 120
 MAY_GROW = 64 << 20
+LONG = 15_000
 Json = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with tiny_server(tmp_path_factory.mktemp("soak")) as live:
+    with tiny_server(tmp_path_factory.mktemp("soak"), LONG + 1000) as live:
         yield live
 
 
@@ -132,6 +134,34 @@ def test_soak(tiny: LiveServer) -> None:
     assert later_memory <= memory + MAY_GROW
 
 
+def test_timeout_of_a_request(tiny: LiveServer) -> None:
+    wide = {"max_new_tokens": LONG, "ignore_eos": True, "timeout": 1}
+    for path, body in (
+        ("/infer", {"inputs": "x", "parameters": wide}),
+        ("/generate", {"prompt": "x", "max_tokens": LONG, "ignore_eos": True, "timeout": 1}),
+    ):
+        reply = tiny.client.post(path, json=body)
+        assert reply.status_code == 500, reply.text[:200]
+        assert reply.json()["error_type"] == "Incomplete Generation"
+        assert "the request's timeout" in reply.json()["error"]
+
+
+def test_stop_infer(tiny: LiveServer) -> None:
+    """A stopped request gives what there is, and the engine no longer works on it."""
+    body: Json = {"id": "long", "text_input": "x", "parameters": {"details": True}}
+    body["parameters"] |= {"max_new_tokens": LONG, "ignore_eos": True}
+    with tiny.client.stream("POST", "/v2/models/tiny/generate_stream", json=body) as reply:
+        lines = (line for line in reply.iter_lines() if line)
+        next(lines)
+        stopped = tiny.client.post("/v2/models/tiny/stopInfer", json={"id": "long"})
+        assert stopped.status_code == 200
+        last = [json.loads(line[6:]) for line in lines][-1]
+    assert last["details"]["finish_reason"] == "stopped"
+    assert 0 < last["details"]["generated_tokens"] < LONG
+    assert tiny.client.post("/v2/models/tiny/stopInfer", json={"id": "long"}).status_code == 404
+    wait_quiet(tiny)
+
+
 def test_stop_service_drains_until_forced(tiny: LiveServer) -> None:
     """Asked to stop, the server refuses new requests and lets running ones end; by force it ends
     those that are left, who are told. Who asked has an answer, and the status is 0."""
@@ -142,7 +172,7 @@ def test_stop_service_drains_until_forced(tiny: LiveServer) -> None:
         with httpx.Client(base_url=tiny.url, timeout=120) as client:
             answers.append(client.get("/stopService").status_code)
 
-    with running(tiny, 700) as left, running(tiny, 60) as ending:
+    with running(tiny, LONG) as left, running(tiny, 60) as ending:
         stopping = Thread(target=stop, daemon=True)
         stopping.start()
         while tiny.client.get("/v2/health/ready").status_code == 200:

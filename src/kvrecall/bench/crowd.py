@@ -7,7 +7,6 @@ preempts when the cache is full, and retrieval attention with offload.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvrecall.bench.driver import server_environment
 from kvrecall.bench.report import Report
 from kvrecall.errors import EngineError
 from kvrecall.retrieval.settings import PREFIX, RetrievalSettings
@@ -96,12 +96,13 @@ def scaled(context: int) -> dict[str, str]:
     }
     share = context / plain.offload_boundary
     shares = {PREFIX + name: str(max(1, int(of * share))) for name, of in lengths.items()}
-    return {**shares, PREFIX + "DENSE_LAYERS": str(DENSE_LAYERS), "VLLM_PLUGINS": "retrieval"}
+    return {**shares, PREFIX + "DENSE_LAYERS": str(DENSE_LAYERS), "VLLM_PLUGINS": "retrieval,waits"}
 
 
 def run(crowd: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, Any]:
     """One engine's figures; see ``Gathering``."""
-    plain = {name: text for name, text in os.environ.items() if not name.startswith(PREFIX)}
+    kept = server_environment()
+    plain = {name: text for name, text in kept.items() if not name.startswith(PREFIX)}
     plain.pop("VLLM_PLUGINS", None)
     done = subprocess.run(
         as_child(sys.executable, "-m", _CHILD),

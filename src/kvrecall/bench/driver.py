@@ -203,12 +203,13 @@ def _answer(events: Sequence[dict[str, Any]], ttft: float) -> Answer:
 
 
 def server_environment() -> dict[str, str]:
-    """Environment for a server process: this one's, and no compiling on a CPU.
+    """Environment for a server process: this one's, no compiling on a CPU, and no spinning, with a
+    pool or without (see engines/vllm/waits.py).
 
     Compiling sampling functions (which vLLM does even in eager mode) costs the first request of
     every server tens of seconds, whether it is measured or not.
     """
-    environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1"}
+    environment = {"KVRECALL_WAITS": "sleep", **os.environ, "VLLM_NO_USAGE_STATS": "1"}
     if shutil.which("nvidia-smi") is None:
         environment.setdefault("TORCHDYNAMO_DISABLE", "1")
     return environment

@@ -123,7 +123,7 @@ def local_server(
     kept = {k: v for k, v in server_environment().items() if not k.startswith(PREFIX)}
     environment = {
         **kept,
-        "VLLM_PLUGINS": "retrieval",
+        "VLLM_PLUGINS": "retrieval,waits",
         f"{PREFIX}DENSE_BOUNDARY": str(settings.dense_boundary),
         f"{PREFIX}OFFLOAD_BOUNDARY": str(NEVER),
         f"{PREFIX}DENSE_LAYERS": str(settings.dense_layers),

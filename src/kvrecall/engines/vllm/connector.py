@@ -21,7 +21,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.config import RecallSettings
-from kvrecall.engines.vllm import compat, seeds, warmth
+from kvrecall.engines.vllm import compat, seeds, waits, warmth
 from kvrecall.engines.vllm.facts import EngineFacts
 from kvrecall.engines.vllm.identity import Adapters, namespace_of
 from kvrecall.engines.vllm.ledger import RequestState
@@ -66,6 +66,7 @@ class RecallConnector(KVConnectorBase_V1):
         self._watch = PoolWatch()
         compat.require_supported(vllm_config, kv_cache_config)
         require_on(vllm_config, os.environ)
+        waits.install()
         if role is KVConnectorRole.WORKER:
             seeds.install()
             self._worker = RecallWorker(vllm_config, kv_cache_config)

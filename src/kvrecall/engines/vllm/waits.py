@@ -1,0 +1,61 @@
+"""How vLLM's engine and worker processes wait for each other on a CPU.
+
+For a second after each message they look again and again, and give the processor up by
+``sched_yield`` in between. On few cores that takes the processor from those who compute, and where
+one process is alone on its core with it, some kernels (Linux 6.18 here) lose count of whose turn it
+is: other threads that are ready to run stood for up to 78 s (docs/log.md). A sleep of a microsecond
+costs a step some 0.1 ms and takes nothing from anybody.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from kvrecall.errors import ConfigError
+
+SWITCH = "KVRECALL_WAITS"
+"""``sleep``: also in engines without this project's connector; ``spin``: as vLLM does, in none."""
+
+_SLEEP_S = 1e-6
+
+
+def register() -> None:
+    """The ``vllm.general_plugins`` entry point: sleeps if it was asked for by name."""
+    if _asked(os.environ) == "sleep":
+        _sleep_on_cpus()
+
+
+def install() -> None:
+    """Has this process of an engine with the connector sleep, unless it is told to spin."""
+    if _asked(os.environ) != "spin":
+        _sleep_on_cpus()
+
+
+def ask(environ: MutableMapping[str, str]) -> None:
+    """Asks for sleeping in processes yet to be started, if nothing was asked for."""
+    environ.setdefault(SWITCH, "sleep")
+
+
+def _asked(environ: Mapping[str, str]) -> str:
+    asked = environ.get(SWITCH, "")
+    if asked not in ("", "sleep", "spin"):
+        raise ConfigError(f"{SWITCH} is {asked!r}; it must be sleep or spin")
+    return asked
+
+
+def _sleep_on_cpus() -> None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm.distributed.device_communicators import shm_broadcast
+
+        module: Any = shm_broadcast
+        if hasattr(module, "sched_yield"):  # otherwise this vLLM waits in another way
+            module.sched_yield = _sleep
+
+
+def _sleep() -> None:
+    time.sleep(_SLEEP_S)
