@@ -102,6 +102,21 @@ def test_too_many_sequences(tiny: LiveServer, path: str, what: Json) -> None:
     assert "is 129; this server allows 128" in reply.text
 
 
+def test_too_many_prompts(tiny: LiveServer) -> None:
+    """Nor by a list of prompts."""
+    for prompts, more, wanted in (
+        (["x"] * 2049, {}, 2049),
+        ([[1]] * 100, {"n": 100}, 10_000),
+        (["x"] * 100, {"best_of": 30, "temperature": 1.0}, 3000),
+    ):
+        asked: Json = {"prompt": prompts, "max_tokens": 1} | more
+        reply = tiny.client.post("/v1/completions", json=asked)
+        assert reply.status_code == 400
+        assert f"prompts ask for {wanted} sequences; one request may" in reply.text
+    reply = tiny.client.post("/v1/completions", json={"prompt": ["x"] * 40, "max_tokens": 1})
+    assert len(reply.json()["choices"]) == 40
+
+
 def test_best_of_as_many_as_wanted_is_streamed(openai: Any) -> None:
     parts = list(openai.completions.create(**SAMPLED, n=2, best_of=2, stream=True))
     assert {part.choices[0].index for part in parts} == {0, 1}

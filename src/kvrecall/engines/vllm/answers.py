@@ -20,7 +20,7 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse, PromptTokenUsageInfo
 from vllm.outputs import RequestOutput
 
-from kvrecall.engines.base import Limits, RecallSplit
+from kvrecall.engines.base import MAX_SEQUENCES, Limits, RecallSplit
 from kvrecall.engines.vllm import ranking
 from kvrecall.engines.vllm.splits import BOARD
 
@@ -150,7 +150,22 @@ class RecallCompletion(_Bounded, OpenAIServingCompletion):
     """/v1/completions with the recall split in its usage."""
 
     async def create_completion(self, request: Any, raw_request: Any = None) -> Any:
-        return self._rank(request) or await super().create_completion(request, raw_request)
+        refused = self._rank(request) or self._too_many(request)
+        return refused or await super().create_completion(request, raw_request)
+
+    def _too_many(self, request: CompletionRequest) -> ErrorResponse | None:
+        """An error if a list of prompts asks for more sequences than one request may."""
+        given = request.prompt
+        prompts = 1
+        if isinstance(given, list) and given and not isinstance(given[0], int):
+            prompts = len(given)
+        best_of = (request.vllm_xargs or {}).get(ranking.KEY)
+        wanted = prompts * max(request.n, best_of if isinstance(best_of, int) else 1)
+        if prompts == 1 or wanted <= MAX_SEQUENCES:
+            return None
+        return self._refused(
+            f"{prompts} prompts ask for {wanted} sequences; one request may ask for {MAX_SEQUENCES}"
+        )
 
     async def render_completion_request(self, request: CompletionRequest) -> Any:
         self._bound(request)
