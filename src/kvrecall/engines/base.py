@@ -280,8 +280,8 @@ MAX_N = 128
 MOST_N = 8192
 """The most that can be configured, as in MindIE."""
 
-MAX_SEQUENCES = 2048
-"""Sequences of all prompts of one request (``n`` of each), as many as OpenAI takes prompts."""
+MAX_SEQUENCES = 1024
+"""Sequences of all prompts of one request (``n`` of each): as many as vLLM takes prompts."""
 
 
 @dataclass(frozen=True, slots=True)
