@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from kvrecall.bench.moves import get_all, put_all
 from kvrecall.block import BlockKey, Namespace
 from kvrecall.config import RemoteConfig
 from kvrecall.errors import EngineError
@@ -25,7 +26,6 @@ from kvrecall.pool.arena import Arena
 from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
 from kvrecall.pool.remote.mooncake.process import ENVIRONMENT
 from kvrecall.pool.remote.tier import RemoteTier
-from kvrecall.pool.tier import Get, Outcome, Put
 from kvrecall.testing.masters import Master
 
 _NAMESPACE = Namespace.of({"kvrecall": "bench remote"})
@@ -73,8 +73,8 @@ def _round(
             times[f"bare_{way}"] = _ask(bare, (way, number, block_bytes, blocks))
 
     def by_tier() -> None:
-        times["tier_put"] = _tier_put(tier, arena, keys, block_bytes)
-        times["tier_get"] = _tier_get(tier, arena, keys, block_bytes)
+        times["tier_put"] = put_all(tier, arena, keys, block_bytes)
+        times["tier_get"] = get_all(tier, arena, keys, block_bytes)
 
     for step in (by_bare, by_tier) if number % 2 else (by_tier, by_bare):
         step()
@@ -82,38 +82,6 @@ def _round(
     tier.drop(keys)
     time.sleep(0.2)  # for the store to remove them
     return times
-
-
-def _tier_put(tier: RemoteTier, arena: Arena, keys: list[BlockKey], block_bytes: int) -> float:
-    puts = [
-        Put(key, None, place, arena.view(place * block_bytes, block_bytes), block_bytes)
-        for place, key in enumerate(keys)
-    ]
-    began = time.perf_counter()
-    tier.submit_put(puts)
-    _await(tier, len(keys), Outcome.STORED)
-    return time.perf_counter() - began
-
-
-def _tier_get(tier: RemoteTier, arena: Arena, keys: list[BlockKey], block_bytes: int) -> float:
-    gets = [
-        Get(key, arena.view(place * block_bytes, block_bytes)) for place, key in enumerate(keys)
-    ]
-    began = time.perf_counter()
-    tier.submit_get(gets)
-    _await(tier, len(keys), Outcome.LOADED)
-    return time.perf_counter() - began
-
-
-def _await(tier: RemoteTier, count: int, outcome: Outcome) -> None:
-    until = time.monotonic() + _LIMIT_S
-    while count:
-        for done in tier.poll(1.0):
-            if done.outcome is not outcome:
-                raise EngineError(f"a block was {done.outcome.value}, not {outcome.value}")
-            count -= 1
-        if time.monotonic() > until:
-            raise EngineError(f"{count} blocks are not {outcome.value} after {_LIMIT_S:.0f} s")
 
 
 def _checks(bare: Connection, tier: RemoteTier) -> dict[str, float]:

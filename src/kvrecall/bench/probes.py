@@ -15,16 +15,15 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kvrecall.bench.moves import get_all, put_all
 from kvrecall.block import BlockKey, Namespace
 from kvrecall.config import DiskConfig, PoolConfig
-from kvrecall.errors import TierError
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import Verdict
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.seal import Seal
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.slots import slot_bytes_of
-from kvrecall.pool.tier import Get, Outcome, Put
 
 _NAMESPACE = Namespace.of({"kvrecall": "measure"})
 _RAW_BYTES = 4 << 20  # one raw system call
@@ -104,11 +103,11 @@ def measure_disk(
         tier = DiskTier(config, seal=seal)
         try:
             tier.register(_NAMESPACE, block_bytes)
-            writes = [(raw.write(), _put(tier, arena, keys, block_bytes))]
+            writes = [(raw.write(), _write(tier, arena, keys, block_bytes))]
             for _ in range(1, repeats):
                 tier.clear()
-                writes.append((raw.write(), _put(tier, arena, keys, block_bytes)))
-            reads = [(raw.read(), _get(tier, arena, keys, slot_bytes)) for _ in range(repeats)]
+                writes.append((raw.write(), _write(tier, arena, keys, block_bytes)))
+            reads = [(raw.read(), get_all(tier, arena, keys, block_bytes)) for _ in range(repeats)]
             direct = tier.is_direct and raw.direct
         finally:
             tier.close()
@@ -168,34 +167,10 @@ class _RawFile:
         os.close(self._fd)
 
 
-def _put(tier: DiskTier, arena: Arena, keys: Sequence[BlockKey], block_bytes: int) -> float:
-    slot_bytes = slot_bytes_of(block_bytes)
+def _write(tier: DiskTier, arena: Arena, keys: Sequence[BlockKey], block_bytes: int) -> float:
     while tier.queued()[0]:  # what ``clear`` cancelled
         tier.poll(0.01)
-    puts = [
-        Put(key, keys[n - 1] if n else None, n, arena.view(n * slot_bytes, slot_bytes), block_bytes)
-        for n, key in enumerate(keys)
-    ]
-    began = time.perf_counter()
-    tier.submit_put(puts)
-    _await(tier, len(keys), Outcome.STORED)
-    return time.perf_counter() - began
-
-
-def _get(tier: DiskTier, arena: Arena, keys: Sequence[BlockKey], slot_bytes: int) -> float:
-    gets = [Get(key, arena.view(n * slot_bytes, slot_bytes)) for n, key in enumerate(keys)]
-    began = time.perf_counter()
-    tier.submit_get(gets)
-    _await(tier, len(keys), Outcome.LOADED)
-    return time.perf_counter() - began
-
-
-def _await(tier: DiskTier, count: int, outcome: Outcome) -> None:
-    while count:
-        for done in tier.poll(1.0):
-            if done.outcome is not outcome:
-                raise TierError(f"disk measurement: a block was {done.outcome.value}")
-            count -= 1
+    return put_all(tier, arena, keys, block_bytes)
 
 
 def _scribble(arena: Arena) -> None:
