@@ -457,3 +457,20 @@ def test_sigterm_while_starting(folder: Path) -> None:
         assert all_gone(family)
     finally:
         starting.close()
+
+
+def test_a_seed_without_a_pool(folder: Path) -> None:
+    """A seeded request whose prefill takes several steps ends no engine, without a pool either."""
+    port = free_port()
+    words = [str(folder / "model"), "--no-pool", "--port", str(port)]
+    words += ["--kv-cache-memory-bytes", "64MiB", "--", "--max-num-batched-tokens", "256"]
+    plain = LiveServer(folder, words, f"http://127.0.0.1:{port}")
+    try:
+        plain.wait_ready()
+        sampled = {"do_sample": True, "seed": 3, "max_new_tokens": 8, "details": True}
+        asked = {"inputs": TEXT, "parameters": sampled}
+        first, second = (plain.client.post("/generate", json=asked).json() for _ in range(2))
+        assert first["details"]["generated_tokens"] == 8
+        assert second["generated_text"] == first["generated_text"]
+    finally:
+        plain.close()

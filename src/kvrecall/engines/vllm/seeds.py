@@ -7,11 +7,28 @@ the engine, and with it all others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import multiprocessing
+import os
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import numpy as np
 from vllm.platforms import current_platform
+
+SWITCH = "KVRECALL_SEEDS"
+"""``1``: also in engines without this project's connector."""
+
+
+def register() -> None:
+    """The ``vllm.general_plugins`` entry point: installs in workers, if it was asked for."""
+    is_worker = "Worker" in multiprocessing.current_process().name
+    if is_worker and os.environ.get(SWITCH) == "1":
+        install()
+
+
+def ask(environ: MutableMapping[str, str]) -> None:
+    """Asks for it in processes yet to be started, if nothing was asked for."""
+    environ.setdefault(SWITCH, "1")
 
 
 def install() -> None:

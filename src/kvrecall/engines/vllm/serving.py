@@ -41,7 +41,7 @@ from vllm.v1.executor import Executor
 
 from kvrecall.config import RecallSettings, default_socket
 from kvrecall.engines.base import Engine, Limits, Role, ServeSpec
-from kvrecall.engines.vllm import listeners, orphan, waits
+from kvrecall.engines.vllm import listeners, orphan, seeds, waits
 from kvrecall.engines.vllm.answers import recall_chat, recall_completion
 from kvrecall.engines.vllm.client import ServedLLM
 from kvrecall.engines.vllm.generator import VllmEngine
@@ -166,6 +166,7 @@ def _cpu_environment(ranks: int) -> None:
     if shutil.which("g++") is None:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", str(ranks))
+    seeds.ask(os.environ)
     waits.ask(os.environ)
 
 
