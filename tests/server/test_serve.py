@@ -296,7 +296,7 @@ def test_the_engine_waits_asleep(server: LiveServer) -> None:
     before, began = sum(core.cpu_times()[:2]), time.monotonic()
     generate(server, "x", max_new_tokens=1000, ignore_eos=True)
     seconds = sum(core.cpu_times()[:2]) - before
-    assert seconds < 0.4 * (time.monotonic() - began)  # 0.17 here; 0.65 if it spins
+    assert seconds < 0.5 * (time.monotonic() - began)  # 0.17 here; 0.65 if it spins
 
 
 @pytest.mark.parametrize(("path", "body"), LEFT, ids=lambda v: str(v)[:60])
