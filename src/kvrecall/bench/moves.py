@@ -26,7 +26,7 @@ def put_all(tier: Tier, arena: Arena, keys: Sequence[BlockKey], block_bytes: int
     ]
     began = time.perf_counter()
     tier.submit_put(puts)
-    _await(tier, len(keys), Outcome.STORED)
+    await_all(tier, len(keys), Outcome.STORED)
     return time.perf_counter() - began
 
 
@@ -36,16 +36,18 @@ def get_all(tier: Tier, arena: Arena, keys: Sequence[BlockKey], block_bytes: int
     gets = [Get(key, arena.view(n * slot_bytes, slot_bytes)) for n, key in enumerate(keys)]
     began = time.perf_counter()
     tier.submit_get(gets)
-    _await(tier, len(keys), Outcome.LOADED)
+    await_all(tier, len(keys), Outcome.LOADED)
     return time.perf_counter() - began
 
 
-def _await(tier: Tier, count: int, outcome: Outcome) -> None:
-    until = time.monotonic() + _LIMIT_S
+def await_all(tier: Tier, count: int, outcome: Outcome, limit_s: float = _LIMIT_S) -> None:
+    """Waits until ``count`` blocks have come to ``outcome``. Raises TierError if one comes to
+    another, or they have not all after ``limit_s`` seconds."""
+    until = time.monotonic() + limit_s
     while count:
         for done in tier.poll(1.0):
             if done.outcome is not outcome:
                 raise TierError(f"a block was {done.outcome.value}, not {outcome.value}")
             count -= 1
         if time.monotonic() > until:
-            raise TierError(f"{count} blocks are not {outcome.value} after {_LIMIT_S:.0f} s")
+            raise TierError(f"{count} blocks are not {outcome.value} after {limit_s:.0f} s")

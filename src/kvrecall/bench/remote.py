@@ -54,8 +54,8 @@ def _measure_hits(
     shares: list[float] = []
     try:
         with (
-            _server("A", path, folder, master, prefix_bytes, tokens, progress) as first,
-            _server("B", path, folder, master, prefix_bytes, tokens, progress) as second,
+            _server("A", path, model, folder, master, tokens, progress) as first,
+            _server("B", path, model, folder, master, tokens, progress) as second,
         ):
             for server in (first, second):
                 server.ask(texts.document(2 * BLOCK), 2)
@@ -90,21 +90,22 @@ def _measure_hits(
 
 def _server(
     name: str,
-    model: Path,
+    path: Path,
+    model: BenchModel,
     folder: Path,
     master: Master,
-    prefix_bytes: int,
     tokens: int,
     progress: Progress,
 ) -> ServerProcess:
     progress(f"starting server {name}")
+    prefix_bytes = tokens * model.token_bytes
     pool = folder / f"pool-{name}.json"
     remote = {"kind": "mooncake", **master.options(8 * prefix_bytes)}
     settings = {"host_size": 4 * prefix_bytes, "remote": remote, "lookup_deadline": 1.0}
     pool.write_text(json.dumps(settings))
-    arguments = [str(model), "--max-model-len", str(tokens + 1024), "--block-size", str(BLOCK)]
+    arguments = [str(path), "--max-model-len", str(tokens + 1024), "--block-size", str(BLOCK)]
     arguments += ["--kv-cache-memory-bytes", str(4 * prefix_bytes), "--pool-config", str(pool)]
-    arguments += ["--dtype", BenchModel().dtype]
+    arguments += ["--dtype", model.dtype]
     return ServerProcess(arguments, folder / f"{name}.log", progress)
 
 

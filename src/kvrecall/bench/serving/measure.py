@@ -21,8 +21,6 @@ from kvrecall.bench.serving.workload import ANSWER_TOKENS, Workload, longest_pro
 from kvrecall.errors import EngineError, KvrecallError
 
 BLOCK = 64
-MODEL = BenchModel(hidden=512, layers=6, heads=8)
-"""Smaller than other benchmarks': every kind of server has 120,000 tokens to compute."""
 SOURCES = ("device", "host", "disk", "remote", "unspecified")
 """``unspecified``: what another project's connector brought."""
 
@@ -49,13 +47,15 @@ def measure_serving(
     ``budget_s`` seconds after the beginning, is in the report with the reason. Raises EngineError
     if that is so of all.
     """
+    # smaller than other benchmarks': every kind of server has 120,000 tokens to compute
+    model = BenchModel(hidden=512, layers=6, heads=8)
     longest = longest_prompt(workload) + 2 * ANSWER_TOKENS * len(workload.sessions[0].turns) + 256
-    unique = max(_unique_tokens(workload), 2 * longest) * MODEL.token_bytes
+    unique = max(_unique_tokens(workload), 2 * longest) * model.token_bytes
     figures: dict[str, Mapping[str, object]] = {}
     absent: dict[str, str] = {}
     end, longest_s = time.monotonic() + budget_s, 0.0
     with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as name:
-        path = MODEL.write(Path(name) / "bench-qwen3", longest)
+        path = model.write(Path(name) / "bench-qwen3", longest)
         for variant in variants:
             folder = Path(name) / variant.name
             folder.mkdir()
@@ -63,11 +63,11 @@ def measure_serving(
                 model=path,
                 folder=folder,
                 max_model_len=longest,
-                device_bytes=max(int(unique * room.device), 2 * longest * MODEL.token_bytes),
+                device_bytes=max(int(unique * room.device), 2 * longest * model.token_bytes),
                 host_bytes=int(unique * room.host),
                 disk_bytes=int(unique * room.disk) + (64 << 20),
                 block_size=BLOCK,
-                dtype=MODEL.dtype,
+                dtype=model.dtype,
             )
             begin = time.monotonic()
             if figures and begin + longest_s > end:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvrecall.bench.moves import await_all
 from kvrecall.bench.tiers.base import Store, StoreError
 from kvrecall.block import BlockKey, Namespace
 from kvrecall.config import DiskConfig, PoolConfig
@@ -86,22 +87,12 @@ class DiskStore(Store):
                 for place, (key, block) in enumerate(zip(keys, blocks, strict=True))
             ]
         )
-        self._await(len(keys), Outcome.STORED)
+        await_all(self._tier, len(keys), Outcome.STORED, _DEADLINE_S)
 
     def get(self, names: Sequence[bytes], into: Sequence[memoryview]) -> None:
         gets = [Get(key, place) for key, place in zip(_keys(names), into, strict=True)]
         self._tier.submit_get(gets)
-        self._await(len(gets), Outcome.LOADED)
-
-    def _await(self, count: int, outcome: Outcome) -> None:
-        until = time.monotonic() + _DEADLINE_S
-        while count:
-            for done in self._tier.poll(1.0):
-                if done.outcome is not outcome:
-                    raise StoreError(f"a block was {done.outcome.value}, not {outcome.value}")
-                count -= 1
-            if time.monotonic() > until:
-                raise StoreError(f"{count} blocks are not {outcome.value} in {_DEADLINE_S:.0f} s")
+        await_all(self._tier, len(gets), Outcome.LOADED, _DEADLINE_S)
 
     def remove(self, names: Sequence[bytes]) -> None:
         self._tier.drop(_keys(names))

@@ -13,7 +13,6 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import numpy as np
-from vllm.platforms import current_platform
 
 SWITCH = "KVRECALL_SEEDS"
 """``1``: also in engines without this project's connector."""
@@ -34,6 +33,8 @@ def ask(environ: MutableMapping[str, str]) -> None:
 def install() -> None:
     """Has this process's model runner take samples back as a CPU can. Nothing elsewhere.
     Idempotent."""
+    from vllm.platforms import current_platform
+
     if not current_platform.is_cpu():
         return
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # the CPU's is one; large
