@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from kvrecall.pool.remote.mooncake.courtesy import Courtesy
 from kvrecall.pool.remote.mooncake.wire import (
     HOT_BYTES,
     Orders,
@@ -31,9 +32,6 @@ from kvrecall.pool.remote.mooncake.wire import (
 )
 
 _LOOK_S = 1.0
-_NICENESS = 5
-"""Of the threads that call Mooncake. They look without a pause whether their transfers have ended,
-and would take half of the processor that the transfers themselves need (and the engine)."""
 
 
 def main(text: str) -> None:
@@ -47,7 +45,8 @@ def main(text: str) -> None:
         send(wires[0], Reply([], error=str(error)))
         return
     putting, getting = (threading.Semaphore(orders.at_a_time) for _ in range(2))
-    workers = [_Worker(client, arena, wire, putting, getting) for wire in wires]
+    courtesy = Courtesy()
+    workers = [_Worker(client, arena, wire, putting, getting, courtesy) for wire in wires]
     for worker in workers[1:]:
         threading.Thread(target=worker.run, daemon=True).start()
     send(wires[0], Reply([0]))
@@ -89,10 +88,12 @@ class _Worker:
         wire: socket.socket,
         putting: threading.Semaphore,
         getting: threading.Semaphore,
+        courtesy: Courtesy,
     ) -> None:
         self._client = client
         self._putting = putting
         self._getting = getting
+        self._courtesy = courtesy
         self._first = arena  # keeps it mapped
         self._arena = ctypes.addressof(arena)
         self._wire = wire
@@ -108,7 +109,6 @@ class _Worker:
         }
 
     def run(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while (request := receive_request(self._wire)) is not None:
             try:
                 reply = self._answers[request.op](request)
@@ -118,13 +118,13 @@ class _Worker:
 
     def _put(self, request: Request) -> Reply:
         pointers, sizes, _ = self._places(request.values)
-        with self._putting:
+        with self._putting, self._courtesy.call("put", _total(sizes)):
             codes = self._client.batch_put_from_multi_buffers(request.names, pointers, sizes)
         return Reply(codes)
 
     def _get(self, request: Request) -> Reply:
         pointers, sizes, hot = self._places(request.values)
-        with self._getting:
+        with self._getting, self._courtesy.call("get", _total(sizes)):
             codes = self._client.batch_get_into_multi_buffers(request.names, pointers, sizes)
         smalls = [[self._hot[begin:end] for begin, end in places] for places in hot]
         return Reply(codes, smalls)
@@ -155,6 +155,10 @@ class _Worker:
                 pointers[-1].append(address)
                 sizes[-1].append(size)
         return pointers, sizes, hot
+
+
+def _total(sizes: Sequence[Sequence[int]]) -> int:
+    return sum(map(sum, sizes))
 
 
 if __name__ == "__main__":
