@@ -58,9 +58,17 @@ def test_products_do_not_depend_on_the_processor(
 ) -> None:
     rows, query = encode(rows_of(2, 7, 4, width)), torch.randn(2, 3, width)
     first = coded_products(query, rows)
-    for has_it in (False, hasattr(torch, "_int_mm")):
-        monkeypatch.setattr(coding, "_MULTIPLIES_BYTES", has_it)
+    has_it = hasattr(torch, "_int_mm")
+    for multiplies, rows_first in ((False, False), (has_it, False), (has_it, has_it)):
+        monkeypatch.setattr(coding, "_MULTIPLIES_BYTES", multiplies)
+        monkeypatch.setattr(coding, "_ROWS_FIRST", rows_first)
         assert torch.equal(coded_products(query, rows), first)
+
+
+def test_products_are_scaled() -> None:
+    rows, query = encode(rows_of(2, 7, 4, 16)), torch.randn(2, 3, 16)
+    whole, half = coded_products(query, rows), coded_products(query, rows, 0.5)
+    assert torch.allclose(half, whole / 2)
 
 
 def test_products_do_not_depend_on_how_blocks_lie() -> None:

@@ -48,17 +48,19 @@ def decode_fine(coded: torch.Tensor, fine: int) -> torch.Tensor:
     return decode(coded[..., -2 * fine : -fine, :]) + decode(coded[..., -fine:, :])
 
 
-def coded_products(point: torch.Tensor, coded: torch.Tensor) -> torch.Tensor:
+def coded_products(point: torch.Tensor, coded: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """``[heads, group, width]`` by coded rows ``[heads, blocks, rows, width + 4]`` of one scale a
-    block: float32 ``[heads, group, blocks * rows]``. The query is rounded as they are."""
+    block, times ``scale``: float32 ``[heads, group, blocks * rows]``. The query is rounded as they
+    are."""
     heads, blocks, rows, _ = coded.shape
-    scales = _scales(point.abs().amax(-1, keepdim=True).float())
-    codes = (point / scales).round().to(torch.int8)
-    sums = torch.empty(heads, point.shape[1], blocks * rows, dtype=torch.int32)
-    for head, many in enumerate(coded.flatten(1, 2)[..., :-SCALE_BYTES]):
-        _sum(codes[head], many, sums[head])
+    point = point.float()
+    scales = _scales(point.abs().amax(-1, keepdim=True))
+    codes = (point / scales).round_().to(torch.int8)
     of_blocks = _scales_of(coded[:, :, 0]).transpose(1, 2)
-    products = sums.view(heads, point.shape[1], blocks, rows) * (scales * of_blocks).unsqueeze(-1)
+    factors = ((scales * scale) * of_blocks).unsqueeze(-1)
+    sums = _sums(codes, coded.flatten(1, 2)[..., :-SCALE_BYTES])
+    products = torch.empty(heads, point.shape[1], blocks, rows)
+    torch.mul(sums.view(*products.shape), factors, out=products)
     return products.flatten(2)
 
 
@@ -79,10 +81,23 @@ def _scales_of(coded: torch.Tensor) -> torch.Tensor:
     return coded[..., -SCALE_BYTES:].contiguous().view(torch.float32)
 
 
+def _sums(point: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """``[heads, group, width]`` by ``[heads, rows, width]``, whole numbers:
+    ``[heads, group, rows]``, int32, in whatever order in memory."""
+    heads, group, rows = len(point), point.shape[1], codes.shape[1]
+    if _ROWS_FIRST:
+        sums = torch.empty(heads, rows, group, dtype=torch.int32)
+        for head in range(heads if rows else 0):
+            torch._int_mm(codes[head], point[head].T, out=sums[head])
+        return sums.transpose(1, 2)
+    sums = torch.empty(heads, group, rows, dtype=torch.int32)
+    for head in range(heads if rows else 0):
+        _sum(point[head], codes[head], sums[head])
+    return sums
+
+
 def _sum(point: torch.Tensor, codes: torch.Tensor, into: torch.Tensor) -> None:
     """``[group, width]`` by ``[rows, width]``, whole numbers: ``[group, rows]``."""
-    if not len(codes):
-        return
     if _MULTIPLIES_BYTES:
         torch._int_mm(point, codes.T, out=into)
     elif codes.shape[1] > _EXACT_IN_FLOAT:
@@ -97,4 +112,11 @@ def _multiplies_bytes() -> bool:
     return told is not None and bool(told()) and hasattr(torch, "_int_mm")
 
 
+def _has_tiles() -> bool:
+    """Whether the processor multiplies in tiles (AMX): then rows had better come first."""
+    told = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return told is not None and bool(told())
+
+
 _MULTIPLIES_BYTES = _multiplies_bytes()
+_ROWS_FIRST = _MULTIPLIES_BYTES and _has_tiles()

@@ -72,13 +72,13 @@ class ExactSelector(Selector):
         ahead: int = 0,
     ) -> Choice:
         point = self._digest.of_query(query)
-        parts = [_products(point, run) for run in runs]
+        parts = [_products(point, run, scale) for run in runs]
         logits = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        return self.among(logits.view(*logits.shape[:2], -1, runs[0].shape[2]), count, scale, ahead)
+        return self.among(logits.view(*logits.shape[:2], -1, runs[0].shape[2]), count, ahead)
 
-    def among(self, logits: torch.Tensor, count: int, scale: float, ahead: int = 0) -> Choice:
-        """As ``choose``, by products ``[kv_heads, group, blocks, rows]``."""
-        looked = logits[..., self._rows].float() * scale
+    def among(self, logits: torch.Tensor, count: int, ahead: int = 0) -> Choice:
+        """As ``choose``, by scaled products ``[kv_heads, group, blocks, rows]``."""
+        looked = logits[..., self._rows]
         mass = looked.flatten(2).softmax(-1).mean(1).view(len(looked), *looked.shape[2:])
         best = mass.amax(-1)
         masses = mass.sum(-1) if self._target < 1 else None
@@ -112,12 +112,12 @@ class NarrowingSelector(Selector):
         near = self._wide.choose(query, coarse, few, scale).blocks
         point = self._layout.kind.of_query(query)
         heads = [
-            _near_products(one, runs, head, at)
+            _near_products(one, runs, head, at, scale)
             for head, (one, at) in enumerate(zip(point, near, strict=True))
         ]
         near = torch.stack([at for at, _ in heads])
         logits = torch.stack([products for _, products in heads])
-        found = self._close.among(logits, count, scale, ahead)
+        found = self._close.among(logits, count, ahead)
         return Choice(near.gather(1, found.blocks), found.taken, near.gather(1, found.later))
 
 
@@ -142,7 +142,11 @@ def _best(
 
 
 def _near_products(
-    point: torch.Tensor, runs: Sequence[torch.Tensor], head: int, blocks: torch.Tensor
+    point: torch.Tensor,
+    runs: Sequence[torch.Tensor],
+    head: int,
+    blocks: torch.Tensor,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One head's blocks, run by run, and the products with their digests: ``[group, count, rows]``.
     ``point``: ``[group, width]``; ``blocks``: int64 ``[count]``."""
@@ -152,22 +156,22 @@ def _near_products(
         here = blocks if len(runs) == 1 else blocks[(blocks >= first) & (blocks < end)]
         digests = run[head].index_select(0, here - first)
         order.append(here)
-        products.append(_products(point[None], digests[None])[0])
+        products.append(_products(point[None], digests[None], scale)[0])
         first = end
     return torch.cat(order), torch.cat(products, -1).view(len(point), len(blocks), -1)
 
 
-def _products(point: torch.Tensor, digests: torch.Tensor) -> torch.Tensor:
-    """``[heads, group, width]`` by ``[heads, blocks, rows, width]``:
+def _products(point: torch.Tensor, digests: torch.Tensor, scale: float) -> torch.Tensor:
+    """``[heads, group, width]`` by ``[heads, blocks, rows, width]``, times ``scale``: float32
     ``[heads, group, blocks * rows]``.
 
     All forms are the same product. On a CPU a batched one in half precision is eight times
     slower than one a head, and in single precision the digests had better come first.
     """
     if digests.dtype is torch.int8:
-        return coded_products(point, digests)
+        return coded_products(point, digests, scale)
     point, digests = point.to(digests.dtype), digests.flatten(1, 2)
     if point.dtype is torch.float32:
-        return torch.bmm(digests, point.transpose(1, 2)).transpose(1, 2)
+        return torch.bmm(digests, point.transpose(1, 2)).transpose(1, 2) * scale
     pairs = zip(point, digests, strict=True)
-    return torch.stack([functional.linear(one, many) for one, many in pairs])
+    return torch.stack([functional.linear(one, many) for one, many in pairs]).float() * scale
