@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Sequence
+
 import pytest
 
 from kvrecall.block import BlockKey
@@ -35,14 +38,51 @@ class TestHazard(PolicyContract):
         return make_policy("hazard", self.CAPACITY)
 
 
+class TaughtPolicy(HazardPolicy):
+    """Has seen a thousand seconds of requests before its time begins."""
+
+    def __init__(self, capacity_blocks: int, remember: int | None = None) -> None:
+        super().__init__(capacity_blocks, remember)
+        for number in range(1000):
+            chain = keys_of(f"teacher {number % 2}", 3)
+            super().access(chain, float(number))
+            for key in chain:  # known even without memory
+                super().insert(key, None, 0, float(number))
+        for key in keys_of("teacher 0", 3) + keys_of("teacher 1", 3):
+            super().remove(key)
+        assert self.chance(BlockKey(b"new"), 0.0) is not None
+
+    def insert(self, key: BlockKey, parent: BlockKey | None, depth: int, now: float) -> None:
+        super().insert(key, parent, depth, 1000.0 + now)
+
+    def access(self, chain: Sequence[BlockKey], now: float) -> None:
+        super().access(chain, 1000.0 + now)
+
+    def admit(self, key: BlockKey, parent: BlockKey | None, depth: int, now: float) -> bool:
+        return super().admit(key, parent, depth, 1000.0 + now)
+
+    def chance(self, key: BlockKey, now: float) -> float | None:
+        return super().chance(key, 1000.0 + now)
+
+    def victims(
+        self, count: int, evictable: Callable[[BlockKey], bool], now: float
+    ) -> list[BlockKey]:
+        return super().victims(count, evictable, 1000.0 + now)
+
+
+class TestTaughtHazard(PolicyContract):
+    def make(self) -> EvictionPolicy:
+        return TaughtPolicy(self.CAPACITY)
+
+
 class TestHazardWithoutMemory(PolicyContract):
     def make(self) -> EvictionPolicy:
-        return HazardPolicy(self.CAPACITY, remember=0)
+        return TaughtPolicy(self.CAPACITY, remember=0)
 
 
 class TestHazardWithLittleMemory(PolicyContract):
     def make(self) -> EvictionPolicy:
-        return HazardPolicy(self.CAPACITY, remember=30)
+        return TaughtPolicy(self.CAPACITY, remember=30)
 
 
 def test_every_policy_has_its_name() -> None:
@@ -134,22 +174,53 @@ def test_hazard_memory_is_bounded() -> None:
 
 @pytest.mark.parametrize("name", ["lru", "hazard"])
 def test_untaught_the_least_recently_used_goes_first(name: str) -> None:
-    """With nothing seen to come back: by age, within a moment by order of arrival; the ends of
-    requests are a class of their own."""
     policy = make_policy(name, 30)
     chains = [keys_of(f"c{number}", 3) for number in range(10)]
     for number, chain in enumerate(chains):
         store(policy, chain, 1000.0 * (number // 5))
     assert policy.admit(BlockKey(b"new"), None, 0, 1001.0)
     order = policy.victims(30, anything, 2000.0)
-    assert set(order[:15]) == {key for chain in chains[:5] for key in chain}
-    roots = [key for key in order if key in {chain[0] for chain in chains}]
-    assert roots == [chain[0] for chain in chains]
-    assert all([key for key in order if key in chain] == chain[::-1] for chain in chains)
+    assert order == [key for chain in chains for key in chain[::-1]]
 
 
-def test_hazard_learns_parents_it_was_not_told() -> None:
-    policy, chain = HazardPolicy(100), keys_of("a", 4)
+@pytest.mark.parametrize("step", [0.0, 0.001, 5.0])
+def test_hazard_untaught_is_lru_to_the_block(step: float) -> None:
+    """Whatever comes back in 15 ticks at most, and however often."""
+    rng = random.Random(3)
+    policies = [HazardPolicy(100), LruPolicy()]
+    chains = [keys_of("head", 2) + keys_of(f"c{number}", rng.randrange(9)) for number in range(30)]
+    now = 0.0
+    for number in range(400):
+        now += step if number % 30 == 0 else 0.0
+        chain = rng.choice(chains)
+        leased = frozenset(chain) if rng.random() < 0.5 else frozenset[BlockKey]()
+        count, goes = rng.choice((7, 200)), rng.random() < 0.3
+        going = []
+        for policy in policies:
+            assert policy.admit(BlockKey(b"new"), None, 0, now)
+            store(policy, chain, now)
+            going.append(policy.victims(count, lambda key, kept=leased: key not in kept, now))  # type: ignore[misc]
+            for key in going[-1][: 7 * goes]:
+                policy.remove(key)
+        assert going[0] == going[1]
+
+
+def test_hazard_once_taught_forgets_the_order_of_use() -> None:
+    policy, chain = HazardPolicy(100), keys_of("a", 3)
+    for number in range(16):
+        assert policy.chance(chain[0], 0.0) is None, (
+            "not before 16 ticks with blocks that came back"
+        )
+        store(policy, chain, float(number))
+    for number in range(16, 200):
+        store(policy, chain, float(number))
+    assert policy.chance(chain[0], 200.0) is not None
+    assert policy._recency is None
+
+
+@pytest.mark.parametrize("make", [HazardPolicy, TaughtPolicy])
+def test_hazard_learns_parents_it_was_not_told(make: type[HazardPolicy]) -> None:
+    policy, chain = make(100), keys_of("a", 4)
     policy.insert(chain[2], None, 2, 1.0)
     policy.insert(chain[3], chain[2], 3, 1.0)
     policy.insert(chain[0], None, 0, 1.0)

@@ -14,6 +14,7 @@ import numpy as np
 from kvrecall.block import BlockKey
 from kvrecall.pool.eviction.base import EvictionPolicy
 from kvrecall.pool.eviction.lifetable import AgeBins, LifeTable
+from kvrecall.pool.eviction.lru import LruPolicy
 
 _USES = (0, 0, 1, 2, 3, 3, 4, 4, 4, 4, 5)  # uses -> group; more uses: the last
 _CLASSES = 12  # group x (ended its request or not)
@@ -22,6 +23,7 @@ _SLACK = 8.0  # the same for blocks nobody asked for, as after a restart
 _REFRESH = 64.0  # requests between two looks at the life table
 _FADE = 0.995  # what then stays of the old counts: half after 139 looks, about 9,000 requests
 _EVIDENCE = 4.0  # requests' worth of blocks that a class needs to be believed half
+_RETURNS = 16  # ticks in which blocks came back, before the tables are believed at all
 
 
 class _Block(msgspec.Struct, gc=False, eq=False):
@@ -87,11 +89,15 @@ class HazardPolicy(EvictionPolicy):
     the reuse that the tier missed, and a block that comes back is not taken for a new one. A
     block's worth is the Gittins index of its class and age (``LifeTable.worth``); ranking by
     learned hit density is LHD's idea (Beckmann et al., NSDI 2018). A new block that is worth no
-    more than the least valuable resident one is not admitted, once enough blocks were seen to
-    come back.
+    more than the least valuable resident one is not admitted.
+
+    Until it is taught the policy is ``LruPolicy``, to the block, and admits all: what the tables
+    say before is their prior. It is taught once blocks came back in ``_RETURNS`` different ticks,
+    in all as many as ``_EVIDENCE`` requests have. Should all that fade, it admits all again.
 
     A block with resident children is not given up before them. Memory: about 220 bytes for each
-    resident and each remembered block; at most ``remember`` of the latter.
+    resident and each remembered block; at most ``remember`` of the latter. Until taught, 125 more
+    for each resident one.
     """
 
     name: ClassVar[str] = "hazard"
@@ -114,6 +120,9 @@ class HazardPolicy(EvictionPolicy):
         # Cohorts with residents that may go, by cell (class, bin); cells ordered by worth.
         self._ready: list[dict[_Cohort, None]] = [{} for _ in range(_CLASSES * self._bins.count)]
         self._is_taught = False  # has seen enough blocks come back to refuse others
+        self._recency: LruPolicy | None = LruPolicy()  # the order until taught for the first time
+        self._returns = 0  # ticks in which blocks came back
+        self._returned_at = -1.0  # the last of them
         self._worth: list[float] = []
         self._chances: list[float] | None = None  # by cell, made when asked for
         self._order: list[int] = []  # cells, least worth first
@@ -131,6 +140,8 @@ class HazardPolicy(EvictionPolicy):
         if not chain:
             return
         self._advance(now)
+        if self._recency is not None:
+            self._recency.access(chain, now)
         self._mean_chain += 0.01 * (len(chain) - self._mean_chain)
         self._uses += len(chain)
         last = len(chain) - 1
@@ -157,6 +168,8 @@ class HazardPolicy(EvictionPolicy):
             self._advance(now)
             block = self._meet(key, parent, 0, _SLACK)
             del self._ghosts[key]
+        if self._recency is not None:
+            self._recency.insert(key, parent, depth, now)
         block.resident = True
         self._residents[key] = block
         if block.parent is not None:
@@ -170,6 +183,8 @@ class HazardPolicy(EvictionPolicy):
         block = self._residents.pop(key, None)
         if block is None:
             return
+        if self._recency is not None:
+            self._recency.remove(key)
         block.resident = False
         cohort = self._cohorts[block.cohort]
         if cohort.forgotten:
@@ -212,6 +227,8 @@ class HazardPolicy(EvictionPolicy):
     def victims(
         self, count: int, evictable: Callable[[BlockKey], bool], now: float
     ) -> list[BlockKey]:
+        if self._recency is not None:
+            return self._recency.victims(count, evictable, now)
         self._advance(now)
         found: dict[BlockKey, _Block] = {}
         going: dict[BlockKey, int] = {}  # children among the found, by parent
@@ -297,6 +314,9 @@ class HazardPolicy(EvictionPolicy):
         old = self._cohorts[block.cohort]
         old.alive -= 1
         self._table.used[old.kind][old.bin] += 1.0
+        if self._returned_at != self._now:
+            self._returned_at = self._now
+            self._returns += 1
         block.uses += 1
         group = _USES[block.uses] if block.uses < len(_USES) else _USES[-1]
         cohort = self._join(2 * group + ended)
@@ -398,7 +418,10 @@ class HazardPolicy(EvictionPolicy):
     def _refresh(self) -> None:
         """Looks at the life table and ranks the cells anew."""
         evidence = _EVIDENCE * self._mean_chain
-        self._is_taught = sum(map(sum, self._table.used)) >= evidence
+        seen = sum(map(sum, self._table.used))
+        self._is_taught = self._returns >= _RETURNS and seen >= evidence
+        if self._is_taught:
+            self._recency = None
         self._chances = None
         worth = self._table.worth(evidence).ravel()
         order = len(worth) - 1 - np.argsort(worth[::-1], kind="stable")  # ties: the older first

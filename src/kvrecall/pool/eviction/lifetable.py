@@ -60,7 +60,8 @@ class LifeTable:
         Where evidence is thin, a bin leans with the weight of ``weight`` blocks on its class
         being to all blocks, at this age, as it is at all ages; and all blocks at this age on
         being as they were one bin younger, to begin with a tenth used per bin. What nobody has
-        seen is thus taken to fade with age, as in least recent use.
+        seen is thus taken to fade with age; but not from the first bin to the second, which is a
+        quarter as wide, so nobody should be ranked by these priors alone.
         """
         return _gittins(self._hazard(weight), self.bins.widths)
 
