@@ -13,6 +13,7 @@ from pathlib import Path
 from kvrecall.block import Tenant, is_tenant, tenant_of
 from kvrecall.errors import ConfigError
 
+DEFAULT_POLICY = "hazard"  # of eviction
 _UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)\s*", re.IGNORECASE)
 
@@ -146,7 +147,7 @@ class PoolConfig:
 
     host_bytes: int
     disk: DiskConfig | None = None
-    policy: str = "lru"
+    policy: str = DEFAULT_POLICY
     load_deadline_s: float = 10.0
     terms: PoolTerms = PoolTerms()
     encryption_key_file: Path | None = None  # seals what lies on disk or leaves the host
@@ -202,7 +203,7 @@ class RecallSettings:
         direct_io     bool, default true
         async_write   bool, default true: saves leave the critical path and are shed under
                       pressure; false: a reply ends only when its blocks are durable in the pool
-        policy        eviction policy, default lru
+        policy        eviction policy, default hazard
         write_policy  through (default): every block is written to disk at once; back: when it is
                       about to leave the host; selective: when it was asked for a second time
         ttl           12h, 30d: drop blocks not used for so long; default never
@@ -259,7 +260,7 @@ class _SettingsReader:
                 host_bytes=host_bytes,
                 host_most_bytes=self._host_most(host_bytes),
                 disk=self._disk(),
-                policy=self._text("policy", "lru"),
+                policy=self._text("policy", DEFAULT_POLICY),
                 load_deadline_s=self._number("load_deadline", 10.0, 0.0, 3600.0),
                 terms=self._pool_terms(),
                 encryption_key_file=self._path("encryption_key_file"),

@@ -31,6 +31,11 @@ def hits(trace: Trace, policy: str, *capacities: int) -> int:
     return replay(trace, tiers, policy).hits
 
 
+def nearest_hits(trace: Trace, policy: str, *capacities: int) -> int:
+    tiers = [TierSpec(f"tier{n}", capacity) for n, capacity in enumerate(capacities)]
+    return replay(trace, tiers, policy).tiers[0].hits
+
+
 # -- golden counts ---------------------------------------------------------------------------
 
 
@@ -75,6 +80,29 @@ def test_hazard_holds_where_it_was_not_tuned(name: str) -> None:
         lru, ours = hits(trace, "lru", capacity), hits(trace, "hazard", capacity)
         assert ours >= 0.97 * lru
         assert ours <= clairvoyant_hits(trace, capacity)
+
+
+def hot_and_scan(chains: int, share: float, requests: int, step: float, seed: int) -> Trace:
+    """Chains of ten blocks asked for again and again at random, ``share`` of the requests; the
+    others never come back. A request every ``step`` seconds."""
+    rng, new = random.Random(seed), itertools.count(chains)
+    drawn = (rng.randrange(chains) if rng.random() < share else next(new) for _ in range(requests))
+    return trace_of("hot", [(n * step, range(10 * c, 10 * c + 10)) for n, c in enumerate(drawn)])
+
+
+@pytest.mark.parametrize("step", [0.001, 0.3, 5.0, 60.0])
+def test_hazard_keeps_a_hot_set_from_the_start(step: float) -> None:
+    """However fast: before it is taught, while it hardly is, and after."""
+    for requests, (chains, share, capacity) in itertools.product(
+        (60, 120, 250, 600), [(10, 0.5, 200), (10, 0.2, 300), (15, 0.9, 200)]
+    ):
+        traces = [hot_and_scan(chains, share, requests, step, seed) for seed in range(3)]
+        for tiers in [(capacity,), (capacity, 10**6)]:  # the first of two refuses nothing
+            lru, ours = (
+                sum(nearest_hits(trace, policy, *tiers) for trace in traces)
+                for policy in ("lru", "hazard")
+            )
+            assert ours >= 0.95 * lru
 
 
 # -- replay ----------------------------------------------------------------------------------
@@ -228,7 +256,7 @@ def test_command_json(small: Path) -> None:
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 0, result.output
     row = json.loads(result.stdout)
-    assert row["policy"] == "lru"
+    assert row["policy"] == "hazard"
     assert row["requests"] == 30
     assert row["blocks"] == 90
     assert 0.3 < row["hit_rate"] <= row["clairvoyant"] < 1.0

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvrecall.config import parse_size
+from kvrecall.config import DEFAULT_POLICY, parse_size
 from kvrecall.errors import ConfigError
 from kvrecall.plan.links import Links, links_of
 from kvrecall.plan.model import ModelShape, read_shape
@@ -54,7 +54,7 @@ def plan(
     disk_bandwidth: Annotated[str, typer.Option(help="Alike: 3GB.")] = "0",
     remote_bandwidth: Annotated[str, typer.Option(help="Alike: 1GB.")] = "0",
     trace: Annotated[Path | None, typer.Option(help="In Mooncake's format: hit rates.")] = None,
-    policy: Annotated[str, typer.Option(help="Eviction policy, for the trace.")] = "lru",
+    policy: Annotated[str, typer.Option(help="Eviction policy, for the trace.")] = DEFAULT_POLICY,
     linked_cards: Annotated[
         int, typer.Option(min=0, help="Ascend: cards (dies) that pool by direct links, in all.")
     ] = 0,

@@ -19,7 +19,7 @@ from kvrecall.block import (
     TierName,
     is_tenant,
 )
-from kvrecall.config import PoolConfig, PoolTerms
+from kvrecall.config import DEFAULT_POLICY, PoolConfig, PoolTerms
 from kvrecall.errors import ConfigError
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import (
@@ -66,7 +66,7 @@ class Pool:
         self,
         arena: Arena,
         below: Tier,
-        policy: str = "lru",
+        policy: str = DEFAULT_POLICY,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         terms: PoolTerms | None = None,

@@ -15,7 +15,7 @@ from rich.console import Console, JustifyMethod
 from rich.progress import Progress
 from rich.table import Table
 
-from kvrecall.config import parse_size
+from kvrecall.config import DEFAULT_POLICY, parse_size
 from kvrecall.errors import ConfigError
 from kvrecall.pool.eviction import POLICY_NAMES, make_policy
 from kvrecall.simulate import amounts
@@ -47,7 +47,7 @@ def simulate(
     ] = "",
     policy: Annotated[
         str, typer.Option(metavar="P", help=f"{', '.join(POLICY_NAMES)}, or all.")
-    ] = "lru",
+    ] = DEFAULT_POLICY,
     block_bytes: Annotated[
         str, typer.Option(metavar="SIZE", help="Size of a block, e.g. 64MiB; gives bytes moved.")
     ] = "",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvrecall.block import BlockKey, Namespace, TierName
-from kvrecall.config import DiskConfig, PoolTerms, Watermarks
+from kvrecall.config import DEFAULT_POLICY, DiskConfig, PoolTerms, Watermarks
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.accounts import TenantUse
 from kvrecall.pool.base import TierStats
@@ -50,7 +50,7 @@ class DiskTier(Tier):
     def __init__(
         self,
         config: DiskConfig,
-        policy: str = "lru",
+        policy: str = DEFAULT_POLICY,
         io: FileIo | None = None,
         clock: Callable[[], float] = time.time,
         seal: Seal | None = None,

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from kvrecall.config import RecallSettings
+from kvrecall.config import DEFAULT_POLICY, RecallSettings
 from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import read_json
 from kvrecall.pool.keyfile import make_key_file, rotate_key_file
@@ -47,7 +47,9 @@ def serve(
     ] = None,
     disk_path: Annotated[str | None, typer.Option(help="Folder for blocks on disk.")] = None,
     disk_size: Annotated[str | None, typer.Option(help="Hard limit of it, e.g. 100GiB.")] = None,
-    policy: Annotated[str | None, typer.Option(help="Eviction policy; default lru.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help=f"Eviction policy; default {DEFAULT_POLICY}.")
+    ] = None,
     encryption_key_file: Annotated[
         str | None, typer.Option(help="Seal blocks below the host with the key in this file.")
     ] = None,
