@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvrecall.testing.models import write_lora, write_w8a8
 
@@ -131,6 +133,33 @@ def test_two_ranks(
     engine.close()
 
 
+HAS_TILES = torch.cpu._is_amx_tile_supported()
+
+
+@pytest.mark.skipif(not HAS_TILES, reason="vLLM reuses latent prefixes only on processors with AMX")
+def test_latent_attention(
+    start: Callable[..., Engine], model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    """DeepSeek's MLA: one vector a token instead of keys and values by head. vLLM attends to a
+    prefix that it reuses by another kernel than to one that it computes, so in bfloat16 a hit on
+    the device differs from computing, pool or not; hits are compared with each other."""
+    folder = model_folder("deepseek_v3")
+    engine = start(
+        model=str(folder), pool=pool_at(tmp_path, latent_bytes(folder)), dtype="bfloat16"
+    )
+    same_bits_from_every_tier(engine, 1, like_computed=False)
+    nothing_held(engine)
+    engine.close()
+
+
+def latent_bytes(folder: Path) -> int:
+    """Of a block, in bfloat16."""
+    config = json.loads((folder / "config.json").read_text())
+    width = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    return int(config["num_hidden_layers"]) * width * BLOCK * 2
+
+
+@pytest.mark.skipif(HAS_TILES, reason="with AMX it can be served")
 def test_what_cannot_be_served_is_refused(
     start: Callable[..., Engine], model_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
