@@ -1,0 +1,87 @@
+"""What goes wrong on purpose in the process of an engine under test: ``driver.py`` calls these by
+name, with itself, between two steps."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kvrecall.pool.disk.io import FileIo
+
+_WRITE, _READ = FileIo.write, FileIo.read
+
+
+def disk_full(host: Any) -> None:
+    """Nothing can be written to the disk any more."""
+
+    def write(self: FileIo, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    FileIo.write = write  # type: ignore[method-assign]
+
+
+def disk_slow(host: Any, seconds: float) -> None:
+    """Every read takes so long."""
+
+    def read(self: FileIo, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        time.sleep(seconds)
+        return _READ(self, fd, buffers, offset)
+
+    FileIo.read = read  # type: ignore[method-assign]
+
+
+def disk_well(host: Any) -> None:
+    """Takes the two above back."""
+    FileIo.write, FileIo.read = _WRITE, _READ  # type: ignore[method-assign]
+
+
+def clear(host: Any) -> None:
+    """As ``kvrecall pool clear``."""
+    pool_of(host).clear()
+
+
+def drop(host: Any) -> None:
+    """As ``kvrecall pool drop``, of every block."""
+    pool = pool_of(host)
+    pool.drop(list({held.key for held in pool.steward.blocks()}))
+
+
+def shrink(host: Any, nbytes: int) -> None:
+    """As ``kvrecall pool resize --host``: what is not in use is evicted."""
+    pool_of(host).steward.resize_host(nbytes)
+    while pool_of(host)._host.trim(100):
+        continue
+
+
+def damage_memory(host: Any, first: int) -> None:
+    """Flips bits of every block in the host from its byte ``first`` on."""
+    pool = pool_of(host)
+    for block in pool._host.blocks.values():
+        begin, end = block.offset + first, block.offset + block.nbytes
+        pool.arena.array()[begin:end] ^= 0x55
+
+
+def hog(host: Any) -> None:
+    """Holds every block that is in the host, so that none makes room."""
+    pool = pool_of(host)
+    keys = list(pool._host.blocks)
+    host.hogged = [pool.acquire([key], 1.0) for key in keys]
+
+
+def release(host: Any) -> None:
+    """Takes ``hog`` back."""
+    for ticket in host.hogged:
+        pool_of(host).release(ticket)
+
+
+def die(host: Any) -> None:
+    """kill -9 of this process and its workers."""
+    os.killpg(0, signal.SIGKILL)
+
+
+def pool_of(host: Any) -> Any:
+    return host.connector()._pool
