@@ -189,27 +189,28 @@ class Host:
 
     def decode_through(
         self,
-        prompt: list[int],
+        prompts: list[list[int]],
         after_steps: int,
         trouble: dict[str, Any],
         max_tokens: int,
         salt: str | None = None,
-    ) -> dict[str, Any]:
+    ) -> list[dict[str, Any]]:
         """Decodes greedily; between two steps, after so many, something goes wrong."""
         from vllm import SamplingParams
 
         engine = self.llm.llm_engine
         greedy = SamplingParams(temperature=0.0, logprobs=1, max_tokens=max_tokens)
-        item = {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})}
-        engine.add_request(f"troubled-{time.monotonic()}", item, greedy)
-        done = []
+        salted = {"cache_salt": salt} if salt else {}
+        for at, prompt in enumerate(prompts):
+            engine.add_request(str(at), {"prompt_token_ids": prompt, **salted}, greedy)
+        done = {}
         steps = 0
         while engine.has_unfinished_requests():
             if steps == after_steps:
                 self.trouble(**trouble)
             steps += 1
-            done += [output for output in engine.step() if output.finished]
-        return reply_of(done[0])
+            done.update({one.request_id: one for one in engine.step() if one.finished})
+        return [reply_of(done[str(at)]) for at in range(len(prompts))]
 
     def free_blocks(self) -> int:
         """Device blocks that no request holds."""

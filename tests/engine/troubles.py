@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from kvrecall.pool.disk.io import FileIo
@@ -81,6 +82,15 @@ def release(host: Any) -> None:
 def die(host: Any) -> None:
     """kill -9 of this process and its workers."""
     os.killpg(0, signal.SIGKILL)
+
+
+def meet(host: Any, place: str, anew: bool = False) -> None:
+    """Tells the test, by a file, that it is here, and waits until the test has taken it away;
+    with ``anew``, also until there is another service."""
+    before = host.service()
+    Path(place).touch()
+    while Path(place).exists() or (anew and host.service() in (None, before)):
+        time.sleep(0.01)
 
 
 def pool_of(host: Any) -> Any:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 
 KV_BYTES = 4 * 2 * BLOCK_BYTES
 """Of a block; its digests follow, and their checksums."""
-SLOT = slot_bytes_of(KV_BYTES + DIGEST_BYTES + 8 * 3)
+SLOT = slot_bytes_of(KV_BYTES + DIGEST_BYTES)
 HOST_BLOCKS = 48
 DEVICE_BLOCKS = 90
 PREFILL = 6
@@ -111,8 +111,8 @@ def test_no_room_in_the_host(away: Engine) -> None:
     assert spent(away, before)["blocks_offloaded"] == 0
     assert away.pool_stats()["refused"] > refused
     midway = {"name": "release"}
-    got = away.decode_through(
-        prompt=prompt, after_steps=PREFILL + 9, trouble=midway, max_tokens=100, salt="some"
+    (got,) = away.decode_through(
+        prompts=[prompt], after_steps=PREFILL + 9, trouble=midway, max_tokens=100, salt="some"
     )
     same(got, want)
     did = spent(away, before)
@@ -130,8 +130,8 @@ def test_the_pool_lets_go_while_a_sequence_decodes(away: Engine, trouble: dict[s
     salt = str(trouble["name"])
     want = clean(away, prompt, 60)
     before = activity(away)
-    got = away.decode_through(
-        prompt=prompt, after_steps=PREFILL + 15, trouble=trouble, max_tokens=60, salt=salt
+    (got,) = away.decode_through(
+        prompts=[prompt], after_steps=PREFILL + 15, trouble=trouble, max_tokens=60, salt=salt
     )
     away.trouble(name="shrink", nbytes=HOST_BLOCKS * SLOT)
     same(got, want)
@@ -166,8 +166,8 @@ def test_blocks_damaged_on_disk_after_they_left(away: Engine, setup: dict[str, A
     ones find that they are damaged, and compute them."""
     prompt = prompt_of(3000, 40)
     want = clean(away, prompt, 40)
-    got = away.decode_through(
-        prompt=prompt, after_steps=PREFILL + 15, trouble={"name": "disk_well"}, max_tokens=40
+    (got,) = away.decode_through(
+        prompts=[prompt], after_steps=PREFILL + 15, trouble={"name": "disk_well"}, max_tokens=40
     )
     same(got, want)
     for part in (KV_BYTES, 0):
@@ -233,7 +233,7 @@ def restarted(
     want = clean(away, KILLED, 60)
     with pytest.raises(EngineFailed, match="died"):
         away.decode_through(
-            prompt=KILLED, after_steps=PREFILL + 30, trouble={"name": "die"}, max_tokens=60
+            prompts=[KILLED], after_steps=PREFILL + 30, trouble={"name": "die"}, max_tokens=60
         )
     away.process.wait()
     return start(**setup), want
