@@ -7,10 +7,13 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvrecall.block import NAMESPACE_BYTES, BlockKey
+from kvrecall.pool.base import Verdict
 from kvrecall.pool.disk.io import FileIo
 
 _WRITE, _READ = FileIo.write, FileIo.read
@@ -41,21 +44,38 @@ def disk_well(host: Any) -> None:
 
 
 def clear(host: Any) -> None:
-    """As ``kvrecall pool clear``."""
-    pool_of(host).clear()
+    """As ``kvrecall pool clear``; what was freed is overwritten."""
+    with _overwriting(pool_of(host)) as pool:
+        pool.clear()
 
 
 def drop(host: Any) -> None:
-    """As ``kvrecall pool drop``, of every block."""
-    pool = pool_of(host)
-    pool.drop(list({held.key for held in pool.steward.blocks()}))
+    """As ``kvrecall pool drop``, of every block; what was freed is overwritten."""
+    with _overwriting(pool_of(host)) as pool:
+        pool.drop(list({held.key for held in pool.steward.blocks()}))
 
 
-def shrink(host: Any, nbytes: int) -> None:
-    """As ``kvrecall pool resize --host``: what is not in use is evicted."""
-    pool_of(host).steward.resize_host(nbytes)
-    while pool_of(host)._host.trim(100):
-        continue
+def shrink(host: Any) -> None:
+    """As ``kvrecall pool resize --host``, to a tenth and back: what is not in use is evicted,
+    and overwritten."""
+    with _overwriting(pool_of(host)) as pool:
+        whole = pool._host.room.limit_bytes
+        pool.steward.resize_host(whole // 10)
+        while pool._host.trim(100):
+            continue
+        pool.steward.resize_host(whole)
+
+
+@contextmanager
+def _overwriting(pool: Any) -> Iterator[Any]:
+    """Afterwards all free room of the host is filled and given back."""
+    space = next(iter(pool._host.blocks))[:NAMESPACE_BYTES]
+    yield pool
+    keys = [BlockKey(space + os.urandom(32)) for _ in range(1000)]
+    for answer in pool.reserve(keys):
+        if answer.verdict is Verdict.RESERVED:
+            pool.arena.array()[answer.offset : answer.offset + pool._sizes[space]] = 0x3C
+    pool.abandon(keys)
 
 
 def damage_memory(host: Any, first: int) -> None:

@@ -17,6 +17,8 @@ SEAL_BYTES = 8
 
 def seals_of(rows: torch.Tensor) -> torch.Tensor:
     """``rows``: ``[blocks, ...]``, what is kept of each block. uint8 ``[blocks, SEAL_BYTES]``."""
+    if not len(rows):
+        return torch.empty(0, SEAL_BYTES, dtype=torch.uint8)
     bytes_of = rows.contiguous().view(len(rows), -1).view(torch.uint8).numpy()
     sums = b"".join(xxhash.xxh3_64_digest(row) for row in bytes_of)
     return torch.from_numpy(np.frombuffer(sums, np.uint8).copy()).view(len(rows), SEAL_BYTES)
