@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -133,8 +134,6 @@ class Host:
 
     def flush(self, seconds: float = 60.0) -> bool:
         """Waits until all queued writes are on disk."""
-        import time
-
         end = time.monotonic() + seconds
         while self.connector()._pool.stats().queued_writes and time.monotonic() < end:
             time.sleep(0.01)
@@ -156,7 +155,11 @@ class Host:
         return len(self.engine().scheduler.requests)
 
     def preempt_midway(
-        self, prompts: list[list[int]], after_steps: int, max_tokens: int
+        self,
+        prompts: list[list[int]],
+        after_steps: int,
+        max_tokens: int,
+        salt: str | None = None,
     ) -> list[list[int]]:
         """Decodes greedily; after so many steps all running requests lose their blocks, and the
         device forgets its prefixes. Returns the tokens."""
@@ -164,8 +167,9 @@ class Host:
 
         engine = self.llm.llm_engine
         greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        salted = {"cache_salt": salt} if salt else {}
         for at, prompt in enumerate(prompts):
-            engine.add_request(f"ousted-{at}", {"prompt_token_ids": prompt}, greedy)
+            engine.add_request(f"ousted-{at}", {"prompt_token_ids": prompt, **salted}, greedy)
         tokens: dict[str, list[int]] = {}
         steps = 0
         while engine.has_unfinished_requests():
@@ -176,6 +180,37 @@ class Host:
                 if output.finished:
                     tokens[output.request_id.split("-")[1]] = list(output.outputs[0].token_ids)
         return [tokens[str(at)] for at in range(len(prompts))]
+
+    def trouble(self, name: str, **how: Any) -> None:
+        """One of ``troubles.py``."""
+        import troubles
+
+        getattr(troubles, name)(self, **how)
+
+    def decode_through(
+        self,
+        prompts: list[list[int]],
+        after_steps: int,
+        trouble: dict[str, Any],
+        max_tokens: int,
+        salt: str | None = None,
+    ) -> list[dict[str, Any]]:
+        """Decodes greedily; between two steps, after so many, something goes wrong."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        greedy = SamplingParams(temperature=0.0, logprobs=1, max_tokens=max_tokens)
+        salted = {"cache_salt": salt} if salt else {}
+        for at, prompt in enumerate(prompts):
+            engine.add_request(str(at), {"prompt_token_ids": prompt, **salted}, greedy)
+        done = {}
+        steps = 0
+        while engine.has_unfinished_requests():
+            if steps == after_steps:
+                self.trouble(**trouble)
+            steps += 1
+            done.update({one.request_id: one for one in engine.step() if one.finished})
+        return [reply_of(done[str(at)]) for at in range(len(prompts))]
 
     def free_blocks(self) -> int:
         """Device blocks that no request holds."""

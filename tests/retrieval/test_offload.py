@@ -131,8 +131,8 @@ def test_sequences_that_share_a_prefix(on_device: Engine, away: Engine) -> None:
     assert did["blocks_left"] >= 2 * (2500 - 256) // 128 - 2
 
 
-DIGEST_BYTES = 3 * 2 * 8 * (2 * 64 + 4)
-"""Of a block: sparse layers, KV heads, digests; parts, dimension and scale, in bytes."""
+DIGEST_BYTES = 3 * (2 * 8 * (2 * 64 + 4) + 8)
+"""Of a block: sparse layers; KV heads, digests; parts, dimension and scale, in bytes; checksum."""
 
 
 @pytest.mark.parametrize("tail", [1, 100, 700])

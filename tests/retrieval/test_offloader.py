@@ -26,6 +26,7 @@ from kvrecall.engines.vllm.retrieval.spec import OffloadableSpec
 from kvrecall.engines.vllm.scheduler_side import RecallScheduler
 from kvrecall.engines.vllm.wire import Load, OffloadOrders, StepOrders, StepReport
 from kvrecall.pool import Pool
+from kvrecall.pool.base import PoolClient
 from kvrecall.retrieval.gate import Gate
 from kvrecall.retrieval.settings import RetrievalSettings
 
@@ -46,7 +47,7 @@ SETTINGS = RetrievalSettings(
 class Bench:
     """A scheduler around vLLM's block manager, whose workers store at once what they are told."""
 
-    def __init__(self, pool: Pool, blocks: int) -> None:
+    def __init__(self, pool: PoolClient, blocks: int) -> None:
         compat.override_kv_cache_spec()
         init_none_hash(sha256_cbor)
         self.pool = pool

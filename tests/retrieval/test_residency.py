@@ -15,7 +15,9 @@ from kvrecall.engines.vllm.retrieval.recalled import (
     OffloadedSequence,
     Records,
     digests_of_layer,
+    seals_of_layer,
 )
+from kvrecall.engines.vllm.retrieval.seals import SEAL_BYTES
 from kvrecall.engines.vllm.retrieval.steps import BatchRow
 from kvrecall.engines.vllm.wire import Arrival, Departure, OffloadOrders
 from kvrecall.errors import EngineError
@@ -122,15 +124,14 @@ def offload(
     slots = slots_of(split, gone, settings)[1]
     free = bench.take(slots)
     departure = Departure("one", split.init, tuple(ids.tolist()), offsets, tuple(free.tolist()))
-    away = OffloadedSequence(
-        "one", split.init, np.array(offsets, dtype=np.int64), free.to(torch.int32)
-    )
-    bench.layer.digest(bench.cache, bench.freshness.take_stale(ids))
-    records = Records(arena.array(), {"layer": LAYER_AT}, arena.handle())
-    bench.layer.depart(away, departure, bench.cache, records, "layer")
     extent = Extent(arena.handle(), page, 1 << 17)
     extent.take(70_000)  # so that places of pages lie beyond 2**31 elements
-    bench.whole.place(extent, LAYER_AT)
+    records = Records(arena.array(), {"layer": LAYER_AT}, arena.handle())
+    begins = np.array(offsets, dtype=np.int64)
+    away = OffloadedSequence("one", split.init, begins, free.to(torch.int32), records, extent)
+    bench.layer.digest(bench.cache, bench.freshness.take_stale(ids))
+    bench.layer.depart(away, departure, bench.cache, "layer")
+    bench.whole.place(LAYER_AT)
     bench.cache[ids] = float("nan")
     return away
 
@@ -187,10 +188,12 @@ def test_tokens_computed_over_blocks_in_the_arena_give_the_same_bits(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["bounds", "deviation", "mean"])
+@pytest.mark.parametrize("damaged", [(), (0, 131, 1000, -1)])
 def test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits(
-    kind: str, dtype: torch.dtype
+    damaged: tuple[int, ...], kind: str, dtype: torch.dtype
 ) -> None:
-    """By the digests in its blocks' records; the device has neither its keys nor its digests."""
+    """By the digests in its blocks' records; the device has neither its keys nor its digests. Of
+    some blocks a byte of them is ``damaged``."""
     torch.manual_seed(3)
     settings = replace(SETTINGS, digest=kind)
     bench = Bench(shape_of(dtype=dtype), settings, 100)
@@ -198,9 +201,16 @@ def test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits(
     want = bench.decode(sequence)
     split = split_of(3000, BLOCK, settings)
     ids = sequence.block_ids[split.init : split.local]
-    parts = [bench.cache.view(100, -1).view(torch.uint8), bench.layer.digest_rows(bench.cache)]
+    bench.layer.seal(ids)
+    parts = [
+        bench.cache.view(100, -1).view(torch.uint8),
+        bench.layer.digest_rows(bench.cache),
+        bench.layer.seal_rows(bench.cache),
+    ]
     record = torch.cat([part[ids].reshape(split.middle, -1) for part in parts], 1).numpy()
     page = parts[0].shape[1]
+    for block, byte in enumerate(damaged, start=3):
+        record[block, byte if byte < 0 else page + byte] ^= 64
     for part in parts:
         part[ids] = 255  # no numbers
     slots = bench.take(slots_of(split, split.middle, settings)[1])
@@ -208,10 +218,13 @@ def test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits(
     arrival = Arrival("one", split.init, offsets, tuple(slots.tolist()))
     offload = Offload(bench.freshness, bench.activity)
     offload.add_sparse("layer", bench.layer)
-    records = Records(record.reshape(-1), {"layer": 0, digests_of_layer("layer"): page})
+    starts = {"layer": 0, digests_of_layer("layer"): page}
+    starts[seals_of_layer("layer")] = record.shape[1] - SEAL_BYTES
+    records = Records(record.reshape(-1), starts)
     last = int(sequence.block_ids[-1])
     orders = OffloadOrders([], {last: "one"}, [], [arrival])
-    offload.take(orders, {"layer": bench.cache}, records)
+    assert offload.take(orders, {"layer": bench.cache}, records) == set()
+    assert bench.activity.digests_mended == len(damaged)
     away = offload.sequence(last)
     assert away is not None
     table = sequence.block_ids.to(torch.int32)[None]

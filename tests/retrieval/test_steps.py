@@ -167,7 +167,6 @@ def pooled(extra: dict[str, Any] | None = None, stages: int = 1, ahead: bool = F
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (pooled({"backend": "service"}), "use an embedded pool"),
         (pooled(stages=2), "use tensor parallelism"),
         (pooled(ahead=True), "--no-async-scheduling"),
     ],
@@ -175,7 +174,7 @@ def pooled(extra: dict[str, Any] | None = None, stages: int = 1, ahead: bool = F
 def test_offload_that_cannot_be_is_refused_unless_no_sequence_gets_there(
     config: Any, named: str
 ) -> None:
-    require_engine(pooled(), RetrievalSettings())
+    require_engine(pooled({"backend": "service"}), RetrievalSettings())
     with pytest.raises(EngineError, match=f"{named}.*above max_model_len=100000"):
         require_engine(config, RetrievalSettings())
     require_engine(config, replace(RetrievalSettings(), offload_boundary=100_001))

@@ -78,6 +78,12 @@ class Claim:
         )
         return self.recall
 
+    def holds(self, pool: PoolClient) -> bool:
+        """Whether what has come is still there: a pool service may have died since, and another
+        one have other blocks in its place. Keeps them so until the next ``arena_handle``."""
+        came = zip(self.tickets, self.whole, strict=True)
+        return all(pool.poll(ticket).offsets == recall.offsets for ticket, recall in came)
+
     @property
     def arrived(self) -> tuple[TierName, ...]:
         """Where the blocks were that are in the host now."""

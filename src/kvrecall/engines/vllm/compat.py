@@ -7,6 +7,7 @@ difference is known, and listed as untested in the docs.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -252,11 +253,11 @@ def note_restored(vllm_config: Any, block_ids: Iterable[int]) -> None:
         impl.note_restored(block_ids)
 
 
-def take_offload(vllm_config: Any, orders: Any, records: Any) -> None:
-    """Hands a step's offload orders to the attention layers, which share them; see ``Offload``."""
+def take_offload(vllm_config: Any, orders: Any, records: Any) -> set[str]:
+    """Hands a step's offload orders to the attention layers, which share them; see ``Offload``.
+    Returns the requests for which they could not be carried out."""
     impl, caches = _attention(vllm_config)
-    if impl is not None:
-        impl.take_offload(orders, caches, records)
+    return set() if impl is None else impl.take_offload(orders, caches, records)
 
 
 def override_kv_cache_spec() -> None:
@@ -279,6 +280,37 @@ def override_kv_cache_spec() -> None:
 
     get_kv_cache_spec.kvrecall = True  # type: ignore[attr-defined]
     Attention.get_kv_cache_spec = get_kv_cache_spec
+
+
+def begin_lost_anew() -> None:
+    """Has vLLM's scheduler preempt requests that the workers report as lost, before it looks at
+    what the step computed of them, which is dropped. They are computed anew."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from kvrecall.engines.vllm.wire import StepReport
+
+    plain = Scheduler.update_from_output
+    if getattr(plain, "kvrecall", False):
+        return
+
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        transfers = model_runner_output.kv_connector_output
+        report = transfers.kv_connector_worker_meta if transfers is not None else None
+        for request_id in report.lost if isinstance(report, StepReport) else ():
+            _begin_anew(self, self.requests.get(request_id))
+        return plain(self, scheduler_output, model_runner_output)
+
+    update_from_output.kvrecall = True  # type: ignore[attr-defined]
+    Scheduler.update_from_output = update_from_output
+
+
+def _begin_anew(scheduler: Any, request: Any) -> None:
+    """As vLLM's ``reset_prefix_cache`` does it with running requests."""
+    if request is None or request not in scheduler.running:
+        return
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+    scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
 
 def most_blocks_of_sequences(vllm_config: Any, block_size: int) -> int:

@@ -36,6 +36,7 @@ COUNTERS = {
     "stores_failed": "Stores that failed on a worker.",
     "loads_given_up": "Loads ended early, as waiting on did not pay.",
     "loads_failed": "Requests recomputed because their load failed.",
+    "sequences_lost": "Sequences recomputed because their blocks off the device were out of reach.",
     "handovers": "Requests that came with blocks promised by a prefill instance.",
     "handovers_late": "Of these, those whose blocks did not come in time and were computed.",
     "handovers_foreign": "Of these, those whose blocks fit no engine like this one.",
@@ -53,6 +54,7 @@ COUNTERS = {
     "retrieval_blocks_offloaded": "Blocks that left the device while their sequence runs.",
     "retrieval_blocks_left": "Blocks of prefixes found in the pool that were left there.",
     "retrieval_bytes_digests": "Bytes of their digests, which were loaded.",
+    "retrieval_digests_mended": "Digests that came damaged from memory, by block and layer.",
     "retrieval_blocks_hit": "Chosen blocks off the device found in its slots.",
     "retrieval_blocks_loaded": "Chosen blocks off the device that were loaded.",
     "retrieval_blocks_prefetched": "Blocks loaded ahead.",
@@ -96,6 +98,7 @@ _EVENTS = (
     "loads_given_up",
     "stores_failed",
     "loads_failed",
+    "sequences_lost",
     "flushes_missed",
     "handovers",
     "handovers_late",
@@ -114,6 +117,7 @@ class Tally:
     stores_failed: int = 0
     loads_given_up: int = 0
     loads_failed: int = 0
+    sequences_lost: int = 0
     flushes_missed: int = 0
     handovers: int = 0
     handovers_late: int = 0

@@ -7,8 +7,9 @@ off, the step that ends a request waits (bounded) until its blocks are durable.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from kvrecall.block import BlockKey, Namespace, TierName, tenant_of
@@ -24,7 +25,9 @@ from kvrecall.engines.vllm.saver import Saver
 from kvrecall.engines.vllm.spaces import Spaces
 from kvrecall.engines.vllm.stepclock import StepClock, Work
 from kvrecall.engines.vllm.wire import Copy, Load, OffloadOrders, StepOrders, StepReport
-from kvrecall.pool.base import PoolClient, Recall, RecallState
+from kvrecall.pool.base import ArenaHandle, PoolClient, Recall, RecallState
+
+logger = logging.getLogger("vllm.kvrecall")
 
 _FINISHED_WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 
@@ -37,8 +40,13 @@ class Offloads(Protocol):
     def unexpect(self, request_id: str) -> None: ...
 
     def orders(
-        self, scheduled: Mapping[str, int], block_ids: Callable[[str], Sequence[int]]
+        self,
+        scheduled: Mapping[str, int],
+        block_ids: Callable[[str], Sequence[int]],
+        arena: ArenaHandle,
     ) -> OffloadOrders | None: ...
+
+    def out_of_reach(self) -> None: ...
 
 
 class RecallScheduler:
@@ -160,7 +168,7 @@ class RecallScheduler:
     def _poll(self, claim: Claim) -> Recall:
         """What came of a claim; waits no longer where that does not pay."""
         if claim.recall is not None:
-            return claim.recall
+            return claim.recall if claim.holds(self._pool) else Recall(RecallState.READY)
         recall = claim.poll(self._pool)
         given_up = False
         if recall.state is RecallState.PENDING:
@@ -241,7 +249,7 @@ class RecallScheduler:
         )
         if self.offloader is not None:
             scheduled = scheduler_output.num_scheduled_tokens
-            orders.offload = self.offloader.orders(scheduled, self._block_ids)
+            orders.offload = self.offloader.orders(scheduled, self._block_ids, arena)
         self._loads, self._releases = [], []
         return orders
 
@@ -299,6 +307,8 @@ class RecallScheduler:
             if report.load_seconds > 0:
                 blocks = report.loaded_bytes // self._facts.block_bytes
                 self._appraiser.saw_load(TierName.HOST, blocks, report.load_seconds)
+            if report.lost:
+                self._sequences_lost(report.lost)
             for store_id, ranks in report.stored.items():
                 self._saver.count_down(store_id, ranks, store_id in report.failed)
         for request_id in loaded:
@@ -308,6 +318,18 @@ class RecallScheduler:
         for request_id in failed:
             self._load_failed(request_id)
         self._saver.flush()  # with async_write off, replies of this step leave after it
+
+    def _sequences_lost(self, lost: Collection[str]) -> None:
+        """The workers cannot reach the arena: nothing more goes there. The engine begins those
+        sequences anew, see ``compat.begin_lost_anew``."""
+        self.tally.sequences_lost += len(lost)
+        if self.offloader is not None:
+            self.offloader.out_of_reach()
+        logger.error(
+            "kvrecall: blocks of %d sequences off the device cannot be read in the pool; they are "
+            "computed anew, and sequences stay on the device from now on",
+            len(lost),
+        )
 
     def _load_failed(self, request_id: str) -> None:
         """The engine recomputes the request; it is not offered the pool again."""

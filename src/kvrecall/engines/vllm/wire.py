@@ -106,10 +106,15 @@ class StepOrders(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class StepReport(KVConnectorWorkerMetadata):
-    """What the workers finished: how many ranks completed, and which failed, each store."""
+    """What the workers finished: how many ranks completed, and which failed, each store.
+
+    ``lost``: requests whose blocks off the device cannot be had any more. What the step computed of
+    them means nothing.
+    """
 
     stored: dict[int, int] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
+    lost: set[str] = field(default_factory=set)
     loaded_bytes: int = 0
     load_seconds: float = 0.0
     stored_bytes: int = 0
@@ -124,6 +129,7 @@ class StepReport(KVConnectorWorkerMetadata):
         return StepReport(
             stored,
             self.failed | other.failed,
+            self.lost | other.lost,
             self.loaded_bytes + other.loaded_bytes,
             max(self.load_seconds, other.load_seconds),
             self.stored_bytes + other.stored_bytes,

@@ -19,7 +19,7 @@ from kvrecall.engines.vllm.pages import Pages, pages_of
 from kvrecall.engines.vllm.retrieval.recalled import Records
 from kvrecall.engines.vllm.speed import least_token_seconds
 from kvrecall.engines.vllm.wire import Shard, ShardLayer, StepOrders, StepReport
-from kvrecall.errors import EngineError
+from kvrecall.pool.base import ArenaHandle
 
 
 class RecallWorker:
@@ -118,8 +118,7 @@ class RecallWorker:
     def report(self) -> StepReport | None:
         """What happened since the last report; None if nothing did."""
         report, self._report = self._report, StepReport()
-        idle = not (report.stored or report.failed or report.loaded_bytes or report.stored_bytes)
-        return None if idle else report
+        return None if report == StepReport() else report
 
     def attention_counts(self) -> dict[str, float]:
         """What the attention layers did beyond attending, since the last call: increments."""
@@ -133,14 +132,23 @@ class RecallWorker:
 
     def _offload(self, orders: StepOrders) -> None:
         """Tells the attention layers which sequences are off the device in part."""
-        self._offloading = orders.offload is not None
-        memory = self._arena.memory(orders.arena)
+        offload = orders.offload
+        self._offloading = offload is not None
+        moves = offload is not None and bool(offload.arrivals or offload.departures)
+        records = self._records(orders.arena) if moves else None
+        lost = compat.take_offload(self._vllm_config, offload, records)
+        arriving = set() if offload is None else {one.request_id for one in offload.arrivals}
+        self._failed_loads |= lost & arriving
+        self._report.lost |= lost
+
+    def _records(self, arena: ArenaHandle) -> Records | None:
+        """The blocks in that arena; None if it cannot be mapped."""
+        memory = self._arena.memory(arena)
         if memory is None:
-            raise EngineError("the arena that holds blocks of running sequences is gone")
+            return None
         starts = accumulate((page.page_bytes for page in self._pages), initial=self._offset)
         names = (page.name for page in self._pages)
-        records = Records(memory, dict(zip(names, starts, strict=False)), orders.arena)
-        compat.take_offload(self._vllm_config, orders.offload, records)
+        return Records(memory, dict(zip(names, starts, strict=False)), arena)
 
     def _writes_shard(self) -> bool:
         """Of ranks that hold identical KV, the first writes it."""

@@ -41,6 +41,9 @@ class Activity:
     layers."""
     bytes_digests: int = 0
     """Bytes of their digests, which were loaded."""
+    digests_mended: int = 0
+    """Blocks whose digests came damaged from the pool's memory and were computed anew, once for
+    each layer."""
     blocks_hit: int = 0
     """Chosen blocks that had left the device and were found in its slots."""
     blocks_loaded: int = 0

@@ -257,11 +257,13 @@ class RetrievalImpl(CPUAttentionBackendImpl):
         self._whole = whole
 
     def take_offload(
-        self, orders: OffloadOrders | None, caches: Mapping[str, torch.Tensor], records: Records
-    ) -> None:
+        self,
+        orders: OffloadOrders | None,
+        caches: Mapping[str, torch.Tensor],
+        records: Records | None,
+    ) -> set[str]:
         """Carries out a step's orders for all layers of the group; see compat.take_offload."""
-        if self._offload is not None:
-            self._offload.take(orders, caches, records)
+        return set() if self._offload is None else self._offload.take(orders, caches, records)
 
     def digest_pages(self, caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the pool is to keep beside the KV of the group; see compat.digest_pages."""
@@ -274,8 +276,8 @@ class RetrievalImpl(CPUAttentionBackendImpl):
 
     def note_restored(self, block_ids: Iterable[int]) -> None:
         """These blocks were loaded from the pool, with their digests."""
-        if self._freshness is not None:
-            self._freshness.restored_blocks(block_ids)
+        if self._offload is not None:
+            self._offload.restored(block_ids)
 
     def activity(self) -> dict[str, int]:
         """Totals of this process, over all layers; see compat.attention_activity."""

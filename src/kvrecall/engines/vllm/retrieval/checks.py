@@ -91,9 +91,6 @@ def offload_hindrance(vllm_config: Any) -> str | None:
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     if transfer is None or transfer.kv_connector != "RecallConnector":
         return "it has no pool to keep them in (use RecallConnector)"
-    extra = transfer.kv_connector_extra_config or {}
-    if extra.get("backend", "embedded") != "embedded":
-        return "its pool is a service's, which may end before the sequence (use an embedded pool)"
     if parallel.pipeline_parallel_size > 1:
         return "steps of a pipeline overlap (use tensor parallelism)"
     if vllm_config.scheduler_config.async_scheduling:

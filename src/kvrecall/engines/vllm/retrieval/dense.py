@@ -18,10 +18,11 @@ from kvrecall.retrieval.residency import Ints
 
 
 class _Pages:
-    """Pages of one sequence's blocks. ``of``: each block's page, -1: none; ``done``: which hold
-    full blocks."""
+    """Pages of one sequence's blocks in an extent. ``of``: each block's page, -1: none; ``done``:
+    which hold full blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, extent: Extent) -> None:
+        self.extent = extent
         self.of = np.zeros(0, dtype=np.int64)
         self.done = np.zeros(0, dtype=np.bool_)
 
@@ -46,19 +47,18 @@ class DenseLayer:
 
     def __init__(self, shape: KernelShape) -> None:
         self._shape = shape
-        self._extent: Extent | None = None
         self._at = 0
         self._pages: dict[str, _Pages] = {}
 
-    def place(self, extent: Extent, layer_at: int) -> None:
-        """Where the arena is from now on, and where in a block's record this layer's page is."""
-        self._extent, self._at = extent, layer_at
+    def place(self, layer_at: int) -> None:
+        """Where in a block's record this layer's page is."""
+        self._at = layer_at
 
     def forget(self, key: str, memory: bool = True) -> None:
         """Gives the sequence's pages back, and their ``memory`` if it is not needed again soon."""
         pages = self._pages.pop(key, None)
-        if pages is not None and self._extent is not None:
-            self._extent.give(pages.drop(0, len(pages.of)), memory)
+        if pages is not None:
+            pages.extent.give(pages.drop(0, len(pages.of)), memory)
 
     def settle(self) -> None:
         """Nothing is done in the background."""
@@ -78,13 +78,14 @@ class DenseLayer:
 
         ``table``: its device blocks, those that are in the arena meaningless.
         """
-        assert self._extent is not None
-        places = self._places(self._extent, kv_cache, sequence, table, tokens)
+        extent = sequence.extent
+        assert extent is not None
+        places = self._places(extent, kv_cache, sequence, table, tokens)
         seq_lens = torch.tensor([tokens], dtype=torch.int32)
         starts = torch.tensor([0, len(query)], dtype=torch.int32)
         order = torch.from_numpy(places.astype(np.int32))[None]
         plan = schedule(self._shape, seq_lens, starts, whole=True)
-        caches = halves(self._extent.blocks(self._at, kv_cache), whole=True)
+        caches = halves(extent.blocks(self._at, kv_cache), whole=True)
         return attend(query, caches, order, seq_lens, starts, plan, scale, softcap)
 
     def _places(
@@ -99,7 +100,7 @@ class DenseLayer:
         size = self._shape.block_size
         blocks = -(-tokens // size)
         first, end = sequence.init, sequence.init + sequence.count
-        pages = self._pages.setdefault(sequence.key, _Pages())
+        pages = self._pages.setdefault(sequence.key, _Pages(extent))
         pages.grow(blocks)
         extent.give(pages.drop(first, end))
         own = np.r_[0:first, end:blocks]

@@ -8,6 +8,7 @@ step: so one call reads blocks in the arena where they lie, beside others that a
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 
@@ -16,6 +17,7 @@ import torch
 
 from kvrecall.errors import EngineError
 from kvrecall.pool.base import ArenaHandle
+from kvrecall.pool.service.handle import ServedArena
 from kvrecall.pool.slots import ALIGNMENT
 from kvrecall.retrieval.residency import Ints
 
@@ -109,20 +111,31 @@ def _aligned(nbytes: int) -> int:
 def _map(arena: ArenaHandle, nbytes: int, behind: int) -> int:
     """Address of ``nbytes`` of private memory, yet untouched, the arena in place of its start."""
     room = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    address = _LIBC.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, room, -1, 0)
-    if address in (None, _FAILED):
-        raise _unmappable(ctypes.get_errno())
+    fd = _open(arena)
+    try:
+        address = _LIBC.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, room, -1, 0)
+        if address in (None, _FAILED):
+            raise _unmappable(ctypes.get_errno())
+        shared = mmap.MAP_SHARED | _MAP_FIXED
+        if _LIBC.mmap(address, behind, mmap.PROT_READ, shared, fd, 0) == _FAILED:
+            code = ctypes.get_errno()
+            _LIBC.munmap(address, nbytes)
+            raise _unmappable(code)
+    finally:
+        os.close(fd)
+    return int(address)
+
+
+def _open(arena: ArenaHandle) -> int:
+    """A file descriptor of that arena, and of no other that has taken its place."""
     try:
         fd = os.open(f"/proc/{arena.pid}/fd/{arena.fd}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise _unmappable(error.errno or 0) from error
-    try:
-        shared = mmap.MAP_SHARED | _MAP_FIXED
-        if _LIBC.mmap(address, behind, mmap.PROT_READ, shared, fd, 0) == _FAILED:
-            raise _unmappable(ctypes.get_errno())
-    finally:
+    if isinstance(arena, ServedArena) and os.fstat(fd).st_ino != arena.inode:
         os.close(fd)
-    return int(address)
+        raise _unmappable(errno.ESTALE)
+    return fd
 
 
 def _unmappable(code: int) -> EngineError:

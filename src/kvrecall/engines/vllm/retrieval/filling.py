@@ -64,7 +64,9 @@ def _records(
         assert sparse is not None
         layer = RetrievalLayer(sparse, shape, reader_of(shape), Activity())
         layer.digest(cache, torch.arange(blocks))
+        layer.seal(torch.arange(blocks))
         pages.append(layer.digest_rows(cache).reshape(blocks, -1))
+        pages.append(layer.seal_rows(cache))
     return torch.cat(pages, 1)
 
 

@@ -14,10 +14,11 @@ from kvrecall.engines.vllm.retrieval.packing import KeyReader
 from kvrecall.engines.vllm.retrieval.recalled import (
     OffloadedSequence,
     RecalledBlocks,
-    Records,
     digests_of_layer,
+    seals_of_layer,
 )
 from kvrecall.engines.vllm.retrieval.rest import Chosen, RestEstimator
+from kvrecall.engines.vllm.retrieval.seals import SEAL_BYTES, broken, seals_of
 from kvrecall.engines.vllm.retrieval.steps import SparseSequence, SparseStep
 from kvrecall.engines.vllm.warmth import WORKER
 from kvrecall.engines.vllm.wire import Departure
@@ -60,6 +61,7 @@ class RetrievalLayer:
         self._selector = selector_of(settings, self._layout)
         self._rest = RestEstimator(shape, reader, self._layout) if self._layout.rest else None
         self._digests = torch.empty(0)
+        self._seals = torch.empty(0, SEAL_BYTES, dtype=torch.uint8)
         self._head = torch.arange(shape.kv_heads, dtype=torch.int32)[:, None]
         self._recalled: dict[str, RecalledBlocks] = {}
 
@@ -67,48 +69,64 @@ class RetrievalLayer:
         """Computes the digests of these blocks from the keys they hold. Must be full blocks."""
         if not len(block_ids):
             return
-        if not self._digests.numel():
-            self._digests = self._room(kv_cache)
+        self._make_room(kv_cache)
         for ids in torch.split(block_ids, AT_ONCE):
-            keys = self._reader.read(kv_cache, ids)
-            values = None if self._rest is None else self._rest.values.read(kv_cache, ids)
-            digests = self._layout.rows_of(keys, values)
-            self._digests[:, ids] = encode(digests, self._layout.rest).transpose(0, 1)
+            self._digests[:, ids] = self._digests_of(kv_cache, ids).transpose(0, 1)
+
+    def seal(self, block_ids: torch.Tensor) -> None:
+        """These blocks, whose digests are fresh, go to the pool: notes their digests' checksums."""
+        self._seals[block_ids] = seals_of(self._digests[:, block_ids].transpose(0, 1))
+
+    def unsealed(self, block_ids: torch.Tensor) -> torch.Tensor:
+        """Those of these blocks, which came from the pool, whose digests came damaged."""
+        rows = self._digests[:, block_ids].transpose(0, 1)
+        damaged = block_ids[broken(rows, self._seals[block_ids])]
+        self._activity.digests_mended += len(damaged)
+        return damaged
 
     def depart(
         self,
         sequence: OffloadedSequence,
         departure: Departure,
         kv_cache: torch.Tensor,
-        records: Records,
         name: str,
     ) -> None:
         """Keeps the digests of blocks that are about to leave the device. ``name``: the layer's."""
-        if not self._digests.numel():
-            self._digests = self._room(kv_cache)
-        recalled = RecalledBlocks(sequence, kv_cache, records, name, self._activity)
+        self._make_room(kv_cache)
+        recalled = RecalledBlocks(sequence, kv_cache, name, self._activity)
         recalled = self._recalled.setdefault(sequence.key, recalled)
         recalled.depart(self._digests[:, list(departure.block_ids)])
 
-    def arrive(
-        self, sequence: OffloadedSequence, kv_cache: torch.Tensor, records: Records, name: str
-    ) -> None:
-        """Takes the digests of a sequence that begins off the device from its blocks' records."""
+    def arrive(self, sequence: OffloadedSequence, kv_cache: torch.Tensor, name: str) -> None:
+        """Takes the digests of a sequence that begins off the device from its blocks' records.
+        Those that are damaged there are computed anew from the blocks' keys."""
+        records, offsets = sequence.records, sequence.offsets
         heads, _, nbytes = self.digest_rows(kv_cache).transpose(0, 1).shape
-        pages = records.pages(sequence.offsets, digests_of_layer(name), heads * nbytes)
+        pages = records.pages(offsets, digests_of_layer(name), heads * nbytes)
+        seals = torch.from_numpy(records.pages(offsets, seals_of_layer(name), SEAL_BYTES))
         stored = torch.from_numpy(pages).view(self._digests.dtype)
-        stored = stored.view(len(pages), heads, *self._digests.shape[2:]).transpose(0, 1)
-        recalled = RecalledBlocks(sequence, kv_cache, records, name, self._activity)
-        recalled.depart(stored)
+        stored = stored.view(len(pages), heads, *self._digests.shape[2:])
+        damaged = broken(stored, seals).nonzero().flatten()
+        if len(damaged):
+            kept = records.pages(offsets[damaged.numpy()], name, kv_cache[0].nbytes)
+            blocks = torch.from_numpy(kept).view(kv_cache.dtype).view(-1, *kv_cache.shape[1:])
+            stored[damaged] = self._digests_of(blocks, torch.arange(len(blocks)))
+            self._activity.digests_mended += len(damaged)
+        recalled = RecalledBlocks(sequence, kv_cache, name, self._activity)
+        recalled.depart(stored.transpose(0, 1))
         self._recalled[sequence.key] = recalled
-        self._activity.bytes_digests += pages.nbytes
+        self._activity.bytes_digests += pages.nbytes + seals.nbytes
 
     def digest_rows(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """The digests' bytes, a row a block: uint8 ``[blocks, kv_heads, bytes]``, a view."""
-        if not self._digests.numel():
-            self._digests = self._room(kv_cache)
+        self._make_room(kv_cache)
         heads, blocks = self._digests.shape[:2]
         return self._digests.view(heads, blocks, -1).view(torch.uint8).transpose(0, 1)
+
+    def seal_rows(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """The digests' checksums, a row a block: uint8 ``[blocks, SEAL_BYTES]``, not a copy."""
+        self._make_room(kv_cache)
+        return self._seals
 
     def forget(self, key: str) -> None:
         """The sequence is no more."""
@@ -230,7 +248,15 @@ class RetrievalLayer:
     def _ahead_of(self, split: Split) -> int:
         return math.ceil(split.middle * self._settings.prefetch_share)
 
-    def _room(self, kv_cache: torch.Tensor) -> torch.Tensor:
+    def _digests_of(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+        """As they are kept: int8 ``[blocks, kv_heads, rows, width]``."""
+        keys = self._reader.read(kv_cache, block_ids)
+        values = None if self._rest is None else self._rest.values.read(kv_cache, block_ids)
+        return encode(self._layout.rows_of(keys, values), self._layout.rest)
+
+    def _make_room(self, kv_cache: torch.Tensor) -> None:
+        if self._digests.numel():
+            return
         blocks, kv_heads = kv_cache.shape[:2]
         if not kv_cache.is_contiguous():
             raise EngineError(
@@ -239,7 +265,8 @@ class RetrievalLayer:
                 "VLLM_PLUGINS"
             )
         width = coded_width(self._layout.kind.parts * self._shape.head_dim)
-        return torch.empty(kv_heads, blocks, self._layout.rows, width, dtype=torch.int8)
+        self._digests = torch.empty(kv_heads, blocks, self._layout.rows, width, dtype=torch.int8)
+        self._seals = torch.empty(blocks, SEAL_BYTES, dtype=torch.uint8)
 
 
 def _in_order(

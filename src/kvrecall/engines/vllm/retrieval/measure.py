@@ -228,9 +228,10 @@ class _Trial:
             split.init,
             np.array(departure.offsets, dtype=np.int64),
             torch.tensor(departure.slots, dtype=torch.int32),
+            records,
         )
         for at, (layer, small) in enumerate(zip(self._layers, caches, strict=True)):
-            layer.depart(sequence, departure, small, records, str(at))
+            layer.depart(sequence, departure, small, str(at))
         return sequence, caches, table
 
     def _dense(self, cache: torch.Tensor) -> torch.Tensor:

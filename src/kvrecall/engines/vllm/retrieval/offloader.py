@@ -3,6 +3,10 @@
 A block leaves when the pool holds it in the arena and a lease keeps it there. The lease ends with
 the sequence's stay in the batch: a preempted sequence comes back as any other, from the device's
 prefix cache and the pool. Middle blocks of a prefix that is found in the pool do not come at all.
+
+A pool service may die, and another one take its place. What has left the device by then stays
+where it is: workers keep the dead one's arena mapped while sequences read it. Of such a sequence
+nothing more leaves, so that all that has lies in one arena.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from dataclasses import dataclass, field
 from kvrecall.engines.vllm.ledger import RequestState
 from kvrecall.engines.vllm.retrieval.spec import Absence, Leave
 from kvrecall.engines.vllm.wire import Arrival, Departure, OffloadOrders
-from kvrecall.pool.base import PoolClient, RecallState
+from kvrecall.pool.base import ArenaHandle, PoolClient, RecallState
 from kvrecall.retrieval.gate import Gate
 from kvrecall.retrieval.settings import Regime, RetrievalSettings
 from kvrecall.retrieval.split import Split, slots_of, split_of
@@ -27,7 +31,8 @@ class _Stay:
     """A sequence past the offload boundary. Its middle blocks are counted from ``init``.
 
     ``offsets``: arena offsets of the leading middle blocks that are leased; ``gone``: how many of
-    them have left the device. ``seen``: blocks there were at the last attempt to lease more.
+    them have left the device. ``retry_at``: the length from which to lease more. ``over``: nothing
+    more leaves, as the pool that has the others is gone.
     """
 
     init: int
@@ -36,6 +41,7 @@ class _Stay:
     offsets: list[int] = field(default_factory=list)
     gone: int = 0
     retry_at: int = 0
+    over: bool = False
     left: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     arrives: bool = False
@@ -67,14 +73,20 @@ class Offloader:
         self._stays: dict[str, _Stay] = {}
         self._expected: dict[str, tuple[_Stay, Absence]] = {}
         self._ended: list[str] = []
+        self._arena: ArenaHandle | None = None
+        self._out_of_reach: ArenaHandle | None = None
 
     # ---- as the scheduler side asks ------------------------------------------------------
 
     def expect(self, request_id: str, start: int, end: int) -> None:
         """Blocks ``[start, end)`` of a request that begins lie in the arena and are about to be
         loaded; those before are on the device. Leases what may stay there, if that is worth it."""
+        if request_id in self._expected:
+            if self._holds(self._expected[request_id][0]):
+                return
+            self.unexpect(request_id)
         state = self._state_of(request_id)
-        if request_id in self._expected or state is None or _is_open_ended(state):
+        if state is None or _is_open_ended(state) or not self._is_reachable:
             return
         split = self._split(state.request.num_tokens)
         last = 0 if split is None else min(end, split.local)
@@ -120,11 +132,15 @@ class Offloader:
         stay = self._stays.get(request_id)
         if stay is None:
             stay = self._stays[request_id] = _Stay(split.init)
+        if stay.over or not self._is_reachable:
+            return None
         if stay.gone < split.middle:
             self._lease(stay, state, split, tokens)
         safe = min(len(stay.offsets), split.middle)
         least, slots = slots_of(split, safe, self._settings)
         if safe <= stay.gone or not (safe == split.middle or safe > 2 * slots):
+            return None
+        if not self._holds(stay):
             return None
         return Leave(split.init + stay.gone, split.init + safe, least, slots)
 
@@ -155,10 +171,19 @@ class Offloader:
 
     # ---- as the connector asks -----------------------------------------------------------
 
+    def out_of_reach(self) -> None:
+        """The workers cannot read the last step's arena: nothing more goes there."""
+        self._out_of_reach = self._arena
+
     def orders(
-        self, scheduled: Mapping[str, int], block_ids: Callable[[str], Sequence[int]]
+        self,
+        scheduled: Mapping[str, int],
+        block_ids: Callable[[str], Sequence[int]],
+        arena: ArenaHandle,
     ) -> OffloadOrders | None:
-        """What the workers must know before the step, whose requests are ``scheduled``."""
+        """What the workers must know before the step, whose requests are ``scheduled``, and whose
+        orders name that arena."""
+        self._arena = arena
         rows: dict[int, str] = {}
         departures: list[Departure] = []
         arrivals: list[Arrival] = []
@@ -193,11 +218,29 @@ class Offloader:
         split = split_of(tokens, self._block_size, self._settings)
         return split if self._gate.passes(tokens, split) else None
 
+    @property
+    def _is_reachable(self) -> bool:
+        return self._out_of_reach is None or self._out_of_reach != self._arena
+
+    def _holds(self, stay: _Stay) -> bool:
+        """Whether all that was leased is, so that its offsets are those of the step's arena. If
+        not, the pool that had it is gone: then what has not left is leased anew, if none has."""
+        if all(self._pool.poll(ticket).offsets for ticket in stay.tickets):
+            return True
+        if stay.gone:
+            stay.over = True
+        else:
+            self._release(stay)
+            stay.tickets, stay.pending, stay.offsets = [], None, []
+        return False
+
     def _lease(self, stay: _Stay, state: RequestState, split: Split, tokens: int) -> None:
         """Leases middle blocks beyond those leased already, as far as the pool has them."""
         if stay.pending is None:
             first = split.init + len(stay.offsets)
             if first >= split.local or tokens < stay.retry_at:
+                return
+            if not self._holds(stay):
                 return
             chain = state.keys(split.local)
             parent = chain[first - 1] if 0 < first <= len(chain) else None
@@ -206,7 +249,10 @@ class Offloader:
         recall = self._pool.poll(stay.pending)
         if recall.state is RecallState.PENDING:
             return
-        stay.tickets.append(stay.pending)
+        if recall.offsets:
+            stay.tickets.append(stay.pending)
+        else:
+            self._pool.release(stay.pending)
         stay.pending = None
         stay.offsets.extend(recall.offsets)
         if split.init + len(stay.offsets) < split.local:

@@ -33,6 +33,7 @@ def register() -> None:
     compat.require_cpu_attention()
     compat.override_cpu_attention(_BACKEND, _REFUSAL)
     compat.override_kv_cache_spec()
+    compat.begin_lost_anew()
 
 
 def asked_for(environ: Mapping[str, str]) -> bool:

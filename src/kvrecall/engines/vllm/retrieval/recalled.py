@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from kvrecall.engines.vllm.retrieval.activity import Activity
+from kvrecall.engines.vllm.retrieval.extent import Extent
 from kvrecall.pool.base import ArenaHandle
 from kvrecall.retrieval.residency import Admission, Flags, Ints, Residency
 
@@ -42,16 +43,24 @@ def digests_of_layer(name: str) -> str:
     return f"{name}.digests"
 
 
+def seals_of_layer(name: str) -> str:
+    """What the pages that hold the checksums of a layer's digests are called."""
+    return f"{name}.seals"
+
+
 @dataclass(slots=True)
 class OffloadedSequence:
     """A sequence whose middle blocks ``[0, count)``, counted from block ``init``, are off the
-    device, in the arena at ``offsets``. ``slots``: int32 device blocks that it recalls into; every
-    layer and KV head has its own blocks there."""
+    device, in the arena of ``records`` at ``offsets``. ``slots``: int32 device blocks that it
+    recalls into; every layer and KV head has its own blocks there. ``extent``: where layers attend
+    to that arena in place; None: nowhere."""
 
     key: str
     init: int
     offsets: Ints
     slots: torch.Tensor
+    records: Records
+    extent: Extent | None = None
 
     @property
     def count(self) -> int:
@@ -65,7 +74,6 @@ class RecalledBlocks:
         self,
         sequence: OffloadedSequence,
         kv_cache: torch.Tensor,
-        records: Records,
         layer: str,
         activity: Activity,
     ) -> None:
@@ -73,8 +81,8 @@ class RecalledBlocks:
         blocks, self._heads = kv_cache.shape[:2]
         self._sequence = sequence
         self._device: Bytes = kv_cache.view(blocks * self._heads, -1).view(torch.uint8).numpy()
-        self._memory = records.memory
-        self._at = records.layers[layer]
+        self._memory = sequence.records.memory
+        self._at = sequence.records.layers[layer]
         self._activity = activity
         self._residency = Residency(self._heads)
         self._digests = torch.empty(0)

@@ -1,0 +1,117 @@
+"""What goes wrong on purpose in the process of an engine under test: ``driver.py`` calls these by
+name, with itself, between two steps."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvrecall.block import NAMESPACE_BYTES, BlockKey
+from kvrecall.pool.base import Verdict
+from kvrecall.pool.disk.io import FileIo
+
+_WRITE, _READ = FileIo.write, FileIo.read
+
+
+def disk_full(host: Any) -> None:
+    """Nothing can be written to the disk any more."""
+
+    def write(self: FileIo, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    FileIo.write = write  # type: ignore[method-assign]
+
+
+def disk_slow(host: Any, seconds: float) -> None:
+    """Every read takes so long."""
+
+    def read(self: FileIo, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        time.sleep(seconds)
+        return _READ(self, fd, buffers, offset)
+
+    FileIo.read = read  # type: ignore[method-assign]
+
+
+def disk_well(host: Any) -> None:
+    """Takes the two above back."""
+    FileIo.write, FileIo.read = _WRITE, _READ  # type: ignore[method-assign]
+
+
+def clear(host: Any) -> None:
+    """As ``kvrecall pool clear``; what was freed is overwritten."""
+    with _overwriting(pool_of(host)) as pool:
+        pool.clear()
+
+
+def drop(host: Any) -> None:
+    """As ``kvrecall pool drop``, of every block; what was freed is overwritten."""
+    with _overwriting(pool_of(host)) as pool:
+        pool.drop(list({held.key for held in pool.steward.blocks()}))
+
+
+def shrink(host: Any) -> None:
+    """As ``kvrecall pool resize --host``, to a tenth and back: what is not in use is evicted,
+    and overwritten."""
+    with _overwriting(pool_of(host)) as pool:
+        whole = pool._host.room.limit_bytes
+        pool.steward.resize_host(whole // 10)
+        while pool._host.trim(100):
+            continue
+        pool.steward.resize_host(whole)
+
+
+@contextmanager
+def _overwriting(pool: Any) -> Iterator[Any]:
+    """Afterwards all free room of the host is filled and given back."""
+    space = next(iter(pool._host.blocks))[:NAMESPACE_BYTES]
+    yield pool
+    keys = [BlockKey(space + os.urandom(32)) for _ in range(1000)]
+    for answer in pool.reserve(keys):
+        if answer.verdict is Verdict.RESERVED:
+            pool.arena.array()[answer.offset : answer.offset + pool._sizes[space]] = 0x3C
+    pool.abandon(keys)
+
+
+def damage_memory(host: Any, first: int) -> None:
+    """Flips bits of every block in the host from its byte ``first`` on."""
+    pool = pool_of(host)
+    for block in pool._host.blocks.values():
+        begin, end = block.offset + first, block.offset + block.nbytes
+        pool.arena.array()[begin:end] ^= 0x55
+
+
+def hog(host: Any) -> None:
+    """Holds every block that is in the host, so that none makes room."""
+    pool = pool_of(host)
+    keys = list(pool._host.blocks)
+    host.hogged = [pool.acquire([key], 1.0) for key in keys]
+
+
+def release(host: Any) -> None:
+    """Takes ``hog`` back."""
+    for ticket in host.hogged:
+        pool_of(host).release(ticket)
+
+
+def die(host: Any) -> None:
+    """kill -9 of this process and its workers."""
+    os.killpg(0, signal.SIGKILL)
+
+
+def meet(host: Any, place: str, anew: bool = False) -> None:
+    """Tells the test, by a file, that it is here, and waits until the test has taken it away;
+    with ``anew``, also until there is another service."""
+    before = host.service()
+    Path(place).touch()
+    while Path(place).exists() or (anew and host.service() in (None, before)):
+        time.sleep(0.01)
+
+
+def pool_of(host: Any) -> Any:
+    return host.connector()._pool

@@ -1,0 +1,276 @@
+"""Real engines whose long sequences leave the device in part, while disk, memory, pool or process
+fail under them: the tokens are right or computed anew, and nothing hangs or stays held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine.engine import Engine, EngineFailed, prompt_of
+from engine.exactness import push_out_of_host
+
+from kvrecall.chaos.damage import stored
+from kvrecall.pool.slots import slot_bytes_of
+
+from .test_engine import EXTENSION, activity, spent
+from .test_offload import BLOCK_BYTES, DIGEST_BYTES, settings
+
+pytestmark = pytest.mark.engine
+
+KV_BYTES = 4 * 2 * BLOCK_BYTES
+"""Of a block; its digests follow, and their checksums."""
+SLOT = slot_bytes_of(KV_BYTES + DIGEST_BYTES)
+HOST_BLOCKS = 48
+DEVICE_BLOCKS = 90
+PREFILL = 6
+"""Steps of a prompt of 3,000 tokens, the last of which samples the first token."""
+
+
+@pytest.fixture(scope="module")
+def setup(
+    model_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("faults")
+    return {
+        "model": str(model_folder("qwen3")),
+        "dtype": "float32",
+        "worker_extension_cls": EXTENSION,
+        "num_gpu_blocks_override": DEVICE_BLOCKS,
+        "pool": {
+            "host_size": HOST_BLOCKS * SLOT,
+            "disk_path": str(folder / "disk"),
+            "disk_size": "256MiB",
+            "load_or_compute": "load",
+        },
+        "module": "unreachable",
+        "env": {**settings(2048), "KVRECALL_TEST_FAIL": str(folder / "fail")},
+    }
+
+
+@pytest.fixture(scope="module")
+def away(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
+    return start(**setup)
+
+
+def clean(engine: Engine, prompt: list[int], tokens: int) -> dict[str, Any]:
+    """What is said where nothing fails, of blocks that no other request shares."""
+    reply: dict[str, Any] = engine.ask(prompt, salts=["clean"], max_tokens=tokens)
+    return reply
+
+
+def same(got: dict[str, Any], want: dict[str, Any]) -> None:
+    """Prefills that are cut differently round differently, in the fifth digit."""
+    assert got["tokens"] == want["tokens"]
+    for step, other in zip(got["logprobs"], want["logprobs"], strict=True):
+        for (token, logprob), (wanted, expected) in zip(step, other, strict=True):
+            assert token == wanted
+            assert logprob == pytest.approx(expected, abs=1e-4)
+
+
+def settled(engine: Engine) -> None:
+    """All device blocks and leases were given back."""
+    assert engine.free_blocks() == DEVICE_BLOCKS - 1
+    stats = engine.pool_stats()
+    assert (stats["leases"], stats["reserved"]) == (0, 0)
+
+
+def test_a_full_disk(away: Engine) -> None:
+    """Blocks leave all the same: they are safe in the host while they are needed."""
+    prompts = [prompt_of(3000, 1), prompt_of(3100, 2), prompt_of(3200, 3)]
+    want = [clean(away, prompt, 40) for prompt in prompts]
+    assert away.flush()
+    before, shed = activity(away), away.pool_stats()["tiers"]["disk"]["dropped"]
+    away.trouble(name="disk_full")
+    got = [away.ask(prompt, max_tokens=40) for prompt in prompts]
+    again = away.ask(prompts[0], max_tokens=40)
+    assert away.flush()
+    away.trouble(name="disk_well")
+    for one, other in zip([*got, again], [*want, want[0]], strict=True):
+        same(one, other)
+    assert spent(away, before)["sequences_offloaded"] == 4 * 39
+    tier = away.pool_stats()["tiers"]["disk"]
+    assert tier["dropped"] + tier["errors"] > shed
+    settled(away)
+
+
+def test_no_room_in_the_host(away: Engine) -> None:
+    """Nothing leaves until there is; then it does."""
+    prompt = prompt_of(3000, 10)
+    want = clean(away, prompt, 100)
+    for seed in (11, 12, 13):
+        away.ask(prompt_of(3000, seed), max_tokens=1)
+    assert away.forget_device()
+    away.trouble(name="hog")
+    before, refused = activity(away), away.pool_stats()["refused"]
+    same(
+        away.ask(prompt, max_tokens=40, salts=["none"]),
+        {k: v[:40] for k, v in want.items() if k in ("tokens", "logprobs")},
+    )
+    assert spent(away, before)["blocks_offloaded"] == 0
+    assert away.pool_stats()["refused"] > refused
+    midway = {"name": "release"}
+    (got,) = away.decode_through(
+        prompts=[prompt], after_steps=PREFILL + 9, trouble=midway, max_tokens=100, salt="some"
+    )
+    same(got, want)
+    did = spent(away, before)
+    assert did["blocks_offloaded"] > 15
+    assert 20 < did["sequences_offloaded"] < 50
+    settled(away)
+
+
+@pytest.mark.parametrize("trouble", ["clear", "drop", "shrink"])
+def test_the_pool_lets_go_while_a_sequence_decodes(away: Engine, trouble: str) -> None:
+    """Not of what a sequence reads there."""
+    prompt = prompt_of(3000, 20)
+    salt = trouble
+    want = clean(away, prompt, 60)
+    before = activity(away)
+    (got,) = away.decode_through(
+        prompts=[prompt],
+        after_steps=PREFILL + 15,
+        trouble={"name": trouble},
+        max_tokens=60,
+        salt=salt,
+    )
+    same(got, want)
+    assert spent(away, before)["sequences_offloaded"] == 59
+    settled(away)
+    assert away.forget_device()
+    same(away.ask(prompt, max_tokens=60, salts=[salt]), want)
+    settled(away)
+
+
+@pytest.mark.parametrize("tokens", [3000, 1500])
+def test_digests_damaged_in_memory_are_computed_anew(away: Engine, tokens: int) -> None:
+    """Of a prefix whose middle stays in the pool, and of one that is loaded whole."""
+    prompt = prompt_of(tokens, 30 + tokens)
+    want = clean(away, prompt, 40)
+    away.ask(prompt, max_tokens=1)
+    assert away.forget_device()
+    away.trouble(name="damage_memory", first=KV_BYTES)
+    before = activity(away)
+    got = away.ask(prompt, max_tokens=40)
+    did = spent(away, before)
+    same(got, want)
+    blocks = tokens // 128
+    assert got["from"]["host"] == blocks * 128
+    assert did["digests_mended"] == 3 * blocks
+    assert (did["blocks_left"] > 0) == (tokens > 2048)
+    settled(away)
+
+
+def test_blocks_damaged_on_disk_after_they_left(away: Engine, setup: dict[str, Any]) -> None:
+    """In their digests, and in their keys. The sequence that runs reads them in the host; later
+    ones find that they are damaged, and compute them."""
+    prompt = prompt_of(3000, 40)
+    want = clean(away, prompt, 40)
+    (got,) = away.decode_through(
+        prompts=[prompt], after_steps=PREFILL + 15, trouble={"name": "disk_well"}, max_tokens=40
+    )
+    same(got, want)
+    for part in (KV_BYTES, 0):
+        push_out_of_host(away, 40 + part, prompts=6)
+        corrupt = away.pool_stats()["tiers"]["disk"]["corrupt"]
+        damage(Path(setup["pool"]["disk_path"]), part)
+        again = away.ask(prompt, max_tokens=40)
+        same(again, want)
+        assert again["from"]["disk"] == 0
+        assert away.pool_stats()["tiers"]["disk"]["corrupt"] > corrupt
+        settled(away)
+
+
+def damage(folder: Path, first: int) -> None:
+    """Flips a bit of every block on disk, at its byte ``first``."""
+    for row in stored(folder, in_use=True):
+        with (folder / f"slab-{row.slab:06d}.kv").open("r+b") as slab:
+            slab.seek(row.offset + first)
+            byte = slab.read(1)[0]
+            slab.seek(row.offset + first)
+            slab.write(bytes([byte ^ 4]))
+
+
+def test_aborted_while_its_blocks_come_from_disk(away: Engine) -> None:
+    prompt = prompt_of(3000, 50)
+    want = clean(away, prompt, 20)
+    away.ask(prompt, max_tokens=1)
+    for steps in (1, 3, 9):
+        push_out_of_host(away, 50 + steps, prompts=6)
+        away.trouble(name="disk_slow", seconds=0.05)
+        assert away.abort_midway(prompt=prompt, after_steps=steps, max_tokens=50) == 0
+        away.trouble(name="disk_well")
+        settled(away)
+        assert away.forget_device()
+    same(away.ask(prompt, max_tokens=20), want)
+    settled(away)
+
+
+def test_a_prefix_that_arrives_and_whose_load_fails(away: Engine, setup: dict[str, Any]) -> None:
+    """Its middle would have stayed in the pool; it is computed."""
+    prompt = prompt_of(3000, 60)
+    want = clean(away, prompt, 20)
+    away.ask(prompt, max_tokens=1)
+    assert away.forget_device()
+    flag = Path(setup["env"]["KVRECALL_TEST_FAIL"])
+    flag.touch()
+    got = away.ask(prompt, max_tokens=20)
+    flag.unlink()
+    same(got, want)
+    assert got["from"]["computed"] == 3000
+    settled(away)
+
+
+KILLED = prompt_of(3000, 70)
+
+
+@pytest.fixture(scope="module")
+def restarted(
+    start: Callable[..., Engine], setup: dict[str, Any], away: Engine
+) -> tuple[Engine, dict[str, Any]]:
+    """An engine on the folder of one that was killed while it decoded, and what that one would
+    have said."""
+    want = clean(away, KILLED, 60)
+    with pytest.raises(EngineFailed, match="died"):
+        away.decode_through(
+            prompts=[KILLED], after_steps=PREFILL + 30, trouble={"name": "die"}, max_tokens=60
+        )
+    away.process.wait()
+    return start(**setup), want
+
+
+def test_killed_while_it_decodes(restarted: tuple[Engine, dict[str, Any]]) -> None:
+    engine, want = restarted
+    before = activity(engine)
+    got = engine.ask(KILLED, max_tokens=60)
+    same(got, want)
+    assert got["from"]["disk"] >= 20 * 128
+    did = spent(engine, before)
+    assert did["blocks_left"] > 10
+    assert did["sequences_offloaded"] == 59
+    settled(engine)
+
+
+def test_the_arena_cannot_be_reached(
+    restarted: tuple[Engine, dict[str, Any]], setup: dict[str, Any]
+) -> None:
+    """When blocks arrive, and when they depart: computed anew, as after a preemption before that
+    step. Then sequences stay on the device."""
+    engine, want = restarted
+    assert engine.forget_device()
+    prompt = prompt_of(3000, 80)
+    ask = {"prompts": [prompt], "after_steps": PREFILL + 1, "max_tokens": 40}
+    preempted = engine.preempt_midway(**ask, salt="clean")
+    flag = Path(setup["env"]["KVRECALL_TEST_FAIL"] + ".offload")
+    flag.touch()
+    before = activity(engine)
+    (got,) = engine.generate(prompts=[prompt], max_tokens=40, ignore_eos=True)
+    arriving = engine.ask(KILLED, max_tokens=60)
+    flag.unlink()
+    assert [got["tokens"]] == preempted
+    assert engine.metrics()["kvrecall_sequences_lost_total"] == 1
+    same(arriving, want)
+    assert spent(engine, before)["sequences_offloaded"] == 0
+    assert "stay on the device" in engine.log.read_text()
+    settled(engine)
