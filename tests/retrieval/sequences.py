@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from kvrecall.engines.vllm.retrieval.activity import Activity
 from kvrecall.engines.vllm.retrieval.dense import DenseLayer
 from kvrecall.engines.vllm.retrieval.freshness import Freshness
 from kvrecall.engines.vllm.retrieval.kernel import KernelShape, reader_of, write_tokens
 from kvrecall.engines.vllm.retrieval.layer import RetrievalLayer
+from kvrecall.engines.vllm.retrieval.measure import isa_of
 from kvrecall.engines.vllm.retrieval.steps import BatchRow, StepPlanner
 from kvrecall.retrieval.settings import RetrievalSettings
 
@@ -21,7 +21,7 @@ BLOCK = 128
 def shape_of(
     heads: int = 4, kv_heads: int = 2, dim: int = 64, dtype: torch.dtype = torch.float32
 ) -> KernelShape:
-    return KernelShape(heads, kv_heads, dim, BLOCK, dtype, _get_attn_isa(dtype, BLOCK, dim, "auto"))
+    return KernelShape(heads, kv_heads, dim, BLOCK, dtype, isa_of(dtype, dim))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -20,6 +23,15 @@ def test_figures() -> None:
     assert figures["dense_ms"] > 0  # type: ignore[operator]
     assert figures["attention_ratio"] > 0  # type: ignore[operator]
     assert figures["selected_share"] == pytest.approx(0.2, abs=0.05)
+
+
+def test_in_a_process_that_has_multiplied_nothing_yet() -> None:
+    """A processor's tiles must be asked for before vLLM's kernel uses them."""
+    command = [sys.executable, "-m", "kvrecall.cli", "bench", "decode", "--json"]
+    arguments = ["--context", "16384", "--rounds", "1"]
+    run = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout.splitlines()[-1])["active"]
 
 
 def test_nothing_to_choose_from_is_an_error() -> None:

@@ -98,13 +98,21 @@ def measure_decode(
     Past the offload boundary also with the middle blocks off the device, where ``cosine`` is the
     similarity of a query to the one before: it decides how many blocks are found in the slots.
     """
-    isa = _get_attn_isa(dtype, BLOCK, head_dim, "auto")
+    isa = isa_of(dtype, head_dim)
     shape = KernelShape(heads, kv_heads, head_dim, BLOCK, dtype, isa)
     trial = _Trial(shape, settings, tokens)
     times = trial.run(rounds)
     if settings.regime(tokens) is not Regime.OFFLOAD:
         return times
     return replace(times, offload=trial.run_offloaded(rounds, cosine))
+
+
+def isa_of(dtype: torch.dtype, head_dim: int) -> str:
+    """The kernel's instruction set. A process must ask the system before it multiplies in tiles; in
+    an engine the first matrix product has done so when attention begins."""
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
+    return str(_get_attn_isa(dtype, BLOCK, head_dim, "auto"))
 
 
 class _Trial:
