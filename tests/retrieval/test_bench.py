@@ -27,9 +27,9 @@ def test_figures() -> None:
 
 def test_in_a_process_that_has_multiplied_nothing_yet() -> None:
     """A processor's tiles must be asked for before vLLM's kernel uses them."""
-    command = [sys.executable, "-m", "kvrecall.cli", "bench", "decode", "--json"]
-    arguments = ["--context", "16384", "--rounds", "1"]
-    run = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300)
+    begin = [sys.executable, "-c", "from kvrecall.cli import main; main()"]
+    words = ["bench", "decode", "--json", "--context", "16384", "--rounds", "1"]
+    run = subprocess.run([*begin, *words], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout.splitlines()[-1])["active"]
 
