@@ -229,6 +229,7 @@ def replay(
     requests: Annotated[int, typer.Option(min=2, help="How many, from its beginning.")] = 100,
     block_tokens: Annotated[int, typer.Option(min=1, help="Tokens for a block of 512.")] = 32,
     seconds: Annotated[float, typer.Option(min=0, help="From first to last arrival.")] = 60.0,
+    every: Annotated[int, typer.Option(min=1, help="Of so many sessions one is played.")] = 12,
     variants: Variants = "device,host,disk",
     budget: Budget = math.inf,
     json: Json = False,
@@ -239,7 +240,7 @@ def replay(
     from kvrecall.bench.serving.workload import replay as slice_of
 
     def measure() -> Report:
-        workload = slice_of(trace, requests, block_tokens, seconds)
+        workload = slice_of(trace, requests, block_tokens, seconds, every)
         return measure_serving(workload, named(variants.split(",")), Room(), _progress, budget)
 
     _run(measure, json)

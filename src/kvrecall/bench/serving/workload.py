@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvrecall.bench.text import Texts
 from kvrecall.simulate.trace import read_trace
+from kvrecall.simulate.workload import thinned
 
 ANSWER_TOKENS = 24
 _SYSTEM_TOKENS = 256
@@ -77,14 +78,19 @@ def conversations(sessions: int, turns: int, seed: int = 0) -> Workload:
     return Workload("conversations", story, tuple(made))
 
 
-def replay(trace: Path, requests: int, block_tokens: int, seconds: float) -> Workload:
-    """The first ``requests`` requests of a trace, made small enough for the machine.
+def replay(
+    trace: Path, requests: int, block_tokens: int, seconds: float, every: int = 1
+) -> Workload:
+    """The first ``requests`` requests of one session in ``every`` of a trace, made small enough for
+    the machine.
 
-    A block of the trace (512 tokens) becomes ``block_tokens`` tokens, the time between the first
-    and the last request ``seconds``. What shares a prefix in the trace shares it here. Raises
-    TraceError.
+    Fewer sessions over a longer time come back as often as in the whole trace, where the next turn
+    of one is thousands of requests away. A block of the trace (512 tokens) becomes ``block_tokens``
+    tokens, the time between the first and the last request ``seconds``. What shares a prefix in
+    the trace shares it here. Raises TraceError.
     """
-    slice_ = read_trace(trace).requests[:requests]
+    whole = read_trace(trace)
+    slice_ = (thinned(whole, every) if every > 1 else whole).requests[:requests]
     first, last = slice_[0].now, slice_[-1].now
     scale = seconds / (last - first) if last > first else 0.0
     bodies: dict[bytes, str] = {}
@@ -96,10 +102,14 @@ def replay(trace: Path, requests: int, block_tokens: int, seconds: float) -> Wor
         prompt = "".join(bodies[key] for key in request.chain)
         made.append(Session((request.now - first) * scale, prompt, (Turn(0.0, "\nAnswer:"),)))
     story = (
-        f"the first {len(made)} requests of {trace.name}, blocks of 512 tokens made "
-        f"{block_tokens}, {last - first:.0f} s made {seconds:.0f} s"
+        f"the first {len(made)} requests of {_sessions(every)} of {trace.name}, blocks of 512 "
+        f"tokens made {block_tokens}, {last - first:.0f} s made {seconds:.0f} s"
     )
     return Workload("replay", story, tuple(made))
+
+
+def _sessions(every: int) -> str:
+    return "all sessions" if every == 1 else f"one session in {every}"
 
 
 def longest_prompt(workload: Workload) -> int:

@@ -40,8 +40,8 @@ def full() -> Sequence[Step]:
         Step("chat", ("chat", "--sessions", "32", "--turns", "3", "--budget", "900"), 1100),
         Step(
             "replay",
-            ("replay", str(trace), "--requests", "80", "--budget", "240"),
-            420,
+            ("replay", str(trace), "--requests", "100", "--budget", "330"),
+            480,
             needs=trace,
         ),
         *(_decode(context, share) for context in (16384, 65536) for share in ("0.2", "0.05")),
