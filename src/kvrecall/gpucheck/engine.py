@@ -54,8 +54,10 @@ LARGE = Shape(4096, 32, 32, 8, 128)
 
 
 def check_form(name: str, progress: Progress, device_bytes: int = 256 << 20) -> dict[str, int]:
-    """One way to run a model: an answer from the device, from host memory and, after a restart,
-    from disk is token for token the computed one. Returns prompt tokens recalled by tier.
+    """One way to run a model: an answer from host memory and, after a restart, from disk is token
+    for token that from the device, which is vLLM's own prefix cache. Returns prompt tokens
+    recalled by tier. To the computed answer none is compared: a hit and a computed prompt take
+    other kernels, and random weights in 16 bits make other tokens of that, pool or not.
 
     Raises CheckError for another token or a tier that was not hit, EngineError for a server that
     does not start.
@@ -67,14 +69,15 @@ def check_form(name: str, progress: Progress, device_bytes: int = 256 << 20) -> 
         document = Texts().document(20 * BLOCK + 16)
         recalled = {}
         with ServerProcess(words, folder / "server.log", progress) as server:
-            computed = server.ask(document, 24)
-            recalled["device"] = _same(computed, server.ask(document, 24), "device")
+            server.ask(document, 24)
+            device = server.ask(document, 24)
+            recalled["device"] = _found(device, "device")
             server.settle()
             server.forget_device()
-            recalled["host"] = _same(computed, server.ask(document, 24), "host")
+            recalled["host"] = _same(device, server.ask(document, 24), "host")
             server.settle()
         with ServerProcess(words, folder / "again.log", progress) as server:
-            recalled["disk"] = _same(computed, server.ask(document, 24), "disk")
+            recalled["disk"] = _same(device, server.ask(document, 24), "disk")
     return recalled
 
 
@@ -149,12 +152,16 @@ def _first_tokens(
     return told
 
 
-def _same(computed: Answer, again: Answer, tier: str) -> int:
-    if again.tokens != computed.tokens:
-        raise CheckError(f"other tokens from {tier}: {again.tokens} instead of {computed.tokens}")
-    found = again.recalled.get(tier, 0)
+def _same(device: Answer, again: Answer, tier: str) -> int:
+    if again.tokens != device.tokens:
+        raise CheckError(f"other tokens from {tier}: {again.tokens} instead of {device.tokens}")
+    return _found(again, tier)
+
+
+def _found(answer: Answer, tier: str) -> int:
+    found = answer.recalled.get(tier, 0)
     if found < 20 * BLOCK:
-        raise CheckError(f"{found} of {20 * BLOCK} tokens came from {tier}: {again.recalled}")
+        raise CheckError(f"{found} of {20 * BLOCK} tokens came from {tier}: {answer.recalled}")
     return found
 
 
