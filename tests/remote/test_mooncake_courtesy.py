@@ -77,8 +77,10 @@ class Clock:
 class Call:
     """A call under way in a thread of its own, until ``end``."""
 
-    def __init__(self, courtesy: Courtesy, way: str = "get", fails: bool = False) -> None:
-        self._courtesy, self._way, self._fails = courtesy, way, fails
+    def __init__(
+        self, courtesy: Courtesy, way: str = "get", fails: bool = False, moves: bool = True
+    ) -> None:
+        self._courtesy, self._way, self._fails, self._moves = courtesy, way, fails, moves
         self._inside, self._end, self._out = (threading.Event() for _ in range(3))
         self.after = -1
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -88,11 +90,12 @@ class Call:
     def _run(self) -> None:
         self._native = threading.get_native_id()
         try:
-            with self._courtesy.call(self._way, MIB):
+            with self._courtesy.call(self._way, MIB) as call:
                 self._inside.set()
                 assert self._end.wait(30.0)
                 if self._fails:
                     raise RuntimeError("of Mooncake")
+                call.moved = self._moves
         except RuntimeError:
             assert self._fails
         self.after = os.sched_getscheduler(self._native)
@@ -146,6 +149,19 @@ def test_a_late_call_is_raised_while_it_is_under_way_and_the_next_is_not_lowered
     after = Call(courtesy)
     assert after.policy == os.SCHED_OTHER
     after.end()
+
+
+@needs_rise
+def test_a_call_that_found_nothing_says_nothing_of_how_long_calls_take(
+    courtesy: Courtesy, clock: Clock
+) -> None:
+    for _ in range(3):
+        Call(courtesy, moves=False).end()
+    call = Call(courtesy)
+    clock.now += 1.2
+    time.sleep(0.1)
+    assert call.policy == os.SCHED_IDLE, "late after 1.5 s"
+    call.end()
 
 
 @needs_rise

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 _PATIENCE = 1.5  # times what a call is expected to take
 _GRACE_S = 0.01
@@ -41,8 +42,8 @@ class Record:
         return _PATIENCE * nbytes * self._seconds_a_byte + _GRACE_S
 
     def ended(self, nbytes: int, seconds: float) -> None:
-        """A call took ``seconds`` and was not late."""
-        seen = seconds / max(nbytes, 1)
+        """A call moved ``nbytes``, at least one, in ``seconds`` and was not late."""
+        seen = seconds / nbytes
         known = self._seconds_a_byte
         self._seconds_a_byte = seen if known is None else min(seen, _FORGET * known)
 
@@ -54,6 +55,14 @@ class Record:
         """A call that stood back had to be raised: processors are wanted by others."""
         self._rest = self._next_rest
         self._next_rest = min(_LONGEST_REST, 2 * self._next_rest)
+
+
+@dataclass(slots=True)
+class Call:
+    """A call under way. ``moved``: whether it moved all that it was to; its maker says so. One that
+    did not says nothing of how long calls take."""
+
+    moved: bool = False
 
 
 class Courtesy:
@@ -71,18 +80,20 @@ class Courtesy:
             self._stands_back = False
 
     @contextmanager
-    def call(self, way: str, nbytes: int) -> Iterator[None]:
-        """Around a call in direction ``way`` that moves ``nbytes``, in the thread that makes it."""
+    def call(self, way: str, nbytes: int) -> Iterator[Call]:
+        """Around a call in direction ``way`` that is to move ``nbytes``, in the thread that makes
+        it."""
+        call = Call()
         if not self._stands_back:
-            yield
+            yield call
             return
         thread = threading.get_native_id()
         began = self._monotonic()
         low = self._begin(way, nbytes, thread, began)
         try:
-            yield
+            yield call
         finally:
-            self._end(way, nbytes, thread, began, low)
+            self._end(way, nbytes if call.moved else 0, thread, began, low)
 
     def _begin(self, way: str, nbytes: int, thread: int, began: float) -> bool:
         with self._changed:
@@ -102,7 +113,8 @@ class Courtesy:
             if low and self._limits.pop(thread, None) is None:
                 record.late()
                 return
-            record.ended(nbytes, seconds)
+            if nbytes:
+                record.ended(nbytes, seconds)
             if low:
                 _stand(thread, back=False)
                 record.in_time()

@@ -118,14 +118,16 @@ class _Worker:
 
     def _put(self, request: Request) -> Reply:
         pointers, sizes, _ = self._places(request.values)
-        with self._putting, self._courtesy.call("put", _total(sizes)):
+        with self._putting, self._courtesy.call("put", _total(sizes)) as call:
             codes = self._client.batch_put_from_multi_buffers(request.names, pointers, sizes)
+            call.moved = not any(codes)
         return Reply(codes)
 
     def _get(self, request: Request) -> Reply:
         pointers, sizes, hot = self._places(request.values)
-        with self._getting, self._courtesy.call("get", _total(sizes)):
+        with self._getting, self._courtesy.call("get", _total(sizes)) as call:
             codes = self._client.batch_get_into_multi_buffers(request.names, pointers, sizes)
+            call.moved = min(codes, default=0) > 0
         smalls = [[self._hot[begin:end] for begin, end in places] for places in hot]
         return Reply(codes, smalls)
 
