@@ -84,26 +84,22 @@ def _scales_of(coded: torch.Tensor) -> torch.Tensor:
 def _sums(point: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     """``[heads, group, width]`` by ``[heads, rows, width]``, whole numbers:
     ``[heads, group, rows]``, int32, in whatever order in memory."""
-    heads, group, rows = len(point), point.shape[1], codes.shape[1]
-    if _ROWS_FIRST:
-        sums = torch.empty(heads, rows, group, dtype=torch.int32)
-        for head in range(heads if rows else 0):
-            torch._int_mm(codes[head], point[head].T, out=sums[head])
-        return sums.transpose(1, 2)
-    sums = torch.empty(heads, group, rows, dtype=torch.int32)
-    for head in range(heads if rows else 0):
-        _sum(point[head], codes[head], sums[head])
-    return sums
+    first, second = (codes, point) if _ROWS_FIRST else (point, codes)
+    sums = torch.empty(len(first), first.shape[1], second.shape[1], dtype=torch.int32)
+    if sums.numel():
+        for one, other, into in zip(first, second, sums, strict=True):
+            _sum(one, other, into)
+    return sums.transpose(1, 2) if _ROWS_FIRST else sums
 
 
-def _sum(point: torch.Tensor, codes: torch.Tensor, into: torch.Tensor) -> None:
-    """``[group, width]`` by ``[rows, width]``, whole numbers: ``[group, rows]``."""
+def _sum(first: torch.Tensor, second: torch.Tensor, into: torch.Tensor) -> None:
+    """``[m, width]`` by ``[n, width]``, whole numbers: ``[m, n]``."""
     if _MULTIPLIES_BYTES:
-        torch._int_mm(point, codes.T, out=into)
-    elif codes.shape[1] > _EXACT_IN_FLOAT:
-        into.copy_(functional.linear(point.double(), codes.double()))
+        torch._int_mm(first, second.T, out=into)
+    elif first.shape[1] > _EXACT_IN_FLOAT:
+        into.copy_(functional.linear(first.double(), second.double()))
     else:
-        into.copy_(functional.linear(point.float(), codes.float()))
+        into.copy_(functional.linear(first.float(), second.float()))
 
 
 def _multiplies_bytes() -> bool:
