@@ -43,9 +43,9 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
 class Node:
     """One host: an arena and a client of Mooncake."""
 
-    def __init__(self, master: Master) -> None:
+    def __init__(self, master: Master, lends: int | str = 64 << 20) -> None:
         self.arena = Arena.create(ARENA_BYTES)
-        self.store = MooncakeStore(MooncakeSettings.of(master.options()))
+        self.store = MooncakeStore(MooncakeSettings.of(master.options(lends)))
         self.store.attach(self.arena.memory)
 
     def close(self) -> None:
@@ -305,6 +305,34 @@ def test_a_client_that_is_killed_is_replaced(lone: Master, tmp_path: Path) -> No
 
     wait_until(is_put_again)
     node.close()
+
+
+@needs_mooncake
+def test_thousands_of_small_values_in_one_call_are_all_moved(lone: Master) -> None:
+    """Mooncake's client refuses more than some 1,000 transfers to a peer at a time."""
+    lone.start()
+    lender, node = Node(lone), Node(lone, 0)
+    assert lender.store.exists(["ready"]) == [False]
+    count = ARENA_BYTES // 4096 // 2
+    heads = [bytearray(number.to_bytes(64, "big")) for number in range(count)]
+
+    def parcels(first: int) -> list[Parcel]:
+        views = (node.arena.view((first + n) * 4096, 4096) for n in range(count))
+        return [
+            Parcel(f"small.{n}", (memoryview(head), view))
+            for n, (head, view) in enumerate(zip(heads, views, strict=True))
+        ]
+
+    half = count * 4096
+    node.arena.view(0, half)[:] = os.urandom(half)
+    assert all(node.store.put(parcels(0)))
+    for head in heads:
+        head[:] = bytes(64)
+    assert all(node.store.get(parcels(count)))
+    assert bytes(node.arena.view(half, half)) == bytes(node.arena.view(0, half))
+    assert [int.from_bytes(head, "big") for head in heads] == list(range(count))
+    node.close()
+    lender.close()
 
 
 @needs_mooncake

@@ -34,8 +34,10 @@ ENVIRONMENT = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
     "MC_TCP_STATUS_TIMEOUT_SEC": "5",
     "MC_SLICE_TIMEOUT": "5",
+    "MC_TCP_LANES_PER_PEER": "2",
 }
-"""Unless the operator's environment says otherwise: quiet, and quick to give up."""
+"""Unless the operator's environment says otherwise: quiet, and quick to give up. Values of several
+pieces, as ours are, go over lasting connections: over two they get 5 % faster than over four."""
 
 
 class PorterLost(TierError):

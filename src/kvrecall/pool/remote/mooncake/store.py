@@ -14,8 +14,11 @@ from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
 from kvrecall.pool.remote.mooncake.wire import HOT_BYTES, Piece, Reply, Request
 from kvrecall.pool.remote.store import Parcel
 
-_AT_ONCE = HOT_BYTES // 64  # parcels in one call, by the room for their small parts
 _SMALL_BYTES = 64
+_AT_ONCE = 512
+"""Parcels in one call. Mooncake's client queues some 1,000 transfers to a host, of all calls
+together; it fails those beyond, and may not answer at all."""
+assert 4 * _AT_ONCE * _SMALL_BYTES <= HOT_BYTES
 _SETUP_S = 30.0
 _CALL_S = 40.0  # beyond all of Mooncake's own time limits
 _PROBE_S = 1.0
