@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from kvrecall.retrieval import coding
-from kvrecall.retrieval.coding import coded_products, coded_width, decode, decode_fine, encode
+from kvrecall.retrieval.coding import (
+    CodedQuery,
+    coded_products,
+    coded_width,
+    decode,
+    decode_fine,
+    encode,
+)
 
 
 def rows_of(*shape: int) -> torch.Tensor:
@@ -14,6 +21,10 @@ def rows_of(*shape: int) -> torch.Tensor:
     rows = torch.randn(*shape)
     rows[..., :3] *= 10
     return rows
+
+
+def products(query: torch.Tensor, rows: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    return coded_products(CodedQuery.of(query), rows, scale)
 
 
 def test_a_coordinate_is_off_by_half_a_step_at_most() -> None:
@@ -40,7 +51,7 @@ def test_fine_rows_are_small_and_exact() -> None:
 def test_products_are_near_those_of_the_rows(width: int, dtype: torch.dtype) -> None:
     """Within what both roundings, each by half a step at most, can add up to."""
     rows, query = rows_of(2, 7, 4, width), torch.randn(2, 3, width).to(dtype)
-    got = coded_products(query, encode(rows))
+    got = products(query, encode(rows))
     assert got.shape == (2, 3, 28)
     coded, query = decode(encode(rows)).flatten(1, 2), query.float()
     want = torch.einsum("hgw,hrw->hgr", query, rows.flatten(1, 2))
@@ -57,32 +68,37 @@ def test_products_do_not_depend_on_the_processor(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, query = encode(rows_of(2, 7, 4, width)), torch.randn(2, 3, width)
-    first = coded_products(query, rows)
+    first = products(query, rows)
     has_it = hasattr(torch, "_int_mm")
     for multiplies, rows_first in ((False, False), (has_it, False), (has_it, has_it)):
         monkeypatch.setattr(coding, "_MULTIPLIES_BYTES", multiplies)
         monkeypatch.setattr(coding, "_ROWS_FIRST", rows_first)
-        assert torch.equal(coded_products(query, rows), first)
+        assert torch.equal(products(query, rows), first)
 
 
 def test_products_are_scaled() -> None:
     rows, query = encode(rows_of(2, 7, 4, 16)), torch.randn(2, 3, 16)
-    whole, half = coded_products(query, rows), coded_products(query, rows, 0.5)
+    whole, half = (
+        products(query, rows),
+        products(query, rows, 0.5),
+    )
     assert torch.allclose(half, whole / 2)
 
 
 def test_products_do_not_depend_on_how_blocks_lie() -> None:
     rows, query = encode(rows_of(2, 37, 8, 128)), torch.randn(2, 4, 128)
-    whole = coded_products(query, rows)
-    parts = [coded_products(query, part) for part in rows.split([1, 30, 6], dim=1)]
+    whole = products(query, rows)
+    parts = [products(query, part) for part in rows.split([1, 30, 6], dim=1)]
     assert torch.equal(torch.cat(parts, -1), whole)
     order = torch.randperm(37)
-    shuffled = coded_products(query, rows[:, order])
+    shuffled = products(query, rows[:, order])
     assert torch.equal(shuffled, whole.view(2, 4, 37, 8)[:, :, order].flatten(2))
 
 
 def test_nothing_and_zeros() -> None:
     query = torch.randn(2, 3, 16)
-    assert coded_products(query, encode(torch.randn(2, 0, 4, 16))).shape == (2, 3, 0)
-    assert not coded_products(query, encode(torch.zeros(2, 5, 4, 16))).any()
-    assert not coded_products(torch.zeros(2, 3, 16), encode(torch.randn(2, 5, 4, 16))).any()
+    assert products(query, encode(torch.randn(2, 0, 4, 16))).shape == (2, 3, 0)
+    assert not products(query, encode(torch.zeros(2, 5, 4, 16))).any()
+    assert not coded_products(
+        CodedQuery.of(torch.zeros(2, 3, 16)), encode(torch.randn(2, 5, 4, 16))
+    ).any()

@@ -67,22 +67,21 @@ def test_of_one_token_every_kind_scores_the_logit(kind: str) -> None:
 
 
 def chosen_by_hand(query: torch.Tensor, keys: torch.Tensor, count: int) -> list[set[int]]:
-    """Group mean of softmaxed mean scores, a block as its best digest; ``keys``:
+    """Group mean of softmaxed scores, a block as similar as its best digest, a mean; ``keys``:
     ``[heads, blocks, digests, tokens, dim]``."""
     heads, blocks, digests = keys.shape[:3]
     picked = []
     for head in range(heads):
-        mass = [[0.0] * digests for _ in range(blocks)]
+        mass = [0.0] * blocks
         for q in query[head]:
-            scores = {
-                (b, d): float(q @ keys[head, b, d].mean(0)) * 0.5
+            scores = [
+                max(float(q @ keys[head, b, d].mean(0)) * 0.5 for d in range(digests))
                 for b in range(blocks)
-                for d in range(digests)
-            }
-            total = sum(math.exp(s) for s in scores.values())
-            for (b, d), score in scores.items():
-                mass[b][d] += math.exp(score) / total / len(query[head])
-        order = sorted(range(blocks), key=lambda b: -max(mass[b]))
+            ]
+            total = sum(math.exp(s) for s in scores)
+            for block, score in enumerate(scores):
+                mass[block] += math.exp(score) / total / len(query[head])
+        order = sorted(range(blocks), key=lambda b: -mass[b])
         picked.append(set(order[:count]))
     return picked
 

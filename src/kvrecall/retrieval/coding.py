@@ -8,8 +8,12 @@ has what the rounding costs).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.nn import functional
+
+from kvrecall.retrieval.native import native_search
 
 SCALE_BYTES = 4
 _MOST = 127
@@ -20,6 +24,22 @@ _EXACT_IN_FLOAT = (1 << 24) // _MOST**2
 def coded_width(width: int) -> int:
     """Bytes of a row of ``width`` coordinates."""
     return width + SCALE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class CodedQuery:
+    """Rounded as rows are: int8 ``codes`` ``[heads, group, width]``, float32 ``scales``
+    ``[heads, group, 1]``."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    @classmethod
+    def of(cls, point: torch.Tensor) -> CodedQuery:
+        """``[heads, group, width]``."""
+        point = point.float()
+        scales = _scales(point.abs().amax(-1, keepdim=True))
+        return cls((point / scales).round_().to(torch.int8), scales)
 
 
 def encode(rows: torch.Tensor, fine: int = 0) -> torch.Tensor:
@@ -48,20 +68,40 @@ def decode_fine(coded: torch.Tensor, fine: int) -> torch.Tensor:
     return decode(coded[..., -2 * fine : -fine, :]) + decode(coded[..., -fine:, :])
 
 
-def coded_products(point: torch.Tensor, coded: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """``[heads, group, width]`` by coded rows ``[heads, blocks, rows, width + 4]`` of one scale a
-    block, times ``scale``: float32 ``[heads, group, blocks * rows]``. The query is rounded as they
-    are."""
+def coded_products(query: CodedQuery, coded: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """Of the query with coded rows ``[heads, blocks, rows, width + 4]`` of one scale a block, times
+    ``scale``: float32 ``[heads, group, blocks * rows]``."""
     heads, blocks, rows, _ = coded.shape
-    point = point.float()
-    scales = _scales(point.abs().amax(-1, keepdim=True))
-    codes = (point / scales).round_().to(torch.int8)
-    of_blocks = _scales_of(coded[:, :, 0]).transpose(1, 2)
-    factors = ((scales * scale) * of_blocks).unsqueeze(-1)
-    sums = _sums(codes, coded.flatten(1, 2)[..., :-SCALE_BYTES])
-    products = torch.empty(heads, point.shape[1], blocks, rows)
+    factors = ((query.scales * scale) * _of_blocks(coded).transpose(1, 2)).unsqueeze(-1)
+    sums = _sums(query.codes, coded.flatten(1, 2)[..., :-SCALE_BYTES])
+    products = torch.empty(heads, sums.shape[1], blocks, rows)
     torch.mul(sums.view(*products.shape), factors, out=products)
     return products.flatten(2)
+
+
+def best_products(
+    query: CodedQuery,
+    coded: torch.Tensor,
+    scale: float = 1.0,
+    places: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The largest of each block's ``coded_products``, to the bit: float32 ``[heads, group,
+    blocks]``. ``places``: int64 ``[heads, count]``, only of these blocks."""
+    scales = query.scales * scale
+    native = native_search(*query.codes.shape[1:])
+    if native is not None and coded.stride(-1) == 1:
+        return native.best(query.codes, scales, coded, places)
+    if places is not None:
+        coded = coded[torch.arange(len(coded))[:, None], places]
+    heads, blocks, rows, _ = coded.shape
+    sums = _sums(query.codes, coded.flatten(1, 2)[..., :-SCALE_BYTES])
+    best = sums.reshape(heads, -1, blocks, rows).amax(-1) if blocks else sums
+    return best * (scales * _of_blocks(coded).transpose(1, 2))
+
+
+def _of_blocks(coded: torch.Tensor) -> torch.Tensor:
+    """The scale of each block: ``[heads, blocks, 1]``."""
+    return _scales_of(coded[:, :, 0])
 
 
 def _coded(rows: torch.Tensor, most: torch.Tensor) -> torch.Tensor:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch.nn import functional
 
-from kvrecall.retrieval.coding import coded_products
+from kvrecall.retrieval.coding import CodedQuery, best_products, coded_products
 from kvrecall.retrieval.digest import Digest
 from kvrecall.retrieval.layout import Layout
 from kvrecall.retrieval.settings import RetrievalSettings
@@ -27,6 +28,25 @@ class Choice:
     blocks: torch.Tensor
     taken: torch.Tensor | None
     later: torch.Tensor
+
+
+class Point:
+    """Queries as digests see them, ``[kv_heads, group, width]``: plain, and coded once."""
+
+    def __init__(self, plain: torch.Tensor, coded: CodedQuery | None = None) -> None:
+        self.plain = plain
+        self._coded = coded
+
+    @property
+    def coded(self) -> CodedQuery:
+        if self._coded is None:
+            self._coded = CodedQuery.of(self.plain)
+        return self._coded
+
+    def of(self, heads: slice) -> Point:
+        """Those of some KV heads."""
+        coded = CodedQuery(self.coded.codes[heads], self.coded.scales[heads])
+        return Point(self.plain[heads], coded)
 
 
 class Selector(ABC):
@@ -52,8 +72,8 @@ class Selector(ABC):
 class ExactSelector(Selector):
     """A matrix product over all digests.
 
-    Each query head's scores are made a distribution over all digests of the candidates; those of
-    a KV head's group are averaged (FreeKV), and a block counts as much as its best digest.
+    To a query head a block is as similar as its best digest. Each head's blocks are made a
+    distribution; those of a KV head's group are averaged (FreeKV).
     """
 
     def __init__(self, digest: Digest, rows: slice = slice(None), target_mass: float = 1.0) -> None:
@@ -61,6 +81,7 @@ class ExactSelector(Selector):
         taken as hold this share of the candidates' estimated attention; 1: all."""
         self._digest = digest
         self._rows = rows
+        self._every_row = target_mass < 1
         self._target = target_mass
 
     def choose(
@@ -71,18 +92,36 @@ class ExactSelector(Selector):
         scale: float,
         ahead: int = 0,
     ) -> Choice:
-        point = self._digest.of_query(query)
-        parts = [_products(point, run, scale) for run in runs]
-        logits = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        return self.among(logits.view(*logits.shape[:2], -1, runs[0].shape[2]), count, ahead)
+        point = self.point_of(query)
+        parts = [self.products(point, run, scale) for run in runs]
+        return self.among(parts[0] if len(parts) == 1 else torch.cat(parts, 2), count, ahead)
+
+    def point_of(self, query: torch.Tensor) -> Point:
+        """What ``products`` are taken of."""
+        return Point(self._digest.of_query(query))
+
+    def products(
+        self, point: Point, run: torch.Tensor, scale: float, places: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Scaled products ``[kv_heads, group, blocks, rows]`` with a run's digests, of each block's
+        rows only the best where no more is needed. ``places``: int64 ``[kv_heads, blocks]``, only
+        with those of these blocks."""
+        digests = run[:, :, self._rows]
+        if digests.dtype is torch.int8 and not self._every_row:
+            return best_products(point.coded, digests, scale, places).unsqueeze(-1)
+        if places is not None:
+            digests = digests[torch.arange(len(digests))[:, None], places]
+        heads, blocks, rows, _ = digests.shape
+        return _products(point, digests, scale).view(heads, -1, blocks, rows)
 
     def among(self, logits: torch.Tensor, count: int, ahead: int = 0) -> Choice:
         """As ``choose``, by scaled products ``[kv_heads, group, blocks, rows]``."""
-        looked = logits[..., self._rows]
-        mass = looked.flatten(2).softmax(-1).mean(1).view(len(looked), *looked.shape[2:])
-        best = mass.amax(-1)
-        masses = mass.sum(-1) if self._target < 1 else None
-        return _best(best, masses, count, ahead, self._target)
+        best = logits.squeeze(-1) if logits.shape[-1] == 1 else logits.amax(-1)
+        weights = best.softmax(-1).mean(1)
+        masses = None
+        if self._every_row:
+            masses = logits.flatten(2).softmax(-1).mean(1).view(*weights.shape, -1).sum(-1)
+        return _best(weights, masses, count, ahead, self._target)
 
 
 class NarrowingSelector(Selector):
@@ -95,7 +134,7 @@ class NarrowingSelector(Selector):
     def __init__(self, layout: Layout, target_mass: float = 1.0) -> None:
         """``layout``: with coarse rows."""
         self._layout = layout
-        self._wide = ExactSelector(layout.kind)
+        self._wide = ExactSelector(layout.kind, layout.coarse_rows)
         self._close = ExactSelector(layout.kind, layout.fine_rows, target_mass)
 
     def choose(
@@ -106,19 +145,34 @@ class NarrowingSelector(Selector):
         scale: float,
         ahead: int = 0,
     ) -> Choice:
-        blocks = sum(run.shape[1] for run in runs)
-        few = self._layout.narrowed(blocks, count + ahead)
-        coarse = [run[:, :, self._layout.coarse_rows] for run in runs]
-        near = self._wide.choose(query, coarse, few, scale).blocks
-        point = self._layout.kind.of_query(query)
-        heads = [
-            _near_products(one, runs, head, at, scale)
-            for head, (one, at) in enumerate(zip(point, near, strict=True))
-        ]
-        near = torch.stack([at for at, _ in heads])
-        logits = torch.stack([products for _, products in heads])
+        few = self._layout.narrowed(sum(run.shape[1] for run in runs), count + ahead)
+        point = self._wide.point_of(query)
+        coarse = [self._wide.products(point, run, scale) for run in runs]
+        near = self._wide.among(torch.cat(coarse, 2), few).blocks
+        if len(runs) == 1:
+            logits = self._close.products(point, runs[0], scale, near)
+        else:
+            near, logits = self._by_runs(point, runs, near, scale)
         found = self._close.among(logits, count, ahead)
         return Choice(near.gather(1, found.blocks), found.taken, near.gather(1, found.later))
+
+    def _by_runs(
+        self, point: Point, runs: Sequence[torch.Tensor], near: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """These blocks of each head, run by run, and their products."""
+        ends = list(accumulate(run.shape[1] for run in runs))
+        spans = list(zip(runs, [0, *ends], ends, strict=False))
+        order, products = [], []
+        for head, blocks in enumerate(near):
+            heads = slice(head, head + 1)
+            here = [blocks[(blocks >= first) & (blocks < end)] for _, first, end in spans]
+            order.append(torch.cat(here))
+            parts = [
+                self._close.products(point.of(heads), run[heads], scale, some[None] - first)
+                for some, (run, first, _) in zip(here, spans, strict=True)
+            ]
+            products.append(torch.cat(parts, 2))
+        return torch.stack(order), torch.cat(products)
 
 
 def selector_of(settings: RetrievalSettings, layout: Layout) -> Selector:
@@ -141,37 +195,17 @@ def _best(
     return Choice(blocks, held.cumsum(-1) - held < target, later)
 
 
-def _near_products(
-    point: torch.Tensor,
-    runs: Sequence[torch.Tensor],
-    head: int,
-    blocks: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One head's blocks, run by run, and the products with their digests: ``[group, count, rows]``.
-    ``point``: ``[group, width]``; ``blocks``: int64 ``[count]``."""
-    order, products, first = [], [], 0
-    for run in runs:
-        end = first + run.shape[1]
-        here = blocks if len(runs) == 1 else blocks[(blocks >= first) & (blocks < end)]
-        digests = run[head].index_select(0, here - first)
-        order.append(here)
-        products.append(_products(point[None], digests[None], scale)[0])
-        first = end
-    return torch.cat(order), torch.cat(products, -1).view(len(point), len(blocks), -1)
-
-
-def _products(point: torch.Tensor, digests: torch.Tensor, scale: float) -> torch.Tensor:
-    """``[heads, group, width]`` by ``[heads, blocks, rows, width]``, times ``scale``: float32
-    ``[heads, group, blocks * rows]``.
+def _products(point: Point, digests: torch.Tensor, scale: float) -> torch.Tensor:
+    """With ``[heads, blocks, rows, width]``, times ``scale``: float32 ``[heads, group,
+    blocks * rows]``.
 
     All forms are the same product. On a CPU a batched one in half precision is eight times
     slower than one a head, and in single precision the digests had better come first.
     """
     if digests.dtype is torch.int8:
-        return coded_products(point, digests, scale)
-    point, digests = point.to(digests.dtype), digests.flatten(1, 2)
-    if point.dtype is torch.float32:
-        return torch.bmm(digests, point.transpose(1, 2)).transpose(1, 2) * scale
-    pairs = zip(point, digests, strict=True)
+        return coded_products(point.coded, digests, scale)
+    plain, digests = point.plain.to(digests.dtype), digests.flatten(1, 2)
+    if plain.dtype is torch.float32:
+        return torch.bmm(digests, plain.transpose(1, 2)).transpose(1, 2) * scale
+    pairs = zip(plain, digests, strict=True)
     return torch.stack([functional.linear(one, many) for one, many in pairs]).float() * scale

@@ -25,6 +25,7 @@ from kvrecall.engines.vllm.wire import Departure
 from kvrecall.errors import EngineError
 from kvrecall.retrieval.coding import coded_width, encode
 from kvrecall.retrieval.layout import Layout
+from kvrecall.retrieval.native import native_search
 from kvrecall.retrieval.selection import selector_of
 from kvrecall.retrieval.settings import RetrievalSettings
 from kvrecall.retrieval.split import Split
@@ -59,6 +60,8 @@ class RetrievalLayer:
         self._activity = activity
         self._layout = Layout.of(settings, shape.block_size)
         self._selector = selector_of(settings, self._layout)
+        # Compiled now, and not while the first token waits.
+        native_search(shape.group, self._layout.kind.parts * shape.head_dim)
         self._rest = RestEstimator(shape, reader, self._layout) if self._layout.rest else None
         self._digests = torch.empty(0)
         self._seals = torch.empty(0, SEAL_BYTES, dtype=torch.uint8)
