@@ -48,7 +48,7 @@ class Command:
 
 
 def shape_of(words: list[str]) -> str:
-    """Program and sub-command: ``kvrecall pool ls``, ``make test``, ``python -m bench.model.train``.
+    """Program and sub-command: ``kvrecall pool ls``, ``make test``, ``python -m a.module``.
 
     Variables before the program are left out. A package that pip shall install is none of it."""
     while "=" in words[0]:

@@ -6,7 +6,7 @@ retrieval costs its planning, elsewhere its selection, loading and attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvrecall.bench.decode import MODEL_LAYERS, chooses
@@ -35,12 +35,16 @@ class Regime:
 
 
 def measure_regimes(
-    rounds: int, threads: int | None, progress: Callable[[str], None], attempts: int = 2
+    rounds: int,
+    threads: int | None,
+    progress: Callable[[str], None],
+    contexts: Sequence[int] = CONTEXTS,
+    attempts: int = 2,
 ) -> Report:
     """One layer, boundaries at 0 (and RetrievalKV's for leaving the device), so that the gate alone
     decides. A pair that comes out above ``MOST`` is timed again, as machines are noisy.
 
-    Raises KvrecallError if a pair is slower than ``MOST`` every time.
+    Raises KvrecallError if a pair is slower than ``MOST`` every time, or none is ever sparse.
     """
     import torch
 
@@ -48,7 +52,7 @@ def measure_regimes(
         torch.set_num_threads(threads)
     plain = replace(RetrievalSettings(), dense_boundary=0)
     regimes: list[Regime] = []
-    for context in CONTEXTS:
+    for context in contexts:
         for share in SHARES:
             settings = replace(plain, topk_share=share)
             if not chooses(context, settings):
@@ -60,6 +64,8 @@ def measure_regimes(
                     best = min(best, again, key=lambda regime: regime.as_served)
             progress(f"{context} tokens, share {share}: {best.as_served:.2f} of dense")
             regimes.append(best)
+    if not regimes:
+        raise KvrecallError(f"{max(contexts)} tokens leave nothing to choose from; ask for more")
     worst = max(regimes, key=lambda regime: regime.as_served)
     if worst.as_served > MOST:
         raise KvrecallError(
