@@ -182,6 +182,7 @@ SHORT = """
 import sys
 from functools import partial
 from kvrecall.chaos import __main__ as chaos
+from kvrecall.chaos.troubles import Pace
 chaos.Scenery = partial(
     chaos.Scenery, conversations=6, turns=2, device_blocks=20,
     pace=Pace(service_s=3.0, engine_s=600.0, damage_s=1.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ SHELL = "bash"
 """The language of blocks that hold commands; every block has one."""
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_SPAN = re.compile(r"`([^`\n]+)`")
 _HEADING = re.compile(r"^#+ .*$", re.MULTILINE)
 _WORD = re.compile(r"[a-z][a-z0-9-]*")
 
@@ -92,6 +94,15 @@ def commands(page: Path) -> tuple[Command, ...]:
 
 def all_commands() -> list[Command]:
     return [command for page in PAGES for command in commands(page)]
+
+
+def named_in_text(page: Path) -> Iterator[str]:
+    """The shapes of our own commands that its running text names; ``a|b`` stands for two."""
+    for span in _SPAN.findall(FENCE.sub("", page.read_text())):
+        program, *words = span.split()
+        if program in ("kvrecall", "make") and words:
+            for choice in itertools.product(*(word.split("|") for word in words)):
+                yield shape_of([program, *choice])
 
 
 def _lines(block: str) -> Iterator[str]:

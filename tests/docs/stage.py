@@ -21,6 +21,19 @@ _PORT = re.compile(r"(?<=127\.0\.0\.1:)\d+|(?<=port )\d+")
 _LIMIT_S = 300
 
 
+def environment() -> dict[str, str]:
+    """As in a checkout after ``. .venv/bin/activate``, with the modules of this one; not as below
+    the ``make`` that may run these tests."""
+    paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    own = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "COLUMNS": "200",
+    }
+    given = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    return {**given, **own}
+
+
 class Stage:
     """Use as a context manager: leaving it ends the servers that were started, in order."""
 
@@ -61,7 +74,7 @@ class Stage:
         done = subprocess.run(
             ["bash", "-c", f"set -o pipefail; {line}"],
             cwd=self.folder,
-            env=self._environment(),
+            env=environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -79,7 +92,7 @@ class Stage:
             process = subprocess.Popen(
                 ["bash", "-c", f"exec {line}"],
                 cwd=self.folder,
-                env=self._environment() | {"PYTHONUNBUFFERED": "1"},
+                env=environment() | {"PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -106,13 +119,3 @@ class Stage:
             status = process.wait()
         in_order = status in (0, -signal.SIGTERM)
         assert in_order or not judged, f"{shape}: ended with {status}\n{log.read_text()[-3000:]}"
-
-    def _environment(self) -> dict[str, str]:
-        """As in a checkout after ``. .venv/bin/activate``, with the modules of this one."""
-        paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-        own = {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "COLUMNS": "200",
-        }
-        return {**os.environ, **own}

@@ -14,9 +14,9 @@ import pytest
 from kvrecall.config import RecallSettings
 
 from .kinds import ByItself, Elsewhere, Long, Needs, Runs
-from .pages import PAGES, ROOT, Command, all_commands, commands
+from .pages import PAGES, ROOT, Command, all_commands, commands, named_in_text
 from .register import REGISTER
-from .stage import Stage
+from .stage import Stage, environment
 
 COMMANDS = all_commands()
 
@@ -85,6 +85,14 @@ def test_every_command_has_an_entry_in_the_register() -> None:
     assert not unknown, "say in tests/docs/register.py what runs it"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_what_running_text_names_has_one_too(page: Path) -> None:
+    """Or is the beginning of one: `kvrecall bench --help`."""
+    known = {f"{shape} " for shape in REGISTER}
+    shapes = set(named_in_text(page))
+    assert not {shape for shape in shapes if not any(k.startswith(f"{shape} ") for k in known)}
+
+
 def test_every_entry_of_the_register_is_of_a_command() -> None:
     assert not set(REGISTER) - {command.shape for command in COMMANDS}
 
@@ -128,7 +136,9 @@ MAKE = [shape for shape in REGISTER if shape.startswith("make ")]
 def test_a_make_target_runs_what_there_is(line: str, where: str) -> None:
     """By what make says it would run."""
     dry = line.partition("|")[0].replace("make", "make --dry-run", 1)
-    done = subprocess.run(["bash", "-c", dry], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", dry], cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
     assert done.returncode == 0, f"{where}: {done.stderr}"
     for module in re.findall(r"-m (\S+)", done.stdout):
         assert importlib.util.find_spec(module), module

@@ -40,9 +40,7 @@ def _traces(path: Path, kinds: Collection[str]) -> Iterator[tuple[str, Trace]]:
             yield "synthetic", make_workload(name, seed=1)
 
 
-def rates(
-    path: Path, kinds: Collection[str] = (), policies: Sequence[str] = POLICY_NAMES
-) -> None:
+def rates(path: Path, kinds: Collection[str] = (), policies: Sequence[str] = POLICY_NAMES) -> None:
     """Prints the table of hit rates in Markdown, a line as soon as it is known. No kinds: all."""
     print(f"| trace | blocks | {' | '.join(policies)} | clairvoyant | gap closed |")
     print("|---" * (len(policies) + 4) + "|")
