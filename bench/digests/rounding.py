@@ -54,7 +54,10 @@ def compare(case: Case, least: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", type=Path, nargs="*")
-    parser.add_argument("--random", action="store_true", help="the random geometries too")
+    parser.add_argument(
+        "--random", type=int, nargs="?", const=16_384, metavar="TOKENS",
+        help="the random geometries too, so long; 16384",
+    )  # fmt: skip
     parser.add_argument("--least", type=int, default=16)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -62,7 +65,7 @@ def main() -> None:
         for case in captured(path):
             compare(case, args.least)
     if args.random:
-        for case in generated(16_384, 48):
+        for case in generated(args.random, 48):
             compare(case, args.least)
 
 

@@ -174,7 +174,10 @@ def merged(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", type=Path, nargs="*")
-    parser.add_argument("--random", action="store_true", help="the random geometries too")
+    parser.add_argument(
+        "--random", type=int, nargs="?", const=16_384, metavar="TOKENS",
+        help="the random geometries too, so long; 16384",
+    )  # fmt: skip
     parser.add_argument("--mass", type=float, default=0.3)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--threads", type=int, default=1)
@@ -182,7 +185,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     cases = [case for path in args.files for case in captured(path)]
     if args.random:
-        cases += generated(16_384, 48)
+        cases += generated(args.random, 48)
     rows = []
     for case in cases:
         rows += list(study(case, args.mass))

@@ -146,7 +146,7 @@ class Trainer:
             meter.add(loss.item(), right, batch.kinds)
             spent = time.monotonic() - start
             self.seconds[stage.name] = self.seconds.get(stage.name, 0.0) + spent
-            if self.step % LOG_STEPS == 0:
+            if self.step % LOG_STEPS == 0 or self.step == 1:
                 self._log(stage, meter)
             if time.monotonic() - saved > CHECKPOINT_SECONDS:
                 self.save()

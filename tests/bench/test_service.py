@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
-from typing import Any, cast
 
-from kvrecall.bench.service import measure_service
+from typer.testing import CliRunner
+
+from kvrecall.bench import cli
 from kvrecall.pool.disk.io import FileIo
 from kvrecall.testing.disks import ThrottledIo
 
 
 def test_every_part_is_measured() -> None:
-    said: list[str] = []
-    report = measure_service(1000, 1, said.append)
-    figures = cast(dict[str, Any], report.figures)
+    done = CliRunner().invoke(cli.app, ["service", "--blocks", "1000", "--repetitions", "1"])
+    assert done.exit_code == 0, done.output
+    *table, last = done.stdout.splitlines()
+    figures = json.loads(last)
     assert figures["lookup_s"]["n"] == 100
     assert 0 < figures["lookup_s"]["p50"] < 1.0
     assert figures["restore_to_plain"]["n"] == 2
     assert 0 < figures["restore_to_plain"]["p50"] < 10.0
     assert figures["start_s"]["ready"]["p50"] > 0
     assert figures["start_s"]["first_find"]["p50"] >= figures["start_s"]["ready"]["p50"]
-    assert len(said) >= 3
-    assert len(report.rows) == 7
+    assert done.stderr.count("bench: ") >= 3
+    assert sum(line.startswith("│") for line in table) >= 7
 
 
 def test_a_throttled_disk_takes_its_time_and_can_be_let_go(tmp_path: Path) -> None:

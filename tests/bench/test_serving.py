@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from kvrecall.bench import cli
+from kvrecall.bench.serving import measure, variants
 from kvrecall.bench.serving.field import servers
-from kvrecall.bench.serving.measure import Room, measure_serving
-from kvrecall.bench.serving.variants import HOST, named
+from kvrecall.bench.serving.variants import HOST
 from kvrecall.bench.serving.workload import conversations, longest_prompt, replay
 from kvrecall.errors import EngineError
 
@@ -79,19 +82,24 @@ def test_of_a_thinned_trace_sessions_are_kept_whole(tmp_path: Path) -> None:
 
 def test_an_unknown_variant_is_an_error_that_names_the_known() -> None:
     with pytest.raises(EngineError, match=r"there is no variant 'ram'.*host, disk"):
-        named(["ram"])
+        variants.named(["ram"])
 
 
 @pytest.mark.engine
-def test_a_pool_recalls_what_the_device_forgot() -> None:
-    workload = conversations(3, 3, seed=3)
-    room = Room(device=0.0, host=4.0)  # the device gets what the longest prompt needs, twice
-    host, disk = named(["host", "disk"])  # for the second there will be no time
+def test_a_pool_recalls_what_the_device_forgot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`kvrecall bench chat`, small."""
+    host, disk = variants.named(["host", "disk"])  # for the second there will be no time
     # Whatever is found is loaded: on a busy machine computing may look faster.
     host = replace(host, servers=servers(pool={**HOST, "load_or_compute": "load"}))
-    report = measure_serving(workload, [host, disk], room, lambda line: None, budget_s=1.0)
-    assert report.figures["absent"] == {"disk": "no time: 1 seconds for all"}
-    found = report.figures["variants"]["host"]  # type: ignore[index]
+    monkeypatch.setattr(variants, "VARIANTS", (host, disk))
+    # The device gets what the longest prompt needs, twice.
+    monkeypatch.setattr(measure, "Room", partial(measure.Room, device=0.0, host=4.0))
+    words = "--sessions 3 --turns 3 --seed 3 --variants host,disk --budget 1 --json"
+    done = CliRunner().invoke(cli.app, ["chat", *words.split()])
+    assert done.exit_code == 0, done.output
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert figures["absent"] == {"disk": "no time: 1 seconds for all"}
+    found = figures["variants"]["host"]
     assert found["requests"] == 9
     assert found["hit_rate"] > 0.3
     assert found["ttft_s"]["p50"] <= found["ttft_s"]["p95"] <= found["ttft_s"]["p99"]

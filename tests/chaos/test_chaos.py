@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,12 +19,11 @@ from kvrecall.chaos import leftovers
 from kvrecall.chaos.crew import Asked, Crew, Seat
 from kvrecall.chaos.damage import Vandal, stored
 from kvrecall.chaos.library import Library, Turn, sure_part
-from kvrecall.chaos.storm import Scenery, Storm
 from kvrecall.chaos.tally import FAULTS, FIGURES, Tally
-from kvrecall.chaos.troubles import Pace
 from kvrecall.chaos.witness import Witness
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.testing.blocks import chain, namespace, wait_until
+from kvrecall.testing.kin import as_child
 from kvrecall.testing.pool_contract import Engine
 
 NAMESPACE = namespace("chaos")
@@ -178,23 +178,30 @@ def test_leftovers_are_found(service: ServiceProcess, tmp_path: Path) -> None:
     assert leftovers.over_the_limit(service, MIB) > 0
 
 
+SHORT = """
+import sys
+from functools import partial
+from kvrecall.chaos import __main__ as chaos
+from kvrecall.chaos.troubles import Pace
+chaos.Scenery = partial(
+    chaos.Scenery, conversations=6, turns=2, device_blocks=20,
+    pace=Pace(service_s=3.0, engine_s=600.0, damage_s=1.0),
+)
+chaos.app(sys.argv[1:])
+"""
+"""``python -m kvrecall.chaos`` with less to say and more trouble."""
+
+
 @pytest.mark.engine
-def test_a_short_run_is_clean(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_short_run_is_clean() -> None:
     """One engine, twelve seconds; ``make chaos`` runs longer, with more of everything."""
-    folder = Path("/tmp") / f"kvrecall-chaos-test-{os.getpid()}"
-    folder.mkdir(mode=0o700)
-    scenery = Scenery(
-        seconds=12.0, seed=4, engines=1, conversations=6, turns=2, device_blocks=20,
-        pace=Pace(service_s=3.0, engine_s=600.0, damage_s=1.0),
-    )  # fmt: skip
-    lines: list[str] = []
-    try:
-        tally = Storm(scenery, folder, lines.append).run()
-        assert tally.is_clean, tally.faults
-        assert tally["service_starts"] >= 1
-        assert tally["corruptions"] >= 1
-        assert tally["host_tokens"] + tally["disk_tokens"] > 0, "the pool never acted"
-    finally:
-        for file in sorted(folder.rglob("*"), reverse=True):
-            file.rmdir() if file.is_dir() else file.unlink()
-        folder.rmdir()
+    words = ["--seconds", "12", "--seed", "4", "--engines", "1"]
+    command = as_child(sys.executable, "-c", SHORT, *words)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
+    tally = json.loads(done.stdout.splitlines()[-1])
+    assert (tally["seed"], tally["seconds"]) == (4, 12.0)
+    assert not any(tally[name] for name in FAULTS)
+    assert tally["service_starts"] >= 1
+    assert tally["corruptions"] >= 1
+    assert tally.get("host_tokens", 0) + tally.get("disk_tokens", 0) > 0, "the pool never acted"

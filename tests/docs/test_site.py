@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +15,13 @@ import typer.main
 
 from kvrecall import cli
 
-ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("bench/**/*.md")])
-_FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+from .pages import FENCE, PAGES, ROOT, all_commands, commands
+
 _LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[\w-]*)?\)")
 
 
-def commands(page: Path) -> Iterator[str]:
-    """The command lines in a page's code blocks, continued lines joined, comments cut off."""
-    for language, block in _FENCE.findall(page.read_text()):
-        if language in ("", "bash", "sh", "console"):
-            for line in block.replace("\\\n", " ").splitlines():
-                yield line.removeprefix("$ ").split("  #")[0].split("    ")[0].strip()
-
-
 def ours(program: str) -> list[tuple[str, str]]:
-    return [
-        (page.name, line)
-        for page in PAGES
-        for line in commands(page)
-        if line.startswith(program + " ") and "'{" not in line
-    ]
+    return [(c.where, c.line) for c in all_commands() if c.words[0] == program]
 
 
 def click_command(words: list[str]) -> tuple[Any, list[str]]:
@@ -71,8 +56,7 @@ def test_the_chinese_readme_names_the_commands_and_links_of_the_english_one() ->
     english, chinese = ROOT / "README.md", ROOT / "README.zh-CN.md"
 
     def named(page: Path) -> set[str]:
-        programs = ("make ", "kvrecall ", "vllm ", "pip ", "curl ")
-        return {line.split("#")[0].strip() for line in commands(page) if line.startswith(programs)}
+        return {command.line for command in commands(page)}
 
     assert named(english) == named(chinese)
 
@@ -89,6 +73,12 @@ def test_the_chinese_readme_names_the_commands_and_links_of_the_english_one() ->
 def test_the_documents_do_name_commands() -> None:
     assert len(ours("kvrecall")) > 5
     assert len(ours("make")) > 2
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_code_block_says_its_language(page: Path) -> None:
+    """In bash there are commands, a register of which says what runs them; else there are none."""
+    assert not [text[:60] for language, text in FENCE.findall(page.read_text()) if not language]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

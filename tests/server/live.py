@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ START_LIMIT_S = 300
 class LiveServer:
     """Started by the constructor; ``wait_ready`` before use; ``close`` leaves nothing behind.
 
-    ``management`` is a client of the management plane, ``client`` by default."""
+    ``management`` is a client of the management plane, ``client`` by default; ``program`` is what
+    ``words`` are given to."""
 
     def __init__(
         self,
@@ -29,6 +31,7 @@ class LiveServer:
         url: str,
         verify: Any = True,
         management: httpx.Client | None = None,
+        program: Sequence[str | Path] = (KVRECALL, "serve"),
     ) -> None:
         self.folder = folder
         self.url = url
@@ -39,7 +42,7 @@ class LiveServer:
         environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [KVRECALL, "serve", *words],
+                [*program, *words],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,

@@ -11,7 +11,9 @@ from typing import Annotated
 import typer
 
 from kvrecall.bench.needle.cli import needle
+from kvrecall.bench.needle.options import lengths_of
 from kvrecall.bench.report import Report
+from kvrecall.config import parse_size
 from kvrecall.errors import KvrecallError
 
 app = typer.Typer(
@@ -85,12 +87,13 @@ def disk(
         Path, typer.Option(help="Folder on the file system to measure; a sub-folder is made.")
     ] = Path("var"),
     encrypted: Annotated[bool, typer.Option("--encrypted", help="With blocks sealed.")] = False,
+    size: Annotated[str, typer.Option(help="Written and read each time.")] = "1GiB",
     json: Json = False,
 ) -> None:
     """Disk tier -> arena against a raw sequential read of the same file system."""
     from kvrecall.bench.pool import disk_report
 
-    _run(lambda: disk_report(path, encrypted), json)
+    _run(lambda: disk_report(path, parse_size(size, "--size"), encrypted), json)
 
 
 @app.command()
@@ -165,13 +168,18 @@ def decode(
 def regimes(
     rounds: Annotated[int, typer.Option(min=1)] = 5,
     threads: Annotated[int | None, typer.Option(min=1, help="Default: torch's.")] = None,
+    lengths: Annotated[str, typer.Option(help="These only, such as 12K,64K.")] = "",
     json: Json = False,
 ) -> None:
     """Attention of a decoded token at many lengths and shares, as an engine serves it, against
     dense; fails where it is slower than 1.05 of dense."""
-    from kvrecall.bench.regimes import measure_regimes
+    from kvrecall.bench.regimes import CONTEXTS, measure_regimes
 
-    _run(lambda: measure_regimes(rounds, threads, _progress), json)
+    def measure() -> Report:
+        contexts = lengths_of(lengths) if lengths else CONTEXTS
+        return measure_regimes(rounds, threads, _progress, contexts)
+
+    _run(measure, json)
 
 
 @app.command()

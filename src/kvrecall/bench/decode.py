@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvrecall.bench.report import Report, percentiles
 from kvrecall.errors import KvrecallError
+from kvrecall.retrieval.gate import Gate
 from kvrecall.retrieval.settings import RetrievalSettings
 from kvrecall.retrieval.split import split_of
 
@@ -16,6 +18,12 @@ MODEL_LAYERS = 28
 """A step is planned once for all layers; its cost is shared by as many as Qwen2-7B has."""
 
 SHAPE = "16 query heads, 4 KV heads of 128, bf16, blocks of 128 tokens"
+
+
+def chooses(context: int, settings: RetrievalSettings) -> bool:
+    """Whether there is more to choose from than is chosen; elsewhere no gate makes it sparse."""
+    ungated = replace(settings, gate=False)
+    return Gate(ungated, token_bytes=1).passes(context, split_of(context, 128, ungated))
 
 
 def measure_decode_report(
@@ -35,10 +43,11 @@ def measure_decode_report(
 
     from kvrecall.engines.vllm.retrieval.measure import measure_decode
 
-    if not split_of(context, 128, settings).middle:
+    if not chooses(context, settings):
         raise KvrecallError(
             f"--context {context} leaves nothing to choose from: the first {settings.init_tokens} "
-            f"and the last {settings.local_tokens} tokens always take part; ask for more"
+            f"and the last {settings.local_tokens} tokens always take part, and between them at "
+            f"least {settings.fewest_blocks} blocks; ask for more"
         )
     if threads is not None:
         torch.set_num_threads(threads)

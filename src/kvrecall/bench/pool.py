@@ -13,7 +13,6 @@ from kvrecall.pool.cipher import Cipher
 from kvrecall.pool.disk.seal import Sealed
 from kvrecall.pool.keyfile import KEY_BYTES
 
-DISK_BYTES = 1 << 30
 BLOCK_BYTES = 1 << 20
 LOOKUP_GOAL_US = 1000.0
 READ_GOAL = 0.85
@@ -40,10 +39,10 @@ def lookup_report() -> Report:
     return Report("lookup", columns, rows, found, (note,))
 
 
-def disk_report(path: Path, encrypted: bool = False) -> Report:
-    """Bandwidths of the disk tier and of bare direct I/O below ``path``."""
+def disk_report(path: Path, nbytes: int, encrypted: bool = False) -> Report:
+    """Bandwidths of the disk tier and of bare direct I/O below ``path``, of ``nbytes`` a round."""
     seal = Sealed(Cipher([secrets.token_bytes(KEY_BYTES)])) if encrypted else None
-    found = measure_disk(path, DISK_BYTES, BLOCK_BYTES, seal=seal)
+    found = measure_disk(path, nbytes, BLOCK_BYTES, seal=seal)
     rates = cast(Mapping[str, float], found)
     rows = tuple(
         (
@@ -56,7 +55,7 @@ def disk_report(path: Path, encrypted: bool = False) -> Report:
     )
     direct = "direct I/O" if found["direct"] else "no direct I/O on this file system"
     notes = (
-        f"{DISK_BYTES >> 20} MiB in blocks of {BLOCK_BYTES >> 10} KiB, "
+        f"{nbytes >> 20} MiB in blocks of {BLOCK_BYTES >> 10} KiB, "
         f"{'sealed with AES-256-GCM' if encrypted else 'checksums verified'}, {direct}",
         f"goal: reads at least {READ_GOAL} of the bare ones",
     )

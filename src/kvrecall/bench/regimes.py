@@ -6,14 +6,13 @@ retrieval costs its planning, elsewhere its selection, loading and attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kvrecall.bench.decode import MODEL_LAYERS
+from kvrecall.bench.decode import MODEL_LAYERS, chooses
 from kvrecall.bench.report import Report, percentiles
 from kvrecall.errors import KvrecallError
 from kvrecall.retrieval.settings import RetrievalSettings
-from kvrecall.retrieval.split import split_of
 
 MOST = 1.05
 """Of dense attention's time, in any regime."""
@@ -36,12 +35,16 @@ class Regime:
 
 
 def measure_regimes(
-    rounds: int, threads: int | None, progress: Callable[[str], None], attempts: int = 2
+    rounds: int,
+    threads: int | None,
+    progress: Callable[[str], None],
+    contexts: Sequence[int] = CONTEXTS,
+    attempts: int = 2,
 ) -> Report:
     """One layer, boundaries at 0 (and RetrievalKV's for leaving the device), so that the gate alone
     decides. A pair that comes out above ``MOST`` is timed again, as machines are noisy.
 
-    Raises KvrecallError if a pair is slower than ``MOST`` every time.
+    Raises KvrecallError if a pair is slower than ``MOST`` every time, or none is ever sparse.
     """
     import torch
 
@@ -49,11 +52,11 @@ def measure_regimes(
         torch.set_num_threads(threads)
     plain = replace(RetrievalSettings(), dense_boundary=0)
     regimes: list[Regime] = []
-    for context in CONTEXTS:
+    for context in contexts:
         for share in SHARES:
             settings = replace(plain, topk_share=share)
-            if not split_of(context, 128, settings).middle:
-                continue
+            if not chooses(context, settings):
+                continue  # an engine attends to it as without retrieval
             best = _time(context, settings, rounds)
             for _ in range(1, attempts):
                 if best.as_served > MOST:
@@ -61,6 +64,8 @@ def measure_regimes(
                     best = min(best, again, key=lambda regime: regime.as_served)
             progress(f"{context} tokens, share {share}: {best.as_served:.2f} of dense")
             regimes.append(best)
+    if not regimes:
+        raise KvrecallError(f"{max(contexts)} tokens leave nothing to choose from; ask for more")
     worst = max(regimes, key=lambda regime: regime.as_served)
     if worst.as_served > MOST:
         raise KvrecallError(

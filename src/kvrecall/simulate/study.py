@@ -1,6 +1,7 @@
 """The measurements of docs/eviction.md.
 
-``python -m kvrecall.simulate.study rates TRACE`` and ``... study cost``.
+``python -m kvrecall.simulate.study rates TRACE [KIND ...]``, kinds as in ``_CAPACITIES``, and
+``... study cost [CAPACITY]``.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from kvrecall.block import BlockKey
@@ -25,22 +26,25 @@ _CAPACITIES = {
 }
 
 
-def _traces(path: Path) -> Iterator[tuple[str, Trace]]:
+def _traces(path: Path, kinds: Collection[str]) -> Iterator[tuple[str, Trace]]:
     whole = read_trace(path)
-    yield "conversation", whole
-    yield "variant", part(whole, 0.0, 0.5)
-    yield "variant", part(whole, 0.5, 1.0)
-    yield "variant", thinned(whole, 4)
-    yield "variant", doubled(whole, 900.0)
-    for name in WORKLOADS:
-        yield "synthetic", make_workload(name, seed=1)
+    if "conversation" in kinds:
+        yield "conversation", whole
+    if "variant" in kinds:
+        yield "variant", part(whole, 0.0, 0.5)
+        yield "variant", part(whole, 0.5, 1.0)
+        yield "variant", thinned(whole, 4)
+        yield "variant", doubled(whole, 900.0)
+    if "synthetic" in kinds:
+        for name in WORKLOADS:
+            yield "synthetic", make_workload(name, seed=1)
 
 
-def rates(path: Path, policies: Sequence[str] = POLICY_NAMES) -> None:
-    """Prints the table of hit rates in Markdown, a line as soon as it is known."""
+def rates(path: Path, kinds: Collection[str] = (), policies: Sequence[str] = POLICY_NAMES) -> None:
+    """Prints the table of hit rates in Markdown, a line as soon as it is known. No kinds: all."""
     print(f"| trace | blocks | {' | '.join(policies)} | clairvoyant | gap closed |")
     print("|---" * (len(policies) + 4) + "|")
-    for kind, trace in _traces(path):
+    for kind, trace in _traces(path, kinds or _CAPACITIES):
         for capacity in _CAPACITIES[kind]:
             tiers = [TierSpec("host", capacity)]
             found = {name: replay(trace, tiers, name).hit_rate for name in policies}
@@ -52,9 +56,10 @@ def rates(path: Path, policies: Sequence[str] = POLICY_NAMES) -> None:
             print(line, flush=True)
 
 
-def cost(capacity: int = 100_000, chain: int = 500, requests: int = 1_000) -> None:
+def cost(capacity: int = 100_000, chain: int = 500) -> None:
     """Prints microseconds of CPU per block of each call, for requests of ``chain`` blocks of which
     half have been seen before, in a full tier; and the longest call."""
+    requests = capacity // 100
     print("| policy | access | admit | victims + remove | insert | longest call, ms |")
     print("|---|---|---|---|---|---|")
     for name in POLICY_NAMES:
@@ -131,10 +136,17 @@ def _exercise(
             resident.add(key)
 
 
+def main(words: Sequence[str]) -> None:
+    match words:
+        case ["rates", path, *kinds] if set(kinds) <= set(_CAPACITIES):
+            rates(Path(path), kinds)
+        case ["cost"]:
+            cost()
+        case ["cost", capacity] if capacity.isdecimal():
+            cost(int(capacity))
+        case _:
+            sys.exit("usage: python -m kvrecall.simulate.study rates TRACE [KIND ...] | cost [N]")
+
+
 if __name__ == "__main__":
-    if len(sys.argv) == 3 and sys.argv[1] == "rates":
-        rates(Path(sys.argv[2]))
-    elif sys.argv[1:] == ["cost"]:
-        cost()
-    else:
-        sys.exit("usage: python -m kvrecall.simulate.study rates TRACE | cost")
+    main(sys.argv[1:])

@@ -1,0 +1,134 @@
+"""What runs each command of the documents.
+
+A command that is new in a document needs an entry here; one that has gone takes its entry with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from . import scenes
+from .kinds import ByItself, Elsewhere, Kind, Long, Needs, Runs
+from .pages import ROOT
+
+_SOCKET = " --socket {folder}/pool.sock"
+_TRACE = (("TRACE", "trace.jsonl"),)
+_SMALL_BENCH = " BENCH='--only lookup --add'"
+
+_MAKE: Mapping[str, Kind] = {
+    "make demo": Long("its servers as those of tests/server; its verdict: tests/demo"),
+    "make demo-mooncake": Long("its servers as those of tests/remote/test_engine_hosts.py"),
+    "make serve": Long("kvrecall serve: tests/server; the request it prints: curl, below"),
+    "make test": ByItself(".ci/run", "make test"),
+    "make check": ByItself(".ci/run", "scripts/check static"),
+    "make chaos": Elsewhere("tests/chaos/test_chaos.py", '"--seconds", "12", "--seed", "4"'),
+    "make bench": Runs(more=_SMALL_BENCH, before=scenes.repository, says="lookup"),
+    "make gpu-check": Needs("a GPU", ("GPU",)),
+}
+_SERVING: Mapping[str, Kind] = {
+    "kvrecall serve": Elsewhere("tests/server/live.py", '= (KVRECALL, "serve")'),
+    "kvrecall config check": Runs(before=scenes.mindie, says="modelWeightPath"),
+    "kvrecall config example": Runs(says="modelWeightPath"),
+    "kvrecall router": Runs(before=scenes.instances, stays="Uvicorn running"),
+    "kvrecall gpu-check": Needs("a GPU", ("GPU",)),
+    "vllm serve": Elsewhere("tests/engine/test_vllm_serve.py", 'documented("README.md", '),
+    "export": Runs(silent=True),
+    "curl": Runs(before=scenes.a_server, more=" --fail"),
+    "python -m sglang.launch_server": Needs("an SGLang server, which needs a GPU", ("GPU",)),
+    "podman build": Needs("a container engine", ("container engine",)),
+    "podman compose": Needs("a container engine", ("container engine",)),
+    "pip install": Elsewhere("tests/distribution/test_wheel.py", '"-m", "pip", '),
+}
+_POOL: Mapping[str, Kind] = {
+    "kvrecall pool serve": Runs(
+        swaps=(("500GiB", "64MiB"), ("64GiB", "8MiB"), ("/var/lib/kvrecall", "disk")),
+        more=_SOCKET,
+        stays="pool service on",
+        after=scenes.filled,
+    ),
+    "kvrecall pool ls": Runs(more=_SOCKET),
+    "kvrecall pool pin": Runs(more=_SOCKET, says="pinned"),
+    "kvrecall pool unpin": Runs(more=_SOCKET),
+    "kvrecall pool stat": Runs(more=_SOCKET, says="write policy through"),
+    "kvrecall pool verify": Runs(more=_SOCKET, says="9 blocks checked, 0 damaged"),
+    "kvrecall pool drop": Runs(
+        swaps=(("4e5c4225", scenes.QWEN.digest.hex()[:8]),), more=_SOCKET, says="blocks dropped"
+    ),
+    "kvrecall pool clear": Runs(more=_SOCKET, says="blocks dropped"),
+    "kvrecall pool resize": Runs(swaps=(("50GiB", "32MiB"), ("4GiB", "4MiB")), more=_SOCKET),
+    "kvrecall pool master": Runs(
+        more=" --port 50051 --metrics-port 9003",
+        stays="Mooncake master on",
+        after=scenes.master_answers,
+        needs="mooncake.store",
+    ),
+    "kvrecall pool key": Runs(swaps=(("/etc/kvrecall/", ""),), after=scenes.of_the_owner_alone),
+}
+_BENCH: Mapping[str, Kind] = {
+    "kvrecall bench chat": Elsewhere("tests/bench/test_serving.py", '["chat", '),
+    "kvrecall bench replay": Long("its requests: tests/bench/test_serving.py; its servers: chat"),
+    "kvrecall bench tiers": Runs(more=" --rounds 2 --requests 1"),
+    "kvrecall bench restore": Long("the server it drives: tests/bench/test_serving.py"),
+    "kvrecall bench disk": Runs(more=" --size 64MiB"),
+    "kvrecall bench lookup": Runs(),
+    "kvrecall bench overhead": Long("the server it drives: tests/bench/test_serving.py"),
+    "kvrecall bench throttle": Long("the throttled disk: tests/bench/test_service.py"),
+    "kvrecall bench service": Elsewhere("tests/bench/test_service.py", '["service", '),
+    "kvrecall bench remote": Runs(
+        more=" --no-engines --repetitions 1 --tokens 128", needs="mooncake.store"
+    ),
+    "kvrecall bench decode": Elsewhere("tests/retrieval/test_bench.py", '["bench", "decode", '),
+    "kvrecall bench regimes": Runs(more=" --rounds 3 --lengths 12K"),
+    "kvrecall bench crowd": Elsewhere("tests/bench/test_crowd.py", '["crowd", '),
+    "kvrecall bench needle": Elsewhere("tests/bench/test_needle_engine.py", '["bench", "needle", '),
+    "kvrecall bench all": Runs(more=" --only lookup --add", before=scenes.repository),
+    "kvrecall bench publish": Runs(before=scenes.repository, says="docs/benchmarks.md"),
+}
+_SIZING: Mapping[str, Kind] = {
+    "kvrecall plan": Runs(swaps=(("/models/", "models/"),), before=scenes.llama),
+    "kvrecall simulate": Runs(swaps=_TRACE, before=scenes.trace, says="hit_rate"),
+    "python -m kvrecall.simulate.study rates": Runs(
+        swaps=_TRACE, more=" conversation variant", before=scenes.trace
+    ),
+    "python -m kvrecall.simulate.study cost": Runs(more=" 2000"),
+}
+_MODEL = "models/recall-tiny"
+_MODELS: Mapping[str, Kind] = {
+    "python -m bench.model.tokenizer": Runs(before=scenes.blank_model),
+    "python -m bench.model.train": Runs(
+        swaps=(("/tmp/", ""),),
+        more=" --threads 1 --no-compile",
+        stays='"step"',
+        after=scenes.trained,
+    ),
+    "python -m bench.model.blend": Runs(
+        swaps=(("/tmp/", ""), ("AFTER_SETTLE.pt", "w/model/checkpoint.pt")), silent=True
+    ),
+    "python -m bench.model.export": Runs(says="bytes of weights"),
+    "python -m bench.model.evaluate": Runs(
+        swaps=(("1024 4096 16384 32768", "128 256"), ("4096", "128")),
+        more=" --questions 1 --limit 1 --threads 1",
+    ),
+    "python -m bench.digests.capture": Runs(
+        swaps=(("FOLDER", str(ROOT / _MODEL)), ("4096 16384", "1024")), more=" --samples 1"
+    ),
+    "python -m bench.digests.study": Runs(swaps=(("--random", "--random 2048"),)),
+    "python -m bench.digests.narrowing": Runs(),
+    "python -m bench.digests.rounding": Runs(swaps=(("--random", "--random 2048"),)),
+    "python -m bench.digests.plots": Runs(says=".png"),
+}
+_STORES: Mapping[str, Kind] = {
+    "aws s3 rm": Needs("an account there", ("need an account",)),
+    "aws s3api put-bucket-lifecycle-configuration": Needs("an account there", ("need an account",)),
+    "gcloud storage buckets update": Needs("an account there", ("need an account",)),
+    "find": Runs(
+        swaps=(("/mnt/nfs/", ""),),
+        before=scenes.old_blocks,
+        after=scenes.only_new_blocks,
+        silent=True,
+    ),
+}
+
+REGISTER: Mapping[str, Kind] = {
+    **_MAKE, **_SERVING, **_POOL, **_BENCH, **_SIZING, **_MODELS, **_STORES,
+}  # fmt: skip

@@ -1,0 +1,62 @@
+"""`vllm serve` with the connector, by the command line that README gives."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from docs.pages import ROOT, commands
+from server.live import LiveServer
+
+from kvrecall.server.launch import default_model
+from kvrecall.testing.ports import free_port
+
+pytestmark = pytest.mark.engine
+
+VLLM = Path(sys.executable).parent / "vllm"
+TEXT = "The owner of the amber falcon keeps a garden behind the old mill. " * 40
+
+
+def documented(page: str, folder: Path, port: int) -> list[str]:
+    """What the page has after ``vllm serve``, small enough for a test."""
+    (command,) = (each for each in commands(ROOT / page) if each.shape == "vllm serve")
+    line = command.line.replace("8GiB", "64MiB").replace("100GiB", "128MiB")
+    line = line.replace("/var/cache/kv", str(folder / "kv"))
+    # Whatever is found is loaded: on a busy machine computing may look faster.
+    line = line.replace('"host_size"', '"load_or_compute": "load", "host_size"')
+    _, _, model, *words = type(command)(command.page, "", line).words
+    small = f"--port {port} --served-model-name tiny --dtype float32 --max-model-len 2048"
+    more = "--enforce-eager --max-num-seqs 8 --kv-cache-memory-bytes 67108864"
+    assert model == "MODEL"
+    return [default_model(), *words, *small.split(), *more.split()]
+
+
+def from_host(server: LiveServer) -> float:
+    """Prompt tokens that came from the pool's memory, as the server's metrics count them."""
+    text = server.client.get("/metrics").text
+    found = re.findall(
+        r'^kvrecall_prompt_tokens_total{.*source="host".*} (\S+)', text, re.MULTILINE
+    )
+    return sum(map(float, found))
+
+
+def test_the_documented_line_serves_and_recalls(tmp_path: Path) -> None:
+    port = free_port()
+    words = documented("README.md", tmp_path, port)
+    server = LiveServer(tmp_path, words, f"http://127.0.0.1:{port}", program=(VLLM, "serve"))
+    asked = {"model": "tiny", "prompt": TEXT, "max_tokens": 8, "temperature": 0}
+    try:
+        server.wait_ready()
+        until, texts = time.monotonic() + 120, set()
+        while from_host(server) == 0:
+            assert time.monotonic() < until, server.log[-4000:]
+            reply = server.client.post("/v1/completions", json=asked)
+            assert reply.status_code == 200, reply.text
+            texts.add(reply.json()["choices"][0]["text"])
+            server.client.post("/reset_prefix_cache")
+        assert len(texts) == 1
+    finally:
+        server.close()
