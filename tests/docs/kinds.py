@@ -53,11 +53,4 @@ class ByItself:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Long:
-    """Nothing in CI runs it, as it takes minutes of engines. ``instead``: what of it is tested."""
-
-    instead: str
-
-
-Kind = Runs | Elsewhere | Needs | ByItself | Long
+Kind = Runs | Elsewhere | Needs | ByItself

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from . import scenes
-from .kinds import ByItself, Elsewhere, Kind, Long, Needs, Runs
+from .kinds import ByItself, Elsewhere, Kind, Needs, Runs
 from .pages import ROOT
 
 _SOCKET = " --socket {folder}/pool.sock"
@@ -16,9 +16,9 @@ _TRACE = (("TRACE", "trace.jsonl"),)
 _SMALL_BENCH = " BENCH='--only lookup --add'"
 
 _MAKE: Mapping[str, Kind] = {
-    "make demo": Long("its servers as those of tests/server; its verdict: tests/demo"),
-    "make demo-mooncake": Long("its servers as those of tests/remote/test_engine_hosts.py"),
-    "make serve": Long("kvrecall serve: tests/server; the request it prints: curl, below"),
+    "make demo": Elsewhere("tests/demo/test_make.py", 'played("demo")'),
+    "make demo-mooncake": Elsewhere("tests/demo/test_make.py", 'played("demo-mooncake")'),
+    "make serve": Elsewhere("tests/demo/test_make.py", 'str(ROOT), "serve")'),
     "make test": ByItself(".ci/run", "make test"),
     "make check": ByItself(".ci/run", "scripts/check static"),
     "make chaos": Elsewhere("tests/chaos/test_chaos.py", '"--seconds", "12", "--seed", "4"'),
@@ -66,13 +66,13 @@ _POOL: Mapping[str, Kind] = {
 }
 _BENCH: Mapping[str, Kind] = {
     "kvrecall bench chat": Elsewhere("tests/bench/test_serving.py", '["chat", '),
-    "kvrecall bench replay": Long("its requests: tests/bench/test_serving.py; its servers: chat"),
+    "kvrecall bench replay": Elsewhere("tests/bench/test_servers.py", '("replay", '),
     "kvrecall bench tiers": Runs(more=" --rounds 2 --requests 1"),
-    "kvrecall bench restore": Long("the server it drives: tests/bench/test_serving.py"),
+    "kvrecall bench restore": Elsewhere("tests/bench/test_servers.py", '"restore", '),
     "kvrecall bench disk": Runs(more=" --size 64MiB"),
     "kvrecall bench lookup": Runs(),
-    "kvrecall bench overhead": Long("the server it drives: tests/bench/test_serving.py"),
-    "kvrecall bench throttle": Long("the throttled disk: tests/bench/test_service.py"),
+    "kvrecall bench overhead": Elsewhere("tests/bench/test_servers.py", '"overhead", '),
+    "kvrecall bench throttle": Elsewhere("tests/bench/test_servers.py", '"throttle", '),
     "kvrecall bench service": Elsewhere("tests/bench/test_service.py", '["service", '),
     "kvrecall bench remote": Runs(
         more=" --no-engines --repetitions 1 --tokens 128", needs="mooncake.store"

@@ -13,7 +13,7 @@ import pytest
 
 from kvrecall.config import RecallSettings
 
-from .kinds import ByItself, Elsewhere, Long, Needs, Runs
+from .kinds import ByItself, Elsewhere, Needs, Runs
 from .pages import PAGES, ROOT, Command, all_commands, commands, named_in_text
 from .register import REGISTER
 from .stage import Stage, environment
@@ -114,19 +114,6 @@ def test_a_section_says_what_its_commands_need(shape: str) -> None:
         if command.shape == shape and not any(word in command.section for word in kind.words)
     ]
     assert not silent, f"{shape} needs {kind.what}; the section says none of {kind.words}"
-
-
-def test_what_nothing_runs_is_known() -> None:
-    """Of these a short form would take minutes; whoever adds one says so here."""
-    assert of_kind(Long) == [
-        "make demo",
-        "make demo-mooncake",
-        "make serve",
-        "kvrecall bench replay",
-        "kvrecall bench restore",
-        "kvrecall bench overhead",
-        "kvrecall bench throttle",
-    ]
 
 
 MAKE = [shape for shape in REGISTER if shape.startswith("make ")]

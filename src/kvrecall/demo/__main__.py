@@ -27,16 +27,23 @@ TRAINED = Path(__file__).resolve().parents[3] / "models" / "recall-tiny"
 app = typer.Typer(add_completion=False)
 
 
-def _stage(model: Path | None, folder: Path) -> Stage:
+_Model = Annotated[Path | None, typer.Option(help="Model folder to use.")]
+_Characters = Annotated[
+    int | None,
+    typer.Option(min=2_000, max=72_000, help="Length of the long text; shorter: sooner done."),
+]
+
+
+def _stage(model: Path | None, folder: Path, characters: int | None) -> Stage:
     """The model asked for, else the trained example model, else one with random weights."""
     chosen = model or (TRAINED if (TRAINED / "model.safetensors").exists() else None)
     if chosen is not None:
-        return Stage(chosen, characters=72_000, max_model_len=32_768)
+        return Stage(chosen, characters or 72_000, max_model_len=32_768)
     from kvrecall.testing.models import write_model
 
     # Bytes for tokens, and wider than the trained model: a shorter text takes as long.
     path = write_model(folder / "random-qwen3", hidden=512, layers=6, heads=8, dtype="float32")
-    return Stage(path, characters=8_000, max_model_len=10_240)
+    return Stage(path, min(characters or 8_000, 8_000), max_model_len=10_240)
 
 
 def _progress(line: str) -> None:
@@ -73,7 +80,8 @@ def _end(verdict: Verdict | MooncakeVerdict) -> NoReturn:
 @app.callback(invoke_without_command=True)
 def demo(
     context: typer.Context,
-    model: Annotated[Path | None, typer.Option(help="Model folder to use.")] = None,
+    model: _Model = None,
+    characters: _Characters = None,
     shot: Annotated[
         bool, typer.Option("--shot", envvar="SHOT", help=f"Write {SHOT}: the dashboard.")
     ] = False,
@@ -84,7 +92,7 @@ def demo(
     with _theatre() as folder:
         if shot:
             require_browser()
-        stage = _stage(model, folder)
+        stage = _stage(model, folder, characters)
         play = Play(stage, folder, _progress, SHOT if shot else None)
         play.run()
     _end(Verdict(play.rows, stage.model.name))
@@ -92,12 +100,13 @@ def demo(
 
 @app.command("mooncake")
 def mooncake(
-    model: Annotated[Path | None, typer.Option(help="Model folder to use.")] = None,
+    model: _Model = None,
+    characters: _Characters = None,
 ) -> None:
     """Shows recall by one server of what another stored in Mooncake Store, and that the loss of
     its master fails no request and changes no token."""
     with _theatre() as folder:
-        stage = _stage(model, folder)
+        stage = _stage(model, folder, characters)
         play = MooncakePlay(stage.model, stage.characters, folder, _progress)
         play.run()
     _end(MooncakeVerdict(play))

@@ -1,0 +1,57 @@
+"""The benchmarks that start servers of their own: each by its command, as short as can be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvrecall.bench import cli
+
+pytestmark = pytest.mark.engine
+
+
+def told(*words: str) -> dict[str, Any]:
+    done = CliRunner().invoke(cli.app, [*words, "--json"])
+    assert done.exit_code == 0, done.output
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def test_restore() -> None:
+    """It fails by itself where a prefix came from another tier than meant: of shorter ones a
+    part is still in memory."""
+    figures = told("restore", "--tokens", "4096", "--repetitions", "1")
+    assert set(figures["ttft_s"]) == {"computed", "device", "host", "disk"}
+    assert all(times["p50"] > 0 for times in figures["ttft_s"].values())
+
+
+def test_overhead() -> None:
+    figures = told("overhead", "--tokens", "512", "--rounds", "1")
+    assert all(times["p50"] > 0 for times in figures["tokens_per_s"].values())
+
+
+def test_throttle() -> None:
+    figures = told("throttle", "--tokens", "512", "--repetitions", "1")
+    assert len(figures["ratios"]) > 1
+    assert all(ratio["p50"] > 0 for ratio in figures["ratios"].values())
+
+
+def test_replay(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    prompts = [[1, 2, 3], [1, 2, 3, 4], [5, 6], [1, 2, 3, 4, 7]]
+    trace.write_text(
+        "".join(
+            json.dumps({"timestamp": 250 * at, "input_length": 512 * len(ids),
+                        "output_length": 4, "hash_ids": ids}) + "\n"
+            for at, ids in enumerate(prompts)
+        )
+    )  # fmt: skip
+    figures = told(
+        *("replay", str(trace), "--requests", "4", "--seconds", "2", "--every", "1"),
+        *("--block-tokens", "128", "--variants", "host"),
+    )
+    assert figures["variants"]["host"]["requests"] == 4

@@ -1,0 +1,76 @@
+"""`make demo`, `make demo-mooncake` and `make serve`: the whole of each, over a shorter text."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from remote.mooncake import needs_mooncake
+from server.live import LiveServer
+
+from kvrecall.testing.blocks import wait_until
+from kvrecall.testing.ports import free_port
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(
+        not (ROOT / ".venv" / "bin" / "python").exists(),
+        reason="make would set an environment up first; run `make setup`",
+    ),
+]
+
+
+def played(target: str) -> dict[str, Any]:
+    """The demo's last line."""
+    done = subprocess.run(
+        ["make", "-C", str(ROOT), target, "DEMO=--characters 9000"],
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    told = [line for line in done.stdout.splitlines() if line.startswith("{")][-1]
+    summary: dict[str, Any] = json.loads(told)
+    return summary
+
+
+def test_the_demo_recalls_from_every_tier() -> None:
+    said = played("demo")
+    assert (said["ok"], said["tokens_equal"], said["answers_right"]) == (True, True, True)
+    assert min(said[f"{tier}_hit_tokens"] for tier in ("device", "host", "disk")) > 2000
+
+
+@needs_mooncake
+def test_the_demo_of_mooncake_loses_its_master_and_no_request() -> None:
+    said = played("demo-mooncake")
+    assert (said["ok"], said["tokens_equal"], said["engines"]) == (True, True, 2)
+    assert (said["master_restarted"], said["requests_failed"]) == (True, 0)
+    assert said["remote_hit_tokens"] > 2000
+
+
+def test_what_make_serve_says_to_send_is_answered_and_recalled(tmp_path: Path) -> None:
+    port = free_port()
+    program = ("make", "-C", str(ROOT), "serve")
+    url = f"http://127.0.0.1:{port}"
+    server = LiveServer(tmp_path, [f"SERVE=--port {port}"], url, program=program)
+    try:
+        server.wait_ready()
+        wait_until(lambda: "Its dashboard" in server.log)
+        (command,) = (line for line in server.log.splitlines() if line.startswith("curl "))
+        replies = []
+        for _ in range(2):
+            done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+            replies.append(json.loads(done.stdout))
+        assert replies[0]["generated_text"] == replies[1]["generated_text"]
+        recall = replies[1]["details"]["recall"]
+        assert sum(recall.values()) - recall["computed"] >= 128, recall
+        assert server.client.get("/dashboard").status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) is not None
+    finally:
+        server.close()
