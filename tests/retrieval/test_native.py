@@ -111,6 +111,21 @@ def test_it_is_used_where_the_processor_can() -> None:
     assert IS_HERE
 
 
+@needs_it
+def test_a_search_that_is_wrong_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As if the compiler had made something else of it."""
+    honest = native.module_of
+    native._search_of.cache_clear()
+    with monkeypatch.context() as changed:
+        changed.setattr(native, "module_of", lambda group: honest(group).replace("smax", "smin"))
+        assert native.native_search(3, 256) is None
+    native._search_of.cache_clear()
+    assert "finds other products" in caplog.text
+    assert native.native_search(3, 256) is not None
+
+
 def test_threads_may_search_at_once() -> None:
     coded, query = encode(torch.randn(2, 300, 8, 256)), torch.randn(8, 2, 4, 256)
     want = [best_of_all(one, coded, 1.0) for one in query]

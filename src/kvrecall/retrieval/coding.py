@@ -89,7 +89,7 @@ def best_products(
     blocks]``. ``places``: int64 ``[heads, count]``, only of these blocks."""
     scales = query.scales * scale
     native = native_search(*query.codes.shape[1:])
-    if native is not None and coded.stride(-1) == 1:
+    if native is not None and coded.is_cpu and coded.stride(-1) == 1:
         return native.best(query.codes, scales, coded, places)
     if places is not None:
         coded = coded[torch.arange(len(coded))[:, None], places]

@@ -87,10 +87,26 @@ def _search_of(group: int) -> NativeSearch | None:
         return None
     try:
         search = NativeSearch(group)
-    except (ImportError, OSError, RuntimeError) as error:
+    except (ImportError, AttributeError, OSError, RuntimeError) as error:
         _LOG.info("the search for blocks is PyTorch's: %s", error)
         return None
+    if not _is_right(search, group):
+        _LOG.warning("the search for blocks is PyTorch's: the compiled one finds other products")
+        return None
     return search
+
+
+def _is_right(search: NativeSearch, group: int) -> bool:
+    """Whether it finds what whole numbers say, of a few blocks."""
+    heads, blocks, rows, width = 2, 5, 3, 2 * CHUNK
+    numbers = torch.arange(heads * blocks * rows * (width + 4)) * 7919 % 255 - 127
+    coded = numbers.to(torch.int8).view(heads, blocks, rows, -1)
+    coded[..., width:] = torch.ones(1).view(torch.int8)  # the scales
+    query = (torch.arange(heads * group * width) * 104729 % 255 - 127).to(torch.int8)
+    query = query.view(heads, group, width)
+    products = torch.einsum("hgw,hbrw->hgbr", query.long(), coded[..., :width].long())
+    found = search.best(query, torch.ones(heads, group, 1), coded, None)
+    return torch.equal(found, products.amax(-1).float())
 
 
 def _packed(query: torch.Tensor) -> tuple[int, torch.Tensor]:

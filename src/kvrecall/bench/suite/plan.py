@@ -63,7 +63,7 @@ def quick() -> Sequence[Step]:
         Step("lookup", ("lookup",), 120),
         Step("tiers", ("tiers", "--rounds", "2", "--requests", "2"), 240),
         Step("service", ("service", "--blocks", "2000", "--repetitions", "1"), 120),
-        Step("restore", ("restore", "--tokens", "1024", "--repetitions", "3"), 240),
+        Step("restore", ("restore", "--tokens", "4096", "--repetitions", "3"), 300),
         Step("remote", ("remote", "--no-engines", "--repetitions", "1"), 180),
         Step("chat", small_chat, 360),
         Step("replay", ("replay", str(trace), *small_replay), 240, needs=trace),
