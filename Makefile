@@ -11,9 +11,9 @@ demo-mooncake: setup
 serve: setup
 	@.venv/bin/python -m kvrecall.demo serve $(SERVE)
 
-# Three at a time, file by file: starting an engine keeps one core busy, but many tests wait. WORKERS= : one after
-# the other.
-WORKERS ?= -n 3 --dist loadfile
+# Two at a time, file by file: starting an engine keeps one core busy. WORKERS= : one after the other.
+# TESTS='-m long' : those that are left out, as they take minutes.
+WORKERS ?= -n 2 --dist loadfile
 test: setup
 	@.venv/bin/python -m pytest $(WORKERS) $(TESTS)
 

@@ -15,6 +15,8 @@ _SOCKET = " --socket {folder}/pool.sock"
 _TRACE = (("TRACE", "trace.jsonl"),)
 _SMALL_BENCH = " BENCH='--only lookup --add'"
 
+# `make demo`, `make demo-mooncake` and the benchmarks restore, overhead and throttle are run by
+# tests that are marked long: `make test TESTS='-m long'`.
 _MAKE: Mapping[str, Kind] = {
     "make demo": Elsewhere("tests/demo/test_make.py", 'played("demo")'),
     "make demo-mooncake": Elsewhere("tests/demo/test_make.py", 'played("demo-mooncake")'),
