@@ -19,7 +19,7 @@ from kvrecall.testing.masters import Master
 
 BLOCK_BYTES = 1 << 20
 BLOCKS = 128
-ROUNDS = 9
+ROUNDS = 21
 TIER_GOAL = 0.9
 TTFT_GOAL = 3.0
 _REASONS = ("blocks_declined", "loads_given_up", "loads_failed")
