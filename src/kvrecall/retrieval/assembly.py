@@ -89,12 +89,17 @@ define void @share(ptr %task) {{
 def _span(group: int) -> str:
     """Blocks ``first`` to ``end`` of every head. While a block's rows are read, a later one's are
     asked for: blocks lie too far apart for the processor to do so by itself."""
+    parts = [_entry(group), _head(group), _block(), _rows(group), _found(group)]
+    return "\n" + "".join(parts)
 
-    def each(line: Callable[[int], str]) -> str:
-        return "\n".join("  " + line(g) for g in range(group))
 
-    return f"""
-define internal void @span(ptr %task, i64 %first, i64 %end) {{
+def _each(group: int, line: Callable[[int], str]) -> str:
+    return "\n".join("  " + line(g) for g in range(group))
+
+
+def _entry(group: int) -> str:
+    """What the task says, and whether there is anything to do."""
+    return f"""define internal void @span(ptr %task, i64 %first, i64 %end) {{
 entry:
 {_pointer("codes")}
 {_field("head_stride")}
@@ -119,7 +124,12 @@ entry:
   %any = and i1 %any_blocks, %any_heads
   br i1 %any, label %head_begin, label %done
 
-head_begin:
+"""
+
+
+def _head(group: int) -> str:
+    """A head's query, and where what is found goes."""
+    return f"""head_begin:
   %head = phi i64 [0, %entry], [%head_next, %head_end]
   %head_offset = mul i64 %head, %head_stride
   %head_codes = getelementptr i8, ptr %codes, i64 %head_offset
@@ -128,16 +138,21 @@ head_begin:
   %of_head = mul i64 %head, {group}
   %places_offset = mul i64 %head, %blocks
   %head_places = getelementptr i64, ptr %places, i64 %places_offset
-{each(lambda g: f"%of_{g} = add i64 %of_head, {g}")}
-{each(lambda g: f"%at_turned_{g} = getelementptr i32, ptr %turned, i64 %of_{g}")}
-{each(lambda g: f"%turned_{g} = load i32, ptr %at_turned_{g}")}
-{each(lambda g: f"%at_scale_{g} = getelementptr float, ptr %scales, i64 %of_{g}")}
-{each(lambda g: f"%scale_{g} = load float, ptr %at_scale_{g}")}
-{each(lambda g: f"%best_offset_{g} = mul i64 %of_{g}, %blocks")}
-{each(lambda g: f"%best_{g} = getelementptr float, ptr %best, i64 %best_offset_{g}")}
+{_each(group, lambda g: f"%of_{g} = add i64 %of_head, {g}")}
+{_each(group, lambda g: f"%at_turned_{g} = getelementptr i32, ptr %turned, i64 %of_{g}")}
+{_each(group, lambda g: f"%turned_{g} = load i32, ptr %at_turned_{g}")}
+{_each(group, lambda g: f"%at_scale_{g} = getelementptr float, ptr %scales, i64 %of_{g}")}
+{_each(group, lambda g: f"%scale_{g} = load float, ptr %at_scale_{g}")}
+{_each(group, lambda g: f"%best_offset_{g} = mul i64 %of_{g}, %blocks")}
+{_each(group, lambda g: f"%best_{g} = getelementptr float, ptr %best, i64 %best_offset_{g}")}
   br label %block_begin
 
-block_begin:
+"""
+
+
+def _block() -> str:
+    """Where a block lies, and the one to ask for meanwhile."""
+    return """block_begin:
   %block = phi i64 [%first, %head_begin], [%block_next, %block_end]
   %block_next = add i64 %block, 1
   %block_far = add i64 %block, %ahead
@@ -158,14 +173,19 @@ block_go:
   %ahead_codes = getelementptr i8, ptr %head_codes, i64 %ahead_offset
   br label %row_begin
 
-row_begin:
+"""
+
+
+def _rows(group: int) -> str:
+    """The largest sums of a block's rows."""
+    return f"""row_begin:
   %row = phi i64 [0, %block_go], [%row_next, %row_end]
-{each(lambda g: f"%most_{g} = phi i32 [-2147483648, %block_go], [%more_{g}, %row_end]")}
+{_each(group, lambda g: f"%most_{g} = phi i32 [-2147483648, %block_go], [%more_{g}, %row_end]")}
   %row_offset = mul i64 %row, %row_stride
   br label %chunk
 chunk:
   %at = phi i64 [0, %row_begin], [%at_next, %chunk]
-{each(lambda g: f"%sums_{g} = phi {_SUMS} [zeroinitializer, %row_begin], [%added_{g}, %chunk]")}
+{_each(group, lambda g: f"%sums_{g} = phi {_SUMS} [zeroinitializer, %row_begin], [%added_{g}, %chunk]")}
   %offset = add i64 %row_offset, %at
   %at_later = getelementptr i8, ptr %ahead_codes, i64 %offset
   call void @llvm.prefetch.p0(ptr %at_later, i32 0, i32 3, i32 1)
@@ -173,29 +193,34 @@ chunk:
   %signed = load {_SUMS}, ptr %at_codes, align 1
   %unsigned = xor {_SUMS} %signed, <{_TURN}>
   %queries = mul i64 %at, {group}
-{each(lambda g: f"%query_at_{g} = add i64 %queries, {CHUNK * g}")}
-{each(lambda g: f"%at_query_{g} = getelementptr i8, ptr %head_query, i64 %query_at_{g}")}
-{each(lambda g: f"%query_{g} = load {_SUMS}, ptr %at_query_{g}, align {CHUNK}")}
-{each(lambda g: f"%added_{g} = call {_SUMS} {_MULTIPLY}({_SUMS} %sums_{g}, {_SUMS} %unsigned, {_SUMS} %query_{g})")}
+{_each(group, lambda g: f"%query_at_{g} = add i64 %queries, {CHUNK * g}")}
+{_each(group, lambda g: f"%at_query_{g} = getelementptr i8, ptr %head_query, i64 %query_at_{g}")}
+{_each(group, lambda g: f"%query_{g} = load {_SUMS}, ptr %at_query_{g}, align {CHUNK}")}
+{_each(group, lambda g: f"%added_{g} = call {_SUMS} {_MULTIPLY}({_SUMS} %sums_{g}, {_SUMS} %unsigned, {_SUMS} %query_{g})")}
   %at_next = add i64 %at, {CHUNK}
   %more_chunks = icmp slt i64 %at_next, %width
   br i1 %more_chunks, label %chunk, label %row_end
 row_end:
-{each(lambda g: f"%sum_{g} = call i32 @llvm.vector.reduce.add.v16i32({_SUMS} %added_{g})")}
-{each(lambda g: f"%more_{g} = call i32 @llvm.smax.i32(i32 %most_{g}, i32 %sum_{g})")}
+{_each(group, lambda g: f"%sum_{g} = call i32 @llvm.vector.reduce.add.v16i32({_SUMS} %added_{g})")}
+{_each(group, lambda g: f"%more_{g} = call i32 @llvm.smax.i32(i32 %most_{g}, i32 %sum_{g})")}
   %row_next = add i64 %row, 1
   %more_rows = icmp slt i64 %row_next, %rows
   br i1 %more_rows, label %row_begin, label %block_end
 
-block_end:
+"""  # noqa: E501
+
+
+def _found(group: int) -> str:
+    """A block's best products, and on to the next block, or head."""
+    return f"""block_end:
   %at_scale = getelementptr i8, ptr %block_codes, i64 %width
   %scale = load float, ptr %at_scale, align 1
-{each(lambda g: f"%exact_{g} = sub i32 %more_{g}, %turned_{g}")}
-{each(lambda g: f"%number_{g} = sitofp i32 %exact_{g} to float")}
-{each(lambda g: f"%factor_{g} = fmul float %scale_{g}, %scale")}
-{each(lambda g: f"%product_{g} = fmul float %number_{g}, %factor_{g}")}
-{each(lambda g: f"%at_best_{g} = getelementptr float, ptr %best_{g}, i64 %block")}
-{each(lambda g: f"store float %product_{g}, ptr %at_best_{g}")}
+{_each(group, lambda g: f"%exact_{g} = sub i32 %more_{g}, %turned_{g}")}
+{_each(group, lambda g: f"%number_{g} = sitofp i32 %exact_{g} to float")}
+{_each(group, lambda g: f"%factor_{g} = fmul float %scale_{g}, %scale")}
+{_each(group, lambda g: f"%product_{g} = fmul float %number_{g}, %factor_{g}")}
+{_each(group, lambda g: f"%at_best_{g} = getelementptr float, ptr %best_{g}, i64 %block")}
+{_each(group, lambda g: f"store float %product_{g}, ptr %at_best_{g}")}
   %more_blocks = icmp slt i64 %block_next, %end
   br i1 %more_blocks, label %block_begin, label %head_end
 head_end:
@@ -205,4 +230,4 @@ head_end:
 done:
   ret void
 }}
-"""  # noqa: E501
+"""
