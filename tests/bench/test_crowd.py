@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from typer.testing import CliRunner
 
-from kvrecall.bench import cli
+from .telling import told
 
 pytestmark = pytest.mark.engine
 
 
 def test_prompts_in_the_pool_decode_together_off_the_device() -> None:
-    words = "--context 16384 --sequences 3 --decoded 6 --dense-fits 1 --pooled --json"
-    done = CliRunner().invoke(cli.app, ["crowd", *words.split()])
-    assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["at_once"]["dense"] == 1
-    assert told["at_once"]["offload"] == 3
-    assert told["prefix_bytes"]["offload"] > told["prefix_bytes"]["dense"], "digests beside KV"
-    assert told["bytes_at_hit"]["dense"] >= told["prefix_bytes"]["dense"]
-    assert told["bytes_at_hit"]["offload"] < told["prefix_bytes"]["offload"] / 2
+    words = "--context 16384 --sequences 3 --decoded 6 --dense-fits 1 --pooled"
+    figures = told("crowd", *words.split())
+    assert figures["at_once"]["dense"] == 1
+    assert figures["at_once"]["offload"] == 3
+    assert figures["prefix_bytes"]["offload"] > figures["prefix_bytes"]["dense"], (
+        "digests beside KV"
+    )
+    assert figures["bytes_at_hit"]["dense"] >= figures["prefix_bytes"]["dense"]
+    assert figures["bytes_at_hit"]["offload"] < figures["prefix_bytes"]["offload"] / 2

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from kvrecall.bench import cli
+from .telling import told
 
 pytestmark = pytest.mark.engine
-
-
-def told(*words: str) -> dict[str, Any]:
-    done = CliRunner().invoke(cli.app, [*words, "--json"])
-    assert done.exit_code == 0, done.output
-    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return figures
 
 
 @pytest.mark.long

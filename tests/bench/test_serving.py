@@ -8,14 +8,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from kvrecall.bench import cli
 from kvrecall.bench.serving import measure, variants
 from kvrecall.bench.serving.field import servers
 from kvrecall.bench.serving.variants import HOST
 from kvrecall.bench.serving.workload import conversations, longest_prompt, replay
 from kvrecall.errors import EngineError
+
+from .telling import told
 
 
 def test_conversations_come_from_the_seed() -> None:
@@ -94,10 +94,8 @@ def test_a_pool_recalls_what_the_device_forgot(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(variants, "VARIANTS", (host, disk))
     # The device gets what the longest prompt needs, twice.
     monkeypatch.setattr(measure, "Room", partial(measure.Room, device=0.0, host=4.0))
-    words = "--sessions 3 --turns 3 --seed 3 --variants host,disk --budget 1 --json"
-    done = CliRunner().invoke(cli.app, ["chat", *words.split()])
-    assert done.exit_code == 0, done.output
-    figures = json.loads(done.stdout.splitlines()[-1])
+    words = "--sessions 3 --turns 3 --seed 3 --variants host,disk --budget 1"
+    figures = told("chat", *words.split())
     assert figures["absent"] == {"disk": "no time: 1 seconds for all"}
     found = figures["variants"]["host"]
     assert found["requests"] == 9

@@ -67,7 +67,7 @@ _POOL: Mapping[str, Kind] = {
     "kvrecall pool key": Runs(swaps=(("/etc/kvrecall/", ""),), after=scenes.of_the_owner_alone),
 }
 _BENCH: Mapping[str, Kind] = {
-    "kvrecall bench chat": Elsewhere("tests/bench/test_serving.py", '["chat", '),
+    "kvrecall bench chat": Elsewhere("tests/bench/test_serving.py", 'told("chat", '),
     "kvrecall bench replay": Elsewhere("tests/bench/test_servers.py", '("replay", '),
     "kvrecall bench tiers": Runs(more=" --rounds 2 --requests 1"),
     "kvrecall bench restore": Elsewhere("tests/bench/test_servers.py", '"restore", '),
@@ -81,7 +81,7 @@ _BENCH: Mapping[str, Kind] = {
     ),
     "kvrecall bench decode": Elsewhere("tests/retrieval/test_bench.py", '["bench", "decode", '),
     "kvrecall bench regimes": Runs(more=" --rounds 3 --lengths 12K"),
-    "kvrecall bench crowd": Elsewhere("tests/bench/test_crowd.py", '["crowd", '),
+    "kvrecall bench crowd": Elsewhere("tests/bench/test_crowd.py", 'told("crowd", '),
     "kvrecall bench needle": Elsewhere("tests/bench/test_needle_engine.py", '["bench", "needle", '),
     "kvrecall bench all": Runs(more=" --only lookup --add", before=scenes.repository),
     "kvrecall bench publish": Runs(before=scenes.repository, says="docs/benchmarks.md"),

@@ -1,0 +1,18 @@
+"""What a benchmark says, run by its command line."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from typer.testing import CliRunner
+
+from kvrecall.bench import cli
+
+
+def told(*words: str) -> dict[str, Any]:
+    """Its line of JSON; it must have ended well."""
+    done = CliRunner().invoke(cli.app, [*words, "--json"])
+    assert done.exit_code == 0, done.output
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return figures
