@@ -312,15 +312,19 @@ def test_weights_are_told_by_their_folder(disk: dict[str, Any], tmp_path: Path) 
         ({"revision": ""}, {}, "say which weights"),
         ({"revision": "", "model_path": "/nowhere"}, {}, "model_path: /nowhere: no weight files"),
         ({"host_sise": "1GiB"}, {}, "did you mean 'host_size'"),
-        ({"disk_path": "/tmp/x", "disk_size": "8MiB"}, {"tp_size": 2}, "kvrecall pool serve"),
+        ({"disk_path": "HERE/x", "disk_size": "8MiB"}, {"tp_size": 2}, "kvrecall pool serve"),
     ],
 )
 def test_wrong_settings_are_named(
-    section: dict[str, Any], changes: dict[str, Any], words: str
+    tmp_path: Path, section: dict[str, Any], changes: dict[str, Any], words: str
 ) -> None:
+    here = {
+        name: value.replace("HERE", str(tmp_path)) if isinstance(value, str) else value
+        for name, value in section.items()
+    }
     with pytest.raises(ConfigError, match=words):
-        backend(section, **changes)
-    assert not Path("/tmp/x").exists()
+        backend(here, **changes)
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_section() -> None:
