@@ -9,9 +9,10 @@ import torch
 from kvrecall.engines.vllm.retrieval.activity import Activity
 from kvrecall.engines.vllm.retrieval.dense import DenseLayer
 from kvrecall.engines.vllm.retrieval.freshness import Freshness
-from kvrecall.engines.vllm.retrieval.kernel import KernelShape, reader_of, write_tokens
+from kvrecall.engines.vllm.retrieval.kernel import CpuKernel, write_tokens
 from kvrecall.engines.vllm.retrieval.layer import RetrievalLayer
 from kvrecall.engines.vllm.retrieval.measure import isa_of
+from kvrecall.engines.vllm.retrieval.rows import KernelShape, RowKernel
 from kvrecall.engines.vllm.retrieval.steps import BatchRow, StepPlanner
 from kvrecall.retrieval.settings import RetrievalSettings
 
@@ -44,11 +45,15 @@ class Bench:
         )
         self.activity = Activity()
         self.freshness = Freshness(BLOCK)
-        self.planner = StepPlanner(settings, shape, self.freshness, self.activity)
-        self.layer = RetrievalLayer(settings, shape, reader_of(shape), self.activity)
+        self.kernel = self.make_kernel(shape)
+        self.planner = StepPlanner(settings, self.kernel, self.freshness, self.activity)
+        self.layer = RetrievalLayer(settings, self.kernel, self.activity)
         self.whole = DenseLayer(shape)
         self._free = torch.randperm(blocks - 1) + 1
         self._used = 0
+
+    def make_kernel(self, shape: KernelShape) -> RowKernel:
+        return CpuKernel(shape)
 
     def sequence(self, tokens: int, in_order: bool = False) -> Sequence:
         """Writes a random sequence into blocks of its own."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvrecall.engines.vllm.retrieval.kernel import KernelShape
+from kvrecall.engines.vllm.retrieval.rows import KernelShape
 from kvrecall.engines.vllm.retrieval.steps import BatchRow
 from kvrecall.retrieval.oracle import attended, attention, attention_and_rest
 from kvrecall.retrieval.settings import RetrievalSettings

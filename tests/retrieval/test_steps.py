@@ -17,6 +17,7 @@ from kvrecall.engines.vllm.retrieval.checks import (
     require_layer,
 )
 from kvrecall.engines.vllm.retrieval.freshness import Freshness
+from kvrecall.engines.vllm.retrieval.kernel import CpuKernel
 from kvrecall.engines.vllm.retrieval.packing import KeyReader
 from kvrecall.engines.vllm.retrieval.steps import BatchRow, StepPlanner
 from kvrecall.errors import EngineError
@@ -28,7 +29,7 @@ LARGE = shape_of(heads=16, kv_heads=4, dim=128, dtype=torch.bfloat16)
 
 
 def planner(settings: RetrievalSettings, activity: Activity, shape: Any = LARGE) -> StepPlanner:
-    return StepPlanner(settings, shape, Freshness(128), activity)
+    return StepPlanner(settings, CpuKernel(shape), Freshness(128), activity)
 
 
 def table(*lengths: int) -> torch.Tensor:

@@ -26,7 +26,6 @@ DIGEST_TOKENS = 16
 
 _LENGTHS = (1, 127, 128, 129, 1000, 4097)
 _ROUNDS = 12
-_SPLITS = 32
 
 
 def check_attention(device: torch.device) -> None:
@@ -36,7 +35,7 @@ def check_attention(device: torch.device) -> None:
             query, paged = _cache(length, dtype)
             want = attend_plainly(query, paged, DIM**-0.5)
             there = Paged(*(t.to(device) for t in _parts(paged)))
-            got = attend_by_triton(query.to(device), there, DIM**-0.5, 3)
+            got = attend_by_triton(query.to(device), there, DIM**-0.5, share=3)
             error = float((got.output.cpu() - want.output).abs().max())
             if not error <= allowed:
                 raise CheckError(f"attention over {length} tokens of {dtype} is off by {error:.3g}")
@@ -84,12 +83,14 @@ def decode_times(device: torch.device, context: int) -> dict[str, float]:
     middle = keys[split.init : split.local].permute(2, 0, 1, 3)
     digests = digests_of(kind, middle, settings.tokens_a_digest).to(keys.dtype)
     everything = torch.arange(blocks, dtype=torch.int32, device=device)
+    heads = torch.arange(KV_HEADS, dtype=torch.int32, device=device)[:, None]
     outer = torch.cat([everything[: split.init], everything[split.local :]])
     selector = ExactSelector(kind)
 
     def attend(table: torch.Tensor) -> None:
         lengths = torch.full((KV_HEADS,), table.shape[1] * BLOCK, dtype=torch.int32, device=device)
-        attend_by_triton(query, Paged(keys, values, table, lengths), DIM**-0.5, _SPLITS)
+        named = table * KV_HEADS + heads
+        attend_by_triton(query, Paged(keys, values, named, lengths), DIM**-0.5)
 
     def dense() -> None:
         attend(everything.expand(KV_HEADS, -1).contiguous())
@@ -123,7 +124,8 @@ def _cache(length: int, dtype: torch.dtype) -> tuple[torch.Tensor, Paged]:
     """Two rows of random keys in blocks of random places; two KV heads."""
     random = torch.Generator().manual_seed(length)
     width = -(-length // BLOCK)
-    table = torch.randperm(2 * width, generator=random).view(2, width).to(torch.int32)
+    blocks = torch.randperm(2 * width, generator=random).view(2, width).to(torch.int32)
+    table = blocks * 2 + torch.tensor([[0], [1]], dtype=torch.int32)
     keys, values = (
         torch.randn(2 * width, BLOCK, 2, DIM, generator=random).to(dtype) for _ in range(2)
     )

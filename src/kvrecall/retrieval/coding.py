@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from kvrecall.retrieval.native import native_search
+from kvrecall.retrieval.search import best_by_triton, fits
 
 SCALE_BYTES = 4
 _MOST = 127
@@ -74,7 +75,7 @@ def coded_products(query: CodedQuery, coded: torch.Tensor, scale: float = 1.0) -
     heads, blocks, rows, _ = coded.shape
     factors = ((query.scales * scale) * _of_blocks(coded).transpose(1, 2)).unsqueeze(-1)
     sums = _sums(query.codes, coded.flatten(1, 2)[..., :-SCALE_BYTES])
-    products = torch.empty(heads, sums.shape[1], blocks, rows)
+    products = torch.empty(heads, sums.shape[1], blocks, rows, device=coded.device)
     torch.mul(sums.view(*products.shape), factors, out=products)
     return products.flatten(2)
 
@@ -88,15 +89,22 @@ def best_products(
     """The largest of each block's ``coded_products``, to the bit: float32 ``[heads, group,
     blocks]``. ``places``: int64 ``[heads, count]``, only of these blocks."""
     scales = query.scales * scale
-    native = native_search(*query.codes.shape[1:])
-    if native is not None and coded.is_cpu and coded.stride(-1) == 1:
+    if on_device(coded) and fits(coded):
+        return best_by_triton(query.codes, scales, coded, places)
+    native = native_search(*query.codes.shape[1:]) if coded.is_cpu else None
+    if native is not None and coded.stride(-1) == 1:
         return native.best(query.codes, scales, coded, places)
     if places is not None:
-        coded = coded[torch.arange(len(coded))[:, None], places]
+        coded = coded[torch.arange(len(coded), device=coded.device)[:, None], places]
     heads, blocks, rows, _ = coded.shape
     sums = _sums(query.codes, coded.flatten(1, 2)[..., :-SCALE_BYTES])
     best = sums.reshape(heads, -1, blocks, rows).amax(-1) if blocks else sums
     return best * (scales * _of_blocks(coded).transpose(1, 2))
+
+
+def on_device(tensor: torch.Tensor) -> bool:
+    """Whether it lies where Triton compiles for."""
+    return not tensor.is_cpu
 
 
 def _of_blocks(coded: torch.Tensor) -> torch.Tensor:
@@ -107,7 +115,8 @@ def _of_blocks(coded: torch.Tensor) -> torch.Tensor:
 def _coded(rows: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
     """``most``: the largest coordinate of each row, ``[..., 1]``."""
     scales = _scales(most.float())
-    coded = torch.empty(*rows.shape[:-1], coded_width(rows.shape[-1]), dtype=torch.int8)
+    size = (*rows.shape[:-1], coded_width(rows.shape[-1]))
+    coded = torch.empty(size, dtype=torch.int8, device=rows.device)
     coded[..., :-SCALE_BYTES] = (rows / scales).round()
     coded[..., -SCALE_BYTES:] = scales.contiguous().view(torch.int8)
     return coded
@@ -124,12 +133,22 @@ def _scales_of(coded: torch.Tensor) -> torch.Tensor:
 def _sums(point: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     """``[heads, group, width]`` by ``[heads, rows, width]``, whole numbers:
     ``[heads, group, rows]``, int32, in whatever order in memory."""
+    if not codes.is_cpu:
+        return _sums_anywhere(point, codes)
     first, second = (codes, point) if _ROWS_FIRST else (point, codes)
     sums = torch.empty(len(first), first.shape[1], second.shape[1], dtype=torch.int32)
     if sums.numel():
         for one, other, into in zip(first, second, sums, strict=True):
             _sum(one, other, into)
     return sums.transpose(1, 2) if _ROWS_FIRST else sums
+
+
+def _sums_anywhere(point: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """As ``_sums``, by what every device has. Parts of sums are exact in single precision."""
+    both = (torch.split(point, _EXACT_IN_FLOAT, -1), torch.split(codes, _EXACT_IN_FLOAT, -1))
+    parts = zip(*both, strict=True)
+    sums = [torch.bmm(one.float(), other.float().transpose(1, 2)).int() for one, other in parts]
+    return torch.stack(sums).sum(0, dtype=torch.int32)
 
 
 def _sum(first: torch.Tensor, second: torch.Tensor, into: torch.Tensor) -> None:

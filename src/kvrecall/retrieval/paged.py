@@ -4,7 +4,7 @@ Every (sequence, KV head) has its own row of blocks. Both forms also return the 
 softmax's normaliser, so that parts of a sequence attended to apart can be put together.
 
 The Triton form has run in Triton's interpreter only (tests/retrieval/test_paged.py), never on a
-GPU, and nothing in vLLM calls it yet: see docs/retrieval.md.
+GPU: see docs/retrieval.md.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from kvrecall.errors import EngineError
+
+_TOKENS_A_PROGRAM = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +31,8 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class Paged:
     """What is attended to. ``keys``, ``values``: ``[blocks, tokens, kv_heads, dim]``, of any
-    strides. ``table``: int32 ``[sequences * kv_heads, width]``; ``lengths``: int32, tokens in each
-    row's blocks, at least 1; only a row's last block may be partial."""
+    strides. ``table``: int32 ``[rows, width]``, of ``block * kv_heads + head``; ``lengths``: int32,
+    tokens in each row's blocks, at least 1; only a row's last block may be partial."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -42,16 +44,21 @@ class Paged:
         return self.keys.shape[2]
 
 
-def attend_plainly(query: torch.Tensor, paged: Paged, scale: float) -> Part:
-    """The oracle. ``query``: ``[rows, group, dim]``."""
+def attend_plainly(
+    query: torch.Tensor, paged: Paged, scale: float, softcap: float = 0.0
+) -> Part:
+    """The oracle. ``query``: ``[rows, group, dim]``; ``softcap``: logits are held within it by a
+    hyperbolic tangent; 0: they are not."""
     outputs, normalisers = [], []
     size = paged.keys.shape[1]
     for row, length in enumerate(paged.lengths.tolist()):
-        blocks = paged.table[row, : -(-length // size)].long()
-        head = row % paged.kv_heads
-        keys = paged.keys[blocks, :, head].flatten(0, 1)[:length].float()
-        values = paged.values[blocks, :, head].flatten(0, 1)[:length].float()
+        named = paged.table[row, : -(-length // size)].long()
+        blocks, heads = named // paged.kv_heads, named % paged.kv_heads
+        keys = paged.keys[blocks, :, heads].flatten(0, 1)[:length].float()
+        values = paged.values[blocks, :, heads].flatten(0, 1)[:length].float()
         logits = query[row].float() @ keys.T * scale
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
         outputs.append(logits.softmax(-1) @ values)
         normalisers.append(logits.logsumexp(-1))
     return Part(torch.stack(outputs), torch.stack(normalisers))
@@ -65,22 +72,32 @@ def merged(parts: Part) -> Part:
     return Part(output, parts.lse.logsumexp(1))
 
 
-def attend_by_triton(query: torch.Tensor, paged: Paged, scale: float, splits: int = 1) -> Part:
-    """As ``attend_plainly``, by a kernel in which ``splits`` programs share a row's blocks."""
+def attend_by_triton(
+    query: torch.Tensor, paged: Paged, scale: float, softcap: float = 0.0, share: int = 0
+) -> Part:
+    """As ``attend_plainly``, by a kernel of which a program takes ``share`` of a row's blocks; 0:
+    as many as have 512 tokens. So what is computed of a row does not depend on other rows. Blocks
+    of a power of two of tokens, at least 16."""
     kernel = _kernel()
     rows, group, dim = query.shape
-    size = paged.keys.shape[1]
-    width = paged.table.shape[1]
+    size, width = paged.keys.shape[1], paged.table.shape[1]
+    share = share or max(1, _TOKENS_A_PROGRAM // size)
+    splits = -(-width // share)
     output = torch.empty(rows, splits, group, dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(rows, splits, group, dtype=torch.float32, device=query.device)
-    query = query.contiguous()
     kernel[(rows, splits)](
-        query, paged.keys, paged.values, paged.table, paged.lengths, output, lse,
-        scale, paged.kv_heads, width, -(-width // splits),
+        query.contiguous(), paged.keys, paged.values, paged.table, paged.lengths, output, lse,
+        scale, softcap, paged.kv_heads, paged.table.stride(0), share,
         *paged.keys.stride(), *paged.values.stride(),
-        GROUP=group, PADDED=max(16, 1 << (group - 1).bit_length()), DIM=dim, SIZE=size,
+        GROUP=group, PADDED=max(16, _power(group)), DIM=dim, WIDE=max(16, _power(dim)), SIZE=size,
+        CAPPED=softcap > 0,
     )  # fmt: skip
     return merged(Part(output, lse))
+
+
+def _power(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()
 
 
 def _kernel() -> Any:

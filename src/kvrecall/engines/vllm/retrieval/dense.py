@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from kvrecall.engines.vllm.retrieval.extent import Extent
-from kvrecall.engines.vllm.retrieval.kernel import KernelShape, attend, halves, schedule
+from kvrecall.engines.vllm.retrieval.kernel import attend, halves, schedule
 from kvrecall.engines.vllm.retrieval.recalled import OffloadedSequence
+from kvrecall.engines.vllm.retrieval.rows import KernelShape
 from kvrecall.pool.slots import ALIGNMENT
 from kvrecall.retrieval.residency import Ints
 

@@ -14,8 +14,9 @@ import torch
 from kvrecall.block import BlockKey
 from kvrecall.engines.vllm.ledger import RequestState
 from kvrecall.engines.vllm.retrieval.activity import Activity
-from kvrecall.engines.vllm.retrieval.kernel import KernelShape, reader_of
+from kvrecall.engines.vllm.retrieval.kernel import CpuKernel
 from kvrecall.engines.vllm.retrieval.layer import RetrievalLayer
+from kvrecall.engines.vllm.retrieval.rows import KernelShape
 from kvrecall.errors import EngineError
 from kvrecall.pool.base import Verdict
 from kvrecall.pool.pool import Pool
@@ -60,9 +61,10 @@ def _records(
     size = (blocks, shape.kv_heads, shape.block_size, 2 * shape.head_dim)
     caches: list[Any] = [torch.randn(size).to(shape.dtype) for _ in range(layers)]
     pages = [cache.view(blocks, -1).view(torch.uint8) for cache in caches]
+    kernel = CpuKernel(shape)
     for cache in caches[sparse.dense_layers :] if sparse is not None else ():
         assert sparse is not None
-        layer = RetrievalLayer(sparse, shape, reader_of(shape), Activity())
+        layer = RetrievalLayer(sparse, kernel, Activity())
         layer.digest(cache, torch.arange(blocks))
         layer.seal(torch.arange(blocks))
         pages.append(layer.digest_rows(cache).reshape(blocks, -1))

@@ -24,7 +24,7 @@ class Freshness:
     def wrote_slots(self, slots: torch.Tensor) -> None:
         """Tokens are being written at these slots; negative ones are padding."""
         if len(self._fresh):
-            places = slots.numpy()
+            places = slots.cpu().numpy()
             self._wrote(places[places >= 0] // self._block_size)
 
     def wrote_blocks(self, block_ids: Iterable[int]) -> None:

@@ -1,42 +1,20 @@
 """Sparse attention of decoded tokens on vLLM's CPU kernel, by rewritten block tables.
 
 The cache ``[blocks, kv_heads, tokens, 2 * dim]`` is viewed as ``[blocks * kv_heads, 1, ...]`` and
-every (sequence, KV head) is made a sequence of its own, so that each may have its own blocks. Keys
-are stored after rotary embedding, so the order of blocks means nothing; only the last one, which
-may be partial, must stay last.
+every row is made a sequence of its own, of one KV head.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from vllm import _custom_ops as ops
 from vllm import envs
 
 from kvrecall.engines.vllm.retrieval.packing import KeyReader
-
-
-@dataclass(frozen=True, slots=True)
-class KernelShape:
-    """What the CPU kernel is told about a group of layers. ``isa``: its instruction set."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    block_size: int
-    dtype: torch.dtype
-    isa: str
-
-    @property
-    def group(self) -> int:
-        """Query heads to a KV head."""
-        return self.heads // self.kv_heads
-
-    @property
-    def token_bytes(self) -> int:
-        """Keys and values of a token, in one layer."""
-        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+from kvrecall.engines.vllm.retrieval.rows import Attended, KernelShape, RowKernel
+from kvrecall.errors import EngineError
 
 
 def halves(kv_cache: torch.Tensor, whole: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,3 +111,45 @@ def reader_of(shape: KernelShape, values: bool = False) -> KeyReader:
         return block.view(2, count)[int(values)]
 
     return KeyReader(shape.block_size, shape.head_dim, shape.dtype, pack, values)
+
+
+class CpuKernel(RowKernel):
+    """vLLM's CPU kernel."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, shape: KernelShape) -> None:
+        self.shape = shape
+
+    @cached_property
+    def keys(self) -> KeyReader:
+        return reader_of(self.shape)
+
+    @cached_property
+    def values(self) -> KeyReader:
+        return reader_of(self.shape, values=True)
+
+    def check(self, kv_cache: torch.Tensor) -> None:
+        if not kv_cache.is_contiguous():
+            raise EngineError(
+                f"retrieval attention needs each layer's KV cache in one piece; this one has shape "
+                f"{tuple(kv_cache.shape)} and strides {kv_cache.stride()}. Take `retrieval` out of "
+                "VLLM_PLUGINS"
+            )
+
+    def plan(self, seq_lens: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        return schedule(self.shape, seq_lens, starts)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        starts: torch.Tensor,
+        plan: torch.Tensor,
+        scale: float,
+        softcap: float,
+    ) -> Attended:
+        caches = halves(kv_cache)
+        return Attended(attend(query, caches, table, seq_lens, starts, plan, scale, softcap))

@@ -9,8 +9,6 @@ import numpy as np
 import torch
 
 from kvrecall.engines.vllm.retrieval.activity import Activity
-from kvrecall.engines.vllm.retrieval.kernel import KernelShape, attend, halves, schedule
-from kvrecall.engines.vllm.retrieval.packing import KeyReader
 from kvrecall.engines.vllm.retrieval.recalled import (
     OffloadedSequence,
     RecalledBlocks,
@@ -18,11 +16,11 @@ from kvrecall.engines.vllm.retrieval.recalled import (
     seals_of_layer,
 )
 from kvrecall.engines.vllm.retrieval.rest import Chosen, RestEstimator
+from kvrecall.engines.vllm.retrieval.rows import RowKernel
 from kvrecall.engines.vllm.retrieval.seals import SEAL_BYTES, broken, seals_of
 from kvrecall.engines.vllm.retrieval.steps import SparseSequence, SparseStep
 from kvrecall.engines.vllm.warmth import WORKER
 from kvrecall.engines.vllm.wire import Departure
-from kvrecall.errors import EngineError
 from kvrecall.retrieval.coding import coded_width, encode
 from kvrecall.retrieval.layout import Layout
 from kvrecall.retrieval.native import native_search
@@ -47,25 +45,24 @@ class RetrievalLayer:
     def __init__(
         self,
         settings: RetrievalSettings,
-        shape: KernelShape,
-        reader: KeyReader,
+        kernel: RowKernel,
         activity: Activity,
         number: int | None = None,
     ) -> None:
         """``number``: the layer's, under which it is told where it chose blocks; None: nowhere."""
         self._number = number
         self._settings = settings
-        self._shape = shape
-        self._reader = reader
+        self._kernel = kernel
+        self._shape = shape = kernel.shape
         self._activity = activity
         self._layout = Layout.of(settings, shape.block_size)
         self._selector = selector_of(settings, self._layout)
         # Compiled now, and not while the first token waits.
         native_search(shape.group, self._layout.kind.parts * shape.head_dim)
-        self._rest = RestEstimator(shape, reader, self._layout) if self._layout.rest else None
+        self._rest = RestEstimator(kernel, self._layout) if self._layout.rest else None
         self._digests = torch.empty(0)
         self._seals = torch.empty(0, SEAL_BYTES, dtype=torch.uint8)
-        self._head = torch.arange(shape.kv_heads, dtype=torch.int32)[:, None]
+        self._head = torch.arange(shape.kv_heads, dtype=torch.int32, device=kernel.device)[:, None]
         self._recalled: dict[str, RecalledBlocks] = {}
 
     def digest(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> None:
@@ -155,13 +152,14 @@ class RetrievalLayer:
         table, seq_lens, plan = step.table, step.seq_lens, step.plan
         if any(one.taken is not None for one in found):
             table, seq_lens = _shortened(step, found, shape.block_size)
-            plan = schedule(shape, seq_lens, step.starts)
-        output = attend(
-            grouped, halves(kv_cache), table, seq_lens, step.starts, plan, scale, softcap
+            plan = self._kernel.plan(seq_lens, step.starts)
+        attended = self._kernel.attend(
+            grouped, kv_cache, table, seq_lens, step.starts, plan, scale, softcap
         )
+        output = attended.output
         if self._rest is not None:
             output = self._rest.added(
-                output, grouped, kv_cache, table, seq_lens, found, scale, softcap
+                attended, grouped, kv_cache, table, seq_lens, found, scale, softcap
             )
         return output.view(len(step.sequences), shape.heads, shape.head_dim)
 
@@ -246,29 +244,25 @@ class RetrievalLayer:
         """Notes, now and then, which of the middle blocks were chosen: ``[kv_heads, chosen]``."""
         if self._number is not None and self._activity.steps_sparse % SEEN_EVERY == 1:
             middle = np.arange(split.init, split.local)
-            WORKER.note(self._number, middle, chosen.numpy() + split.init, split.blocks)
+            WORKER.note(self._number, middle, chosen.cpu().numpy() + split.init, split.blocks)
 
     def _ahead_of(self, split: Split) -> int:
         return math.ceil(split.middle * self._settings.prefetch_share)
 
     def _digests_of(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         """As they are kept: int8 ``[blocks, kv_heads, rows, width]``."""
-        keys = self._reader.read(kv_cache, block_ids)
-        values = None if self._rest is None else self._rest.values.read(kv_cache, block_ids)
+        keys = self._kernel.keys.read(kv_cache, block_ids)
+        values = None if self._rest is None else self._kernel.values.read(kv_cache, block_ids)
         return encode(self._layout.rows_of(keys, values), self._layout.rest)
 
     def _make_room(self, kv_cache: torch.Tensor) -> None:
         if self._digests.numel():
             return
         blocks, kv_heads = kv_cache.shape[:2]
-        if not kv_cache.is_contiguous():
-            raise EngineError(
-                f"retrieval attention needs each layer's KV cache in one piece; this one has shape "
-                f"{tuple(kv_cache.shape)} and strides {kv_cache.stride()}. Take `retrieval` out of "
-                "VLLM_PLUGINS"
-            )
+        self._kernel.check(kv_cache)
         width = coded_width(self._layout.kind.parts * self._shape.head_dim)
-        self._digests = torch.empty(kv_heads, blocks, self._layout.rows, width, dtype=torch.int8)
+        size = (kv_heads, blocks, self._layout.rows, width)
+        self._digests = torch.empty(size, dtype=torch.int8, device=kv_cache.device)
         self._seals = torch.empty(blocks, SEAL_BYTES, dtype=torch.uint8)
 
 
@@ -290,9 +284,10 @@ def _shortened(
     """The step's table and lengths without the blocks that are not taken."""
     heads = len(step.table) // len(found)
     lacking = torch.cat([one.untaken(heads) for one in found])
-    ends = torch.tensor([one.split.init + one.split.chosen for one in found])
+    device = step.table.device
+    ends = torch.tensor([one.split.init + one.split.chosen for one in found], device=device)
     after = ends.repeat_interleave(heads) - lacking
-    places = torch.arange(step.table.shape[1])[None]
+    places = torch.arange(step.table.shape[1], device=device)[None]
     places = places + (places >= after[:, None]) * lacking[:, None]
     table = step.table.gather(1, places.clamp(max=step.table.shape[1] - 1))
     return table, step.seq_lens - lacking.to(torch.int32) * block_size

@@ -18,15 +18,10 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from kvrecall.engines.vllm.retrieval.activity import Activity
 from kvrecall.engines.vllm.retrieval.freshness import Freshness
-from kvrecall.engines.vllm.retrieval.kernel import (
-    KernelShape,
-    attend,
-    halves,
-    reader_of,
-    schedule,
-)
+from kvrecall.engines.vllm.retrieval.kernel import CpuKernel, attend, halves, schedule
 from kvrecall.engines.vllm.retrieval.layer import RetrievalLayer
 from kvrecall.engines.vllm.retrieval.recalled import OffloadedSequence, Records
+from kvrecall.engines.vllm.retrieval.rows import KernelShape
 from kvrecall.engines.vllm.retrieval.steps import BatchRow, SparseStep, StepPlanner
 from kvrecall.engines.vllm.wire import Departure
 from kvrecall.retrieval.settings import Regime, RetrievalSettings
@@ -132,9 +127,9 @@ class _Trial:
         self._starts = torch.tensor([0, 1], dtype=torch.int32)
         self._dense_plan = schedule(shape, self._seq_lens, self._starts, whole=True)
         self._activity = Activity()
-        reader = reader_of(shape)
+        self._kernel = CpuKernel(shape)
         self._layers = [
-            RetrievalLayer(settings, shape, reader, self._activity) for _ in self._caches
+            RetrievalLayer(settings, self._kernel, self._activity) for _ in self._caches
         ]
 
     def run(self, rounds: int) -> DecodeTimes:
@@ -172,7 +167,7 @@ class _Trial:
         split = split_of(self._rows[0].tokens, BLOCK, self._settings)
         sequence, caches, table = self._depart(split)
         settings = replace(self._settings, gate=False, dense_boundary=0)
-        planner = StepPlanner(settings, self._shape, Freshness(BLOCK), Activity())
+        planner = StepPlanner(settings, self._kernel, Freshness(BLOCK), Activity())
         away = planner.plan(self._rows, table, {0: sequence})
         here = self._step()
         assert away is not None
@@ -263,7 +258,7 @@ class _Trial:
     def _step(self, **changed: Any) -> SparseStep | None:
         """Plans the step anew, by the settings with these changed."""
         settings = replace(self._settings, **{"gate": False, "dense_boundary": 0, **changed})
-        planner = StepPlanner(settings, self._shape, Freshness(BLOCK), Activity())
+        planner = StepPlanner(settings, self._kernel, Freshness(BLOCK), Activity())
         return planner.plan(self._rows, self._table)
 
 

@@ -72,6 +72,21 @@ class WholeLayer(Layer, Protocol):
     def place(self, layer_at: int) -> None:
         """Where in a block's record this layer's page is."""
 
+    def forget(self, key: str, memory: bool = True) -> None:
+        """The sequence is no more; with ``memory`` False it will be back in the next step."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        sequence: OffloadedSequence,
+        table: torch.Tensor,
+        tokens: int,
+        scale: float,
+        softcap: float,
+    ) -> torch.Tensor:
+        """Attention of the sequence's last tokens ``[tokens, heads, dim]`` over all of it."""
+
 
 class Offload:
     """The offloaded sequences of one KV group. Owned by the worker's thread."""

@@ -1,8 +1,8 @@
 """What was not chosen, estimated: the attention that a block would have had, were all its keys its
 mean key and all its values its mean value.
 
-vLLM's kernel does not tell the normaliser of what it attended to, so the logits of the attended
-keys are computed once more: this costs about as much as the attention itself.
+vLLM's CPU kernel does not tell the normaliser of what it attended to, so the logits of the attended
+keys are computed once more there: this costs about as much as the attention itself.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrecall.engines.vllm.retrieval.kernel import KernelShape, reader_of
-from kvrecall.engines.vllm.retrieval.packing import KeyReader
+from kvrecall.engines.vllm.retrieval.rows import Attended, RowKernel
 from kvrecall.retrieval.layout import Layout
 from kvrecall.retrieval.paged import Part, merged
 from kvrecall.retrieval.split import Split
@@ -34,29 +33,29 @@ class Chosen:
     def untaken(self, heads: int) -> torch.Tensor:
         """Blocks of each KV head that are not taken: int64 ``[kv_heads]``."""
         if self.taken is None:
-            return torch.zeros(heads, dtype=torch.int64)
+            return torch.zeros(heads, dtype=torch.int64, device=self.places.device)
         return (~self.taken).sum(-1)
 
     @property
     def left_out(self) -> torch.Tensor:
         """Middle blocks that do not take part: bool ``[kv_heads, middle]``."""
         heads = len(self.places)
-        out = torch.ones(heads, self.split.middle, dtype=torch.bool)
+        device = self.places.device
+        out = torch.ones(heads, self.split.middle, dtype=torch.bool, device=device)
         return out.scatter_(1, self.places, False)
 
 
 class RestEstimator:
-    """Adds the estimate in one layer. ``values``: reads values back."""
+    """Adds the estimate in one layer."""
 
-    def __init__(self, shape: KernelShape, keys: KeyReader, layout: Layout) -> None:
-        self._shape = shape
-        self._keys = keys
+    def __init__(self, kernel: RowKernel, layout: Layout) -> None:
+        self._shape = kernel.shape
+        self._keys = kernel.keys
         self._layout = layout
-        self.values = reader_of(shape, values=True)
 
     def added(
         self,
-        output: torch.Tensor,
+        attended: Attended,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         table: torch.Tensor,
@@ -65,30 +64,48 @@ class RestEstimator:
         scale: float,
         softcap: float,
     ) -> torch.Tensor:
-        """Attention ``[sequences * kv_heads, group, dim]`` over what the table names and the
-        estimate of what it does not. ``query``: of the output's shape."""
+        """Attention ``[sequences * kv_heads, group, dim]`` over what the table names, which is
+        ``attended``, and the estimate of what it does not. ``query``: of that shape."""
         heads = self._shape.kv_heads
-        size = self._shape.block_size
-        rows = kv_cache.view(-1, 1, *kv_cache.shape[2:])
-        results = torch.empty_like(output)
-        for row, length in enumerate(seq_lens.tolist()):
-            ids = table[row, : -(-length // size)].to(torch.int64)
-            keys = self._keys.read(rows, ids).flatten(0, 2)[:length].float()
-            one = query[row].float()
-            lse = _capped(one @ keys.T * scale, softcap).logsumexp(-1)
+        lse = attended.lse
+        if lse is None:
+            lse = self._normalisers(query, kv_cache, table, seq_lens, scale, softcap)
+        results = torch.empty_like(attended.output)
+        for row in range(len(query)):
             chosen = found[row // heads]
             assert chosen.digests is not None
             left = chosen.left_out[row % heads]
-            attended = Part(output[row].float(), lse)
+            result = attended.output[row].float()
             if left.any():
-                rest = self._rest(one, chosen.digests[row % heads, left], scale, softcap)
+                coded = chosen.digests[row % heads, left]
+                rest = self._rest(query[row].float(), coded, scale, softcap)
                 both = Part(
-                    torch.stack([attended.output, rest.output])[None],
-                    torch.stack([attended.lse, rest.lse])[None],
+                    torch.stack([result, rest.output])[None],
+                    torch.stack([lse[row], rest.lse])[None],
                 )
-                attended = Part(merged(both).output[0], lse)
-            results[row] = attended.output.to(results.dtype)
+                result = merged(both).output[0]
+            results[row] = result.to(results.dtype)
         return results
+
+    def _normalisers(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        scale: float,
+        softcap: float,
+    ) -> torch.Tensor:
+        """Of what the table names: float32 ``[rows, group]``."""
+        size = self._shape.block_size
+        cache = kv_cache.view(-1, 1, *kv_cache.shape[2:])
+        found = []
+        for row, length in enumerate(seq_lens.tolist()):
+            ids = table[row, : -(-length // size)].to(torch.int64)
+            keys = self._keys.read(cache, ids).flatten(0, 2)[:length].float()
+            logits = _capped(query[row].float() @ keys.T * scale, softcap)
+            found.append(logits.logsumexp(-1))
+        return torch.stack(found)
 
     def _rest(self, query: torch.Tensor, rows: torch.Tensor, scale: float, softcap: float) -> Part:
         """``query``: ``[group, dim]``; ``rows``: ``[blocks, rows, width]`` of the blocks left

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from kvrecall.engines.vllm.retrieval.activity import Activity
 from kvrecall.engines.vllm.retrieval.freshness import Freshness
-from kvrecall.engines.vllm.retrieval.kernel import KernelShape, schedule
 from kvrecall.engines.vllm.retrieval.recalled import OffloadedSequence
+from kvrecall.engines.vllm.retrieval.rows import RowKernel
 from kvrecall.retrieval.gate import Gate
 from kvrecall.retrieval.settings import Regime, RetrievalSettings
 from kvrecall.retrieval.split import Split, split_of
@@ -67,7 +68,19 @@ class SparseStep:
     table: torch.Tensor
     seq_lens: torch.Tensor
     starts: torch.Tensor
-    plan: torch.Tensor
+    plan: Any
+
+    def on(self, device: torch.device) -> SparseStep:
+        """The same with its tensors there."""
+        if device.type == "cpu":
+            return self
+        sequences = tuple(
+            replace(one, blocks=one.blocks.to(device), places=one.places.to(device))
+            for one in self.sequences
+        )
+        table, seq_lens = self.table.to(device), self.seq_lens.to(device)
+        stale, starts = self.stale.to(device), self.starts.to(device)
+        return SparseStep(stale, sequences, table, seq_lens, starts, self.plan)
 
 
 class StepPlanner:
@@ -76,12 +89,13 @@ class StepPlanner:
     def __init__(
         self,
         settings: RetrievalSettings,
-        shape: KernelShape,
+        kernel: RowKernel,
         freshness: Freshness,
         activity: Activity,
     ) -> None:
         self._settings = settings
-        self._shape = shape
+        self._kernel = kernel
+        self._shape = shape = kernel.shape
         self._freshness = freshness
         self._activity = activity
         self._gate = Gate(settings, shape.token_bytes)
@@ -94,8 +108,8 @@ class StepPlanner:
     ) -> SparseStep | None:
         """The step's plan, None if nothing is to be done beside dense attention.
 
-        ``block_table``: int32 ``[requests, blocks]``. ``offloaded``: rows of sequences that are
-        off the device in part.
+        ``block_table``: int32 ``[requests, blocks]``, on the host. ``offloaded``: rows of sequences
+        that are off the device in part.
         """
         self._activity.steps += 1
         stale = []
@@ -123,7 +137,8 @@ class StepPlanner:
         digested = torch.cat(stale)
         self._activity.blocks_digested += len(digested)
         if not sequences:
-            return _only_digest(digested) if len(digested) else None
+            made = _only_digest(digested)
+            return made.on(self._kernel.device) if len(digested) else None
         self._activity.steps_sparse += 1
         self._activity.sequences_sparse += len(sequences)
         return self._step(digested, sequences, block_table)
@@ -159,10 +174,11 @@ class StepPlanner:
         lens = [sequence.split.attended_tokens for sequence in sequences]
         seq_lens = torch.tensor(lens, dtype=torch.int32).repeat_interleave(heads)
         starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32)
-        plan = schedule(self._shape, seq_lens, starts)
-        return SparseStep(stale, tuple(sequences), table, seq_lens, starts, plan)
+        plan = self._kernel.plan(seq_lens, starts)
+        made = SparseStep(stale, tuple(sequences), table, seq_lens, starts, plan)
+        return made.on(self._kernel.device)
 
 
 def _only_digest(stale: torch.Tensor) -> SparseStep:
     none = torch.empty(0, dtype=torch.int32)
-    return SparseStep(stale, (), none, none, none, none)
+    return SparseStep(stale, (), none, none, none, None)

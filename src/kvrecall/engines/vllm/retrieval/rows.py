@@ -1,0 +1,95 @@
+"""What attends to chosen blocks of a paged cache, whatever the machine.
+
+The cache is ``[blocks, kv_heads, tokens, 2 * dim]``, keys and values in whatever order. Every
+(sequence, KV head) is a row of its own, so that each may have its own blocks; a row names a block
+of a head by ``block * kv_heads + head``. Keys are stored after rotary embedding, so the order of
+blocks means nothing; only the last one, which may be partial, must stay last.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class KernelShape:
+    """What a kernel is told about a group of layers. ``isa``: the CPU's instruction set."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    isa: str
+
+    @property
+    def group(self) -> int:
+        """Query heads to a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of a token, in one layer."""
+        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class BlockReader(Protocol):
+    """Reads keys, or values, back out of a cache."""
+
+    def read(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+        """Of these blocks: ``[blocks, kv_heads, tokens, dim]``, of the cache's dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """``output``: ``[rows, group, dim]`` of the query's dtype. ``lse``: float32 ``[rows, group]``,
+    the logarithm of the softmax's normaliser; None if the kernel does not tell."""
+
+    output: torch.Tensor
+    lse: torch.Tensor | None = None
+
+
+class RowKernel(ABC):
+    """Attention of one token a row over the blocks the row names. ``device``: where the cache is,
+    and all tensors that are given and returned."""
+
+    shape: KernelShape
+    device: torch.device
+
+    @property
+    @abstractmethod
+    def keys(self) -> BlockReader:
+        """Reads keys."""
+
+    @property
+    @abstractmethod
+    def values(self) -> BlockReader:
+        """Reads values."""
+
+    @abstractmethod
+    def check(self, kv_cache: torch.Tensor) -> None:
+        """Raises EngineError for a cache it cannot attend to."""
+
+    @abstractmethod
+    def plan(self, seq_lens: torch.Tensor, starts: torch.Tensor) -> Any:
+        """What the kernel wants to know before, once for all layers. ``seq_lens``: int32, tokens
+        in each row's blocks; ``starts``: int32, 0, 1, 2 ... to the number of rows. On the host."""
+
+    @abstractmethod
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        starts: torch.Tensor,
+        plan: Any,
+        scale: float,
+        softcap: float,
+    ) -> Attended:
+        """``query``: contiguous ``[rows, group, dim]``; ``table``: int32 ``[rows, width]``;
+        ``softcap``: 0: none."""

@@ -1,0 +1,60 @@
+"""The search for blocks on a device: products of coded queries and digests, by a Triton kernel.
+
+It has run in Triton's interpreter only (tests/retrieval/search_cases.py), never on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvrecall.errors import EngineError
+
+_ROWS_AT_ONCE = 128
+
+
+def fits(coded: torch.Tensor) -> bool:
+    """Whether the kernel takes rows ``[heads, blocks, rows, width + 4]``: a power of two of them
+    to a block, each a whole number of four bytes and in one piece."""
+    _, _, rows, width = coded.shape
+    aligned = width % 4 == 0 and all(step % 4 == 0 for step in coded.stride()[:-1])
+    return rows > 0 and rows & (rows - 1) == 0 and coded.stride(-1) == 1 and aligned
+
+
+def best_by_triton(
+    codes: torch.Tensor, scales: torch.Tensor, coded: torch.Tensor, places: torch.Tensor | None
+) -> torch.Tensor:
+    """As ``coding.best_products``, for what ``fits``. ``codes``: int8 ``[heads, group, width]``;
+    ``scales``: float32 ``[heads, group, 1]``."""
+    heads, group, width = codes.shape
+    blocks = coded.shape[1] if places is None else places.shape[1]
+    rows = coded.shape[2]
+    best = torch.empty(heads, group, blocks, dtype=torch.float32, device=coded.device)
+    if not blocks:
+        return best
+    floats = coded.view(torch.float32)
+    tile = max(1, _ROWS_AT_ONCE // rows)
+    _kernel()[(heads, -(-blocks // tile))](
+        codes.contiguous(), scales.contiguous(), coded, floats,
+        coded if places is None else places.contiguous(), best, blocks,
+        *coded.stride()[:3], *floats.stride()[:2],
+        GROUP=group, PADDED=max(16, _power(group)), WIDTH=width, WIDE=max(32, _power(width)),
+        ROWS=rows, TILE=tile, PLACED=places is not None,
+    )  # fmt: skip
+    return best
+
+
+def _power(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()
+
+
+def _kernel() -> Any:
+    try:
+        from kvrecall.retrieval.search_triton import best_rows
+    except ImportError as error:
+        raise EngineError(
+            "retrieval attention on a GPU needs triton, which vLLM for CUDA brings; install it"
+        ) from error
+    return best_rows
