@@ -5,6 +5,7 @@ Its own process, so that a test can kill it, and so that engines never share sta
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -21,6 +22,9 @@ def main() -> None:
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(setup.pop("kv_space_gib", 1))
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler side lives here
     os.environ.update(setup.pop("env", {}))
+    if "prelude" in setup:  # a module of the tests to be imported before vLLM
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        importlib.import_module(setup.pop("prelude"))
     answer(replies, lambda: Host(setup))
     host = Host.instance
     if host is None:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from kvrecall.engines.vllm import compat
 from kvrecall.engines.vllm.retrieval.activity import Activity, ActivityLog
+from kvrecall.engines.vllm.retrieval.attending import RetrievalAttention
 from kvrecall.engines.vllm.retrieval.checks import (
-    LatentAttentionRefused,
     require_block_size,
     require_engine,
     require_layer,
@@ -19,6 +20,7 @@ from kvrecall.engines.vllm.retrieval.checks import (
 from kvrecall.engines.vllm.retrieval.freshness import Freshness
 from kvrecall.engines.vllm.retrieval.kernel import CpuKernel
 from kvrecall.engines.vllm.retrieval.packing import KeyReader
+from kvrecall.engines.vllm.retrieval.plugin import require_retrieval
 from kvrecall.engines.vllm.retrieval.steps import BatchRow, StepPlanner
 from kvrecall.errors import EngineError
 from kvrecall.retrieval.settings import RetrievalSettings
@@ -207,6 +209,22 @@ def test_layers_that_cannot_choose_are_refused(changed: dict[str, Any]) -> None:
         require_layer(SimpleNamespace(**{**plain, **changed}))
 
 
-def test_latent_attention_is_refused_whatever_is_asked_of_it() -> None:
+class MLAAttention:
+    impl = None
+
+
+def test_layers_of_other_backends_are_refused() -> None:
+    """They would be served densely, and nothing would say so."""
     with pytest.raises(EngineError, match="MLA"):
-        LatentAttentionRefused.get_name()
+        require_retrieval(MLAAttention())
+    layer = SimpleNamespace(impl=None, attn_backend=SimpleNamespace(get_name=lambda: "FLEX"))
+    with pytest.raises(EngineError, match="backend FLEX; pass --attention-backend CPU_ATTN"):
+        require_retrieval(layer)
+    require_retrieval(SimpleNamespace(impl=RetrievalAttention))
+
+
+def test_no_offload_elsewhere_than_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "is_on_cpu", lambda: False)
+    with pytest.raises(EngineError, match=r"CPU platform only.*above max_model_len=100000"):
+        require_engine(pooled(), RetrievalSettings())
+    require_engine(pooled(), replace(RetrievalSettings(), offload_boundary=100_001))

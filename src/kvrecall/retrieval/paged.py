@@ -17,6 +17,8 @@ import torch
 from kvrecall.errors import EngineError
 
 _TOKENS_A_PROGRAM = 512
+_TOKENS_AT_ONCE = 64
+"""More do not fit a multiprocessor's registers (tests/retrieval/test_paged.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +46,7 @@ class Paged:
         return self.keys.shape[2]
 
 
-def attend_plainly(
-    query: torch.Tensor, paged: Paged, scale: float, softcap: float = 0.0
-) -> Part:
+def attend_plainly(query: torch.Tensor, paged: Paged, scale: float, softcap: float = 0.0) -> Part:
     """The oracle. ``query``: ``[rows, group, dim]``; ``softcap``: logits are held within it by a
     hyperbolic tangent; 0: they are not."""
     outputs, normalisers = [], []
@@ -90,7 +90,7 @@ def attend_by_triton(
         scale, softcap, paged.kv_heads, paged.table.stride(0), share,
         *paged.keys.stride(), *paged.values.stride(),
         GROUP=group, PADDED=max(16, _power(group)), DIM=dim, WIDE=max(16, _power(dim)), SIZE=size,
-        CAPPED=softcap > 0,
+        TILE=min(size, _TOKENS_AT_ONCE), CAPPED=softcap > 0,
     )  # fmt: skip
     return merged(Part(output, lse))
 

@@ -11,7 +11,8 @@ import torch
 
 from kvrecall.errors import EngineError
 
-_ROWS_AT_ONCE = 128
+_ROWS_AT_ONCE = 64
+"""More do not fit a multiprocessor's registers (tests/retrieval/test_paged.py)."""
 
 
 def fits(coded: torch.Tensor) -> bool:

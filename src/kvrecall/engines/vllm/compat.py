@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,13 +184,20 @@ def shard_position(nbytes: int, replicas: int) -> int:
     return before + tensor.rank_in_group // replicas * nbytes
 
 
-def require_cpu_attention() -> None:
-    """Raises EngineError where vLLM does not attend by its CPU backend."""
+def is_on_cpu() -> bool:
+    """Whether this is vLLM's CPU platform."""
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
+    return bool(current_platform.is_cpu())
+
+
+def require_attention() -> None:
+    """Raises EngineError where retrieval attention is not to be had."""
+    from vllm.platforms import current_platform
+
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
         raise EngineError(
-            "retrieval attention runs on vLLM's CPU platform only in this version, and this is "
+            "retrieval attention runs on vLLM's CPU and CUDA platforms, and this is "
             f"{current_platform.device_name}; take `retrieval` out of VLLM_PLUGINS"
         )
     if engine_version() != TESTED_VERSION:
@@ -200,13 +207,12 @@ def require_cpu_attention() -> None:
         )
 
 
-def override_cpu_attention(attention: str, latent: str) -> None:
-    """Puts the named classes in place of the CPU's attention and latent-attention backends."""
+def override_attention(ours: Mapping[str, str]) -> None:
+    """Puts classes, told by their paths, in place of vLLM's attention backends of these names."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    register_backend(AttentionBackendEnum.CPU_ATTN, attention)
-    for name in ("CPU_MLA", "AMX_MLA"):
-        register_backend(AttentionBackendEnum[name], latent)
+    for name, path in ours.items():
+        register_backend(AttentionBackendEnum[name], path)
 
 
 def layer_index(layer_name: str) -> int:
@@ -260,8 +266,10 @@ def take_offload(vllm_config: Any, orders: Any, records: Any) -> set[str]:
     return set() if impl is None else impl.take_offload(orders, caches, records)
 
 
-def override_kv_cache_spec() -> None:
-    """Full-attention layers get a spec whose blocks may leave the device. Others keep theirs."""
+def override_kv_cache_spec(require: Callable[[Any], None]) -> None:
+    """Full-attention layers get a spec whose blocks may leave the device. Others keep theirs.
+    ``require``: raises for a layer that is not to be served."""
+    from vllm.model_executor.layers.attention import MLAAttention
     from vllm.model_executor.layers.attention.attention import Attention
     from vllm.v1.kv_cache_interface import FullAttentionSpec
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
@@ -275,11 +283,13 @@ def override_kv_cache_spec() -> None:
         return
 
     def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
+        require(self)
         made = plain(self, vllm_config)
         return OffloadableSpec.of(made) if type(made) is FullAttentionSpec else made
 
     get_kv_cache_spec.kvrecall = True  # type: ignore[attr-defined]
     Attention.get_kv_cache_spec = get_kv_cache_spec
+    MLAAttention.get_kv_cache_spec = lambda self, vllm_config: require(self)
 
 
 def begin_lost_anew() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -28,6 +28,8 @@ class RetrievalAttention:
     head_size: int
     scale: float
     logits_soft_cap: float
+    keeps_digests: ClassVar[bool] = True
+    """Whether the pool keeps digests with a block. Else they are computed anew once it is back."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -70,16 +72,18 @@ class RetrievalAttention:
 
     def digest_pages(self, caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the pool is to keep beside the KV of the group; see compat.digest_pages."""
-        return {} if self._offload is None else self._offload.digest_pages(caches)
+        if self._offload is None or not self.keeps_digests:
+            return {}
+        return self._offload.digest_pages(caches)
 
     def before_store(self, block_ids: Sequence[int], caches: Mapping[str, torch.Tensor]) -> None:
         """These blocks go to the pool, with their digests."""
-        if self._offload is not None:
+        if self._offload is not None and self.keeps_digests:
             self._offload.refresh(block_ids, caches)
 
     def note_restored(self, block_ids: Iterable[int]) -> None:
-        """These blocks were loaded from the pool, with their digests."""
-        if self._offload is not None:
+        """These blocks were loaded from the pool, with their digests if it keeps them."""
+        if self._offload is not None and self.keeps_digests:
             self._offload.restored(block_ids)
 
     def activity(self) -> dict[str, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from kvrecall.engines.vllm import compat
 from kvrecall.errors import EngineError
 from kvrecall.retrieval.settings import RetrievalSettings
 
@@ -69,7 +70,7 @@ def require_layer(impl: Any) -> None:
     """Raises EngineError for an attention layer that cannot attend to chosen blocks."""
     if impl.attn_type != "decoder":
         raise _refusal(f"{impl.attn_type} attention", "serve a decoder")
-    if impl.sliding_window != -1:
+    if impl.sliding_window not in (None, -1, (-1, -1)):
         raise _refusal("sliding-window attention", "serve a model with full attention")
     if impl.alibi_slopes is not None:
         raise _refusal("ALiBi positions", "serve a model with rotary positions")
@@ -91,6 +92,8 @@ def offload_hindrance(vllm_config: Any) -> str | None:
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     if transfer is None or transfer.kv_connector != "RecallConnector":
         return "it has no pool to keep them in (use RecallConnector)"
+    if not compat.is_on_cpu():
+        return "that is built for vLLM's CPU platform only"
     if parallel.pipeline_parallel_size > 1:
         return "steps of a pipeline overlap (use tensor parallelism)"
     if vllm_config.scheduler_config.async_scheduling:
@@ -102,10 +105,12 @@ def _refusal(what: str, cure: str) -> EngineError:
     return EngineError(f"retrieval attention does not work with {what}; {cure}, {_WAY_OUT}")
 
 
-class _Refused(type):
-    def __getattr__(cls, name: str) -> Any:
-        raise _refusal("latent attention (MLA)", "serve a model with ordinary attention")
+def wrong_backend(layer: Any) -> EngineError:
+    """What is said of a layer whose attention backend is not one of ours."""
+    from kvrecall.engines.vllm.retrieval.plugin import CPU_BACKENDS, CUDA_BACKENDS
 
-
-class LatentAttentionRefused(metaclass=_Refused):
-    """Stands in for vLLM's latent-attention backends: whatever is asked of it is refused."""
+    if type(layer).__name__.startswith("MLA"):
+        return _refusal("latent attention (MLA)", "serve a model with ordinary attention")
+    name = layer.attn_backend.get_name()
+    ours = CPU_BACKENDS if compat.is_on_cpu() else CUDA_BACKENDS
+    return _refusal(f"the attention backend {name}", f"pass --attention-backend {min(ours)}")

@@ -17,22 +17,27 @@ NAME = "retrieval"
 SWITCH = "KVRECALL_RETRIEVAL"
 """Set to 1 by ``kvrecall serve --retrieval``, for the engine's processes."""
 
-_BACKEND = "kvrecall.engines.vllm.retrieval.backend.RetrievalBackend"
-_REFUSAL = "kvrecall.engines.vllm.retrieval.checks.LatentAttentionRefused"
+_HERE = "kvrecall.engines.vllm.retrieval"
+CPU_BACKENDS = {"CPU_ATTN": f"{_HERE}.backend.RetrievalBackend"}
+CUDA_BACKENDS = {
+    "FLASH_ATTN": f"{_HERE}.cuda.FlashBackend",
+    "TRITON_ATTN": f"{_HERE}.cuda.TritonBackend",
+}
+"""Ours, by the names of vLLM's that they take the place of."""
 _on: list[bool] = []
 
 
 def register() -> None:
-    """Puts retrieval attention in place of vLLM's CPU attention, if it was asked for."""
+    """Puts retrieval attention in place of vLLM's attention, if it was asked for."""
     if not asked_for(os.environ):
         return
     from kvrecall.engines.vllm import compat
 
     RetrievalSettings.from_environ(os.environ)  # what is wrong there is told at once
     _on[:] = [True]
-    compat.require_cpu_attention()
-    compat.override_cpu_attention(_BACKEND, _REFUSAL)
-    compat.override_kv_cache_spec()
+    compat.require_attention()
+    compat.override_attention(CPU_BACKENDS if compat.is_on_cpu() else CUDA_BACKENDS)
+    compat.override_kv_cache_spec(require_retrieval)
     compat.begin_lost_anew()
 
 
@@ -61,6 +66,14 @@ def active_settings(vllm_config: Any) -> RetrievalSettings:
             "VLLM_PLUGINS before vLLM starts"
         )
     return settings_of(vllm_config, os.environ)
+
+
+def require_retrieval(layer: Any) -> None:
+    """Raises EngineError for an attention layer that would be served densely all the same."""
+    if not hasattr(layer.impl, "take_offload"):
+        from kvrecall.engines.vllm.retrieval.checks import wrong_backend
+
+        raise wrong_backend(layer)
 
 
 def settings_of(vllm_config: Any, environ: Mapping[str, str]) -> RetrievalSettings:

@@ -1,0 +1,93 @@
+"""vLLM's attention backends for NVIDIA GPUs, with retrieval.
+
+Prefill and dense decoding are theirs; sparse decoding is our own Triton kernel. What a step does
+depends on how long its sequences are, so attention is not captured in CUDA graphs: vLLM captures
+what lies between the layers' attention (piecewise).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadataBuilder,
+)
+
+from kvrecall.engines.vllm.retrieval.attending import RetrievalAttention
+from kvrecall.engines.vllm.retrieval.building import RetrievalBuilding
+from kvrecall.engines.vllm.retrieval.rows import KernelShape
+from kvrecall.engines.vllm.retrieval.tritonkernel import TritonKernel
+
+
+class DeviceBuilding(RetrievalBuilding):
+    """Retrieval beside the dense metadata of a backend for GPUs."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    supports_update_block_table: bool = False
+    device: torch.device
+
+    def make_kernel(self, kv_cache_spec: Any) -> TritonKernel:
+        heads = self.vllm_config.model_config.get_num_attention_heads(
+            self.vllm_config.parallel_config
+        )
+        spec = kv_cache_spec
+        shape = (heads, spec.num_kv_heads, spec.head_size, self.block_size, spec.dtype, "")
+        return TritonKernel(KernelShape(*shape), self.device)
+
+
+class DeviceAttention(RetrievalAttention):
+    """Retrieval over the dense attention of a backend for GPUs."""
+
+    keeps_digests = False
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        return False
+
+
+class FlashBuilder(DeviceBuilding, FlashAttentionMetadataBuilder):
+    """With FlashAttention's metadata."""
+
+
+class FlashImpl(DeviceAttention, FlashAttentionImpl):
+    """With FlashAttention."""
+
+
+class FlashBackend(FlashAttentionBackend):
+    """Registered in place of FLASH_ATTN, and goes by its name: the KV bytes are the same."""
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashAttentionImpl]:
+        return FlashImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
+        return FlashBuilder
+
+
+class TritonBuilder(DeviceBuilding, TritonAttentionMetadataBuilder):
+    """With the metadata of vLLM's Triton attention."""
+
+
+class TritonImpl(DeviceAttention, TritonAttentionImpl):
+    """With vLLM's Triton attention."""
+
+
+class TritonBackend(TritonAttentionBackend):
+    """Registered in place of TRITON_ATTN, and goes by its name."""
+
+    @staticmethod
+    def get_impl_cls() -> type[TritonAttentionImpl]:
+        return TritonImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TritonAttentionMetadataBuilder]:
+        return TritonBuilder

@@ -1,0 +1,124 @@
+"""Retrieval as on a GPU: vLLM's Triton attention in a real engine, and ours over it, all kernels
+in Triton's interpreter. What it cannot show: streams, CUDA graphs, FlashAttention, time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine.engine import Engine, EngineFailed, prompt_of
+
+from .test_engine import EXTENSION, activity, spent, tokens_of
+
+pytestmark = pytest.mark.engine
+pytest.importorskip("triton")
+
+BLOCK = 32
+BOUNDARIES = {
+    "VLLM_RETRIEVAL_INIT_TOKENS_NUM": "32",
+    "VLLM_RETRIEVAL_LOCAL_TOKENS_NUM": "32",
+    "VLLM_RETRIEVAL_DENSE_BOUNDARY": "200",
+    "VLLM_RETRIEVAL_OFFLOAD_BOUNDARY": "9999",
+    "VLLM_RETRIEVAL_DENSE_LAYERS": "1",
+    "VLLM_RETRIEVAL_GATE": "0",
+    "VLLM_RETRIEVAL_LEAST_BLOCKS": "1",
+}
+AS_GPU = {"prelude": "retrieval.asgpu"}
+INTERPRETED = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+MIXED = [40, 197, 300, 260]
+"""Dense, growing past the boundary, sparse."""
+DECODED = 6
+
+
+def retrieval(share: float) -> dict[str, str]:
+    return {**BOUNDARIES, "VLLM_PLUGINS": "retrieval", "VLLM_RETRIEVAL_TOPK_PERCENT": str(share)}
+
+
+@pytest.fixture(scope="module")
+def setup(model_folder: Callable[..., Path]) -> dict[str, Any]:
+    shape = {"hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32}
+    return {
+        "model": str(model_folder("qwen3", **shape)),
+        "dtype": "float32",
+        "block_size": BLOCK,
+        "max_model_len": 512,
+        "worker_extension_cls": EXTENSION,
+        "num_gpu_blocks_override": 64,
+    }
+
+
+@pytest.fixture(scope="module")
+def dense(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
+    return start(**setup, **AS_GPU, env=INTERPRETED)
+
+
+@pytest.fixture(scope="module")
+def whole(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
+    """Sparse with every middle block chosen, in a device cache too small for the mixed batch."""
+    setup = {**setup, "num_gpu_blocks_override": 20}
+    return start(**setup, **AS_GPU, env={**retrieval(1.0), **INTERPRETED})
+
+
+@pytest.fixture(scope="module")
+def sparse(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
+    pool = {"host_size": "64MiB", "load_or_compute": "load"}
+    return start(**setup, **AS_GPU, pool=pool, env={**retrieval(0.3), **INTERPRETED})
+
+
+@pytest.fixture(scope="module")
+def on_cpu(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
+    """The same settings with vLLM's CPU kernel."""
+    return start(**setup, env=retrieval(0.3))
+
+
+def prompts() -> list[list[int]]:
+    return [prompt_of(tokens, seed) for seed, tokens in enumerate(MIXED)]
+
+
+def answers(engine: Engine) -> list[list[int]]:
+    return tokens_of(engine.generate(prompts=prompts(), max_tokens=DECODED, ignore_eos=True))
+
+
+def test_the_share_of_all_gives_dense_tokens(dense: Engine, whole: Engine) -> None:
+    """In one batch of all regimes, and under preemption."""
+    want = answers(dense)
+    assert set(activity(dense).values()) == {0}
+    before = activity(whole)
+    assert answers(whole) == want
+    done = spent(whole, before)
+    assert done["blocks_selected"] == done["blocks_considered"] > 0
+
+
+def test_few_blocks_give_the_tokens_of_the_cpu_kernel(sparse: Engine, on_cpu: Engine) -> None:
+    before = activity(sparse)
+    got = answers(sparse)
+    assert got == answers(on_cpu)
+    done = spent(sparse, before)
+    assert 0 < done["blocks_selected"] < done["blocks_considered"]
+    names = ("steps_sparse", "blocks_considered", "blocks_selected", "blocks_attended")
+    there = activity(on_cpu)
+    assert {name: done[name] for name in names} == {name: there[name] for name in names}
+
+
+def test_a_prefix_from_the_pool_gives_the_tokens_of_a_device_hit(sparse: Engine) -> None:
+    """Digests do not come with it: they are computed anew."""
+    (prompt,) = prompts()[2:3]
+    want = sparse.ask(prompt, max_tokens=DECODED)
+    assert sparse.forget_device()
+    before = activity(sparse)
+    got = sparse.ask(prompt, max_tokens=DECODED)
+    assert got["cached"] == want["cached"] > 0
+    assert got["tokens"] == want["tokens"]
+    assert got["logprobs"] == want["logprobs"]
+    assert spent(sparse, before)["blocks_digested"] > 0
+
+
+def test_blocks_it_cannot_read_are_refused(
+    start: Callable[..., Engine], setup: dict[str, Any]
+) -> None:
+    setup = {**setup, "block_size": 48, "max_model_len": 480}
+    env = {**retrieval(0.3), **INTERPRETED, "VLLM_RETRIEVAL_DIGEST_TOKENS": "16"}
+    with pytest.raises(EngineFailed, match="power of two"):
+        start(**setup, **AS_GPU, env=env)
