@@ -1,4 +1,4 @@
-"""Run by test_paged.py in a process of its own: Triton decides when it is first imported whether
+"""Run by test_kernels.py in a process of its own: Triton decides when it is first imported whether
 kernels are interpreted."""
 
 from __future__ import annotations

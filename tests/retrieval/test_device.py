@@ -64,7 +64,8 @@ def whole(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
 @pytest.fixture(scope="module")
 def sparse(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
     pool = {"host_size": "64MiB", "load_or_compute": "load"}
-    return start(**setup, **AS_GPU, pool=pool, env={**retrieval(0.3), **INTERPRETED})
+    env = {**retrieval(0.3), **INTERPRETED, "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    return start(**setup, **AS_GPU, pool=pool, env=env)
 
 
 @pytest.fixture(scope="module")

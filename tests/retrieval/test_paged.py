@@ -1,13 +1,7 @@
-"""Attention over chosen blocks of a paged cache: the oracle, and the Triton kernel."""
+"""Attention over chosen blocks of a paged cache: the oracle. See also test_kernels.py."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
 import torch
 
 from kvrecall.retrieval import oracle
@@ -26,22 +20,6 @@ def cache(
     keys, values = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     query = torch.randn(len(lengths), group, dim).to(dtype)
     return query, Paged(keys, values, table, torch.tensor(lengths, dtype=torch.int32))
-
-
-def test_the_kernel_in_tritons_interpreter() -> None:
-    """On lengths that fill no block, one, or many: see paged_cases.py."""
-    pytest.importorskip("triton")
-    cases = Path(__file__).with_name("paged_cases.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert "41 passed" in done.stdout
 
 
 def test_the_oracle_agrees_with_the_one_of_masks() -> None:

@@ -3,7 +3,7 @@
 Every (sequence, KV head) has its own row of blocks. Both forms also return the logarithm of the
 softmax's normaliser, so that parts of a sequence attended to apart can be put together.
 
-The Triton form has run in Triton's interpreter only (tests/retrieval/test_paged.py), never on a
+The Triton form has run in Triton's interpreter only (tests/retrieval/test_kernels.py), never on a
 GPU: see docs/retrieval.md.
 """
 
@@ -18,7 +18,7 @@ from kvrecall.errors import EngineError
 
 _TOKENS_A_PROGRAM = 512
 _TOKENS_AT_ONCE = 64
-"""More do not fit a multiprocessor's registers (tests/retrieval/test_paged.py)."""
+"""More do not fit a multiprocessor's registers (tests/retrieval/test_kernels.py)."""
 
 
 @dataclass(frozen=True, slots=True)

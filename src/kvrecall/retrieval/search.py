@@ -1,6 +1,6 @@
 """The search for blocks on a device: products of coded queries and digests, by a Triton kernel.
 
-It has run in Triton's interpreter only (tests/retrieval/search_cases.py), never on a GPU.
+It has run in Triton's interpreter only (tests/retrieval/test_kernels.py), never on a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from kvrecall.errors import EngineError
 
 _ROWS_AT_ONCE = 64
-"""More do not fit a multiprocessor's registers (tests/retrieval/test_paged.py)."""
+"""More do not fit a multiprocessor's registers (tests/retrieval/test_kernels.py)."""
 
 
 def fits(coded: torch.Tensor) -> bool:
