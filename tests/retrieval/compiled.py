@@ -14,6 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kvrecall.retrieval.moving_triton import move_words
 from kvrecall.retrieval.paged_triton import attend_rows
 from kvrecall.retrieval.search_triton import best_rows
 
@@ -35,6 +36,7 @@ def uses() -> Any:
         sizes = {"GROUP": 4, "PADDED": 16, "WIDTH": width, "WIDE": wide}
         fixed = {**sizes, "ROWS": rows, "TILE": 64 // rows, "PLACED": placed}
         yield best_rows, {**BEST, "places": "*i64" if placed else "*i8"}, fixed
+    yield move_words, {"sources": "*i64", "targets": "*i64"}, {"AT_ONCE": 1024}
 
 
 def main(capability: int) -> None:

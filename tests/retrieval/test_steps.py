@@ -223,8 +223,12 @@ def test_layers_of_other_backends_are_refused() -> None:
     require_retrieval(SimpleNamespace(impl=RetrievalAttention))
 
 
-def test_no_offload_elsewhere_than_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_nothing_leaves_for_a_pool_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose memory goes with it, page-locked or not."""
+    served = pooled({"backend": "service"})
+    require_engine(served, RetrievalSettings())
     monkeypatch.setattr(compat, "is_on_cpu", lambda: False)
-    with pytest.raises(EngineError, match=r"CPU platform only.*above max_model_len=100000"):
-        require_engine(pooled(), RetrievalSettings())
-    require_engine(pooled(), replace(RetrievalSettings(), offload_boundary=100_001))
+    require_engine(pooled({"host_size": "1GiB"}), RetrievalSettings())
+    with pytest.raises(EngineError, match="memory of a service"):
+        require_engine(served, RetrievalSettings())
+    require_engine(served, replace(RetrievalSettings(), offload_boundary=100_001))

@@ -181,6 +181,7 @@ class StreamCopier(Copier):
     def __init__(self, arena: torch.Tensor, pages: Sequence[Pages], shard_offset: int) -> None:
         super().__init__(arena, pages, shard_offset)
         self._device = pages[0].rows.device
+        self._rows = [page.rows.view(len(page.rows), -1) for page in pages]
         self._in = _Lane(self._device)
         self._out = _Lane(self._device)
         _pin(arena, self._device)
@@ -196,9 +197,9 @@ class StreamCopier(Copier):
         rows = 0
         for run in runs_of(copy):
             rows += run.count
-            for page, layer_offset in zip(self._pages, self._layer_offsets, strict=True):
-                device = page.rows[run.block : run.block + run.count]
-                shape, steps = (run.count, page.page_bytes), (run.step, 1)
+            for rows_of, layer_offset in zip(self._rows, self._layer_offsets, strict=True):
+                device = rows_of[run.block : run.block + run.count]
+                shape, steps = tuple(device.shape), (run.step, 1)
                 host = self._arena.as_strided(shape, steps, run.offset + layer_offset)
                 if to_device:
                     device.copy_(host, non_blocking=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, ClassVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -20,16 +21,16 @@ from kvrecall.engines.vllm.retrieval.work import AwayRow, DenseRest, work_of
 from kvrecall.engines.vllm.wire import OffloadOrders
 from kvrecall.retrieval.settings import RetrievalSettings
 
+Whole = TypeVar("Whole", bound=WholeLayer)
 
-class RetrievalAttention:
+
+class RetrievalAttention(ABC, Generic[Whole]):
     """To be mixed into an attention implementation of vLLM's, before it."""
 
     num_heads: int
     head_size: int
     scale: float
     logits_soft_cap: float
-    keeps_digests: ClassVar[bool] = True
-    """Whether the pool keeps digests with a block. Else they are computed anew once it is back."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -40,7 +41,7 @@ class RetrievalAttention:
         self._freshness: Freshness | None = None
         self._offload: Offload | None = None
         self._retrieval: RetrievalLayer | None = None
-        self._whole: WholeLayer | None = None
+        self._whole: Whole | None = None
 
     @property
     def approximation(self) -> str:
@@ -52,7 +53,7 @@ class RetrievalAttention:
         freshness: Freshness,
         offload: Offload,
         layer: RetrievalLayer | None,
-        whole: WholeLayer | None,
+        whole: Whole | None,
     ) -> None:
         """Takes what the group shares, and this layer's parts; ``layer`` is None if it is to stay
         dense, ``whole`` if nothing leaves the device."""
@@ -72,18 +73,16 @@ class RetrievalAttention:
 
     def digest_pages(self, caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the pool is to keep beside the KV of the group; see compat.digest_pages."""
-        if self._offload is None or not self.keeps_digests:
-            return {}
-        return self._offload.digest_pages(caches)
+        return {} if self._offload is None else self._offload.digest_pages(caches)
 
     def before_store(self, block_ids: Sequence[int], caches: Mapping[str, torch.Tensor]) -> None:
         """These blocks go to the pool, with their digests."""
-        if self._offload is not None and self.keeps_digests:
+        if self._offload is not None:
             self._offload.refresh(block_ids, caches)
 
     def note_restored(self, block_ids: Iterable[int]) -> None:
-        """These blocks were loaded from the pool, with their digests if it keeps them."""
-        if self._offload is not None and self.keeps_digests:
+        """These blocks were loaded from the pool, with their digests."""
+        if self._offload is not None:
             self._offload.restored(block_ids)
 
     def activity(self) -> dict[str, int]:
@@ -118,7 +117,8 @@ class RetrievalAttention:
         if self._retrieval is None:
             assert away is not None
             self._attend_rest(layer, query, key, value, kv_cache, away.rest, output)
-            self._attend_away(query, kv_cache, away.rows, output)
+            for row in away.rows:
+                self._attend_away(layer, query, key, value, kv_cache, row, output)
             return output
         if step is not None:
             self._retrieval.digest(kv_cache, step.stale)
@@ -132,9 +132,8 @@ class RetrievalAttention:
             )
             output[tokens] = sparse.view_as(output[tokens])
         if away is not None:
-            prefills = [row for row in away.rows if row.prefills]
-            self._attend_away(query, kv_cache, prefills, output)
-            for row in prefills:
+            for row in (row for row in away.rows if row.prefills):
+                self._attend_away(layer, query, key, value, kv_cache, row, output)
                 assert self._whole is not None
                 self._whole.forget(row.sequence.key, memory=False)
         return output
@@ -164,22 +163,18 @@ class RetrievalAttention:
         )  # fmt: skip
         output[rest.tokens] = part
 
+    @abstractmethod
     def _attend_away(
         self,
+        layer: Any,
         query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
         kv_cache: torch.Tensor,
-        rows: Sequence[AwayRow],
+        row: AwayRow,
         output: torch.Tensor,
     ) -> None:
-        """Dense attention of sequences that are off the device in part."""
-        assert self._whole is not None
-        for row in rows:
-            part = query[row.places]
-            attended = self._whole.attend(
-                part.reshape(-1, self.num_heads, self.head_size).contiguous(),
-                kv_cache, row.sequence, row.table, row.tokens, self.scale, self.logits_soft_cap,
-            )  # fmt: skip
-            output[row.places] = attended.view_as(output[row.places])
+        """Dense attention of a sequence that is off the device in part."""
 
 
 _RESIDENCE = ("offload_boundary", "cache_share", "prefetch_share")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -15,6 +16,7 @@ from kvrecall.engines.vllm.retrieval.building import RetrievalBuilding
 from kvrecall.engines.vllm.retrieval.dense import DenseLayer
 from kvrecall.engines.vllm.retrieval.kernel import CpuKernel
 from kvrecall.engines.vllm.retrieval.rows import KernelShape
+from kvrecall.engines.vllm.retrieval.work import AwayRow
 
 
 class RetrievalBackend(CPUAttentionBackend):
@@ -40,5 +42,22 @@ class RetrievalMetadataBuilder(RetrievalBuilding, CPUAttentionMetadataBuilder):
         return DenseLayer(self._kernel.shape)
 
 
-class RetrievalImpl(RetrievalAttention, CPUAttentionBackendImpl):
+class RetrievalImpl(RetrievalAttention[DenseLayer], CPUAttentionBackendImpl):
     """Retrieval over vLLM's dense attention."""
+
+    def _attend_away(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        row: AwayRow,
+        output: torch.Tensor,
+    ) -> None:
+        assert self._whole is not None
+        part = query[row.places].reshape(-1, self.num_heads, self.head_size).contiguous()
+        attended = self._whole.attend(
+            part, kv_cache, row.sequence, row.table, row.tokens, self.scale, self.logits_soft_cap
+        )
+        output[row.places] = attended.view_as(output[row.places])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +28,7 @@ from kvrecall.retrieval.settings import Regime, RetrievalSettings
 logger = logging.getLogger("vllm.kvrecall")
 
 
-class RetrievalBuilding:
+class RetrievalBuilding(ABC):
     """To be mixed into a builder of vLLM's, before it. The builder's metadata, of the whole batch,
     is that of dense layers; its ``retrieval`` is the step's ``Work``."""
 
@@ -70,7 +70,9 @@ class RetrievalBuilding:
         self._freshness = Freshness(self.block_size)
         self._planner = StepPlanner(settings, self._kernel, self._freshness, ACTIVITY)
         most = compat.most_blocks_of_sequences(self.vllm_config, self.block_size)
-        self._offload = Offload(self._freshness, ACTIVITY, (settings.dense_layers + 1) * most)
+        in_step = self._kernel.device.type == "cpu"
+        pages = (settings.dense_layers + 1) * most
+        self._offload = Offload(self._freshness, ACTIVITY, pages, in_step)
         for name, impl in self._layers.items():
             number = compat.layer_index(name)
             whole, layer = self.make_whole(), None
@@ -113,7 +115,7 @@ class RetrievalBuilding:
         if not offloaded:
             return Work(step, places, rest)
         here = self._without(offloaded, common, rows)
-        away = AwayRows(_away_rows(offloaded, rows, starts, table), here)
+        away = AwayRows(self._away_rows(offloaded, rows, common, table), here)
         return Work(step, places, rest, away)
 
     def _offloaded(
@@ -134,32 +136,65 @@ class RetrievalBuilding:
         self, taken: Collection[int], common: Any, rows: Sequence[BatchRow]
     ) -> DenseRest | None:
         """Describes the other requests of the batch by themselves."""
-        starts = common.query_start_loc_cpu
         others = [at for at, row in enumerate(rows) if row.query_tokens and at not in taken]
-        if not others:
-            return None
-        lengths = [rows[at].query_tokens for at in others]
-        places = torch.cat([torch.arange(int(starts[at]), int(starts[at + 1])) for at in others])
+        return self.part(common, rows, others) if others else None
+
+    def part(
+        self,
+        common: Any,
+        rows: Sequence[BatchRow],
+        some: Sequence[int],
+        table: torch.Tensor | None = None,
+    ) -> DenseRest:
+        """Describes some requests of the batch by themselves. ``table``: their blocks, if they are
+        not where the batch has them."""
+        starts = common.query_start_loc_cpu
+        lengths = [rows[at].query_tokens for at in some]
+        places = torch.cat([torch.arange(int(starts[at]), int(starts[at + 1])) for at in some])
         device = self._kernel.device
-        there, tokens = torch.tensor(others, device=device), places.to(device)
-        bounds = common.seq_lens_cpu_upper_bound
-        flags = common.is_prefilling
+        there, tokens = torch.tensor(some, device=device), places.to(device)
+        bounds, flags = common.seq_lens_cpu_upper_bound, common.is_prefilling
         part = common.replace(
             query_start_loc=_starts_of(lengths).to(device),
             query_start_loc_cpu=_starts_of(lengths),
             seq_lens=common.seq_lens[there],
-            seq_lens_cpu_upper_bound=None if bounds is None else bounds[others],
-            is_prefilling=None if flags is None else flags[others],
-            num_reqs=len(others),
+            seq_lens_cpu_upper_bound=None if bounds is None else bounds[some],
+            is_prefilling=None if flags is None else flags[some],
+            num_reqs=len(some),
             num_actual_tokens=sum(lengths),
             max_query_len=max(lengths),
-            max_seq_len=max(rows[at].tokens for at in others),
-            block_table_tensor=common.block_table_tensor[there],
+            max_seq_len=max(rows[at].tokens for at in some),
+            block_table_tensor=common.block_table_tensor[there] if table is None else table,
             slot_mapping=common.slot_mapping[tokens],
             _num_computed_tokens_cache=None,
             _token_to_req_indices_cache=None,
         )
         return DenseRest(tokens, super().build(0, part))  # type: ignore[misc]
+
+    def alone(self, common: Any, rows: Sequence[BatchRow], at: int) -> Any:
+        """vLLM's metadata of a request whose blocks are to lie in their order, in a cache of their
+        own; None if that is not needed."""
+        return None
+
+    def _away_rows(
+        self,
+        offloaded: Mapping[int, OffloadedSequence],
+        rows: Sequence[BatchRow],
+        common: Any,
+        table: torch.Tensor,
+    ) -> tuple[AwayRow, ...]:
+        starts = common.query_start_loc_cpu
+        return tuple(
+            AwayRow(
+                sequence,
+                slice(int(starts[at]), int(starts[at + 1])),
+                table[at],
+                rows[at].tokens,
+                not rows[at].decodes,
+                self.alone(common, rows, at),
+            )
+            for at, sequence in offloaded.items()
+        )
 
     def _tell(self, rows: Sequence[BatchRow]) -> None:
         """Says once in the log that a sequence is served without the offload it was to have."""
@@ -175,31 +210,13 @@ class RetrievalBuilding:
             )
 
 
-def _impls(vllm_config: Any, layer_names: list[str]) -> dict[str, RetrievalAttention]:
+def _impls(vllm_config: Any, layer_names: list[str]) -> dict[str, RetrievalAttention[Any]]:
     layers = vllm_config.compilation_config.static_forward_context
     return {
         name: layers[name].impl
         for name in layer_names
         if isinstance(layers[name].impl, RetrievalAttention)
     }
-
-
-def _away_rows(
-    offloaded: Mapping[int, OffloadedSequence],
-    rows: Sequence[BatchRow],
-    starts: torch.Tensor,
-    table: torch.Tensor,
-) -> tuple[AwayRow, ...]:
-    return tuple(
-        AwayRow(
-            sequence,
-            slice(int(starts[at]), int(starts[at + 1])),
-            table[at],
-            rows[at].tokens,
-            not rows[at].decodes,
-        )
-        for at, sequence in offloaded.items()
-    )
 
 
 def _rows_of(common: Any) -> list[BatchRow]:

@@ -92,8 +92,9 @@ def offload_hindrance(vllm_config: Any) -> str | None:
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     if transfer is None or transfer.kv_connector != "RecallConnector":
         return "it has no pool to keep them in (use RecallConnector)"
-    if not compat.is_on_cpu():
-        return "that is built for vLLM's CPU platform only"
+    extra = transfer.kv_connector_extra_config or {}
+    if extra.get("backend") == "service" and not compat.is_on_cpu():
+        return "a GPU cannot read on in the memory of a service that ends (keep the pool in it)"
     if parallel.pipeline_parallel_size > 1:
         return "steps of a pipeline overlap (use tensor parallelism)"
     if vllm_config.scheduler_config.async_scheduling:

@@ -7,6 +7,7 @@ what lies between the layers' attention (piecewise).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +26,10 @@ from vllm.v1.attention.backends.triton_attn import (
 from kvrecall.engines.vllm.retrieval.attending import RetrievalAttention
 from kvrecall.engines.vllm.retrieval.building import RetrievalBuilding
 from kvrecall.engines.vllm.retrieval.rows import KernelShape
+from kvrecall.engines.vllm.retrieval.staged import StagedLayer
+from kvrecall.engines.vllm.retrieval.steps import BatchRow
 from kvrecall.engines.vllm.retrieval.tritonkernel import TritonKernel
+from kvrecall.engines.vllm.retrieval.work import AwayRow
 
 
 class DeviceBuilding(RetrievalBuilding):
@@ -43,11 +47,34 @@ class DeviceBuilding(RetrievalBuilding):
         shape = (heads, spec.num_kv_heads, spec.head_size, self.block_size, spec.dtype, "")
         return TritonKernel(KernelShape(*shape), self.device)
 
+    def make_whole(self) -> StagedLayer:
+        return StagedLayer()
 
-class DeviceAttention(RetrievalAttention):
+    def alone(self, common: Any, rows: Sequence[BatchRow], at: int) -> Any:
+        blocks = -(-rows[at].tokens // self.block_size)
+        in_order = torch.arange(blocks, dtype=torch.int32, device=self.device)[None]
+        return self.part(common, rows, [at], in_order).metadata
+
+
+class DeviceAttention(RetrievalAttention[StagedLayer]):
     """Retrieval over the dense attention of a backend for GPUs."""
 
-    keeps_digests = False
+    def _attend_away(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        row: AwayRow,
+        output: torch.Tensor,
+    ) -> None:
+        assert self._whole is not None
+        staged = self._whole.stage(kv_cache, row.sequence, row.table, row.tokens)
+        there = row.places
+        self._dense(
+            layer, query[there], key[there], value[there], staged, row.metadata, output[there]
+        )
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False

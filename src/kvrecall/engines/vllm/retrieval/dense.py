@@ -46,6 +46,8 @@ class _Pages:
 class DenseLayer:
     """One layer's dense attention. Owned by the worker's thread."""
 
+    in_place = True
+
     def __init__(self, shape: KernelShape) -> None:
         self._shape = shape
         self._at = 0

@@ -13,7 +13,7 @@ from vllm import _custom_ops as ops
 from vllm import envs
 
 from kvrecall.engines.vllm.retrieval.packing import KeyReader
-from kvrecall.engines.vllm.retrieval.rows import Attended, KernelShape, RowKernel
+from kvrecall.engines.vllm.retrieval.rows import Attended, Bytes, Ints, KernelShape, RowKernel
 from kvrecall.errors import EngineError
 
 
@@ -113,6 +113,22 @@ def reader_of(shape: KernelShape, values: bool = False) -> KeyReader:
     return KeyReader(shape.block_size, shape.head_dim, shape.dtype, pack, values)
 
 
+class HostWriter:
+    """Copies one after the other, where device memory is host memory."""
+
+    def __init__(self, kv_cache: torch.Tensor) -> None:
+        """``kv_cache``: contiguous."""
+        blocks, self._heads = kv_cache.shape[:2]
+        self._rows: Bytes = kv_cache.view(blocks * self._heads, -1).view(torch.uint8).numpy()
+        self.nbytes = self._rows.shape[1]
+
+    def write(self, memory: Bytes, pages: Ints, heads: Ints, slots: Ints) -> None:
+        rows = slots * self._heads + heads
+        begins = pages + heads * self.nbytes
+        for row, begin in zip(rows.tolist(), begins.tolist(), strict=True):
+            self._rows[row] = memory[begin : begin + self.nbytes]
+
+
 class CpuKernel(RowKernel):
     """vLLM's CPU kernel."""
 
@@ -136,6 +152,12 @@ class CpuKernel(RowKernel):
                 f"{tuple(kv_cache.shape)} and strides {kv_cache.stride()}. Take `retrieval` out of "
                 "VLLM_PLUGINS"
             )
+
+    def writer(self, kv_cache: torch.Tensor) -> HostWriter:
+        return HostWriter(kv_cache)
+
+    def digests(self, blocks: int, rows: int, width: int) -> torch.Tensor:
+        return torch.empty(self.shape.kv_heads, blocks, rows, width, dtype=torch.int8)
 
     def plan(self, seq_lens: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         return schedule(self.shape, seq_lens, starts)

@@ -70,17 +70,19 @@ class RetrievalLayer:
         if not len(block_ids):
             return
         self._make_room(kv_cache)
-        for ids in torch.split(block_ids, AT_ONCE):
+        for ids in torch.split(block_ids.to(self._kernel.device), AT_ONCE):
             self._digests[:, ids] = self._digests_of(kv_cache, ids).transpose(0, 1)
 
     def seal(self, block_ids: torch.Tensor) -> None:
         """These blocks, whose digests are fresh, go to the pool: notes their digests' checksums."""
-        self._seals[block_ids] = seals_of(self._digests[:, block_ids].transpose(0, 1))
+        ids = block_ids.to(self._kernel.device)
+        self._seals[ids] = seals_of(self._digests[:, ids].transpose(0, 1))
 
     def unsealed(self, block_ids: torch.Tensor) -> torch.Tensor:
         """Those of these blocks, which came from the pool, whose digests came damaged."""
-        rows = self._digests[:, block_ids].transpose(0, 1)
-        damaged = block_ids[broken(rows, self._seals[block_ids])]
+        ids = block_ids.to(self._kernel.device)
+        rows = self._digests[:, ids].transpose(0, 1)
+        damaged = block_ids[broken(rows, self._seals[ids]).cpu()]
         self._activity.digests_mended += len(damaged)
         return damaged
 
@@ -93,8 +95,7 @@ class RetrievalLayer:
     ) -> None:
         """Keeps the digests of blocks that are about to leave the device. ``name``: the layer's."""
         self._make_room(kv_cache)
-        recalled = RecalledBlocks(sequence, kv_cache, name, self._activity)
-        recalled = self._recalled.setdefault(sequence.key, recalled)
+        recalled = self._recalled.setdefault(sequence.key, self._begin(sequence, kv_cache, name))
         recalled.depart(self._digests[:, list(departure.block_ids)])
 
     def arrive(self, sequence: OffloadedSequence, kv_cache: torch.Tensor, name: str) -> None:
@@ -104,24 +105,32 @@ class RetrievalLayer:
         heads, _, nbytes = self.digest_rows(kv_cache).transpose(0, 1).shape
         pages = records.pages(offsets, digests_of_layer(name), heads * nbytes)
         seals = torch.from_numpy(records.pages(offsets, seals_of_layer(name), SEAL_BYTES))
-        stored = torch.from_numpy(pages).view(self._digests.dtype)
+        device = self._kernel.device
+        stored = torch.from_numpy(pages).view(self._digests.dtype).to(device)
         stored = stored.view(len(pages), heads, *self._digests.shape[2:])
-        damaged = broken(stored, seals).nonzero().flatten()
+        damaged = broken(stored, seals.to(device)).nonzero().flatten()
         if len(damaged):
-            kept = records.pages(offsets[damaged.numpy()], name, kv_cache[0].nbytes)
-            blocks = torch.from_numpy(kept).view(kv_cache.dtype).view(-1, *kv_cache.shape[1:])
-            stored[damaged] = self._digests_of(blocks, torch.arange(len(blocks)))
+            kept = records.pages(offsets[damaged.cpu().numpy()], name, kv_cache[0].nbytes)
+            blocks = _blocks_of(torch.from_numpy(kept).to(device), kv_cache)
+            ids = torch.arange(len(blocks), device=device)
+            stored[damaged] = self._digests_of(blocks, ids)
             self._activity.digests_mended += len(damaged)
-        recalled = RecalledBlocks(sequence, kv_cache, name, self._activity)
+        recalled = self._begin(sequence, kv_cache, name)
         recalled.depart(stored.transpose(0, 1))
         self._recalled[sequence.key] = recalled
         self._activity.bytes_digests += pages.nbytes + seals.nbytes
 
+    def _begin(
+        self, sequence: OffloadedSequence, kv_cache: torch.Tensor, name: str
+    ) -> RecalledBlocks:
+        """A sequence with nothing off the device yet."""
+        writer = self._kernel.writer(kv_cache)
+        return RecalledBlocks(sequence, writer, kv_cache.shape[1], name, self._activity)
+
     def digest_rows(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """The digests' bytes, a row a block: uint8 ``[blocks, kv_heads, bytes]``, a view."""
         self._make_room(kv_cache)
-        heads, blocks = self._digests.shape[:2]
-        return self._digests.view(heads, blocks, -1).view(torch.uint8).transpose(0, 1)
+        return self._digests.flatten(2).view(torch.uint8).transpose(0, 1)
 
     def seal_rows(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """The digests' checksums, a row a block: uint8 ``[blocks, SEAL_BYTES]``, not a copy."""
@@ -232,10 +241,11 @@ class RetrievalLayer:
         self._see(places, split)
         left = places < away.count
         wanted = left if taken is None else left & taken
-        slots = recalled.fetch(places.numpy(), wanted.numpy())
-        ids = torch.where(left, away.slots[torch.from_numpy(slots)], sequence.blocks[places])
+        slots = recalled.fetch(places.cpu().numpy(), wanted.cpu().numpy())
+        into = away.slots[torch.from_numpy(slots)].to(places.device)
+        ids = torch.where(left, into, sequence.blocks[places])
         if ahead:
-            later = choice.later
+            later = choice.later.cpu()
             recalled.fetch_ahead(later.numpy(), (later < away.count).numpy())
         digests = torch.cat(runs, 1) if self._rest is not None else None
         return ids, Chosen(places, taken, split, digests)
@@ -258,12 +268,17 @@ class RetrievalLayer:
     def _make_room(self, kv_cache: torch.Tensor) -> None:
         if self._digests.numel():
             return
-        blocks, kv_heads = kv_cache.shape[:2]
+        blocks = len(kv_cache)
         self._kernel.check(kv_cache)
         width = coded_width(self._layout.kind.parts * self._shape.head_dim)
-        size = (kv_heads, blocks, self._layout.rows, width)
-        self._digests = torch.empty(size, dtype=torch.int8, device=kv_cache.device)
-        self._seals = torch.empty(blocks, SEAL_BYTES, dtype=torch.uint8)
+        self._digests = self._kernel.digests(blocks, self._layout.rows, width)
+        self._seals = torch.empty(blocks, SEAL_BYTES, dtype=torch.uint8, device=kv_cache.device)
+
+
+def _blocks_of(pages: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Pages as they are kept, uint8 ``[blocks, bytes]``, as blocks of a cache like that."""
+    values = pages.view(like.dtype)
+    return values.as_strided((len(values), *like.shape[1:]), (values.shape[1], *like.stride()[1:]))
 
 
 def _in_order(

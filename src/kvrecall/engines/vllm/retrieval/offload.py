@@ -69,33 +69,28 @@ class SparseLayer(Layer, Protocol):
 class WholeLayer(Layer, Protocol):
     """A layer that attends to everything, and reads what is off the device from the arena."""
 
+    in_place: bool
+    """Whether it reads it where it lies, by an ``Extent``."""
+
     def place(self, layer_at: int) -> None:
         """Where in a block's record this layer's page is."""
 
     def forget(self, key: str, memory: bool = True) -> None:
         """The sequence is no more; with ``memory`` False it will be back in the next step."""
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        sequence: OffloadedSequence,
-        table: torch.Tensor,
-        tokens: int,
-        scale: float,
-        softcap: float,
-    ) -> torch.Tensor:
-        """Attention of the sequence's last tokens ``[tokens, heads, dim]`` over all of it."""
-
 
 class Offload:
     """The offloaded sequences of one KV group. Owned by the worker's thread."""
 
-    def __init__(self, freshness: Freshness, activity: Activity, pages: int = 0) -> None:
-        """``pages``: most that layers may need behind the arena; see ``Extent``."""
+    def __init__(
+        self, freshness: Freshness, activity: Activity, pages: int = 0, loads_in_step: bool = True
+    ) -> None:
+        """``pages``: most that layers may need behind the arena; see ``Extent``.
+        ``loads_in_step``: whether blocks that were loaded lie there when this is told of it."""
         self._freshness = freshness
         self._activity = activity
         self._pages = pages
+        self._loads_in_step = loads_in_step
         self._extents: dict[ArenaHandle, Extent] = {}
         self._sparse: dict[str, SparseLayer] = {}
         self._whole: dict[str, WholeLayer] = {}
@@ -122,7 +117,9 @@ class Offload:
 
     def restored(self, block_ids: Iterable[int]) -> None:
         """These blocks, or the null block, came from the pool with their digests. Those that came
-        damaged are stale."""
+        damaged are stale; and all, where they are still on their way and cannot be looked at."""
+        if not self._loads_in_step:
+            return
         real = torch.tensor([block for block in block_ids if block], dtype=torch.int64)
         self._freshness.restored_blocks(real.tolist())
         for sparse in self._sparse.values():
@@ -203,11 +200,14 @@ class Offload:
         """Where layers attend to the arena in place; None if none does. Raises EngineError."""
         if records.arena is None or not self._whole:
             return None
+        for name, whole in self._whole.items():
+            whole.place(records.layers[name])
+        first, whole = next(iter(self._whole.items()))
+        if not whole.in_place:
+            return None
         if records.arena not in self._extents:
-            page = caches[next(iter(self._whole))][0].nbytes
+            page = caches[first][0].nbytes
             self._extents[records.arena] = Extent(records.arena, page, self._pages)
-            for name, whole in self._whole.items():
-                whole.place(records.layers[name])
         return self._extents[records.arena]
 
     def _forget(self, key: str) -> None:

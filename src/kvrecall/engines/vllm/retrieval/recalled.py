@@ -7,15 +7,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvrecall.engines.vllm.retrieval.activity import Activity
 from kvrecall.engines.vllm.retrieval.extent import Extent
+from kvrecall.engines.vllm.retrieval.rows import Bytes, SlotWriter
 from kvrecall.pool.base import ArenaHandle
 from kvrecall.retrieval.residency import Admission, Flags, Ints, Residency
-
-Bytes = npt.NDArray[np.uint8]
 
 _AHEAD = ThreadPoolExecutor(1, "kvrecall-prefetch")
 
@@ -73,18 +71,18 @@ class RecalledBlocks:
     def __init__(
         self,
         sequence: OffloadedSequence,
-        kv_cache: torch.Tensor,
+        writer: SlotWriter,
+        heads: int,
         layer: str,
         activity: Activity,
     ) -> None:
-        """``kv_cache``: contiguous ``[blocks, kv_heads, tokens, 2 * dim]`` of this layer."""
-        blocks, self._heads = kv_cache.shape[:2]
+        """``writer``: of this layer's cache; ``heads``: its KV heads."""
         self._sequence = sequence
-        self._device: Bytes = kv_cache.view(blocks * self._heads, -1).view(torch.uint8).numpy()
+        self._writer = writer
         self._memory = sequence.records.memory
         self._at = sequence.records.layers[layer]
         self._activity = activity
-        self._residency = Residency(self._heads)
+        self._residency = Residency(heads)
         self._digests = torch.empty(0)
         self._count = 0
         self._copying: Future[None] | None = None
@@ -99,7 +97,8 @@ class RecalledBlocks:
         first, self._count = self._count, self._count + digests.shape[1]
         if self._count > (self._digests.shape[1] if self._digests.dim() > 1 else 0):
             heads, _, per_block, width = digests.shape
-            room = torch.empty(heads, self._count + 64, per_block, width, dtype=digests.dtype)
+            size = (heads, self._count + 64, per_block, width)
+            room = torch.empty(size, dtype=digests.dtype, device=digests.device)
             if first:
                 room[:, :first] = self._digests[:, :first]
             self._digests = room
@@ -135,11 +134,7 @@ class RecalledBlocks:
             self._copying = None
 
     def _copy(self, admission: Admission) -> None:
-        device, memory = self._device, self._memory
-        nbytes = device.shape[1]
-        begins = self._sequence.offsets[admission.blocks] + self._at + admission.heads * nbytes
+        pages = self._sequence.offsets[admission.blocks] + self._at
         slots = self._sequence.slots.numpy()[admission.into].astype(np.int64)
-        rows = slots * self._heads + admission.heads
-        for row, begin in zip(rows.tolist(), begins.tolist(), strict=True):
-            device[row] = memory[begin : begin + nbytes]
-        self._activity.bytes_loaded += nbytes * len(rows)
+        self._writer.write(self._memory, pages, admission.heads, slots)
+        self._activity.bytes_loaded += self._writer.nbytes * len(slots)

@@ -12,7 +12,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,17 @@ class BlockReader(Protocol):
         """Of these blocks: ``[blocks, kv_heads, tokens, dim]``, of the cache's dtype."""
 
 
+class SlotWriter(Protocol):
+    """Copies blocks of single KV heads from the arena into a layer's cache."""
+
+    nbytes: int
+    """Of one head's block."""
+
+    def write(self, memory: Bytes, pages: Ints, heads: Ints, slots: Ints) -> None:
+        """``memory``: the arena; ``pages``: where in it the layer's pages of the blocks begin;
+        ``slots``: the cache's blocks to write. One of each for every copy."""
+
+
 @dataclass(frozen=True, slots=True)
 class Attended:
     """``output``: ``[rows, group, dim]`` of the query's dtype. ``lse``: float32 ``[rows, group]``,
@@ -73,6 +89,14 @@ class RowKernel(ABC):
     @abstractmethod
     def check(self, kv_cache: torch.Tensor) -> None:
         """Raises EngineError for a cache it cannot attend to."""
+
+    @abstractmethod
+    def writer(self, kv_cache: torch.Tensor) -> SlotWriter:
+        """Writes into that cache."""
+
+    @abstractmethod
+    def digests(self, blocks: int, rows: int, width: int) -> torch.Tensor:
+        """Room for those of so many blocks: int8 ``[kv_heads, blocks, rows, width]``."""
 
     @abstractmethod
     def plan(self, seq_lens: torch.Tensor, starts: torch.Tensor) -> Any:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrecall.engines.vllm.retrieval.rows import Attended, KernelShape, RowKernel
+from kvrecall.engines.vllm.retrieval.rows import Attended, Bytes, Ints, KernelShape, RowKernel
 from kvrecall.errors import EngineError
+from kvrecall.retrieval.moving import Piece, move
 from kvrecall.retrieval.paged import Paged, attend_by_triton
 
 
@@ -19,6 +20,26 @@ class PlainReader:
 
     def read(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         return kv_cache[..., self.part].index_select(0, block_ids)
+
+
+class DeviceWriter:
+    """Copies in one call of a kernel that reads the arena where it lies, page-locked."""
+
+    def __init__(self, kv_cache: torch.Tensor) -> None:
+        """``kv_cache``: ``[blocks, kv_heads, tokens, 2 * dim]`` of any strides; pages in the arena
+        are laid out as its blocks are."""
+        size = kv_cache.element_size()
+        self._block, self._head, token, _ = (step * size for step in kv_cache.stride())
+        tokens, width = kv_cache.shape[2:]
+        self.nbytes = tokens * width * size
+        whole = token == width * size
+        self._piece = Piece(1, self.nbytes, 0) if whole else Piece(tokens, width * size, token)
+        self._cache = kv_cache
+
+    def write(self, memory: Bytes, pages: Ints, heads: Ints, slots: Ints) -> None:
+        sources = memory.ctypes.data + pages + heads * self._head
+        targets = self._cache.data_ptr() + slots * self._block + heads * self._head
+        move(sources, targets, self._piece, self._cache.device)
 
 
 class TritonKernel(RowKernel):
@@ -51,6 +72,14 @@ class TritonKernel(RowKernel):
                 f"{', '.join(map(str, want))}]; this one is of {kv_cache.dtype} and "
                 f"{list(kv_cache.shape)}. Take `retrieval` out of VLLM_PLUGINS"
             )
+
+    def writer(self, kv_cache: torch.Tensor) -> DeviceWriter:
+        return DeviceWriter(kv_cache)
+
+    def digests(self, blocks: int, rows: int, width: int) -> torch.Tensor:
+        """A block's together, as the pool keeps them."""
+        size = (blocks, self.shape.kv_heads, rows, width)
+        return torch.empty(size, dtype=torch.int8, device=self.device).transpose(0, 1)
 
     def plan(self, seq_lens: torch.Tensor, starts: torch.Tensor) -> None:
         return None

@@ -24,13 +24,16 @@ class DenseRest:
 @dataclass(frozen=True, slots=True)
 class AwayRow:
     """A sequence off the device in part. ``places``: of its tokens in the batch; ``table``: its
-    device blocks; ``tokens``: its length; ``prefills``: it is attended to densely in all layers."""
+    device blocks, on the host; ``tokens``: its length; ``prefills``: it is attended to densely in
+    all layers. ``metadata``: vLLM's of this sequence alone, whose blocks lie in their order, where
+    vLLM's kernel attends to it."""
 
     sequence: OffloadedSequence
     places: slice
     table: torch.Tensor
     tokens: int
     prefills: bool
+    metadata: Any = None
 
 
 @dataclass(frozen=True, slots=True)

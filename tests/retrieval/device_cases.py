@@ -1,0 +1,163 @@
+"""A layer's sparse attention as on a GPU: the Triton kernels over caches of both of vLLM's layouts.
+
+Run by test_kernels.py in a process of its own: Triton decides when it is first imported whether
+kernels are interpreted. Cases of other files are taken over, with another bench.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kvrecall.engines.vllm.retrieval.layer import _blocks_of
+from kvrecall.engines.vllm.retrieval.recalled import OffloadedSequence, Records
+from kvrecall.engines.vllm.retrieval.rows import KernelShape
+from kvrecall.engines.vllm.retrieval.seals import broken, sums_of
+from kvrecall.engines.vllm.retrieval.staged import StagedLayer
+from kvrecall.engines.vllm.retrieval.steps import BatchRow
+from kvrecall.engines.vllm.retrieval.tritonkernel import TritonKernel
+from kvrecall.engines.vllm.wire import Departure
+from kvrecall.retrieval import coding
+from kvrecall.retrieval.settings import RetrievalSettings
+from kvrecall.retrieval.split import slots_of, split_of
+from retrieval import test_kernel, test_residency
+from retrieval.sequences import BLOCK, Bench, Sequence, shape_of
+from retrieval.test_kernel import (
+    test_blocks_loaded_behind_the_engines_back_are_digested_anew,
+    test_digests_follow_what_is_written_into_blocks,
+    test_equals_the_oracle_in_every_shape,
+    test_equals_the_oracle_with_options,
+    test_equals_the_oracle_without_init_and_with_one_local_token,
+    test_scattered_blocks_and_blocks_in_a_row_are_scored_alike,
+    test_the_estimate_of_blocks_of_equal_tokens_is_exact,
+    test_the_sum_does_not_depend_on_where_the_blocks_lie,
+)
+from retrieval.test_residency import (
+    test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits,
+)
+
+__all__ = [
+    "test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits",
+    "test_blocks_loaded_behind_the_engines_back_are_digested_anew",
+    "test_digests_follow_what_is_written_into_blocks",
+    "test_equals_the_oracle_in_every_shape",
+    "test_equals_the_oracle_with_options",
+    "test_equals_the_oracle_without_init_and_with_one_local_token",
+    "test_scattered_blocks_and_blocks_in_a_row_are_scored_alike",
+    "test_the_estimate_of_blocks_of_equal_tokens_is_exact",
+    "test_the_sum_does_not_depend_on_where_the_blocks_lie",
+]
+
+
+class DeviceBench(Bench):
+    """Keys and values as they are; ``tokens_first``: heads beside each other in memory.
+
+    Triton's interpreter multiplies bfloat16 as if it were whole numbers: float16 takes its place.
+    """
+
+    def __init__(
+        self,
+        shape: KernelShape,
+        settings: RetrievalSettings,
+        blocks: int,
+        tokens_first: bool = False,
+    ) -> None:
+        if shape.dtype is torch.bfloat16:
+            shape = replace(shape, dtype=torch.float16)
+        super().__init__(shape, settings, blocks)
+        if tokens_first:
+            self.cache = self.cache.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def make_kernel(self, shape: KernelShape) -> TritonKernel:
+        return TritonKernel(shape, torch.device("cpu"))
+
+    def write(self, sequence: Sequence, first: int, end: int) -> None:
+        at = torch.arange(first, end)
+        blocks, places = sequence.block_ids[at // BLOCK], at % BLOCK
+        both = torch.cat([sequence.keys[first:end], sequence.values[first:end]], -1)
+        self.cache[blocks, :, places] = both
+        self.freshness.wrote_slots(blocks * BLOCK + places)
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(7)
+    monkeypatch.setattr(test_kernel, "Bench", DeviceBench)
+    monkeypatch.setattr(test_residency, "Bench", DeviceBench)
+    monkeypatch.setattr(coding, "on_device", lambda _: True)
+
+
+SETTINGS = replace(test_residency.SETTINGS, topk_share=0.3)
+
+
+def wipe(
+    bench: DeviceBench, sequence: Sequence, gone: int, memory: np.ndarray, at: int
+) -> OffloadedSequence:
+    """Takes the first ``gone`` middle blocks off the device, into ``memory``."""
+    split = split_of(len(sequence.keys), BLOCK, SETTINGS)
+    ids = sequence.block_ids[split.init : split.init + gone]
+    page = bench.cache[0].nbytes
+    offsets = np.arange(gone, dtype=np.int64) * (page + 512)
+    elements = bench.cache[0].numel()
+    for offset, block in zip(offsets.tolist(), ids.tolist(), strict=True):
+        run = bench.cache[block].as_strided((elements,), (1,))  # in the order of its memory
+        memory[offset + at : offset + at + page] = run.view(torch.uint8).numpy()
+    free = bench.take(slots_of(split, gone, SETTINGS)[1])
+    records = Records(memory, {"layer": at})
+    away = OffloadedSequence("one", split.init, offsets, free.to(torch.int32), records)
+    bench.layer.digest(bench.cache, bench.freshness.take_stale(ids))
+    departure = Departure("one", split.init, tuple(ids.tolist()), tuple(offsets), tuple(free))
+    bench.layer.depart(away, departure, bench.cache, "layer")
+    bench.cache[ids] = float("nan")
+    return away
+
+
+@pytest.mark.parametrize("tokens_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("tokens", "stay"), [(1000, 0), (2049, 1)])
+def test_blocks_recalled_from_memory_give_the_same_bits(
+    tokens: int, stay: int, dtype: torch.dtype, tokens_first: bool
+) -> None:
+    bench = DeviceBench(shape_of(dtype=dtype), SETTINGS, 60, tokens_first)
+    sequence = bench.sequence(tokens)
+    queries = [torch.randn_like(sequence.query) for _ in range(3)]
+    want = [bench.decode(replace(sequence, query=query)) for query in queries]
+    blocks = sequence.block_ids
+    whole = bench.cache[blocks].clone()
+    memory = np.zeros(60 * (bench.cache[0].nbytes + 512), dtype=np.uint8)
+    gone = split_of(tokens, BLOCK, SETTINGS).middle - stay
+    away = wipe(bench, sequence, gone, memory, 256)
+    table = blocks.to(torch.int32)[None]
+    step = bench.planner.plan([BatchRow(1, tokens, False)], table, {0: away})
+    assert step is not None
+    for query, result in zip(queries, want, strict=True):
+        got = bench.layer.attend(query[None], bench.cache, step, bench.shape.head_dim**-0.5)
+        assert torch.equal(got, result)
+    assert bench.activity.blocks_loaded > 0
+    layer = StagedLayer()
+    layer.place(256)
+    staged = layer.stage(bench.cache, away, table[0], tokens)
+    assert torch.equal(staged, whole)
+    assert staged.stride()[1:] == bench.cache.stride()[1:]
+
+
+def test_pages_are_read_in_the_order_of_the_caches_memory() -> None:
+    bench = DeviceBench(shape_of(), SETTINGS, 4, tokens_first=True)
+    bench.cache.copy_(torch.randn(bench.cache.shape))
+    flat = bench.cache.as_strided((4, bench.cache[0].numel()), (bench.cache.stride(0), 1))
+    assert torch.equal(_blocks_of(flat.contiguous().view(torch.uint8), bench.cache), bench.cache)
+
+
+def test_sums_tell_every_changed_byte() -> None:
+    rows = torch.randint(-128, 128, (9, 2, 36), dtype=torch.int8)
+    seals = sums_of(rows)
+    assert seals.shape == (9, 8)
+    assert not (sums_of(rows) != seals).any()
+    for at in range(72):
+        changed = rows.clone()
+        changed.view(9, -1)[:, at] ^= 1 << at % 8 if at % 8 < 7 else -128
+        assert (sums_of(changed) != seals).any(-1).all()
+    assert not broken(rows[:0], seals[:0]).any()
