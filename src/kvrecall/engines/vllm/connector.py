@@ -40,7 +40,7 @@ from kvrecall.pool.pool import Pool
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.reception import Reception
 from kvrecall.pool.slots import slot_bytes_of
-from kvrecall.retrieval.gate import Gate
+from kvrecall.retrieval.gate import DEVICE_OVERHEAD_BYTES, OVERHEAD_BYTES, Gate
 
 logger = logging.getLogger("vllm.kvrecall")
 
@@ -169,11 +169,12 @@ class RecallConnector(KVConnectorBase_V1):
             return
         assert self._pool is not None
         settings = active_settings(self._vllm_config)
+        overhead = OVERHEAD_BYTES if compat.is_on_cpu() else DEVICE_OVERHEAD_BYTES
         offloader = Offloader(
             self._pool,
             settings,
             facts.block_size,
-            Gate(settings, compat.layer_token_bytes(self._kv_cache_config)),
+            Gate(settings, compat.layer_token_bytes(self._kv_cache_config), overhead),
             self._settings.pool.load_deadline_s,
             self._s.state_of,
         )

@@ -22,6 +22,8 @@ import torch
 from kvrecall.engines.vllm.pages import Pages
 from kvrecall.engines.vllm.wire import Copy
 
+_PORTABLE, _MAPPED = 1, 2  # cudaHostRegister's flags
+
 _WORTH_SHARING = 4 << 20
 """Copies of fewer bytes are made by one thread."""
 
@@ -248,11 +250,12 @@ class _Lane:
 
 
 def _pin(arena: torch.Tensor, device: torch.device) -> None:
-    """Page-locks the arena for the device, so that copies run at full speed and in background."""
+    """Page-locks the arena for the device, so that copies run at full speed and in background, and
+    kernels may read it by its address."""
     if device.type != "cuda":
         return
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = runtime.cudaHostRegister(arena.data_ptr(), arena.numel(), 0)
+    status = runtime.cudaHostRegister(arena.data_ptr(), arena.numel(), _PORTABLE | _MAPPED)
     if int(status) != 0:
         raise RuntimeError(f"cudaHostRegister of {arena.numel()} bytes failed: {status}")
 

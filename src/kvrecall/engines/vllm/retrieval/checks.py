@@ -30,6 +30,8 @@ def require_engine(vllm_config: Any, settings: RetrievalSettings) -> None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise _refusal(f"{name}={getattr(parallel, name)}", "set it to 1")
+    if getattr(parallel, "enable_dbo", False):
+        raise _refusal("dual batch overlap", "leave --enable-dbo out")
     connector = transfer.kv_connector if transfer is not None else None
     if connector not in (None, "RecallConnector"):
         # It would write blocks behind our back, and their digests would be another block's.

@@ -38,6 +38,12 @@ class DeviceBuilding(RetrievalBuilding):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
     supports_update_block_table: bool = False
     device: torch.device
+    use_full_cuda_graph: bool
+    """FlashAttention's builder would keep its plan in one buffer, and a step may have two."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.use_full_cuda_graph = False
 
     def make_kernel(self, kv_cache_spec: Any) -> TritonKernel:
         heads = self.vllm_config.model_config.get_num_attention_heads(

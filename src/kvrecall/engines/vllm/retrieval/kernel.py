@@ -15,6 +15,7 @@ from vllm import envs
 from kvrecall.engines.vllm.retrieval.packing import KeyReader
 from kvrecall.engines.vllm.retrieval.rows import Attended, Bytes, Ints, KernelShape, RowKernel
 from kvrecall.errors import EngineError
+from kvrecall.retrieval.gate import OVERHEAD_BYTES
 
 
 def halves(kv_cache: torch.Tensor, whole: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,6 +134,7 @@ class CpuKernel(RowKernel):
     """vLLM's CPU kernel."""
 
     device = torch.device("cpu")
+    overhead_bytes = OVERHEAD_BYTES
 
     def __init__(self, shape: KernelShape) -> None:
         self.shape = shape

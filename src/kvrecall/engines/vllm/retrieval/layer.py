@@ -57,8 +57,8 @@ class RetrievalLayer:
         self._activity = activity
         self._layout = Layout.of(settings, shape.block_size)
         self._selector = selector_of(settings, self._layout)
-        # Compiled now, and not while the first token waits.
-        native_search(shape.group, self._layout.kind.parts * shape.head_dim)
+        if kernel.device.type == "cpu":  # compiled now, and not while the first token waits
+            native_search(shape.group, self._layout.kind.parts * shape.head_dim)
         self._rest = RestEstimator(kernel, self._layout) if self._layout.rest else None
         self._digests = torch.empty(0)
         self._seals = torch.empty(0, SEAL_BYTES, dtype=torch.uint8)

@@ -75,6 +75,8 @@ class RowKernel(ABC):
 
     shape: KernelShape
     device: torch.device
+    overhead_bytes: int
+    """See ``Gate``."""
 
     @property
     @abstractmethod

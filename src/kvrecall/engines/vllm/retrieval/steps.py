@@ -98,7 +98,7 @@ class StepPlanner:
         self._shape = shape = kernel.shape
         self._freshness = freshness
         self._activity = activity
-        self._gate = Gate(settings, shape.token_bytes)
+        self._gate = Gate(settings, shape.token_bytes, kernel.overhead_bytes)
 
     def plan(
         self,

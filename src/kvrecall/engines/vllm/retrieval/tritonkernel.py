@@ -8,6 +8,7 @@ import torch
 
 from kvrecall.engines.vllm.retrieval.rows import Attended, Bytes, Ints, KernelShape, RowKernel
 from kvrecall.errors import EngineError
+from kvrecall.retrieval.gate import DEVICE_OVERHEAD_BYTES
 from kvrecall.retrieval.moving import Piece, move
 from kvrecall.retrieval.paged import Paged, attend_by_triton
 
@@ -44,6 +45,8 @@ class DeviceWriter:
 
 class TritonKernel(RowKernel):
     """Our own kernel. Cache of any strides, blocks of a power of two of tokens."""
+
+    overhead_bytes = DEVICE_OVERHEAD_BYTES
 
     def __init__(self, shape: KernelShape, device: torch.device) -> None:
         """Raises EngineError for blocks that it cannot read."""
