@@ -18,7 +18,8 @@ TEXT, TURN = "long text", "conversation, turn 2"
 
 
 def answer(tokens: tuple[int, ...] = (1, 2), **recalled: int) -> Answer:
-    return Answer(300, recalled, tokens, (-0.5, -0.25), "text\nmore", sum(recalled.values()) / 1000)
+    first = sum(recalled.values()) / 1000
+    return Answer(300, recalled, tokens, (-0.5, -0.25), "text\nmore", first, first + 1)
 
 
 def rows() -> list[Row]:

@@ -99,19 +99,26 @@ def scaled(context: int) -> dict[str, str]:
     return {**shares, PREFIX + "DENSE_LAYERS": str(DENSE_LAYERS), "VLLM_PLUGINS": "retrieval,waits"}
 
 
-def run(crowd: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, Any]:
-    """One engine's figures; see ``Gathering``."""
+def run(
+    crowd: Mapping[str, object], environ: Mapping[str, str], limit_s: float | None = None
+) -> dict[str, Any]:
+    """One engine's figures; see ``Gathering``. Raises EngineError, with the end of what it said,
+    if it fails or takes longer than ``limit_s``."""
     kept = server_environment()
     plain = {name: text for name, text in kept.items() if not name.startswith(PREFIX)}
     plain.pop("VLLM_PLUGINS", None)
-    done = subprocess.run(
-        as_child(sys.executable, "-m", _CHILD),
-        input=json.dumps(crowd),
-        env={**plain, **environ},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            as_child(sys.executable, "-m", _CHILD),
+            input=json.dumps(crowd),
+            env={**plain, **environ},
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise EngineError(f"the engine is not done after {limit_s:.0f} s") from None
     if done.returncode != 0:
         raise EngineError(f"the engine failed:\n{done.stderr[-3000:]}")
     return dict(json.loads(done.stdout))

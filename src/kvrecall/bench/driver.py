@@ -33,7 +33,8 @@ class Answer:
     """What one request gave.
 
     ``recalled`` maps device, host, disk, remote, computed to numbers of prompt tokens.
-    ``ttft_s``: seconds from sending the request to its first token, as the client sees them.
+    ``ttft_s``, ``last_s``: seconds from sending the request to its first and to its last token, as
+    the client sees them.
     """
 
     prompt_tokens: int
@@ -42,6 +43,7 @@ class Answer:
     logprobs: tuple[float, ...]
     text: str
     ttft_s: float
+    last_s: float
 
 
 class ServerProcess:
@@ -150,7 +152,7 @@ class ServerProcess:
             "parameters": {"max_new_tokens": max_new_tokens, "details": True},
         }
         events: list[dict[str, Any]] = []
-        ttft = 0.0
+        ttft = last = 0.0
         begin = time.perf_counter()
         with httpx.stream("POST", f"{self.url}/generate_stream", json=body, timeout=600) as reply:
             if reply.status_code != 200:
@@ -158,9 +160,10 @@ class ServerProcess:
             for line in reply.iter_lines():
                 if not line.startswith("data:"):
                     continue
-                ttft = ttft or time.perf_counter() - begin
+                last = time.perf_counter() - begin
+                ttft = ttft or last
                 events.append(json.loads(line.removeprefix("data:")))
-        return _answer(events, ttft)
+        return _answer(events, ttft, last)
 
     def settle(self) -> None:
         """Waits until the pool has written what it was given, so that it costs nobody time.
@@ -187,18 +190,19 @@ class ServerProcess:
         reply.raise_for_status()
 
 
-def _answer(events: Sequence[dict[str, Any]], ttft: float) -> Answer:
-    last = events[-1] if events else {}
-    if "token" not in last or not last.get("details"):
-        raise EngineError(f"the answer broke off: {json.dumps(last)[:500]}")
-    details = last["details"]
+def _answer(events: Sequence[dict[str, Any]], ttft: float, last: float) -> Answer:
+    final = events[-1] if events else {}
+    if "token" not in final or not final.get("details"):
+        raise EngineError(f"the answer broke off: {json.dumps(final)[:500]}")
+    details = final["details"]
     return Answer(
         prompt_tokens=details["prompt_tokens"],
         recalled=details["recall"],
         tokens=tuple(event["token"]["id"] for event in events),
         logprobs=tuple(event["token"]["logprob"] for event in events),
-        text=last["generated_text"],
+        text=final["generated_text"],
         ttft_s=ttft,
+        last_s=last,
     )
 
 

@@ -4,17 +4,14 @@ vLLM's own offloading connector in the same run."""
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvrecall.bench.driver import Answer, Progress, ServerProcess
 from kvrecall.bench.report import percentiles
 from kvrecall.bench.text import Texts
+from kvrecall.gpucheck.models import SMALL, Shape, model_folder
 from kvrecall.gpucheck.outcome import CheckError
-from kvrecall.testing.models import write_model
 
 BLOCK = 128
 
@@ -32,27 +29,6 @@ FORMS: Mapping[str, Sequence[str]] = {
 """Ways to run a model, by options of ``kvrecall serve``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A Llama-like model; its sizes are told in the report."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    @property
-    def token_bytes(self) -> int:
-        """Of KV cache a token, bfloat16."""
-        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
-
-
-SMALL = Shape(256, 4, 4, 2, 64)
-LARGE = Shape(4096, 32, 32, 8, 128)
-"""6.2 billion weights, and the KV cache of an 8B model: 128 KiB a token."""
-
-
 def check_form(name: str, progress: Progress, device_bytes: int = 256 << 20) -> dict[str, int]:
     """One way to run a model: an answer from host memory and, after a restart, from disk is token
     for token that from the device, which is vLLM's own prefix cache. Returns prompt tokens
@@ -62,7 +38,7 @@ def check_form(name: str, progress: Progress, device_bytes: int = 256 << 20) -> 
     Raises CheckError for another token or a tier that was not hit, EngineError for a server that
     does not start.
     """
-    with _model(SMALL, 8192, weights=True) as (folder, path):
+    with model_folder(SMALL, 8192, weights=True) as (folder, path):
         words = [str(path), "--kv-cache-memory-bytes", str(device_bytes), "--host-size", "256MiB"]
         words += ["--disk-path", str(folder / "disk"), "--disk-size", "1GiB"]
         words += ["--pool-config", str(_pool(folder)), *FORMS[name]]
@@ -101,7 +77,7 @@ def first_token(
     longest = max(contexts)
     host = 3 * longest * shape.token_bytes
     told = {}
-    with _model(shape, longest + 1024, weights=False) as (folder, path):
+    with model_folder(shape, longest + 1024, weights=False) as (folder, path):
         common = [str(path), "--max-model-len", str(longest + 512), "--block-size", str(BLOCK)]
         for name in connectors:
             progress(f"{name}: starting")
@@ -163,40 +139,3 @@ def _found(answer: Answer, tier: str) -> int:
     if found < 20 * BLOCK:
         raise CheckError(f"{found} of {20 * BLOCK} tokens came from {tier}: {answer.recalled}")
     return found
-
-
-@contextmanager
-def _model(shape: Shape, longest: int, weights: bool) -> Iterator[tuple[Path, Path]]:
-    """A folder for logs, and a model in it; without ``weights`` only its description, at the size
-    of ``shape``."""
-    make: Callable[..., Path] = write_model
-    with tempfile.TemporaryDirectory(prefix="kvrecall-gpu-check-") as name:
-        folder = Path(name)
-        written = shape if weights else SMALL
-        path = make(
-            folder / "model",
-            "llama",
-            hidden=written.hidden,
-            layers=written.layers,
-            heads=written.heads,
-            kv_heads=written.kv_heads,
-            head_dim=written.head_dim,
-            max_position=longest,
-        )
-        if not weights:
-            _resize(path / "config.json", shape)
-            (path / "model.safetensors").unlink()
-        yield folder, path
-
-
-def _resize(file: Path, shape: Shape) -> None:
-    config = json.loads(file.read_text())
-    config |= {
-        "hidden_size": shape.hidden,
-        "intermediate_size": 3 * shape.hidden,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-    }
-    file.write_text(json.dumps(config))

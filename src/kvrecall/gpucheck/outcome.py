@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -21,6 +22,20 @@ class State(StrEnum):
 
 class CheckError(KvrecallError):
     """Something is not as it must be; the message says what."""
+
+
+_REFUSAL = re.compile(r"kvrecall\.errors\.\w+: (.+)")
+_ERROR = re.compile(r"\b\w+Error: (.+)")
+
+
+def reason(text: str) -> str:
+    """The line of an error's text that says most: kvrecall's own refusal if one was printed, else
+    the last error of a traceback, else the first line."""
+    for pattern, which in ((_REFUSAL, 0), (_ERROR, -1)):
+        found = pattern.findall(text)
+        if found:
+            return str(found[which]).strip()
+    return (text.strip().splitlines() or ["nothing was said"])[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ def _retrieval(device: str, quick: bool) -> Outcome:
     return Outcome(
         "retrieval",
         State.PASS,
-        "search and kernel agree with plain torch on the CPU",
+        "search and kernels agree with plain torch on the CPU",
         {"same_blocks": same},
     )
 

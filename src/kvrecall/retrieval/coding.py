@@ -123,7 +123,8 @@ def _coded(rows: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
 
 
 def _scales(most: torch.Tensor) -> torch.Tensor:
-    return (most / _MOST).clamp(min=torch.finfo(torch.float32).tiny)
+    # By a tensor, as on a GPU a plain number is divided by to another last bit than on a CPU.
+    return (most / torch.full_like(most, _MOST)).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _scales_of(coded: torch.Tensor) -> torch.Tensor:

@@ -11,13 +11,12 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from random import Random
 from typing import Any
 
 from prometheus_client import REGISTRY
 
-from kvrecall.engines.vllm.retrieval.filling import fill, shape_of
 from kvrecall.engines.vllm.retrieval.plugin import active_settings, asked_for
 from kvrecall.engines.vllm.serving import connector_config
 
@@ -28,7 +27,8 @@ EXTENSION = "kvrecall.engines.vllm.retrieval.activity.ActivityExtension"
 class Crowd:
     """``sequences`` different prompts of ``context`` tokens, each to decode ``decoded`` tokens, on
     a device cache of ``device_blocks`` blocks. ``pooled``: they are found in the pool, with random
-    KV, so that no prompt is computed but for its last block."""
+    KV, so that no prompt is computed but for its last block (on vLLM's CPU platform only).
+    ``options``: of vLLM, beside those given here."""
 
     model: str
     context: int
@@ -37,6 +37,7 @@ class Crowd:
     device_blocks: int
     host_bytes: int
     pooled: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ def gather(crowd: Crowd) -> Gathering:
         kv_transfer_config=connector_config(
             {"host_size": crowd.host_bytes, "load_or_compute": "load"}
         ),
+        **crowd.options,
     )
     try:
         return _gather(llm, crowd)
@@ -123,6 +125,8 @@ def _gather(llm: Any, crowd: Crowd) -> Gathering:
 
 def _fill(llm: Any) -> int:
     """Of all requests that wait. Their names there are the engine's own."""
+    from kvrecall.engines.vllm.retrieval.filling import fill, shape_of  # needs vLLM's CPU kernel
+
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     connector, vllm_config = scheduler.connector, llm.llm_engine.vllm_config
     states = [connector.state_of(key) for key in scheduler.requests]
