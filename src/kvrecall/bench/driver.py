@@ -23,6 +23,8 @@ from kvrecall.testing.ports import free_port
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 60.0
 SETTLE_TIMEOUT_S = 60.0
+_CAUSE = 150
+"""Lines of a log that hold why a worker of the engine failed, below which its end is told twice."""
 QUEUED_WRITES = "kvrecall_queued_writes"
 
 Progress = Callable[[str], None]
@@ -107,7 +109,7 @@ class ServerProcess:
         while not self._healthy():
             now = time.monotonic()
             if self._process.poll() is not None:
-                raise EngineError(f"the server ended while starting:\n{self.log_tail()}")
+                raise EngineError(f"the server ended while starting:\n{self.log_tail(_CAUSE)}")
             if now - begin > START_TIMEOUT_S:
                 raise EngineError(f"the server is not ready after {now - begin:.0f} s")
             if now - said >= 10:

@@ -30,12 +30,13 @@ _ERROR = re.compile(r"\b\w+Error: (.+)")
 
 def reason(text: str) -> str:
     """The line of an error's text that says most: kvrecall's own refusal if one was printed, else
-    the last error of a traceback, else the first line."""
+    the last error of a traceback, else the first line, or the last where that only announces it."""
     for pattern, which in ((_REFUSAL, 0), (_ERROR, -1)):
         found = pattern.findall(text)
         if found:
             return str(found[which]).strip()
-    return (text.strip().splitlines() or ["nothing was said"])[0]
+    lines = text.strip().splitlines() or ["nothing was said"]
+    return lines[-1] if lines[0].endswith(":") else lines[0]
 
 
 @dataclass(frozen=True, slots=True)

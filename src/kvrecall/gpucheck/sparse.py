@@ -53,9 +53,9 @@ def check_tokens(
     device_bytes: int = 256 << 20,
     shares: Sequence[float] = SHARES,
 ) -> dict[str, dict[str, int]]:
-    """A server without retrieval and one for each share, as they are run by default: retrieval of every block gives the tokens of dense
-    attention, retrieval of few the same tokens twice. Returns blocks considered and chosen, by
-    share.
+    """A server without retrieval and one for each share, as they are run by default: retrieval of
+    every block gives the tokens of dense attention, retrieval of few the same tokens twice. Returns
+    blocks considered and chosen, by share.
 
     Raises CheckError for another token or where retrieval did not act, EngineError for a server
     that does not start. In 32 bits on a GPU: random weights in 16 make other tokens with another

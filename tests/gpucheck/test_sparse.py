@@ -1,0 +1,397 @@
+"""Retrieval in the GPU check, on the CPU: the search and the attention against faulty ones, real
+servers, what is asked of servers on a GPU, and what is said of figures that mean nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from kvrecall.bench.driver import Answer
+from kvrecall.errors import EngineError
+from kvrecall.gpucheck import attention, cli, sequences, sparse
+from kvrecall.gpucheck.models import SMALL
+from kvrecall.gpucheck.outcome import CheckError, Outcome, State, reason
+from kvrecall.gpucheck.sparse import Told
+from kvrecall.retrieval.paged import Part, attend_plainly
+from kvrecall.retrieval.settings import RetrievalSettings
+
+CPU = torch.device("cpu")
+DENSE = Told((1, 2, 3), (1, 2, 3), 0, 0)
+LOAD = sequences.Load(2048, 3, 6, 1)
+ACTIVE = {"steps_sparse": 5, "blocks_offloaded": 9, "blocks_loaded": 2, "blocks_hit": 6}
+IDLE = dict.fromkeys(ACTIVE, 0)
+FIGURES = {
+    "at_once": 3,
+    "seconds": 4.0,
+    "tokens": 18,
+    "decode_seconds": 2.0,
+    "decode_tokens": 15,
+    "preemptions": 0,
+    "activity": ACTIVE,
+}
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+def shifted(blocks: torch.Tensor) -> torch.Tensor:
+    return (blocks + 1) % 64
+
+
+class Shifted(attention.ExactSelector):
+    """Chooses the blocks after those it should."""
+
+    def choose(self, *args: Any, **more: Any) -> Any:
+        choice = super().choose(*args, **more)
+        return dataclasses.replace(choice, blocks=shifted(choice.blocks))
+
+
+def every_second(right: Callable[..., Any], wrong: Callable[..., Any]) -> Callable[..., Any]:
+    """The CPU's turn is right, the device's is not."""
+    turns = iter(range(1000))
+    return lambda *args: wrong(right(*args)) if next(turns) % 2 else right(*args)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "said"),
+    [
+        ("encode", lambda coded: coded ^ 1, "codes digests otherwise"),
+        ("best_products", lambda best: best.nextafter(best + 1), "finds other products"),
+        (
+            "selector_of",
+            lambda _: Shifted(attention.DIGESTS["bounds"], slice(0, 8)),
+            "chooses other blocks",
+        ),
+    ],
+)
+def test_a_coded_search_that_is_wrong_is_seen(
+    name: str, wrong: Callable[..., Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, name, every_second(getattr(attention, name), wrong))
+    with pytest.raises(CheckError, match=f"the device {said}.*share of 0.2"):
+        attention.check_search(CPU, 64)
+
+
+def test_a_narrowing_search_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = attention.selector_of
+    turns = iter(range(1000))
+
+    def faulty(settings: RetrievalSettings, layout: attention.Layout) -> Any:
+        if next(turns) % 2 and layout.coarse:
+            return Shifted(layout.kind, layout.fine_rows)
+        return real(settings, layout)
+
+    monkeypatch.setattr(attention, "selector_of", faulty)
+    with pytest.raises(CheckError, match=r"chooses other blocks.*share of 0\.02"):
+        attention.check_search(CPU, 64)
+
+
+def test_equal_scores_may_be_chosen_either_way() -> None:
+    best = torch.tensor([[[3.0, 1.0, 1.0, 0.0]]])
+
+    def good(*blocks: int) -> bool:
+        return attention._as_good(best, torch.tensor([[0, 1]]), torch.tensor([list(blocks)]))
+
+    assert good(1, 0)
+    assert good(0, 2)
+    assert not good(0, 3)
+    assert not good(1, 2)
+    assert not good(0, 0)
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.1])
+def test_attention_is_compared_with_plain_torch(
+    wrong: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ours(query: Any, paged: Any, scale: float, share: int) -> Part:
+        part = attend_plainly(query, paged, scale)
+        return Part(part.output + wrong, part.lse)
+
+    monkeypatch.setattr(attention, "attend_by_triton", ours)
+    if not wrong:
+        attention.check_attention(CPU)
+        return
+    with pytest.raises(CheckError, match=r"attention over 1 tokens of .* is off by 0\.1"):
+        attention.check_attention(CPU)
+
+
+def test_a_decoded_token_is_timed_with_coded_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    real = attention.selector_of
+
+    def looking(settings: RetrievalSettings, layout: attention.Layout) -> Any:
+        selector = real(settings, layout)
+
+        class Looking(type(selector)):  # type: ignore[misc]
+            def choose(self, query: Any, runs: Any, *args: Any) -> Any:
+                seen.extend(run.dtype for run in runs)
+                return selector.choose(query, runs, *args)
+
+        return Looking(layout.kind, layout.fine_rows)
+
+    monkeypatch.setattr(attention, "selector_of", looking)
+    monkeypatch.setattr(attention, "attend_by_triton", lambda q, paged, scale: None)
+    told = attention.decode_times(CPU, 16384)
+    assert set(seen) == {torch.int8}
+    assert told["blocks_read"] == round((8 + 57 + 32) / 128, 4)
+    assert told["retrieval_ms"] > 0
+
+
+@pytest.mark.engine
+def test_tokens_on_the_cpu() -> None:
+    """Of three servers of the check the two of which the tokens are compared."""
+    outcome = cli.retrieval_tokens("cpu", quiet, 64 << 20, (1.0,))
+    assert outcome.state is State.PASS, outcome.note
+    (blocks,) = outcome.figures["blocks"].values()
+    assert blocks["selected"] == blocks["considered"] > 0
+
+
+@pytest.mark.engine
+def test_a_decoded_token_of_an_engine_on_the_cpu() -> None:
+    scaled = {**sparse.SCALED, "VLLM_RETRIEVAL_TOPK_PERCENT": "0.3"}
+    outcome = cli.decode_engine((2048,), SMALL, "cpu", quiet, scaled, ("retrieval",))
+    assert outcome.state is State.PASS, outcome.note
+    assert 0 < outcome.figures["seconds"]["retrieval"]["2048"] < 1
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_all_of_it_on_the_cpu() -> None:
+    outcomes = [
+        cli.retrieval_tokens("cpu", quiet, 64 << 20),
+        cli.decode_engine((2048,), SMALL, "cpu", quiet, sparse.SCALED),
+        cli.crowded(LOAD, SMALL, "cpu", quiet),
+    ]
+    assert [each.state for each in outcomes] == [State.PASS] * 3, outcomes
+    few = outcomes[0].figures["blocks"]["0.3"]
+    assert 0 < few["selected"] < few["considered"]
+    assert outcomes[2].figures["dense"]["at_once"] == 1
+    assert outcomes[2].figures["retrieval"]["at_once"] == 3
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_sequences_that_the_engine_refuses_fail_with_its_words() -> None:
+    load = dataclasses.replace(LOAD, options={"kv_cache_dtype": "fp8"})
+    outcome = cli.crowded(load, SMALL, "cpu", quiet, ("retrieval",))
+    assert outcome.state is State.FAIL
+    assert outcome.note.startswith("retrieval attention does not work with kv_cache_dtype=fp8; ")
+
+
+@pytest.mark.parametrize(
+    ("sparse_one", "share", "said"),
+    [
+        (Told((1, 2, 4), (1, 2, 4), 9, 9), 1.0, r"than dense attention: \(1, 2, 4\) instead of"),
+        (Told((1, 2, 3), (1, 2, 4), 9, 9), 1.0, "asked again, retrieval of 1.0 of the blocks"),
+        (Told((5, 6, 7), (5, 6, 8), 9, 3), 0.3, "asked again, retrieval of 0.3 of the blocks"),
+        (Told((1, 2, 3), (1, 2, 3), 0, 0), 1.0, "retrieval did not act"),
+        (Told((1, 2, 3), (1, 2, 3), 9, 8), 1.0, "of 9 blocks only 8 were chosen"),
+        (Told((1, 2, 3), (1, 2, 3), 9, 9), 0.3, "all of 9 blocks were chosen, not 0.3"),
+    ],
+)
+def test_wrong_tokens_and_counts_are_seen(sparse_one: Told, share: float, said: str) -> None:
+    sparse.require_right(DENSE, Told((1, 2, 3), (1, 2, 3), 9, 9), 1.0)
+    sparse.require_right(DENSE, Told((5, 6, 7), (5, 6, 7), 9, 3), 0.3)
+    with pytest.raises(CheckError, match=said):
+        sparse.require_right(DENSE, sparse_one, share)
+
+
+class Server:
+    """Stands in for a ServerProcess: answers in tokens of 0.5 s, and counts what retrieval does
+    if its words ask for it."""
+
+    started: list[tuple[Sequence[str], Mapping[str, str]]]
+    faulty = False
+    dies = False
+
+    def __init__(
+        self, words: Sequence[str], log: Path, progress: Any, environ: Mapping[str, str]
+    ) -> None:
+        self.started.append((words, environ))
+        self._acts = ("--retrieval" in words) != self.faulty
+        self._share = float(environ.get("VLLM_RETRIEVAL_TOPK_PERCENT", "0.2"))
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def ask(self, prompt: str, count: int) -> Answer:
+        if self.dies:
+            raise httpx.RemoteProtocolError("peer closed connection")
+        return Answer(len(prompt), {}, tuple(range(count)), (), "", 2.0, 2.0 + 0.5 * (count - 1))
+
+    def settle(self) -> None:
+        pass
+
+    def metric(self, name: str) -> float:
+        share = self._share if "selected" in name else 1
+        return 100 * share * self._acts
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> type[Server]:
+    Here = type("Here", (Server,), {"started": []})
+    monkeypatch.setattr(sparse, "ServerProcess", Here)
+    monkeypatch.setenv("VLLM_RETRIEVAL_DIGEST", "mean")  # of whoever runs the check
+    monkeypatch.setenv("VLLM_PLUGINS", "retrieval")
+    monkeypatch.setenv("KVRECALL_RETRIEVAL", "1")
+    return Here
+
+
+def settings(environ: Mapping[str, str]) -> RetrievalSettings:
+    return RetrievalSettings.from_environ(environ)
+
+
+def test_servers_on_a_gpu_are_told_what_to_compare(server: type[Server]) -> None:
+    outcome = cli.retrieval_tokens("cuda", quiet)
+    assert outcome.state is State.PASS, outcome.note
+    assert outcome.figures["blocks"]["0.3"] == {"considered": 100, "selected": 30}
+    (dense, plain), *others = server.started
+    assert "--retrieval" not in dense
+    assert not any("RETRIEVAL" in name for name in plain)
+    assert "VLLM_PLUGINS" not in plain
+    for (words, environ), share in zip(others, (1.0, 0.3), strict=True):
+        assert [word for word in words if word != "--retrieval"] == dense
+        assert words.index("--retrieval") < words.index("--")
+        assert settings(environ).topk_share == share
+        assert settings(environ).digest == "bounds"
+        assert not settings(environ).gate
+    for words, environ in server.started:
+        assert words[words.index("--dtype") + 1] == "float32"
+        assert words[-2:] == ["--attention-backend", "TRITON_ATTN"]
+        assert environ["TRITON_F32_DEFAULT"] == "ieee"
+
+
+def test_a_decoded_token_is_what_comes_after_the_first(server: type[Server]) -> None:
+    told = sparse.decode_seconds((4096, 8192), SMALL, "cuda", quiet)
+    assert told == {name: {"4096": 0.5, "8192": 0.5} for name in ("dense", "retrieval")}
+    (dense, _), (words, environ) = server.started
+    assert words == [*dense[: dense.index("--")], "--retrieval", *dense[dense.index("--") :]]
+    assert words[-2:] == ["--attention-backend", "FLASH_ATTN"]
+    plain = RetrievalSettings(offload_boundary=1 << 30)
+    assert settings(environ) == plain, "as set by default, on the device"
+
+
+def test_servers_that_do_not_do_what_they_should_are_seen(server: type[Server]) -> None:
+    server.faulty = True
+    outcomes = [
+        cli.decode_engine((4096,), SMALL, "cpu", quiet),
+        cli.decode_engine((4096,), SMALL, "cpu", quiet, None, ("retrieval",)),
+        cli.retrieval_tokens("cpu", quiet),
+    ]
+    assert [each.state for each in outcomes] == [State.FAIL] * 3
+    assert [each.note for each in outcomes] == [
+        "dense, 4096 tokens: retrieval acted",
+        "retrieval, 4096 tokens: retrieval did not act",
+        "retrieval did not act: of 0 blocks none was chosen",
+    ]
+
+
+def test_a_server_that_dies_is_a_failed_check(server: type[Server]) -> None:
+    server.dies = True
+    said: list[str] = []
+    outcome = cli.retrieval_tokens("cpu", said.append)
+    assert (outcome.state, outcome.note) == (State.FAIL, "peer closed connection")
+    assert said[-1] == "peer closed connection"
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["float32", "dummy"])
+def test_what_servers_on_a_gpu_are_started_with_is_what_vllm_takes(name: str) -> None:
+    from kvrecall.engines.base import ServeSpec
+    from kvrecall.engines.vllm.serving import parse_args
+
+    words = sparse.decode_words(Path("model"), 4096, SMALL, "cuda", True)
+    if name == "float32":
+        words = sparse.token_words("cuda", True)
+    extra = tuple(words[words.index("--") + 1 :])
+    args = parse_args(ServeSpec("model", "127.0.0.1", 1, {}, extra_args=extra))
+    assert args.attention_backend == ("TRITON_ATTN" if name == "float32" else "FLASH_ATTN")
+
+
+@pytest.mark.engine
+def test_retrieval_is_checked_with_the_vllm_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvrecall.engines.vllm import compat
+
+    for version, said in ((f"{compat.TESTED_VERSION}.1+cu130", ""), ("0.31.0", "is for vLLM 0.32")):
+        monkeypatch.setattr(cli, "engine_version", lambda version=version: version)
+        assert said in cli.without_retrieval()
+        assert bool(said) == bool(cli.without_retrieval())
+    skipped = list(cli._retrieval(True, quiet))
+    assert [each.check for each in skipped] == ["retrieval tokens", "decode, engine", "sequences"]
+    assert {each.state for each in skipped} == {State.SKIP}
+
+
+def crowded(monkeypatch: pytest.MonkeyPatch, **told: Any) -> Outcome:
+    """The outcome for engines that give these figures, of dense and of retrieval."""
+    ran = []
+
+    def run(crowd: Mapping[str, Any], environ: Mapping[str, str], limit_s: float) -> Any:
+        ran.append(environ)
+        found = told["retrieval" if environ else "dense"]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(sequences.crowd, "run", run)
+    return cli.crowded(LOAD, SMALL, "cuda", quiet)
+
+
+def test_sequences_are_told_for_both_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = {**FIGURES, "at_once": 1, "preemptions": 2, "activity": IDLE}
+    outcome = crowded(monkeypatch, dense=dense, retrieval=FIGURES)
+    assert outcome.state is State.PASS, outcome.note
+    assert outcome.note.startswith("dense: 1 at once, 7.5 tokens/s decoding; retrieval: 3 at once")
+    assert outcome.figures["retrieval"]["found_in_slots"] == 0.75
+    assert outcome.figures["retrieval"]["tokens_per_s"] == 4.5
+    assert outcome.figures["device_blocks"] == 33
+
+
+def test_sequences_that_mean_nothing_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = {**FIGURES, "activity": IDLE}
+    refusal = EngineError("the engine failed:\n...\nkvrecall.errors.EngineError: not on this\nbye")
+    for told, said in (
+        ({"dense": FIGURES, "retrieval": FIGURES}, "dense: retrieval acted"),
+        ({"dense": dense, "retrieval": dense}, "offload did not act: 0 blocks left the device"),
+        ({"dense": {**dense, "tokens": 17}}, "dense: 17 of 18 tokens were decoded"),
+        ({"dense": dense, "retrieval": {**FIGURES, "tokens": 0}}, "retrieval: 0 of 18 tokens"),
+        ({"dense": dense, "retrieval": refusal}, "not on this"),
+    ):
+        outcome = crowded(monkeypatch, **told)
+        assert outcome.state is State.FAIL
+        assert outcome.note.startswith(said)
+
+
+def test_sequences_on_a_gpu_are_computed_and_not_scheduled_ahead() -> None:
+    asked = sequences.crowd_of(sequences.Load(65536, 8, 128, 2), SMALL, "model", "cuda")
+    assert "pooled" not in asked
+    assert asked["options"] == {
+        "load_format": "dummy",
+        "async_scheduling": False,
+        "attention_backend": "FLASH_ATTN",
+    }
+    assert asked["device_blocks"] == 513 * 3
+    assert asked["host_bytes"] == 8 * 513 * 128 * SMALL.token_bytes * 5 // 4
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("one line\nmore", "one line"),
+        ("a\nkvrecall.errors.EngineError: no\nRuntimeError: see above", "no"),
+        ("the server ended:\nValueError: a\nRuntimeError: b\nbye", "b"),
+        ("the server ended:\na\nkvrecall: port in use", "kvrecall: port in use"),
+        ("", "nothing was said"),
+    ],
+)
+def test_of_an_error_the_line_that_says_most_is_told(text: str, said: str) -> None:
+    assert reason(text) == said
