@@ -3,6 +3,7 @@ what it says where there is nothing to check on."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 from collections.abc import Callable
@@ -65,6 +66,27 @@ def test_copies_that_are_wrong_are_seen(
     monkeypatch.setattr(copies.random.Random, "sample", lambda _, of, count: list(of)[:count])
     with pytest.raises(CheckError, match=said):
         copies.check_copies(CPU, blocks=16, page_bytes=4096)
+
+
+def by_hand(sources: Any, targets: Any, piece: Any, device: torch.device) -> None:
+    """What the kernel that fetches does."""
+    for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+        for at in range(0, piece.count * piece.step, piece.step):
+            ctypes.memmove(target + at, source + at, piece.nbytes)
+
+
+@pytest.mark.engine
+def test_fetches_that_are_wrong_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "move", by_hand)
+    copies.check_fetches(CPU, 16, 4096)
+    for wrong in (
+        lambda s, t, piece, d: by_hand(s, t[::-1], piece, d),
+        lambda s, t, piece, d: by_hand(s, t, dataclasses.replace(piece, count=1), d),
+        lambda s, t, piece, d: by_hand(s, t, dataclasses.replace(piece, nbytes=piece.step), d),
+    ):
+        monkeypatch.setattr(copies, "move", wrong)
+        with pytest.raises(CheckError, match="fetched other bytes"):
+            copies.check_fetches(CPU, 16, 4096)
 
 
 @pytest.mark.engine

@@ -278,7 +278,7 @@ def test_a_decoded_token_is_what_comes_after_the_first(server: type[Server]) -> 
     (dense, _), (words, environ) = server.started
     assert words == [*dense[: dense.index("--")], "--retrieval", *dense[dense.index("--") :]]
     assert words[-2:] == ["--attention-backend", "FLASH_ATTN"]
-    plain = RetrievalSettings(offload_boundary=1 << 30)
+    plain = RetrievalSettings(offload_boundary=1 << 30, gate=False)
     assert settings(environ) == plain, "as set by default, on the device"
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import time
 
+import numpy as np
 import torch
 
 from kvrecall.bench.bandwidth import measure_bandwidth
@@ -14,6 +15,7 @@ from kvrecall.engines.vllm.pages import Pages
 from kvrecall.engines.vllm.wire import Copy
 from kvrecall.gpucheck.outcome import CheckError
 from kvrecall.pool.arena import Arena
+from kvrecall.retrieval.moving import Piece, move
 
 LAYOUTS = ("layers", "blocks")
 """A tensor a layer, or all layers of a block side by side."""
@@ -53,6 +55,29 @@ def check_order(device: torch.device, page_bytes: int = 1 << 20) -> None:
         copier.drain()
         if not bool((memory[:page_bytes] == value).all()):
             raise CheckError(f"a store overtook the work queued before it (round {value})")
+
+
+def check_fetches(device: torch.device, blocks: int = 64, page_bytes: int = 1 << 14) -> None:
+    """A kernel that is told addresses fetches parts of blocks from the pinned arena, and writes
+    nothing beside them. Raises CheckError."""
+    chance = random.Random(0)
+    memory = _arena(2 * blocks * page_bytes)
+    (pages,) = _pages(device, "layers", blocks, page_bytes, layers=1)
+    copier = make_copier(memory, (pages,), 0)
+    held = memory[: 2 * blocks * page_bytes].view(2 * blocks, page_bytes)
+    held.copy_(torch.randint(0, 256, held.shape, dtype=torch.uint8))
+    slots = chance.sample(range(2 * blocks), blocks // 2)
+    rows = chance.sample(range(1, blocks + 1), blocks // 2)
+    piece = Piece(2, page_bytes // 4, page_bytes // 2)
+    want = torch.zeros(blocks + 1, 2, page_bytes // 2, dtype=torch.uint8)
+    want[rows, :, : piece.nbytes] = held.view(-1, 2, page_bytes // 2)[slots, :, : piece.nbytes]
+    sources = held.data_ptr() + np.array(slots) * page_bytes
+    targets = pages.rows.data_ptr() + np.array(rows) * pages.rows.stride(0)
+    move(sources, targets, piece, device)
+    _synchronize(device)
+    copier.drain()
+    if not torch.equal(pages.rows.cpu(), want.view(blocks + 1, page_bytes)):
+        raise CheckError("a kernel fetched other bytes from the arena than lie there")
 
 
 def bandwidth(blocks: int, layers: int, block_bytes: int) -> dict[str, float]:

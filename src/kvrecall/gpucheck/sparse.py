@@ -20,15 +20,16 @@ ENGINES = ("dense", "retrieval")
 SHARES = (1.0, 0.3)
 """Of the blocks. Of the second it is only asked that the answer is the same again."""
 
-STAYS = {PREFIX + "OFFLOAD_BOUNDARY": str(1 << 30)}
+OPEN = {PREFIX + "OFFLOAD_BOUNDARY": str(1 << 30), PREFIX + "GATE": "0"}
+"""Whatever the length, sequences past the dense boundary are sparse and stay on the device."""
+
 SCALED = {
-    **STAYS,
+    **OPEN,
     PREFIX + "INIT_TOKENS_NUM": "128",
     PREFIX + "LOCAL_TOKENS_NUM": "256",
     PREFIX + "DENSE_BOUNDARY": "1024",
     PREFIX + "DENSE_LAYERS": "1",
     PREFIX + "LEAST_BLOCKS": "1",
-    PREFIX + "GATE": "0",
 }
 """By which a prompt of 20 blocks is long."""
 
@@ -122,8 +123,9 @@ def decode_seconds(
     repetitions: int = 3,
 ) -> dict[str, dict[str, float]]:
     """Median seconds a decoded token of one request takes behind prompts of ``contexts`` tokens,
-    dense and by retrieval, one server after the other. ``scaled``: settings in place of the
-    default ones. The weights are random and made in place, the same for both.
+    dense and by retrieval, one server after the other: without the gate, which reckons with what
+    this tells. ``scaled``: settings in place of the default ones. The weights are random and made
+    in place, the same for both.
 
     Raises CheckError if retrieval did not act, or did without being asked for.
     """
@@ -134,7 +136,7 @@ def decode_seconds(
             progress(f"  {name}: starting")
             sparse = name == "retrieval"
             words = decode_words(path, longest, shape, device, sparse)
-            environ = _environment({**STAYS, **(scaled or {})} if sparse else {})
+            environ = _environment({**OPEN, **(scaled or {})} if sparse else {})
             with ServerProcess(words, folder / f"{name}.log", progress, environ) as server:
                 told[name] = {}
                 for context in contexts:
