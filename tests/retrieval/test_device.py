@@ -27,7 +27,7 @@ BOUNDARIES = {
 }
 AS_GPU = {"prelude": "retrieval.asgpu"}
 INTERPRETED = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-MIXED = [40, 157, 230, 196]
+MIXED = [40, 157, 230]
 """Dense, growing past the boundary, sparse."""
 DECODED = 4
 
@@ -57,7 +57,7 @@ def dense(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
 @pytest.fixture(scope="module")
 def whole(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
     """Sparse with every middle block chosen, in a device cache too small for the mixed batch."""
-    setup = {**setup, "num_gpu_blocks_override": 18}
+    setup = {**setup, "num_gpu_blocks_override": 14}
     return start(**setup, **AS_GPU, env={**retrieval(1.0), **INTERPRETED})
 
 
@@ -92,7 +92,7 @@ def answers(engine: Engine) -> list[list[int]]:
 
 
 def test_the_share_of_all_gives_dense_tokens(dense: Engine, whole: Engine) -> None:
-    """In one batch of all regimes, and under preemption."""
+    """In one batch of all regimes, for which the device has not room at once."""
     want = answers(dense)
     assert set(activity(dense).values()) == {0}
     before = activity(whole)
@@ -133,7 +133,7 @@ def test_sequences_off_the_device_decode_as_on_it(sparse: Engine, away: Engine) 
         assert answers(away) == want
         did = spent(away, before)
         assert did["blocks_left" if again else "blocks_offloaded"] > 0
-        assert did["sequences_offloaded"] > DECODED
+        assert did["sequences_offloaded"] == DECODED - 1
         assert did["blocks_hit"] > 0
         assert did["blocks_loaded"] > 0
         assert did["bytes_loaded"] == did["blocks_loaded"] * BLOCK * 2 * 32 * 4
