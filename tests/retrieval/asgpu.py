@@ -1,9 +1,15 @@
-"""Imported before vLLM, has an engine on a CPU take vLLM's Triton attention, and retrieval's over
-it, as on a GPU. Their kernels run in Triton's interpreter (``TRITON_INTERPRET=1``)."""
+"""Imported before vLLM, has an engine on a CPU take one of vLLM's attention backends for GPUs, and
+retrieval's over it. Triton's kernels run in its interpreter (``TRITON_INTERPRET=1``).
+
+``AS_GPU`` names the backend: ``TRITON_ATTN``, as it is; ``FLASH_ATTN``, whose two kernels there is
+nothing for here: plain PyTorch stands in for them, and the rest of the backend is vLLM's.
+"""
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from triton.backends import backends
@@ -15,7 +21,8 @@ from kvrecall.retrieval import coding
 backends["cpu"] = SimpleNamespace(compiler=None, driver=SimpleNamespace(is_active=lambda: True))
 torch.cuda.get_device_capability = lambda device=None: (9, 0)
 
-plugin.CPU_BACKENDS = {"CPU_ATTN": plugin.CUDA_BACKENDS["TRITON_ATTN"]}
+NAME = os.environ["AS_GPU"]
+plugin.CPU_BACKENDS = {"CPU_ATTN": plugin.CUDA_BACKENDS[NAME]}
 coding.on_device = lambda tensor: True
 
 from vllm import triton_utils  # noqa: E402
@@ -23,11 +30,58 @@ from vllm import triton_utils  # noqa: E402
 assert triton_utils.HAS_TRITON
 del backends["cpu"]  # PyTorch's compiler would take it for one
 
+from vllm.v1.attention.backends import flash_attn  # noqa: E402
 from vllm.v1.attention.backends.registry import (  # noqa: E402
     AttentionBackendEnum,
     register_backend,
 )
 
-register_backend(
-    AttentionBackendEnum.CPU_ATTN, "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
-)
+register_backend(AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum[NAME].get_path())
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+    block_table: torch.Tensor,
+    softmax_scale: float,
+    **rest: Any,
+) -> None:
+    """Causal attention of FlashAttention's arguments."""
+    starts = cu_seqlens_q.tolist()
+    for row, length in enumerate(seqused_k.tolist()):
+        first, end = starts[row : row + 2]
+        blocks = block_table[row, : -(-length // k.shape[1])].long()
+        group = q.shape[1] // k.shape[2]
+        keys, values = (
+            cache[blocks].flatten(0, 1)[:length].repeat_interleave(group, 1).float()
+            for cache in (k, v)
+        )
+        logits = torch.einsum("qhd,khd->hqk", q[first:end].float(), keys) * softmax_scale
+        seen = torch.arange(length) <= torch.arange(length - (end - first), length)[:, None]
+        weights = logits.masked_fill(~seen, float("-inf")).softmax(-1)
+        out[first:end] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
+
+
+def store(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+    *rest: Any,
+) -> None:
+    """Writes tokens into their slots."""
+    real = slots[slots >= 0]
+    blocks, places = real // key_cache.shape[1], real % key_cache.shape[1]
+    there = (slots >= 0).nonzero().flatten()
+    key_cache[blocks, places] = key[there]
+    value_cache[blocks, places] = value[there]
+
+
+flash_attn.get_flash_attn_version = lambda *args, **kwargs: 2
+flash_attn._FA4_DENSE_ATTENTION_KERNEL = attend
+flash_attn.reshape_and_cache_flash = store

@@ -1,5 +1,6 @@
-"""Retrieval as on a GPU: vLLM's Triton attention in a real engine, and ours over it, all kernels
-in Triton's interpreter. What it cannot show: streams, CUDA graphs, FlashAttention, time."""
+"""Retrieval as on a GPU: vLLM's backends for GPUs in a real engine, and ours over them, Triton's
+kernels in its interpreter. What it cannot show: streams, CUDA graphs, FlashAttention's kernels,
+time."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ BOUNDARIES = {
     "VLLM_RETRIEVAL_LEAST_BLOCKS": "1",
 }
 AS_GPU = {"prelude": "retrieval.asgpu"}
-INTERPRETED = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+INTERPRETED = {
+    "TRITON_INTERPRET": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "AS_GPU": "TRITON_ATTN",
+}
 MIXED = [40, 157, 230]
 """Dense, growing past the boundary, sparse."""
 DECODED = 4
@@ -99,6 +104,23 @@ def test_the_share_of_all_gives_dense_tokens(dense: Engine, whole: Engine) -> No
     assert answers(whole) == want
     done = spent(whole, before)
     assert done["blocks_selected"] == done["blocks_considered"] > 0
+
+
+def test_with_flash_attentions_metadata(
+    dense: Engine, start: Callable[..., Engine], setup: dict[str, Any]
+) -> None:
+    """On the device and off it. FlashAttention's own kernels are not seen by this."""
+    pool = {"host_size": "64MiB", "load_or_compute": "load"}
+    env = {**retrieval(1.0), **INTERPRETED, "AS_GPU": "FLASH_ATTN"}
+    env["VLLM_RETRIEVAL_OFFLOAD_BOUNDARY"] = "192"
+    flash = start(**setup, **AS_GPU, pool=pool, env=env)
+    assert answers(flash) == answers(dense)
+    did = activity(flash)
+    assert did["sequences_sparse"] > did["sequences_offloaded"] > 0
+    assert did["blocks_loaded"] > 0
+    assert flash.forget_device()
+    assert answers(flash) == answers(dense)
+    assert activity(flash)["blocks_left"] > 0
 
 
 def test_few_blocks_give_the_tokens_of_the_cpu_kernel(sparse: Engine, on_cpu: Engine) -> None:

@@ -126,6 +126,8 @@ class RetrievalBuilding(ABC):
             return {}
         found = {}
         for at, row in enumerate(rows):
+            if not row.query_tokens:  # padding
+                continue
             last = int(table[at, (row.tokens - 1) // self.block_size])
             sequence = self._offload.sequence(last)
             if sequence is not None:
