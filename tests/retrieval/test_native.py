@@ -10,9 +10,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvrecall.retrieval import coding, native
+from kvrecall.retrieval import coding, native, selection
 from kvrecall.retrieval.assembly import MOST_IN_A_GROUP
 from kvrecall.retrieval.coding import CodedQuery, best_products, coded_products, encode
+from kvrecall.retrieval.digest import DIGESTS
+from kvrecall.retrieval.selection import ExactSelector
 
 IS_HERE = native.native_search(4, 256) is not None
 needs_it = pytest.mark.skipif(
@@ -119,11 +121,48 @@ def test_a_search_that_is_wrong_is_not_used(
     honest = native.module_of
     native._search_of.cache_clear()
     with monkeypatch.context() as changed:
-        changed.setattr(native, "module_of", lambda group: honest(group).replace("smax", "smin"))
+        changed.setattr(
+            native, "module_of", lambda group: honest(group).replace("smax.i32", "umin.i32")
+        )
         assert native.native_search(3, 256) is None
     native._search_of.cache_clear()
     assert "finds other products" in caplog.text
     assert native.native_search(3, 256) is not None
+
+
+@needs_it
+@pytest.mark.parametrize("kind", ["mean", "bounds"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("heads", "group", "dim"), [(1, 1, 64), (4, 4, 128), (2, 7, 96), (3, 16, 320)]
+)
+def test_queries_are_coded_to_the_same_bits(
+    kind: str, dtype: torch.dtype, heads: int, group: int, dim: int
+) -> None:
+    digest = DIGESTS[kind]
+    if not native.codes_natively(dim, digest.split):
+        assert (dim, kind) == (96, "mean")
+        return
+    search = native.native_search(group, digest.parts * dim)
+    assert search is not None
+    for size in (1e-30, 0.0, 1.0, 3e4):
+        query = (torch.randn(heads, group, dim) * size).to(dtype)
+        query[..., ::7] = query[..., :1] * 0.5  # halves are rounded to even
+        plain = CodedQuery.of(digest.of_query(query))
+        want = native.PackedQuery.of(plain.codes, plain.scales * 0.088)
+        assert search.code(query, 0.088, digest.split is True).equals(want)
+
+
+@needs_it
+@pytest.mark.parametrize("kind", list(DIGESTS))
+def test_a_search_chooses_as_pytorchs_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = DIGESTS[kind]
+    rows = encode(torch.randn(2, 200, 8, digest.parts * 64))
+    query = torch.randn(2, 4, 64).to(torch.bfloat16)
+    found = ExactSelector(digest).choose(query, [rows], 40, 0.125).blocks
+    monkeypatch.setattr(coding, "native_search", lambda group, width: None)
+    monkeypatch.setattr(selection, "native_search", lambda group, width: None)
+    assert torch.equal(ExactSelector(digest).choose(query, [rows], 40, 0.125).blocks, found)
 
 
 def test_threads_may_search_at_once() -> None:

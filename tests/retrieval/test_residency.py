@@ -237,6 +237,31 @@ def test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits(
     assert bench.activity.bytes_digests == split.middle * (record.shape[1] - page)
 
 
+@pytest.mark.parametrize("share", [0.2, 0.02])
+def test_blocks_from_the_pool_are_chosen_by_the_digests_they_bring(share: float) -> None:
+    """At the small share by coarse ones first, of which there is a copy to be kept up to date."""
+    settings = replace(SETTINGS, topk_share=share)
+    bench = Bench(shape_of(), settings, 100)
+    sequence = bench.sequence(6000)
+    want = bench.decode(sequence)
+    full = sequence.block_ids[:-1]
+    bench.layer.seal(full)
+    there = bench.take(len(full))
+    for part in (
+        bench.cache,
+        bench.layer.digest_rows(bench.cache),
+        bench.layer.seal_rows(bench.cache),
+    ):
+        part[there] = part[full]
+    offload = Offload(bench.freshness, bench.activity)
+    offload.add_sparse("layer", bench.layer)
+    offload.restored(there.tolist())
+    before = bench.activity.blocks_digested
+    moved = replace(sequence, block_ids=torch.cat([there, sequence.block_ids[-1:]]))
+    assert torch.equal(bench.decode(moved), want)
+    assert bench.activity.blocks_digested == before
+
+
 def test_pages_behind_the_arena_are_distinct_far_reaching_and_given_back() -> None:
     """Beyond what 32 bits can address, in elements."""
     arena = Arena.create(10 * ALIGNMENT + 5)

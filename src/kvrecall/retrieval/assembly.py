@@ -7,7 +7,7 @@ the query's coordinates, is taken off at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 CHUNK = 64
 """Bytes that one instruction multiplies."""
@@ -26,6 +26,16 @@ blocks]``; ``query``: int8 ``[heads, chunks, group, CHUNK]``, aligned to CHUNK; 
 ``[heads, group]``, 128 times the sums of the query; ``scales``: float32 ``[heads, group]``;
 ``best``: float32 ``[heads, group, blocks]``."""
 
+CODING = ("query", "heads", "chunks", "dim", "split", "scale", "codes", "turned", "scales")
+"""Of a task of coding, 64 bits each.
+
+``query``: float32 ``[heads, group, dim]``; ``split``: 1 if codes above zero come first, then those
+below, 0 if they stay together; ``scale``: address of a float32 that all scales are multiplied by;
+``codes``, ``turned``, ``scales``: what is found, as ``query``, ``turned`` and ``scales`` above."""
+
+LANES = 16
+"""Numbers that are coded at a time; a head's dimension is a multiple of it."""
+
 _TURN = ", ".join(["i32 -2139062144"] * (CHUNK // 4))  # 0x80 in each byte
 _SUMS = f"<{CHUNK // 4} x i32>"
 _MULTIPLY = "@llvm.x86.avx512.vpdpbusd.512"
@@ -34,9 +44,9 @@ _MULTIPLY = "@llvm.x86.avx512.vpdpbusd.512"
 def module_of(group: int) -> str:
     """``search(task)``: for each head and block the largest product of a row with each of
     ``group`` query heads, times both scales. ``share(task)``: this thread's part of the blocks, if
-    it is one of a team of OpenMP's."""
+    it is one of a team of OpenMP's. ``code(task)``: queries rounded as rows are."""
     assert 0 < group <= MOST_IN_A_GROUP
-    return "\n".join([_DECLARED, _ENTRIES, _span(group)])
+    return "\n".join([_DECLARED, _ENTRIES, _span(group), _code(group)])
 
 
 _DECLARED = f"""
@@ -45,21 +55,28 @@ declare i32 @llvm.vector.reduce.add.v16i32({_SUMS})
 declare i32 @llvm.smax.i32(i32, i32)
 declare i64 @llvm.smin.i64(i64, i64)
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
+declare <16 x float> @llvm.fabs.v16f32(<16 x float>)
+declare <16 x float> @llvm.maxnum.v16f32(<16 x float>, <16 x float>)
+declare <16 x float> @llvm.rint.v16f32(<16 x float>)
+declare float @llvm.maxnum.f32(float, float)
+declare float @llvm.vector.reduce.fmax.v16f32(<16 x float>)
+declare {_SUMS} @llvm.smax.v16i32({_SUMS}, {_SUMS})
+declare {_SUMS} @llvm.smin.v16i32({_SUMS}, {_SUMS})
 declare i32 @omp_get_thread_num()
 declare i32 @omp_get_num_threads()
 """
 
 
-def _field(name: str, register: str | None = None) -> str:
+def _field(name: str, register: str | None = None, fields: Sequence[str] = FIELDS) -> str:
     register = register or name
     return (
-        f"  %at_{register} = getelementptr i64, ptr %task, i64 {FIELDS.index(name)}\n"
+        f"  %at_{register} = getelementptr i64, ptr %task, i64 {fields.index(name)}\n"
         f"  %{register} = load i64, ptr %at_{register}"
     )
 
 
-def _pointer(name: str) -> str:
-    return f"{_field(name, f'{name}_bits')}\n  %{name} = inttoptr i64 %{name}_bits to ptr"
+def _pointer(name: str, fields: Sequence[str] = FIELDS) -> str:
+    return f"{_field(name, f'{name}_bits', fields)}\n  %{name} = inttoptr i64 %{name}_bits to ptr"
 
 
 _ENTRIES = f"""
@@ -231,3 +248,110 @@ done:
   ret void
 }}
 """
+
+
+def _code(group: int) -> str:
+    return _queries(group) + _largest() + _rounded(group)
+
+
+def _queries(group: int) -> str:
+    """Each query of each head."""
+    fields = "\n".join(_field(name, fields=CODING) for name in ("heads", "chunks", "dim", "split"))
+    pointers = ("query", "scale", "codes", "turned", "scales")
+    return f"""
+define void @code(ptr %task) {{
+entry:
+{fields}
+{chr(10).join(_pointer(name, CODING) for name in pointers)}
+  %factor = load float, ptr %scale
+  %is_split = icmp eq i64 %split, 1
+  %width = mul i64 %chunks, {CHUNK}
+  %queries = mul i64 %heads, {group}
+  br label %query_begin
+query_begin:
+  %at_query = phi i64 [0, %entry], [%query_next, %query_end]
+  %head = udiv i64 %at_query, {group}
+  %place = urem i64 %at_query, {group}
+  %row_offset = mul i64 %at_query, %dim
+  %row = getelementptr float, ptr %query, i64 %row_offset
+  %head_bytes = mul i64 %width, {group}
+  %head_offset = mul i64 %head, %head_bytes
+  %place_offset = mul i64 %place, {CHUNK}
+  %codes_offset = add i64 %head_offset, %place_offset
+  %codes_here = getelementptr i8, ptr %codes, i64 %codes_offset
+  br label %largest
+"""
+
+
+def _largest() -> str:
+    """The scale: that of the largest coordinate."""
+    return f"""largest:
+  %seen = phi i64 [0, %query_begin], [%seen_next, %largest]
+  %most = phi <16 x float> [zeroinitializer, %query_begin], [%more, %largest]
+  %at_seen = getelementptr float, ptr %row, i64 %seen
+  %numbers = load <16 x float>, ptr %at_seen, align 4
+  %sizes = call <16 x float> @llvm.fabs.v16f32(<16 x float> %numbers)
+  %more = call <16 x float> @llvm.maxnum.v16f32(<16 x float> %most, <16 x float> %sizes)
+  %seen_next = add i64 %seen, {LANES}
+  %unseen = icmp slt i64 %seen_next, %dim
+  br i1 %unseen, label %largest, label %scaled
+scaled:
+  %top = call float @llvm.vector.reduce.fmax.v16f32(<16 x float> %more)
+  %step_or_none = fdiv float %top, 127.0
+  %step = call float @llvm.maxnum.f32(float %step_or_none, float 0x3810000000000000)
+  %lane = insertelement <16 x float> poison, float %step, i32 0
+  %steps = shufflevector <16 x float> %lane, <16 x float> poison, <16 x i32> zeroinitializer
+  br label %round
+"""
+
+
+def _rounded(group: int) -> str:
+    """The codes, in chunks of which each has all the head's queries."""
+    return f"""round:
+  %done = phi i64 [0, %scaled], [%done_next, %round_end]
+  %sums = phi {_SUMS} [zeroinitializer, %scaled], [%added, %round_end]
+  %at_done = getelementptr float, ptr %row, i64 %done
+  %plain = load <16 x float>, ptr %at_done, align 4
+  %parts = fdiv <16 x float> %plain, %steps
+  %near = call <16 x float> @llvm.rint.v16f32(<16 x float> %parts)
+  %whole = fptosi <16 x float> %near to {_SUMS}
+  %added = add {_SUMS} %sums, %whole
+  %high = call {_SUMS} @llvm.smax.v16i32({_SUMS} %whole, {_SUMS} zeroinitializer)
+  %low = call {_SUMS} @llvm.smin.v16i32({_SUMS} %whole, {_SUMS} zeroinitializer)
+  %first = select i1 %is_split, {_SUMS} %high, {_SUMS} %whole
+{_stored("first", "done", group)}
+  br i1 %is_split, label %second, label %round_end
+second:
+  %later = add i64 %done, %dim
+{_stored("low", "later", group)}
+  br label %round_end
+round_end:
+  %done_next = add i64 %done, {LANES}
+  %undone = icmp slt i64 %done_next, %dim
+  br i1 %undone, label %round, label %query_end
+query_end:
+  %sum = call i32 @llvm.vector.reduce.add.v16i32({_SUMS} %added)
+  %turned_here = mul i32 %sum, 128
+  %at_turned_here = getelementptr i32, ptr %turned, i64 %at_query
+  store i32 %turned_here, ptr %at_turned_here
+  %scale_here = fmul float %step, %factor
+  %at_scale_here = getelementptr float, ptr %scales, i64 %at_query
+  store float %scale_here, ptr %at_scale_here
+  %query_next = add i64 %at_query, 1
+  %more_queries = icmp slt i64 %query_next, %queries
+  br i1 %more_queries, label %query_begin, label %finished
+finished:
+  ret void
+}}
+"""
+
+
+def _stored(name: str, at: str, group: int) -> str:
+    """Sixteen codes, from coordinate ``at`` on."""
+    return f"""  %chunk_{name} = udiv i64 %{at}, {CHUNK}
+  %within_{name} = urem i64 %{at}, {CHUNK}
+  %chunk_offset_{name} = mul i64 %chunk_{name}, {CHUNK * group}
+  %offset_{name} = add i64 %chunk_offset_{name}, %within_{name}
+  %at_{name} = getelementptr i8, ptr %codes_here, i64 %offset_{name}
+  %bytes_{name} = trunc {_SUMS} %{name} to <16 x i8>
+  store <16 x i8> %bytes_{name}, ptr %at_{name}, align 1"""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from kvrecall.retrieval.native import native_search
+from kvrecall.retrieval.native import PackedQuery, native_search
 from kvrecall.retrieval.search import best_by_triton, fits
 
 SCALE_BYTES = 4
@@ -93,7 +93,7 @@ def best_products(
         return best_by_triton(query.codes, scales, coded, places)
     native = native_search(*query.codes.shape[1:]) if coded.is_cpu else None
     if native is not None and coded.stride(-1) == 1:
-        return native.best(query.codes, scales, coded, places)
+        return native.best(PackedQuery.of(query.codes, scales), coded, places)
     if places is not None:
         coded = coded[torch.arange(len(coded), device=coded.device)[:, None], places]
     heads, blocks, rows, _ = coded.shape

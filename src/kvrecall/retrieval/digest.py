@@ -18,6 +18,9 @@ class Digest(ABC):
 
     name: ClassVar[str]
     parts: ClassVar[int]
+    split: ClassVar[bool | None] = None
+    """How ``of_query``, coded, is had of the query, coded. False: it is that. True: what is above
+    zero, then what is below. None: not so."""
 
     @abstractmethod
     def of_keys(self, keys: torch.Tensor) -> torch.Tensor:
@@ -33,6 +36,7 @@ class Mean(Digest):
 
     name = "mean"
     parts = 1
+    split = False
 
     def of_keys(self, keys: torch.Tensor) -> torch.Tensor:
         return keys.float().mean(-2)
@@ -60,6 +64,7 @@ class Bounds(Digest):
 
     name = "bounds"
     parts = 2
+    split = True
 
     def of_keys(self, keys: torch.Tensor) -> torch.Tensor:
         return torch.cat([keys.amax(-2), keys.amin(-2)], -1).float()

@@ -5,14 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
 from torch.nn import functional
 
+from kvrecall.retrieval import coding
 from kvrecall.retrieval.coding import CodedQuery, best_products, coded_products
 from kvrecall.retrieval.digest import Digest
 from kvrecall.retrieval.layout import Layout
+from kvrecall.retrieval.native import PackedQuery, codes_natively, native_search
 from kvrecall.retrieval.settings import RetrievalSettings
 
 
@@ -31,22 +34,39 @@ class Choice:
 
 
 class Point:
-    """Queries as digests see them, ``[kv_heads, group, width]``: plain, and coded once."""
+    """Queries ``[kv_heads, group, dim]`` as digests see them, in what forms a search asks for."""
 
-    def __init__(self, plain: torch.Tensor, coded: CodedQuery | None = None) -> None:
-        self.plain = plain
-        self._coded = coded
+    def __init__(self, digest: Digest, query: torch.Tensor) -> None:
+        self._digest = digest
+        self._query = query
+        self._packed: tuple[float, PackedQuery] | None = None
 
-    @property
+    @cached_property
+    def plain(self) -> torch.Tensor:
+        """``[kv_heads, group, width]``."""
+        return self._digest.of_query(self._query)
+
+    @cached_property
     def coded(self) -> CodedQuery:
-        if self._coded is None:
-            self._coded = CodedQuery.of(self.plain)
-        return self._coded
+        return CodedQuery.of(self.plain)
 
     def of(self, heads: slice) -> Point:
         """Those of some KV heads."""
-        coded = CodedQuery(self.coded.codes[heads], self.coded.scales[heads])
-        return Point(self.plain[heads], coded)
+        return Point(self._digest, self._query[heads])
+
+    def best(
+        self, rows: torch.Tensor, scale: float, places: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See ``best_products``."""
+        _, group, dim = self._query.shape
+        native = None
+        if not coding.on_device(rows) and codes_natively(dim, self._digest.split):
+            native = native_search(group, self._digest.parts * dim)
+        if native is None or rows.stride(-1) != 1:
+            return best_products(self.coded, rows, scale, places)
+        if self._packed is None or self._packed[0] != scale:
+            self._packed = scale, native.code(self._query, scale, self._digest.split is True)
+        return native.best(self._packed[1], rows, places)
 
 
 class Selector(ABC):
@@ -60,12 +80,15 @@ class Selector(ABC):
         count: int,
         scale: float,
         ahead: int = 0,
+        coarse: Sequence[torch.Tensor] | None = None,
     ) -> Choice:
         """The ``count`` blocks most similar to the query, and the ``ahead`` next to them.
 
         ``query``: ``[kv_heads, group, dim]``. ``runs``: the candidates' digests
         ``[kv_heads, blocks, rows a block, width]``, coded (int8) or not, any number of tensors of
         any number of blocks, together at least ``count + ahead``. ``scale``: that of the attention.
+        ``coarse``: the runs' coarse rows once more, side by side: reading them out of all rows
+        takes as long as reading several times as many.
         """
 
 
@@ -91,6 +114,7 @@ class ExactSelector(Selector):
         count: int,
         scale: float,
         ahead: int = 0,
+        coarse: Sequence[torch.Tensor] | None = None,
     ) -> Choice:
         point = self.point_of(query)
         parts = [self.products(point, run, scale) for run in runs]
@@ -98,7 +122,7 @@ class ExactSelector(Selector):
 
     def point_of(self, query: torch.Tensor) -> Point:
         """What ``products`` are taken of."""
-        return Point(self._digest.of_query(query))
+        return Point(self._digest, query)
 
     def products(
         self, point: Point, run: torch.Tensor, scale: float, places: torch.Tensor | None = None
@@ -108,7 +132,7 @@ class ExactSelector(Selector):
         with those of these blocks."""
         digests = run[:, :, self._rows]
         if digests.dtype is torch.int8 and not self._every_row:
-            return best_products(point.coded, digests, scale, places).unsqueeze(-1)
+            return point.best(digests, scale, places).unsqueeze(-1)
         if places is not None:
             digests = digests[torch.arange(len(digests))[:, None], places]
         heads, blocks, rows, _ = digests.shape
@@ -134,7 +158,7 @@ class NarrowingSelector(Selector):
     def __init__(self, layout: Layout, target_mass: float = 1.0) -> None:
         """``layout``: with coarse rows."""
         self._layout = layout
-        self._wide = ExactSelector(layout.kind, layout.coarse_rows)
+        self._wide = ExactSelector(layout.kind)
         self._close = ExactSelector(layout.kind, layout.fine_rows, target_mass)
 
     def choose(
@@ -144,17 +168,21 @@ class NarrowingSelector(Selector):
         count: int,
         scale: float,
         ahead: int = 0,
+        coarse: Sequence[torch.Tensor] | None = None,
     ) -> Choice:
         few = self._layout.narrowed(sum(run.shape[1] for run in runs), count + ahead)
         point = self._wide.point_of(query)
-        coarse = [self._wide.products(point, run, scale) for run in runs]
-        near = self._wide.among(torch.cat(coarse, 2), few).blocks
+        if coarse is None:
+            coarse = [run[:, :, self._layout.coarse_rows] for run in runs]
+        products = [self._wide.products(point, run, scale) for run in coarse]
+        found = products[0] if len(products) == 1 else torch.cat(products, 2)
+        near = self._wide.among(found, few).blocks
         if len(runs) == 1:
             logits = self._close.products(point, runs[0], scale, near)
         else:
             near, logits = self._by_runs(point, runs, near, scale)
-        found = self._close.among(logits, count, ahead)
-        return Choice(near.gather(1, found.blocks), found.taken, near.gather(1, found.later))
+        best = self._close.among(logits, count, ahead)
+        return Choice(near.gather(1, best.blocks), best.taken, near.gather(1, best.later))
 
     def _by_runs(
         self, point: Point, runs: Sequence[torch.Tensor], near: torch.Tensor, scale: float

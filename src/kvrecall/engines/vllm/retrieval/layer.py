@@ -16,15 +16,16 @@ from kvrecall.engines.vllm.retrieval.recalled import (
     seals_of_layer,
 )
 from kvrecall.engines.vllm.retrieval.rest import Chosen, RestEstimator
+from kvrecall.engines.vllm.retrieval.room import DigestRoom, Digests
 from kvrecall.engines.vllm.retrieval.rows import RowKernel
 from kvrecall.engines.vllm.retrieval.seals import SEAL_BYTES, broken, seals_of
 from kvrecall.engines.vllm.retrieval.steps import SparseSequence, SparseStep
 from kvrecall.engines.vllm.warmth import WORKER
 from kvrecall.engines.vllm.wire import Departure
-from kvrecall.retrieval.coding import coded_width, encode
+from kvrecall.retrieval.coding import encode
 from kvrecall.retrieval.layout import Layout
 from kvrecall.retrieval.native import native_search
-from kvrecall.retrieval.selection import selector_of
+from kvrecall.retrieval.selection import Choice, selector_of
 from kvrecall.retrieval.settings import RetrievalSettings
 from kvrecall.retrieval.split import Split
 
@@ -36,7 +37,7 @@ AT_ONCE = 64
 
 
 class RetrievalLayer:
-    """Digests ``[kv_heads, blocks, rows a block, width]`` of one layer, coded in eight bits.
+    """Digests of one layer, coded in eight bits, and attention to what is chosen by them.
 
     Memory: about ``rows * parts / (4 * block_size)`` of a layer's KV cache of 16 bits (a
     thirty-second by default), taken from the system as blocks are first digested and never more.
@@ -60,7 +61,7 @@ class RetrievalLayer:
         if kernel.device.type == "cpu":  # compiled now, and not while the first token waits
             native_search(shape.group, self._layout.kind.parts * shape.head_dim)
         self._rest = RestEstimator(kernel, self._layout) if self._layout.rest else None
-        self._digests = torch.empty(0)
+        self._room: DigestRoom | None = None
         self._seals = torch.empty(0, SEAL_BYTES, dtype=torch.uint8)
         self._head = torch.arange(shape.kv_heads, dtype=torch.int32, device=kernel.device)[:, None]
         self._recalled: dict[str, RecalledBlocks] = {}
@@ -69,19 +70,22 @@ class RetrievalLayer:
         """Computes the digests of these blocks from the keys they hold. Must be full blocks."""
         if not len(block_ids):
             return
-        self._make_room(kv_cache)
+        room = self._room_for(kv_cache)
         for ids in torch.split(block_ids.to(self._kernel.device), AT_ONCE):
-            self._digests[:, ids] = self._digests_of(kv_cache, ids).transpose(0, 1)
+            room.write(ids, self._digests_of(kv_cache, ids).transpose(0, 1))
 
     def seal(self, block_ids: torch.Tensor) -> None:
         """These blocks, whose digests are fresh, go to the pool: notes their digests' checksums."""
         ids = block_ids.to(self._kernel.device)
-        self._seals[ids] = seals_of(self._digests[:, ids].transpose(0, 1))
+        self._seals[ids] = seals_of(self._rows[:, ids].transpose(0, 1))
 
     def unsealed(self, block_ids: torch.Tensor) -> torch.Tensor:
-        """Those of these blocks, which came from the pool, whose digests came damaged."""
+        """Those of these blocks, which came from the pool, whose digests came damaged. The others'
+        are taken."""
         ids = block_ids.to(self._kernel.device)
-        rows = self._digests[:, ids].transpose(0, 1)
+        if self._room is not None:
+            self._room.wrote(ids)
+        rows = self._rows[:, ids].transpose(0, 1)
         damaged = block_ids[broken(rows, self._seals[ids]).cpu()]
         self._activity.digests_mended += len(damaged)
         return damaged
@@ -94,9 +98,9 @@ class RetrievalLayer:
         name: str,
     ) -> None:
         """Keeps the digests of blocks that are about to leave the device. ``name``: the layer's."""
-        self._make_room(kv_cache)
+        room = self._room_for(kv_cache)
         recalled = self._recalled.setdefault(sequence.key, self._begin(sequence, kv_cache, name))
-        recalled.depart(self._digests[:, list(departure.block_ids)])
+        recalled.depart(room.rows[:, list(departure.block_ids)])
 
     def arrive(self, sequence: OffloadedSequence, kv_cache: torch.Tensor, name: str) -> None:
         """Takes the digests of a sequence that begins off the device from its blocks' records.
@@ -106,8 +110,8 @@ class RetrievalLayer:
         pages = records.pages(offsets, digests_of_layer(name), heads * nbytes)
         seals = torch.from_numpy(records.pages(offsets, seals_of_layer(name), SEAL_BYTES))
         device = self._kernel.device
-        stored = torch.from_numpy(pages).view(self._digests.dtype).to(device)
-        stored = stored.view(len(pages), heads, *self._digests.shape[2:])
+        stored = torch.from_numpy(pages).view(self._rows.dtype).to(device)
+        stored = stored.view(len(pages), heads, *self._rows.shape[2:])
         damaged = broken(stored, seals.to(device)).nonzero().flatten()
         if len(damaged):
             kept = records.pages(offsets[damaged.cpu().numpy()], name, kv_cache[0].nbytes)
@@ -124,17 +128,16 @@ class RetrievalLayer:
         self, sequence: OffloadedSequence, kv_cache: torch.Tensor, name: str
     ) -> RecalledBlocks:
         """A sequence with nothing off the device yet."""
-        writer = self._kernel.writer(kv_cache)
-        return RecalledBlocks(sequence, writer, kv_cache.shape[1], name, self._activity)
+        room = DigestRoom(self._kernel, self._layout)
+        return RecalledBlocks(sequence, self._kernel.writer(kv_cache), room, name, self._activity)
 
     def digest_rows(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """The digests' bytes, a row a block: uint8 ``[blocks, kv_heads, bytes]``, a view."""
-        self._make_room(kv_cache)
-        return self._digests.flatten(2).view(torch.uint8).transpose(0, 1)
+        return self._room_for(kv_cache).rows.flatten(2).view(torch.uint8).transpose(0, 1)
 
     def seal_rows(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """The digests' checksums, a row a block: uint8 ``[blocks, SEAL_BYTES]``, not a copy."""
-        self._make_room(kv_cache)
+        self._room_for(kv_cache)
         return self._seals
 
     def forget(self, key: str) -> None:
@@ -208,17 +211,18 @@ class RetrievalLayer:
         self, query: torch.Tensor, sequence: SparseSequence, scale: float
     ) -> tuple[torch.Tensor, Chosen]:
         """Device blocks of those chosen: int32 ``[kv_heads, chosen]``."""
+        assert self._room is not None
         if sequence.runs:
-            runs = [self._digests[:, first:end] for first, end in sequence.runs]
+            runs = [self._room.part(slice(first, end)) for first, end in sequence.runs]
         else:
-            runs = [self._digests[:, sequence.blocks[sequence.places]]]
-        choice = self._selector.choose(query, runs, sequence.split.chosen, scale)
+            runs = [self._room.part(sequence.blocks[sequence.places])]
+        choice = self._chosen(query, runs, sequence.split.chosen, scale)
         # In the sequence's order, so that the sum does not depend on where the blocks lie.
         places, taken = _in_order(sequence.places[choice.blocks], choice.taken)
         self._see(places, sequence.split)
         digests = None
         if self._rest is not None:
-            digests = self._digests[:, sequence.blocks]
+            digests = self._rows[:, sequence.blocks]
         return sequence.blocks[places], Chosen(places, taken, sequence.split, digests)
 
     def _recall(
@@ -233,10 +237,11 @@ class RetrievalLayer:
         stayed = sequence.blocks[away.count :]
         runs = [recalled.digests]
         if len(stayed):
-            runs.append(self._digests[:, stayed])
+            assert self._room is not None
+            runs.append(self._room.part(stayed))
         split = sequence.split
         ahead = min(self._ahead_of(split), split.middle - split.chosen)
-        choice = self._selector.choose(query, runs, split.chosen, scale, ahead)
+        choice = self._chosen(query, runs, split.chosen, scale, ahead)
         places, taken = _in_order(choice.blocks, choice.taken)
         self._see(places, split)
         left = places < away.count
@@ -247,8 +252,20 @@ class RetrievalLayer:
         if ahead:
             later = choice.later.cpu()
             recalled.fetch_ahead(later.numpy(), (later < away.count).numpy())
-        digests = torch.cat(runs, 1) if self._rest is not None else None
+        digests = torch.cat([run.rows for run in runs], 1) if self._rest is not None else None
         return ids, Chosen(places, taken, split, digests)
+
+    def _chosen(
+        self,
+        query: torch.Tensor,
+        runs: Sequence[Digests],
+        count: int,
+        scale: float,
+        ahead: int = 0,
+    ) -> Choice:
+        rows = [run.rows for run in runs]
+        coarse = [run.coarse for run in runs if run.coarse is not None]
+        return self._selector.choose(query, rows, count, scale, ahead, coarse or None)
 
     def _see(self, chosen: torch.Tensor, split: Split) -> None:
         """Notes, now and then, which of the middle blocks were chosen: ``[kv_heads, chosen]``."""
@@ -265,14 +282,19 @@ class RetrievalLayer:
         values = None if self._rest is None else self._kernel.values.read(kv_cache, block_ids)
         return encode(self._layout.rows_of(keys, values), self._layout.rest)
 
-    def _make_room(self, kv_cache: torch.Tensor) -> None:
-        if self._digests.numel():
-            return
-        blocks = len(kv_cache)
-        self._kernel.check(kv_cache)
-        width = coded_width(self._layout.kind.parts * self._shape.head_dim)
-        self._digests = self._kernel.digests(blocks, self._layout.rows, width)
-        self._seals = torch.empty(blocks, SEAL_BYTES, dtype=torch.uint8, device=kv_cache.device)
+    @property
+    def _rows(self) -> torch.Tensor:
+        """Of all blocks on the device."""
+        assert self._room is not None
+        return self._room.rows
+
+    def _room_for(self, kv_cache: torch.Tensor) -> DigestRoom:
+        if self._room is None:
+            blocks = len(kv_cache)
+            self._kernel.check(kv_cache)
+            self._room = DigestRoom(self._kernel, self._layout, blocks)
+            self._seals = torch.empty(blocks, SEAL_BYTES, dtype=torch.uint8, device=kv_cache.device)
+        return self._room
 
 
 def _blocks_of(pages: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

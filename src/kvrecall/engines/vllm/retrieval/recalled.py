@@ -11,6 +11,7 @@ import torch
 
 from kvrecall.engines.vllm.retrieval.activity import Activity
 from kvrecall.engines.vllm.retrieval.extent import Extent
+from kvrecall.engines.vllm.retrieval.room import DigestRoom, Digests
 from kvrecall.engines.vllm.retrieval.rows import Bytes, SlotWriter
 from kvrecall.pool.base import ArenaHandle
 from kvrecall.retrieval.residency import Admission, Flags, Ints, Residency
@@ -72,37 +73,32 @@ class RecalledBlocks:
         self,
         sequence: OffloadedSequence,
         writer: SlotWriter,
-        heads: int,
+        digests: DigestRoom,
         layer: str,
         activity: Activity,
     ) -> None:
-        """``writer``: of this layer's cache; ``heads``: its KV heads."""
+        """``writer``: of this layer's cache; ``digests``: room for those of blocks that leave."""
         self._sequence = sequence
         self._writer = writer
         self._memory = sequence.records.memory
         self._at = sequence.records.layers[layer]
         self._activity = activity
-        self._residency = Residency(heads)
-        self._digests = torch.empty(0)
+        self._residency = Residency(digests.heads)
+        self._digests = digests
         self._count = 0
         self._copying: Future[None] | None = None
 
     @property
-    def digests(self) -> torch.Tensor:
-        """``[kv_heads, blocks, digests a block, width]`` of the blocks that left."""
-        return self._digests[:, : self._count]
+    def digests(self) -> Digests:
+        """Of the blocks that left."""
+        return self._digests.part(slice(0, self._count))
 
     def depart(self, digests: torch.Tensor) -> None:
-        """Takes the digests of the next blocks that leave; the sequence names them by now."""
+        """Takes the digests of the next blocks that leave, ``[kv_heads, blocks, rows, width]``; the
+        sequence names them by now."""
         first, self._count = self._count, self._count + digests.shape[1]
-        if self._count > (self._digests.shape[1] if self._digests.dim() > 1 else 0):
-            heads, _, per_block, width = digests.shape
-            size = (heads, self._count + 64, per_block, width)
-            room = torch.empty(size, dtype=digests.dtype, device=digests.device)
-            if first:
-                room[:, :first] = self._digests[:, :first]
-            self._digests = room
-        self._digests[:, first : self._count] = digests
+        self._digests.reach(self._count)
+        self._digests.write(torch.arange(first, self._count, device=digests.device), digests)
         self._residency.grow(len(self._sequence.slots), self._count)
 
     def fetch(self, blocks: Ints, wanted: Flags) -> Ints:
