@@ -145,15 +145,6 @@ def test_a_decoded_token_is_timed_with_coded_digests(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.engine
-def test_tokens_on_the_cpu() -> None:
-    """Of three servers of the check the two of which the tokens are compared."""
-    outcome = cli.retrieval_tokens("cpu", quiet, 64 << 20, (1.0,))
-    assert outcome.state is State.PASS, outcome.note
-    (blocks,) = outcome.figures["blocks"].values()
-    assert blocks["selected"] == blocks["considered"] > 0
-
-
-@pytest.mark.engine
 def test_sequences_off_the_device_on_the_cpu() -> None:
     outcome = cli.crowded(LOAD, SMALL, "cpu", quiet, ("retrieval",))
     assert outcome.state is State.PASS, outcome.note

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.engine import Engine, EngineFailed, prompt_of
+from engine.engine import Engine, prompt_of
 
 from .test_engine import EXTENSION, activity, spent, tokens_of
 
@@ -160,12 +160,3 @@ def test_sequences_off_the_device_decode_as_on_it(sparse: Engine, away: Engine) 
         assert did["blocks_loaded"] > 0
         assert did["bytes_loaded"] == did["blocks_loaded"] * BLOCK * 2 * 32 * 4
     assert away.pool_stats()["leases"] == 0
-
-
-def test_blocks_it_cannot_read_are_refused(
-    start: Callable[..., Engine], setup: dict[str, Any]
-) -> None:
-    setup = {**setup, "block_size": 48, "max_model_len": 240}
-    env = {**retrieval(0.3), **INTERPRETED, "VLLM_RETRIEVAL_DIGEST_TOKENS": "16"}
-    with pytest.raises(EngineFailed, match="power of two"):
-        start(**setup, **AS_GPU, env=env)

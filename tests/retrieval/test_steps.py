@@ -21,7 +21,9 @@ from kvrecall.engines.vllm.retrieval.freshness import Freshness
 from kvrecall.engines.vllm.retrieval.kernel import CpuKernel
 from kvrecall.engines.vllm.retrieval.packing import KeyReader
 from kvrecall.engines.vllm.retrieval.plugin import require_retrieval
+from kvrecall.engines.vllm.retrieval.rows import KernelShape
 from kvrecall.engines.vllm.retrieval.steps import BatchRow, StepPlanner
+from kvrecall.engines.vllm.retrieval.tritonkernel import TritonKernel
 from kvrecall.errors import EngineError
 from kvrecall.retrieval.settings import RetrievalSettings
 
@@ -208,6 +210,17 @@ def test_layers_that_cannot_choose_are_refused(changed: dict[str, Any]) -> None:
     require_layer(SimpleNamespace(**plain))
     with pytest.raises(EngineError):
         require_layer(SimpleNamespace(**{**plain, **changed}))
+
+
+def test_blocks_that_the_device_kernel_cannot_read_are_refused() -> None:
+    for size in (8, 48):
+        shape = KernelShape(4, 2, 64, size, torch.float32, "")
+        with pytest.raises(EngineError, match="power of two"):
+            TritonKernel(shape, torch.device("cuda"))
+    kernel = TritonKernel(KernelShape(4, 2, 64, 32, torch.float32, ""), torch.device("cpu"))
+    kernel.check(torch.zeros(3, 2, 32, 128))
+    with pytest.raises(EngineError, match=r"torch.float32 and shape \[blocks, 2, 32, 128\]"):
+        kernel.check(torch.zeros(3, 2, 32, 128, dtype=torch.float16))
 
 
 class MLAAttention:
