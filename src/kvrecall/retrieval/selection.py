@@ -195,8 +195,9 @@ class NarrowingSelector(Selector):
             heads = slice(head, head + 1)
             here = [blocks[(blocks >= first) & (blocks < end)] for _, first, end in spans]
             order.append(torch.cat(here))
+            own = point.of(heads)
             parts = [
-                self._close.products(point.of(heads), run[heads], scale, some[None] - first)
+                self._close.products(own, run[heads], scale, some[None] - first)
                 for some, (run, first, _) in zip(here, spans, strict=True)
             ]
             products.append(torch.cat(parts, 2))
