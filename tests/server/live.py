@@ -40,6 +40,8 @@ class LiveServer:
         self.management = management or self.client
         self._log = folder / "server.log"
         environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
+        # LMCache sets it when it is imported: a server would tell other processes' counters, too.
+        environment.pop("PROMETHEUS_MULTIPROC_DIR", None)
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [*program, *words],

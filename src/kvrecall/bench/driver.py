@@ -210,7 +210,8 @@ def _answer(events: Sequence[dict[str, Any]], ttft: float, last: float) -> Answe
 
 def server_environment() -> dict[str, str]:
     """Environment for a server process: this one's, no compiling on a CPU, and no spinning, with a
-    pool or without (see engines/vllm/waits.py).
+    pool or without (see engines/vllm/waits.py), and counters of its own, whatever LMCache, imported
+    in this process, has set.
 
     Compiling sampling functions (which vLLM does even in eager mode) costs the first request of
     every server tens of seconds, whether it is measured or not.
@@ -218,6 +219,7 @@ def server_environment() -> dict[str, str]:
     environment = {"KVRECALL_WAITS": "sleep", **os.environ, "VLLM_NO_USAGE_STATS": "1"}
     if shutil.which("nvidia-smi") is None:
         environment.setdefault("TORCHDYNAMO_DISABLE", "1")
+    environment.pop("PROMETHEUS_MULTIPROC_DIR", None)
     return environment
 
 
