@@ -8,13 +8,12 @@ interpreter only (tests/retrieval/test_kernels.py), never on a GPU.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrecall.errors import EngineError
+from kvrecall.retrieval.launching import kernel_of
 
 Addresses = npt.NDArray[np.int64]
 
@@ -40,16 +39,6 @@ def move(sources: Addresses, targets: Addresses, piece: Piece, device: torch.dev
     words = piece.nbytes // _WORD
     parts = -(-words // _WORDS_AT_ONCE)
     both = torch.from_numpy(np.stack([sources, targets])).to(device)
-    _kernel()[(len(sources), piece.count, parts)](
+    kernel_of("moving_triton", "move_words")[(len(sources), piece.count, parts)](
         both[0], both[1], words, piece.step // _WORD, AT_ONCE=_WORDS_AT_ONCE
     )
-
-
-def _kernel() -> Any:
-    try:
-        from kvrecall.retrieval.moving_triton import move_words
-    except ImportError as error:
-        raise EngineError(
-            "retrieval attention on a GPU needs triton, which vLLM for CUDA brings; install it"
-        ) from error
-    return move_words

@@ -10,11 +10,10 @@ GPU: see docs/retrieval.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from kvrecall.errors import EngineError
+from kvrecall.retrieval.launching import kernel_of, next_power
 
 _TOKENS_A_PROGRAM = 512
 _TOKENS_AT_ONCE = 64
@@ -78,7 +77,7 @@ def attend_by_triton(
     """As ``attend_plainly``, by a kernel of which a program takes ``share`` of a row's blocks; 0:
     as many as have 512 tokens. So what is computed of a row does not depend on other rows. Blocks
     of a power of two of tokens, at least 16."""
-    kernel = _kernel()
+    kernel = kernel_of("paged_triton", "attend_rows")
     rows, group, dim = query.shape
     size, width = paged.keys.shape[1], paged.table.shape[1]
     share = share or max(1, _TOKENS_A_PROGRAM // size)
@@ -89,22 +88,7 @@ def attend_by_triton(
         query.contiguous(), paged.keys, paged.values, paged.table, paged.lengths, output, lse,
         scale, softcap, paged.kv_heads, paged.table.stride(0), share,
         *paged.keys.stride(), *paged.values.stride(),
-        GROUP=group, PADDED=max(16, _power(group)), DIM=dim, WIDE=max(16, _power(dim)), SIZE=size,
-        TILE=min(size, _TOKENS_AT_ONCE), CAPPED=softcap > 0,
+        GROUP=group, PADDED=max(16, next_power(group)), DIM=dim, WIDE=max(16, next_power(dim)),
+        SIZE=size, TILE=min(size, _TOKENS_AT_ONCE), CAPPED=softcap > 0,
     )  # fmt: skip
     return merged(Part(output, lse))
-
-
-def _power(count: int) -> int:
-    """The next power of two."""
-    return 1 << (count - 1).bit_length()
-
-
-def _kernel() -> Any:
-    try:
-        from kvrecall.retrieval.paged_triton import attend_rows
-    except ImportError as error:
-        raise EngineError(
-            "retrieval attention on a GPU needs triton, which vLLM for CUDA brings; install it"
-        ) from error
-    return attend_rows

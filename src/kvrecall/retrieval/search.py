@@ -5,11 +5,9 @@ It has run in Triton's interpreter only (tests/retrieval/test_kernels.py), never
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from kvrecall.errors import EngineError
+from kvrecall.retrieval.launching import kernel_of, next_power
 
 _ROWS_AT_ONCE = 64
 """More do not fit a multiprocessor's registers (tests/retrieval/test_kernels.py)."""
@@ -36,26 +34,11 @@ def best_by_triton(
         return best
     floats = coded.view(torch.float32)
     tile = max(1, _ROWS_AT_ONCE // rows)
-    _kernel()[(heads, -(-blocks // tile))](
+    kernel_of("search_triton", "best_rows")[(heads, -(-blocks // tile))](
         codes.contiguous(), scales.contiguous(), coded, floats,
         coded if places is None else places.contiguous(), best, blocks,
         *coded.stride()[:3], *floats.stride()[:2],
-        GROUP=group, PADDED=max(16, _power(group)), WIDTH=width, WIDE=max(32, _power(width)),
-        ROWS=rows, TILE=tile, PLACED=places is not None,
+        GROUP=group, PADDED=max(16, next_power(group)), ROWS=rows,
+        WIDTH=width, WIDE=max(32, next_power(width)), TILE=tile, PLACED=places is not None,
     )  # fmt: skip
     return best
-
-
-def _power(count: int) -> int:
-    """The next power of two."""
-    return 1 << (count - 1).bit_length()
-
-
-def _kernel() -> Any:
-    try:
-        from kvrecall.retrieval.search_triton import best_rows
-    except ImportError as error:
-        raise EngineError(
-            "retrieval attention on a GPU needs triton, which vLLM for CUDA brings; install it"
-        ) from error
-    return best_rows
