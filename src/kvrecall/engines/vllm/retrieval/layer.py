@@ -83,9 +83,9 @@ class RetrievalLayer:
         """Those of these blocks, which came from the pool, whose digests came damaged. The others'
         are taken."""
         ids = block_ids.to(self._kernel.device)
-        if self._room is not None:
-            self._room.wrote(ids)
-        rows = self._rows[:, ids].transpose(0, 1)
+        assert self._room is not None
+        self._room.wrote(ids)
+        rows = self._room.rows[:, ids].transpose(0, 1)
         damaged = block_ids[broken(rows, self._seals[ids]).cpu()]
         self._activity.digests_mended += len(damaged)
         return damaged
