@@ -14,6 +14,7 @@ from kvrecall.block import Tenant, is_tenant, tenant_of
 from kvrecall.errors import ConfigError
 
 DEFAULT_POLICY = "hazard"  # of eviction
+DEFAULT_AUDIT_EVERY = 4096  # hits
 _UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)\s*", re.IGNORECASE)
 
@@ -184,6 +185,7 @@ class RecallSettings:
     admin_socket: Path | None = None
     service: ServiceConfig | None = None  # with backend "service", which then owns ``pool``
     retrieval: Mapping[str, object] | None = None  # RetrievalSettings', as given
+    audit_every: int | None = DEFAULT_AUDIT_EVERY  # hits; 0: only first ones; None: no audits
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, object], source: str = "settings") -> RecallSettings:
@@ -228,6 +230,9 @@ class RecallSettings:
         remote_write  through (default): blocks are stored there as they come; back: when they
                       are about to leave the host's memory, and when the pool closes; off: only read
         lookup_deadline  seconds a request waits to hear what the remote store has, default 0.05
+        audit         one hit in so many is computed and compared with the pool's blocks, default
+                      4096, beside the first hit on blocks of every writer that this engine has
+                      not proved yet; 0 = only these; off = none: blocks are believed unseen
         retrieval     mapping: settings of retrieval attention, instead of VLLM_RETRIEVAL_*
 
         With backend=service the memory, the disk and the remote store are settings of the service
@@ -274,7 +279,16 @@ class _SettingsReader:
             admin_socket=self._path("admin_socket"),
             service=self._service() if backend == "service" else None,
             retrieval=self._mapping("retrieval"),
+            audit_every=self._audit(),
         )
+
+    def _audit(self) -> int | None:
+        value = self._left.get("audit", DEFAULT_AUDIT_EVERY)
+        if value == "off":
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self._fail("audit", value, 'it must be a number of hits, 0 or "off"')
+        return value
 
     def _host_most(self, host_bytes: int) -> int:
         most = self._size("host_max_size", host_bytes)
@@ -466,7 +480,7 @@ _KNOWN_SETTINGS = (
     | frozenset(
         (
             "backend async_write load_deadline load_or_compute lookup_deadline retrieval "
-            "handover_deadline"
+            "handover_deadline audit"
         ).split()
     )
 )

@@ -1,9 +1,13 @@
-"""Changing any one ingredient of a block's bytes turns a hit into a miss."""
+"""Changing any one thing that a block's bytes depend on turns a hit into a miss, and no other does.
+Over configurations as vLLM makes them."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+import shutil
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,145 +15,325 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvrecall.engines.vllm.fingerprint import WHOLE_FILE_BYTES, folder_digest
+from kvrecall.engines.fingerprint import Memory
+from kvrecall.engines.vllm import compat, weights
 from kvrecall.engines.vllm.identity import Adapters, namespace_of
+from kvrecall.engines.vllm.loaded import LoadedModel
+from kvrecall.engines.vllm.weights import Weights
 from kvrecall.engines.vllm.wire import Shard, ShardLayer
+from kvrecall.testing.models import write_model
+
+NOTHING = Memory(None)
 
 
-class Config:
-    """What ``namespace_of`` reads of an engine's configuration."""
+@pytest.fixture(autouse=True, scope="module")
+def small_cache() -> Iterator[None]:
+    before = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    yield
+    if before is None:
+        del os.environ["VLLM_CPU_KVCACHE_SPACE"]
 
-    def __init__(self, model: Path) -> None:
-        self.vllm = SimpleNamespace(
-            model_config=SimpleNamespace(
-                model=str(model),
-                seed=0,
-                dtype=torch.bfloat16,
-                quantization=None,
-                hf_config=SimpleNamespace(to_dict=lambda: dict(self.fields)),
-            ),
-            load_config=SimpleNamespace(load_format="auto"),
-            cache_config=SimpleNamespace(
-                cache_dtype="auto", prefix_caching_hash_algo="sha256_cbor"
-            ),
-            parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
-            speculative_config=None,
-        )
-        self.fields: dict[str, Any] = {"rope_theta": 1e6, "_name_or_path": "here"}
-        spec = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
-        self.kv = SimpleNamespace(
-            kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)], kv_tp_replicas=1
-        )
-        self.shards = [Shard((ShardLayer("layers.0", 65536, "[2,128,256]"),), "CPU_ATTN/vec", True)]
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "m", "qwen3", hidden=64, layers=2)
+
+
+def config_of(model: Path, **options: Any) -> Any:
+    """vLLM's configuration of an engine that is not started."""
+    plain = {"model": str(model), "max_model_len": 1024, "block_size": 32, "dtype": "bfloat16"}
+    plain["prefix_caching_hash_algo"] = "sha256_cbor"
+    return EngineArgs(**{**plain, **options}).create_engine_config()
+
+
+class Identified:
+    """Everything ``namespace_of`` looks at."""
+
+    def __init__(self, model: Path, **options: Any) -> None:
+        self.vllm = config_of(model, **options)
+        spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+        group = SimpleNamespace(kv_cache_spec=spec)
+        self.kv = SimpleNamespace(kv_cache_groups=[group], kv_tp_replicas=1)
+        layers = (ShardLayer("layers.0", 65536, "[2,128,256]"),)
+        loaded = LoadedModel("code", "switches", "tables")
+        self.shards = [Shard(layers, "CPU_ATTN/vec", True, 0.0, loaded)]
+        self.weights = "0123abc"
 
     def digest(self) -> bytes:
-        return namespace_of(self.vllm, self.kv, self.shards).digest
+        return namespace_of(self.vllm, self.kv, self.shards, self.weights).digest
 
 
-def set_block_size(config: Config) -> None:
-    spec = config.kv.kv_cache_groups[0].kv_cache_spec
-    config.kv.kv_cache_groups[0].kv_cache_spec = replace(spec, block_size=64)
+def set_block_size(one: Identified) -> None:
+    group = one.kv.kv_cache_groups[0]
+    group.kv_cache_spec = replace(group.kv_cache_spec, block_size=64)
 
 
-def set_layout(config: Config) -> None:
-    config.shards = [replace(config.shards[0], layers=(ShardLayer("layers.0", 65536, "[128,2]"),))]
+def set_shard(**changes: Any) -> Callable[[Identified], None]:
+    return lambda one: setattr(one, "shards", [replace(one.shards[0], **changes)])
 
 
-CHANGES: dict[str, Callable[[Config], Any]] = {
-    "dtype": lambda c: setattr(c.vllm.model_config, "dtype", torch.float16),
-    "kv dtype": lambda c: setattr(c.vllm.cache_config, "cache_dtype", "fp8"),
-    "quantization": lambda c: setattr(c.vllm.model_config, "quantization", "compressed-tensors"),
-    "model settings": lambda c: c.fields.update(rope_theta=1e4),
+CHANGES: dict[str, Callable[[Identified], Any]] = {
+    "weights": lambda one: setattr(one, "weights", "other"),
+    "architecture": lambda one: one.vllm.model_config.hf_config.update({"rope_theta": 1e4}),
     "block size": set_block_size,
-    "layout": set_layout,
-    "kernel": lambda c: setattr(c, "shards", [replace(c.shards[0], kernel="CPU_ATTN/amx")]),
-    "ranks": lambda c: setattr(c.vllm.parallel_config, "tensor_parallel_size", 2),
-    "stages": lambda c: setattr(c.vllm.parallel_config, "pipeline_parallel_size", 2),
-    "replicas": lambda c: setattr(c.kv, "kv_tp_replicas", 2),
-    "hash": lambda c: setattr(c.vllm.cache_config, "prefix_caching_hash_algo", "sha256"),
-    "dummy weights": lambda c: setattr(c.vllm.load_config, "load_format", "dummy"),
+    "layout": set_shard(layers=(ShardLayer("layers.0", 65536, "[128,2]"),)),
+    "kernel": set_shard(kernel="CPU_ATTN/amx"),
+    "code": set_shard(model=LoadedModel("other", "switches", "tables")),
+    "switches": set_shard(model=LoadedModel("code", "other", "tables")),
+    "tables": set_shard(model=LoadedModel("code", "switches", "other")),
+    "unseen model": set_shard(model=None),
+    "ranks": lambda one: setattr(one.vllm.parallel_config, "tensor_parallel_size", 2),
+    "stages": lambda one: setattr(one.vllm.parallel_config, "pipeline_parallel_size", 2),
+    "replicas": lambda one: setattr(one.kv, "kv_tp_replicas", 2),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dtype": {"dtype": "float32"},
+    "kv dtype": {"kv_cache_dtype": "fp8_e5m2"},
+    "rope": {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}},
+    "eager": {"enforce_eager": True},
+    "hash": {"prefix_caching_hash_algo": "sha256"},
+}
+SAME: dict[str, dict[str, Any]] = {
+    "max_model_len": {"max_model_len": 2048},
+    "steps": {"max_num_batched_tokens": 8192, "max_num_seqs": 3},
+    "name": {"served_model_name": "another"},
+    "memory": {"gpu_memory_utilization": 0.5},
+    "seed": {"seed": 5},
 }
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(bytes(range(256)) * 64)
-    return folder
+@pytest.fixture(scope="module")
+def plain(model: Path) -> bytes:
+    return Identified(model).digest()
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_ingredient_counts(change: str, model: Path) -> None:
-    config = Config(model)
-    before = config.digest()
-    assert config.digest() == before, "the same engine must find its blocks again"
-    CHANGES[change](config)
-    assert config.digest() != before
+def test_every_ingredient_counts(change: str, model: Path, plain: bytes) -> None:
+    one = Identified(model)
+    assert one.digest() == plain, "the same engine must find its blocks again"
+    CHANGES[change](one)
+    assert one.digest() != plain
 
 
-def test_place_of_the_folder_does_not_count(model: Path) -> None:
-    before = Config(model).digest()
-    moved = model.rename(model.with_name("moved"))
-    config = Config(moved)
-    config.fields["_name_or_path"] = "there"
-    assert config.digest() == before
+@pytest.mark.parametrize("change", OPTIONS)
+def test_settings_that_shape_kv_count(change: str, model: Path, plain: bytes) -> None:
+    assert Identified(model, **OPTIONS[change]).digest() != plain
 
 
-@pytest.mark.parametrize("at", [0, 8000, 16383])
-def test_one_byte_of_the_weights_counts(model: Path, at: int) -> None:
-    before = folder_digest(model)
-    path = model / "model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
-    assert folder_digest(model) != before
+@pytest.mark.parametrize("change", SAME)
+def test_settings_that_do_not_shape_kv_share(change: str, model: Path, plain: bytes) -> None:
+    assert Identified(model, **SAME[change]).digest() == plain
 
 
-def test_large_files_are_sampled_at_both_ends(model: Path) -> None:
-    path = model / "model.safetensors"
-    os.truncate(path, WHOLE_FILE_BYTES * 2)
-    before = folder_digest(model)
-    for at in (0, WHOLE_FILE_BYTES * 2 - 1):
-        with path.open("r+b") as file:
-            file.seek(at)
-            file.write(b"\x99")
-        after = folder_digest(model)
-        assert after != before
-        before = after
+def test_blocks_of_the_base_model_are_shared_with_engines_that_serve_adapters(model: Path) -> None:
+    eager = Identified(model, enforce_eager=True)  # with adapters a CPU compiles nothing
+    assert Identified(model, enforce_eager=True, enable_lora=True).digest() == eager.digest()
+
+
+def test_place_and_name_of_the_folder_do_not_count(
+    model: Path, plain: bytes, tmp_path: Path
+) -> None:
+    copied = shutil.copytree(model, tmp_path / "elsewhere")
+    assert Identified(copied).digest() == plain
+
+
+def test_without_a_look_at_the_model_its_limits_count(model: Path) -> None:
+    def blind(**options: Any) -> bytes:
+        one = Identified(model, **options)
+        set_shard(model=None)(one)
+        return one.digest()
+
+    assert blind() == blind()
+    assert blind() != blind(max_model_len=2048)
+
+
+# ---- weights -------------------------------------------------------------------------------
+
+
+def text_of(config: Any, early: bool = True) -> str:
+    found = Weights(config, NOTHING, early)
+    assert found.wait(30)
+    return found.text()
+
+
+def test_weights_by_content(model: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(model, tmp_path / "copied")
+    assert text_of(config_of(model)) == text_of(config_of(copied))
+    with (copied / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x99")
+    assert text_of(config_of(model)) != text_of(config_of(copied))
+
+
+def test_code_of_the_folder_counts_if_it_is_trusted(model: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(model, tmp_path / "copied")
+    (copied / "modeling_x.py").write_text("factor = 2\n")
+    trusted = {"trust_remote_code": True}
+    assert text_of(config_of(model)) == text_of(config_of(copied))
+    assert text_of(config_of(model, **trusted)) != text_of(config_of(copied, **trusted))
+
+
+def test_what_changes_while_the_engine_loads_is_private(model: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(model, tmp_path / "copied")
+    found = Weights(config_of(copied), NOTHING, early=True)
+    assert found.wait(30)
+    (copied / "extra.safetensors").write_bytes(b"x")
+    assert found.text().startswith("private")
+
+
+def test_what_may_have_changed_before_it_was_read_is_private(model: Path, tmp_path: Path) -> None:
+    """Without the plug-in that begins before loading, files must be older than the process."""
+    copied = shutil.copytree(model, tmp_path / "copied")
+    assert text_of(config_of(copied), early=False).startswith("private")
 
 
 def test_unknown_weights_are_private(model: Path) -> None:
-    config = Config(model)
-    config.vllm.model_config.model = "somebody/some-model"
-    assert config.digest() != config.digest()
-    config.vllm.model_config.hf_config._commit_hash = "0123abc"
-    assert config.digest() == config.digest()
+    config = config_of(model)
+    config.model_config.model = "somebody/some-model"
+    texts = {text_of(config), text_of(config)}
+    assert len(texts) == 2
+    assert all(text.startswith("private") for text in texts)
+    config.model_config.model = str(model)
+    config.load_config.load_format = "dummy"
+    assert text_of(config) == "dummy seed 0"
+    config.load_config.load_format = "tensorizer"
+    assert text_of(config).startswith("private")
+
+
+def test_a_hub_name_is_what_lies_in_the_cache(model: Path, tmp_path: Path) -> None:
+    """A snapshot of links, as the hub's client writes it."""
+    repo = tmp_path / "models--somebody--some-model"
+    commit = "0123456789012345678901234567890123456789"
+    snapshot = repo / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (repo / "blobs").mkdir()
+    for path in model.iterdir():
+        shutil.copy(path, repo / "blobs" / path.name)
+        (snapshot / path.name).symlink_to(repo / "blobs" / path.name)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    config = config_of(model)
+    want = text_of(config)
+    config.model_config.model = "somebody/some-model"
+    config.load_config.download_dir = str(tmp_path)
+    assert text_of(config) == want
+
+
+def test_it_begins_before_the_engine_loads(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.executor.abstract import Executor
+
+    class Loads(Executor):
+        def _init_executor(self) -> None:
+            begun.append(id(self.vllm_config) in weights._early)
+
+        def check_health(self) -> None: ...
+
+        def collective_rpc(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    begun: list[bool] = []
+    monkeypatch.setattr(Executor, "__init__", Executor.__init__)
+    weights.register()
+    weights.register()
+    Loads(config_of(model))
+    transfer = {"kv_connector": "RecallConnector", "kv_role": "kv_both"}
+    transfer["kv_connector_module_path"] = "kvrecall.engines.vllm"
+    config = config_of(model, kv_transfer_config=transfer)
+    Loads(config)
+    assert begun == [False, True], "only for engines with our connector"
+    found = weights.weights_of(config)
+    assert found.wait(30)
+    assert not found.text().startswith("private")
+    assert compat.has_our_connector(config)
+
+
+# ---- the loaded model ----------------------------------------------------------------------
+
+
+class Rope(nn.Module):
+    def __init__(self, base: float = 1e4, limit: int = 512) -> None:
+        super().__init__()
+        self.base = base
+        self.max_position_embeddings = limit
+        self.register_buffer("cos_sin_cache", torch.arange(8.0) * base, persistent=False)
+
+
+class Attention(nn.Module):
+    def __init__(self, tuned: bool = False, scale: float = 1.0, limit: int = 512) -> None:
+        super().__init__()
+        self.attn_temperature_tuning = tuned
+        self.max_model_len = limit
+        self.prefix = f"somewhere/{limit}"
+        self.rope = Rope(limit=limit)
+        self.proj = nn.Linear(2, 2)
+        self.register_buffer("_k_scale", torch.tensor(scale))
+        self.register_buffer("workspace", torch.empty(limit))
+
+
+def test_the_loaded_model_is_known_by_what_it_does() -> None:
+    plain = LoadedModel.of(Attention())
+    assert LoadedModel.of(Attention(limit=2048)) == plain
+    assert LoadedModel.of(Attention(tuned=True)).switches != plain.switches
+    assert LoadedModel.of(Attention(scale=2.0)).tables != plain.tables
+    other = Attention()
+    other.rope = Rope(base=2e4)
+    assert LoadedModel.of(other) != plain
+    other = Attention()
+    other.rope.cos_sin_cache += 1
+    assert LoadedModel.of(other).tables != plain.tables
+
+
+def test_code_beside_the_engine_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loaded(name: str, factor: int) -> LoadedModel:
+        folder = tmp_path / name / "outoftree"
+        folder.mkdir(parents=True)
+        (folder / "helper.py").write_text(f"FACTOR = {factor}\n")
+        (folder / "__init__.py").write_text("")
+        (folder / "model.py").write_text("import torch\nclass Model(torch.nn.Module): ...\n")
+        monkeypatch.syspath_prepend(str(tmp_path / name))
+        for module in [module for module in sys.modules if module.startswith("outoftree")]:
+            del sys.modules[module]
+        import outoftree.model  # type: ignore[import-not-found]
+
+        return LoadedModel.of(outoftree.model.Model())
+
+    one = loaded("a", 1)
+    assert loaded("b", 1) == one, "the place means nothing"
+    assert loaded("c", 2).code != one.code
+
+
+# ---- adapters ------------------------------------------------------------------------------
 
 
 def test_adapter_by_content_and_never_by_name(tmp_path: Path) -> None:
-    adapters = Adapters()
+    adapters = Adapters({}, NOTHING)
     folder = tmp_path / "adapter"
     folder.mkdir()
-    weights = folder / "adapter_model.safetensors"
-    weights.write_bytes(b"one" * 100)
-    request = SimpleNamespace(lora_path=str(folder), lora_int_id=1)
-    first = adapters.digest(request)
-    assert first is not None
-    assert adapters.digest(request) == first
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(b"one" * 100)
 
-    weights.write_bytes(b"two" * 100)
-    os.utime(weights, ns=(1, 1))
-    assert adapters.digest(request) is None, "which weights are loaded is not known any more"
-    reloaded = SimpleNamespace(lora_path=str(folder), lora_int_id=2)
-    second = adapters.digest(reloaded)
-    assert second not in (None, first)
-    assert adapters.digest(SimpleNamespace(lora_path="hub/name", lora_int_id=3)) is None
+    def identity(path: str, number: int, of: Adapters = adapters) -> str | None:
+        request = SimpleNamespace(lora_path=path, lora_int_id=number)
+        while not of.is_known(request):
+            continue
+        return of.identity(request)
+
+    first = identity(str(folder), 1)
+    assert first is not None
+    assert identity(str(folder), 1) == first
+    assert identity(str(folder), 1, Adapters({"lora_dtype": "float16"}, NOTHING)) != first
+
+    file.write_bytes(b"two" * 100)
+    os.utime(file, ns=(1, 1))
+    assert identity(str(folder), 1) is None, "which weights are loaded is not known any more"
+    assert identity(str(folder), 2) not in (None, first)
+    assert identity("hub/name", 3) is None
 
 
 def test_salt_and_adapter_name_are_in_the_hash() -> None:
@@ -168,3 +352,12 @@ def test_salt_and_adapter_name_are_in_the_hash() -> None:
 
     assert first_hash(None) == first_hash(None)
     assert len({first_hash(None), first_hash("red"), first_hash("blue")}) == 3
+
+
+def test_a_namespace_can_be_read(model: Path) -> None:
+    """Two logs tell what differs: the parts are text."""
+    one = Identified(model)
+    parts = dict(namespace_of(one.vllm, one.kv, one.shards, one.weights).parts)
+    assert json.loads(parts["architecture"])["architectures"] == ["Qwen3ForCausalLM"]
+    assert json.loads(parts["configuration"])
+    assert "switches" in parts["loaded"]

@@ -264,6 +264,8 @@ def test_replies_are_durable_and_survive_kill_9(
     assert not [name for name in os.listdir("/dev/shm") if "kvrecall" in name]
 
     second = start(**{**setup, "pool": pool})
+    assert hits(second.ask(prompts[0])) == (0, 0, 0)  # the first hit is audited
+    assert second.forget_device()
     for prompt, reply in zip(prompts, told, strict=True):
         turn = prompt + reply["tokens"] + prompt_of(BLOCK, 99)
         assert hits(second.ask(turn, max_tokens=1)) == (0, 0, 5 * BLOCK)

@@ -49,6 +49,16 @@ def pool() -> Iterator[Pool]:
         yield pool
 
 
+class ByName:
+    """Adapters whose content is their name."""
+
+    def is_known(self, lora: object) -> bool:
+        return True
+
+    def identity(self, lora: object) -> str | None:
+        return None if lora == "unknown" else str(lora)
+
+
 class Bench:
     """A scheduler side and the steps of an imaginary engine around it."""
 
@@ -57,10 +67,10 @@ class Bench:
         self.blocks: dict[str, list[int]] = {}
         self.side = RecallScheduler(
             pool,
-            RecallSettings.from_mapping({"host_size": "1MiB", **settings}),
+            RecallSettings.from_mapping({"host_size": "1MiB", "audit": "off", **settings}),
             facts,
             lambda: Namespace.of({"test": "1"}),
-            lambda lora: None if lora == "unknown" else str(lora),
+            ByName(),
             self.blocks.__getitem__,
         )
         init_none_hash(sha256_cbor)

@@ -43,6 +43,16 @@ def disk_well(host: Any) -> None:
     FileIo.write, FileIo.read = _WRITE, _READ  # type: ignore[method-assign]
 
 
+def scribble(host: Any) -> None:
+    """The KV of every block in the host is another one's: exponents of all values change, and what
+    lies behind the KV stays."""
+    pool = pool_of(host)
+    facts = host.connector()._s._facts
+    for block in list(pool._host.blocks.values()):
+        record = pool.arena.array()[block.offset : block.offset + facts.record_bytes]
+        record ^= 0x10
+
+
 def clear(host: Any) -> None:
     """As ``kvrecall pool clear``; what was freed is overwritten."""
     with _overwriting(pool_of(host)) as pool:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engine.test_scheduler_side import ByName
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -56,13 +57,15 @@ class Bench:
         self.manager = KVCacheManager(config, 4096, BLOCK, BLOCK)
         self.side = RecallScheduler(
             pool,
-            RecallSettings.from_mapping({"host_size": "1MiB"}),
+            RecallSettings.from_mapping({"host_size": "1MiB", "audit": "off"}),
             FACTS,
             lambda: Namespace.of({"test": "1"}),
-            lambda lora: None,
+            ByName(),
             lambda name: self.manager.get_block_ids(name)[0],
         )
-        self.keeper = Offloader(pool, SETTINGS, BLOCK, Gate(SETTINGS, 512), 1.0, self.side.state_of)
+        gate = Gate(SETTINGS, 512)
+        states, trusted = self.side.state_of, self.side.trusted
+        self.keeper = Offloader(pool, SETTINGS, BLOCK, gate, 1.0, states, trusted)
         self.side.offloader = self.keeper
         compat.block_manager(self.manager).keeper = self.keeper
         self.orders: OffloadOrders | None = None

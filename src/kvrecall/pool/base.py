@@ -157,6 +157,10 @@ class PoolClient(Protocol):
     def poll(self, ticket: int) -> Recall:
         """State of an acquisition; does not wait. Unknown ticket: KeyError (a bug)."""
 
+    def read(self, offsets: Sequence[int], at: int, nbytes: int) -> list[bytes]:
+        """Bytes ``[at, at + nbytes)`` of the records at these offsets, one for each. They must be
+        leased, or reserved by the caller. Empty if the arena cannot be read."""
+
     def release(self, ticket: int) -> None:
         """Gives back all leases of a ticket, finished or not. Idempotent."""
 

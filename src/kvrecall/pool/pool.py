@@ -139,6 +139,10 @@ class Pool:
     def arena_handle(self) -> ArenaHandle:
         return self._arena.handle()
 
+    def read(self, offsets: Sequence[int], at: int, nbytes: int) -> list[bytes]:
+        memory = self._arena.memory
+        return [bytes(memory[offset + at : offset + at + nbytes]) for offset in offsets]
+
     def register(self, namespace: Namespace, block_bytes: int) -> None:
         if block_bytes <= 0:
             raise ConfigError(f"block_bytes is {block_bytes}; it must be more than 0")

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvrecall.block import BlockKey, Namespace
 from kvrecall.config import RecallSettings
-from kvrecall.engines.vllm.fingerprint import folder_digest
+from kvrecall.engines.fingerprint import default_memory, fingerprint_of
 from kvrecall.errors import ConfigError
 
 SECTION = "kvrecall"
@@ -62,7 +62,7 @@ def read_settings(extra: Mapping[str, Any] | None) -> tuple[RecallSettings, str]
 
 def _digest(folder: Path, source: str) -> str:
     try:
-        return folder_digest(folder)
+        return fingerprint_of(folder, memory=default_memory())
     except OSError as error:
         raise ConfigError(f"{source}: model_path: {error}") from error
 

@@ -35,6 +35,7 @@ class Claim:
     whole: list[Recall] = field(default_factory=list)  # of the leading tickets that are READY
     pending_s: float = 0.0
     recall: Recall | None = None  # once nothing more is waited for
+    admitted: bool = False  # ``recall`` is cut to what may be loaded
 
     def acquire(
         self,
@@ -77,6 +78,13 @@ class Claim:
             self.arrived,
         )
         return self.recall
+
+    def cut(self, blocks: int) -> None:
+        """Of what has come, only so many leading blocks are loaded. Their leases stay."""
+        assert self.recall is not None
+        self.recall = Recall(
+            RecallState.READY, self.recall.offsets[:blocks], self.recall.tiers[:blocks]
+        )
 
     def holds(self, pool: PoolClient) -> bool:
         """Whether what has come is still there: a pool service may have died since, and another

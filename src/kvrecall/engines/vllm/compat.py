@@ -6,10 +6,12 @@ difference is known, and listed as untested in the docs.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ import vllm
 from vllm.v1.core import kv_cache_utils
 
 from kvrecall.errors import EngineError
+
+logger = logging.getLogger("vllm.kvrecall")
 
 TESTED_VERSION = "0.32"
 
@@ -54,6 +58,19 @@ def _layer_spec(spec: Any, layer: str) -> Any:
     """The spec of one layer; a uniform group of differing layers keeps one spec each."""
     specs = getattr(spec, "kv_cache_specs", None)
     return specs[layer] if isinstance(specs, dict) else spec
+
+
+def fp8_type(vllm_config: Any) -> torch.dtype | None:
+    """What a KV cache of plain bytes holds; None if it is no plain eight-bit float."""
+    name = str(vllm_config.cache_config.cache_dtype)
+    if name == "fp8_e5m2":
+        return torch.float8_e5m2
+    return torch.float8_e4m3fn if name in ("fp8", "fp8_e4m3") else None
+
+
+def is_deterministic() -> bool:
+    """Whether kernels give the same bits whatever else is in their batch."""
+    return bool(getattr(vllm.envs, "VLLM_BATCH_INVARIANT", False))
 
 
 def kv_replicas(kv_cache_config: Any) -> int:
@@ -294,7 +311,8 @@ def override_kv_cache_spec(require: Callable[[Any], None]) -> None:
 
 def begin_lost_anew() -> None:
     """Has vLLM's scheduler preempt requests that the workers report as lost, before it looks at
-    what the step computed of them, which is dropped. They are computed anew."""
+    what the step computed of them, which is dropped. They are computed anew. If the workers report
+    that loaded blocks are wrong, all running requests begin anew, with an empty device cache."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from kvrecall.engines.vllm.wire import StepReport
@@ -306,8 +324,11 @@ def begin_lost_anew() -> None:
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         transfers = model_runner_output.kv_connector_output
         report = transfers.kv_connector_worker_meta if transfers is not None else None
-        for request_id in report.lost if isinstance(report, StepReport) else ():
-            _begin_anew(self, self.requests.get(request_id))
+        if isinstance(report, StepReport):
+            for request_id in report.lost:
+                _begin_anew(self, self.requests.get(request_id))
+            if report.refuted:
+                _begin_all_anew(self)
         return plain(self, scheduler_output, model_runner_output)
 
     update_from_output.kvrecall = True  # type: ignore[attr-defined]
@@ -321,6 +342,44 @@ def _begin_anew(scheduler: Any, request: Any) -> None:
     scheduler.running.remove(request)
     scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
     scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+
+
+def hand_orders_first(vllm_config: Any) -> None:
+    """Makes Model Runner V2 give the connector a step's orders before the step touches a device
+    block or builds attention metadata, as V1 does. Idempotent.
+
+    V2 itself calls ``handle_preemptions`` only just before the forward pass. It still does, so the
+    connector gets the same orders twice. Dummy runs and warm-up have no orders.
+    """
+    if not getattr(vllm_config, "use_v2_model_runner", False):
+        return
+    from vllm.distributed import kv_transfer
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    from kvrecall.engines.vllm.wire import StepOrders
+
+    plain = GPUModelRunner.execute_model
+    if getattr(plain, "kvrecall", False):
+        return
+
+    @torch.inference_mode()
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        orders = scheduler_output.kv_connector_metadata
+        if isinstance(orders, StepOrders) and kv_transfer.has_kv_transfer_group():
+            kv_transfer.get_kv_transfer_group().handle_preemptions(orders)
+        return plain(self, scheduler_output, *args, **kwargs)
+
+    execute_model.kvrecall = True  # type: ignore[attr-defined]
+    GPUModelRunner.execute_model = execute_model
+
+
+def _begin_all_anew(scheduler: Any) -> None:
+    """Preempts what runs and empties the device's prefix cache. While requests are being loaded the
+    cache cannot be emptied; what it holds then goes as its blocks are used again."""
+    try:
+        scheduler.reset_prefix_cache(reset_running_requests=True)
+    except RuntimeError as error:
+        logger.error("kvrecall: the device's prefix cache could not be emptied: %s", error)
 
 
 def most_blocks_of_sequences(vllm_config: Any, block_size: int) -> int:
@@ -355,3 +414,81 @@ def loads_are_ordered(vllm_config: Any) -> bool:
     write to them any more; other roles may load where one step ends before the next begins."""
     consumer = bool(vllm_config.kv_transfer_config.is_kv_consumer)
     return consumer or int(vllm_config.max_concurrent_batches) == 1
+
+
+_DRAFTLESS = ("ngram", "ngram_gpu", "suffix")
+
+
+def draft_model(vllm_config: Any) -> Any:
+    """Configuration of the draft model whose layers lie in the KV cache; None without one."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method in _DRAFTLESS:
+        return None
+    return getattr(speculative, "draft_model_config", None)
+
+
+def hub_snapshot(model_config: Any, load_config: Any) -> Path | None:
+    """Folder of the model's files in the local cache of the Hugging Face hub, None if they are not
+    there. The commit is that of the configuration which the engine has read."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    name = str(model_config.model).split(":")[0]  # GGUF: repository:quantisation
+    commit = getattr(model_config.hf_config, "_commit_hash", None)
+    try:
+        folder = snapshot_download(
+            name,
+            revision=commit or model_config.revision,
+            cache_dir=load_config.download_dir,
+            local_files_only=True,
+        )
+    except (LocalEntryNotFoundError, ValueError, OSError):
+        return None
+    return Path(folder)
+
+
+def before_loading(begin: Callable[[Any], None]) -> None:
+    """Has ``begin(vllm_config)`` called in an engine's process before the executor loads the model,
+    if the engine has our connector. Idempotent."""
+    from vllm.v1.executor.abstract import Executor
+
+    plain = Executor.__init__
+    if getattr(plain, "kvrecall", False):
+        return
+
+    def init(self: Any, vllm_config: Any) -> None:
+        if has_our_connector(vllm_config):
+            begin(vllm_config)
+        plain(self, vllm_config)
+
+    init.kvrecall = True  # type: ignore[attr-defined]
+    Executor.__init__ = init
+
+
+def has_our_connector(vllm_config: Any) -> bool:
+    """Whether the engine's KV connector is this project's."""
+    transfer = vllm_config.kv_transfer_config
+    module = getattr(transfer, "kv_connector_module_path", None) or ""
+    return str(module).startswith("kvrecall.")
+
+
+def show_model(vllm_config: Any, see: Callable[[Any], None]) -> None:
+    """Has ``see(model)`` called in this worker's process, with the model it has loaded, when the
+    engine asks the workers' connectors what they hold. Idempotent for a worker class."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    name = str(vllm_config.parallel_config.worker_cls)
+    worker: Any = resolve_obj_by_qualname(name) if "." in name else None
+    plain = getattr(worker, "get_kv_connector_handshake_metadata", None)
+    if plain is None:
+        return
+    plain = getattr(plain, "kvrecall_plain", plain)
+
+    def get_kv_connector_handshake_metadata(self: Any) -> Any:
+        model = self.get_model() if hasattr(self, "get_model") else None
+        if model is not None:
+            see(model)
+        return plain(self)
+
+    get_kv_connector_handshake_metadata.kvrecall_plain = plain  # type: ignore[attr-defined]
+    worker.get_kv_connector_handshake_metadata = get_kv_connector_handshake_metadata

@@ -21,8 +21,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.config import RecallSettings
-from kvrecall.engines.vllm import compat, seeds, waits, warmth
-from kvrecall.engines.vllm.facts import EngineFacts
+from kvrecall.engines.fingerprint import default_memory
+from kvrecall.engines.vllm import compat, fields, seeds, waits, warmth
+from kvrecall.engines.vllm.facts import ALL_BLOCKS, ORIGIN_BYTES, EngineFacts
 from kvrecall.engines.vllm.identity import Adapters, namespace_of
 from kvrecall.engines.vllm.ledger import RequestState
 from kvrecall.engines.vllm.metrics import PoolWatch, RecallPromMetrics, RecallStats
@@ -31,6 +32,7 @@ from kvrecall.engines.vllm.retrieval.checks import offload_hindrance
 from kvrecall.engines.vllm.retrieval.offloader import Offloader
 from kvrecall.engines.vllm.retrieval.plugin import active_settings, asked_for, require_on
 from kvrecall.engines.vllm.scheduler_side import RecallScheduler
+from kvrecall.engines.vllm.weights import weights_of
 from kvrecall.engines.vllm.wire import Shard, StepOrders, StepReport
 from kvrecall.engines.vllm.worker_side import RecallWorker
 from kvrecall.errors import ConfigError, EngineError, KvrecallError
@@ -43,6 +45,10 @@ from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.retrieval.gate import DEVICE_OVERHEAD_BYTES, OVERHEAD_BYTES, Gate
 
 logger = logging.getLogger("vllm.kvrecall")
+
+_FINGERPRINT_S = 0.5
+"""How long the start waits for the fingerprint of the weights. Remembered or of a small model, it
+is there by then, and the first request is pooled; otherwise requests go without the pool for now."""
 
 _SOURCES = {
     TierName.HOST: CacheHitSource.HOST,
@@ -69,11 +75,15 @@ class RecallConnector(KVConnectorBase_V1):
         waits.install()
         if role is KVConnectorRole.WORKER:
             seeds.install()
+            compat.hand_orders_first(vllm_config)
             self._worker = RecallWorker(vllm_config, kv_cache_config)
+            compat.show_model(vllm_config, self._worker.see_model)
         else:
             if multiprocessing.current_process().name.startswith("EngineCore"):
                 end_with_parent()
+            compat.begin_lost_anew()
             self._settings = _settings_of(vllm_config)
+            self._weights = weights_of(vllm_config)
             _warn_if_hopeless(vllm_config)
             self._pool = open_pool(self._settings)
             self._reception = _reception(self._pool, self._settings)
@@ -145,12 +155,13 @@ class RecallConnector(KVConnectorBase_V1):
         arena_bytes = self._pool.arena_handle().nbytes
         if arena_bytes:  # none while a pool service is not there
             _check_room(arena_bytes, facts, self._vllm_config.model_config.max_model_len)
+        self._weights.wait(_FINGERPRINT_S)
         self._scheduler = RecallScheduler(
             self._pool,
             self._settings,
             facts,
             lambda: self._namespace(shards),
-            Adapters().digest,
+            Adapters(fields.adapter_ingredients(self._vllm_config), default_memory()),
             self._block_ids,
         )
         self._keep_long_sequences(facts)
@@ -177,6 +188,7 @@ class RecallConnector(KVConnectorBase_V1):
             Gate(settings, compat.layer_token_bytes(self._kv_cache_config), overhead),
             self._settings.pool.load_deadline_s,
             self._s.state_of,
+            self._s.trusted,
         )
         self._s.offloader = offloader
         compat.block_manager(self._kv_cache_manager).keeper = offloader
@@ -193,13 +205,22 @@ class RecallConnector(KVConnectorBase_V1):
         return EngineFacts(
             block_size=compat.group_block_size(self._kv_cache_config),
             hash_block_size=compat.hash_block_size(self._vllm_config, self._kv_cache_config),
-            block_bytes=sum(shard.nbytes for shard in shards) // replicas,
+            block_bytes=sum(shard.nbytes for shard in shards) // replicas + ORIGIN_BYTES,
             ranks=ranks,
             copies_in_step=all(shard.copies_in_step for shard in shards),
             frees_while_running=compat.freed_while_running(self._kv_cache_config),
             recalls=self._may_recall(),
             least_token_seconds=max(shard.token_seconds for shard in shards),
+            exact_blocks=self._exact_blocks(),
         )
+
+    def _exact_blocks(self) -> int:
+        """Blocks of a sequence that are attended to densely when it decodes; the first always is,
+        as a sequence of one block has none to leave out."""
+        if not asked_for(os.environ):
+            return ALL_BLOCKS
+        size = compat.group_block_size(self._kv_cache_config)
+        return max(1, active_settings(self._vllm_config).dense_boundary // size)
 
     def _may_recall(self) -> bool:
         """vLLM guards blocks against loads that overtake a step under way only in consumers."""
@@ -211,8 +232,13 @@ class RecallConnector(KVConnectorBase_V1):
         )
         return False
 
-    def _namespace(self, shards: list[Any]) -> Namespace:
-        namespace = namespace_of(self._vllm_config, self._kv_cache_config, shards)
+    def _namespace(self, shards: list[Any]) -> Namespace | None:
+        """None until it is known which weights the engine has."""
+        if not self._weights.is_known:
+            return None
+        namespace = namespace_of(
+            self._vllm_config, self._kv_cache_config, shards, self._weights.text()
+        )
         logger.info("kvrecall: namespace %s of %s", namespace.digest.hex(), dict(namespace.parts))
         return namespace
 

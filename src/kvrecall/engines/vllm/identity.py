@@ -7,13 +7,13 @@ import logging
 import platform
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvrecall.block import Namespace
-from kvrecall.engines.vllm import compat
-from kvrecall.engines.vllm.fingerprint import file_digest, folder_digest, folder_signature
+from kvrecall.engines.fingerprint import Fingerprint, Memory
+from kvrecall.engines.vllm import compat, fields
 from kvrecall.engines.vllm.wire import Shard
 
 logger = logging.getLogger("vllm.kvrecall")
@@ -21,20 +21,25 @@ logger = logging.getLogger("vllm.kvrecall")
 _IRRELEVANT_CONFIG = ("_name_or_path", "transformers_version", "_commit_hash")
 
 
-def namespace_of(vllm_config: Any, kv_cache_config: Any, shards: Sequence[Shard]) -> Namespace:
+def namespace_of(
+    vllm_config: Any, kv_cache_config: Any, shards: Sequence[Shard], weights: str
+) -> Namespace:
     """Namespace of an engine's blocks: all their bytes depend on, beside what vLLM hashes.
 
-    ``shards``: what each rank holds, ordered by pipeline then tensor rank.
+    ``shards``: what each rank holds, ordered by pipeline then tensor rank. ``weights``: their
+    fingerprint.
     """
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     parallel = vllm_config.parallel_config
     parts = {
         "engine": f"vllm {compat.engine_version()}",
-        "weights": weights_of(model, vllm_config.load_config.load_format),
+        "weights": weights,
         "architecture": config_text(model.hf_config),
+        "loaded": _loaded_text(vllm_config, shards),
+        "configuration": _text(fields.ingredients(vllm_config)),
+        "environment": _text(fields.environment()),
         "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
         "kv_dtype": str(cache.cache_dtype),
         "block_size": str(compat.group_block_size(kv_cache_config)),
         "kernel": "; ".join(sorted({shard.kernel for shard in shards})),
@@ -46,16 +51,36 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, shards: Sequence[Shard]
         ),
         "hash": f"{cache.prefix_caching_hash_algo} seed {compat.root_seed()}",
         "python": hash_dialect(cache.prefix_caching_hash_algo),
-        "speculator": speculator_of(vllm_config),
         "byte_order": sys.byteorder,
     }
+    reason = fields.unrepeatable(vllm_config)
     if getattr(cache, "calculate_kv_scales", False):
+        reason = "calculate_kv_scales takes scales from the first request served"
+    if reason:
         logger.warning(
-            "kvrecall: calculate_kv_scales takes scales from the first request served, so blocks "
-            "of this engine fit no other: nothing will hit after a restart"
+            "kvrecall: blocks of this engine fit no other, and NOTHING WILL HIT AFTER A RESTART: %s",
+            reason,
         )
         parts["private"] = secrets.token_hex(16)
     return Namespace.of(parts)
+
+
+def _text(values: Mapping[str, str]) -> str:
+    return json.dumps(values, sort_keys=True)
+
+
+def _loaded_text(vllm_config: Any, shards: Sequence[Shard]) -> str:
+    """What the ranks have loaded, and, where a rank cannot tell, the limits it was made from."""
+    loaded = sorted({repr(shard.model) for shard in shards})
+    if any(shard.model is None for shard in shards):
+        limit = vllm_config.model_config.max_model_len
+        logger.warning(
+            "kvrecall: this platform's workers do not show the model they have loaded, so blocks "
+            "are shared only by engines of the same max_model_len (%d)",
+            limit,
+        )
+        loaded.append(f"max_model_len {limit}")
+    return "; ".join(loaded)
 
 
 def hash_dialect(algo: str) -> str:
@@ -71,69 +96,55 @@ def config_text(hf_config: Any) -> str:
     return json.dumps(fields, sort_keys=True, default=str)
 
 
-def weights_of(model_config: Any, load_format: str) -> str:
-    """Fingerprint of the weights: content of a local checkpoint, or a hub revision.
-
-    Where neither can be known it is random: nothing is shared and the log says so.
-    """
-    name = str(model_config.model)
-    if str(load_format) == "dummy":
-        return f"dummy seed {model_config.seed}"
-    path = Path(name)
-    if path.is_dir():
-        return folder_digest(path)
-    if path.is_file():
-        return file_digest(path)
-    commit = getattr(model_config.hf_config, "_commit_hash", None)
-    if commit:
-        return f"{name}@{commit}"
-    logger.warning(
-        "kvrecall: cannot tell which weights %s has (no local folder, no hub revision): blocks "
-        "are private to this process and nothing will hit after a restart. Pass the path of a "
-        "downloaded model, or --revision",
-        name,
-    )
-    return f"private {secrets.token_hex(16)}"
-
-
-def speculator_of(vllm_config: Any) -> str:
-    """Fingerprint of a draft model whose layers share the KV cache, or ``none``."""
-    speculative = vllm_config.speculative_config
-    draft = getattr(speculative, "draft_model_config", None)
-    if speculative is None or draft is None or speculative.method in ("ngram", "ngram_gpu"):
-        return "none"
-    return f"{speculative.method} {weights_of(draft, vllm_config.load_config.load_format)}"
-
-
 class Adapters:
-    """Content digests of LoRA adapters, taken when an adapter is first used.
+    """Fingerprints of LoRA adapters, taken in the background when an adapter is first used.
 
     vLLM's block hash carries an adapter's name and path, not its weights.
     """
 
-    def __init__(self) -> None:
-        self._seen: dict[tuple[int, str], tuple[object, str | None]] = {}
+    def __init__(self, settings: Mapping[str, str], memory: Memory) -> None:
+        """``settings``: what the engine makes of any adapter, such as its dtype."""
+        self._settings = _text(settings)
+        self._memory = memory
+        self._jobs: dict[tuple[int, str], Fingerprint] = {}
+        self._unknown: set[tuple[int, str]] = set()  # which content is loaded cannot be known
 
-    def digest(self, lora_request: Any) -> str | None:
-        """Digest of the adapter's content; None if it cannot be known which content is loaded.
+    def is_known(self, lora_request: Any) -> bool:
+        """Whether ``identity`` can be told by now. Begins to read an adapter that is new."""
+        return self._job(lora_request).is_over
+
+    def identity(self, lora_request: Any) -> str | None:
+        """What tells the adapter's blocks from others; None if its content cannot be known.
 
         The files of an adapter in use may be replaced while the engine keeps the old weights, or
         reloads it; from then on this adapter is not pooled, until it comes under a new id.
         """
-        path = Path(lora_request.lora_path)
-        name = (lora_request.lora_int_id, lora_request.lora_path)
-        if not path.is_dir():
+        name = _name(lora_request)
+        job = self._job(lora_request)
+        if name in self._unknown:
             return None
-        signature = folder_signature(path)
-        known = self._seen.get(name)
-        if known is None:
-            self._seen[name] = (signature, folder_digest(path))
-        elif known[0] != signature:
-            if known[1] is not None:
-                logger.warning(
-                    "kvrecall: adapter %s changed on disk while in use; it is no "
-                    "longer pooled until loaded under a new id",
-                    path,
-                )
-            self._seen[name] = (known[0], None)
-        return self._seen[name][1]
+        if job.digest is None:
+            self._distrust(name, job.failure)
+            return None
+        if not job.still_holds():
+            self._distrust(name, "it changed on disk while in use")
+            return None
+        return f"{job.digest} {self._settings}"
+
+    def _job(self, lora_request: Any) -> Fingerprint:
+        name = _name(lora_request)
+        if name not in self._jobs:
+            self._jobs[name] = Fingerprint(Path(lora_request.lora_path), memory=self._memory)
+        return self._jobs[name]
+
+    def _distrust(self, name: tuple[int, str], reason: str) -> None:
+        self._unknown.add(name)
+        logger.warning(
+            "kvrecall: adapter %s is not pooled until it is loaded under a new id: %s",
+            name[1],
+            reason,
+        )
+
+
+def _name(lora_request: Any) -> tuple[int, str]:
+    return lora_request.lora_int_id, lora_request.lora_path

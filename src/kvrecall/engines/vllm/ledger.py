@@ -15,9 +15,11 @@ from kvrecall.engines.vllm.handover import Promise
 class RequestState:
     """A request in the scheduler. Owned by ``RecallScheduler``.
 
-    ``space`` is None if the request is not pooled. ``saved``: leading blocks of the chain that
+    ``space`` is None if the request is not pooled, or not yet ``settled``: whose blocks these are
+    is being found out. ``saved``: leading blocks of the chain that
     are in the pool or on their way; ``closed``: nothing more of it can be saved;
     ``touched``: the pool has been told that its chain is in use;
+    ``computes``: it loads nothing, as a load failed or is audited;
     ``told``: the API process has been told where its prompt comes from;
     ``promise``: what a prefill instance said of its blocks; ``asking``: the pool asks another
     host for its blocks, since ``asked_at`` (monotonic seconds).
@@ -28,8 +30,9 @@ class RequestState:
     hashes_per_block: int
     tenant: Tenant = SHARED
     saved: int = 0
+    settled: bool = False
     closed: bool = False
-    failed_load: bool = False
+    computes: bool = False
     touched: bool = False
     told: bool = False
     promise: Promise | None = None
@@ -40,6 +43,11 @@ class RequestState:
     recalled: Counter[TierName] = field(default_factory=Counter)
     open_stores: set[int] = field(default_factory=set)
     _keys: list[BlockKey] = field(default_factory=list)
+
+    @property
+    def has_media(self) -> bool:
+        """Whether there are images, sound or the like in its prompt."""
+        return bool(getattr(self.request, "mm_features", None))
 
     def keys(self, count: int) -> list[BlockKey]:
         """Keys of the first ``count`` blocks, or of as many as are hashed by now."""

@@ -37,6 +37,8 @@ COUNTERS = {
     "loads_given_up": "Loads ended early, as waiting on did not pay.",
     "loads_failed": "Requests recomputed because their load failed.",
     "sequences_lost": "Sequences recomputed because their blocks off the device were out of reach.",
+    "audits": "Hits that were computed and compared with the pool's blocks.",
+    "audits_failed": "Of these, those that differed: the engine's blocks turned private.",
     "handovers": "Requests that came with blocks promised by a prefill instance.",
     "handovers_late": "Of these, those whose blocks did not come in time and were computed.",
     "handovers_foreign": "Of these, those whose blocks fit no engine like this one.",
@@ -100,6 +102,8 @@ _EVENTS = (
     "loads_failed",
     "sequences_lost",
     "flushes_missed",
+    "audits",
+    "audits_failed",
     "handovers",
     "handovers_late",
     "handovers_foreign",
@@ -119,6 +123,8 @@ class Tally:
     loads_failed: int = 0
     sequences_lost: int = 0
     flushes_missed: int = 0
+    audits: int = 0
+    audits_failed: int = 0
     handovers: int = 0
     handovers_late: int = 0
     handovers_foreign: int = 0

@@ -20,11 +20,13 @@ class Pages:
     """Rows of one layer: uint8 ``[num_blocks, page_bytes]``, row stride ``block_stride`` bytes.
 
     Rows that are not one run of bytes have more dimensions, which are copied in their order.
+    ``dtype``: of the values in them, as far as it is known; uint8 stands for bytes of any format.
     """
 
     name: str
     rows: torch.Tensor
     layout: str
+    dtype: torch.dtype = torch.uint8
 
     @property
     def page_bytes(self) -> int:
@@ -35,11 +37,12 @@ def pages_of(
     kv_caches: Mapping[str, torch.Tensor],
     placements: Mapping[str, LayerPlacement],
     num_blocks: int,
+    fp8: torch.dtype | None = None,
 ) -> tuple[Pages, ...]:
     """Pages of every layer that owns memory, in the order of ``placements``.
 
     Layers that share another layer's memory are left out. Raises EngineError for a layout in
-    which a block of a layer is not one run of bytes.
+    which a block of a layer is not one run of bytes. ``fp8``: what caches of bytes hold.
     """
     pages: list[Pages] = []
     seen: set[int] = set()
@@ -48,13 +51,19 @@ def pages_of(
         if tensor is None or tensor.data_ptr() in seen:
             continue
         seen.add(tensor.data_ptr())
-        pages.append(_layer_pages(name, tensor, place, num_blocks))
+        pages.append(_layer_pages(name, tensor, place, num_blocks, fp8))
     if not pages:
         raise EngineError("the engine registered no KV cache memory; nothing to pool")
     return tuple(pages)
 
 
-def _layer_pages(name: str, tensor: torch.Tensor, place: LayerPlacement, num_blocks: int) -> Pages:
+def _layer_pages(
+    name: str,
+    tensor: torch.Tensor,
+    place: LayerPlacement,
+    num_blocks: int,
+    fp8: torch.dtype | None,
+) -> Pages:
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     whole.set_(tensor.untyped_storage())
     start = tensor.storage_offset() * tensor.element_size()
@@ -67,7 +76,8 @@ def _layer_pages(name: str, tensor: torch.Tensor, place: LayerPlacement, num_blo
         )
     rows = whole.as_strided((num_blocks, place.page_bytes), (place.block_stride, 1), start)
     layout = f"{_inner(tensor, place)} {tensor.dtype} {place.page_bytes}"
-    return Pages(name, rows, layout)
+    values = fp8 if fp8 is not None and tensor.dtype is torch.uint8 else tensor.dtype
+    return Pages(name, rows, layout, values)
 
 
 def _dims(tensor: torch.Tensor) -> list[tuple[int, int]]:

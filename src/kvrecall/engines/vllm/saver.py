@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvrecall.block import BlockKey
+from kvrecall.block import NAMESPACE_BYTES, BlockKey
 from kvrecall.engines.vllm.facts import EngineFacts
 from kvrecall.engines.vllm.ledger import RequestState
 from kvrecall.engines.vllm.metrics import Tally
@@ -31,7 +31,8 @@ class Saver:
     """Reserves room for blocks, orders their copies, and commits those that every rank has made.
 
     ``states``: the requests in the engine, owned by the caller. ``block_ids``: the device blocks
-    of a request, in chain order; 0 stands for one no longer on the device. Only ``flush`` blocks.
+    of a request, in chain order; 0 stands for one no longer on the device. ``origin``: what a
+    request's blocks are written under. Only ``flush`` blocks.
     """
 
     def __init__(
@@ -40,9 +41,11 @@ class Saver:
         facts: EngineFacts,
         states: Mapping[str, RequestState],
         block_ids: Callable[[str], Sequence[int]],
+        origin: Callable[[RequestState], bytes],
         tally: Tally,
     ) -> None:
         self._pool = pool
+        self._origin = origin
         self._facts = facts
         self._states = states
         self._block_ids = block_ids
@@ -94,7 +97,7 @@ class Saver:
         self._next_store += 1
         keys = tuple(row[0] for row in rows)
         copy = Copy(tuple(row[1] for row in rows), tuple(row[2] for row in rows))
-        self._ordered.append(Store(store_id, copy))
+        self._ordered.append(Store(store_id, copy, self._origin(state)))
         self._open[store_id] = _OpenStore(keys, self._facts.ranks, state.request.request_id)
         state.open_stores.add(store_id)
         return True
@@ -133,6 +136,11 @@ class Saver:
                 state.closed = True
         else:
             self._pool.commit(store.keys)
+
+    def forsake(self, spaces: set[bytes]) -> None:
+        """What is being copied for these namespaces is not committed."""
+        for store in self._open.values():
+            store.failed |= any(key[:NAMESPACE_BYTES] in spaces for key in store.keys)
 
     def flush_later(self, keys: Sequence[BlockKey]) -> None:
         """The next ``flush`` waits for these blocks."""

@@ -16,15 +16,16 @@ from kvrecall.block import BlockKey, Namespace, TierName, tenant_of
 from kvrecall.config import RecallSettings
 from kvrecall.engines.base import REPORT
 from kvrecall.engines.vllm.appraisal import Appraiser, Plan
+from kvrecall.engines.vllm.audit import Auditor
 from kvrecall.engines.vllm.claim import Claim
 from kvrecall.engines.vllm.facts import EngineFacts
 from kvrecall.engines.vllm.handover import Handover, HandoverDesk, receipt
 from kvrecall.engines.vllm.ledger import RequestState
 from kvrecall.engines.vllm.metrics import Tally
 from kvrecall.engines.vllm.saver import Saver
-from kvrecall.engines.vllm.spaces import Spaces
+from kvrecall.engines.vllm.spaces import AdapterIdentity, Spaces
 from kvrecall.engines.vllm.stepclock import StepClock, Work
-from kvrecall.engines.vllm.wire import Copy, Load, OffloadOrders, StepOrders, StepReport
+from kvrecall.engines.vllm.wire import Comparison, Copy, Load, OffloadOrders, StepOrders, StepReport
 from kvrecall.pool.base import ArenaHandle, PoolClient, Recall, RecallState
 
 logger = logging.getLogger("vllm.kvrecall")
@@ -57,11 +58,11 @@ class RecallScheduler:
         pool: PoolClient,
         settings: RecallSettings,
         facts: EngineFacts,
-        namespace: Callable[[], Namespace],
-        adapter_digest: Callable[[Any], str | None],
+        namespace: Callable[[], Namespace | None],
+        adapters: AdapterIdentity,
         block_ids: Callable[[str], Sequence[int]],
     ) -> None:
-        """``namespace`` and ``adapter_digest`` as of ``Spaces``, ``block_ids`` as of ``Saver``."""
+        """``namespace`` and ``adapters`` as of ``Spaces``, ``block_ids`` as of ``Saver``."""
         self._pool = pool
         self._settings = settings
         self._facts = facts
@@ -72,8 +73,9 @@ class RecallScheduler:
         self._releases: list[str] = []
         self.tally = Tally()
         self.offloader: Offloads | None = None
-        self._spaces = Spaces(pool, facts.block_bytes, namespace, adapter_digest)
-        self._saver = Saver(pool, facts, self._states, block_ids, self.tally)
+        self._spaces = Spaces(pool, facts.block_bytes, namespace, adapters)
+        self._auditor = Auditor(pool, facts, settings.audit_every, self.tally, self._refuted)
+        self._saver = Saver(pool, facts, self._states, block_ids, self._auditor.origin, self.tally)
         deadline = settings.pool.load_deadline_s
         self._appraiser = Appraiser(
             facts.block_size, facts.block_bytes, deadline, facts.least_token_seconds
@@ -106,17 +108,34 @@ class RecallScheduler:
         recall = self._poll(state.claim)
         if recall.state is RecallState.PENDING:
             return None, False
-        if not recall.offsets:
+        if not recall.offsets or not self._admit(state):
             self._drop_claim(state)
-            state.failed_load = True
+            state.computes = True
             return 0, False
+        assert state.claim.recall is not None
+        recall = state.claim.recall
         if self.offloader is not None:
             end = start + len(recall.offsets)
             self.offloader.expect(request.request_id, start, end)
         return len(recall.offsets) * self._facts.block_size, True
 
+    def _admit(self, state: RequestState) -> bool:
+        """Cuts a claim that has come to the blocks that may be loaded; whether there are any."""
+        claim = state.claim
+        assert claim is not None
+        assert claim.recall is not None
+        if not claim.admitted:
+            claim.admitted = True
+            alone = len(self._states) == 1
+            claim.cut(self._auditor.admit(state, claim.start, claim.recall.offsets, alone))
+        return bool(claim.recall.offsets)
+
+    def trusted(self, state: RequestState, offsets: Sequence[int]) -> int:
+        """How many of these leased blocks of a request, from the first on, may be read."""
+        return self._auditor.trusted(state, offsets)
+
     def _may_recall(self, state: RequestState) -> bool:
-        if not self._facts.recalls or state.space is None or state.failed_load:
+        if not self._facts.recalls or state.space is None or state.computes:
             return False
         return not state.request.skip_reading_prefix_cache
 
@@ -236,16 +255,27 @@ class RecallScheduler:
 
     def orders(self, scheduler_output: Any, arena: Any) -> StepOrders:
         """This step's work for the workers."""
+        comparisons: list[Comparison] = []
         for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
             state = self._states.get(request_id)
             if state is not None:
+                self._settle(state)
                 self._tell(state)
                 request = state.request
                 final = min(request.num_computed_tokens + tokens, request.num_tokens)
                 self._saver.save(state, final // self._facts.block_size)
+                comparisons += self._auditor.comparisons(
+                    request_id, final // self._facts.block_size, self._block_ids
+                )
         self._clock.step_begins(self._prompt_work(scheduler_output))
         orders = StepOrders(
-            arena, self._loads, self._saver.take(), self._releases, self._saver.must_drain()
+            arena,
+            self._loads,
+            self._saver.take(),
+            self._releases,
+            self._saver.must_drain(),
+            comparisons,
+            self._facts.record_bytes,
         )
         if self.offloader is not None:
             scheduled = scheduler_output.num_scheduled_tokens
@@ -272,6 +302,7 @@ class RecallScheduler:
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False, {}
+        self._settle(state)
         self._drop_claim(state)
         whole = request.status.name in _FINISHED_WHOLE
         tail = False
@@ -280,6 +311,7 @@ class RecallScheduler:
             # computes it may be under way.
             final = min(request.num_computed_tokens, request.num_tokens - 1)
             tail = self._saver.save(state, final // self._facts.block_size, block_ids)
+        self._auditor.ended(request.request_id)
         if whole and state.saved and not self._settings.async_write:
             self._saver.flush_later(state.keys(state.saved))
         hold = tail or (bool(state.open_stores) and not self._facts.copies_in_step)
@@ -305,10 +337,12 @@ class RecallScheduler:
         if report is not None:
             self.tally.count_step(report)
             if report.load_seconds > 0:
-                blocks = report.loaded_bytes // self._facts.block_bytes
+                blocks = report.loaded_bytes // self._facts.record_bytes
                 self._appraiser.saw_load(TierName.HOST, blocks, report.load_seconds)
             if report.lost:
                 self._sequences_lost(report.lost)
+            for number, (ranks, found) in report.compared.items():
+                self._auditor.compared(number, ranks, found)
             for store_id, ranks in report.stored.items():
                 self._saver.count_down(store_id, ranks, store_id in report.failed)
         for request_id in loaded:
@@ -331,12 +365,22 @@ class RecallScheduler:
             len(lost),
         )
 
+    def _refuted(self, space: Namespace) -> None:
+        """The engine does not compute what lies in that namespace: it uses it no more."""
+        spaces = self._spaces.distrust(space)
+        self._saver.forsake(spaces)
+        for state in self._states.values():
+            if state.space is not None and state.space.digest in spaces:
+                self._drop_claim(state)
+                state.space = None
+        self._auditor.forget(spaces)
+
     def _load_failed(self, request_id: str) -> None:
         """The engine recomputes the request; it is not offered the pool again."""
         self.tally.loads_failed += 1
         state = self._states.get(request_id)
         if state is not None:
-            state.failed_load = True
+            state.computes = True
             state.recalled.clear()
 
     # ---- life ---------------------------------------------------------------------------
@@ -362,17 +406,26 @@ class RecallScheduler:
         for state in self._states.values():
             self._drop_claim(state)
             state.space = None  # its hashes stay, its blocks are of the old weights
+            state.settled = True
         self._spaces.turn_private()
         return True
+
+    def _settle(self, state: RequestState) -> None:
+        """Finds out whose blocks a request's are, once that can be known."""
+        if state.settled or not self._spaces.is_settled(state.request):
+            return
+        state.settled = True
+        state.space = self._spaces.of(state.request)
+        if not state.told:
+            state.promise = self._desk.accept(state.request.kv_transfer_params, state.space)
 
     def _state(self, request: Any) -> RequestState:
         state = self._states.get(request.request_id)
         if state is None:
             step = self._facts.block_size // self._facts.hash_block_size
-            space, tenant = self._spaces.of(request), tenant_of(request.cache_salt)
-            state = RequestState(request, space, step, tenant)
-            state.promise = self._desk.accept(request.kv_transfer_params, space)
+            state = RequestState(request, None, step, tenant_of(request.cache_salt))
             self._states[request.request_id] = state
+        self._settle(state)
         return state
 
     def close(self) -> None:

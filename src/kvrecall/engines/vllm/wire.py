@@ -14,6 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvrecall.engines.vllm.compare import Deviation
+from kvrecall.engines.vllm.loaded import LoadedModel
 from kvrecall.pool.base import ArenaHandle
 
 
@@ -39,10 +41,25 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Device -> arena, after this step's forward pass."""
+    """Device -> arena, after this step's forward pass; ``origin`` goes behind each record."""
 
     store_id: int
     copy: Copy
+    origin: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Device blocks that this step makes whole, to be compared with records of the arena.
+
+    ``repeated``: what the request has loaded was proved before, so it is wrong, too, if these
+    differ; the request then begins anew.
+    """
+
+    number: int
+    request_id: str
+    copy: Copy
+    repeated: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +110,7 @@ class StepOrders(KVConnectorMetadata):
 
     ``releases``: finished requests whose device blocks are held until the stores ordered so far
     have left the device. ``drain``: wait for all stores before anything is overwritten (a request
-    was preempted or its blocks may be reused).
+    was preempted or its blocks may be reused). ``record_bytes``: of a block's KV over all ranks.
     """
 
     arena: ArenaHandle
@@ -101,6 +118,8 @@ class StepOrders(KVConnectorMetadata):
     stores: list[Store] = field(default_factory=list)
     releases: list[str] = field(default_factory=list)
     drain: bool = False
+    comparisons: list[Comparison] = field(default_factory=list)
+    record_bytes: int = 0
     offload: OffloadOrders | None = None
 
 
@@ -108,13 +127,17 @@ class StepOrders(KVConnectorMetadata):
 class StepReport(KVConnectorWorkerMetadata):
     """What the workers finished: how many ranks completed, and which failed, each store.
 
-    ``lost``: requests whose blocks off the device cannot be had any more. What the step computed of
-    them means nothing.
+    ``compared``: by number, how many ranks have compared, and what they found. ``refuted``:
+    requests that have loaded blocks which this engine would not have computed. ``lost``: requests
+    whose blocks off the device cannot be had any more. What the step computed of either means
+    nothing.
     """
 
     stored: dict[int, int] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
+    compared: dict[int, tuple[int, Deviation]] = field(default_factory=dict)
+    refuted: set[str] = field(default_factory=set)
     loaded_bytes: int = 0
     load_seconds: float = 0.0
     stored_bytes: int = 0
@@ -126,10 +149,16 @@ class StepReport(KVConnectorWorkerMetadata):
         stored = dict(self.stored)
         for store_id, ranks in other.stored.items():
             stored[store_id] = stored.get(store_id, 0) + ranks
+        compared = dict(self.compared)
+        for number, (ranks, found) in other.compared.items():
+            before, known = compared.get(number, (0, Deviation()))
+            compared[number] = ranks + before, known.plus(found, same_blocks=True)
         return StepReport(
             stored,
             self.failed | other.failed,
             self.lost | other.lost,
+            compared,
+            self.refuted | other.refuted,
             self.loaded_bytes + other.loaded_bytes,
             max(self.load_seconds, other.load_seconds),
             self.stored_bytes + other.stored_bytes,
@@ -153,12 +182,14 @@ class Shard(KVConnectorHandshakeMetadata):
     ``kernel`` names the attention backend and the instruction set its bytes are packed for.
     ``copies_in_step``: stores are complete when the step that ordered them returns.
     ``token_seconds``: computing a prompt token takes this rank about as long, or longer.
+    ``model``: what the rank has loaded; None if its worker does not show it.
     """
 
     layers: tuple[ShardLayer, ...]
     kernel: str
     copies_in_step: bool
     token_seconds: float = 0.0
+    model: LoadedModel | None = None
 
     @property
     def nbytes(self) -> int:

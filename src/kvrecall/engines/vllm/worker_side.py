@@ -10,15 +10,25 @@ from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvrecall.engines.vllm import compat
+from kvrecall.engines.vllm.compare import Deviation, deviation
 from kvrecall.engines.vllm.copier import make_copier
+from kvrecall.engines.vllm.loaded import LoadedModel
 from kvrecall.engines.vllm.mapping import ArenaMapping
 from kvrecall.engines.vllm.pages import Pages, pages_of
 from kvrecall.engines.vllm.retrieval.recalled import Records
 from kvrecall.engines.vllm.speed import least_token_seconds
-from kvrecall.engines.vllm.wire import Shard, ShardLayer, StepOrders, StepReport
+from kvrecall.engines.vllm.wire import (
+    Comparison,
+    Shard,
+    ShardLayer,
+    StepOrders,
+    StepReport,
+    Store,
+)
 from kvrecall.pool.base import ArenaHandle
 
 
@@ -40,12 +50,19 @@ class RecallWorker:
         self._failed_loads: set[str] = set()
         self._report = StepReport()
         self._attention: Mapping[str, int] = {}
+        self._model: torch.nn.Module | None = None  # until ``shard`` has told of it
         self._offloading = False
+        self._applied: StepOrders | None = None
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Takes the device KV cache: one tensor a layer."""
         placements = compat.layer_placements(self._kv_cache_config)
-        self._layers = pages_of(kv_caches, placements, self._kv_cache_config.num_blocks)
+        self._layers = pages_of(
+            kv_caches,
+            placements,
+            self._kv_cache_config.num_blocks,
+            compat.fp8_type(self._vllm_config),
+        )
         beside = compat.digest_pages(self._vllm_config).items()
         digests = (Pages(name, rows, f"{tuple(rows.shape[1:])} bytes") for name, rows in beside)
         self._pages = (*self._layers, *digests)
@@ -59,7 +76,13 @@ class RecallWorker:
         flops, hidden = compat.prompt_token_work(self._vllm_config)
         dtype = self._vllm_config.model_config.dtype
         least = least_token_seconds(flops, hidden, dtype, str(device))
-        return Shard(layers, kernel, device.type == "cpu", least)
+        loaded = None if self._model is None else LoadedModel.of(self._model)
+        self._model = None
+        return Shard(layers, kernel, device.type == "cpu", least, loaded)
+
+    def see_model(self, model: torch.nn.Module) -> None:
+        """The model that this rank has loaded; to be told before ``shard``."""
+        self._model = model
 
     def start_loads(self, orders: StepOrders) -> None:
         """Starts the step's loads."""
@@ -88,14 +111,52 @@ class RecallWorker:
                 self._report.stored[store.store_id] = 1
                 self._report.failed.add(store.store_id)
                 continue
+            self._sign(orders, store)
             self._stores += 1
             self._storing.append((self._stores, store.store_id))
             self._report.stored_bytes += moved.nbytes
             self._report.store_seconds += moved.seconds
         self._releases.extend((self._stores, request_id) for request_id in orders.releases)
+        for comparison in orders.comparisons:
+            self._compare(orders.arena, comparison)
+
+    def _sign(self, orders: StepOrders, store: Store) -> None:
+        """Writes the origin behind the records that are stored, once for all ranks."""
+        memory = self._arena.memory(orders.arena) if self._offset == 0 else None
+        if memory is None:
+            return
+        origin = np.frombuffer(store.origin, dtype=np.uint8)
+        for offset in store.copy.offsets:
+            at = offset + orders.record_bytes
+            memory[at : at + len(origin)] = origin
+
+    def _compare(self, arena: ArenaHandle, comparison: Comparison) -> None:
+        """Compares device blocks with the pool's, this rank's part of them."""
+        memory = self._arena.memory(arena)
+        found = Deviation()
+        if memory is not None:
+            copy = comparison.copy
+            found = deviation(
+                self._layers,
+                self._offset,
+                torch.from_numpy(memory),
+                copy.block_ids,
+                copy.offsets,
+                compat.is_deterministic(),
+            )
+        self._report.compared[comparison.number] = 1, found
+        if comparison.repeated and not found.within:
+            self._report.refuted.add(comparison.request_id)
 
     def before_overwrite(self, orders: StepOrders) -> None:
-        """Called before the step writes any device block."""
+        """Called before the step writes any device block or builds attention metadata.
+
+        Does nothing the second time for the same orders: with Model Runner V2 both
+        ``compat.hand_orders_first`` and vLLM call it.
+        """
+        if orders is self._applied:
+            return
+        self._applied = orders
         if orders.drain:
             self._arena.drain()
         if orders.offload is not None or self._offloading:

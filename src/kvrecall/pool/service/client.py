@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvrecall.block import NAMESPACE_BYTES, SHARED, BlockKey, Namespace, Tenant
-from kvrecall.errors import ConfigError
+from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.base import (
     Found,
     PoolStats,
@@ -36,7 +37,7 @@ from kvrecall.pool.base import (
     Verdict,
 )
 from kvrecall.pool.service import protocol as p
-from kvrecall.pool.service.handle import NO_ARENA, ServedArena
+from kvrecall.pool.service.handle import NO_ARENA, ServedArena, open_file
 from kvrecall.pool.service.link import Link, LinkLate, LinkLost
 from kvrecall.pool.service.totals import Totals
 from kvrecall.pool.slots import ALIGNMENT
@@ -62,6 +63,25 @@ class _Life:
     knows: set[bytes]  # namespaces registered when it began
     tickets: set[int] = field(default_factory=set)
     keys: set[BlockKey] = field(default_factory=set)
+
+    file: int = -1  # the arena's, opened when it is first read
+
+    def read(self, offsets: Sequence[int], at: int, nbytes: int) -> list[bytes]:
+        """See ``PoolClient``."""
+        if self.is_over:
+            return []
+        try:
+            if self.file < 0:
+                self.file = open_file(self.handle)
+            return [os.pread(self.file, nbytes, offset + at) for offset in offsets]
+        except (OSError, TierError):
+            return []
+
+    def close(self) -> None:
+        """Lets go of the arena, whose memory ends with its last holder."""
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
 
     @property
     def boot(self) -> bytes:
@@ -127,6 +147,11 @@ class ServiceClient:
             self._adopt()
             self._unsent = False
             return NO_ARENA if self._life is None else self._life.handle
+
+    def read(self, offsets: Sequence[int], at: int, nbytes: int) -> list[bytes]:
+        with self._lock:
+            life = self._life
+            return [] if life is None else life.read(offsets, at, nbytes)
 
     def register(self, namespace: Namespace, block_bytes: int) -> None:
         if block_bytes <= 0:
@@ -334,6 +359,8 @@ class ServiceClient:
         self._keeper.join()
         for life in lives:
             life.link.close()
+            with self._lock:
+                life.close()
 
     # -- the connection --------------------------------------------------------------------
 
@@ -389,6 +416,7 @@ class ServiceClient:
         life = self._life
         if old is not None:
             old.link.close()
+            old.close()
             self._unsettled.append(old)
         self._unsettled = [lost for lost in self._unsettled if lost.boot == life.boot]
         for lost in list(self._unsettled):
@@ -429,7 +457,11 @@ class ServiceClient:
         while not self._closed.is_set():
             life = self._next or self._life
             if life is not None and not life.is_over:
-                if life.link.wait_lost(_WATCH_S) and not self._closed.is_set():
+                lost = life.link.wait_lost(_WATCH_S)
+                if lost:
+                    with self._lock:
+                        life.close()
+                if lost and not self._closed.is_set():
                     self._say(
                         f"the pool service at {self._path} is lost ({life.link.why_lost}); "
                         "every block is computed until it is back"

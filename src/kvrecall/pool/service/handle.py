@@ -26,6 +26,18 @@ NO_ARENA = ServedArena(pid=0, fd=-1, nbytes=0)
 """No service was ever found: there are no offsets into this arena, so nobody maps it."""
 
 
+def open_file(handle: ServedArena) -> int:
+    """A descriptor of the arena's memory file, for reading. Raises TierError if it is gone."""
+    try:
+        file = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise TierError(f"the arena of process {handle.pid} is gone") from error
+    if os.fstat(file).st_ino != handle.inode:
+        os.close(file)
+        raise TierError(f"the arena of process {handle.pid} is gone")
+    return file
+
+
 def attach(handle: ArenaHandle) -> Arena:
     """Maps the arena of ``handle``, and no other that has taken its place. Raises TierError."""
     arena = Arena.attach(handle)

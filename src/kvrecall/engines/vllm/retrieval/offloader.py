@@ -62,14 +62,17 @@ class Offloader:
         gate: Gate,
         deadline_s: float,
         state_of: Callable[[str], RequestState | None],
+        trusted: Callable[[RequestState, Sequence[int]], int],
     ) -> None:
-        """``gate``: that of the workers. ``state_of``: the scheduler side's of a request."""
+        """``gate``: that of the workers. ``state_of``: the scheduler side's of a request.
+        ``trusted``: how many of leased blocks, from the first on, may be read."""
         self._pool = pool
         self._settings = settings
         self._block_size = block_size
         self._gate = gate
         self._deadline_s = deadline_s
         self._state_of = state_of
+        self._trusted = trusted
         self._stays: dict[str, _Stay] = {}
         self._expected: dict[str, tuple[_Stay, Absence]] = {}
         self._ended: list[str] = []
@@ -249,12 +252,13 @@ class Offloader:
         recall = self._pool.poll(stay.pending)
         if recall.state is RecallState.PENDING:
             return
-        if recall.offsets:
+        offsets = recall.offsets[: self._trusted(state, recall.offsets)]
+        if offsets:
             stay.tickets.append(stay.pending)
         else:
             self._pool.release(stay.pending)
         stay.pending = None
-        stay.offsets.extend(recall.offsets)
+        stay.offsets.extend(offsets)
         if split.init + len(stay.offsets) < split.local:
             stay.retry_at = tokens + PATIENCE
 

@@ -1,0 +1,117 @@
+"""What a configuration has become in the loaded model: its code, its switches, its rope caches.
+
+``max_model_len`` alone says nothing of KV: for most models another limit changes no byte, for some
+it flips a switch (Phi-3's long rope factors, Llama 4's attention temperature). So the namespace
+holds what the loaded modules are, and not the limits they were made from.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from blake3 import blake3
+from torch import nn
+
+_VERSIONED = frozenset(("vllm", "torch", "kvrecall", "builtins"))
+"""Packages whose code is told by the engine's version, which the namespace holds anyway."""
+
+_LIMITS = re.compile(r"(^|_)(max|num)_|_len$|_tokens$|capacity|workspace|world|rank|device")
+"""Attributes that hold sizes of buffers or places in a parallel group: they shape no byte."""
+
+_TABLES = re.compile(r"cos|sin|freq|rope|rotary|scale|alibi|slope|temperature")
+"""Buffers computed from the configuration. Others come from the checkpoint, or are scratch space
+whose content means nothing."""
+
+_ADAPTERS = "vllm.lora."
+"""Layers that serve adapters wrap those of the model, and change nothing for requests without."""
+
+_MOST_FILES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Digests, equal where the loaded models make the same KV of the same weights.
+
+    ``code``: Python files of modules that are not vLLM's. ``switches``: numbers and flags of all
+    modules. ``tables``: rope caches, KV scales and the like.
+    """
+
+    code: str
+    switches: str
+    tables: str
+
+    @classmethod
+    def of(cls, model: nn.Module) -> LoadedModel:
+        return cls(
+            _digest(_code(model)), _digest(dict(_switches(model))), _digest(dict(_tables(model)))
+        )
+
+
+def _digest(content: object) -> str:
+    text = json.dumps(content, sort_keys=True, default=str)
+    return blake3(text.encode()).hexdigest(16)
+
+
+def _switches(model: nn.Module) -> Iterator[tuple[str, object]]:
+    """Public numbers, flags and types of every module, and its class."""
+    for path, module in model.named_modules():
+        if type(module).__module__.startswith(_ADAPTERS):
+            continue
+        path = path.replace(".base_layer", "")
+        yield path, type(module).__qualname__
+        for name, value in vars(module).items():
+            if name.startswith("_") or name == "training" or _LIMITS.search(name):
+                continue
+            if _is_plain(value):
+                yield f"{path}.{name}", _text(value)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return len(value) <= 1024 and all(_is_plain(one) for one in value)
+    return isinstance(value, bool | int | float | torch.dtype)
+
+
+def _text(value: object) -> object:
+    if isinstance(value, list | tuple):
+        return [_text(one) for one in value]
+    return str(value) if isinstance(value, torch.dtype) else value
+
+
+def _tables(model: nn.Module) -> Iterator[tuple[str, str]]:
+    for name, buffer in model.named_buffers():
+        if _TABLES.search(name.rsplit(".", 1)[-1]):
+            plain = buffer.detach().cpu().contiguous()
+            content = plain.flatten().view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+            shape = f"{plain.dtype} {tuple(plain.shape)}"
+            yield name.replace(".base_layer", ""), f"{shape} {blake3(content).hexdigest(16)}"
+
+
+def _code(model: nn.Module) -> Mapping[str, str]:
+    """Digests of the Python files that classes of the model come from, and of those beside them;
+    versions of packages that are installed."""
+    found: dict[str, str] = {}
+    names = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
+    for name in sorted(names):
+        package = name.split(".", 1)[0]
+        if package in _VERSIONED or package in found:
+            continue
+        top = sys.modules.get(package)
+        version = getattr(top, "__version__", None)
+        if package == "transformers" and version is not None:
+            found[package] = str(version)
+            continue
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is not None:
+            folder = Path(file).parent
+            files = sorted(folder.rglob("*.py"))[:_MOST_FILES]
+            for path in files:
+                key = f"{package}/{path.relative_to(folder)}"
+                found[key] = blake3(path.read_bytes()).hexdigest(16)
+    return found

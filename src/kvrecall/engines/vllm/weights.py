@@ -1,0 +1,169 @@
+"""Which weights an engine has: fingerprints of its model folders, taken while the engine loads."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from kvrecall.engines.fingerprint import FileState, Fingerprint, Memory, default_memory
+from kvrecall.engines.vllm import compat
+
+logger = logging.getLogger("vllm.kvrecall")
+
+_FROM_THE_FOLDER = frozenset(
+    (
+        "auto hf safetensors pt npcache mistral gguf sharded_state fastsafetensors bitsandbytes "
+        "runai_streamer runai_streamer_sharded instanttensor"
+    ).split()
+)
+"""Load formats that read nothing but files of the model's folder."""
+
+_early: dict[int, Weights] = {}  # by the id of the engine's configuration, until it is asked for
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A model whose weights matter. ``folder``: None if no local files are known to hold them, as
+    ``reason`` says. ``code``: whether its Python files are run. ``downloaded``: from a hub, so that
+    files may appear while the engine loads. ``dummy``: what random weights were drawn from."""
+
+    name: str
+    folder: Path | None
+    code: bool
+    downloaded: bool = False
+    reason: str = ""
+    dummy: str = ""
+
+
+class Weights:
+    """The weights of one engine, its draft model's included. Owned by the engine's process."""
+
+    def __init__(self, vllm_config: Any, memory: Memory | None = None, early: bool = False) -> None:
+        """Begins to read at once what is there. ``early``: the engine has not loaded anything yet,
+        so what is found unchanged afterwards is what it has loaded."""
+        self._config = vllm_config
+        self._memory = memory or default_memory()
+        self._early = early
+        self._jobs: dict[Path, Fingerprint] = {}
+        self._found: dict[int, _Model] = {}
+        self._text: str | None = None
+        self._begin()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether ``text`` can be told. Begins with what was not there before."""
+        self._begin()
+        return all(job.is_over for job in self._jobs.values())
+
+    def wait(self, seconds: float) -> bool:
+        """Waits at most so long; whether it is known."""
+        until = time.monotonic() + seconds
+        self._begin()
+        return all(job.wait(max(0.0, until - time.monotonic())) for job in self._jobs.values())
+
+    def text(self) -> str:
+        """Fingerprint of the weights. Random if they cannot be known: then nothing is shared with
+        any other engine, and the log says why. To be called after loading, once ``is_known``."""
+        if self._text is None:
+            texts = [self._text_of(model) for model in self._models()]
+            private = [text for text in texts if text.startswith("private")]
+            self._text = private[0] if private else " + ".join(texts)
+        return self._text
+
+    def _begin(self) -> None:
+        for model in self._models():
+            if model.folder is not None and model.folder not in self._jobs:
+                self._jobs[model.folder] = Fingerprint(model.folder, model.code, self._memory)
+
+    def _models(self) -> list[_Model]:
+        load = self._config.load_config
+        configs = [self._config.model_config, compat.draft_model(self._config)]
+        for place, config in enumerate(configs):
+            if config is not None and place not in self._found:
+                model = _model(config, load)
+                if model.folder is None and not model.dummy:
+                    return [*self._found.values(), model]  # it may yet be downloaded
+                self._found[place] = model
+        return list(self._found.values())
+
+    def _text_of(self, model: _Model) -> str:
+        if model.dummy:
+            return model.dummy
+        if model.folder is None:
+            return _private(model.name, model.reason)
+        job = self._jobs[model.folder]
+        if job.digest is None:
+            return _private(model.name, job.failure)
+        if not job.still_holds():
+            return _private(model.name, f"files of {model.folder} changed while the engine loaded")
+        if not (self._early or model.downloaded):
+            newer = _newer_than_process(job.files)
+            if newer:
+                return _private(
+                    model.name,
+                    f"{newer} changed after this process had started, so it may not be what was "
+                    "loaded",
+                )
+        return job.digest
+
+
+def _private(name: str, reason: str) -> str:
+    logger.warning(
+        "kvrecall: cannot tell which weights %s has: %s. Blocks are private to this process and "
+        "NOTHING WILL HIT AFTER A RESTART. Pass the path of a downloaded model that does not "
+        "change while the engine starts",
+        name,
+        reason,
+    )
+    return f"private {secrets.token_hex(16)}"
+
+
+def _model(model_config: Any, load_config: Any) -> _Model:
+    name = str(model_config.model)
+    code = bool(model_config.trust_remote_code)
+    load_format = str(getattr(load_config.load_format, "value", load_config.load_format))
+    if load_format == "dummy":
+        return _Model(name, None, code, dummy=f"dummy seed {model_config.seed}")
+    if load_format not in _FROM_THE_FOLDER:
+        return _Model(
+            name, None, code, reason=f"load format {load_format} may read weights from elsewhere"
+        )
+    elsewhere = str(getattr(model_config, "model_weights", "") or "")
+    if elsewhere and elsewhere != name:
+        return _Model(name, None, code, reason=f"its weights are streamed from {elsewhere}")
+    path = Path(name)
+    if path.exists():
+        return _Model(name, path, code)
+    folder = compat.hub_snapshot(model_config, load_config)
+    if folder is None:
+        return _Model(name, None, code, True, "it is neither a local folder nor in the hub's cache")
+    return _Model(name, folder, code, True)
+
+
+def _newer_than_process(files: tuple[FileState, ...]) -> str:
+    """A file that changed after this process began; empty if none did."""
+    began = psutil.Process(os.getpid()).create_time()
+    return next((file.path for file in files if file.ctime_ns / 1e9 > began), "")
+
+
+def begin(vllm_config: Any) -> None:
+    """Begins to read the weights of an engine that is about to load them."""
+    _early[id(vllm_config)] = Weights(vllm_config, early=True)
+
+
+def weights_of(vllm_config: Any) -> Weights:
+    """The engine's weights: those begun before it loaded, or begun now."""
+    return _early.pop(id(vllm_config), None) or Weights(vllm_config)
+
+
+def register() -> None:
+    """The ``vllm.general_plugins`` entry point: engines with our connector read their weights for
+    a fingerprint while they load."""
+    compat.before_loading(begin)

@@ -1,0 +1,384 @@
+"""An engine that could read another model's KV computes instead, notices, and stays right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvrecall.engines.vllm.compare import Deviation, deviation
+from kvrecall.engines.vllm.facts import ORIGIN_BYTES, EngineFacts
+from kvrecall.engines.vllm.pages import Pages
+from kvrecall.engines.vllm.wire import StepOrders, StepReport
+from kvrecall.pool import Pool
+from kvrecall.testing.models import write_lora
+
+from .engine import Engine, prompt_of
+from .test_scheduler_side import BLOCK, FACTS, Bench, pool
+
+__all__ = ["pool"]
+
+TOKENS = 3 * 128 + 5
+SHAPE = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32}
+
+
+# ---- the scheduler side --------------------------------------------------------------------
+
+
+class Audited(Bench):
+    """Workers that write origins, and find what they are told to find."""
+
+    def __init__(self, pool: Pool, facts: EngineFacts = FACTS, audit: object = 4096) -> None:
+        super().__init__(pool, facts, audit=audit)
+
+    def report(
+        self,
+        orders: StepOrders,
+        ranks: int = 2,
+        failed: bool = False,
+        found: Deviation | None = None,
+    ) -> None:
+        memory = self.pool.arena.array()
+        for store in orders.stores:
+            for offset in store.copy.offsets:
+                at = offset + orders.record_bytes
+                memory[at : at + ORIGIN_BYTES] = list(store.origin)
+        report = StepReport(
+            {store.store_id: ranks for store in orders.stores},
+            compared={
+                one.number: (ranks, found or Deviation(len(one.copy.block_ids)))
+                for one in orders.comparisons
+            },
+        )
+        self.side.reported(report, set(), set())
+
+    def run(self, name: str, tokens: int, found: Deviation | None = None, first: int = 0) -> int:
+        """A request from its beginning to its end; the tokens it loads."""
+        request = self.request(name, tokens, first)
+        loaded, _ = self.side.match(request, 0)
+        assert loaded is not None
+        if loaded:
+            self.side.allocated(request, self.blocks[name], loaded)
+            self.side.reported(None, {name}, set())
+        request.num_computed_tokens = loaded
+        self.report(self.step(request, tokens - loaded), found=found)
+        self.side.finished(request, self.blocks[name])
+        return loaded
+
+
+DIFFERS = Deviation(2, 2, times=3.0, relative=0.1, layer="layers.1")
+
+
+def counts(bench: Bench) -> tuple[float, float]:
+    return bench.side.tally.audits, bench.side.tally.audits_failed
+
+
+def test_own_blocks_are_believed(pool: Pool) -> None:
+    one = Audited(pool, audit=0)
+    assert one.run("a", 40) == 0
+    assert one.run("b", 40) == 32
+    assert counts(one) == (0, 0)
+
+
+def test_the_first_hit_on_anothers_blocks_is_computed(pool: Pool) -> None:
+    Audited(pool).run("a", 40)
+    Audited(pool).run("x", 60, first=500)
+    two = Audited(pool)
+    assert two.run("b", 40) == 0
+    assert counts(two) == (1, 0)
+    assert two.run("c", 40) == 32
+    assert two.run("d", 60, first=500) == 0, "a third writer is proved by itself"
+    assert two.run("e", 60, first=500) == 48
+    assert pool.stats().leases == 0
+
+
+def test_one_audit_at_a_time_and_the_others_compute(pool: Pool) -> None:
+    Audited(pool).run("a", 40)
+    two = Audited(pool)
+    first, second = two.request("b", 40), two.request("c", 40)
+    assert two.matched(first) == 0
+    assert two.matched(second) == 0
+    orders = two.step(second, 40)
+    assert not orders.comparisons
+    orders = two.step(first, 20)
+    assert [one.copy.block_ids for one in orders.comparisons] == [(1,)]
+    two.report(orders, ranks=1)
+    assert counts(two) == (0, 0), "a rank has not told yet, and a block is not there yet"
+    two.report(orders, ranks=1)
+    orders = two.step(first, 20)
+    two.report(orders)
+    assert counts(two) == (1, 0)
+    assert pool.stats().leases == 0
+
+
+def test_a_mismatch_makes_the_engine_private(pool: Pool) -> None:
+    one = Audited(pool)
+    one.run("a", 40)
+    two = Audited(pool)
+    assert two.run("x", 60, first=500) == 0
+    assert two.run("b", 40, found=DIFFERS) == 0
+    assert counts(two) == (1, 1)
+    assert two.run("c", 40) == 0, "computed, and saved under a name of its own"
+    assert two.run("d", 40) == 32
+    assert counts(two) == (1, 1)
+    assert one.run("e", 40) == 32, "the other engine's blocks are still its own"
+    assert one.run("f", 60, found=DIFFERS, first=500) == 0, "what the stray engine had written"
+    assert counts(one) == (1, 1)
+    assert pool.stats().leases == pool.stats().reserved == 0
+
+
+def test_stores_under_way_are_not_committed_to_a_refuted_namespace(pool: Pool) -> None:
+    Audited(pool).run("a", 40)
+    two = Audited(pool)
+    late = two.request("late", 40, first=900)
+    orders = two.step(late, 40)
+    two.run("b", 40, found=DIFFERS)
+    two.report(orders)
+    other = Audited(pool, audit="off")
+    assert other.matched(other.request("probe", 40, first=900)) == 0
+
+
+def test_who_adopts_an_origin_writes_under_it(pool: Pool) -> None:
+    """So that a pool of many restarts has few origins left to prove."""
+    Audited(pool).run("a", 40)
+    second = Audited(pool)
+    second.run("b", 40)
+    second.run("x", 60, first=500)
+    third = Audited(pool)
+    assert third.run("c", 40) == 0
+    loaded = third.run("y", 60, first=500)
+    assert (loaded, third.side.tally.audits) in ((48, 1), (0, 2))  # whose number is the smaller
+    origins = {bytes(origin) for origin in origins_of(pool)}
+    assert len(origins) <= 2
+
+
+def origins_of(pool: Pool) -> list[bytes]:
+    offsets = [block.offset for block in pool._host.blocks.values()]
+    return pool.read(offsets, FACTS.record_bytes, ORIGIN_BYTES)
+
+
+def test_one_hit_in_so_many_is_checked_by_its_last_block(pool: Pool) -> None:
+    bench = Audited(pool, audit=3)
+    bench.run("a", 60)
+    assert [bench.run(f"r{i}", 60) for i in range(7)] == [48, 48, 32, 48, 48, 32, 48]
+    assert counts(bench) == (2, 0)
+
+
+def test_a_repeated_audit_waits_until_the_engine_is_idle(pool: Pool) -> None:
+    bench = Audited(pool, audit=2)
+    bench.run("a", 60)
+    bench.request("someone else", 40, first=700)
+    assert [bench.run(f"r{i}", 60) for i in range(70)].count(32) == 1
+    bench.side.finished(bench.side.state_of("someone else").request, [])  # type: ignore[union-attr]
+
+
+def test_off_believes_everything(pool: Pool) -> None:
+    Audited(pool, audit="off").run("a", 40)
+    assert Audited(pool, audit="off").run("b", 40) == 32
+
+
+def test_prompts_with_images_are_proved_by_themselves(pool: Pool) -> None:
+    Audited(pool).run("a", 40)
+    two = Audited(pool)
+    two.run("b", 40)
+    request = two.request("c", 40)
+    request.mm_features = [SimpleNamespace()]
+    assert two.matched(request) == 0
+
+
+def test_an_ended_request_proves_only_what_it_computed(pool: Pool) -> None:
+    Audited(pool).run("a", 60)
+    two = Audited(pool)
+    request = two.request("b", 60)
+    assert two.matched(request) == 0
+    two.side.finished(request, [])
+    assert counts(two) == (0, 0)
+    assert pool.stats().leases == 0
+    assert two.run("c", 60) == 0, "nothing was proved"
+
+
+def test_only_blocks_that_decoding_does_not_change_are_compared(pool: Pool) -> None:
+    """Retrieval attention decodes approximately: later blocks may differ, and rightly so."""
+    Audited(pool).run("a", 100)
+    two = Audited(pool, replace(FACTS, exact_blocks=2))
+    request = two.request("b", 100)
+    assert two.matched(request) == 0
+    (comparison,) = two.step(request, 100).comparisons
+    assert comparison.copy.block_ids == (1, 2)
+
+
+def test_of_a_long_hit_its_ends_are_compared(pool: Pool) -> None:
+    Audited(pool).run("a", 50 * BLOCK)
+    two = Audited(pool)
+    request = two.request("b", 50 * BLOCK)
+    assert two.matched(request) == 0
+    (comparison,) = two.step(request, 50 * BLOCK).comparisons
+    assert comparison.copy.block_ids == (*range(1, 17), *range(34, 50))
+
+
+# ---- the comparison ------------------------------------------------------------------------
+
+
+def pages_with(values: torch.Tensor) -> tuple[list[Pages], torch.Tensor]:
+    """A layer of blocks ``[blocks, elements]``, and an arena that has the same."""
+    rows = values.view(torch.uint8)
+    return [Pages("layer", rows, "", values.dtype)], rows.clone().flatten()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dim", [32, 80, 128])
+def test_rounding_is_within_and_another_model_is_not(dtype: torch.dtype, dim: int) -> None:
+    draw = torch.Generator().manual_seed(1)
+    values = torch.randn(4, 16 * dim, generator=draw).to(dtype)
+    pages, arena = pages_with(values)
+    size = values[0].nbytes
+    ids, offsets = [0, 1, 3], [0, size, 3 * size]
+
+    def compare(exact: bool = False) -> Deviation:
+        return deviation(pages, 0, arena, ids, offsets, exact)
+
+    assert compare() == Deviation(3)
+    clean = values.clone()
+    noise = torch.finfo(dtype).eps * 0.25
+    values.copy_((clean.float() * (1 + noise * torch.randn(clean.shape, generator=draw))).to(dtype))
+    rounded = compare()
+    assert rounded.within
+    assert rounded.unequal == 3 or dtype is not torch.float32
+    if rounded.unequal:
+        assert not compare(exact=True).within
+    values.copy_((clean.float() + 0.05 * torch.randn(clean.shape, generator=draw)).to(dtype))
+    other = compare()
+    assert not other.within
+    assert other.layer == "layer"
+    values.copy_(clean)
+    values[3, 5] = float("nan")
+    assert not compare().within
+
+
+def test_eight_bit_caches_are_compared_by_value() -> None:
+    draw = torch.Generator().manual_seed(1)
+    values = torch.randn(2, 4096, generator=draw).to(torch.float8_e4m3fn)
+    rows = values.view(torch.uint8)
+    pages = [Pages("layer", rows.clone(), "", torch.float8_e4m3fn)]
+    arena = rows.flatten()
+    pages[0].rows[0, :3] ^= 1
+    found = deviation(pages, 0, arena, [0, 1], [0, 4096], False)
+    assert (found.blocks, found.unequal, found.within) == (2, 1, True)
+    scaled = (values.float() * 1.5).to(torch.float8_e4m3fn).view(torch.uint8)
+    pages[0].rows.copy_(scaled)
+    assert not deviation(pages, 0, arena, [0, 1], [0, 4096], False).within
+
+
+def test_what_ranks_found_is_added_up() -> None:
+    one, two = Deviation(3, 1, 0.2, 0.01, "a"), Deviation(3, 2, 1.5, 0.3, "b")
+    report = StepReport(compared={7: (1, one)}).aggregate(StepReport(compared={7: (1, two)}))
+    assert report.compared == {7: (2, Deviation(3, 2, 1.5, 0.3, "b"))}
+
+
+# ---- real engines --------------------------------------------------------------------------
+
+
+def retuned(base: Path, folder: Path) -> Path:
+    """The same model with another input norm and key norm."""
+    folder.mkdir()
+    for path in base.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    weights = load_file(base / "model.safetensors")
+    for name in ("model.layers.0.input_layernorm", "model.layers.1.self_attn.k_norm"):
+        key = f"{name}.weight"
+        draw = torch.randn(weights[key].shape, generator=torch.Generator().manual_seed(3))
+        weights[key] = weights[key] * (1 + 0.5 * draw).to(weights[key].dtype)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.engine
+def test_two_models_that_nothing_tells_apart(
+    start: Callable[..., Engine], model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    """With one namespace for all: each engine's replies are its own, whoever wrote first."""
+    base = model_folder("qwen3", **SHAPE)
+    disk = {"host_size": "64MiB", "disk_path": str(tmp_path / "disk"), "disk_size": "256MiB"}
+    pool = {**disk, "load_or_compute": "load", "async_write": False}
+    options = {"dtype": "float32", "pool": pool, "prelude": "engine.one_namespace"}
+    prompts = [prompt_of(TOKENS, seed) for seed in range(3)]
+
+    first = start(model=str(base), **options)
+    want = [first.ask(prompt) for prompt in prompts[:2]]
+    first.close()
+
+    other = start(model=str(retuned(base, tmp_path / "retuned")), **options)
+    alone = [salted(other, prompt) for prompt in prompts]
+    assert [one["tokens"] for one in alone[:2]] != [one["tokens"] for one in want]
+    for place in (2, 0, 1, 0, 2):  # what it has written itself comes first, and last
+        got = other.ask(prompts[place])
+        assert (got["tokens"], got["logprobs"]) == (
+            alone[place]["tokens"],
+            alone[place]["logprobs"],
+        )
+        assert other.forget_device()
+    metrics = other.metrics()
+    assert metrics["kvrecall_audits_total"] == metrics["kvrecall_audits_failed_total"] == 1
+    assert "AUDIT FAILED" in other.log.read_text()
+    assert other.ask(prompts[0])["from"]["host"] == 3 * 128, "it goes on with blocks of its own"
+    other.close()
+
+    again = start(model=str(base), **options)
+    for place in (0, 1, 2):  # the last was written by the other one
+        got = again.ask(prompts[place])
+        if place < 2:
+            assert got["tokens"] == want[place]["tokens"]
+        assert got["tokens"] == salted(again, prompts[place])["tokens"]
+        assert again.forget_device()
+    assert again.metrics()["kvrecall_audits_failed_total"] == 1
+    again.close()
+
+
+def salted(engine: Engine, prompt: list[int]) -> dict[str, Any]:
+    """The reply as of an engine without a pool: nothing has that salt."""
+    (reply,) = engine.generate(prompts=[prompt], salts=["alone"])
+    assert engine.forget_device()
+    return reply
+
+
+@pytest.mark.engine
+def test_wrong_kv_under_a_proved_origin_is_computed_anew(
+    start: Callable[..., Engine], model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A repeated audit fails: the request that has loaded the blocks begins anew, and so do the
+    others; the device's prefix cache, which has them now, is emptied. An adapter of another content
+    under one identity is told by its own audit."""
+    base = model_folder("qwen3", **SHAPE)
+    engine = start(
+        model=str(base),
+        dtype="float32",
+        pool={"host_size": "64MiB", "load_or_compute": "load", "audit": 1},
+        prelude="engine.one_namespace",
+        enable_lora=True,
+        max_lora_rank=8,
+    )
+    prompt, others = prompt_of(TOKENS, 1), prompt_of(TOKENS, 2)
+    want, beside = engine.ask(prompt), engine.ask(others)
+    assert engine.forget_device()
+    engine.trouble(name="scribble")
+    got = engine.ask(prompt)
+    assert got["tokens"] == want["tokens"]
+    assert got["logprobs"] == want["logprobs"]
+    metrics = engine.metrics()
+    assert metrics["kvrecall_audits_failed_total"] == 1
+    assert engine.ask(prompt)["tokens"] == want["tokens"]
+    assert engine.ask(others)["tokens"] == beside["tokens"]
+    assert engine.pool_stats()["leases"] == 0
+
+    lora = ["style", 1, str(write_lora(tmp_path / "adapter", base, rank=8, seed=1))]
+    tuned = engine.ask(prompt, lora=lora)
+    assert tuned["tokens"] != want["tokens"]
+    assert engine.forget_device()
+    assert engine.ask(prompt, lora=lora)["tokens"] == tuned["tokens"]
+    engine.close()
