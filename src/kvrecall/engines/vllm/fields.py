@@ -122,8 +122,8 @@ TABLE: Mapping[str, Mapping[Decision, str]] = {
         PLACES: "instance_id shutdown_timeout",
     },
     "ModelConfig": {
-        PARTS: "multimodal_config pooler_config quantization_config",
-        NUMBERS: "dtype quantization",
+        PARTS: "multimodal_config pooler_config",
+        NUMBERS: "dtype quantization quantization_config",
         CODE: "trust_remote_code code_revision model_class_overrides model_impl convert",
         KERNELS: "enforce_eager enable_prompt_embeds disable_cascade_attn",
         REACH: "disable_sliding_window",
@@ -680,6 +680,8 @@ class _Walk:
             decision = decided.get(field.name, UNKNOWN)
             name = f"{type(config).__name__}.{field.name}"
             value = getattr(config, field.name, None)
+            if decision is PARTS and not (value is None or dataclasses.is_dataclass(value)):
+                decision = UNKNOWN
             if decision is PARTS:
                 self._part(value, f"{label}.{field.name}", name)
             elif decision.fate is self._fate:
@@ -694,8 +696,7 @@ class _Walk:
         counts = _COUNTS_ITSELF.get(name, _never)
         if self._fate is Fate.IN_NAMESPACE and counts(self._root):
             self._found[key] = kind
-        if dataclasses.is_dataclass(part):
-            self._config(part, kind if kind not in self._labels else key)
+        self._config(part, kind if kind not in self._labels else key)
 
     def _add(self, key: str, name: str, value: Any, field: Any, known: bool) -> None:
         take = _TAKEN_AS.get(name, _as_it_is)
@@ -884,6 +885,8 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, torch.dtype):
         return str(value)
+    if isinstance(value, bytes):
+        return value.hex()
     if isinstance(value, torch.device):
         return value.type
     if isinstance(value, Mapping):

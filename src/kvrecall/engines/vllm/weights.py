@@ -25,6 +25,8 @@ _FROM_THE_FOLDER = frozenset(
 )
 """Load formats that read nothing but files of the model's folder."""
 
+_CLOCK_S = 1.5  # the kernel's time of a process's start is told in whole seconds since boot
+
 _early: dict[int, Weights] = {}  # by the id of the engine's configuration, until it is asked for
 
 
@@ -149,7 +151,7 @@ def _model(model_config: Any, load_config: Any) -> _Model:
 
 def _newer_than_process(files: tuple[FileState, ...]) -> str:
     """A file that changed after this process began; empty if none did."""
-    began = psutil.Process(os.getpid()).create_time()
+    began = psutil.Process(os.getpid()).create_time() - _CLOCK_S
     return next((file.path for file in files if file.ctime_ns / 1e9 > began), "")
 
 

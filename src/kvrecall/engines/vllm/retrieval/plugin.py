@@ -29,6 +29,9 @@ _on: list[bool] = []
 
 def register() -> None:
     """Puts retrieval attention in place of vLLM's attention, if it was asked for."""
+    from kvrecall.engines.vllm import weights
+
+    weights.register()  # who names this plug-in in VLLM_PLUGINS may not name the others
     if not asked_for(os.environ):
         return
     from kvrecall.engines.vllm import compat
