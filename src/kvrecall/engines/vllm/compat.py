@@ -6,7 +6,6 @@ difference is known, and listed as untested in the docs.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -19,8 +18,6 @@ import vllm
 from vllm.v1.core import kv_cache_utils
 
 from kvrecall.errors import EngineError
-
-logger = logging.getLogger("vllm.kvrecall")
 
 TESTED_VERSION = "0.32"
 
@@ -312,7 +309,8 @@ def override_kv_cache_spec(require: Callable[[Any], None]) -> None:
 def begin_lost_anew() -> None:
     """Has vLLM's scheduler preempt requests that the workers report as lost, before it looks at
     what the step computed of them, which is dropped. They are computed anew. If the workers report
-    that loaded blocks are wrong, all running requests begin anew, with an empty device cache."""
+    that loaded blocks are wrong, all running requests begin anew, with an empty device cache, and
+    loads under way count as failed."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from kvrecall.engines.vllm.wire import StepReport
@@ -321,6 +319,8 @@ def begin_lost_anew() -> None:
     if getattr(plain, "kvrecall", False):
         return
 
+    doomed: set[str] = set()  # requests whose loads, when they end, were in vain
+
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         transfers = model_runner_output.kv_connector_output
         report = transfers.kv_connector_worker_meta if transfers is not None else None
@@ -328,7 +328,11 @@ def begin_lost_anew() -> None:
             for request_id in report.lost:
                 _begin_anew(self, self.requests.get(request_id))
             if report.refuted:
-                _begin_all_anew(self)
+                doomed.update(_begin_all_anew(self))
+        if doomed and transfers is not None and transfers.finished_recving:
+            ended = doomed & transfers.finished_recving
+            transfers.failed_recving = (transfers.failed_recving or set()) | ended
+            doomed.difference_update(ended)
         return plain(self, scheduler_output, model_runner_output)
 
     update_from_output.kvrecall = True  # type: ignore[attr-defined]
@@ -373,13 +377,20 @@ def hand_orders_first(vllm_config: Any) -> None:
     GPUModelRunner.execute_model = execute_model
 
 
-def _begin_all_anew(scheduler: Any) -> None:
-    """Preempts what runs and empties the device's prefix cache. While requests are being loaded the
-    cache cannot be emptied; what it holds then goes as its blocks are used again."""
-    try:
-        scheduler.reset_prefix_cache(reset_running_requests=True)
-    except RuntimeError as error:
-        logger.error("kvrecall: the device's prefix cache could not be emptied: %s", error)
+def _begin_all_anew(scheduler: Any) -> set[str]:
+    """Preempts what runs and empties the device's prefix cache, also of blocks that are in use.
+    Returns the requests that are being loaded."""
+    now = time.monotonic()
+    while scheduler.running:
+        scheduler._preempt_request(scheduler.running.pop(), now, drop_stale_output=True)
+    scheduler.prev_step_scheduled_req_ids.clear()
+    manager = scheduler.kv_cache_manager
+    manager.evict_blocks(set(range(manager.block_pool.num_gpu_blocks)))
+    return {
+        request_id
+        for request_id, request in scheduler.requests.items()
+        if request.status.name == "WAITING_FOR_REMOTE_KVS"
+    }
 
 
 def most_blocks_of_sequences(vllm_config: Any, block_size: int) -> int:
