@@ -14,6 +14,9 @@ from kvrecall.testing.ports import free_port
 
 from .live import LiveServer
 
+PLACES = 32
+"""Sequences that ``tiny_server`` runs at once."""
+
 
 @contextmanager
 def tiny_server(folder: Path, longest: int = 768) -> Iterator[LiveServer]:
@@ -24,7 +27,7 @@ def tiny_server(folder: Path, longest: int = 768) -> Iterator[LiveServer]:
     port = free_port()
     words = [str(folder / "model"), "--port", str(port), "--served-model-name", "tiny"]
     words += ["--host-size", "32MiB", "--kv-cache-memory-bytes", "64MiB"]
-    words += ["--max-model-len", str(longest), "--", "--max-num-seqs", "32"]
+    words += ["--max-model-len", str(longest), "--", "--max-num-seqs", str(PLACES)]
     live = LiveServer(folder, words, f"http://127.0.0.1:{port}")
     try:
         live.wait_ready()

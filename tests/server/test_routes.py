@@ -290,7 +290,7 @@ def _leave(path: str, when: Callable[[FakeEngine], bool], whole: bool = True) ->
             await asyncio.sleep(0.005)
         await asyncio.sleep(0.05)
         gone.set()
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, 60)
 
     asyncio.run(run())
     return generator
