@@ -67,7 +67,8 @@ def test_other_files_that_are_loaded_count(model: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "tokenizer.json", "generation_config.json", ".git/x.bin", "LICENSE"]
+    "name",
+    ["README.md", "tokenizer.json", "generation_config.json", ".git/x.bin", "training_args.bin"],
 )
 def test_files_that_shape_no_kv_do_not_count(model: Path, name: str) -> None:
     before = fingerprint_of(model)

@@ -59,6 +59,7 @@ class MooncakePlay:
             self.engines = len(servers)
             for server in servers.values():
                 server.ask(WARM_UP, 4)
+                server.settle()  # B proves by it what A writes
             self._progress("2/4 A computes a text, B recalls it from the store")
             self._ask(servers, "A", "long text", self._long, "new")
             servers["A"].settle()

@@ -30,11 +30,12 @@ _CODE = ".py"
 _NO_KV = frozenset(
     (
         "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json "
-        "merges.json tekken.json chat_template.json generation_config.json trainer_state.json"
+        "merges.json tekken.json chat_template.json generation_config.json trainer_state.json "
+        "training_args.bin optimizer.bin optimizer.pt scheduler.pt scaler.pt"
     ).split()
 )
-"""Files that decide which tokens a text has or how tokens are chosen. Blocks are told apart by
-their tokens, so these shape no KV."""
+"""Files that decide which tokens a text has or how tokens are chosen, as blocks are told apart by
+their tokens; and what training leaves behind, which vLLM does not load."""
 
 _CHUNK = 16 << 20
 _FRESH_S = 2.0  # a file that changed so recently may change again within one tick of its clock

@@ -48,7 +48,7 @@ logger = logging.getLogger("vllm.kvrecall")
 
 _FINGERPRINT_S = 0.5
 """How long the start waits for the fingerprint of the weights. Remembered or of a small model, it
-is there by then, and the first request is pooled; otherwise requests go without the pool for now."""
+is there by then, and the first request is pooled; otherwise requests go without the pool."""
 
 _SOURCES = {
     TierName.HOST: CacheHitSource.HOST,

@@ -18,7 +18,7 @@ class EngineFacts:
     ``copies_in_step``: stores are off the device when their step returns.
     ``frees_while_running``: the engine may take blocks from a running request (sliding window).
     ``record_bytes``: of these, those of the KV; the origin follows. ``exact_blocks``: so many
-    blocks of a sequence have the same KV however it is decoded (retrieval attention is approximate).
+    blocks of a sequence have the same KV however it is decoded: retrieval attention is approximate.
     ``recalls``: whether blocks may be loaded into it; if not it only saves.
     ``least_token_seconds``: computing a prompt token takes about as long, or longer; 0: unknown.
     """

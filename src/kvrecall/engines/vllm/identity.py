@@ -58,7 +58,7 @@ def namespace_of(
         reason = "calculate_kv_scales takes scales from the first request served"
     if reason:
         logger.warning(
-            "kvrecall: blocks of this engine fit no other, and NOTHING WILL HIT AFTER A RESTART: %s",
+            "kvrecall: blocks of this engine fit no other; NOTHING WILL HIT AFTER A RESTART: %s",
             reason,
         )
         parts["private"] = secrets.token_hex(16)

@@ -18,7 +18,7 @@ import torch
 from blake3 import blake3
 from torch import nn
 
-_VERSIONED = frozenset(("vllm", "torch", "kvrecall", "builtins"))
+_VERSIONED = frozenset(("vllm", "torch", "kvrecall"))
 """Packages whose code is told by the engine's version, which the namespace holds anyway."""
 
 _LIMITS = re.compile(r"(^|_)(max|num)_|_len$|_tokens$|capacity|workspace|world|rank|device")
@@ -95,23 +95,23 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 def _code(model: nn.Module) -> Mapping[str, str]:
     """Digests of the Python files that classes of the model come from, and of those beside them;
-    versions of packages that are installed."""
+    the version of transformers."""
     found: dict[str, str] = {}
+    seen: set[Path] = set()
     names = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
     for name in sorted(names):
         package = name.split(".", 1)[0]
-        if package in _VERSIONED or package in found:
-            continue
-        top = sys.modules.get(package)
-        version = getattr(top, "__version__", None)
-        if package == "transformers" and version is not None:
-            found[package] = str(version)
-            continue
         file = getattr(sys.modules.get(name), "__file__", None)
-        if file is not None:
-            folder = Path(file).parent
-            files = sorted(folder.rglob("*.py"))[:_MOST_FILES]
-            for path in files:
-                key = f"{package}/{path.relative_to(folder)}"
-                found[key] = blake3(path.read_bytes()).hexdigest(16)
+        if package in _VERSIONED or package in sys.stdlib_module_names or file is None:
+            continue
+        if package == "transformers":
+            found[package] = str(getattr(sys.modules[package], "__version__", ""))
+            continue
+        folder = Path(file).parent
+        is_alone = "." not in name and Path(file).name != "__init__.py"
+        files = [Path(file)] if is_alone else sorted(folder.rglob("*.py"))[:_MOST_FILES]
+        for path in [path for path in files if path not in seen]:
+            seen.add(path)
+            key = f"{package}/{path.relative_to(folder)}"
+            found[key] = blake3(path.read_bytes()).hexdigest(16)
     return found
