@@ -24,6 +24,9 @@ _MAKE: Mapping[str, Kind] = {
     "make test": ByItself(".ci/run", "make test"),
     "make check": ByItself(".ci/run", "scripts/check static"),
     "make chaos": Elsewhere("tests/chaos/test_chaos.py", '"--seconds", "12", "--seed", "4"'),
+    "make identity": Elsewhere(
+        "tests/lab/test_identity.py", '"-m", "kvrecall.lab.identity", *words'
+    ),
     "make bench": Runs(more=_SMALL_BENCH, before=scenes.repository, says="lookup"),
     "make gpu-check": Needs("a GPU", ("GPU",)),
 }

@@ -28,7 +28,9 @@ def instance(
     words += ["--dtype", "float32", "--kv-cache-memory-bytes", "64MiB"]
     file = folder / "pool.json"
     # What is found is loaded, whatever it is worth; and machines may be busy.
-    patient = {"load_or_compute": "load", "handover_deadline": 30, "load_deadline": 60}
+    # Nor does each instance compute the first hit on blocks of every other one.
+    patient: dict[str, object] = {"load_or_compute": "load", "audit": "off"}
+    patient |= {"handover_deadline": 30, "load_deadline": 60}
     patient |= {"call_timeout": 10} if socket is not None else {}
     file.write_text(json.dumps({**patient, **pool}))
     words += ["--pool-config", str(file)]

@@ -37,6 +37,16 @@ class Apart:
     router: Router
 
 
+def prove(decode: LiveServer, router: Router) -> None:
+    """Prompts until the decode instance has audited what the prefill instance writes."""
+    for number in range(10):
+        assert router.complete(prompt=f"Warm-up {number}. {TEXT}").status_code == 200
+        metrics = decode.client.get("/metrics").text
+        if any(line.startswith("kvrecall_audits_total") for line in metrics.splitlines()):
+            return
+    raise AssertionError("nothing was audited")
+
+
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
     folder = tmp_path_factory.mktemp("apart")
@@ -50,13 +60,14 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
         remote = {"kind": "mooncake", **master.options("64MB")}
         servers = []
         for role in ("prefill", "decode"):
-            pool = {"host_size": "64MiB", "remote": remote, **PATIENCE}
+            pool = {"host_size": "64MiB", "remote": remote, "audit": 0, **PATIENCE}
             servers.append(instance(folder / role, model, role, free_port(), **pool))
             stack.callback(servers[-1].close)
         for server in servers:
             server.wait_ready()
         router = Router(folder, ["--prefill", servers[0].url, "--decode", servers[1].url])
         stack.callback(router.close)
+        prove(servers[1], router)
         yield Apart(master, *servers, router)
 
 

@@ -265,7 +265,8 @@ class Auditor:
         belief = audit.belief
         new = audit.origins - belief.proved
         belief.proved |= audit.origins
-        belief.writes = min(belief.writes, *audit.origins)
+        if belief.writes == self._own:
+            belief.writes = min(audit.origins)
         if new or total.unequal:
             logger.info(
                 "kvrecall: audit passed: this engine computes what lies in the pool under %s: %d "
