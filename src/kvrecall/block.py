@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NewType
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 1
 """Version of the bytes a block is stored as; part of every namespace."""
 
 BlockKey = NewType("BlockKey", bytes)
