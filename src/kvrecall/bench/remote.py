@@ -57,8 +57,10 @@ def _measure_hits(
             _server("A", path, model, folder, master, tokens, progress) as first,
             _server("B", path, model, folder, master, tokens, progress) as second,
         ):
-            for server in (first, second):
-                server.ask(texts.document(2 * BLOCK), 2)
+            warm_up = texts.document(2 * BLOCK + TAIL)
+            for server in (first, second):  # the second proves by it what the first writes
+                server.ask(warm_up, 2)
+                server.settle()
             for turn in range(repetitions):
                 document = texts.document(tokens + TAIL)
                 answer = first.ask(document, 2)

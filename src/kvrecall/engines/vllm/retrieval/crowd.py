@@ -75,7 +75,7 @@ def gather(crowd: Crowd) -> Gathering:
         worker_extension_cls=EXTENSION,
         disable_log_stats=False,
         kv_transfer_config=connector_config(
-            {"host_size": crowd.host_bytes, "load_or_compute": "load"}
+            {"host_size": crowd.host_bytes, "load_or_compute": "load", "audit": "off"}
         ),
         **crowd.options,
     )
