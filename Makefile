@@ -1,6 +1,6 @@
-# make demo | demo-mooncake | serve | test | check | chaos | bench | gpu-check: each sets .venv up
-# first, which is quick the second time.
-.PHONY: demo demo-mooncake serve test check chaos bench gpu-check setup
+# make demo | demo-mooncake | serve | test | check | chaos | identity | bench | gpu-check: each sets
+# .venv up first, which is quick the second time.
+.PHONY: demo demo-mooncake serve test check chaos identity bench gpu-check setup
 
 demo: setup
 	@.venv/bin/python -m kvrecall.demo $(DEMO)
@@ -22,6 +22,10 @@ check: setup
 
 chaos: setup
 	@.venv/bin/python -m kvrecall.chaos --seconds $(or $(SECONDS),120) $(if $(SEED),--seed $(SEED)) $(CHAOS)
+
+# Pairs of engines that differ in one thing, on one pool: half an hour. IDENTITY="--list": which.
+identity: setup
+	@.venv/bin/python -m kvrecall.lab.identity $(IDENTITY)
 
 # All benchmarks with their peers, then plots and tables. QUICK=1: small, and published nowhere.
 bench: setup

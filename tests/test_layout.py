@@ -19,7 +19,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"engines", "simulate", "testing"}),
     frozenset({"server", "plan"}),
     frozenset({"bench", "router"}),
-    frozenset({"cli", "demo", "chaos", "gpucheck", "__main__"}),
+    frozenset({"cli", "demo", "chaos", "gpucheck", "lab", "__main__"}),
 )
 """A room may import itself and rooms of lower floors."""
 

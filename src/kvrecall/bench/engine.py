@@ -23,24 +23,32 @@ from kvrecall.errors import EngineError
 START_S = 600.0
 """Longest an engine may take to start; busy machines are slow."""
 
+HOST = "kvrecall.engines.vllm.host"
+"""The module that a process runs."""
+
 _SHM = Path("/dev/shm")
 _END_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request: ``prompt`` and ``salt`` as in vLLM; ``max_tokens`` are asked for."""
+    """A request: ``prompt`` and ``salt`` as in vLLM; ``max_tokens`` are asked for. ``adapter``:
+    name, number and folder of a LoRA adapter; ``images``: files that the prompt's image tokens
+    stand for."""
 
     id: str
     prompt: tuple[int, ...]
     max_tokens: int
     salt: str | None = None
+    adapter: tuple[str, int, str] | None = None
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """``sources``: prompt tokens by tier. ``keys``: blocks of it that went to the pool, in hex.
-    ``gaps``: by token, lead over the second choice; where it was asked for."""
+    ``gaps``: by token, lead over the second choice, and ``scores``: its log-probability; where
+    they were asked for."""
 
     id: str
     tokens: tuple[int, ...]
@@ -49,6 +57,7 @@ class Answer:
     keys: tuple[str, ...]
     gaps: tuple[float, ...]
     ttft_s: float
+    scores: tuple[float, ...] = ()
 
     @classmethod
     def read(cls, line: Mapping[str, Any]) -> Answer:
@@ -60,6 +69,7 @@ class Answer:
             tuple(line["keys"]),
             tuple(line["gaps"]),
             line["ttft_s"],
+            tuple(line["scores"]),
         )
 
 
@@ -70,7 +80,8 @@ OnLine = Callable[["EngineProcess", Mapping[str, Any]], None]
 class EngineProcess:
     """One process, from its start to its end. It ends by itself when this process does.
 
-    ``prefix``: a command that runs another one, such as ``ip netns exec NAME``.
+    ``prefix``: a command that runs another one, such as ``ip netns exec NAME``. ``module``: what
+    to run in place of ``HOST``.
     """
 
     def __init__(
@@ -80,6 +91,7 @@ class EngineProcess:
         log: Path,
         on_line: OnLine | None = None,
         prefix: Sequence[str] = (),
+        module: str = HOST,
     ) -> None:
         self.name = name
         self.log = log
@@ -88,7 +100,7 @@ class EngineProcess:
         self._came = threading.Condition()
         self._out = log.open("ab")
         self._process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "kvrecall.engines.vllm.host"],
+            [*prefix, sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._out,
@@ -111,7 +123,8 @@ class EngineProcess:
     def ask(self, question: Question, logprobs: bool = False) -> None:
         """Sends a request. Nothing if the process has ended."""
         order = {"do": "ask", "id": question.id, "prompt": question.prompt, "logprobs": logprobs}
-        self._send({**order, "max_tokens": question.max_tokens, "salt": question.salt})
+        order |= {"max_tokens": question.max_tokens, "salt": question.salt}
+        self._send({**order, "adapter": question.adapter, "images": question.images})
 
     def forget_device(self) -> None:
         """Empties the engine's own prefix cache; the pool keeps its blocks."""
@@ -128,6 +141,16 @@ class EngineProcess:
             if "id" in line:
                 got[line["id"]] = Answer.read(line)
         return [got[question.id] for question in questions]
+
+    def metrics(self, seconds: float = _END_S) -> Mapping[str, float]:
+        """What Prometheus would scrape, ``name`` or ``name:tier`` (without ``on_line``). Raises
+        EngineError."""
+        self._send({"do": "metrics"})
+        until = time.monotonic() + seconds
+        while "metrics" not in (line := self.next_line(until)):
+            pass
+        found: Mapping[str, float] = line["metrics"]
+        return found
 
     def wait_ready(self, seconds: float = START_S) -> None:
         """Waits until it takes requests (without ``on_line``). Raises EngineError."""

@@ -161,6 +161,22 @@ def write_model(
     return folder
 
 
+def read_shape(folder: str | Path) -> ModelShape:
+    """The shape of a model that ``write_model`` wrote."""
+    config = json.loads((Path(folder) / "config.json").read_text())
+    return ModelShape(
+        Architecture(config["model_type"]),
+        config["hidden_size"],
+        config["num_hidden_layers"],
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+        config["head_dim"],
+        config["vocab_size"],
+        config["max_position_embeddings"],
+        config["torch_dtype"],
+    )
+
+
 class _Weights:
     """Draws the tensors of a shape; matrices [out, in] keep the scale of what passes through."""
 

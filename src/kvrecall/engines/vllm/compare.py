@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from kvrecall.engines.vllm.pages import Pages
@@ -17,7 +19,7 @@ from kvrecall.engines.vllm.pages import Pages
 _VECTOR = 32  # elements; divides every head size, so that a vector lies within one key or value
 _QUANTILE = 0.9
 _FLOOR = 1e-2  # of the median length: shorter vectors are measured against that
-_MOST_VECTORS = 1 << 18  # of a layer; beyond it they are sampled evenly
+_MOST_VECTORS = 1024  # of a layer; beyond it they are sampled evenly
 
 _BOUNDS = {
     torch.float32: (2.0**-13, 2.0**-13),
@@ -79,19 +81,26 @@ def deviation(
     on. ``memory``: the arena, uint8 ``[bytes]``. ``offsets``: of the records of ``block_ids``.
     ``exact``: kernels are deterministic, so bytes must be equal. Waits for the device.
     """
-    ids = torch.tensor(block_ids, dtype=torch.int64, device=pages[0].rows.device)
-    differs = torch.zeros(len(block_ids), dtype=torch.bool)
+    device = pages[0].rows.device
+    ids = torch.tensor(block_ids, dtype=torch.int64, device=device)
+    arena = memory.numpy()
+    differs = np.zeros(len(block_ids), dtype=bool)
     worst = (0.0, 0.0, "")
     at = first_byte
     for depth, page in enumerate(pages):
-        computed = page.rows[ids].reshape(len(ids), -1).cpu()
-        pooled = torch.stack([memory[o + at : o + at + page.page_bytes] for o in offsets])
+        rows = [page.rows[block] for block in block_ids]
+        if device.type != "cpu":
+            rows = list(page.rows[ids].cpu())
+        computed = [row.reshape(-1).numpy() for row in rows]
+        pooled = [arena[offset + at : offset + at + page.page_bytes] for offset in offsets]
         at += page.page_bytes
-        unequal = (computed != pooled).any(1)
-        if not unequal.any():
+        # By numpy, as torch's thread team is slow to come together on busy cores.
+        pairs = zip(computed, pooled, strict=True)
+        unequal = [not np.array_equal(ours, theirs) for ours, theirs in pairs]
+        if not any(unequal):
             continue
         differs |= unequal
-        relative = _relative(computed, pooled, page.dtype)
+        relative = _relative(_sample(computed, page.dtype), _sample(pooled, page.dtype))
         first, further = _BOUNDS.get(page.dtype, _OPAQUE)
         bound = min(_MOST, first + further * depth)
         worst = max(worst, (relative / bound, relative, page.name))
@@ -99,10 +108,9 @@ def deviation(
     return Deviation(len(ids), int(differs.sum()), times, relative, layer, exact)
 
 
-def _relative(computed: torch.Tensor, pooled: torch.Tensor, dtype: torch.dtype) -> float:
+def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """The deviation that a tenth of the vectors exceed; infinite where a value is no number in
-    one of them only."""
-    ours, theirs = _vectors(computed, dtype), _vectors(pooled, dtype)
+    one of them only. float32 ``[vectors, 32]``."""
     if bool((ours.isfinite() != theirs.isfinite()).any()):
         return float("inf")
     ours, theirs = ours.nan_to_num(), theirs.nan_to_num()
@@ -112,13 +120,15 @@ def _relative(computed: torch.Tensor, pooled: torch.Tensor, dtype: torch.dtype) 
     return float(torch.quantile(ratio, _QUANTILE))
 
 
-def _vectors(content: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """uint8 ``[blocks, bytes]`` as float32 ``[vectors, 32]``; of many, evenly chosen ones."""
+def _sample(blocks: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> torch.Tensor:
+    """Vectors of these blocks' bytes, at most so many and evenly chosen: float32
+    ``[vectors, 32]``."""
     known = dtype if dtype in _BOUNDS else torch.int8
-    flat = content.contiguous().flatten()
     step = _VECTOR * known.itemsize
-    rows = flat[: len(flat) // step * step].reshape(-1, step)
-    if len(rows) > _MOST_VECTORS:
-        chosen = torch.linspace(0, len(rows) - 1, _MOST_VECTORS, dtype=torch.float64)
-        rows = rows[chosen.to(torch.int64)]
-    return rows.contiguous().view(known).to(torch.float32)
+    each = max(1, _MOST_VECTORS // len(blocks))
+    chosen = []
+    for block in blocks:
+        rows = block[: len(block) // step * step].reshape(-1, step)
+        places = np.linspace(0, len(rows) - 1, min(each, len(rows))).astype(np.int64)
+        chosen.append(rows[places])
+    return torch.from_numpy(np.concatenate(chosen)).view(known).to(torch.float32)

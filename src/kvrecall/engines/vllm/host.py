@@ -3,15 +3,18 @@
 ``python -m kvrecall.engines.vllm.host``: its first line on stdin is the set-up (arguments of
 ``vllm.LLM``, with the pool's settings under ``pool``), every other an order:
 
-{"do": "ask", "id": .., "prompt": [..], "salt": .., "max_tokens": .., "logprobs": ..}
+{"do": "ask", "id": .., "prompt": [..], "salt": .., "max_tokens": .., "logprobs": ..,
+ "adapter": [name, number, path], "images": [path, ..]}
 {"do": "forget"}           empties the device's prefix cache; the pool keeps its blocks
+{"do": "metrics"}          asks for the counters that Prometheus would scrape
 {"do": "close"}            ends it in order, as the end of stdin does
 
 On stdout: ``{"ready": pid}``, ``{"id": .., "tokens": [..], "finish": .., "from": .., "keys": [..],
-"gaps": [..]}`` for every answer, ``{"joined": bool}`` when a pool service is found or lost, and
-``{"error": ..}`` before it ends for want of an engine. Requests that come while others run are
-batched with them, as in a server. The chaos run and the benchmarks play with such processes, since
-they can be killed at any moment and share nothing.
+"gaps": [..], "scores": [..]}`` for every answer, ``{"metrics": {name: value}}``,
+``{"joined": bool}`` when a pool service is found or lost, and ``{"error": ..}`` before it ends for
+want of an engine. Requests that come while others run are batched with them, as in a server. The
+chaos run, the benchmarks and the laboratory play with such processes, since they can be killed at
+any moment and share nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import select
 import signal
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 from kvrecall.block import BlockKey
@@ -31,7 +34,8 @@ from kvrecall.block import BlockKey
 _SECOND = 2  # log-probabilities asked for where the gap to the second choice is wanted
 
 
-def main() -> None:
+def main(before_engine: Callable[[], None] | None = None) -> None:
+    """Hosts one engine until it is closed. ``before_engine`` is called before vLLM is imported."""
     faulthandler.register(signal.SIGUSR1)  # who investigates a hang asks where it is
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     replies = os.fdopen(os.dup(1), "w")
@@ -44,6 +48,8 @@ def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler side lives in this process
     os.environ.update(setup.pop("env", {}))
     try:
+        if before_engine is not None:
+            before_engine()
         Host(setup, orders, replies).run()
     except BaseException as error:  # noqa: BLE001 - told to the other end, which judges
         traceback.print_exc()
@@ -123,6 +129,8 @@ class Host:
                     return self._core.shutdown()
                 if name == "forget":
                     self._engine.reset_prefix_cache()
+                elif name == "metrics":
+                    _say(self._replies, {"metrics": _metrics()})
                 else:
                     self._ask(**order)
             if self._orders.ended:
@@ -138,17 +146,23 @@ class Host:
         max_tokens: int,
         salt: str | None = None,
         logprobs: bool = False,
+        adapter: tuple[str, int, str] | None = None,
+        images: Sequence[str] = (),
     ) -> None:
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         item: dict[str, Any] = {"prompt_token_ids": prompt}
         if salt:
             item["cache_salt"] = salt
+        if images:
+            item["multi_modal_data"] = {"image": [_picture(path) for path in images]}
         params = SamplingParams(
             temperature=0.0, max_tokens=max_tokens, logprobs=_SECOND if logprobs else None
         )
         self._started[id] = time.perf_counter(), 0.0
-        self._names[self._engine.add_request(id, item, params)] = id
+        lora = LoRARequest(*adapter) if adapter else None
+        self._names[self._engine.add_request(id, item, params, lora_request=lora)] = id
 
     def _step(self) -> None:
         outputs = self._engine.step()
@@ -181,6 +195,10 @@ class Host:
             "from": (output.kv_transfer_params or {}).get("kvrecall"),
             "keys": [key.hex() for key in keys],
             "gaps": [_gap(step) for step in one.logprobs or ()],
+            "scores": [
+                step[token].logprob
+                for token, step in zip(one.token_ids, one.logprobs or (), strict=False)
+            ],
             "ttft_s": first - asked,
         }
 
@@ -196,6 +214,24 @@ def _gap(step: Mapping[int, Any]) -> float:
     """How far the likeliest token lies before the second, in log-probability."""
     best = sorted((entry.logprob for entry in step.values()), reverse=True)
     return float(best[0] - best[1])
+
+
+def _picture(path: str) -> Any:
+    from PIL import Image
+
+    return Image.open(path).convert("RGB")
+
+
+def _metrics() -> dict[str, float]:
+    """kvrecall's counters and gauges, ``name`` or ``name:tier``."""
+    from prometheus_client import REGISTRY
+
+    return {
+        ":".join([s.name, *(s.labels[k] for k in ("tier", "source") if k in s.labels)]): s.value
+        for family in REGISTRY.collect()
+        for s in family.samples
+        if s.name.startswith("kvrecall") and not s.name.endswith("_created")
+    }
 
 
 def _say(replies: IO[str], message: dict[str, Any]) -> None:

@@ -1,0 +1,1 @@
+"""Experiments with real engines that prove a promise of kvrecall. Nothing that serves uses them."""

@@ -1,0 +1,162 @@
+"""``python -m kvrecall.lab.identity``: what ``make identity`` runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from kvrecall.lab.identity.pairs import PAIRS, Kv, Pair
+from kvrecall.lab.identity.trial import Laboratory, Verdict
+
+app = typer.Typer(add_completion=False)
+
+_FAULTS_SHOWN = 3
+
+
+def _progress(line: str) -> None:
+    print(f"identity: {time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+
+
+def _terminated(number: int, _: FrameType | None) -> None:
+    sys.exit(128 + number)  # unwinds: engines are ended, the folder is removed
+
+
+@app.command()
+def identity(
+    only: Annotated[
+        list[str] | None, typer.Option(help="A pair to try; may be given several times.")
+    ] = None,
+    show: Annotated[bool, typer.Option("--list", help="List the pairs and exit.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, max=8, help="Engines that run at a time.")] = 2,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep models, pools and logs.")] = False,
+) -> None:
+    """Real engines in pairs that differ in one thing, on one pool: A saves prompts on disk, B asks
+    for them and saves others, and A, started again, asks for all. Every reply is compared with that
+    of the same engine without a pool. Where the KV is equal, both must recall what the other has
+    saved; where it is not, neither may recall a token of it. In the audit pairs nothing tells the
+    engines apart, and the first hit must give it away.
+
+    The last line is JSON; the exit status is 0 only if no reply is wrong, all pairs of equal KV
+    share, every audit pair is caught, and every pair shows what it says.
+    """
+    if show:
+        for pair in PAIRS:
+            typer.echo(f"{pair.name:26} {_kind(pair):6} {pair.about}")
+        return
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _terminated)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell ignores it
+    chosen = _chosen(only or [])
+    folder = Path(tempfile.mkdtemp(prefix="kvrecall-identity-"))
+    _progress(f"{len(chosen)} pairs, {jobs} engines at a time, in {folder}")
+    clean = False
+    try:
+        began = time.monotonic()
+        verdicts = list(_try(chosen, folder, jobs, keep))
+        clean = not any(verdict.faults for verdict in verdicts)
+        print(_line(verdicts, time.monotonic() - began), flush=True)
+    except KeyboardInterrupt:
+        _progress("stopped")
+        clean = True
+        raise typer.Exit(130) from None
+    finally:
+        _tidy(folder, keep, clean)
+    raise typer.Exit(0 if clean else 1)
+
+
+def _chosen(names: Sequence[str]) -> list[Pair]:
+    known = {pair.name: pair for pair in PAIRS}
+    for name in names:
+        if name not in known:
+            text = f"no pair is called {name}; --list shows them all"
+            raise typer.BadParameter(text, param_hint="--only")
+    return [known[name] for name in names] if names else list(PAIRS)
+
+
+def _try(pairs: Sequence[Pair], folder: Path, jobs: int, keep: bool) -> Iterator[Verdict]:
+    """Verdicts as they come."""
+    laboratory = Laboratory(folder, keep)
+    workers = ThreadPoolExecutor(jobs)
+    try:
+        trials = [workers.submit(laboratory.trial, pair) for pair in pairs]
+        for done, trial in enumerate(as_completed(trials), 1):
+            verdict = trial.result()
+            _progress(f"{done}/{len(pairs)} {_text(verdict)}")
+            yield verdict
+    finally:
+        laboratory.stop()
+        workers.shutdown(cancel_futures=True)
+
+
+def _kind(pair: Pair) -> str:
+    return "blind" if pair.blind else pair.kv.value
+
+
+def _text(verdict: Verdict) -> str:
+    """A verdict for people: a line, and one for each of the first faults."""
+    pair = verdict.pair
+    seen = f"{verdict.replies} replies"
+    if pair.kv is Kv.EQUAL:
+        seen += f", {verdict.shared[0]} and {verdict.shared[1]} tokens shared"
+    if verdict.audits:
+        seen += f", {verdict.audits} audits, {verdict.caught} failed"
+    mark = "FAULT" if verdict.faults else "ok"
+    text = f"{mark:5} {pair.name:24} {_kind(pair):6} {verdict.seconds:4.0f} s  {seen}"
+    if pair.kv is Kv.OTHER and not verdict.failed:
+        far = "all other" if verdict.contrast == math.inf else f"{verdict.contrast:.1g} apart"
+        text += f", without a pool {far}"
+    shown = verdict.faults[:_FAULTS_SHOWN]
+    more = len(verdict.faults) - len(shown)
+    lines = [text, *(f"    {one}" for one in shown)]
+    return "\n".join([*lines, f"    and {more} more"] if more else lines)
+
+
+def _line(verdicts: Sequence[Verdict], seconds: float) -> str:
+    """The verdict on all pairs, one line of JSON."""
+    equal = [one for one in verdicts if one.pair.kv is Kv.EQUAL]
+    blind = [one for one in verdicts if one.pair.blind]
+    return json.dumps(
+        {
+            "pairs": len(verdicts),
+            "wrong": sum(len(one.wrong) for one in verdicts),
+            "shared_where_equal": sum(one.has_shared for one in equal),
+            "equal": len(equal),
+            "audited": len(blind),
+            "caught_by_audit": sum(one.is_caught for one in blind),
+            "replies": sum(one.replies for one in verdicts),
+            "noise": max((one.noise for one in verdicts), default=0.0),
+            "wrong_pairs": [one.pair.name for one in verdicts if one.wrong],
+            "not_shared": [one.pair.name for one in equal if not one.has_shared],
+            "not_caught": [one.pair.name for one in blind if not one.is_caught],
+            "unfair": [one.pair.name for one in verdicts if one.unfair],
+            "failed": [one.pair.name for one in verdicts if one.failed],
+            "seconds": round(seconds),
+        }
+    )
+
+
+def _tidy(folder: Path, keep: bool, clean: bool) -> None:
+    if keep:
+        _progress(f"everything is kept in {folder}")
+    elif clean:
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        for name in ("models", "pools", "cache"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        _progress(f"logs are kept in {folder}")
+
+
+if __name__ == "__main__":
+    app()

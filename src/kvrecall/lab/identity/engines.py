@@ -1,0 +1,168 @@
+"""Runs engines of the pairs, one life after the other, and notes what they answer."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvrecall.bench.engine import HOST, Answer, EngineProcess, Question
+from kvrecall.errors import EngineError
+from kvrecall.lab.identity import blindfold
+from kvrecall.lab.identity.prompts import ANSWER_TOKENS, Prompts
+from kvrecall.lab.identity.setups import Setup
+
+_POOL = {
+    "host_size": "256MiB",
+    "disk_size": "1GiB",
+    "async_write": False,  # what is answered is on disk
+    "load_or_compute": "load",
+}
+
+_POOL_TIERS = ("host", "disk", "remote")
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """An answer to the prompt ``name``. ``own``: tokens of the prompt's beginning that this engine
+    had computed or asked for before, in this life or an earlier one."""
+
+    name: str
+    answer: Answer
+    own: int
+
+    @property
+    def recalled(self) -> int:
+        """Prompt tokens from the pool."""
+        return sum(self.answer.sources.get(tier, 0) for tier in _POOL_TIERS)
+
+    @property
+    def foreign(self) -> int:
+        """Prompt tokens from the pool that another engine must have saved."""
+        return max(0, self.recalled - self.own)
+
+
+@dataclass(slots=True)
+class Life:
+    """An engine from start to end. ``asked``: prompts of its earlier lives and of this one.
+
+    ``audits`` and ``caught``, audits that failed: as its counters say at the end; ``told``: whether
+    its log speaks of a failed one.
+    """
+
+    said: list[Said] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    audits: int = 0
+    caught: int = 0
+    told: bool = False
+
+    @property
+    def foreign(self) -> int:
+        """Prompt tokens from the pool that another engine must have saved."""
+        return sum(said.foreign for said in self.said)
+
+
+class Engines:
+    """Starts engines, in any thread, and ends them. Owns everything in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._places: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+        self._count = 0
+        self._running: set[EngineProcess] = set()
+        self._stopped = False
+
+    def live(
+        self,
+        label: str,
+        setup: Setup,
+        prompts: Prompts,
+        plan: Sequence[str],
+        pool: Path,
+        blind: bool = False,
+        before: Sequence[str] = (),
+    ) -> Life:
+        """Starts an engine on the pool's folder, asks for the prompts of ``plan`` one by one, the
+        device's cache emptied each time, and ends it. ``before``: prompts of its earlier lives.
+        Raises EngineError."""
+        life = Life(asked=list(before))
+        with self._engine(label, setup, pool, blind) as engine:
+            for name in plan:
+                own = prompts.shared_tokens(name, life.asked, setup.block_size)
+                engine.forget_device()
+                life.said.append(Said(name, _ask(engine, setup, prompts, name), own))
+                life.asked.append(name)
+            counters = engine.metrics()
+            life.audits = int(counters.get("kvrecall_audits_total", 0))
+            life.caught = int(counters.get("kvrecall_audits_failed_total", 0))
+            life.told = _log_tells_of_failed_audit(engine.log)
+        return life
+
+    def alone(self, label: str, setup: Setup, prompts: Prompts) -> tuple[list[Said], list[Said]]:
+        """Answers of the engine without a pool: to every prompt computed whole, and continued from
+        the engine's own device cache. Raises EngineError."""
+        computed, continued = [], []
+        with self._engine(label, setup) as engine:
+            for name in prompts.texts:
+                engine.forget_device()
+                computed.append(Said(name, _ask(engine, setup, prompts, name), 0))
+                continued.append(Said(name, _ask(engine, setup, prompts, name), 0))
+        return computed, continued
+
+    def stop(self) -> None:
+        """Kills what runs; what waits for an answer gets EngineError, and nothing more starts."""
+        with self._lock:
+            self._stopped = True
+            running = list(self._running)
+        for engine in running:
+            engine.kill()
+
+    @contextmanager
+    def _engine(
+        self, label: str, setup: Setup, pool: Path | None = None, blind: bool = False
+    ) -> Iterator[EngineProcess]:
+        arguments = setup.arguments(self._folder / "cache")
+        if pool is not None:
+            arguments["pool"] = {**_POOL, "disk_path": str(pool)}
+        module = blindfold.MODULE if blind else HOST
+        with ExitStack() as stack:
+            for place in sorted(place for place, _ in setup.contents):
+                stack.enter_context(self._places[place])
+            setup.prepare()
+            engine = self._start(label, arguments, module)
+            try:
+                engine.wait_ready()
+                yield engine
+            finally:
+                engine.end()
+                with self._lock:
+                    self._running.discard(engine)
+
+    def _start(self, label: str, arguments: dict[str, Any], module: str) -> EngineProcess:
+        with self._lock:
+            if self._stopped:
+                raise EngineError(f"{label}: stopped")
+            self._count += 1
+            log = self._folder / "logs" / f"{self._count:03}-{label}.log"
+            log.parent.mkdir(parents=True, exist_ok=True)
+            engine = EngineProcess(label, arguments, log, module=module)
+            self._running.add(engine)
+            return engine
+
+
+def _ask(engine: EngineProcess, setup: Setup, prompts: Prompts, name: str) -> Answer:
+    question = Question(
+        name, prompts.texts[name], ANSWER_TOKENS, adapter=setup.adapter, images=setup.images
+    )
+    (answer,) = engine.answers([question])
+    return answer
+
+
+def _log_tells_of_failed_audit(log: Path) -> bool:
+    lines = log.read_text(errors="replace").lower().splitlines()
+    return any("kvrecall" in line and "audit failed" in line for line in lines)

@@ -1,0 +1,100 @@
+"""Engines as the pairs need them, and the folder their models lie in."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvrecall.lab.identity.prompts import BLOCK
+from kvrecall.testing.models import write_model
+from kvrecall.testing.variants import write_over
+
+_OPTIONS: Mapping[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 2048,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 2048,
+}
+
+_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+"""One thread an engine: several run at a time, and threads that wait for each other crawl."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """An engine, and what each of its requests brings.
+
+    ``options``: arguments of ``vllm.LLM`` beside the usual ones. ``adapter``: name, number and
+    folder of a LoRA adapter. ``images``: files. ``contents``: folders, each with another one whose
+    files take the place of its own before the engine starts, sizes and times unchanged.
+    """
+
+    model: Path
+    options: Mapping[str, Any]
+    adapter: tuple[str, int, str] | None = None
+    images: tuple[str, ...] = ()
+    contents: tuple[tuple[Path, Path], ...] = ()
+
+    @classmethod
+    def of(cls, model: Path, **options: Any) -> Setup:
+        return cls(model, options)
+
+    def with_adapter(self, name: str, folder: Path) -> Setup:
+        return replace(self, adapter=(name, 1, str(folder)))
+
+    def with_images(self, *files: Path) -> Setup:
+        return replace(self, images=tuple(str(file) for file in files))
+
+    def with_content(self, place: Path, source: Path) -> Setup:
+        return replace(self, contents=(*self.contents, (place, source)))
+
+    @property
+    def key(self) -> str:
+        """Equal for equal setups."""
+        parts = (self.model, self.options, self.adapter, self.images, self.contents)
+        return json.dumps(parts, sort_keys=True, default=str)
+
+    @property
+    def block_size(self) -> int:
+        return int(self.options.get("block_size", BLOCK))
+
+    def prepare(self) -> None:
+        """To be called before its engine starts, with no other engine on the same folders."""
+        for place, source in self.contents:
+            write_over(place, source)
+
+    def arguments(self, cache: Path) -> dict[str, Any]:
+        """Set-up of an engine process without a pool. ``cache``: a folder for what it remembers."""
+        environment = {**_ENVIRONMENT, "XDG_CACHE_HOME": str(cache)}
+        environment["HF_MODULES_CACHE"] = str(cache / "modules")
+        return {"model": str(self.model), **_OPTIONS, **self.options, "env": environment}
+
+
+class Shelf:
+    """A folder of models, adapters and pictures, each written when it is first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._lock = threading.RLock()
+
+    def get(self, name: str, write: Callable[[Path], object]) -> Path:
+        """The path ``name`` on the shelf, which ``write`` has written."""
+        path = self._root / name
+        with self._lock:
+            if not path.exists():
+                self._root.mkdir(parents=True, exist_ok=True)
+                write(path)
+        return path
+
+    def model(self, architecture: str = "qwen3", **shape: Any) -> Path:
+        """A model of random weights. Equal arguments give the same folder."""
+        name = "-".join([architecture, *(f"{k}{v}" for k, v in sorted(shape.items()))])
+        return self.get(name, lambda path: write_model(path, architecture, **shape))
