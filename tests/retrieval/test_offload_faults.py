@@ -237,7 +237,8 @@ def restarted(
             prompts=[KILLED], after_steps=PREFILL + 30, trouble={"name": "die"}, max_tokens=60
         )
     away.process.wait()
-    return start(**setup), want
+    pool = {**setup["pool"], "audit": "off"}  # its first hit is to be recalled
+    return start(**{**setup, "pool": pool}), want
 
 
 def test_killed_while_it_decodes(restarted: tuple[Engine, dict[str, Any]]) -> None:
