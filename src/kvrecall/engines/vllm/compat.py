@@ -477,10 +477,15 @@ def before_loading(begin: Callable[[Any], None]) -> None:
 
 
 def has_our_connector(vllm_config: Any) -> bool:
-    """Whether the engine's KV connector is this project's."""
+    """Whether the engine's KV connector is this project's, or one made of it."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from kvrecall.engines.vllm.connector import RecallConnector
+
     transfer = vllm_config.kv_transfer_config
-    module = getattr(transfer, "kv_connector_module_path", None) or ""
-    return str(module).startswith("kvrecall.")
+    if not getattr(transfer, "kv_connector_module_path", None):
+        return False
+    return issubclass(KVConnectorFactory.get_connector_class(transfer), RecallConnector)
 
 
 def show_model(vllm_config: Any, see: Callable[[Any], None]) -> None:

@@ -30,6 +30,7 @@ def _progress(line: str) -> None:
 
 
 def _terminated(number: int, _: FrameType | None) -> None:
+    _progress(f"ended by {signal.Signals(number).name}")
     sys.exit(128 + number)  # unwinds: engines are ended, the folder is removed
 
 
