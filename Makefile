@@ -3,13 +3,13 @@
 .PHONY: demo demo-mooncake serve test check chaos identity bench gpu-check setup
 
 demo: setup
-	@.venv/bin/python -m kvrecall.demo $(DEMO)
+	@.venv/bin/python -m kvrecall.lab.demo $(DEMO)
 
 demo-mooncake: setup
-	@.venv/bin/python -m kvrecall.demo mooncake $(DEMO)
+	@.venv/bin/python -m kvrecall.lab.demo mooncake $(DEMO)
 
 serve: setup
-	@.venv/bin/python -m kvrecall.demo serve $(SERVE)
+	@.venv/bin/python -m kvrecall.lab.demo serve $(SERVE)
 
 # Two at a time, file by file: starting an engine keeps one core busy. WORKERS= : one after the other.
 # TESTS='-m long' : those that are left out, as they take minutes.
@@ -21,7 +21,7 @@ check: setup
 	@scripts/check
 
 chaos: setup
-	@.venv/bin/python -m kvrecall.chaos --seconds $(or $(SECONDS),120) $(if $(SEED),--seed $(SEED)) $(CHAOS)
+	@.venv/bin/python -m kvrecall.lab.chaos --seconds $(or $(SECONDS),120) $(if $(SEED),--seed $(SEED)) $(CHAOS)
 
 # Pairs of engines that differ in one thing, on one pool: half an hour. IDENTITY="--list": which.
 identity: setup

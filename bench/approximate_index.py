@@ -21,8 +21,8 @@ import faiss
 import numpy as np
 import torch
 
-from kvrecall.retrieval.digest import DIGESTS, digests_of
-from kvrecall.retrieval.selection import ExactSelector
+from kvrecall.attention.digest import DIGESTS, digests_of
+from kvrecall.attention.selection import ExactSelector
 
 KIND = DIGESTS["bounds"]
 DIM, GROUP, BLOCK, TOKENS, SHARE, QUERIES = 128, 4, 128, 16, 0.02, 8

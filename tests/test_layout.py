@@ -1,11 +1,11 @@
-"""The rooms: imports point one way, and only one room knows the engine."""
+"""The rooms: imports point one way, and only one room and the laboratory know the engine."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,22 +15,17 @@ SOURCE = Path(__file__).parents[1] / "src" / "kvrecall"
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "block"}),
     frozenset({"config", "jsonfile"}),
-    frozenset({"pool", "retrieval"}),
+    frozenset({"pool", "attention"}),
     frozenset({"engines", "simulate", "testing"}),
     frozenset({"server", "plan"}),
-    frozenset({"bench", "router"}),
-    frozenset({"cli", "demo", "chaos", "gpucheck", "lab", "__main__"}),
+    frozenset({"router"}),
+    frozenset({"cli", "__main__"}),
+    frozenset({"lab"}),
 )
 """A room may import itself and rooms of lower floors."""
 
+LEVELS = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = sorted(path.relative_to(SOURCE) for path in SOURCE.rglob("*.py"))
-
-
-def floor_of(room: str) -> int:
-    for level, rooms in enumerate(FLOORS):
-        if room in rooms:
-            return level
-    raise AssertionError(f"kvrecall.{room} has no place in FLOORS; give it one")
 
 
 def imported(module: Path) -> Iterator[str]:
@@ -47,38 +42,51 @@ def imported(module: Path) -> Iterator[str]:
                 yield from (f"kvrecall.{alias.name}" for alias in node.names)
 
 
-def rooms_imported(module: Path) -> Iterator[str]:
-    for name in imported(module):
+IMPORTS = {module: sorted(set(imported(module))) for module in MODULES}
+
+
+def offenders(imports: Callable[[Path, str], bool]) -> list[str]:
+    return [
+        f"kvrecall/{module} imports {name}"
+        for module, names in IMPORTS.items()
+        for name in names
+        if imports(module, name)
+    ]
+
+
+def room_of(module: Path) -> str:
+    return module.parts[0].removesuffix(".py")
+
+
+def test_every_room_has_a_floor() -> None:
+    rooms = {room_of(module) for module in MODULES} - {"__init__"}
+    assert rooms - LEVELS.keys() == set(), "give each its place in FLOORS"
+
+
+def test_imports_point_one_way() -> None:
+    def runs_up(module: Path, name: str) -> bool:
         parts = name.split(".")
-        is_room = parts[0] == "kvrecall" and len(parts) > 1
-        if is_room and ((SOURCE / parts[1]).is_dir() or (SOURCE / f"{parts[1]}.py").exists()):
-            yield parts[1]
+        room = room_of(module)
+        if parts[0] != "kvrecall" or len(parts) < 2 or room == "__init__" or parts[1] == room:
+            return False
+        return parts[1] in LEVELS and LEVELS[parts[1]] >= LEVELS[room]
+
+    assert offenders(runs_up) == []
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m != Path("__init__.py")], ids=str)
-def test_imports_point_one_way(module: Path) -> None:
-    room = module.parts[0].removesuffix(".py")
-    for other in rooms_imported(module):
-        assert other == room or floor_of(other) < floor_of(room), (
-            f"kvrecall/{module} imports kvrecall.{other}, which stands above it or beside it"
-        )
+@pytest.mark.parametrize(
+    ("library", "rooms"),
+    [("vllm", ["engines/vllm", "lab"]), ("sglang", ["engines/sglang"])],
+)
+def test_an_engine_is_imported_only_by_its_room(library: str, rooms: list[str]) -> None:
+    def imports(module: Path, name: str) -> bool:
+        return name.split(".")[0] == library and not module.as_posix().startswith(tuple(rooms))
+
+    assert offenders(imports) == []
 
 
-@pytest.mark.parametrize("module", MODULES, ids=str)
-def test_only_the_engine_room_imports_vllm(module: Path) -> None:
-    if module.parts[:2] != ("engines", "vllm"):
-        assert not [name for name in imported(module) if name.split(".")[0] == "vllm"]
-
-
-@pytest.mark.parametrize("module", MODULES, ids=str)
-def test_only_its_own_room_imports_sglang(module: Path) -> None:
-    if module.parts[:2] != ("engines", "sglang"):
-        assert not [name for name in imported(module) if name.split(".")[0] == "sglang"]
-
-
-@pytest.mark.parametrize("module", [m for m in MODULES if m.parts[0] == "pool"], ids=str)
-def test_the_pool_knows_no_torch(module: Path) -> None:
-    assert not [name for name in imported(module) if name.split(".")[0] == "torch"]
+def test_the_pool_knows_no_torch() -> None:
+    assert offenders(lambda m, name: room_of(m) == "pool" and name.split(".")[0] == "torch") == []
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvrecall.bench.needle.papers import Paper, Syllabus, papers
-from kvrecall.bench.needle.prompts import ROOM, Manner
-from kvrecall.bench.needle.tasks import approximate_tokens, raw_prompt
+from kvrecall.lab.bench.needle.papers import Paper, Syllabus, papers
+from kvrecall.lab.bench.needle.prompts import ROOM, Manner
+from kvrecall.lab.bench.needle.tasks import approximate_tokens, raw_prompt
 
 SEED = 7_000_003
 

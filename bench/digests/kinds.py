@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from kvrecall.retrieval.digest import DIGESTS, Deviation, Digest
+from kvrecall.attention.digest import DIGESTS, Deviation, Digest
 
 
 class Spread(Deviation):

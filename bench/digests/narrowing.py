@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bench.digests.study import FEW, Case, Truth, captured, measures, middle_of, truth_of
-from kvrecall.retrieval.digest import DIGESTS, digests_of
+from kvrecall.attention.digest import DIGESTS, digests_of
 
 KIND = DIGESTS["bounds"]
 FINE = (16, 8)

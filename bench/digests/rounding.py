@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from bench.digests.study import FEW, Case, Truth, captured, generated, measures, middle_of, truth_of
-from kvrecall.retrieval.coding import encode
-from kvrecall.retrieval.digest import DIGESTS, digests_of
-from kvrecall.retrieval.selection import ExactSelector
+from kvrecall.attention.coding import encode
+from kvrecall.attention.digest import DIGESTS, digests_of
+from kvrecall.attention.selection import ExactSelector
 
 KIND = DIGESTS["bounds"]
 DEFAULTS = ((0.02, 8), (0.05, 8), (0.2, 16))

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from bench.digests.geometry import GEOMETRIES, geometry
 from bench.digests.kinds import KINDS, SHARES, SIZES
-from kvrecall.retrieval.digest import Digest, digests_of
-from kvrecall.retrieval.selection import ExactSelector
+from kvrecall.attention.digest import Digest, digests_of
+from kvrecall.attention.selection import ExactSelector
 
 BLOCK, INIT, LOCAL = 128, 128, 256
 FEW = 20

@@ -11,9 +11,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from kvrecall.bench.needle import tasks, words
-from kvrecall.bench.needle.filler import sentences, shuffled
-from kvrecall.bench.needle.tasks import Document, Plan, Question
+from kvrecall.lab.bench.needle import tasks, words
+from kvrecall.lab.bench.needle.filler import sentences, shuffled
+from kvrecall.lab.bench.needle.tasks import Document, Plan, Question
 
 from . import corpus
 from .tokenizer import END, TURN_END, TURN_START

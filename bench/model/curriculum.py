@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvrecall.bench.needle.words import Alphabet
+from kvrecall.lab.bench.needle.words import Alphabet
 
 from .batches import Recipe
 

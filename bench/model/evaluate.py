@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from kvrecall.bench.needle import tasks
-from kvrecall.bench.needle.tasks import Document, Plan, Question
+from kvrecall.lab.bench.needle import tasks
+from kvrecall.lab.bench.needle.tasks import Document, Plan, Question
 
 from .decode import Reader, load
 from .tokenizer import END, TURN_END, TURN_START

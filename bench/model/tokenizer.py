@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from kvrecall.bench.needle import filler, words
+from kvrecall.lab.bench.needle import filler, words
 
 from . import corpus
 

@@ -27,11 +27,14 @@ _ROOMS = {
         "kvrecall.pool.service.cli",
         "Run and administer a pool: serve, stat, ls, verify, drop, pin, resize, key.",
     ),
-    "bench": ("kvrecall.bench.cli", "Measure recall on this machine."),
+    "bench": ("kvrecall.lab.bench.cli", "Measure recall on this machine."),
     "simulate": ("kvrecall.simulate.cli", "Play a trace against pool sizes and policies."),
     "router": ("kvrecall.router.cli", "Send prompts to prefill and decode instances."),
     "plan": ("kvrecall.plan.cli", "Size a pool."),
-    "gpu-check": ("kvrecall.gpucheck.cli", "Check kvrecall on this machine's GPU, and measure it."),
+    "gpu-check": (
+        "kvrecall.lab.gpu_check.cli",
+        "Check kvrecall on this machine's GPU, and measure it.",
+    ),
 }
 """Sub-commands by the module whose ``app`` they are, with their help."""
 

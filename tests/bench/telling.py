@@ -7,7 +7,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from kvrecall.bench import cli
+from kvrecall.lab.bench import cli
 
 
 def told(*words: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 
 _OURS = """
 from pathlib import Path
-from kvrecall.bench.service_process import ServiceProcess
+from kvrecall.lab.bench.service_process import ServiceProcess
 service = ServiceProcess(Path({folder!r}) / "pool", 16 << 20, 64 << 20)
 service.start()
 print(service.pid, flush=True)
@@ -20,7 +20,7 @@ input()
 """
 _FOREIGN = """
 import subprocess
-from kvrecall.testing.kin import as_child
+from kvrecall.lab.processes import as_child
 process = subprocess.Popen(as_child("sleep", "1000"))
 print(process.pid, flush=True)
 input()

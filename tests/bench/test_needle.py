@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvrecall.bench import cli
-from kvrecall.bench.needle.arms import DENSE, Arm
-from kvrecall.bench.needle.examination import Findings
-from kvrecall.bench.needle.heatmap import write_heatmap
-from kvrecall.bench.needle.papers import Paper, Syllabus, papers
-from kvrecall.bench.needle.prompts import Manner, is_answered, request_of
-from kvrecall.bench.needle.score import Pairs, Record, Score, depth_of, pairs, score
-from kvrecall.bench.needle.summary import report_of
-from kvrecall.bench.needle.tasks import TASKS, approximate_tokens, is_right
 from kvrecall.errors import KvrecallError
+from kvrecall.lab.bench import cli
+from kvrecall.lab.bench.needle.arms import DENSE, Arm
+from kvrecall.lab.bench.needle.examination import Findings
+from kvrecall.lab.bench.needle.heatmap import write_heatmap
+from kvrecall.lab.bench.needle.papers import Paper, Syllabus, papers
+from kvrecall.lab.bench.needle.prompts import Manner, is_answered, request_of
+from kvrecall.lab.bench.needle.score import Pairs, Record, Score, depth_of, pairs, score
+from kvrecall.lab.bench.needle.summary import report_of
+from kvrecall.lab.bench.needle.tasks import TASKS, approximate_tokens, is_right
 
 SYLLABUS = Syllabus((2048,), samples=12, seed=5)
 RETRIEVAL = Arm("retrieval", True)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from kvrecall.testing import ports
-from kvrecall.testing.ports import free_port
+from kvrecall.lab import ports
+from kvrecall.lab.ports import free_port
 
 FIRST_CHOICE = (
     "import secrets; secrets.randbelow = lambda _: 0\n"
-    "from kvrecall.testing.ports import free_port; print(free_port(), free_port())"
+    "from kvrecall.lab.ports import free_port; print(free_port(), free_port())"
 )
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from kvrecall.bench.probes import measure_disk, measure_lookup
+from kvrecall.lab.bench.probes import measure_disk, measure_lookup
 
 
 def test_lookup_figures() -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvrecall.bench import cli
-from kvrecall.bench.driver import ServerProcess, _with_port
-from kvrecall.bench.report import Report, percentiles
-from kvrecall.bench.text import Texts
 from kvrecall.errors import EngineError
+from kvrecall.lab.bench import cli
+from kvrecall.lab.bench.driver import ServerProcess, _with_port
+from kvrecall.lab.bench.report import Report, percentiles
+from kvrecall.lab.bench.text import Texts
 
 
 def test_percentiles() -> None:

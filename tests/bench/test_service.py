@@ -8,9 +8,9 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from kvrecall.bench import cli
+from kvrecall.lab.bench import cli
+from kvrecall.lab.disks import ThrottledIo
 from kvrecall.pool.disk.io import FileIo
-from kvrecall.testing.disks import ThrottledIo
 
 
 def test_every_part_is_measured() -> None:

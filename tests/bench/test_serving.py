@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvrecall.bench.serving import measure, variants
-from kvrecall.bench.serving.field import servers
-from kvrecall.bench.serving.variants import HOST
-from kvrecall.bench.serving.workload import conversations, longest_prompt, replay
 from kvrecall.errors import EngineError
+from kvrecall.lab.bench.serving import measure, variants
+from kvrecall.lab.bench.serving.field import servers
+from kvrecall.lab.bench.serving.variants import HOST
+from kvrecall.lab.bench.serving.workload import conversations, longest_prompt, replay
 
 from .telling import told
 

@@ -7,14 +7,14 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from kvrecall.bench.bias import BIAS
-from kvrecall.bench.suite import plan
-from kvrecall.bench.suite.plan import Step
-from kvrecall.bench.suite.plots import write_plots
-from kvrecall.bench.suite.publish import PAGES, read_run
-from kvrecall.bench.suite.runner import LATEST, run_all
-from kvrecall.bench.suite.tables import PLOTS, TABLES, filled, names_in
 from kvrecall.errors import KvrecallError
+from kvrecall.lab.bench.bias import BIAS
+from kvrecall.lab.bench.suite import plan
+from kvrecall.lab.bench.suite.plan import Step
+from kvrecall.lab.bench.suite.plots import write_plots
+from kvrecall.lab.bench.suite.publish import PAGES, read_run
+from kvrecall.lab.bench.suite.runner import LATEST, run_all
+from kvrecall.lab.bench.suite.tables import PLOTS, TABLES, filled, names_in
 
 ROOT = Path(__file__).parents[2]
 PAGE = PurePosixPath("docs/page.md")

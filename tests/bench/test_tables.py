@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from kvrecall.bench import decode, overhead, remote, restore, service, throttle
-from kvrecall.bench.needle.arms import DENSE, Arm
-from kvrecall.bench.needle.examination import Findings
-from kvrecall.bench.needle.score import Record
-from kvrecall.bench.needle.summary import report_of
-from kvrecall.bench.report import Report, machine
-from kvrecall.bench.serving import measure as serving
-from kvrecall.bench.serving.clients import Run, Sample
-from kvrecall.bench.serving.variants import named
-from kvrecall.bench.serving.workload import conversations
-from kvrecall.bench.suite.plots import write_plots
-from kvrecall.bench.suite.tables import TABLES
-from kvrecall.engines.vllm.retrieval.measure import DecodeTimes
-from kvrecall.retrieval.settings import RetrievalSettings
+from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.lab.bench import decode, overhead, remote, restore, service, throttle
+from kvrecall.lab.bench.needle.arms import DENSE, Arm
+from kvrecall.lab.bench.needle.examination import Findings
+from kvrecall.lab.bench.needle.score import Record
+from kvrecall.lab.bench.needle.summary import report_of
+from kvrecall.lab.bench.report import Report, machine
+from kvrecall.lab.bench.serving import measure as serving
+from kvrecall.lab.bench.serving.clients import Run, Sample
+from kvrecall.lab.bench.serving.variants import named
+from kvrecall.lab.bench.serving.workload import conversations
+from kvrecall.lab.bench.suite.plots import write_plots
+from kvrecall.lab.bench.suite.tables import TABLES
+from kvrecall.lab.engines.decode import DecodeTimes
 
 SECONDS = [0.1, 0.2, 0.3]
 

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from kvrecall.bench.tiers.base import Medium, Store, StoreError
-from kvrecall.bench.tiers.contenders import CONTENDERS, Contender, Ground, find_peers
-from kvrecall.bench.tiers.limits import Copy
-from kvrecall.bench.tiers.measure import Size, measure_tiers
+from kvrecall.lab.bench.tiers.base import Medium, Store, StoreError
+from kvrecall.lab.bench.tiers.contenders import CONTENDERS, Contender, Ground, find_peers
+from kvrecall.lab.bench.tiers.limits import Copy
+from kvrecall.lab.bench.tiers.measure import Size, measure_tiers
 
 SMALL = Size(block_bytes=64 << 10, request_blocks=4, requests=2, rounds=2)
 OURS = ("kvrecall host", "kvrecall disk", "kvrecall disk, no checksums")

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from kvrecall.bench.engine import Answer, Question
-from kvrecall.bench.service_process import ServiceProcess
 from kvrecall.block import BlockKey
-from kvrecall.chaos import leftovers
-from kvrecall.chaos.crew import Asked, Crew, Seat
-from kvrecall.chaos.damage import Vandal, stored
-from kvrecall.chaos.library import Library, Turn, sure_part
-from kvrecall.chaos.tally import FAULTS, FIGURES, Tally
-from kvrecall.chaos.witness import Witness
+from kvrecall.lab.bench.engine import Answer, Question
+from kvrecall.lab.bench.service_process import ServiceProcess
+from kvrecall.lab.chaos import leftovers
+from kvrecall.lab.chaos.crew import Asked, Crew, Seat
+from kvrecall.lab.chaos.damage import Vandal, stored
+from kvrecall.lab.chaos.library import Library, Turn, sure_part
+from kvrecall.lab.chaos.tally import FAULTS, FIGURES, Tally
+from kvrecall.lab.chaos.witness import Witness
+from kvrecall.lab.processes import as_child
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.testing.blocks import chain, namespace, wait_until
-from kvrecall.testing.kin import as_child
 from kvrecall.testing.pool_contract import Engine
 
 NAMESPACE = namespace("chaos")
@@ -181,15 +181,15 @@ def test_leftovers_are_found(service: ServiceProcess, tmp_path: Path) -> None:
 SHORT = """
 import sys
 from functools import partial
-from kvrecall.chaos import __main__ as chaos
-from kvrecall.chaos.troubles import Pace
+from kvrecall.lab.chaos import __main__ as chaos
+from kvrecall.lab.chaos.troubles import Pace
 chaos.Scenery = partial(
     chaos.Scenery, conversations=6, turns=2, device_blocks=20,
     pace=Pace(service_s=3.0, engine_s=600.0, damage_s=1.0),
 )
 chaos.app(sys.argv[1:])
 """
-"""``python -m kvrecall.chaos`` with less to say and more trouble."""
+"""``python -m kvrecall.lab.chaos`` with less to say and more trouble."""
 
 
 @pytest.mark.engine

@@ -12,8 +12,8 @@ import pytest
 from remote.mooncake import needs_mooncake
 from server.live import LiveServer
 
+from kvrecall.lab.ports import free_port
 from kvrecall.testing.blocks import wait_until
-from kvrecall.testing.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [

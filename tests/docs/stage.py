@@ -12,8 +12,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+from kvrecall.lab.ports import free_port
 from kvrecall.testing.blocks import wait_until
-from kvrecall.testing.ports import free_port
 
 from .pages import ROOT
 

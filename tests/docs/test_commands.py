@@ -147,7 +147,7 @@ def test_an_extra_that_is_installed_is_one_of_the_project(line: str, where: str)
 def test_vllm_takes_what_it_is_given(line: str, where: str) -> None:
     """Every line, by vLLM's own parser; its connector is there and takes its settings."""
     pytest.importorskip("vllm")
-    from kvrecall.engines.vllm.serving import FlexibleArgumentParser, make_arg_parser
+    from kvrecall.engines.vllm.serving.app import FlexibleArgumentParser, make_arg_parser
 
     words = Command(ROOT / where, "", line).words
     options = words[words.index("serve") + 1 :]

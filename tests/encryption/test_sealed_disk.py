@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from kvrecall.block import BlockKey
 from kvrecall.config import DiskConfig, PoolConfig, RecallSettings
 from kvrecall.errors import ConfigError, TierError
+from kvrecall.lab.disks import DiskFaults, FaultyIo
 from kvrecall.pool import Pool
 from kvrecall.pool.cipher import PROOF_BYTES, Cipher
 from kvrecall.pool.disk import DiskTier
@@ -22,7 +23,6 @@ from kvrecall.pool.keyfile import make_key_file, read_keys, rotate_key_file
 from kvrecall.pool.service.cli import app
 from kvrecall.pool.tier import Outcome, Tier
 from kvrecall.testing.blocks import chain, content, wait_until
-from kvrecall.testing.disks import DiskFaults, FaultyIo
 from kvrecall.testing.pool_contract import Engine
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench, TierContract
 

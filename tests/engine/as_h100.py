@@ -51,7 +51,7 @@ platforms._current_platform = H100()
 
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 
-from kvrecall.engines.vllm import fields  # noqa: E402
+from kvrecall.engines.vllm.identity import fields  # noqa: E402
 
 
 def configured(model: str, settings: dict[str, Any]) -> dict[str, Any]:

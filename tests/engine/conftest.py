@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvrecall.testing.models import write_model
+from kvrecall.lab.models import write_model
 
 from .engine import Engine
 

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kvrecall.engines.vllm.connector import RecallConnector
-from kvrecall.engines.vllm.wire import StepOrders
+from kvrecall.engines.vllm.connector.connector import RecallConnector
+from kvrecall.engines.vllm.connector.wire import StepOrders
 from kvrecall.pool.service.handle import NO_ARENA
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import kvrecall.engines.vllm.connector as connector
+import kvrecall.engines.vllm.connector.connector as connector
 from kvrecall.block import Namespace
 
 

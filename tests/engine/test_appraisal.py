@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvrecall.block import TierName
-from kvrecall.engines.vllm.appraisal import Appraiser
-from kvrecall.engines.vllm.stepclock import StepClock, Work
+from kvrecall.engines.vllm.connector.appraisal import Appraiser
+from kvrecall.engines.vllm.connector.stepclock import StepClock, Work
 
 HOST, DISK = TierName.HOST, TierName.DISK
 MB = 1 << 20

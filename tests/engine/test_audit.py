@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvrecall.engines.vllm.compare import Deviation, deviation
-from kvrecall.engines.vllm.facts import ORIGIN_BYTES, EngineFacts
-from kvrecall.engines.vllm.pages import Pages
-from kvrecall.engines.vllm.wire import StepOrders, StepReport
+from kvrecall.engines.vllm.connector.compare import Deviation, deviation
+from kvrecall.engines.vllm.connector.facts import ORIGIN_BYTES, EngineFacts
+from kvrecall.engines.vllm.connector.pages import Pages
+from kvrecall.engines.vllm.connector.wire import StepOrders, StepReport
+from kvrecall.lab.models import write_lora
 from kvrecall.pool import Pool
-from kvrecall.testing.models import write_lora
 
 from .engine import Engine, prompt_of
 from .test_scheduler_side import BLOCK, FACTS, Bench, pool

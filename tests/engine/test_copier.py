@@ -7,11 +7,11 @@ import random
 import pytest
 import torch
 
-from kvrecall.engines.vllm import copier as copier_module
 from kvrecall.engines.vllm.compat import LayerPlacement
-from kvrecall.engines.vllm.copier import InlineCopier, Run, runs_of
-from kvrecall.engines.vllm.pages import pages_of
-from kvrecall.engines.vllm.wire import Copy
+from kvrecall.engines.vllm.connector import copier as copier_module
+from kvrecall.engines.vllm.connector.copier import InlineCopier, Run, runs_of
+from kvrecall.engines.vllm.connector.pages import pages_of
+from kvrecall.engines.vllm.connector.wire import Copy
 from kvrecall.errors import EngineError
 
 BLOCKS, HEADS, TOKENS, WIDTH = 10, 2, 16, 8

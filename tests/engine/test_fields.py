@@ -24,16 +24,16 @@ import vllm.envs as envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from kvrecall.engines.vllm import fields
-from kvrecall.engines.vllm.fields import Fate
-from kvrecall.testing.models import write_model
+from kvrecall.engines.vllm.identity import fields
+from kvrecall.engines.vllm.identity.fields import Fate
+from kvrecall.lab.models import write_model
 
 ROOT = Path(__file__).parents[2]
 DECIDE = (
-    "Decide each in src/kvrecall/engines/vllm/fields.py. Does it choose kernels, precision or what "
-    "a token attends to: IN_NAMESPACE. Is it a size of steps or of memory, an address, a log: "
-    "NO_EFFECT. In doubt: IN_NAMESPACE. Then run "
-    "`python -m kvrecall.engines.vllm.fields docs/identity.md`"
+    "Decide each in src/kvrecall/engines/vllm/identity/fields.py. Does it choose kernels, "
+    "precision or what a token attends to: IN_NAMESPACE. Is it a size of steps or of memory, an "
+    "address, a log: NO_EFFECT. In doubt: IN_NAMESPACE. Then run "
+    "`python -m kvrecall.engines.vllm.identity.fields docs/identity.md`"
 )
 
 
@@ -215,7 +215,7 @@ def ingredients(model: str, **settings: Any) -> dict[str, str]:
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 CONNECTOR = {
     "kv_connector": "RecallConnector",
-    "kv_connector_module_path": "kvrecall.engines.vllm.connector",
+    "kv_connector_module_path": "kvrecall.engines.vllm.connector.connector",
 }
 CONFIG_ONLY = {"compilation_config": {"cache_dir": "/tmp/cache", "debug_dump_path": "/tmp/dump"}}
 
@@ -651,5 +651,6 @@ def test_the_page_has_the_tables() -> None:
     page = (ROOT / "docs/identity.md").read_text()
     written = page.partition(fields.BEGIN)[2].partition(fields.END)[0]
     assert written.strip() == fields.as_markdown().strip(), (
-        "docs/identity.md is behind; run `python -m kvrecall.engines.vllm.fields docs/identity.md`"
+        "docs/identity.md is behind; run "
+        "`python -m kvrecall.engines.vllm.identity.fields docs/identity.md`"
     )

@@ -8,8 +8,8 @@ import pytest
 
 from kvrecall.block import Namespace
 from kvrecall.engines.base import HANDOVER
-from kvrecall.engines.vllm.handover import Handover, HandoverDesk, Promise, receipt
-from kvrecall.engines.vllm.metrics import Tally
+from kvrecall.engines.vllm.connector.handover import Handover, HandoverDesk, Promise, receipt
+from kvrecall.engines.vllm.connector.metrics import Tally
 from kvrecall.testing.clocks import ManualClock
 
 SPACE = Namespace.of({"test": "1"})

@@ -22,12 +22,13 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvrecall.engines.fingerprint import Memory
-from kvrecall.engines.vllm import compat, weights
-from kvrecall.engines.vllm.identity import Adapters, namespace_of
-from kvrecall.engines.vllm.loaded import LoadedModel
-from kvrecall.engines.vllm.weights import Weights
-from kvrecall.engines.vllm.wire import Shard, ShardLayer
-from kvrecall.testing.models import write_model
+from kvrecall.engines.vllm import compat
+from kvrecall.engines.vllm.connector.wire import Shard, ShardLayer
+from kvrecall.engines.vllm.identity import weights
+from kvrecall.engines.vllm.identity.loaded import LoadedModel
+from kvrecall.engines.vllm.identity.namespace import Adapters, namespace_of
+from kvrecall.engines.vllm.identity.weights import Weights
+from kvrecall.lab.models import write_model
 
 NOTHING = Memory(None)
 

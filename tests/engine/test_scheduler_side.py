@@ -19,16 +19,16 @@ from vllm.v1.request import Request, RequestStatus
 from kvrecall.block import Namespace, TierName
 from kvrecall.config import DiskConfig, RecallSettings
 from kvrecall.engines.base import HANDOVER
-from kvrecall.engines.vllm.facts import EngineFacts
-from kvrecall.engines.vllm.scheduler_side import RecallScheduler
-from kvrecall.engines.vllm.stepclock import StepClock
-from kvrecall.engines.vllm.wire import StepOrders, StepReport
+from kvrecall.engines.vllm.connector.facts import EngineFacts
+from kvrecall.engines.vllm.connector.scheduler_side import RecallScheduler
+from kvrecall.engines.vllm.connector.stepclock import StepClock
+from kvrecall.engines.vllm.connector.wire import StepOrders, StepReport
+from kvrecall.lab.disks import FaultyIo
 from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import Recall, RecallState
 from kvrecall.pool.disk import DiskTier
 from kvrecall.testing.blocks import wait_until
-from kvrecall.testing.disks import FaultyIo
 from kvrecall.testing.stores import SHARED, MemoryStore
 
 BLOCK = 16

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvrecall.testing.models import write_lora, write_w8a8
+from kvrecall.lab.models import write_lora, write_w8a8
 
 from .engine import Engine, EngineFailed, prompt_of
 from .exactness import BLOCK, hits, nothing_held, same_bits_from_every_tier

@@ -11,8 +11,8 @@ import pytest
 from docs.pages import ROOT, commands
 from server.live import LiveServer
 
+from kvrecall.lab.ports import free_port
 from kvrecall.server.launch import default_model
-from kvrecall.testing.ports import free_port
 
 pytestmark = pytest.mark.engine
 

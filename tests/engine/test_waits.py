@@ -9,7 +9,7 @@ import pytest
 from kvrecall.errors import ConfigError
 
 shm_broadcast = pytest.importorskip("vllm.distributed.device_communicators.shm_broadcast")
-waits = pytest.importorskip("kvrecall.engines.vllm.waits")
+waits = pytest.importorskip("kvrecall.engines.vllm.compat.waits")
 
 
 @pytest.fixture(autouse=True)

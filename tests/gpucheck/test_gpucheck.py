@@ -13,9 +13,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvrecall.gpucheck import attention, cli, copies, engine
-from kvrecall.gpucheck.outcome import CheckError, Outcome, State
-from kvrecall.gpucheck.part import run_part
+from kvrecall.lab.gpu_check import attention, cli, copies, engine
+from kvrecall.lab.gpu_check.outcome import CheckError, Outcome, State
+from kvrecall.lab.gpu_check.part import run_part
 
 CPU = torch.device("cpu")
 GOOD = Outcome("device", State.PASS, "a GPU")
@@ -180,7 +180,7 @@ def test_first_tokens_on_the_cpu() -> None:
 @pytest.mark.engine
 def test_what_the_peer_is_started_with_is_what_vllm_takes() -> None:
     from kvrecall.engines.base import ServeSpec
-    from kvrecall.engines.vllm.serving import parse_args
+    from kvrecall.engines.vllm.serving.app import parse_args
 
     words = engine._connected("OffloadingConnector", 1 << 30)
     extra = tuple(words[words.index("--") + 1 :])

@@ -12,14 +12,14 @@ import httpx
 import pytest
 import torch
 
-from kvrecall.bench.driver import Answer
+from kvrecall.attention.kernels.paged import Part, attend_plainly
+from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.errors import EngineError
-from kvrecall.gpucheck import attention, cli, sequences, sparse
-from kvrecall.gpucheck.models import SMALL
-from kvrecall.gpucheck.outcome import CheckError, Outcome, State, reason
-from kvrecall.gpucheck.sparse import Told
-from kvrecall.retrieval.paged import Part, attend_plainly
-from kvrecall.retrieval.settings import RetrievalSettings
+from kvrecall.lab.bench.driver import Answer
+from kvrecall.lab.gpu_check import attention, cli, sequences, sparse
+from kvrecall.lab.gpu_check.models import SMALL
+from kvrecall.lab.gpu_check.outcome import CheckError, Outcome, State, reason
+from kvrecall.lab.gpu_check.sparse import Told
 
 CPU = torch.device("cpu")
 DENSE = Told((1, 2, 3), (1, 2, 3), 0, 0)
@@ -300,7 +300,7 @@ def test_a_server_that_dies_is_a_failed_check(server: type[Server]) -> None:
 @pytest.mark.parametrize("name", ["float32", "dummy"])
 def test_what_servers_on_a_gpu_are_started_with_is_what_vllm_takes(name: str) -> None:
     from kvrecall.engines.base import ServeSpec
-    from kvrecall.engines.vllm.serving import parse_args
+    from kvrecall.engines.vllm.serving.app import parse_args
 
     words = sparse.decode_words(Path("model"), 4096, SMALL, "cuda", True)
     if name == "float32":

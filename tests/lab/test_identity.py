@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from kvrecall.bench.engine import Answer
+from kvrecall.lab.bench.engine import Answer
 from kvrecall.lab.identity.engines import Life, Said
 from kvrecall.lab.identity.pairs import BLIND, EQUAL, OTHER, PAIRS, Kv
 from kvrecall.lab.identity.prompts import BLOCK, Prompts
@@ -25,9 +25,9 @@ from kvrecall.lab.identity.trial import (
     _unfairness,
     sure_tokens,
 )
-from kvrecall.testing.kin import as_child
-from kvrecall.testing.models import read_shape, write_lora, write_model
-from kvrecall.testing.variants import (
+from kvrecall.lab.models import read_shape, write_lora, write_model
+from kvrecall.lab.processes import as_child
+from kvrecall.lab.variants import (
     ADAPTER,
     WEIGHTS,
     write_changed,

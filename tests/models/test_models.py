@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from kvrecall.testing.models import Architecture, write_lora, write_model, write_w8a8
+from kvrecall.lab.models import Architecture, write_lora, write_model, write_w8a8
 
 ARCHITECTURES = [str(architecture) for architecture in Architecture]
 TEXT = "The principal wants to quickly resolve this, instructing recess aides to be vigilant. " * 4
@@ -152,7 +152,7 @@ def test_lora_covers_attention_and_differs_by_seed(tmp_path: Path) -> None:
 def test_the_command_writes_a_model(tmp_path: Path) -> None:
     import typer
 
-    from kvrecall.testing import models
+    from kvrecall.lab import models
 
     app = typer.Typer()
     app.command()(models._main)

@@ -14,8 +14,8 @@ from typing import IO
 
 import httpx
 
-from kvrecall.testing.kin import as_child
-from kvrecall.testing.ports import free_port
+from kvrecall.lab.ports import free_port
+from kvrecall.lab.processes import as_child
 
 BUCKET = "blocks"
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from kvrecall.config import DiskConfig
+from kvrecall.lab.disks import FaultyIo
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.flusher import Flusher
 from kvrecall.pool.disk.index import Index
 from kvrecall.pool.tier import Outcome, PutVerdict
 from kvrecall.testing.blocks import chain, wait_until
-from kvrecall.testing.disks import FaultyIo
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench
 
 MIB = 1 << 20

@@ -14,6 +14,7 @@ import pytest
 from kvrecall.block import TierName
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.errors import ConfigError, TierError
+from kvrecall.lab.disks import FaultyIo
 from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena, available_memory
 from kvrecall.pool.base import RecallState, Verdict
@@ -21,7 +22,6 @@ from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.tier import Outcome, Tier
 from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.clocks import ManualClock
-from kvrecall.testing.disks import FaultyIo
 from kvrecall.testing.pool_contract import BLOCK_BYTES, NAMESPACE, SLOT_BYTES, Engine
 from kvrecall.testing.tiers import FaultyTier, LatencyTier, MemoryTier, RecordingTier
 

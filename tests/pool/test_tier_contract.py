@@ -6,10 +6,10 @@ import pytest
 
 from kvrecall.block import TierName
 from kvrecall.config import DiskConfig
+from kvrecall.lab.disks import DiskFaults, FaultyIo
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.tier import Get, NullTier, Outcome, Put, PutVerdict, Tier
 from kvrecall.testing.blocks import chain, namespace
-from kvrecall.testing.disks import DiskFaults, FaultyIo
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench, TierContract
 from kvrecall.testing.tiers import FaultyTier, LatencyTier, MemoryTier, RecordingTier
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvrecall.testing.masters import Master
+from kvrecall.lab.masters import Master
 from tests.remote.network import MASTER, Network, why_not
 
 PORT = 50051

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvrecall.bench.engine import Answer, EngineProcess, Question
-from kvrecall.testing.masters import Master
-from kvrecall.testing.models import write_model
+from kvrecall.lab.bench.engine import Answer, EngineProcess, Question
+from kvrecall.lab.masters import Master
+from kvrecall.lab.models import write_model
 from tests.remote.mooncake import needs_mooncake
 from tests.remote.network import FIRST, SECOND, Network
 from tests.remote.test_hosts import settings_of

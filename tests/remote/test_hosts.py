@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvrecall.testing.masters import Master
+from kvrecall.lab.masters import Master
 from tests.remote.mooncake import needs_mooncake
 from tests.remote.network import FIRST, SECOND, Network, PoolHost
 

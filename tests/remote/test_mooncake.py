@@ -15,6 +15,7 @@ import pytest
 from kvrecall.block import BlockKey
 from kvrecall.config import RecallSettings, RemoteConfig
 from kvrecall.errors import ConfigError, TierError
+from kvrecall.lab.masters import Master
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
@@ -23,7 +24,6 @@ from kvrecall.pool.remote.store import Parcel
 from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.pool.tier import Outcome, Tier
 from kvrecall.testing.blocks import chain, wait_until
-from kvrecall.testing.masters import Master
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench, TierContract
 from tests.remote.mooncake import needs_mooncake
 from tests.remote.test_remote_pool import find, recall, save

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from kvrecall.lab.masters import Master
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.cipher import Cipher
 from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
 from kvrecall.pool.remote.sealed import SealedStore
-from kvrecall.testing.masters import Master
 from kvrecall.testing.store_contract import Counter, StoreContract
 from tests.remote.mooncake import needs_mooncake
 from tests.remote.test_mooncake import Apart, Node, master, nodes

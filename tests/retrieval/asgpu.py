@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from triton.backends import backends
 
-from kvrecall.engines.vllm.retrieval import plugin
-from kvrecall.retrieval import coding
+from kvrecall.attention import coding
+from kvrecall.engines.vllm.attention import plugin
 
 # What vLLM looks at before it uses Triton: whether this build is for CPUs, and how new the GPU is.
 backends["cpu"] = SimpleNamespace(compiler=None, driver=SimpleNamespace(is_active=lambda: True))

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from kvrecall.engines.vllm.retrieval.layer import _blocks_of
-from kvrecall.engines.vllm.retrieval.recalled import OffloadedSequence, Records
-from kvrecall.engines.vllm.retrieval.rows import KernelShape
-from kvrecall.engines.vllm.retrieval.seals import broken, sums_of
-from kvrecall.engines.vllm.retrieval.staged import StagedLayer
-from kvrecall.engines.vllm.retrieval.steps import BatchRow
-from kvrecall.engines.vllm.retrieval.tritonkernel import TritonKernel
-from kvrecall.engines.vllm.wire import Departure
-from kvrecall.retrieval import coding
-from kvrecall.retrieval.settings import RetrievalSettings
-from kvrecall.retrieval.split import slots_of, split_of
+from kvrecall.attention import coding
+from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.attention.split import slots_of, split_of
+from kvrecall.engines.vllm.attention.layer import _blocks_of
+from kvrecall.engines.vllm.attention.recalled import OffloadedSequence, Records
+from kvrecall.engines.vllm.attention.rows import KernelShape
+from kvrecall.engines.vllm.attention.seals import broken, sums_of
+from kvrecall.engines.vllm.attention.staged import StagedLayer
+from kvrecall.engines.vllm.attention.steps import BatchRow
+from kvrecall.engines.vllm.attention.tritonkernel import TritonKernel
+from kvrecall.engines.vllm.connector.wire import Departure
 from retrieval import test_kernel, test_residency
 from retrieval.sequences import BLOCK, Bench, Sequence, shape_of
 from retrieval.test_kernel import (

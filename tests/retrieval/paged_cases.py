@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrecall.retrieval.paged import Paged, attend_by_triton, attend_plainly
+from kvrecall.attention.kernels.paged import Paged, attend_by_triton, attend_plainly
 from retrieval.test_paged import cache
 
 

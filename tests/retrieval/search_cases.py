@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrecall.retrieval import coding
-from kvrecall.retrieval.coding import CodedQuery, encode
-from kvrecall.retrieval.digest import DIGESTS
-from kvrecall.retrieval.layout import Layout
-from kvrecall.retrieval.search import best_by_triton, fits
-from kvrecall.retrieval.selection import selector_of
-from kvrecall.retrieval.settings import RetrievalSettings
+from kvrecall.attention import coding
+from kvrecall.attention.coding import CodedQuery, encode
+from kvrecall.attention.digest import DIGESTS
+from kvrecall.attention.kernels.search import best_by_triton, fits
+from kvrecall.attention.layout import Layout
+from kvrecall.attention.selection import selector_of
+from kvrecall.attention.settings import RetrievalSettings
 
 
 def rows(heads: int, blocks: int, per_block: int, width: int) -> torch.Tensor:

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrecall.engines.vllm.retrieval.activity import Activity
-from kvrecall.engines.vllm.retrieval.dense import DenseLayer
-from kvrecall.engines.vllm.retrieval.freshness import Freshness
-from kvrecall.engines.vllm.retrieval.kernel import CpuKernel, write_tokens
-from kvrecall.engines.vllm.retrieval.layer import RetrievalLayer
-from kvrecall.engines.vllm.retrieval.measure import isa_of
-from kvrecall.engines.vllm.retrieval.rows import KernelShape, RowKernel
-from kvrecall.engines.vllm.retrieval.steps import BatchRow, StepPlanner
-from kvrecall.retrieval.settings import RetrievalSettings
+from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.engines.vllm.attention.activity import Activity
+from kvrecall.engines.vllm.attention.dense import DenseLayer
+from kvrecall.engines.vllm.attention.freshness import Freshness
+from kvrecall.engines.vllm.attention.kernel import CpuKernel, write_tokens
+from kvrecall.engines.vllm.attention.layer import RetrievalLayer
+from kvrecall.engines.vllm.attention.rows import KernelShape, RowKernel
+from kvrecall.engines.vllm.attention.steps import BatchRow, StepPlanner
+from kvrecall.lab.engines.decode import isa_of
 
 BLOCK = 128
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvrecall.bench.decode import measure_decode_report
+from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.errors import KvrecallError
-from kvrecall.retrieval.settings import RetrievalSettings
+from kvrecall.lab.bench.decode import measure_decode_report
 
 SMALL = RetrievalSettings(init_tokens=128, local_tokens=256, least_blocks=1)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrecall.retrieval import coding
-from kvrecall.retrieval.coding import (
+from kvrecall.attention import coding
+from kvrecall.attention.coding import (
     CodedQuery,
     coded_products,
     coded_width,

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvrecall.retrieval.coding import coded_width, encode
-from kvrecall.retrieval.digest import DIGESTS, digests_of
-from kvrecall.retrieval.layout import Layout
-from kvrecall.retrieval.selection import ExactSelector, NarrowingSelector
-from kvrecall.retrieval.settings import RetrievalSettings
+from kvrecall.attention.coding import coded_width, encode
+from kvrecall.attention.digest import DIGESTS, digests_of
+from kvrecall.attention.layout import Layout
+from kvrecall.attention.selection import ExactSelector, NarrowingSelector
+from kvrecall.attention.settings import RetrievalSettings
 
 
 @pytest.fixture(autouse=True)

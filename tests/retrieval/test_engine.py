@@ -11,7 +11,7 @@ from engine.engine import Engine, EngineFailed, prompt_of
 
 pytestmark = pytest.mark.engine
 
-EXTENSION = "kvrecall.engines.vllm.retrieval.activity.ActivityExtension"
+EXTENSION = "kvrecall.engines.vllm.attention.activity.ActivityExtension"
 BOUNDARIES = {
     "VLLM_RETRIEVAL_INIT_TOKENS_NUM": "128",
     "VLLM_RETRIEVAL_LOCAL_TOKENS_NUM": "256",

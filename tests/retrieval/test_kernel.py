@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvrecall.engines.vllm.retrieval.rows import KernelShape
-from kvrecall.engines.vllm.retrieval.steps import BatchRow
-from kvrecall.retrieval.oracle import attended, attention, attention_and_rest
-from kvrecall.retrieval.settings import RetrievalSettings
-from kvrecall.retrieval.split import split_of
+from kvrecall.attention.kernels.oracle import attended, attention, attention_and_rest
+from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.attention.split import split_of
+from kvrecall.engines.vllm.attention.rows import KernelShape
+from kvrecall.engines.vllm.attention.steps import BatchRow
 
 from .sequences import BLOCK, Bench, Sequence, shape_of
 

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvrecall.retrieval import coding, native, selection
-from kvrecall.retrieval.assembly import MOST_IN_A_GROUP
-from kvrecall.retrieval.coding import CodedQuery, best_products, coded_products, encode
-from kvrecall.retrieval.digest import DIGESTS
-from kvrecall.retrieval.selection import ExactSelector
+from kvrecall.attention import coding, selection
+from kvrecall.attention.coding import CodedQuery, best_products, coded_products, encode
+from kvrecall.attention.digest import DIGESTS
+from kvrecall.attention.kernels import native
+from kvrecall.attention.kernels.assembly import MOST_IN_A_GROUP
+from kvrecall.attention.selection import ExactSelector
 
 IS_HERE = native.native_search(4, 256) is not None
 needs_it = pytest.mark.skipif(
@@ -186,7 +187,7 @@ def test_threads_may_search_at_once() -> None:
 def test_without_llvmlite_pytorch_searches() -> None:
     program = (
         "import sys; sys.modules['llvmlite'] = None; sys.modules['llvmlite.binding'] = None\n"
-        "import torch; from kvrecall.retrieval import native, coding\n"
+        "import torch; from kvrecall.attention import native, coding\n"
         "assert native.native_search(4, 256) is None\n"
         "rows = coding.encode(torch.randn(2, 9, 8, 256))\n"
         "query = coding.CodedQuery.of(torch.randn(2, 4, 256))\n"

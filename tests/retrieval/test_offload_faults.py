@@ -11,7 +11,7 @@ import pytest
 from engine.engine import Engine, EngineFailed, prompt_of
 from engine.exactness import push_out_of_host
 
-from kvrecall.chaos.damage import stored
+from kvrecall.lab.chaos.damage import stored
 from kvrecall.pool.slots import slot_bytes_of
 
 from .test_engine import EXTENSION, activity, spent

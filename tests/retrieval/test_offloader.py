@@ -18,18 +18,18 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request, RequestStatus
 
+from kvrecall.attention.gate import Gate
+from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.block import Namespace
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm import compat
-from kvrecall.engines.vllm.facts import EngineFacts
-from kvrecall.engines.vllm.retrieval.offloader import PATIENCE, Offloader
-from kvrecall.engines.vllm.retrieval.spec import OffloadableSpec
-from kvrecall.engines.vllm.scheduler_side import RecallScheduler
-from kvrecall.engines.vllm.wire import Load, OffloadOrders, StepOrders, StepReport
+from kvrecall.engines.vllm.attention.offloader import PATIENCE, Offloader
+from kvrecall.engines.vllm.attention.spec import OffloadableSpec
+from kvrecall.engines.vllm.connector.facts import EngineFacts
+from kvrecall.engines.vllm.connector.scheduler_side import RecallScheduler
+from kvrecall.engines.vllm.connector.wire import Load, OffloadOrders, StepOrders, StepReport
 from kvrecall.pool import Pool
 from kvrecall.pool.base import PoolClient
-from kvrecall.retrieval.gate import Gate
-from kvrecall.retrieval.settings import RetrievalSettings
 
 BLOCK = 16
 FACTS = EngineFacts(BLOCK, BLOCK, 4096, 1, copies_in_step=True, frees_while_running=True)

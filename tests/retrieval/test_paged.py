@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kvrecall.retrieval import oracle
-from kvrecall.retrieval.paged import Paged, Part, attend_plainly, merged
+from kvrecall.attention.kernels import oracle
+from kvrecall.attention.kernels.paged import Paged, Part, attend_plainly, merged
 
 
 def cache(

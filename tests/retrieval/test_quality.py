@@ -21,7 +21,7 @@ TOKENS = 8192
 
 QUESTIONS = """
 import json
-from kvrecall.bench.needle import tasks
+from kvrecall.lab.bench.needle import tasks
 from bench.model.evaluate import document_of
 document = document_of(777, {tokens})
 print(json.dumps([

@@ -8,24 +8,24 @@ import numpy as np
 import pytest
 import torch
 
-from kvrecall.engines.vllm.retrieval.extent import Extent
-from kvrecall.engines.vllm.retrieval.kernel import attend, halves, schedule
-from kvrecall.engines.vllm.retrieval.offload import Offload
-from kvrecall.engines.vllm.retrieval.recalled import (
+from kvrecall.attention.residency import Admission, Residency
+from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.attention.split import slots_of, split_of
+from kvrecall.engines.vllm.attention.extent import Extent
+from kvrecall.engines.vllm.attention.kernel import attend, halves, schedule
+from kvrecall.engines.vllm.attention.offload import Offload
+from kvrecall.engines.vllm.attention.recalled import (
     OffloadedSequence,
     Records,
     digests_of_layer,
     seals_of_layer,
 )
-from kvrecall.engines.vllm.retrieval.seals import SEAL_BYTES
-from kvrecall.engines.vllm.retrieval.steps import BatchRow
-from kvrecall.engines.vllm.wire import Arrival, Departure, OffloadOrders
+from kvrecall.engines.vllm.attention.seals import SEAL_BYTES
+from kvrecall.engines.vllm.attention.steps import BatchRow
+from kvrecall.engines.vllm.connector.wire import Arrival, Departure, OffloadOrders
 from kvrecall.errors import EngineError
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.slots import ALIGNMENT
-from kvrecall.retrieval.residency import Admission, Residency
-from kvrecall.retrieval.settings import RetrievalSettings
-from kvrecall.retrieval.split import slots_of, split_of
 
 from .sequences import BLOCK, Bench, Sequence, shape_of
 

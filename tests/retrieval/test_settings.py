@@ -8,10 +8,10 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from kvrecall.engines.vllm.retrieval.plugin import ask, asked_for, require_on, settings_of
+from kvrecall.attention.settings import Regime, RetrievalSettings
+from kvrecall.attention.split import split_of
+from kvrecall.engines.vllm.attention.plugin import ask, asked_for, require_on, settings_of
 from kvrecall.errors import ConfigError
-from kvrecall.retrieval.settings import Regime, RetrievalSettings
-from kvrecall.retrieval.split import split_of
 
 
 def test_defaults_are_the_seeds() -> None:

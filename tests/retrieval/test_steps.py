@@ -9,23 +9,23 @@ from typing import Any
 import pytest
 import torch
 
+from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm import compat
-from kvrecall.engines.vllm.retrieval.activity import Activity, ActivityLog
-from kvrecall.engines.vllm.retrieval.attending import RetrievalAttention
-from kvrecall.engines.vllm.retrieval.checks import (
+from kvrecall.engines.vllm.attention.activity import Activity, ActivityLog
+from kvrecall.engines.vllm.attention.attending import RetrievalAttention
+from kvrecall.engines.vllm.attention.checks import (
     require_block_size,
     require_engine,
     require_layer,
 )
-from kvrecall.engines.vllm.retrieval.freshness import Freshness
-from kvrecall.engines.vllm.retrieval.kernel import CpuKernel
-from kvrecall.engines.vllm.retrieval.packing import KeyReader
-from kvrecall.engines.vllm.retrieval.plugin import require_retrieval
-from kvrecall.engines.vllm.retrieval.rows import KernelShape
-from kvrecall.engines.vllm.retrieval.steps import BatchRow, StepPlanner
-from kvrecall.engines.vllm.retrieval.tritonkernel import TritonKernel
+from kvrecall.engines.vllm.attention.freshness import Freshness
+from kvrecall.engines.vllm.attention.kernel import CpuKernel
+from kvrecall.engines.vllm.attention.packing import KeyReader
+from kvrecall.engines.vllm.attention.plugin import require_retrieval
+from kvrecall.engines.vllm.attention.rows import KernelShape
+from kvrecall.engines.vllm.attention.steps import BatchRow, StepPlanner
+from kvrecall.engines.vllm.attention.tritonkernel import TritonKernel
 from kvrecall.errors import EngineError
-from kvrecall.retrieval.settings import RetrievalSettings
 
 from .sequences import shape_of
 

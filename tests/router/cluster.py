@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 from server.live import KVRECALL, START_LIMIT_S, LiveServer
 
-from kvrecall.testing.ports import free_port
+from kvrecall.lab.ports import free_port
 
 Json = dict[str, Any]
 

@@ -15,8 +15,8 @@ import pytest
 from server.live import LiveServer
 from service.service import MIB, Service
 
-from kvrecall.testing.models import write_model
-from kvrecall.testing.ports import free_port
+from kvrecall.lab.models import write_model
+from kvrecall.lab.ports import free_port
 
 from .cluster import Json, Router, header, instance, kill, until
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import pytest
 from server.live import LiveServer
 
-from kvrecall.testing.masters import Master
-from kvrecall.testing.models import write_model
-from kvrecall.testing.ports import free_port
+from kvrecall.lab.masters import Master
+from kvrecall.lab.models import write_model
+from kvrecall.lab.ports import free_port
 from tests.remote.mooncake import needs_mooncake
 
 from .cluster import Json, Router, header, instance, until

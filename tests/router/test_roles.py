@@ -27,7 +27,7 @@ def test_a_role_needs_a_pool_that_is_shared(
 
 
 def test_roles_in_vllms_words(tmp_path: Path) -> None:
-    from kvrecall.engines.vllm.serving import connector_config, parse_args
+    from kvrecall.engines.vllm.serving.app import connector_config, parse_args
 
     words = {Role.BOTH: "kv_both", Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
     for role, word in words.items():

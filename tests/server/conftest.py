@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrecall.testing.ports import free_port
+from kvrecall.lab.ports import free_port
 
 from .live import LiveServer
 
@@ -21,7 +21,7 @@ PLACES = 32
 @contextmanager
 def tiny_server(folder: Path, longest: int = 768) -> Iterator[LiveServer]:
     """A server of a random model called ``tiny``, ready, for up to ``longest`` tokens."""
-    from kvrecall.testing.models import write_model
+    from kvrecall.lab.models import write_model
 
     write_model(folder / "model", "qwen3", hidden=64, layers=2, max_position=longest)
     port = free_port()

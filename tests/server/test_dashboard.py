@@ -15,10 +15,10 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from kvrecall.lab.ports import free_port
 from kvrecall.server.dashboard import history
 from kvrecall.server.dashboard.routes import dashboard_router
 from kvrecall.testing.clocks import ManualClock
-from kvrecall.testing.ports import free_port
 
 from .browser import browsing
 from .fake import FakeInsight
@@ -81,7 +81,7 @@ def test_nothing_is_fetched_from_elsewhere() -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    from kvrecall.testing.models import write_model
+    from kvrecall.lab.models import write_model
 
     folder = tmp_path_factory.mktemp("dashboard")
     write_model(folder / "model", "qwen3", hidden=64, layers=LAYERS, max_position=16384)

@@ -70,7 +70,7 @@ def test_timeouts(
 ) -> None:
     from vllm.sampling_params import SamplingParams
 
-    from kvrecall.engines.vllm.client import AsyncLLM, RequestTimeoutError, ServedLLM
+    from kvrecall.engines.vllm.serving.client import AsyncLLM, RequestTimeoutError, ServedLLM
 
     seen: list[str] = []
     monkeypatch.setattr(AsyncLLM, "generate", outputs(*delays, seen=seen))
@@ -118,7 +118,7 @@ def test_timeouts(
     ],
 )
 def test_text_over_tokens(text: str, decoded: list[str], special: str, parts: list[str]) -> None:
-    from kvrecall.engines.vllm.generator import _spread
+    from kvrecall.engines.vllm.serving.generator import _spread
 
     flags = [char == "s" for char in special]
     assert _spread(text, decoded, flags) == parts
@@ -126,7 +126,7 @@ def test_text_over_tokens(text: str, decoded: list[str], special: str, parts: li
 
 
 def test_ledger_adds_prompts_and_counts_sequences_once() -> None:
-    from kvrecall.engines.vllm.answers import Ledger
+    from kvrecall.engines.vllm.serving.answers import Ledger
 
     def output(key: str, prompt: int, cached: int, report: object = None) -> Any:
         return SimpleNamespace(
@@ -151,7 +151,7 @@ def test_ledger_adds_prompts_and_counts_sequences_once() -> None:
 
 def test_a_request_is_not_shorter_than_the_wait_for_its_first_token() -> None:
     """vLLM counts that from the arrival, which is before a long prompt is made tokens."""
-    from kvrecall.engines.vllm.journal import Journal
+    from kvrecall.engines.vllm.serving.journal import Journal
 
     arrived = time.time() - 5
     stats = SimpleNamespace(arrival_time=arrived, num_generation_tokens=1, first_token_latency=5.0)
@@ -174,7 +174,7 @@ def test_a_request_is_not_shorter_than_the_wait_for_its_first_token() -> None:
 
 
 def test_command_line() -> None:
-    from kvrecall.engines.vllm.serving import command_line, connector_config, parse_args
+    from kvrecall.engines.vllm.serving.app import command_line, connector_config, parse_args
 
     options = {"a": 1, "b": True, "c": False, "d": None, "e": {"x": 1}, "f": ["y", "z"]}
     words = "--a 1 --b --no-c --e".split()
@@ -194,7 +194,7 @@ def test_an_engine_core_ends_with_its_parent() -> None:
     """A parent that is killed takes the process that called ``end_with_parent`` with it."""
     code = (
         "import multiprocessing as m, time\n"
-        "from kvrecall.engines.vllm.orphan import end_with_parent\n"
+        "from kvrecall.engines.vllm.compat.orphan import end_with_parent\n"
         "def core():\n    end_with_parent()\n    time.sleep(600)\n"
         "child = m.get_context('fork').Process(target=core)\n"
         "child.start()\nprint(child.pid, flush=True)\ntime.sleep(600)\n"
@@ -239,7 +239,7 @@ def structured(wanted: dict[str, Any]) -> Any:
 def test_schemas_that_would_take_all_memory_are_refused(wanted: dict[str, Any]) -> None:
     from vllm.exceptions import VLLMValidationError
 
-    from kvrecall.engines.vllm import guard
+    from kvrecall.engines.vllm.serving import guard
 
     with pytest.raises(VLLMValidationError, match="100000 items together"):
         guard.check(structured(wanted))
@@ -247,6 +247,6 @@ def test_schemas_that_would_take_all_memory_are_refused(wanted: dict[str, Any]) 
 
 @pytest.mark.parametrize("wanted", SERVED, ids=lambda v: str(v)[:60])
 def test_other_schemas_are_left_to_vllm(wanted: dict[str, Any]) -> None:
-    from kvrecall.engines.vllm import guard
+    from kvrecall.engines.vllm.serving import guard
 
     guard.check(structured(wanted))

@@ -12,9 +12,9 @@ import pytest
 
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.errors import ConfigError, TierError
+from kvrecall.lab.ports import free_port
 from kvrecall.pool.disk.folder import FolderLock
 from kvrecall.server import launch, preflight
-from kvrecall.testing.ports import free_port
 
 KVRECALL = Path(sys.executable).parent / "kvrecall"
 

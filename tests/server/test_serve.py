@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvrecall.testing.ports import free_port
+from kvrecall.lab.ports import free_port
 
 from .live import KVRECALL, START_LIMIT_S, LiveServer, all_gone
 
@@ -31,7 +31,7 @@ BLOCKS = 896
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from kvrecall.testing.models import write_model
+    from kvrecall.lab.models import write_model
 
     folder = tmp_path_factory.mktemp("serve")
     write_model(folder / "model", "qwen3", hidden=64, layers=2, max_position=16384)

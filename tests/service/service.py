@@ -9,10 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+from kvrecall.lab.processes import as_child
 from kvrecall.pool.service.admin import ServiceAdmin
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.views import Overview
-from kvrecall.testing.kin import as_child
 
 MIB = 1 << 20
 SERVE = """

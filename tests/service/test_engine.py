@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from engine.engine import Engine, prompt_of
 
+from kvrecall.lab.models import write_model
 from kvrecall.testing.blocks import wait_until
-from kvrecall.testing.models import write_model
 
 from .service import MIB, Service
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from kvrecall.block import BlockKey, TierName
+from kvrecall.lab.processes import as_child
 from kvrecall.pool.base import RecallState, Verdict
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.testing.blocks import chain, namespace, wait_until
-from kvrecall.testing.kin import as_child
 from kvrecall.testing.pool_contract import Engine
 
 from .service import Service, Stopwatch

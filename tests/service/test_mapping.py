@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvrecall.engines.vllm.copier import InlineCopier
-from kvrecall.engines.vllm.mapping import ArenaMapping
-from kvrecall.engines.vllm.pages import Pages
-from kvrecall.engines.vllm.wire import Copy
+from kvrecall.engines.vllm.connector.copier import InlineCopier
+from kvrecall.engines.vllm.connector.mapping import ArenaMapping
+from kvrecall.engines.vllm.connector.pages import Pages
+from kvrecall.engines.vllm.connector.wire import Copy
 from kvrecall.pool.base import ArenaHandle
 from kvrecall.pool.service.peers import mappers_of
 from kvrecall.testing.blocks import wait_until

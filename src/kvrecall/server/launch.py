@@ -100,7 +100,7 @@ def check(plan: Plan) -> None:
     if spec.role is not Role.BOTH:
         _check_shared(spec)
     if spec.retrieval:
-        from kvrecall.retrieval.settings import RetrievalSettings  # imports torch
+        from kvrecall.attention.settings import RetrievalSettings  # imports torch
 
         RetrievalSettings.from_environ(os.environ)
     if spec.recall is not None:
@@ -134,7 +134,7 @@ def run(plan: Plan) -> int:
         log.info("%s", note)
     log.info("loading the engine")
     try:
-        from kvrecall.engines.vllm.serving import serve
+        from kvrecall.engines.vllm.serving.app import serve
         from kvrecall.server.application import attach_all
     except ModuleNotFoundError as error:
         raise EngineError(

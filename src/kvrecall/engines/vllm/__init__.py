@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvrecall.engines.vllm.connector import RecallConnector
+    from kvrecall.engines.vllm.connector.connector import RecallConnector
 
 __all__ = ["RecallConnector"]
 
@@ -17,7 +17,7 @@ __all__ = ["RecallConnector"]
 def __getattr__(name: str) -> Any:
     """Loads the connector on first use: importing this room must not import vLLM."""
     if name == "RecallConnector":
-        from kvrecall.engines.vllm.connector import RecallConnector
+        from kvrecall.engines.vllm.connector.connector import RecallConnector
 
         return RecallConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """Engines that cannot tell each other apart, so that only the audit stands between them.
 
 ``python -m kvrecall.lab.identity.blindfold`` is an engine process as of
-``kvrecall.engines.vllm.host``, in which every engine has one and the same namespace and every
+``kvrecall.lab.engines.host``, in which every engine has one and the same namespace and every
 adapter the same content.
 """
 
@@ -11,7 +11,7 @@ import importlib
 from typing import Any
 
 from kvrecall.block import Namespace
-from kvrecall.engines.vllm import host
+from kvrecall.lab.engines import host
 
 MODULE = __name__
 
@@ -20,7 +20,7 @@ _ONE = Namespace.of({"engine": "any, in the laboratory"})
 
 def put_on() -> None:
     """Takes from the connector in this process what it tells engines and adapters apart by."""
-    connector: Any = importlib.import_module("kvrecall.engines.vllm.connector")
+    connector: Any = importlib.import_module("kvrecall.engines.vllm.connector.connector")
     connector.namespace_of = _any_namespace
     connector.Adapters = _AnyAdapters
 
@@ -30,7 +30,7 @@ def _any_namespace(*_: Any, **__: Any) -> Namespace:
 
 
 class _AnyAdapters:
-    """In the place of ``kvrecall.engines.vllm.identity.Adapters``."""
+    """In the place of ``kvrecall.engines.vllm.identity.namespace.Adapters``."""
 
     def __init__(self, *_: Any) -> None:
         pass

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvrecall.bench.engine import HOST, Answer, EngineProcess, Question
 from kvrecall.errors import EngineError
+from kvrecall.lab.bench.engine import HOST, Answer, EngineProcess, Question
 from kvrecall.lab.identity import blindfold
 from kvrecall.lab.identity.prompts import ANSWER_TOKENS, Prompts
 from kvrecall.lab.identity.setups import Setup

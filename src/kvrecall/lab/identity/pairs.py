@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.lab.identity.setups import Setup, Shelf
-from kvrecall.testing.models import write_lora
-from kvrecall.testing.variants import (
+from kvrecall.lab.models import write_lora
+from kvrecall.lab.variants import (
     ADAPTER,
     LONG_ROPE_FROM,
     Tensors,

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.lab.identity.prompts import BLOCK
-from kvrecall.testing.models import write_model
-from kvrecall.testing.variants import write_over
+from kvrecall.lab.models import write_model
+from kvrecall.lab.variants import write_over
 
 _OPTIONS: Mapping[str, Any] = {
     "dtype": "float32",

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from kvrecall.bench.engine import Answer
 from kvrecall.errors import EngineError
+from kvrecall.lab.bench.engine import Answer
 from kvrecall.lab.identity.engines import Engines, Life, Said
 from kvrecall.lab.identity.pairs import Kv, Pair
 from kvrecall.lab.identity.prompts import Prompts

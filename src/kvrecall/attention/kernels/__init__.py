@@ -1,0 +1,1 @@
+"""Search, attention over chosen blocks, and copies: in plain torch, compiled, and in Triton."""

@@ -1,0 +1,171 @@
+"""What retrieval attention may be told, and how it is told by environment variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from kvrecall.attention.digest import DIGESTS
+from kvrecall.errors import ConfigError
+
+PREFIX = "VLLM_RETRIEVAL_"
+
+SMALL_SHARE = 0.05
+"""Up to this share of the blocks a digest stands for fewer tokens."""
+
+
+class Regime(Enum):
+    """How a sequence is attended to while it decodes."""
+
+    DENSE = "dense"
+    SPARSE = "sparse"
+    OFFLOAD = "sparse, middle blocks off the device"
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalSettings:
+    """Lengths are tokens. The first five are openGauss RetrievalKV's, with its defaults.
+
+    ``topk_share``: share of the middle blocks chosen, in (0, 1]. ``least_blocks``: so many are
+    chosen even where the share is less, 0: what suits the share; where there are no more, that is
+    dense attention.
+    ``target_mass``: of the blocks so chosen, only as many as hold this share of the middle's
+    estimated attention; 1: all. ``estimate_rest``: what was not chosen is not left out but
+    estimated, each block by its mean key and mean value.
+    ``digest``, ``digest_tokens``: kind of digest, and tokens to a digest vector; 0: by the share.
+    ``dense_layers``: the first layers, which attend to everything.
+    ``gate``: attend densely where sparse attention is expected to be slower.
+    ``cache_share``: of an offloaded sequence, share of the middle blocks that the device holds
+    beside those chosen in a step. ``prefetch_share``: share of them loaded ahead by each query.
+    """
+
+    init_tokens: int = 1024
+    local_tokens: int = 7192
+    topk_share: float = 0.2
+    dense_boundary: int = 32 * 1024
+    offload_boundary: int = 64 * 1024
+    digest: str = "bounds"
+    digest_tokens: int = 0
+    dense_layers: int = 2
+    gate: bool = True
+    cache_share: float = 0.05
+    prefetch_share: float = 0.0
+    least_blocks: int = 0
+    target_mass: float = 1.0
+    estimate_rest: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError naming the variable, its value and what is allowed."""
+        _require(self.init_tokens >= 0, "INIT_TOKENS_NUM", self.init_tokens, "0 or more")
+        _require(self.local_tokens >= 1, "LOCAL_TOKENS_NUM", self.local_tokens, "1 or more")
+        share = "a share in (0, 1]; 0.2 chooses a fifth of the middle blocks"
+        _require(0 < self.topk_share <= 1, "TOPK_PERCENT", self.topk_share, share)
+        _require(self.dense_boundary >= 0, "DENSE_BOUNDARY", self.dense_boundary, "0 or more")
+        ordered = self.offload_boundary >= self.dense_boundary
+        least = f"at least DENSE_BOUNDARY ({self.dense_boundary})"
+        _require(ordered, "OFFLOAD_BOUNDARY", self.offload_boundary, least)
+        _require(self.digest in DIGESTS, "DIGEST", self.digest, f"one of {', '.join(DIGESTS)}")
+        tokens = "1 or more, or 0 for the number that suits the share"
+        _require(self.digest_tokens >= 0, "DIGEST_TOKENS", self.digest_tokens, tokens)
+        _require(self.dense_layers >= 0, "DENSE_LAYERS", self.dense_layers, "0 or more")
+        beside = "a share in [0, 1]"
+        _require(0 <= self.cache_share <= 1, "CACHE_PERCENT", self.cache_share, beside)
+        ahead = f"a share in [0, CACHE_PERCENT ({self.cache_share})]"
+        fits = 0 <= self.prefetch_share <= self.cache_share
+        _require(fits, "PREFETCH_PERCENT", self.prefetch_share, ahead)
+        blocks = "1 or more, or 0 for the number that suits the share"
+        _require(self.least_blocks >= 0, "LEAST_BLOCKS", self.least_blocks, blocks)
+        mass = "a share in (0, 1]; 1 leaves it to the share of blocks"
+        _require(0 < self.target_mass <= 1, "TARGET_MASS", self.target_mass, mass)
+
+    @property
+    def tokens_a_digest(self) -> int:
+        """Tokens to a digest vector: fewer where few blocks are chosen, as each must then be right
+        (docs/digest-study.md)."""
+        return self.digest_tokens or (8 if self.topk_share <= SMALL_SHARE else 16)
+
+    @property
+    def fewest_blocks(self) -> int:
+        """Blocks chosen even where the share is less: more where digests stand for more tokens
+        (docs/needle.md)."""
+        return self.least_blocks or (16 if self.topk_share <= SMALL_SHARE else 32)
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> RetrievalSettings:
+        """Reads the ``VLLM_RETRIEVAL_*`` variables; an unknown one is an error."""
+        given = {
+            name.removeprefix(PREFIX): text
+            for name, text in environ.items()
+            if name.startswith(PREFIX)
+        }
+        _require_known(given, PREFIX, str)
+        values = {_VARIABLES[name][0]: _parsed(name, text) for name, text in given.items()}
+        return cls(**values)  # type: ignore[arg-type]
+
+    @classmethod
+    def from_mapping(cls, raw: Mapping[str, object], source: str) -> RetrievalSettings:
+        """Reads the same settings from a mapping: names as those of the variables, small and
+        without the prefix (``topk_percent``), values of their types. ``source``: for errors."""
+        _require_known(raw, f"{source}.", str.lower)
+        values: dict[str, object] = {}
+        for name, value in raw.items():
+            field, kind = _VARIABLES[name.upper()]
+            fits = isinstance(value, int | float) if kind is float else isinstance(value, kind)
+            if not fits or (kind is not bool and isinstance(value, bool)):
+                raise ConfigError(f"{source}.{name} is {value!r}; it must be {_KINDS[kind]}")
+            values[field] = kind(value)  # type: ignore[call-overload,arg-type]
+        try:
+            return cls(**values)  # type: ignore[arg-type]
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from None
+
+    def regime(self, tokens: int) -> Regime:
+        """The regime of a sequence that is ``tokens`` long."""
+        if tokens < self.dense_boundary:
+            return Regime.DENSE
+        return Regime.SPARSE if tokens < self.offload_boundary else Regime.OFFLOAD
+
+
+_VARIABLES: Mapping[str, tuple[str, type[int] | type[float] | type[str] | type[bool]]] = {
+    "INIT_TOKENS_NUM": ("init_tokens", int),
+    "LOCAL_TOKENS_NUM": ("local_tokens", int),
+    "TOPK_PERCENT": ("topk_share", float),
+    "DENSE_BOUNDARY": ("dense_boundary", int),
+    "OFFLOAD_BOUNDARY": ("offload_boundary", int),
+    "DIGEST": ("digest", str),
+    "DIGEST_TOKENS": ("digest_tokens", int),
+    "DENSE_LAYERS": ("dense_layers", int),
+    "GATE": ("gate", bool),
+    "CACHE_PERCENT": ("cache_share", float),
+    "PREFETCH_PERCENT": ("prefetch_share", float),
+    "LEAST_BLOCKS": ("least_blocks", int),
+    "TARGET_MASS": ("target_mass", float),
+    "ESTIMATE_REST": ("estimate_rest", bool),
+}
+_KINDS = {int: "a whole number", float: "a number", str: "a word", bool: "true or false"}
+_FLAGS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+
+
+def _require_known(given: Mapping[str, object], prefix: str, spelt: Callable[[str], str]) -> None:
+    unknown = sorted(given.keys() - {spelt(name) for name in _VARIABLES})
+    if unknown:
+        known = ", ".join(prefix + spelt(name) for name in _VARIABLES)
+        raise ConfigError(f"{prefix}{unknown[0]} is not a setting; there are {known}")
+
+
+def _parsed(name: str, text: str) -> int | float | str | bool:
+    kind = _VARIABLES[name][1]
+    if kind is bool:
+        _require(text.lower() in _FLAGS, name, text, "1 or 0")
+        return _FLAGS[text.lower()]
+    try:
+        return kind(text.strip())
+    except ValueError:
+        what = "a whole number of tokens" if kind is int else "a number"
+        raise ConfigError(f"{PREFIX}{name} is {text!r}; it must be {what}") from None
+
+
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise ConfigError(f"{PREFIX}{name} is {value!r}; it must be {allowed}")

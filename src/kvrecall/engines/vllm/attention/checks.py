@@ -1,0 +1,119 @@
+"""What retrieval attention cannot serve is refused when the engine starts, never served densely.
+
+Every refusal names the setting and the way out.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.engines.vllm import compat
+from kvrecall.errors import EngineError
+
+logger = logging.getLogger("vllm.kvrecall")
+
+_WAY_OUT = "or take `retrieval` out of VLLM_PLUGINS"
+
+
+def require_engine(vllm_config: Any, settings: RetrievalSettings) -> None:
+    """Raises EngineError for an engine that cannot decode by retrieval."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    if vllm_config.speculative_config is not None:
+        raise _refusal("speculative decoding", "switch speculation off")
+    if cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
+        raise _refusal(f"kv_cache_dtype={cache.cache_dtype}", "leave kv_cache_dtype at auto")
+    if getattr(model, "is_encoder_decoder", False) or getattr(model, "is_hybrid", False):
+        raise _refusal("encoder-decoder and hybrid models", "serve a decoder with full attention")
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise _refusal(f"{name}={getattr(parallel, name)}", "set it to 1")
+    if getattr(parallel, "enable_dbo", False):
+        raise _refusal("dual batch overlap", "leave --enable-dbo out")
+    connector = transfer.kv_connector if transfer is not None else None
+    if connector not in (None, "RecallConnector"):
+        # It would write blocks behind our back, and their digests would be another block's.
+        raise _refusal(f"the connector {connector}", "use RecallConnector or none")
+    _require_layers(model, settings)
+    if connector is not None and model.max_model_len >= settings.offload_boundary:
+        _require_offload(vllm_config, settings)
+    if model.max_model_len <= settings.dense_boundary:
+        logger.warning(
+            "kvrecall: RETRIEVAL CAN NEVER ACT: max_model_len=%d is within "
+            "VLLM_RETRIEVAL_DENSE_BOUNDARY=%d, so every sequence is attended to densely",
+            model.max_model_len,
+            settings.dense_boundary,
+        )
+
+
+def _require_layers(model: Any, settings: RetrievalSettings) -> None:
+    layers = model.get_total_num_hidden_layers()
+    if settings.dense_layers >= layers:
+        raise EngineError(
+            f"VLLM_RETRIEVAL_DENSE_LAYERS={settings.dense_layers} leaves none of this model's "
+            f"{layers} layers to retrieval; set it below {layers}, {_WAY_OUT}"
+        )
+
+
+def _require_offload(vllm_config: Any, settings: RetrievalSettings) -> None:
+    hindrance = offload_hindrance(vllm_config)
+    if hindrance is not None:
+        raise EngineError(
+            f"sequences past VLLM_RETRIEVAL_OFFLOAD_BOUNDARY={settings.offload_boundary} cannot "
+            f"leave the device in this engine, as {hindrance}; or set the boundary above "
+            f"max_model_len={vllm_config.model_config.max_model_len}: they are then attended to "
+            "sparsely on the device"
+        )
+
+
+def require_layer(impl: Any) -> None:
+    """Raises EngineError for an attention layer that cannot attend to chosen blocks."""
+    if impl.attn_type != "decoder":
+        raise _refusal(f"{impl.attn_type} attention", "serve a decoder")
+    if impl.sliding_window not in (None, -1, (-1, -1)):
+        raise _refusal("sliding-window attention", "serve a model with full attention")
+    if impl.alibi_slopes is not None:
+        raise _refusal("ALiBi positions", "serve a model with rotary positions")
+    if impl.sinks is not None:
+        raise _refusal("attention sinks", "serve a model without them")
+
+
+def require_block_size(block_size: int, settings: RetrievalSettings) -> None:
+    """Raises EngineError if a block is not a whole number of digests."""
+    if block_size % settings.tokens_a_digest:
+        raise EngineError(
+            f"block_size={block_size} is not a multiple of VLLM_RETRIEVAL_DIGEST_TOKENS="
+            f"{settings.tokens_a_digest}; pass --block-size 128, or digest another number of tokens"
+        )
+
+
+def offload_hindrance(vllm_config: Any) -> str | None:
+    """Why sequences cannot leave the device in part, in words that follow "as"; None: they can."""
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    if transfer is None or transfer.kv_connector != "RecallConnector":
+        return "it has no pool to keep them in (use RecallConnector)"
+    extra = transfer.kv_connector_extra_config or {}
+    if extra.get("backend") == "service" and not compat.is_on_cpu():
+        return "a GPU cannot read on in the memory of a service that ends (keep the pool in it)"
+    if parallel.pipeline_parallel_size > 1:
+        return "steps of a pipeline overlap (use tensor parallelism)"
+    if vllm_config.scheduler_config.async_scheduling:
+        return "its steps are scheduled ahead (pass --no-async-scheduling)"
+    return None
+
+
+def _refusal(what: str, cure: str) -> EngineError:
+    return EngineError(f"retrieval attention does not work with {what}; {cure}, {_WAY_OUT}")
+
+
+def wrong_backend(layer: Any) -> EngineError:
+    """What is said of a layer whose attention backend is not one of ours."""
+    from kvrecall.engines.vllm.attention.plugin import CPU_BACKENDS, CUDA_BACKENDS
+
+    if type(layer).__name__.startswith("MLA"):
+        return _refusal("latent attention (MLA)", "serve a model with ordinary attention")
+    name = layer.attn_backend.get_name()
+    ours = CPU_BACKENDS if compat.is_on_cpu() else CUDA_BACKENDS
+    return _refusal(f"the attention backend {name}", f"pass --attention-backend {min(ours)}")

@@ -1,0 +1,126 @@
+"""vLLM's attention backends for NVIDIA GPUs, with retrieval.
+
+Prefill and dense decoding are theirs; sparse decoding is our own Triton kernel. What a step does
+depends on how long its sequences are, so attention is not captured in CUDA graphs: vLLM captures
+what lies between the layers' attention (piecewise).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadataBuilder,
+)
+
+from kvrecall.engines.vllm.attention.attending import RetrievalAttention
+from kvrecall.engines.vllm.attention.building import RetrievalBuilding
+from kvrecall.engines.vllm.attention.rows import KernelShape
+from kvrecall.engines.vllm.attention.staged import StagedLayer
+from kvrecall.engines.vllm.attention.steps import BatchRow
+from kvrecall.engines.vllm.attention.tritonkernel import TritonKernel
+from kvrecall.engines.vllm.attention.work import AwayRow
+
+
+class DeviceBuilding(RetrievalBuilding):
+    """Retrieval beside the dense metadata of a backend for GPUs."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    supports_update_block_table: bool = False
+    device: torch.device
+    use_full_cuda_graph: bool
+    """FlashAttention's builder would keep its plan in one buffer, and a step may have two."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.use_full_cuda_graph = False
+
+    def make_kernel(self, kv_cache_spec: Any) -> TritonKernel:
+        heads = self.vllm_config.model_config.get_num_attention_heads(
+            self.vllm_config.parallel_config
+        )
+        spec = kv_cache_spec
+        shape = (heads, spec.num_kv_heads, spec.head_size, self.block_size, spec.dtype, "")
+        return TritonKernel(KernelShape(*shape), self.device)
+
+    def make_whole(self) -> StagedLayer:
+        return StagedLayer()
+
+    def alone(self, common: Any, rows: Sequence[BatchRow], at: int) -> Any:
+        blocks = -(-rows[at].tokens // self.block_size)
+        in_order = torch.arange(blocks, dtype=torch.int32, device=self.device)[None]
+        return self.part(common, rows, [at], in_order).metadata
+
+
+class DeviceAttention(RetrievalAttention[StagedLayer]):
+    """Retrieval over the dense attention of a backend for GPUs."""
+
+    def _attend_away(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        row: AwayRow,
+        output: torch.Tensor,
+    ) -> None:
+        assert self._whole is not None
+        staged = self._whole.stage(kv_cache, row.sequence, row.table, row.tokens)
+        there = row.places
+        self._dense(
+            layer, query[there], key[there], value[there], staged, row.metadata, output[there]
+        )
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        return False
+
+
+class FlashBuilder(DeviceBuilding, FlashAttentionMetadataBuilder):
+    """With FlashAttention's metadata."""
+
+
+class FlashImpl(DeviceAttention, FlashAttentionImpl):
+    """With FlashAttention."""
+
+
+class FlashBackend(FlashAttentionBackend):
+    """Registered in place of FLASH_ATTN, and goes by its name: the KV bytes are the same."""
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashAttentionImpl]:
+        return FlashImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
+        return FlashBuilder
+
+
+class TritonBuilder(DeviceBuilding, TritonAttentionMetadataBuilder):
+    """With the metadata of vLLM's Triton attention."""
+
+
+class TritonImpl(DeviceAttention, TritonAttentionImpl):
+    """With vLLM's Triton attention."""
+
+
+class TritonBackend(TritonAttentionBackend):
+    """Registered in place of TRITON_ATTN, and goes by its name."""
+
+    @staticmethod
+    def get_impl_cls() -> type[TritonAttentionImpl]:
+        return TritonImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TritonAttentionMetadataBuilder]:
+        return TritonBuilder

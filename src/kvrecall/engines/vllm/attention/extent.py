@@ -1,0 +1,145 @@
+"""The arena, and pages of our own behind it, in one range of addresses.
+
+A kernel call takes one base address and reads blocks at multiples of one stride. Here the arena is
+mapped once more, read-only, with room behind it, and the stride is that of the arena's slots' least
+step: so one call reads blocks in the arena where they lie, beside others that are not in it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+
+import numpy as np
+import torch
+
+from kvrecall.attention.residency import Ints
+from kvrecall.errors import EngineError
+from kvrecall.pool.base import ArenaHandle
+from kvrecall.pool.service.handle import ServedArena
+from kvrecall.pool.slots import ALIGNMENT
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class Extent:
+    """Pages of ``page_bytes``, of which a layer's block has one, at places told by numbers.
+
+    A place counts steps of ``ALIGNMENT`` bytes from the arena's start. Own pages are numbered;
+    they take memory from when they are first written until they are given back. Owned by the
+    worker's thread.
+    """
+
+    def __init__(self, arena: ArenaHandle, page_bytes: int, pages: int) -> None:
+        """``pages``: most of our own at a time. Raises EngineError if it cannot be mapped."""
+        self.page_bytes = page_bytes
+        self._behind = _aligned(arena.nbytes)
+        self._step = _aligned(page_bytes) + ALIGNMENT  # a layer's page may begin between two steps
+        self._pages = min(pages, (2**31 * ALIGNMENT - self._behind) // self._step - 1)
+        self._nbytes = self._behind + self._pages * self._step
+        self._free: list[int] = []
+        self._used = 0
+        self._address = _map(arena, self._nbytes, self._behind)
+        buffer = (ctypes.c_uint8 * self._nbytes).from_address(self._address)
+        self._bytes = torch.from_numpy(np.ctypeslib.as_array(buffer))
+
+    def take(self, count: int) -> list[int]:
+        """Own pages that nobody has. Raises EngineError if there are not so many."""
+        kept = max(0, len(self._free) - count)
+        taken = self._free[kept:]
+        del self._free[kept:]
+        new = count - len(taken)
+        if self._used + new > self._pages:
+            raise EngineError(f"more than {self._pages} pages of blocks beside the arena")
+        taken.extend(range(self._used, self._used + new))
+        self._used += new
+        return taken
+
+    def give(self, pages: list[int], memory: bool = True) -> None:
+        """Gives own pages back. ``memory``: theirs, too, as others will not be taken soon."""
+        for page in pages if memory else ():
+            start = self._address + self._behind + page * self._step
+            _LIBC.madvise(start, self._step, mmap.MADV_DONTNEED)
+        self._free.extend(pages)
+
+    def places_of(self, pages: Ints, layer_at: int) -> Ints:
+        """Places of own pages for the layer whose pages begin at byte ``layer_at`` of a record."""
+        steps = (self._behind + pages * self._step) // ALIGNMENT
+        return steps - layer_at // ALIGNMENT
+
+    def page(self, page: int, layer_at: int) -> torch.Tensor:
+        """An own page's bytes, as that layer sees it: uint8 ``[page_bytes]``."""
+        start = self._behind + page * self._step + layer_at % ALIGNMENT
+        return self._bytes[start : start + self.page_bytes]
+
+    def blocks(self, layer_at: int, like: torch.Tensor) -> torch.Tensor:
+        """All places of a layer as blocks of a KV cache that is shaped like ``like`` and
+        contiguous within a block: ``[places, kv_heads, tokens, 2 * dim]``, overlapping."""
+        size = like.element_size()
+        _, heads, tokens, width = like.shape
+        count = (self._nbytes - layer_at - self.page_bytes) // ALIGNMENT + 1
+        shape = (count, heads, tokens, width)
+        steps = (ALIGNMENT // size, tokens * width, width, 1)
+        return self._bytes.view(like.dtype).as_strided(shape, steps, layer_at // size)
+
+    def close(self) -> None:
+        """Unmaps everything; nothing it gave may be used any more."""
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        _LIBC.munmap(self._address, self._nbytes)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _map(arena: ArenaHandle, nbytes: int, behind: int) -> int:
+    """Address of ``nbytes`` of private memory, yet untouched, the arena in place of its start."""
+    room = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    fd = _open(arena)
+    try:
+        address = _LIBC.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, room, -1, 0)
+        if address in (None, _FAILED):
+            raise _unmappable(ctypes.get_errno())
+        shared = mmap.MAP_SHARED | _MAP_FIXED
+        if _LIBC.mmap(address, behind, mmap.PROT_READ, shared, fd, 0) == _FAILED:
+            code = ctypes.get_errno()
+            _LIBC.munmap(address, nbytes)
+            raise _unmappable(code)
+    finally:
+        os.close(fd)
+    return int(address)
+
+
+def _open(arena: ArenaHandle) -> int:
+    """A file descriptor of that arena, and of no other that has taken its place."""
+    try:
+        fd = os.open(f"/proc/{arena.pid}/fd/{arena.fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _unmappable(error.errno or 0) from error
+    if isinstance(arena, ServedArena) and os.fstat(fd).st_ino != arena.inode:
+        os.close(fd)
+        raise _unmappable(errno.ESTALE)
+    return fd
+
+
+def _unmappable(code: int) -> EngineError:
+    return EngineError(
+        f"cannot map the arena for attention in place: {os.strerror(code)}; set "
+        "VLLM_RETRIEVAL_OFFLOAD_BOUNDARY above max_model_len to keep blocks on the device"
+    )

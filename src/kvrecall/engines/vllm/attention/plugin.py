@@ -1,0 +1,109 @@
+"""The ``vllm.general_plugins`` entry point, called by vLLM in every one of its processes.
+
+vLLM calls the plug-ins of all installed packages while ``VLLM_PLUGINS`` is unset, so this one acts
+only if it is named there, or if ``kvrecall serve --retrieval`` asked for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from kvrecall.attention.settings import PREFIX, RetrievalSettings
+from kvrecall.errors import ConfigError, EngineError
+
+NAME = "retrieval"
+SWITCH = "KVRECALL_RETRIEVAL"
+"""Set to 1 by ``kvrecall serve --retrieval``, for the engine's processes."""
+
+_HERE = "kvrecall.engines.vllm.attention"
+CPU_BACKENDS = {"CPU_ATTN": f"{_HERE}.backend.RetrievalBackend"}
+CUDA_BACKENDS = {
+    "FLASH_ATTN": f"{_HERE}.cuda.FlashBackend",
+    "TRITON_ATTN": f"{_HERE}.cuda.TritonBackend",
+}
+"""Ours, by the names of vLLM's that they take the place of."""
+_on: list[bool] = []
+
+
+def register() -> None:
+    """Puts retrieval attention in place of vLLM's attention, if it was asked for."""
+    from kvrecall.engines.vllm.identity import weights
+
+    weights.register()  # who names this plug-in in VLLM_PLUGINS may not name the others
+    if not asked_for(os.environ):
+        return
+    from kvrecall.engines.vllm import compat
+
+    RetrievalSettings.from_environ(os.environ)  # what is wrong there is told at once
+    _on[:] = [True]
+    compat.require_attention()
+    compat.override_attention(CPU_BACKENDS if compat.is_on_cpu() else CUDA_BACKENDS)
+    compat.override_kv_cache_spec(require_retrieval)
+    compat.begin_lost_anew()
+
+
+def asked_for(environ: Mapping[str, str]) -> bool:
+    """Whether retrieval attention is to be on."""
+    named = NAME in [name.strip() for name in environ.get("VLLM_PLUGINS", "").split(",")]
+    return named or environ.get(SWITCH) == "1"
+
+
+def ask(environ: MutableMapping[str, str]) -> None:
+    """Asks for retrieval attention in processes yet to be started with this environment."""
+    environ[SWITCH] = "1"
+    named = environ.get("VLLM_PLUGINS")
+    if named is not None and NAME not in [name.strip() for name in named.split(",")]:
+        environ["VLLM_PLUGINS"] = f"{named},{NAME}" if named else NAME
+
+
+def active_settings(vllm_config: Any) -> RetrievalSettings:
+    """This engine's settings: of the connector's extra config, else of the environment.
+
+    Raises EngineError if retrieval is not on in this process, ConfigError for wrong settings.
+    """
+    if not _on:
+        raise EngineError(
+            f"retrieval attention is not on in this process; name {NAME!r} in "
+            "VLLM_PLUGINS before vLLM starts"
+        )
+    return settings_of(vllm_config, os.environ)
+
+
+def require_retrieval(layer: Any) -> None:
+    """Raises EngineError for an attention layer that would be served densely all the same."""
+    if not hasattr(layer.impl, "take_offload"):
+        from kvrecall.engines.vllm.attention.checks import wrong_backend
+
+        raise wrong_backend(layer)
+
+
+def settings_of(vllm_config: Any, environ: Mapping[str, str]) -> RetrievalSettings:
+    """As ``active_settings``, whether it is on or not."""
+    transfer = vllm_config.kv_transfer_config
+    extra = (transfer.kv_connector_extra_config or {}) if transfer is not None else {}
+    raw = extra.get("retrieval")
+    if raw is None:
+        return RetrievalSettings.from_environ(environ)
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"kv_connector_extra_config.retrieval is {raw!r}; it must be a mapping")
+    both = sorted(name for name in environ if name.startswith(PREFIX))
+    if raw and both:
+        raise ConfigError(
+            f"retrieval is set both in kv_connector_extra_config and by {', '.join(both)}; "
+            "use one of the two"
+        )
+    if not raw:
+        return RetrievalSettings.from_environ(environ)
+    return RetrievalSettings.from_mapping(raw, "kv_connector_extra_config.retrieval")
+
+
+def require_on(vllm_config: Any, environ: Mapping[str, str]) -> None:
+    """Raises ConfigError if the extra config has retrieval's settings, and it is not on."""
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+    if extra.get("retrieval") is not None and not asked_for(environ):
+        raise ConfigError(
+            "kv_connector_extra_config.retrieval has settings of retrieval attention, but it is "
+            f"not on: set VLLM_PLUGINS={NAME} (beside any others), or take them out"
+        )

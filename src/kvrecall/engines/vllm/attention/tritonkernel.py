@@ -1,0 +1,103 @@
+"""Sparse attention of decoded tokens where vLLM keeps keys and values as they are: on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvrecall.attention.gate import DEVICE_OVERHEAD_BYTES
+from kvrecall.attention.kernels.moving import Piece, move
+from kvrecall.attention.kernels.paged import Paged, attend_by_triton
+from kvrecall.engines.vllm.attention.rows import Attended, Bytes, Ints, KernelShape, RowKernel
+from kvrecall.errors import EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class PlainReader:
+    """Reads the half of ``[blocks, kv_heads, tokens, 2 * dim]`` that ``part`` names."""
+
+    part: slice
+
+    def read(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+        return kv_cache[..., self.part].index_select(0, block_ids)
+
+
+class DeviceWriter:
+    """Copies in one call of a kernel that reads the arena where it lies, page-locked."""
+
+    def __init__(self, kv_cache: torch.Tensor) -> None:
+        """``kv_cache``: ``[blocks, kv_heads, tokens, 2 * dim]`` of any strides; pages in the arena
+        are laid out as its blocks are."""
+        size = kv_cache.element_size()
+        self._block, self._head, token, _ = (step * size for step in kv_cache.stride())
+        tokens, width = kv_cache.shape[2:]
+        self.nbytes = tokens * width * size
+        whole = token == width * size
+        self._piece = Piece(1, self.nbytes, 0) if whole else Piece(tokens, width * size, token)
+        self._cache = kv_cache
+
+    def write(self, memory: Bytes, pages: Ints, heads: Ints, slots: Ints) -> None:
+        sources = memory.ctypes.data + pages + heads * self._head
+        targets = self._cache.data_ptr() + slots * self._block + heads * self._head
+        move(sources, targets, self._piece, self._cache.device)
+
+
+class TritonKernel(RowKernel):
+    """Our own kernel. Cache of any strides, blocks of a power of two of tokens."""
+
+    overhead_bytes = DEVICE_OVERHEAD_BYTES
+
+    def __init__(self, shape: KernelShape, device: torch.device) -> None:
+        """Raises EngineError for blocks that it cannot read."""
+        if shape.block_size < 16 or shape.block_size & (shape.block_size - 1):
+            raise EngineError(
+                f"retrieval attention on {device.type} needs a block size that is a power of two "
+                f"of at least 16, and it is {shape.block_size}; pass --block-size 128"
+            )
+        self.shape = shape
+        self.device = device
+
+    @property
+    def keys(self) -> PlainReader:
+        return PlainReader(slice(0, self.shape.head_dim))
+
+    @property
+    def values(self) -> PlainReader:
+        return PlainReader(slice(self.shape.head_dim, 2 * self.shape.head_dim))
+
+    def check(self, kv_cache: torch.Tensor) -> None:
+        shape = self.shape
+        want = (shape.kv_heads, shape.block_size, 2 * shape.head_dim)
+        if tuple(kv_cache.shape[1:]) != want or kv_cache.dtype != shape.dtype:
+            raise EngineError(
+                f"retrieval attention takes KV caches of {shape.dtype} and shape [blocks, "
+                f"{', '.join(map(str, want))}]; this one is of {kv_cache.dtype} and "
+                f"{list(kv_cache.shape)}. Take `retrieval` out of VLLM_PLUGINS"
+            )
+
+    def writer(self, kv_cache: torch.Tensor) -> DeviceWriter:
+        return DeviceWriter(kv_cache)
+
+    def digests(self, blocks: int, rows: int, width: int) -> torch.Tensor:
+        """A block's together, as the pool keeps them."""
+        size = (blocks, self.shape.kv_heads, rows, width)
+        return torch.empty(size, dtype=torch.int8, device=self.device).transpose(0, 1)
+
+    def plan(self, seq_lens: torch.Tensor, starts: torch.Tensor) -> None:
+        return None
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        starts: torch.Tensor,
+        plan: None,
+        scale: float,
+        softcap: float,
+    ) -> Attended:
+        keys, values = torch.split(kv_cache.transpose(1, 2), self.shape.head_dim, -1)
+        part = attend_by_triton(query, Paged(keys, values, table, seq_lens), scale, softcap)
+        return Attended(part.output.to(query.dtype), part.lse)

@@ -1,0 +1,1 @@
+"""The KV connector: the scheduler side decides, the worker side copies."""

@@ -1,0 +1,280 @@
+"""The audit: an engine believes a writer's blocks after it has seen that it computes the same.
+
+No list of what KV depends on is ever complete. So every block carries the *origin* of its writer, a
+number drawn when an engine starts, and an engine loads blocks only of origins that it has proved:
+the first hit on another origin's blocks is not loaded but computed, and compared when it is there.
+An engine that has proved an origin writes under it from then on, so that few are left to prove.
+Of the hits on proved origins one in a few thousand is checked again, by its last block.
+
+Belief is per namespace, and apart for prompts with images or sound, which take other paths through
+a model. Everything here belongs to the scheduler side and runs in its thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvrecall.block import Namespace
+from kvrecall.engines.vllm.connector.compare import Deviation
+from kvrecall.engines.vllm.connector.facts import ORIGIN_BYTES, EngineFacts
+from kvrecall.engines.vllm.connector.ledger import RequestState
+from kvrecall.engines.vllm.connector.metrics import Tally
+from kvrecall.engines.vllm.connector.wire import Comparison, Copy
+from kvrecall.pool.base import PoolClient, RecallState
+
+logger = logging.getLogger("vllm.kvrecall")
+
+COMPARED = 16
+"""Blocks compared from the start of a hit, and as many from its end."""
+
+_BUSY = 64  # hits for which a repeated audit is put off while other requests are in the engine
+_LEASE_S = 5.0
+
+
+@dataclass(slots=True)
+class Belief:
+    """What the engine thinks of one namespace's writers. ``writes``: the origin of its own blocks.
+    ``hits``: on proved origins, since the last audit."""
+
+    writes: bytes
+    proved: set[bytes]
+    hits: int = 0
+
+
+@dataclass(slots=True)
+class _Audit:
+    """A request that computes blocks which the pool has. ``repeated``: their origins were proved
+    before. ``origins``: of the blocks whose comparison was ordered. ``left``: the others, by index
+    in the chain, offset and origin. ``open``: ranks that have not told of a comparison yet."""
+
+    request_id: str
+    space: Namespace
+    belief: Belief
+    repeated: bool
+    tickets: list[tuple[int, tuple[int, ...]]]
+    left: list[tuple[int, int, bytes]]
+    origins: set[bytes] = field(default_factory=set)
+    open: int = 0
+    found: Deviation = field(default_factory=Deviation)
+
+
+class Auditor:
+    """Decides which blocks of a hit may be loaded, and what a comparison means."""
+
+    def __init__(
+        self,
+        pool: PoolClient,
+        facts: EngineFacts,
+        every: int | None,
+        tally: Tally,
+        refuted: Callable[[Namespace], None],
+    ) -> None:
+        """``every``: hits between repeated audits; 0: none, None: every block is believed.
+        ``refuted``: called when the engine does not compute what lies in a namespace."""
+        self._pool = pool
+        self._facts = facts
+        self._every = every
+        self._tally = tally
+        self._refuted = refuted
+        self._own = secrets.token_bytes(ORIGIN_BYTES)
+        self._beliefs: dict[tuple[bytes, bool], Belief] = {}
+        self._audits: dict[int, _Audit] = {}
+        self._numbers = itertools.count()
+
+    def origin(self, state: RequestState) -> bytes:
+        """What this request's blocks are written under."""
+        return self._belief(state).writes
+
+    def trusted(self, state: RequestState, offsets: Sequence[int]) -> int:
+        """How many of these leased blocks, from the first on, may be read."""
+        if self._every is None or not offsets or state.space is None:
+            return 0 if state.space is None else len(offsets)
+        proved = self._belief(state).proved
+        origins = self._origins(offsets)
+        return next((i for i, one in enumerate(origins) if one not in proved), len(origins))
+
+    def admit(self, state: RequestState, start: int, offsets: Sequence[int], alone: bool) -> int:
+        """How many of a hit's blocks the request is to load; it computes the others.
+
+        ``start``: index of the first one in the request's chain. ``alone``: no other request is in
+        the engine. Begins an audit where one is due.
+        """
+        count = len(offsets)
+        trusted = self.trusted(state, offsets)
+        if self._every is None:
+            return count
+        belief = self._belief(state)
+        if trusted < count:
+            if not any(audit.belief is belief for audit in self._audits.values()):
+                end = min(count, self._exact_blocks - start)
+                self._begin(state, start, range(trusted, end), repeated=False)
+            return trusted
+        belief.hits += 1
+        due = self._every and belief.hits >= self._every
+        if not due or not (alone or belief.hits >= self._every + _BUSY):
+            return count
+        if start + count > self._exact_blocks:
+            return count
+        began = self._begin(state, start, range(count - 1, count), repeated=True)
+        return count - 1 if began else count
+
+    def comparisons(
+        self, request_id: str, final: int, block_ids: Callable[[str], Sequence[int]]
+    ) -> list[Comparison]:
+        """What the workers are to compare after this step, which makes the first ``final`` blocks
+        of the request's chain whole. ``block_ids``: of a request; 0 stands for one that is gone."""
+        orders = []
+        for number, audit in list(self._audits.items()):
+            ready = [row for row in audit.left if row[0] < final]
+            if audit.request_id != request_id or not ready:
+                continue
+            if not self._holds(audit):
+                self._close(number)
+                continue
+            audit.left = [row for row in audit.left if row[0] >= final]
+            ids = block_ids(request_id)
+            rows = [(ids[i], offset) for i, offset, _ in ready if i < len(ids) and ids[i]]
+            if rows:
+                audit.origins |= {origin for i, _, origin in ready if i < len(ids) and ids[i]}
+                copy = Copy(tuple(row[0] for row in rows), tuple(row[1] for row in rows))
+                orders.append(Comparison(number, request_id, copy, audit.repeated))
+                audit.open += self._facts.ranks
+            elif not audit.left and not audit.open:
+                self._conclude(number)
+        return orders
+
+    def compared(self, number: int, ranks: int, found: Deviation) -> None:
+        """``ranks`` more have compared what one order named."""
+        audit = self._audits.get(number)
+        if audit is None:
+            return
+        audit.open -= ranks
+        audit.found = audit.found.plus(found)
+        if not audit.open and (not audit.left or not found.within):
+            self._conclude(number)
+
+    def ended(self, request_id: str) -> None:
+        """The request is gone: what it has not computed is not compared."""
+        for number, audit in list(self._audits.items()):
+            if audit.request_id == request_id:
+                audit.left = []
+                if not audit.open:
+                    self._conclude(number)
+
+    def forget(self, spaces: set[bytes]) -> None:
+        """These namespaces are not used any more."""
+        for key in [key for key in self._beliefs if key[0] in spaces]:
+            del self._beliefs[key]
+        for number, audit in list(self._audits.items()):
+            if audit.space.digest in spaces:
+                self._close(number)
+
+    # ---- within --------------------------------------------------------------------------
+
+    @property
+    def _exact_blocks(self) -> int:
+        """Blocks of a sequence whose KV does not depend on how it was decoded."""
+        return self._facts.exact_blocks
+
+    def _belief(self, state: RequestState) -> Belief:
+        assert state.space is not None
+        key = state.space.digest, state.has_media
+        if key not in self._beliefs:
+            self._beliefs[key] = Belief(self._own, {self._own})
+        return self._beliefs[key]
+
+    def _origins(self, offsets: Sequence[int]) -> list[bytes]:
+        found = self._pool.read(offsets, self._facts.record_bytes, ORIGIN_BYTES)
+        return found or [b""] * len(offsets)
+
+    def _begin(self, state: RequestState, start: int, places: range, repeated: bool) -> bool:
+        """Leases the blocks at these places of the hit, or the first and last of them. Whether the
+        request is to compute them for an audit."""
+        assert state.space is not None
+        ends = [places]
+        if len(places) > 2 * COMPARED:
+            ends = [places[:COMPARED], places[-COMPARED:]]
+        tickets: list[tuple[int, tuple[int, ...]]] = []
+        left: list[tuple[int, int, bytes]] = []
+        chain = state.keys(start + places.stop)
+        for part in ends:
+            first = start + part.start
+            parent = chain[first - 1] if first else None
+            keys = chain[first : start + part.stop]
+            ticket = self._pool.acquire(keys, _LEASE_S, parent, state.tenant)
+            recall = self._pool.poll(ticket)
+            offsets = recall.offsets if recall.state is RecallState.READY else ()
+            tickets.append((ticket, offsets))
+            origins = self._origins(offsets)
+            rows = zip(itertools.count(first), offsets, origins, strict=False)
+            left += [row for row in rows if row[2]]
+        if not left:
+            for ticket, _ in tickets:
+                self._pool.release(ticket)
+            return False
+        number = next(self._numbers)
+        belief = self._belief(state)
+        belief.hits = 0
+        request_id = state.request.request_id
+        self._audits[number] = _Audit(request_id, state.space, belief, repeated, tickets, left)
+        return True
+
+    def _holds(self, audit: _Audit) -> bool:
+        """Whether the leased blocks are where they were: a pool service may have died since."""
+        return all(self._pool.poll(ticket).offsets == offsets for ticket, offsets in audit.tickets)
+
+    def _close(self, number: int) -> _Audit:
+        audit = self._audits.pop(number)
+        for ticket, _ in audit.tickets:
+            self._pool.release(ticket)
+        return audit
+
+    def _conclude(self, number: int) -> None:
+        audit = self._close(number)
+        total = audit.found
+        if not total.blocks:
+            return
+        self._tally.audits += 1
+        if total.within:
+            self._prove(audit, total)
+            return
+        self._tally.audits_failed += 1
+        logger.error(
+            "kvrecall: AUDIT FAILED: this engine computes other KV than lies in the pool under the "
+            "namespace %s: %d of %d blocks differ (request %s, origins %s), most in layer %s: "
+            "relative deviation %.2g, %.1f times what rounding may cause. Something that shapes KV "
+            "is not in the namespace; please report both engines' settings. From now on this "
+            "engine reads and writes nothing of that namespace: its blocks are private to this "
+            "process",
+            audit.space.digest.hex(),
+            total.unequal,
+            total.blocks,
+            audit.request_id,
+            ", ".join(sorted(one.hex() for one in audit.origins)),
+            total.layer,
+            total.relative,
+            total.times,
+        )
+        self._refuted(audit.space)
+
+    def _prove(self, audit: _Audit, total: Deviation) -> None:
+        belief = audit.belief
+        new = audit.origins - belief.proved
+        belief.proved |= audit.origins
+        if belief.writes == self._own:
+            belief.writes = min(audit.origins)
+        if new or total.unequal:
+            logger.info(
+                "kvrecall: audit passed: this engine computes what lies in the pool under %s: %d "
+                "blocks compared, %d of them bit for bit equal, the others within rounding (%.2f "
+                "of the bound, in layer %s)",
+                audit.space.digest.hex(),
+                total.blocks,
+                total.blocks - total.unequal,
+                total.times,
+                total.layer or "none",
+            )

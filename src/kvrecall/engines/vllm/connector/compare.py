@@ -1,0 +1,134 @@
+"""How far KV that this rank has just computed lies from what the pool has under the same keys.
+
+Another batch shape or another cut of the prompt may round differently, so bytes that are not equal
+are judged by value: per layer, the deviation that a tenth of the vectors exceed, relative to
+their length. What noise was measured, and how far other models lie, is in docs/identity.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvrecall.engines.vllm.connector.pages import Pages
+
+_VECTOR = 32  # elements; divides every head size, so that a vector lies within one key or value
+_QUANTILE = 0.9
+_FLOOR = 1e-2  # of the median length: shorter vectors are measured against that
+_MOST_VECTORS = 1024  # of a layer; beyond it they are sampled evenly
+
+_BOUNDS = {
+    torch.float32: (2.0**-13, 2.0**-13),
+    torch.float16: (2.0**-10, 2.0**-9),
+    torch.bfloat16: (2.0**-7, 2.0**-6),
+    torch.float8_e4m3fn: (2.0**-4, 2.0**-4),
+    torch.float8_e5m2: (2.0**-3, 2.0**-3),
+}
+"""Deviation allowed in the first layer, and how much more in every further one: about three times
+what blocks that were decoded differ from the same blocks prefilled (docs/log.md, 2026-11-22)."""
+
+_OPAQUE = (2.0**-3, 2.0**-3)  # bytes whose format is not known are taken as integers
+_MOST = 0.5  # vectors that have nothing to do with each other deviate by 1.4
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """What a comparison found.
+
+    ``blocks``: how many were compared; ``unequal``: in how many a byte differed. ``times``: the
+    largest deviation of a layer, as a multiple of its bound, in ``layer``; ``relative``: that
+    deviation itself. ``exact``: any unequal byte is too much.
+    """
+
+    blocks: int = 0
+    unequal: int = 0
+    times: float = 0.0
+    relative: float = 0.0
+    layer: str = ""
+    exact: bool = False
+
+    @property
+    def within(self) -> bool:
+        """Whether this is what the same model computes."""
+        return self.unequal == 0 or (self.times <= 1.0 and not self.exact)
+
+    def plus(self, other: Deviation, same_blocks: bool = False) -> Deviation:
+        """Both together. ``same_blocks``: they are of the same blocks on different ranks."""
+        worst = max(self, other, key=lambda one: one.times)
+        blocks, unequal = self.blocks + other.blocks, self.unequal + other.unequal
+        if same_blocks:
+            blocks = max(self.blocks, other.blocks)
+            unequal = max(self.unequal, other.unequal)
+        exact = self.exact or other.exact
+        return Deviation(blocks, unequal, worst.times, worst.relative, worst.layer, exact)
+
+
+def deviation(
+    pages: Sequence[Pages],
+    first_byte: int,
+    memory: torch.Tensor,
+    block_ids: Sequence[int],
+    offsets: Sequence[int],
+    exact: bool,
+) -> Deviation:
+    """Compares device blocks with records of the arena.
+
+    ``pages``: the attention layers, which lie one after the other in a record from ``first_byte``
+    on. ``memory``: the arena, uint8 ``[bytes]``. ``offsets``: of the records of ``block_ids``.
+    ``exact``: kernels are deterministic, so bytes must be equal. Waits for the device.
+    """
+    device = pages[0].rows.device
+    ids = torch.tensor(block_ids, dtype=torch.int64, device=device)
+    arena = memory.numpy()
+    differs = np.zeros(len(block_ids), dtype=bool)
+    worst = (0.0, 0.0, "")
+    at = first_byte
+    for depth, page in enumerate(pages):
+        rows = [page.rows[block] for block in block_ids]
+        if device.type != "cpu":
+            rows = list(page.rows[ids].cpu())
+        computed = [row.reshape(-1).numpy() for row in rows]
+        pooled = [arena[offset + at : offset + at + page.page_bytes] for offset in offsets]
+        at += page.page_bytes
+        # By numpy, as torch's thread team is slow to come together on busy cores.
+        pairs = zip(computed, pooled, strict=True)
+        unequal = [not np.array_equal(ours, theirs) for ours, theirs in pairs]
+        if not any(unequal):
+            continue
+        differs |= unequal
+        relative = _relative(_sample(computed, page.dtype), _sample(pooled, page.dtype))
+        first, further = _BOUNDS.get(page.dtype, _OPAQUE)
+        bound = min(_MOST, first + further * depth)
+        worst = max(worst, (relative / bound, relative, page.name))
+    times, relative, layer = worst
+    return Deviation(len(ids), int(differs.sum()), times, relative, layer, exact)
+
+
+def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The deviation that a tenth of the vectors exceed; infinite where a value is no number in
+    one of them only. float32 ``[vectors, 32]``."""
+    if bool((ours.isfinite() != theirs.isfinite()).any()):
+        return float("inf")
+    ours, theirs = ours.nan_to_num(), theirs.nan_to_num()
+    length = theirs.norm(dim=1)
+    floor = max(float(length.median()) * _FLOOR, torch.finfo(torch.float32).tiny)
+    ratio = (ours - theirs).norm(dim=1) / length.clamp(min=floor)
+    return float(torch.quantile(ratio, _QUANTILE))
+
+
+def _sample(blocks: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> torch.Tensor:
+    """Vectors of these blocks' bytes, at most so many and evenly chosen: float32
+    ``[vectors, 32]``."""
+    known = dtype if dtype in _BOUNDS else torch.int8
+    step = _VECTOR * known.itemsize
+    each = max(1, _MOST_VECTORS // len(blocks))
+    chosen = []
+    for block in blocks:
+        rows = block[: len(block) // step * step].reshape(-1, step)
+        places = np.linspace(0, len(rows) - 1, min(each, len(rows))).astype(np.int64)
+        chosen.append(rows[places])
+    return torch.from_numpy(np.concatenate(chosen)).view(known).to(torch.float32)

@@ -1,0 +1,411 @@
+"""``RecallConnector``: what vLLM loads. It only hands calls to one side or the other."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvrecall.attention.gate import DEVICE_OVERHEAD_BYTES, OVERHEAD_BYTES, Gate
+from kvrecall.block import BlockKey, Namespace, TierName
+from kvrecall.config import RecallSettings
+from kvrecall.engines.fingerprint import default_memory
+from kvrecall.engines.vllm import compat
+from kvrecall.engines.vllm.attention.checks import offload_hindrance
+from kvrecall.engines.vllm.attention.offloader import Offloader
+from kvrecall.engines.vllm.attention.plugin import active_settings, asked_for, require_on
+from kvrecall.engines.vllm.compat import seeds, waits
+from kvrecall.engines.vllm.compat.orphan import end_with_parent
+from kvrecall.engines.vllm.connector.facts import ALL_BLOCKS, ORIGIN_BYTES, EngineFacts
+from kvrecall.engines.vllm.connector.ledger import RequestState
+from kvrecall.engines.vllm.connector.metrics import PoolWatch, RecallPromMetrics, RecallStats
+from kvrecall.engines.vllm.connector.scheduler_side import RecallScheduler
+from kvrecall.engines.vllm.connector.wire import Shard, StepOrders, StepReport
+from kvrecall.engines.vllm.connector.worker_side import RecallWorker
+from kvrecall.engines.vllm.identity import fields
+from kvrecall.engines.vllm.identity.namespace import Adapters, namespace_of
+from kvrecall.engines.vllm.identity.weights import weights_of
+from kvrecall.engines.vllm.serving import warmth
+from kvrecall.errors import ConfigError, EngineError, KvrecallError
+from kvrecall.pool.base import PoolClient
+from kvrecall.pool.open import open_pool
+from kvrecall.pool.pool import Pool
+from kvrecall.pool.service.client import ServiceClient
+from kvrecall.pool.service.reception import Reception
+from kvrecall.pool.slots import slot_bytes_of
+
+logger = logging.getLogger("vllm.kvrecall")
+
+_FINGERPRINT_S = 0.5
+"""How long the start waits for the fingerprint of the weights. Remembered or of a small model, it
+is there by then, and the first request is pooled; otherwise requests go without the pool."""
+
+_SOURCES = {
+    TierName.HOST: CacheHitSource.HOST,
+    TierName.DISK: CacheHitSource.DISK,
+    TierName.REMOTE: CacheHitSource.P2P,
+}
+
+
+class RecallConnector(KVConnectorBase_V1):
+    """Recalls KV blocks from the pool and saves new ones into it.
+
+    Settings come from ``kv_connector_extra_config``; see ``RecallSettings.from_mapping``.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._scheduler: RecallScheduler | None = None
+        self._worker: RecallWorker | None = None
+        self._pool: PoolClient | None = None
+        self._reception: Reception | None = None
+        self._watch = PoolWatch()
+        compat.require_supported(vllm_config, kv_cache_config)
+        require_on(vllm_config, os.environ)
+        waits.install()
+        if role is KVConnectorRole.WORKER:
+            seeds.install()
+            compat.hand_orders_first(vllm_config)
+            self._worker = RecallWorker(vllm_config, kv_cache_config)
+            compat.show_model(vllm_config, self._worker.see_model)
+        else:
+            if multiprocessing.current_process().name.startswith("EngineCore"):
+                end_with_parent()
+            compat.begin_lost_anew()
+            self._settings = _settings_of(vllm_config)
+            self._weights = weights_of(vllm_config)
+            _warn_if_hopeless(vllm_config)
+            self._pool = open_pool(self._settings)
+            self._reception = _reception(self._pool, self._settings)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache owes nobody a delivery: a lost save is a later miss."""
+        return False
+
+    # ---- worker side --------------------------------------------------------------------
+
+    @property
+    def _w(self) -> RecallWorker:
+        assert self._worker is not None
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._w.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._w.shard()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, StepOrders)
+        self._w.before_overwrite(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, StepOrders)
+        self._w.start_loads(orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: all loads are asynchronous, a request runs when they are done."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing to do a layer: blocks are saved whole, after the step."""
+
+    def wait_for_save(self) -> None:
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, StepOrders)
+        self._w.start_stores(orders)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        released, loaded, failed = self._w.finished()
+        return KVConnectorTransferResults(
+            finished_sending=released, finished_recving=loaded, failed_recving=failed
+        )
+
+    def build_connector_worker_meta(self) -> StepReport | None:
+        return self._w.report()
+
+    # ---- scheduler side -----------------------------------------------------------------
+
+    @property
+    def _s(self) -> RecallScheduler:
+        assert self._scheduler is not None, "the workers have not told their shards yet"
+        return self._scheduler
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """The engine is up and every rank has told what it holds of a block: opens business."""
+        assert self._pool is not None
+        shards = [metadata[rank] for rank in sorted(metadata)]
+        assert all(isinstance(shard, Shard) for shard in shards)
+        facts = self._facts([shard for shard in shards if isinstance(shard, Shard)])
+        arena_bytes = self._pool.arena_handle().nbytes
+        if arena_bytes:  # none while a pool service is not there
+            _check_room(arena_bytes, facts, self._vllm_config.model_config.max_model_len)
+        self._weights.wait(_FINGERPRINT_S)
+        self._scheduler = RecallScheduler(
+            self._pool,
+            self._settings,
+            facts,
+            lambda: self._namespace(shards),
+            Adapters(fields.adapter_ingredients(self._vllm_config), default_memory()),
+            self._block_ids,
+        )
+        self._keep_long_sequences(facts)
+        logger.info(
+            "kvrecall: pool open as %s: host %.2f GiB, %s, %d bytes a block of %d tokens",
+            self._vllm_config.kv_transfer_config.kv_role,
+            arena_bytes / 2**30,
+            _below_text(self._settings),
+            facts.block_bytes,
+            facts.block_size,
+        )
+
+    def _keep_long_sequences(self, facts: EngineFacts) -> None:
+        """With retrieval on, lets long sequences leave the device in part."""
+        if not asked_for(os.environ) or offload_hindrance(self._vllm_config) is not None:
+            return
+        assert self._pool is not None
+        settings = active_settings(self._vllm_config)
+        overhead = OVERHEAD_BYTES if compat.is_on_cpu() else DEVICE_OVERHEAD_BYTES
+        offloader = Offloader(
+            self._pool,
+            settings,
+            facts.block_size,
+            Gate(settings, compat.layer_token_bytes(self._kv_cache_config), overhead),
+            self._settings.pool.load_deadline_s,
+            self._s.state_of,
+            self._s.trusted,
+        )
+        self._s.offloader = offloader
+        compat.block_manager(self._kv_cache_manager).keeper = offloader
+
+    def _facts(self, shards: list[Shard]) -> EngineFacts:
+        parallel = self._vllm_config.parallel_config
+        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        if len(shards) != ranks:
+            raise EngineError(
+                f"{len(shards)} of {ranks} ranks told what they hold of a block; kvrecall supports "
+                "tensor and pipeline parallel engines whose ranks all report"
+            )
+        replicas = compat.kv_replicas(self._kv_cache_config)
+        return EngineFacts(
+            block_size=compat.group_block_size(self._kv_cache_config),
+            hash_block_size=compat.hash_block_size(self._vllm_config, self._kv_cache_config),
+            block_bytes=sum(shard.nbytes for shard in shards) // replicas + ORIGIN_BYTES,
+            ranks=ranks,
+            copies_in_step=all(shard.copies_in_step for shard in shards),
+            frees_while_running=compat.freed_while_running(self._kv_cache_config),
+            recalls=self._may_recall(),
+            least_token_seconds=max(shard.token_seconds for shard in shards),
+            exact_blocks=self._exact_blocks(),
+        )
+
+    def _exact_blocks(self) -> int:
+        """Blocks of a sequence that are attended to densely when it decodes; the first always is,
+        as a sequence of one block has none to leave out."""
+        if not asked_for(os.environ):
+            return ALL_BLOCKS
+        size = compat.group_block_size(self._kv_cache_config)
+        return max(1, active_settings(self._vllm_config).dense_boundary // size)
+
+    def _may_recall(self) -> bool:
+        """vLLM guards blocks against loads that overtake a step under way only in consumers."""
+        if compat.loads_are_ordered(self._vllm_config):
+            return True
+        logger.warning(
+            "kvrecall: this kv_producer overlaps steps, in which vLLM allows no loads: it saves "
+            "and does not recall. With kv_role kv_both it does both"
+        )
+        return False
+
+    def _namespace(self, shards: list[Any]) -> Namespace | None:
+        """None until it is known which weights the engine has."""
+        if not self._weights.is_known:
+            return None
+        namespace = namespace_of(
+            self._vllm_config, self._kv_cache_config, shards, self._weights.text()
+        )
+        logger.info("kvrecall: namespace %s of %s", namespace.digest.hex(), dict(namespace.parts))
+        return namespace
+
+    def _block_ids(self, request_id: str) -> list[int]:
+        assert self._kv_cache_manager is not None
+        ids: list[int] = self._kv_cache_manager.get_block_ids(request_id)[0]
+        return ids
+
+    def on_new_request(self, request: Any) -> None:
+        self._s.admit(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._s.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._s.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        return {_SOURCES[tier]: n for tier, n in self._s.sources(request).items() if n}
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        assert self._pool is not None
+        return self._s.orders(scheduler_output, self._pool.arena_handle())
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        report = connector_output.kv_connector_worker_meta
+        self._s.reported(
+            report,
+            connector_output.finished_recving or set(),
+            connector_output.failed_recving or set(),
+        )
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._s.finished(request, block_ids)
+
+    def reset_cache(self) -> bool | None:
+        return self._s.reset()
+
+    # ---- for who hosts the engine and watches it -----------------------------------------
+
+    def saved(self, request_id: str) -> tuple[BlockKey, ...]:
+        """Leading blocks of a request in the engine that are in the pool or on their way."""
+        return () if self._scheduler is None else self._scheduler.saved(request_id)
+
+    def state_of(self, request_id: str) -> RequestState | None:
+        """What the scheduler side remembers of a request in the engine."""
+        return self._s.state_of(request_id)
+
+    @property
+    def pool(self) -> PoolClient:
+        """The engine's pool, on the scheduler side."""
+        assert self._pool is not None
+        return self._pool
+
+    @property
+    def has_service(self) -> bool:
+        """Whether the pool is a service's, and one is there."""
+        return isinstance(self._pool, ServiceClient) and self._pool.is_connected
+
+    # ---- both ---------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> RecallStats | None:
+        if self._worker is not None:
+            did, heat = self._worker.attention_counts(), warmth.WORKER.take()
+            return RecallStats.of(did, {}, heat=heat) if did else None
+        if self._scheduler is None or self._pool is None:
+            return None
+        counts, gauges = self._watch.take(self._pool.stats())
+        tally = self._scheduler.tally
+        stats = RecallStats.of({**counts, **tally.take()}, gauges, tally.take_splits())
+        return stats if stats.data["counts"] or stats.data["splits"] else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> RecallStats | None:
+        return RecallStats(data=data) if data else RecallStats.of({}, {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> RecallPromMetrics:
+        return RecallPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        if self._reception is not None:
+            self._reception.stop()
+        if self._pool is not None:
+            self._pool.close()
+        if self._reception is not None:
+            self._reception.close()
+
+
+def _reception(pool: PoolClient, settings: RecallSettings) -> Reception | None:
+    """Where an embedded pool can be asked; None if nowhere. That it cannot be set up is told and
+    no reason not to serve."""
+    if settings.admin_socket is None or not isinstance(pool, Pool):
+        return None
+    disk = settings.pool.disk
+    try:
+        return Reception(pool, settings.admin_socket, str(disk.path) if disk else "")
+    except KvrecallError as error:
+        logger.warning("kvrecall: the pool of this engine cannot be asked: %s", error)
+        return None
+
+
+def _settings_of(vllm_config: Any) -> RecallSettings:
+    """Settings from the engine's configuration; replicas of a model get a disk folder each."""
+    raw = vllm_config.kv_transfer_config.kv_connector_extra_config
+    settings = RecallSettings.from_mapping(raw, "kv_connector_extra_config")
+    parallel = vllm_config.parallel_config
+    disk = settings.pool.disk
+    if parallel.data_parallel_size > 1 and disk is not None:
+        folder = disk.path / f"replica-{parallel.data_parallel_rank}"
+        return replace(settings, pool=replace(settings.pool, disk=replace(disk, path=folder)))
+    return settings
+
+
+def _check_room(host: int, facts: EngineFacts, max_model_len: int) -> None:
+    """Raises ConfigError if the host tier holds no block; warns if it holds no whole sequence."""
+    blocks = host // slot_bytes_of(facts.block_bytes)
+    if blocks == 0:
+        raise ConfigError(
+            f"host_size (of the pool service, if there is one) is {host} bytes, and one block of "
+            f"this model ({facts.block_size} tokens) takes {facts.block_bytes}; set host_size to "
+            "some hundred times that"
+        )
+    if blocks * facts.block_size < max_model_len:
+        logger.warning(
+            "kvrecall: host_size holds %d tokens, less than one sequence of max_model_len=%d: "
+            "longer prefixes are recalled in part",
+            blocks * facts.block_size,
+            max_model_len,
+        )
+
+
+def _warn_if_hopeless(vllm_config: Any) -> None:
+    algo = vllm_config.cache_config.prefix_caching_hash_algo
+    if compat.root_seed_is_random(algo):
+        logger.warning(
+            "kvrecall: NOTHING CAN HIT AFTER A RESTART: block hashes of %s start from a random "
+            "seed in every process. Pass --prefix-caching-hash-algo sha256_cbor, or set "
+            "PYTHONHASHSEED to a fixed number",
+            algo,
+        )
+
+
+def _below_text(settings: RecallSettings) -> str:
+    """What lies below the host tier, for the log."""
+    if settings.backend == "service":
+        return "by the node's pool service"
+    disk, remote = settings.pool.disk, settings.pool.remote
+    text = f"disk {disk.capacity_bytes / 2**30:.2f} GiB in {disk.path}" if disk else "no disk"
+    return f"{text}, remote {remote.kind}" if remote else text

@@ -1,0 +1,286 @@
+"""Counts of the connector, and their way to vLLM's logs and Prometheus endpoint.
+
+vLLM carries a ``KVConnectorStats`` payload from the engine to the API process once a step; the
+payload holds increments of counters, current values of gauges, and for requests that began where
+their prompts come from (``splits.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import Counter, Gauge
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from kvrecall.engines.vllm.connector.wire import StepReport
+from kvrecall.engines.vllm.serving import warmth
+from kvrecall.engines.vllm.serving.splits import BOARD
+from kvrecall.engines.vllm.serving.warmth import Warmth
+from kvrecall.pool.base import PoolStats
+
+SOURCES = ("device", "host", "disk", "remote", "computed")
+
+COUNTERS = {
+    "requests": "Requests finished.",
+    "loaded_bytes": "Bytes copied from the arena to the device.",
+    "load_seconds": "Seconds spent copying them.",
+    "stored_bytes": "Bytes copied from the device to the arena.",
+    "store_seconds": "Seconds spent copying them.",
+    "blocks_refused": "Blocks not saved because the pool had no room or was shedding load.",
+    "blocks_declined": "Blocks found but computed, as loading was expected to take longer.",
+    "stores_failed": "Stores that failed on a worker.",
+    "loads_given_up": "Loads ended early, as waiting on did not pay.",
+    "loads_failed": "Requests recomputed because their load failed.",
+    "sequences_lost": "Sequences recomputed because their blocks off the device were out of reach.",
+    "audits": "Hits that were computed and compared with the pool's blocks.",
+    "audits_failed": "Of these, those that differed: the engine's blocks turned private.",
+    "handovers": "Requests that came with blocks promised by a prefill instance.",
+    "handovers_late": "Of these, those whose blocks did not come in time and were computed.",
+    "handovers_foreign": "Of these, those whose blocks fit no engine like this one.",
+    "flushes_missed": "Replies sent before their blocks were durable (async_write off).",
+    "retrieval_steps": "Steps of the workers, if retrieval attention is on.",
+    "retrieval_steps_sparse": "Steps in which some sequence was attended to sparsely.",
+    "retrieval_sequences_sparse": "Decoded tokens attended to sparsely.",
+    "retrieval_sequences_gated": "Decoded tokens left dense by the gate.",
+    "retrieval_layers_sparse": "Sparse attentions made: one a layer and decoded token.",
+    "retrieval_blocks_considered": "Middle blocks chosen from, by layer and KV head.",
+    "retrieval_blocks_selected": "Middle blocks chosen, by layer and KV head.",
+    "retrieval_blocks_attended": "Blocks attended to sparsely, by layer and KV head.",
+    "retrieval_blocks_digested": "Blocks whose digests were computed.",
+    "retrieval_sequences_offloaded": "Decoded tokens of sequences off the device in part.",
+    "retrieval_blocks_offloaded": "Blocks that left the device while their sequence runs.",
+    "retrieval_blocks_left": "Blocks of prefixes found in the pool that were left there.",
+    "retrieval_bytes_digests": "Bytes of their digests, which were loaded.",
+    "retrieval_digests_mended": "Digests that came damaged from memory, by block and layer.",
+    "retrieval_blocks_hit": "Chosen blocks off the device found in its slots.",
+    "retrieval_blocks_loaded": "Chosen blocks off the device that were loaded.",
+    "retrieval_blocks_prefetched": "Blocks loaded ahead.",
+    "retrieval_blocks_vain": "Blocks loaded ahead and never chosen.",
+    "retrieval_bytes_loaded": "Bytes recalled into device slots.",
+}
+PROMPT_TOKENS = "Prompt tokens by where their KV came from."
+TIER_COUNTERS = {
+    "hits": "Blocks found in the tier.",
+    "reads": "Blocks read from the tier.",
+    "read_bytes": "Bytes read from the tier.",
+    "read_seconds": "Seconds spent reading.",
+    "writes": "Blocks written to the tier.",
+    "write_bytes": "Bytes written to the tier.",
+    "write_seconds": "Seconds spent writing.",
+    "evictions": "Blocks evicted from the tier.",
+    "dropped": "Stores shed by the tier.",
+    "errors": "I/O errors of the tier.",
+    "corrupt": "Blocks dropped because their checksum or length was wrong.",
+    "over_quota": "Blocks refused for their tenant's limit.",
+    "quota_evictions": "Blocks evicted for their tenant's limit.",
+}
+TIER_GAUGES = {
+    "capacity_bytes": "Hard limit of the tier.",
+    "used_bytes": "Bytes in use.",
+    "blocks": "Blocks held.",
+    "pinned_bytes": "Bytes of pinned blocks.",
+}
+POOL_GAUGES = {
+    "leases": "Blocks leased by requests.",
+    "reserved": "Slots being filled.",
+    "queued_writes": "Blocks waiting to be written below the host.",
+    "queued_reads": "Blocks waiting to be promoted.",
+    "unwritten_bytes": "Bytes that the write policy has not written below the host yet.",
+}
+
+
+_EVENTS = (
+    "blocks_refused",
+    "blocks_declined",
+    "loads_given_up",
+    "stores_failed",
+    "loads_failed",
+    "sequences_lost",
+    "flushes_missed",
+    "audits",
+    "audits_failed",
+    "handovers",
+    "handovers_late",
+    "handovers_foreign",
+)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counters of the scheduler side since the last report."""
+
+    counts: dict[str, float] = field(default_factory=dict)
+    splits: dict[str, dict[str, int]] = field(default_factory=dict)
+    blocks_refused: int = 0
+    blocks_declined: int = 0
+    stores_failed: int = 0
+    loads_given_up: int = 0
+    loads_failed: int = 0
+    sequences_lost: int = 0
+    flushes_missed: int = 0
+    audits: int = 0
+    audits_failed: int = 0
+    handovers: int = 0
+    handovers_late: int = 0
+    handovers_foreign: int = 0
+
+    def count_request(self, sources: dict[str, int]) -> None:
+        """Adds a finished request and where its prompt's KV came from (tokens)."""
+        self._add("requests", 1)
+        for source, tokens in sources.items():
+            self._add(f"{source}:prompt_tokens", tokens)
+
+    def count_step(self, report: StepReport) -> None:
+        """Adds the copies of a step."""
+        self._add("loaded_bytes", report.loaded_bytes)
+        self._add("load_seconds", report.load_seconds)
+        self._add("stored_bytes", report.stored_bytes)
+        self._add("store_seconds", report.store_seconds)
+
+    def _add(self, name: str, amount: float) -> None:
+        if amount:
+            self.counts[name] = self.counts.get(name, 0) + amount
+
+    def take(self) -> dict[str, float]:
+        """The counts so far; starts anew."""
+        for name in _EVENTS:
+            self._add(name, getattr(self, name))
+            setattr(self, name, 0)
+        counts, self.counts = self.counts, {}
+        return counts
+
+    def take_splits(self) -> dict[str, dict[str, int]]:
+        """Prompt tokens by source of the requests that began since the last call."""
+        splits, self.splits = self.splits, {}
+        return splits
+
+
+class PoolWatch:
+    """Turns the pool's running totals into increments for Prometheus counters."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+
+    def take(self, stats: PoolStats) -> tuple[dict[str, float], dict[str, float]]:
+        """Increments of the counters since the last call, and the gauges as they are."""
+        counts: dict[str, float] = {}
+        gauges: dict[str, float] = {name: getattr(stats, name) for name in POOL_GAUGES}
+        for tier in stats.tiers:
+            for name in TIER_COUNTERS:
+                label = f"{tier.name}:tier_{name}"
+                value = float(getattr(tier, name))
+                if value != self._last.get(label, 0.0):
+                    counts[label] = value - self._last.get(label, 0.0)
+                    self._last[label] = value
+            for name in TIER_GAUGES:
+                gauges[f"{tier.name}:tier_{name}"] = float(getattr(tier, name))
+        return counts, gauges
+
+
+class RecallStats(KVConnectorStats):
+    """Payload: ``counts`` (name -> increment), ``gauges`` (name -> value), ``splits`` (request
+    -> source -> tokens) and ``heat`` (layer -> where its blocks lay and were chosen)."""
+
+    @classmethod
+    def of(
+        cls,
+        counts: dict[str, float],
+        gauges: dict[str, float],
+        splits: dict[str, dict[str, int]] | None = None,
+        heat: Mapping[int, list[list[int]]] | None = None,
+    ) -> RecallStats:
+        plain = {str(layer): rows for layer, rows in (heat or {}).items()}
+        return cls(data={"counts": counts, "gauges": gauges, "splits": splits or {}, "heat": plain})
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {"counts": {}, "gauges": {}, "splits": {}, "heat": {}}
+
+    def is_empty(self) -> bool:
+        return not self.data.get("counts") and not self.data.get("gauges")
+
+    def aggregate(self, other: KVConnectorStats) -> RecallStats:
+        counts = dict(self.data.get("counts", {}))
+        for name, amount in other.data.get("counts", {}).items():
+            counts[name] = counts.get(name, 0) + amount
+        gauges = {**self.data.get("gauges", {}), **other.data.get("gauges", {})}
+        splits = {**self.data.get("splits", {}), **other.data.get("splits", {})}
+        heat = Warmth()
+        for payload in (self, other):
+            heat.add(payload.data.get("heat", {}))
+        return RecallStats.of(counts, gauges, splits, heat.take())
+
+    def reduce(self) -> dict[str, int | float]:
+        """What a person wants in the log line of the last interval."""
+        counts = self.data.get("counts", {})
+        line: dict[str, int | float] = {
+            f"{source} tokens": int(counts.get(f"{source}:prompt_tokens", 0)) for source in SOURCES
+        }
+        for way, seconds in (("loaded", "load_seconds"), ("stored", "store_seconds")):
+            nbytes = counts.get(f"{way}_bytes", 0)
+            line[f"{way} MB"] = round(nbytes / 1e6, 1)
+            if counts.get(seconds):
+                line[f"{way} GB/s"] = round(nbytes / counts[seconds] / 1e9, 2)
+        return line
+
+
+class RecallPromMetrics(KVConnectorPromMetrics):
+    """Registers ``kvrecall_*`` metrics and feeds them; labels: engine's own, and ``tier``."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counter, gauge = metric_types[Counter], metric_types[Gauge]
+        tiered = [*labelnames, "tier"]
+        sources = [*labelnames, "source"]
+        self._counters = {
+            name: counter(name=f"kvrecall_{name}", documentation=text, labelnames=labelnames)
+            for name, text in COUNTERS.items()
+        }
+        self._labelled = {
+            f"tier_{name}": counter(
+                name=f"kvrecall_tier_{name}", documentation=text, labelnames=tiered
+            )
+            for name, text in TIER_COUNTERS.items()
+        }
+        self._labelled["prompt_tokens"] = counter(
+            name="kvrecall_prompt_tokens", documentation=PROMPT_TOKENS, labelnames=sources
+        )
+        self._gauges = {
+            name: gauge(name=f"kvrecall_{name}", documentation=text, labelnames=labelnames)
+            for name, text in POOL_GAUGES.items()
+        }
+        self._tier_gauges = {
+            f"tier_{name}": gauge(
+                name=f"kvrecall_tier_{name}", documentation=text, labelnames=tiered
+            )
+            for name, text in TIER_GAUGES.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Feeds one payload of ``RecallStats``. ``label:metric`` names a labelled metric."""
+        for request_id, split in transfer_stats_data.get("splits", {}).items():
+            BOARD.post(request_id, split)
+        warmth.BOARD.add(transfer_stats_data.get("heat", {}))
+        labels = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
+        for name, amount in transfer_stats_data.get("counts", {}).items():
+            label, _, metric = name.rpartition(":")
+            if label:
+                self._labelled[metric].labels(*labels, label).inc(amount)
+            else:
+                self._counters[name].labels(*labels).inc(amount)
+        for name, value in transfer_stats_data.get("gauges", {}).items():
+            label, _, metric = name.rpartition(":")
+            if label:
+                self._tier_gauges[metric].labels(*labels, label).set(value)
+            else:
+                self._gauges[name].labels(*labels).set(value)

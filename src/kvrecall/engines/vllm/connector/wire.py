@@ -1,0 +1,202 @@
+"""What the scheduler side and the worker side of the connector tell each other, step by step.
+
+Everything here is pickled by vLLM once a step, so it is small and plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvrecall.engines.vllm.connector.compare import Deviation
+from kvrecall.engines.vllm.identity.loaded import LoadedModel
+from kvrecall.pool.base import ArenaHandle
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Blocks to copy between the device and the arena; row i of both lists belongs together.
+
+    ``offsets`` are bytes into the arena where a block's record starts; a rank adds its shard's
+    place within the record.
+    """
+
+    block_ids: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Arena -> device for one request, which waits until every rank has reported it."""
+
+    request_id: str
+    copy: Copy
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Device -> arena, after this step's forward pass; ``origin`` goes behind each record."""
+
+    store_id: int
+    copy: Copy
+    origin: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Device blocks that this step makes whole, to be compared with records of the arena.
+
+    ``repeated``: what the request has loaded was proved before, so it is wrong, too, if these
+    differ; the request then begins anew.
+    """
+
+    number: int
+    request_id: str
+    copy: Copy
+    repeated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """Middle blocks of a sequence leave the device; they lie in the arena at ``offsets``.
+
+    They are the next ones after those that left before, the first of which was block ``init`` of
+    the sequence. ``block_ids``: where they lie until the step writes. ``slots``: device blocks
+    that the sequence gets to recall into, added to those it had.
+    """
+
+    request_id: str
+    init: int
+    block_ids: tuple[int, ...]
+    offsets: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A sequence whose prefix was found in the pool begins with its middle blocks left there, from
+    block ``init`` on, at ``offsets`` of the arena. ``slots``: as of a ``Departure``."""
+
+    request_id: str
+    init: int
+    offsets: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadOrders:
+    """What retrieval attention must know of sequences whose blocks are off the device in part.
+
+    To be carried out before the step writes any device block: ``ended`` sequences first, then
+    ``arrivals``, then ``departures``. ``rows``: those that take part in this step, by the device
+    block in which the last of the step's tokens is written, which no other sequence writes.
+    """
+
+    departures: list[Departure]
+    rows: dict[int, str]
+    ended: list[str]
+    arrivals: list[Arrival] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StepOrders(KVConnectorMetadata):
+    """The scheduler side's orders for one step.
+
+    ``releases``: finished requests whose device blocks are held until the stores ordered so far
+    have left the device. ``drain``: wait for all stores before anything is overwritten (a request
+    was preempted or its blocks may be reused). ``record_bytes``: of a block's KV over all ranks.
+    """
+
+    arena: ArenaHandle
+    loads: list[Load] = field(default_factory=list)
+    stores: list[Store] = field(default_factory=list)
+    releases: list[str] = field(default_factory=list)
+    drain: bool = False
+    comparisons: list[Comparison] = field(default_factory=list)
+    record_bytes: int = 0
+    offload: OffloadOrders | None = None
+
+
+@dataclass(slots=True)
+class StepReport(KVConnectorWorkerMetadata):
+    """What the workers finished: how many ranks completed, and which failed, each store.
+
+    ``compared``: by number, how many ranks have compared, and what they found. ``refuted``:
+    requests that have loaded blocks which this engine would not have computed. ``lost``: requests
+    whose blocks off the device cannot be had any more. What the step computed of either means
+    nothing.
+    """
+
+    stored: dict[int, int] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)
+    lost: set[str] = field(default_factory=set)
+    compared: dict[int, tuple[int, Deviation]] = field(default_factory=dict)
+    refuted: set[str] = field(default_factory=set)
+    loaded_bytes: int = 0
+    load_seconds: float = 0.0
+    stored_bytes: int = 0
+    store_seconds: float = 0.0
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
+        """Sums the reports of two ranks."""
+        assert isinstance(other, StepReport)
+        stored = dict(self.stored)
+        for store_id, ranks in other.stored.items():
+            stored[store_id] = stored.get(store_id, 0) + ranks
+        compared = dict(self.compared)
+        for number, (ranks, found) in other.compared.items():
+            before, known = compared.get(number, (0, Deviation()))
+            compared[number] = ranks + before, known.plus(found, same_blocks=True)
+        return StepReport(
+            stored,
+            self.failed | other.failed,
+            self.lost | other.lost,
+            compared,
+            self.refuted | other.refuted,
+            self.loaded_bytes + other.loaded_bytes,
+            max(self.load_seconds, other.load_seconds),
+            self.stored_bytes + other.stored_bytes,
+            max(self.store_seconds, other.store_seconds),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayer:
+    """One layer's part of a block on one rank."""
+
+    name: str
+    page_bytes: int
+    layout: str  # logical shape of a block, strides, dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Shard(KVConnectorHandshakeMetadata):
+    """What one rank holds of every block, told once at start.
+
+    ``kernel`` names the attention backend and the instruction set its bytes are packed for.
+    ``copies_in_step``: stores are complete when the step that ordered them returns.
+    ``token_seconds``: computing a prompt token takes this rank about as long, or longer.
+    ``model``: what the rank has loaded; None if its worker does not show it.
+    """
+
+    layers: tuple[ShardLayer, ...]
+    kernel: str
+    copies_in_step: bool
+    token_seconds: float = 0.0
+    model: LoadedModel | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one block on this rank."""
+        return total_bytes(self.layers)
+
+
+def total_bytes(layers: Iterable[ShardLayer]) -> int:
+    """Bytes of one block over ``layers``."""
+    return sum(layer.page_bytes for layer in layers)

@@ -1,0 +1,223 @@
+"""The worker side: copies bytes between this rank's device KV cache and the arena. Decides nothing.
+
+A copy that cannot be made is reported as failed and the engine recomputes; it never raises into
+the engine's step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvrecall.engines.vllm import compat
+from kvrecall.engines.vllm.attention.recalled import Records
+from kvrecall.engines.vllm.connector.compare import Deviation, deviation
+from kvrecall.engines.vllm.connector.copier import make_copier
+from kvrecall.engines.vllm.connector.mapping import ArenaMapping
+from kvrecall.engines.vllm.connector.pages import Pages, pages_of
+from kvrecall.engines.vllm.connector.speed import least_token_seconds
+from kvrecall.engines.vllm.connector.wire import (
+    Comparison,
+    Shard,
+    ShardLayer,
+    StepOrders,
+    StepReport,
+    Store,
+)
+from kvrecall.engines.vllm.identity.loaded import LoadedModel
+from kvrecall.pool.base import ArenaHandle
+
+
+class RecallWorker:
+    """Worker side of the connector for one rank. Called from the worker's thread only."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._layers: tuple[Pages, ...] = ()
+        self._pages: tuple[Pages, ...] = ()  # of the layers, then of their digests
+        self._arena = ArenaMapping(lambda view: make_copier(view, self._pages, self._offset))
+        self._offset = 0
+        self._loading: list[tuple[int, str]] = []  # (ordinal of the load, request)
+        self._storing: list[tuple[int, int]] = []  # (ordinal of the store, store id)
+        self._releases: list[tuple[int, str]] = []  # (stores that must be done, request)
+        self._loads = 0
+        self._stores = 0
+        self._failed_loads: set[str] = set()
+        self._report = StepReport()
+        self._attention: Mapping[str, int] = {}
+        self._model: torch.nn.Module | None = None  # until ``shard`` has told of it
+        self._offloading = False
+        self._applied: StepOrders | None = None
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Takes the device KV cache: one tensor a layer."""
+        placements = compat.layer_placements(self._kv_cache_config)
+        self._layers = pages_of(
+            kv_caches,
+            placements,
+            self._kv_cache_config.num_blocks,
+            compat.fp8_type(self._vllm_config),
+        )
+        beside = compat.digest_pages(self._vllm_config).items()
+        digests = (Pages(name, rows, f"{tuple(rows.shape[1:])} bytes") for name, rows in beside)
+        self._pages = (*self._layers, *digests)
+
+    def shard(self) -> Shard:
+        """What this rank holds of a block. All ranks must be asked at once: they confer."""
+        layers = tuple(ShardLayer(page.name, page.page_bytes, page.layout) for page in self._pages)
+        kernel = compat.kernel_of(self._vllm_config, tuple(page.name for page in self._layers))
+        device = self._pages[0].rows.device
+        self._offset = self._shard_offset()
+        flops, hidden = compat.prompt_token_work(self._vllm_config)
+        dtype = self._vllm_config.model_config.dtype
+        least = least_token_seconds(flops, hidden, dtype, str(device))
+        loaded = None if self._model is None else LoadedModel.of(self._model)
+        self._model = None
+        return Shard(layers, kernel, device.type == "cpu", least, loaded)
+
+    def see_model(self, model: torch.nn.Module) -> None:
+        """The model that this rank has loaded; to be told before ``shard``."""
+        self._model = model
+
+    def start_loads(self, orders: StepOrders) -> None:
+        """Starts the step's loads."""
+        for load in orders.loads:
+            compat.note_overwritten(self._vllm_config, load.copy.block_ids)
+            moved = self._arena.load(orders.arena, load.copy)
+            if moved is None:
+                self._loading.append((self._loads, load.request_id))
+                self._failed_loads.add(load.request_id)
+                continue
+            compat.note_restored(self._vllm_config, load.copy.block_ids)
+            self._loads += 1
+            self._loading.append((self._loads, load.request_id))
+            self._report.loaded_bytes += moved.nbytes
+            self._report.load_seconds += moved.seconds
+
+    def start_stores(self, orders: StepOrders) -> None:
+        """Starts the step's stores; the forward pass has been submitted."""
+        for store in orders.stores:
+            if not self._writes_shard():
+                self._report.stored[store.store_id] = 1
+                continue
+            compat.before_store(self._vllm_config, store.copy.block_ids)
+            moved = self._arena.store(orders.arena, store.copy)
+            if moved is None:
+                self._report.stored[store.store_id] = 1
+                self._report.failed.add(store.store_id)
+                continue
+            self._sign(orders, store)
+            self._stores += 1
+            self._storing.append((self._stores, store.store_id))
+            self._report.stored_bytes += moved.nbytes
+            self._report.store_seconds += moved.seconds
+        self._releases.extend((self._stores, request_id) for request_id in orders.releases)
+        for comparison in orders.comparisons:
+            self._compare(orders.arena, comparison)
+
+    def _sign(self, orders: StepOrders, store: Store) -> None:
+        """Writes the origin behind the records that are stored, once for all ranks."""
+        memory = self._arena.memory(orders.arena) if self._offset == 0 else None
+        if memory is None:
+            return
+        origin = np.frombuffer(store.origin, dtype=np.uint8)
+        for offset in store.copy.offsets:
+            at = offset + orders.record_bytes
+            memory[at : at + len(origin)] = origin
+
+    def _compare(self, arena: ArenaHandle, comparison: Comparison) -> None:
+        """Compares device blocks with the pool's, this rank's part of them."""
+        memory = self._arena.memory(arena)
+        found = Deviation()
+        if memory is not None:
+            copy = comparison.copy
+            found = deviation(
+                self._layers,
+                self._offset,
+                torch.from_numpy(memory),
+                copy.block_ids,
+                copy.offsets,
+                compat.is_deterministic(),
+            )
+        self._report.compared[comparison.number] = 1, found
+        if comparison.repeated and not found.within:
+            self._report.refuted.add(comparison.request_id)
+
+    def before_overwrite(self, orders: StepOrders) -> None:
+        """Called before the step writes any device block or builds attention metadata.
+
+        Does nothing the second time for the same orders: with Model Runner V2 both
+        ``compat.hand_orders_first`` and vLLM call it.
+        """
+        if orders is self._applied:
+            return
+        self._applied = orders
+        if orders.drain:
+            self._arena.drain()
+        if orders.offload is not None or self._offloading:
+            self._offload(orders)
+
+    def finished(self) -> tuple[set[str], set[str], set[str]]:
+        """Requests whose device blocks may be freed, whose load has ended, whose load failed."""
+        loads, stores = self._arena.loads_done(), self._arena.stores_done()
+        failed, self._failed_loads = self._failed_loads, set()
+        loaded = {request for at, request in self._loading if at <= loads} | failed
+        self._loading = [(at, request) for at, request in self._loading if request not in loaded]
+        released = {request for at, request in self._releases if at <= stores}
+        self._releases = [(at, request) for at, request in self._releases if at > stores]
+        for at, store_id in self._storing:
+            if at <= stores:
+                self._report.stored[store_id] = 1
+        self._storing = [(at, store_id) for at, store_id in self._storing if at > stores]
+        return released, loaded, failed
+
+    def report(self) -> StepReport | None:
+        """What happened since the last report; None if nothing did."""
+        report, self._report = self._report, StepReport()
+        return None if report == StepReport() else report
+
+    def attention_counts(self) -> dict[str, float]:
+        """What the attention layers did beyond attending, since the last call: increments."""
+        totals = compat.attention_activity(self._vllm_config)
+        new = {name: count - self._attention.get(name, 0) for name, count in totals.items()}
+        self._attention = totals
+        return {f"retrieval_{name}": float(count) for name, count in new.items() if count}
+
+    def close(self) -> None:
+        self._arena.close()
+
+    def _offload(self, orders: StepOrders) -> None:
+        """Tells the attention layers which sequences are off the device in part."""
+        offload = orders.offload
+        self._offloading = offload is not None
+        moves = offload is not None and bool(offload.arrivals or offload.departures)
+        records = self._records(orders.arena) if moves else None
+        lost = compat.take_offload(self._vllm_config, offload, records)
+        arriving = set() if offload is None else {one.request_id for one in offload.arrivals}
+        self._failed_loads |= lost & arriving
+        self._report.lost |= lost
+
+    def _records(self, arena: ArenaHandle) -> Records | None:
+        """The blocks in that arena; None if it cannot be mapped."""
+        memory = self._arena.memory(arena)
+        if memory is None:
+            return None
+        starts = accumulate((page.page_bytes for page in self._pages), initial=self._offset)
+        names = (page.name for page in self._pages)
+        return Records(memory, dict(zip(names, starts, strict=False)), arena)
+
+    def _writes_shard(self) -> bool:
+        """Of ranks that hold identical KV, the first writes it."""
+        return compat.tensor_rank() % compat.kv_replicas(self._kv_cache_config) == 0
+
+    def _shard_offset(self) -> int:
+        """Where this rank's bytes start in a block's record: after those of the ranks before it
+        that hold different KV."""
+        nbytes = sum(page.page_bytes for page in self._pages)
+        replicas = compat.kv_replicas(self._kv_cache_config)
+        return compat.shard_position(nbytes, replicas)

@@ -1,0 +1,151 @@
+"""Identity of this engine's blocks: the namespace, and what an adapter adds to it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvrecall.block import Namespace
+from kvrecall.engines.fingerprint import Fingerprint, Memory
+from kvrecall.engines.vllm import compat
+from kvrecall.engines.vllm.connector.wire import Shard
+from kvrecall.engines.vllm.identity import fields
+
+logger = logging.getLogger("vllm.kvrecall")
+
+_IRRELEVANT_CONFIG = ("_name_or_path", "transformers_version", "_commit_hash")
+
+
+def namespace_of(
+    vllm_config: Any, kv_cache_config: Any, shards: Sequence[Shard], weights: str
+) -> Namespace:
+    """Namespace of an engine's blocks: all their bytes depend on, beside what vLLM hashes.
+
+    ``shards``: what each rank holds, ordered by pipeline then tensor rank. ``weights``: their
+    fingerprint.
+    """
+    model = vllm_config.model_config
+    cache = vllm_config.cache_config
+    parallel = vllm_config.parallel_config
+    parts = {
+        "engine": f"vllm {compat.engine_version()}",
+        "weights": weights,
+        "architecture": config_text(model.hf_config),
+        "loaded": _loaded_text(vllm_config, shards),
+        "configuration": _text(fields.ingredients(vllm_config)),
+        "environment": _text(fields.environment()),
+        "dtype": str(model.dtype),
+        "kv_dtype": str(cache.cache_dtype),
+        "block_size": str(compat.group_block_size(kv_cache_config)),
+        "kernel": "; ".join(sorted({shard.kernel for shard in shards})),
+        "tensor_parallel": str(parallel.tensor_parallel_size),
+        "pipeline_parallel": str(parallel.pipeline_parallel_size),
+        "kv_replicas": str(compat.kv_replicas(kv_cache_config)),
+        "layout": json.dumps(
+            [[(layer.name, layer.layout) for layer in shard.layers] for shard in shards]
+        ),
+        "hash": f"{cache.prefix_caching_hash_algo} seed {compat.root_seed()}",
+        "python": hash_dialect(cache.prefix_caching_hash_algo),
+        "byte_order": sys.byteorder,
+    }
+    reason = fields.unrepeatable(vllm_config)
+    if getattr(cache, "calculate_kv_scales", False):
+        reason = "calculate_kv_scales takes scales from the first request served"
+    if reason:
+        logger.warning(
+            "kvrecall: blocks of this engine fit no other; NOTHING WILL HIT AFTER A RESTART: %s",
+            reason,
+        )
+        parts["private"] = secrets.token_hex(16)
+    return Namespace.of(parts)
+
+
+def _text(values: Mapping[str, str]) -> str:
+    return json.dumps(values, sort_keys=True)
+
+
+def _loaded_text(vllm_config: Any, shards: Sequence[Shard]) -> str:
+    """What the ranks have loaded, and, where a rank cannot tell, the limits it was made from."""
+    loaded = sorted({repr(shard.model) for shard in shards})
+    if any(shard.model is None for shard in shards):
+        limit = vllm_config.model_config.max_model_len
+        logger.warning(
+            "kvrecall: this platform's workers do not show the model they have loaded, so blocks "
+            "are shared only by engines of the same max_model_len (%d)",
+            limit,
+        )
+        loaded.append(f"max_model_len {limit}")
+    return "; ".join(loaded)
+
+
+def hash_dialect(algo: str) -> str:
+    """Pickle-based hashes may differ between Python versions; cbor ones do not."""
+    return "any" if algo.endswith("cbor") else platform.python_version()
+
+
+def config_text(hf_config: Any) -> str:
+    """The model's configuration as canonical text, without what does not shape its KV."""
+    fields = {
+        name: value for name, value in hf_config.to_dict().items() if name not in _IRRELEVANT_CONFIG
+    }
+    return json.dumps(fields, sort_keys=True, default=str)
+
+
+class Adapters:
+    """Fingerprints of LoRA adapters, taken in the background when an adapter is first used.
+
+    vLLM's block hash carries an adapter's name and path, not its weights.
+    """
+
+    def __init__(self, settings: Mapping[str, str], memory: Memory) -> None:
+        """``settings``: what the engine makes of any adapter, such as its dtype."""
+        self._settings = _text(settings)
+        self._memory = memory
+        self._jobs: dict[tuple[int, str], Fingerprint] = {}
+        self._unknown: set[tuple[int, str]] = set()  # which content is loaded cannot be known
+
+    def is_known(self, lora_request: Any) -> bool:
+        """Whether ``identity`` can be told by now. Begins to read an adapter that is new."""
+        return self._job(lora_request).is_over
+
+    def identity(self, lora_request: Any) -> str | None:
+        """What tells the adapter's blocks from others; None if its content cannot be known.
+
+        The files of an adapter in use may be replaced while the engine keeps the old weights, or
+        reloads it; from then on this adapter is not pooled, until it comes under a new id.
+        """
+        name = _name(lora_request)
+        job = self._job(lora_request)
+        if name in self._unknown:
+            return None
+        if job.digest is None:
+            self._distrust(name, job.failure)
+            return None
+        if not job.still_holds():
+            self._distrust(name, "it changed on disk while in use")
+            return None
+        return f"{job.digest} {self._settings}"
+
+    def _job(self, lora_request: Any) -> Fingerprint:
+        name = _name(lora_request)
+        if name not in self._jobs:
+            self._jobs[name] = Fingerprint(Path(lora_request.lora_path), memory=self._memory)
+        return self._jobs[name]
+
+    def _distrust(self, name: tuple[int, str], reason: str) -> None:
+        self._unknown.add(name)
+        logger.warning(
+            "kvrecall: adapter %s is not pooled until it is loaded under a new id: %s",
+            name[1],
+            reason,
+        )
+
+
+def _name(lora_request: Any) -> tuple[int, str]:
+    return lora_request.lora_int_id, lora_request.lora_path

@@ -1,0 +1,256 @@
+"""vLLM's OpenAI handlers, made to say where a prompt's tokens came from, and to know best_of.
+
+The connector reports per finished request ``kv_transfer_params["kvrecall"]`` (tokens by source).
+The handlers below are vLLM's own with that report added to ``usage.prompt_tokens_details`` as
+``recall``. They override few methods, whose outputs they take apart as little as possible: a
+reply object is given one more attribute, and of a stream only the usage chunk is rewritten.
+``best_of``, a field vLLM dropped and would pass over in silence, goes to the engine (ranking.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any, cast
+
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse, PromptTokenUsageInfo
+from vllm.outputs import RequestOutput
+
+from kvrecall.engines.base import MAX_SEQUENCES, Limits, RecallSplit
+from kvrecall.engines.vllm.serving import ranking
+from kvrecall.engines.vllm.serving.splits import BOARD
+
+REPORT = "kvrecall"
+"""Key of the connector's report in ``kv_transfer_params``."""
+
+
+class Ledger:
+    """Adds up where the prompts of one HTTP request came from, from the outputs passing by."""
+
+    def __init__(self, pooled: bool) -> None:
+        self._pooled = pooled
+        self._prompts: dict[str, int] = {}
+        self._cached: dict[str, int] = {}
+        self._reports: dict[str, dict[str, object]] = {}
+
+    def note(self, output: RequestOutput) -> None:
+        """Takes what an output says. Of several sequences of a prompt the first one counts."""
+        key = output.request_id
+        if output.prompt_token_ids is not None:
+            self._prompts[key] = len(output.prompt_token_ids)
+        if output.num_cached_tokens is not None:
+            self._cached.setdefault(key, output.num_cached_tokens)
+        report = (output.kv_transfer_params or {}).get(REPORT)
+        if isinstance(report, dict):
+            self._reports.setdefault(key, report)
+
+    async def watch(self, outputs: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
+        """Passes ``outputs`` (RequestOutput, or pairs ending in one) on, noting each."""
+        async for item in outputs:
+            self.note(item[-1] if isinstance(item, tuple) else item)
+            yield item
+
+    def split(self) -> RecallSplit | None:
+        """The sum over the prompts; None if nothing is known (beam search reports nothing)."""
+        known = self._reports.keys() | self._cached.keys()
+        if not known:
+            return None
+        parts = [
+            RecallSplit.of_report(
+                self._reports.get(key) or BOARD.find(key),
+                self._prompts.get(key, 0),
+                self._cached.get(key, 0),
+                self._pooled,
+            ).as_dict()
+            for key in known
+        ]
+        names = {name for part in parts for name in part}
+        return RecallSplit(**{name: sum(part.get(name, 0) for part in parts) for name in names})
+
+
+def _details(ledger: Ledger, usage: Any) -> None:
+    """Puts the split into the usage object of a reply."""
+    split = ledger.split()
+    if split is None or usage is None:
+        return
+    if usage.prompt_tokens_details is None:
+        usage.prompt_tokens_details = PromptTokenUsageInfo()
+    usage.prompt_tokens_details.recall = split.as_dict()
+
+
+async def _with_details(events: AsyncIterator[str], ledger: Ledger) -> AsyncGenerator[str, None]:
+    """Server-sent events, the usage chunk (the one without choices) completed by the split."""
+    async for event in events:
+        yield _completed(event, ledger) if '"usage":{' in event else event
+
+
+def _completed(event: str, ledger: Ledger) -> str:
+    split = ledger.split()
+    chunk = json.loads(event.removeprefix("data: "))
+    if split is None or chunk.get("choices") or not chunk.get("usage"):
+        return event
+    details = chunk["usage"].get("prompt_tokens_details") or {}
+    chunk["usage"]["prompt_tokens_details"] = {**details, "recall": split.as_dict()}
+    return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+class _Bounded:
+    """The server's bounds on prompts and time, and best_of, for both handlers."""
+
+    limits: Limits
+    pooled: bool
+
+    def _rank(self, request: Any) -> ErrorResponse | None:
+        """Hands ``best_of`` on to the engine; an error if it is no number of sequences."""
+        best_of = (request.model_extra or {}).get("best_of")
+        if best_of is None:
+            return None
+        if isinstance(best_of, bool) or not isinstance(best_of, int) or best_of < 1:
+            return self._refused(f"best_of is {best_of!r}; allowed: 1 or more")
+        if request.use_beam_search and best_of != request.n:
+            return self._refused("best_of and use_beam_search exclude each other")
+        if request.stream and best_of != (request.n or 1):
+            return self._refused("best_of above n cannot be streamed; leave out stream or best_of")
+        if (best_of, request.n) != (1, 1) and not request.stream:
+            request.vllm_xargs = {**(request.vllm_xargs or {}), ranking.KEY: best_of}
+        return None
+
+    def beam_search(
+        self, prompt: Any, request_id: str, params: Any, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """vLLM's, within the limits; the server lets it end like any request."""
+        found = super().beam_search(prompt, request_id, params, *args, **kwargs)  # type: ignore[misc]
+        return self.engine_client.searched(found, params.beam_width)  # type: ignore[attr-defined]
+
+    def _refused(self, message: str) -> ErrorResponse:
+        return cast(ErrorResponse, self.create_error_response(message))  # type: ignore[attr-defined]
+
+    def _bound(self, request: Any) -> None:
+        """Has vLLM cut the prompt where the configuration says so."""
+        if self.limits.max_input_tokens and self.limits.truncation != "error":
+            request.truncate_prompt_tokens = min(
+                request.truncate_prompt_tokens or self.limits.max_input_tokens,
+                self.limits.max_input_tokens,
+            )
+            request.truncation_side = request.truncation_side or self.limits.truncation
+
+    def _too_long(self, lengths: Sequence[int]) -> ErrorResponse | None:
+        most = self.limits.max_input_tokens
+        longest = max(lengths, default=0)
+        if not most or longest <= most:
+            return None
+        return self._refused(f"the prompt has {longest} tokens; maxInputTokenLen allows {most}")
+
+
+class RecallCompletion(_Bounded, OpenAIServingCompletion):
+    """/v1/completions with the recall split in its usage."""
+
+    async def create_completion(self, request: Any, raw_request: Any = None) -> Any:
+        refused = self._rank(request) or self._too_many(request)
+        return refused or await super().create_completion(request, raw_request)
+
+    def _too_many(self, request: CompletionRequest) -> ErrorResponse | None:
+        """An error if a list of prompts asks for more sequences than one request may."""
+        given = request.prompt
+        prompts = 1
+        if isinstance(given, list) and given and not isinstance(given[0], int):
+            prompts = len(given)
+        best_of = (request.vllm_xargs or {}).get(ranking.KEY)
+        wanted = prompts * max(request.n, best_of if isinstance(best_of, int) else 1)
+        if prompts == 1 or wanted <= MAX_SEQUENCES:
+            return None
+        return self._refused(
+            f"{prompts} prompts ask for {wanted} sequences; one request may ask for {MAX_SEQUENCES}"
+        )
+
+    async def render_completion_request(self, request: CompletionRequest) -> Any:
+        self._bound(request)
+        inputs = await super().render_completion_request(request)
+        if isinstance(inputs, ErrorResponse):
+            return inputs
+        return self._too_long([self._extract_prompt_len(item) for item in inputs]) or inputs
+
+    def request_output_to_completion_response(
+        self, final_res_batch: list[RequestOutput], *args: Any, **kwargs: Any
+    ) -> Any:
+        ledger = Ledger(self.pooled)
+        for output in final_res_batch:
+            ledger.note(output)
+        reply = super().request_output_to_completion_response(final_res_batch, *args, **kwargs)
+        _details(ledger, reply.usage)
+        return reply
+
+    async def completion_stream_generator(
+        self, request: Any, engine_inputs: Any, result_generator: Any, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[str, None]:
+        ledger = Ledger(self.pooled)
+        events = super().completion_stream_generator(
+            request, engine_inputs, ledger.watch(result_generator), *args, **kwargs
+        )
+        async for event in _with_details(events, ledger):
+            yield event
+
+
+class RecallChat(_Bounded, OpenAIServingChat):
+    """/v1/chat/completions with the recall split in its usage."""
+
+    async def create_chat_completion(
+        self, request: Any, raw_request: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        reply = self._rank(request)
+        if reply is not None:
+            return reply
+        return await super().create_chat_completion(request, raw_request, *args, **kwargs)
+
+    async def render_chat_request(self, request: Any) -> Any:
+        self._bound(request)
+        result = await super().render_chat_request(request)
+        if isinstance(result, ErrorResponse):
+            return result
+        return self._too_long([self._extract_prompt_len(item) for item in result[1]]) or result
+
+    async def chat_completion_full_generator(
+        self, request: Any, result_generator: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        ledger = Ledger(self.pooled)
+        reply = await super().chat_completion_full_generator(
+            request, ledger.watch(result_generator), *args, **kwargs
+        )
+        if not isinstance(reply, ErrorResponse):
+            _details(ledger, reply.usage)
+        return reply
+
+    async def chat_completion_stream_generator(
+        self, request: Any, result_generator: Any, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[str, None]:
+        ledger = Ledger(self.pooled)
+        events = super().chat_completion_stream_generator(
+            request, ledger.watch(result_generator), *args, **kwargs
+        )
+        async for event in _with_details(events, ledger):
+            yield event
+
+
+def recall_completion(
+    handler: OpenAIServingCompletion, limits: Limits, pooled: bool
+) -> RecallCompletion:
+    """``handler`` as a RecallCompletion. ``pooled`` says whether a connector is in use."""
+    return cast(RecallCompletion, _retyped(handler, RecallCompletion, limits, pooled))
+
+
+def recall_chat(handler: OpenAIServingChat, limits: Limits, pooled: bool) -> RecallChat:
+    """``handler`` as a RecallChat."""
+    return cast(RecallChat, _retyped(handler, RecallChat, limits, pooled))
+
+
+def _retyped(handler: Any, kind: type[Any], limits: Limits, pooled: bool) -> Any:
+    """A copy of ``handler`` of the subclass ``kind``: vLLM has configured it, with two dozen
+    arguments that change from version to version, and nothing of that is to be repeated here."""
+    twin = copy.copy(handler)
+    twin.__class__ = kind
+    twin.limits, twin.pooled = limits, pooled
+    return twin

@@ -1,0 +1,303 @@
+"""vLLM as a server: its own async engine, OpenAI app and HTTP loop, with our routes on top.
+
+``serve`` is the only entry. Everything here follows vLLM 0.32's own ``vllm serve``
+(``vllm/entrypoints/launchers/api_server/entry.py``): the same functions in the same order, with
+three differences: the OpenAI handlers are replaced by those of ``answers.py`` (which report where
+a prompt's tokens came from), routes are attached before the first request, and how the server
+ended is told by an exit status.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+from argparse import Namespace
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import psutil
+import uvloop
+from fastapi import FastAPI
+from pydantic import ValidationError
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.launchers.launcher import serve_http, setup_server
+from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.executor import Executor
+
+from kvrecall.config import RecallSettings, default_socket
+from kvrecall.engines.base import Engine, Limits, Role, ServeSpec
+from kvrecall.engines.vllm.attention import plugin
+from kvrecall.engines.vllm.compat import orphan, seeds, waits
+from kvrecall.engines.vllm.serving import listeners
+from kvrecall.engines.vllm.serving.answers import recall_chat, recall_completion
+from kvrecall.engines.vllm.serving.client import ServedLLM
+from kvrecall.engines.vllm.serving.generator import VllmEngine
+from kvrecall.errors import ConfigError, EngineError
+
+log = logging.getLogger("kvrecall.server")
+
+Attach = Callable[[FastAPI, Engine], Mapping[str, FastAPI]]
+"""Completes vLLM's application and gives those of the further listeners, by their names."""
+
+_GIB = 1 << 30
+_MAX_DEFAULT_CPU_KV = 4 * _GIB
+_LAST_BYTES_S = 5  # for connections to take what was sent before the engine ended
+
+
+class _Parser(FlexibleArgumentParser):
+    """vLLM's parser, without its 400 lines of usage before each error."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"vLLM options: {message}")
+
+
+def serve(spec: ServeSpec, attach: Attach) -> int:
+    """Serves ``spec`` until told to stop; returns the exit status.
+
+    ``attach`` gets the application and the engine before the first request is accepted. SIGINT
+    and SIGTERM finish running requests (``shutdown-timeout`` seconds) and give 0; a dead engine
+    gives 1. Raises EngineError when vLLM does not accept the settings or does not start.
+    """
+    cli_env_setup()
+    orphan.install()
+    spec = replace(spec, recall=_askable(spec))
+    if spec.retrieval:
+        plugin.ask(os.environ)
+    args = parse_args(spec)
+    _cpu_environment(args.tensor_parallel_size * args.pipeline_parallel_size)
+    return uvloop.run(_serve(args, spec, attach))
+
+
+def _askable(spec: ServeSpec) -> Mapping[str, object] | None:
+    """The pool's settings with a socket at which an embedded pool can be asked."""
+    if spec.recall is None or spec.recall.get("backend", "embedded") != "embedded":
+        return spec.recall
+    return {
+        "admin_socket": str(default_socket().with_name(f"serve-{spec.port}.sock")),
+        **spec.recall,
+    }
+
+
+def parse_args(spec: ServeSpec) -> Namespace:
+    """vLLM's own parsed arguments for ``spec``. Raises ConfigError on those it does not take."""
+    words = [*command_line({**platform_defaults(spec), **spec.options}), *spec.extra_args]
+    words += ["--host", spec.host, "--port", str(spec.port)]
+    if spec.recall is not None:
+        words += ["--kv-transfer-config", json.dumps(connector_config(spec.recall, spec.role))]
+    parser = make_arg_parser(_Parser(prog="kvrecall serve MODEL --"))
+    args = parser.parse_args([spec.model, *words])
+    args.model = args.model_tag
+    try:
+        validate_parsed_serve_args(args)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"vLLM does not accept these settings: {_reason(error)}") from error
+    return cast(Namespace, args)
+
+
+_KV_ROLES = {Role.BOTH: "kv_both", Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
+
+
+def connector_config(recall: Mapping[str, object], role: Role = Role.BOTH) -> dict[str, object]:
+    """vLLM's ``kv_transfer_config`` that loads kvrecall's connector with these settings."""
+    return {
+        "kv_connector": "RecallConnector",
+        "kv_connector_module_path": "kvrecall.engines.vllm",
+        "kv_role": _KV_ROLES[role],
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": dict(recall),
+    }
+
+
+def command_line(options: Mapping[str, object]) -> list[str]:
+    """Command-line words for engine options (see ServeSpec.options). None leaves one out."""
+    words: list[str] = []
+    for name, value in options.items():
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, Mapping):
+            words += [f"--{name}", json.dumps(value)]
+        elif isinstance(value, list | tuple):
+            words += [f"--{name}", *map(str, value)]
+        else:
+            words += [f"--{name}", str(value)]
+    return words
+
+
+def platform_defaults(spec: ServeSpec) -> dict[str, object]:
+    """Options this platform wants unless the spec says otherwise.
+
+    On a CPU: no compilation (a fast start), and a bounded KV cache, because vLLM's own default
+    there is a share of all memory and refuses to start on a machine that is in use.
+    """
+    if not current_platform.is_cpu():
+        return {}
+    defaults: dict[str, object] = {"enforce-eager": True}
+    if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        available = psutil.virtual_memory().available
+        defaults["kv-cache-memory-bytes"] = min(_MAX_DEFAULT_CPU_KV, available // 4)
+    return defaults
+
+
+def _cpu_environment(ranks: int) -> None:
+    """What vLLM's CPU platform reads from the environment, unless it is set already.
+
+    vLLM compiles a few sampling functions even in eager mode, which kills the first request on a
+    machine without a compiler. And it gives up one more core where a connector is configured (for
+    NIXL's threads), or on two cores none at all; ours needs none of its own.
+    """
+    if not current_platform.is_cpu():
+        return
+    if shutil.which("g++") is None:
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", str(ranks))
+    seeds.ask(os.environ)
+    waits.ask(os.environ)
+
+
+async def _serve(args: Namespace, spec: ServeSpec, attach: Attach) -> int:
+    for number in (signal.SIGTERM, signal.SIGINT):  # until serve_http handles them
+        signal.signal(number, _end_at_once)
+    try:
+        _, sock = setup_server(args, reuse_port=False)
+    except OSError as error:
+        raise EngineError(f"cannot listen on {spec.host}:{spec.port}: {error.strerror}") from error
+    sockets: Mapping[str, socket.socket] = {}
+    try:
+        sockets = listeners.bound(spec.listeners)
+        async with _engine(args, spec.limits) as engine:
+            app, others = await _application(engine, args, spec, attach)
+            _tell_addresses(args, spec)
+            async with listeners.serving(spec.listeners, sockets, others, args):
+                shutdown = await serve_http(
+                    app, sock=sock, enable_ssl_refresh=False, **_uvicorn(args, spec)
+                )
+        await shutdown
+    finally:
+        sock.close()
+        listeners.close(sockets)
+    if engine.died:
+        log.error("the engine died; see its own message above")
+        return 1
+    return 0
+
+
+def _tell_addresses(args: Namespace, spec: ServeSpec) -> None:
+    scheme = "https" if spec.tls else "http"
+    log.info("serving %s on %s://%s:%s", _names(args), scheme, spec.host, spec.port)
+    for each in spec.listeners:
+        scheme = "https" if each.tls else "http"
+        log.info("serving %s on %s://%s:%s", each.name, scheme, each.host, each.port)
+
+
+def _end_at_once(*_: object) -> None:
+    """Ends a start, which may take minutes. Nothing is being served and nothing stored, so the
+    processes are killed; an exception in the midst of vLLM's start leaves it hanging."""
+    log.info("stopped before the engine was ready")
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    os._exit(0)
+
+
+@asynccontextmanager
+async def _engine(args: Namespace, limits: Limits) -> AsyncIterator[ServedLLM]:
+    """The running engine; shut down, with its processes, on leaving."""
+    context = UsageContext.OPENAI_API_SERVER
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    try:
+        config = engine_args.create_engine_config(usage_context=context)
+    except (ValueError, OSError, NotImplementedError) as error:
+        raise ConfigError(f"vLLM does not accept these settings: {_reason(error)}") from error
+    try:
+        engine = ServedLLM(
+            vllm_config=config,
+            executor_class=Executor.get_class(config),
+            log_requests=engine_args.enable_log_requests,
+            log_stats=not engine_args.disable_log_stats,
+            usage_context=context,
+        )
+    except RuntimeError as error:
+        raise EngineError(f"vLLM's engine did not start: {_reason(error)}") from error
+    engine.limits = limits
+    try:
+        await engine.reset_mm_cache()
+        yield engine
+    finally:
+        engine.shutdown(timeout=config.shutdown_timeout)
+
+
+async def _application(
+    engine: ServedLLM, args: Namespace, spec: ServeSpec, attach: Attach
+) -> tuple[FastAPI, Mapping[str, FastAPI]]:
+    """vLLM's application with the recall-reporting handlers and our routes; and those of the
+    further listeners."""
+    tasks = await engine.get_supported_tasks()
+    if "generate" not in tasks:
+        raise EngineError(f"{spec.model} generates no text (it supports: {', '.join(tasks)})")
+    app = cast(FastAPI, build_app(args, tasks, engine.model_config))
+    await init_app_state(engine, app.state, args, tasks)
+    pooled = engine.vllm_config.kv_transfer_config is not None
+    state = app.state
+    state.openai_serving_chat = recall_chat(state.openai_serving_chat, spec.limits, pooled)
+    completion = recall_completion(state.openai_serving_completion, spec.limits, pooled)
+    state.openai_serving_completion = completion
+    app.middleware_stack = None  # vLLM has built it already; it is built anew when serving starts
+    return app, attach(app, VllmEngine(engine, completion, spec.limits, _pool_socket(spec)))
+
+
+def _pool_socket(spec: ServeSpec) -> Path | None:
+    """Where the pool can be asked what is in it: the service, or the engine's own."""
+    if spec.recall is None:
+        return None
+    settings = RecallSettings.from_mapping(spec.recall, "kvrecall")
+    return settings.admin_socket if settings.service is None else settings.service.socket
+
+
+def _uvicorn(args: Namespace, spec: ServeSpec) -> dict[str, Any]:
+    """Keyword arguments of serve_http, as vLLM's build_and_serve gives them, and our TLS."""
+    kwargs = {
+        name: getattr(args, name)
+        for name in (
+            "host port ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers "
+            "h11_max_incomplete_event_size h11_max_header_count"
+        ).split()
+    }
+    kwargs["timeout_graceful_shutdown"] = _LAST_BYTES_S
+    kwargs["log_level"] = args.uvicorn_log_level
+    kwargs["access_log"] = not args.disable_uvicorn_access_log
+    tls = spec.tls
+    if tls is not None:
+        kwargs["ssl_context_factory"] = lambda *_: tls.context()
+    log_config = get_uvicorn_log_config(args)
+    if log_config is not None:
+        kwargs["log_config"] = log_config
+    return kwargs
+
+
+def _names(args: Namespace) -> str:
+    return ", ".join(args.served_model_name or [args.model])
+
+
+def _reason(error: BaseException) -> str:
+    """What an error says, in one line."""
+    if isinstance(error, ValidationError):
+        return error.errors()[0]["msg"].replace("\n", " ")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

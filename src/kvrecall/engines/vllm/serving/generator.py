@@ -1,0 +1,392 @@
+"""Our Engine over vLLM's async engine: what the MindIE and TGI routes and the management plane ask.
+
+Prompts go through vLLM's own renderer, so that the same text gives the same blocks on every route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import REGISTRY
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.exceptions import (
+    GenerationError,
+    GracefulHTTPError,
+    VLLMClientError,
+    VLLMNotFoundError,
+    VLLMServerError,
+)
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.version import __version__ as VLLM_VERSION
+
+from kvrecall.engines.base import (
+    EngineInfo,
+    Fault,
+    Finish,
+    GenerateError,
+    GenerateRequest,
+    Limits,
+    Load,
+    Pace,
+    RecallSplit,
+    Sampling,
+    Token,
+    Update,
+)
+from kvrecall.engines.vllm.serving import ranking
+from kvrecall.engines.vllm.serving.answers import Ledger, RecallCompletion
+from kvrecall.engines.vllm.serving.client import (
+    STOPPED,
+    RequestTimeoutError,
+    ServedLLM,
+    with_timeout,
+)
+from kvrecall.engines.vllm.serving.journal import VllmInsight
+
+
+class VllmEngine:
+    """See Engine. ``handler`` is vLLM's for completions, over ``engine``; its pool can be asked
+    at ``pool_socket``."""
+
+    def __init__(
+        self,
+        engine: ServedLLM,
+        handler: RecallCompletion,
+        limits: Limits,
+        pool_socket: Path | None = None,
+    ) -> None:
+        self._engine = engine
+        self._handler = handler
+        self._limits = limits
+        self._special = frozenset(handler.renderer.tokenizer.all_special_ids)
+        self._stopped: set[str] = set()
+        self.info = _info(engine, handler)
+        self.insight = VllmInsight(engine, engine.journal, self.info.names[0], pool_socket)
+
+    @property
+    def draining(self) -> bool:
+        return self._engine.draining
+
+    def drain(self) -> None:
+        """See Engine.drain."""
+        self._engine.draining = True
+
+    async def end_all(self) -> None:
+        """See Engine.end_all."""
+        await self._engine.end_all()
+
+    async def alive(self) -> bool:
+        """See Engine.alive."""
+        try:
+            await self._engine.check_health()
+        except EngineDeadError:
+            return False
+        return True
+
+    def load(self) -> Load:
+        """See Engine.load. Running, waiting and used are as of the engine's last step."""
+        prompts, answers = self._engine.steps.throughputs()
+        return Load(
+            running=int(_gauge("vllm:num_requests_running")),
+            waiting=int(_gauge("vllm:num_requests_waiting")),
+            unfinished=max(self._engine.get_num_unfinished_requests(), self._engine.searches),
+            max_running=self.info.max_running,
+            blocks=self.info.blocks,
+            used_share=_gauge("vllm:kv_cache_usage_perc"),
+            prompt_throughput=prompts,
+            generation_throughput=answers,
+        )
+
+    async def models(self) -> Sequence[Mapping[str, object]]:
+        """See Engine.models."""
+        found = await self._handler.models.show_available_models()
+        return [card.model_dump() for card in found.data]
+
+    async def tokens(self, text: str) -> Sequence[str]:
+        """See Engine.tokens. Bytes of a character that is split over tokens go with its last."""
+        async with _faults():
+            body = CompletionRequest(prompt=text, add_special_tokens=False)
+            rendered = await self._rendered(body)
+        tokenizer = self._handler.renderer.tokenizer
+        ids = rendered["prompt_token_ids"]
+        decoded = [tokenizer.decode([token]) for token in ids]
+        return _spread(text, decoded, [token in self._special for token in ids])
+
+    async def stop(self, request_id: str) -> None:
+        """See Engine.stop."""
+        self._stopped.add(request_id)
+        await self._engine.abort(request_id)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
+        """See Generator.generate."""
+        async with _faults():
+            async for update in self._generate(request):
+                yield update
+
+    async def _generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
+        engine_input = await self._render(request)
+        outputs = self._outputs(request, engine_input)
+        ledger = Ledger(self._handler.pooled)
+        prompt_tokens = 0
+        try:
+            async for output in outputs:
+                ledger.note(output)
+                prompt_tokens = len(output.prompt_token_ids or ()) or prompt_tokens
+                more = {
+                    "prompt_tokens": prompt_tokens,
+                    "prefill": self._prefill(output),
+                    "pace": self._pace(request, output.metrics),
+                }
+                for sequence in output.outputs:
+                    yield self._update(request, sequence, ledger, more)
+        finally:
+            await outputs.aclose()
+            self._stopped.discard(request.request_id)
+
+    def _outputs(
+        self, request: GenerateRequest, engine_input: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        room = self._room(self._handler._extract_prompt_len(engine_input))
+        cap = self._limits.max_new_tokens or request.sampling.max_tokens
+        max_tokens = min(request.sampling.max_tokens, cap, room)
+        adapter = self._adapter(request.adapter)
+        if request.sampling.beam:
+            found = self._handler.beam_search(
+                prompt=engine_input,
+                request_id=request.request_id,
+                params=_beam_params(request, max_tokens),
+                lora_request=adapter,
+            )
+            return self._engine.timed(found, request.timeout_s, stepwise=False)
+        return self._engine.generate(
+            engine_input,
+            self._params(request, max_tokens),
+            request.request_id,
+            lora_request=adapter,
+            priority=request.priority,
+        )
+
+    async def _render(self, request: GenerateRequest) -> Any:
+        prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
+        sampling = request.sampling
+        return await self._rendered(
+            CompletionRequest(
+                prompt=prompt,
+                n=max(sampling.best_of or 0, sampling.n),  # counted by vLLM's admission
+                truncate_prompt_tokens=request.truncate or None,
+                truncation_side="left" if request.truncate else None,
+            )
+        )
+
+    async def _rendered(self, body: CompletionRequest) -> Any:
+        inputs = await self._handler.render_completion_request(body)
+        if isinstance(inputs, ErrorResponse):
+            raise GenerateError(Fault.INPUT, inputs.error.message)
+        return inputs[0]
+
+    def _room(self, prompt_tokens: int) -> int:
+        """Tokens an answer may have."""
+        room: int = self._handler.model_config.max_model_len - prompt_tokens
+        if room < 1:
+            raise GenerateError(
+                Fault.INPUT,
+                f"the prompt has {prompt_tokens} tokens; with maxSeqLen "
+                f"{prompt_tokens + room} none is left for an answer",
+            )
+        return room
+
+    def _params(self, request: GenerateRequest, max_tokens: int) -> SamplingParams:
+        sampling = request.sampling
+        extra: dict[str, Any] = with_timeout(request.timeout_s)
+        if sampling.best_of is not None:
+            extra[ranking.KEY] = sampling.best_of
+        kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+        return SamplingParams(
+            max_tokens=max_tokens,
+            logprobs=0 if sampling.logprobs else None,
+            prompt_logprobs=0 if sampling.prompt_logprobs else None,
+            output_kind=kind,
+            extra_args=extra or None,
+            **_given(sampling, self._handler.default_sampling_params),
+        )
+
+    def _adapter(self, name: str | None) -> Any:
+        if name is None:
+            return None
+        adapters = self._handler.models.lora_requests
+        if name not in adapters:
+            known = ", ".join(sorted(adapters)) or "none"
+            raise GenerateError(Fault.UNKNOWN, f"no adapter {name!r} is loaded (loaded: {known})")
+        return adapters[name]
+
+    def _update(
+        self,
+        request: GenerateRequest,
+        sequence: CompletionOutput,
+        ledger: Ledger,
+        more: dict[str, Any],
+    ) -> Update:
+        named = request.sampling.logprobs and sequence.logprobs is not None
+        ids = list(sequence.token_ids) if named else []
+        found = [places[token] for places, token in zip(sequence.logprobs or (), ids, strict=False)]
+        special = [token in self._special for token in ids]
+        texts = _spread(sequence.text, [place.decoded_token or "" for place in found], special)
+        return Update(
+            index=sequence.index,
+            tokens=tuple(
+                Token(token, text, max(place.logprob, -9999.0), flag)
+                for token, text, place, flag in zip(ids, texts, found, special, strict=True)
+            ),
+            text=sequence.text,
+            finish=self._finish(request, sequence),
+            split=ledger.split() or RecallSplit(computed=more["prompt_tokens"]),
+            **more,
+        )
+
+    def _finish(self, request: GenerateRequest, sequence: CompletionOutput) -> Finish | None:
+        if sequence.finish_reason == "abort" and self._engine.ended:
+            raise GenerateError(Fault.BUSY, STOPPED)
+        return _finish(sequence, request.request_id in self._stopped)
+
+    def _pace(self, request: GenerateRequest, stats: Any) -> Pace:
+        """``stats`` are vLLM's of the request (RequestStateStats), None if they are off."""
+        if not request.paced or stats is None or not stats.scheduled_ts:
+            return Pace()
+        first = stats.last_token_ts if request.stream else stats.first_token_ts
+        sizes = self._engine.steps.sizes(first, stats.last_token_ts)
+        foreign = stats.num_preemptions or len(sizes) > stats.num_generation_tokens
+        return Pace(
+            queued_s=stats.scheduled_ts - stats.queued_ts,
+            batch_sizes=() if foreign and not request.stream else sizes,
+        )
+
+    def _prefill(self, output: RequestOutput) -> tuple[Token, ...]:
+        if not output.prompt_logprobs or not output.prompt_token_ids:
+            return ()
+        return tuple(
+            Token(
+                token,
+                (places[token].decoded_token or "") if places else "",
+                max(places[token].logprob, -9999.0) if places else None,
+                token in self._special,
+            )
+            for token, places in zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+        )
+
+
+@asynccontextmanager
+async def _faults() -> AsyncIterator[None]:
+    """vLLM's errors as GenerateError."""
+    try:
+        yield
+    except GracefulHTTPError as error:
+        raise GenerateError(Fault.BUSY, str(error)) from error
+    except VLLMNotFoundError as error:
+        raise GenerateError(Fault.UNKNOWN, str(error)) from error
+    except (VLLMClientError, ValueError, TypeError, OverflowError) as error:
+        raise GenerateError(Fault.INPUT, str(error)) from error
+    except RequestTimeoutError as error:
+        raise GenerateError(Fault.TIMEOUT, str(error)) from error
+    except VLLMServerError as error:
+        raise GenerateError(Fault.ENGINE, str(error) or "the engine failed") from error
+
+
+def _info(engine: ServedLLM, handler: RecallCompletion) -> EngineInfo:
+    config = engine.vllm_config
+    parallel = config.parallel_config
+    return EngineInfo(
+        names=tuple(path.name for path in handler.models.base_model_paths),
+        model=config.model_config.model,
+        dtype=str(config.model_config.dtype).removeprefix("torch."),
+        device=current_platform.device_name,
+        max_model_len=config.model_config.max_model_len,
+        max_running=config.scheduler_config.max_num_seqs,
+        max_step_tokens=config.scheduler_config.max_num_batched_tokens,
+        block_size=config.cache_config.block_size,
+        blocks=config.cache_config.num_gpu_blocks or 0,
+        devices=parallel.world_size * parallel.data_parallel_size,
+        version=VLLM_VERSION,
+    )
+
+
+def _gauge(name: str) -> float:
+    """The sum of a gauge over the engines of this server; 0 without statistics."""
+    families = REGISTRY.restricted_registry([name]).collect()
+    return sum(sample.value for family in families for sample in family.samples)
+
+
+def _beam_params(request: GenerateRequest, max_tokens: int) -> BeamSearchParams:
+    sampling = request.sampling
+    if request.stream:
+        raise GenerateError(Fault.INPUT, "a beam search cannot be streamed")
+    return BeamSearchParams(
+        beam_width=sampling.n,
+        max_tokens=max_tokens,
+        ignore_eos=sampling.ignore_eos,
+        temperature=sampling.temperature or 0.0,
+        length_penalty=sampling.length_penalty,
+        include_stop_str_in_output=sampling.include_stop,
+        skip_special_tokens=sampling.skip_special_tokens,
+    )
+
+
+def _given(sampling: Sampling, defaults: dict[str, Any]) -> dict[str, Any]:
+    """Sampling values that were given, over the model's own defaults where it samples."""
+    names = (
+        "temperature top_k top_p repetition_penalty presence_penalty frequency_penalty seed"
+    ).split()
+    values = {name: getattr(sampling, name) for name in names}
+    greedy = sampling.temperature == 0.0
+    chosen = {} if greedy else {k: v for k, v in defaults.items() if k in values}
+    chosen |= {name: value for name, value in values.items() if value is not None}
+    return chosen | {
+        "n": sampling.n,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "include_stop_str_in_output": sampling.include_stop,
+        "ignore_eos": sampling.ignore_eos,
+        "skip_special_tokens": sampling.skip_special_tokens,
+    }
+
+
+_LOST = 4  # characters that invalid bytes of earlier tokens may have left before a token's text
+
+
+def _spread(text: str, decoded: list[str], special: list[bool]) -> list[str]:
+    """``text`` over its tokens: each gets the part its own decoding accounts for.
+
+    Special tokens keep their own text, which is not part of ``text``. What no token accounts for
+    (a character of several tokens, invalid bytes) goes with the next that is found, or the last.
+    """
+    parts, place = list(decoded), 0
+    for index, part in enumerate(decoded):
+        if special[index]:
+            continue
+        found = text.find(part, place, place + len(part) + _LOST)
+        parts[index] = text[place : found + len(part)] if found >= 0 else ""
+        place += len(parts[index])
+    ordinary = [index for index, flag in enumerate(special) if not flag]
+    if ordinary:
+        parts[ordinary[-1]] += text[place:]
+    return parts
+
+
+def _finish(sequence: CompletionOutput, stopped: bool) -> Finish | None:
+    if sequence.finish_reason is None:
+        return None
+    if stopped and sequence.finish_reason == "abort":
+        return Finish.STOPPED
+    if sequence.finish_reason == "stop":
+        return Finish.EOS if sequence.stop_reason is None else Finish.STOP
+    if sequence.finish_reason == "repetition":
+        return Finish.STOP
+    if sequence.finish_reason == "length":
+        return Finish.LENGTH
+    raise GenerationError(f"the engine ended the request: {sequence.finish_reason}")

@@ -1,0 +1,126 @@
+"""The requests of this server's engine: those under way and the last that ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm.outputs import RequestOutput
+
+from kvrecall.engines.base import REPORT
+from kvrecall.engines.insight import Heat, Phase, RequestView
+from kvrecall.engines.vllm.serving import warmth
+from kvrecall.engines.vllm.serving.splits import BOARD
+
+_REMEMBERED = 500
+
+
+class Journal:
+    """Notes the requests that pass ``watch``. Used by the API process's loop only."""
+
+    def __init__(self) -> None:
+        self._ended: deque[RequestView] = deque(maxlen=_REMEMBERED)
+
+    async def watch(
+        self, request_id: str, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Passes ``outputs`` on, and notes how the request ended."""
+        began = time.time()
+        last: RequestOutput | None = None
+        phase = Phase.CANCELLED
+        try:
+            async for output in outputs:
+                last = output
+                yield output
+            phase = Phase.DONE
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException:
+            phase = Phase.FAILED
+            raise
+        finally:
+            self._ended.append(_view(request_id, phase, began, last))
+            await outputs.aclose()
+
+    def since(self, moment: float) -> list[RequestView]:
+        """Those that ended after ``moment`` (wall-clock seconds), oldest first."""
+        return [view for view in self._ended if view.ended > moment]
+
+
+def _view(request_id: str, phase: Phase, began: float, last: RequestOutput | None) -> RequestView:
+    stats: Any = last.metrics if last is not None else None
+    report = ((last.kv_transfer_params if last is not None else None) or {}).get(REPORT)
+    return RequestView(
+        id=request_id,
+        phase=phase,
+        began=began if stats is None else min(began, stats.arrival_time),  # as the first token's
+        ended=time.time(),
+        prompt_tokens=len(last.prompt_token_ids or ()) if last is not None else 0,
+        output_tokens=int(stats.num_generation_tokens) if stats is not None else None,
+        ttft_s=float(stats.first_token_latency) if stats is not None else 0.0,
+        split=_split(report or BOARD.find(request_id), last),
+    )
+
+
+def _split(report: Mapping[str, int] | None, last: RequestOutput | None) -> Mapping[str, int]:
+    if report is not None:
+        return dict(report)
+    if last is None or last.num_cached_tokens is None:
+        return {}
+    cached = last.num_cached_tokens
+    return {"device": cached, "computed": len(last.prompt_token_ids or ()) - cached}
+
+
+class VllmInsight:
+    """See ``Insight``; over vLLM's async engine."""
+
+    def __init__(self, engine: Any, journal: Journal, model: str, socket: Path | None) -> None:
+        self._engine = engine
+        self._journal = journal
+        self._model = model
+        self._socket = socket
+
+    @property
+    def model(self) -> str:
+        return self._model
+
+    @property
+    def pooled(self) -> bool:
+        return self._engine.vllm_config.kv_transfer_config is not None
+
+    @property
+    def pool_socket(self) -> Path | None:
+        return self._socket
+
+    @property
+    def remembered(self) -> int:
+        return _REMEMBERED
+
+    def live(self, most: int) -> tuple[Sequence[RequestView], int]:
+        states = list(self._engine.output_processor.request_states.values())
+        return [_live(state) for state in states[-most:]], len(states)
+
+    def ended(self, since: float) -> Sequence[RequestView]:
+        return self._journal.since(since)
+
+    def heat(self) -> Heat | None:
+        return warmth.BOARD.heat()
+
+
+def _live(state: Any) -> RequestView:
+    stats = state.stats
+    split = BOARD.find(state.external_req_id or state.request_id)
+    return RequestView(
+        id=str(state.external_req_id or state.request_id),
+        phase=Phase.PREFILL if state.is_prefilling else Phase.DECODE,
+        began=float(stats.arrival_time) if stats is not None else 0.0,
+        ended=0.0,
+        prompt_tokens=int(state.prompt_len or 0),
+        output_tokens=int(stats.num_generation_tokens) if stats is not None else None,
+        ttft_s=float(stats.first_token_latency) if stats is not None else 0.0,
+        split=dict(split or {}),
+    )

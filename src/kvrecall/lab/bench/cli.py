@@ -1,0 +1,316 @@
+"""``kvrecall bench``: each command prints a table and ends with one line of JSON."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvrecall.config import parse_size
+from kvrecall.errors import KvrecallError
+from kvrecall.lab.bench.needle.cli import needle
+from kvrecall.lab.bench.needle.options import lengths_of
+from kvrecall.lab.bench.report import Report
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Measure recall on this machine."
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")]
+Tokens = Annotated[int, typer.Option(min=128, help="Length of the prefix or document.")]
+
+
+@app.command()
+def restore(
+    tokens: Tokens = 8192,
+    repetitions: Annotated[int, typer.Option(min=1)] = 9,
+    json: Json = False,
+) -> None:
+    """Time to first token on a prefix: computed, from device, host and disk."""
+    from kvrecall.lab.bench.restore import BLOCK, measure_restore
+
+    _run(lambda: measure_restore(tokens // BLOCK * BLOCK, repetitions, _progress), json)
+
+
+@app.command()
+def overhead(
+    tokens: Tokens = 4096,
+    rounds: Annotated[int, typer.Option(min=1)] = 8,
+    json: Json = False,
+) -> None:
+    """Prefill throughput with the pool saving everything, against no pool."""
+    from kvrecall.lab.bench.overhead import measure_overhead
+
+    _run(lambda: measure_overhead(tokens, rounds, _progress), json)
+
+
+@app.command()
+def throttle(
+    tokens: Tokens = 2048,
+    repetitions: Annotated[int, typer.Option(min=1)] = 3,
+    json: Json = False,
+) -> None:
+    """Load or recompute: a hit on a disk of several bandwidths, against computing it."""
+    from kvrecall.lab.bench.restore import BLOCK
+    from kvrecall.lab.bench.throttle import measure_throttle
+
+    _run(lambda: measure_throttle(tokens // BLOCK * BLOCK, repetitions, _progress), json)
+
+
+@app.command()
+def service(
+    blocks: Annotated[int, typer.Option(min=1000, help="On disk, for the start-up.")] = 100_000,
+    repetitions: Annotated[int, typer.Option(min=1)] = 5,
+    json: Json = False,
+) -> None:
+    """The pool service: look-ups, two clients restoring at once, start-up with a full disk."""
+    from kvrecall.lab.bench.service import measure_service
+
+    _run(lambda: measure_service(blocks, repetitions, _progress), json)
+
+
+@app.command()
+def lookup(json: Json = False) -> None:
+    """How long the scheduler's look-up of 1,000 blocks takes."""
+    from kvrecall.lab.bench.pool import lookup_report
+
+    _run(lookup_report, json)
+
+
+@app.command()
+def disk(
+    path: Annotated[
+        Path, typer.Option(help="Folder on the file system to measure; a sub-folder is made.")
+    ] = Path("var"),
+    encrypted: Annotated[bool, typer.Option("--encrypted", help="With blocks sealed.")] = False,
+    size: Annotated[str, typer.Option(help="Written and read each time.")] = "1GiB",
+    json: Json = False,
+) -> None:
+    """Disk tier -> arena against a raw sequential read of the same file system."""
+    from kvrecall.lab.bench.pool import disk_report
+
+    _run(lambda: disk_report(path, parse_size(size, "--size"), encrypted), json)
+
+
+@app.command()
+def tiers(
+    path: Annotated[
+        Path, typer.Option(help="Folder on the file system to measure; a sub-folder is made.")
+    ] = Path("var"),
+    rounds: Annotated[int, typer.Option(min=2)] = 5,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of 16 MiB a round.")] = 12,
+    json: Json = False,
+) -> None:
+    """Host and disk tier against other projects' libraries: same blocks, same bytes."""
+    from kvrecall.lab.bench.tiers.contenders import CONTENDERS, find_peers
+    from kvrecall.lab.bench.tiers.measure import Size, measure_tiers
+
+    find_peers()
+    size = Size(requests=requests, rounds=rounds)
+    _run(lambda: measure_tiers(CONTENDERS, size, path, _progress), json)
+
+
+@app.command()
+def remote(
+    tokens: Tokens = 8192,
+    repetitions: Annotated[int, typer.Option(min=1)] = 5,
+    engines: Annotated[
+        bool, typer.Option("--engines/--no-engines", help="Also a remote hit against computing.")
+    ] = True,
+    json: Json = False,
+) -> None:
+    """Remote tier over Mooncake against its bare client; a remote hit against computing."""
+    from kvrecall.lab.bench.remote import remote_report
+    from kvrecall.lab.bench.restore import BLOCK
+
+    length = tokens // BLOCK * BLOCK
+    _run(lambda: remote_report(length, repetitions, engines, _progress), json)
+
+
+@app.command()
+def decode(
+    context: Annotated[int, typer.Option(min=128, help="Tokens of the sequence.")] = 65536,
+    share: Annotated[float, typer.Option(help="Share of the middle blocks chosen.")] = 0.2,
+    digest: Annotated[str, typer.Option(help="bounds, deviation or mean.")] = "bounds",
+    digest_tokens: Annotated[
+        int, typer.Option(help="Keys a digest stands for; 0: by the share.")
+    ] = 0,
+    rounds: Annotated[int, typer.Option(min=1)] = 10,
+    threads: Annotated[int | None, typer.Option(min=1, help="Default: torch's.")] = None,
+    cosine: Annotated[
+        float, typer.Option(min=0, max=1, help="How much a query resembles the one before.")
+    ] = 0.9,
+    prefetch: Annotated[float, typer.Option(help="Share of blocks loaded ahead.")] = 0.0,
+    json: Json = False,
+) -> None:
+    """Attention of a decoded token: dense, and by retrieval with RetrievalKV's defaults; from
+    65,536 tokens on also with the middle blocks off the device."""
+    from kvrecall.attention.settings import RetrievalSettings
+    from kvrecall.lab.bench.decode import measure_decode_report
+
+    def measure() -> Report:
+        settings = RetrievalSettings(
+            topk_share=share,
+            digest=digest,
+            digest_tokens=digest_tokens,
+            prefetch_share=prefetch,
+        )
+        return measure_decode_report(context, settings, rounds, threads, cosine)
+
+    _run(measure, json)
+
+
+@app.command()
+def regimes(
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    threads: Annotated[int | None, typer.Option(min=1, help="Default: torch's.")] = None,
+    lengths: Annotated[str, typer.Option(help="These only, such as 12K,64K.")] = "",
+    json: Json = False,
+) -> None:
+    """Attention of a decoded token at many lengths and shares, as an engine serves it, against
+    dense; fails where it is slower than 1.05 of dense."""
+    from kvrecall.lab.bench.regimes import CONTEXTS, measure_regimes
+
+    def measure() -> Report:
+        contexts = lengths_of(lengths) if lengths else CONTEXTS
+        return measure_regimes(rounds, threads, _progress, contexts)
+
+    _run(measure, json)
+
+
+@app.command()
+def crowd(
+    context: Annotated[int, typer.Option(min=2048, help="Tokens of each prompt.")] = 16384,
+    sequences: Annotated[int, typer.Option(min=1, help="Prompts.")] = 8,
+    decoded: Annotated[int, typer.Option(min=2, help="Tokens each decodes.")] = 128,
+    dense_fits: Annotated[
+        int, typer.Option(min=1, help="Whole sequences the device cache holds.")
+    ] = 2,
+    pooled: Annotated[
+        bool, typer.Option(help="The prompts are in the pool, with random KV, and not computed.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Long sequences that decode at once in a fixed device cache, dense and by retrieval."""
+    from kvrecall.lab.bench.crowd import Gathering, measure_crowd
+
+    gathering = Gathering(context, sequences, decoded, dense_fits, pooled)
+    _run(lambda: measure_crowd(gathering, _progress), json)
+
+
+Variants = Annotated[str, typer.Option(help="Which servers, by name.")]
+
+
+Budget = Annotated[
+    float, typer.Option(min=0, help="Seconds in all; servers for which none are left are left out.")
+]
+
+
+@app.command()
+def chat(
+    sessions: Annotated[int, typer.Option(min=1)] = 32,
+    turns: Annotated[int, typer.Option(min=1)] = 3,
+    variants: Variants = "none,device,host,disk,mooncake,lmcache,two,service",
+    seed: int = 0,
+    budget: Budget = math.inf,
+    json: Json = False,
+) -> None:
+    """Conversations and questions over long texts against servers with each kind of pool."""
+    from kvrecall.lab.bench.serving.measure import Room, measure_serving
+    from kvrecall.lab.bench.serving.variants import named
+    from kvrecall.lab.bench.serving.workload import conversations
+
+    def measure() -> Report:
+        workload = conversations(sessions, turns, seed)
+        return measure_serving(workload, named(variants.split(",")), Room(), _progress, budget)
+
+    _run(measure, json)
+
+
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(help="A trace in Mooncake's format.")],
+    requests: Annotated[int, typer.Option(min=2, help="How many, from its beginning.")] = 100,
+    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens for a block of 512.")] = 32,
+    seconds: Annotated[float, typer.Option(min=0, help="From first to last arrival.")] = 60.0,
+    every: Annotated[int, typer.Option(min=1, help="Of so many sessions one is played.")] = 12,
+    variants: Variants = "device,host,disk",
+    budget: Budget = math.inf,
+    json: Json = False,
+) -> None:
+    """A slice of a recorded trace, made small, against live servers."""
+    from kvrecall.lab.bench.serving.measure import Room, measure_serving
+    from kvrecall.lab.bench.serving.variants import named
+    from kvrecall.lab.bench.serving.workload import replay as slice_of
+
+    def measure() -> Report:
+        workload = slice_of(trace, requests, block_tokens, seconds, every)
+        return measure_serving(workload, named(variants.split(",")), Room(), _progress, budget)
+
+    _run(measure, json)
+
+
+app.command()(needle)
+
+
+@app.command("all")
+def run_suite(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes, some minutes; figures mean little.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="File of results.")] = Path("bench/results/latest.json"),
+    only: Annotated[str, typer.Option(help="These benchmarks only, comma-separated.")] = "",
+    add: Annotated[
+        bool, typer.Option("--add", help="Keep other results that the file holds.")
+    ] = False,
+    note: Annotated[str, typer.Option(help="What a reader has to know of this run.")] = "",
+) -> None:
+    """All benchmarks with their peers, one after the other; what fails is recorded."""
+    from kvrecall.lab.bench.suite import plan
+    from kvrecall.lab.bench.suite.runner import run_all
+
+    steps = plan.quick() if quick else plan.full()
+    if only:
+        wanted = [name.strip() for name in only.split(",")]
+        unknown = sorted(set(wanted) - {step.name for step in steps})
+        if unknown:
+            names = ", ".join(step.name for step in steps)
+            raise typer.BadParameter(f"{', '.join(unknown)}; there are: {names}")
+        steps = [step for step in steps if step.name in wanted]
+    failed = run_all(steps, out, "quick" if quick else "full", _progress, add, note)
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command()
+def publish(
+    results: Annotated[Path, typer.Argument(help="What `bench all` wrote.")] = Path(
+        "bench/results/latest.json"
+    ),
+    root: Annotated[Path, typer.Option(help="The repository.")] = Path(),
+) -> None:
+    """Plots and tables of README and documents, made from a run."""
+    from kvrecall.lab.bench.suite.publish import publish as write
+
+    try:
+        for path in write(results, root):
+            typer.echo(str(path))
+    except KvrecallError as error:
+        typer.echo(f"kvrecall: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _run(measure: Callable[[], Report], as_json: bool) -> None:
+    try:
+        report = measure()
+    except KvrecallError as error:
+        typer.echo(f"kvrecall: {error}", err=True)
+        raise typer.Exit(1) from error
+    report.print(as_json)
+
+
+def _progress(line: str) -> None:
+    print(f"bench: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,121 @@
+"""What clients ask: conversations over short and long texts, or a slice of a recorded trace."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrecall.lab.bench.text import Texts
+from kvrecall.simulate.trace import read_trace
+from kvrecall.simulate.workload import thinned
+
+ANSWER_TOKENS = 24
+_SYSTEM_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A user's turn: seconds after the last answer (or the session's start), and what is asked."""
+
+    think_s: float
+    question: str
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A conversation: its prompt begins with ``opening``; each turn repeats all before it."""
+
+    start_s: float
+    opening: str
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Sessions that run at once, and in words what they are like."""
+
+    name: str
+    story: str
+    sessions: tuple[Session, ...]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts, a byte each, answers not counted."""
+        total = 0
+        for session in self.sessions:
+            length = len(session.opening)
+            for turn in session.turns:
+                length += len(turn.question)
+                total += length
+        return total
+
+
+def conversations(sessions: int, turns: int, seed: int = 0) -> Workload:
+    """Chats and document questions, one in four over a long text, under one system prompt.
+
+    Lengths and think times are drawn from ``seed``: openings of 128 to 512 tokens, long texts of
+    1,536 to 3,072, questions of 32 to 128, pauses of 1 to 6 seconds (exponential).
+    """
+    draw, texts = random.Random(seed), Texts(seed)
+    system = texts.document(_SYSTEM_TOKENS)
+    made = []
+    for number in range(sessions):
+        low, high = (1536, 3072) if number % 4 == 0 else (128, 512)
+        opening = system + texts.document(draw.randint(low, high))
+        made.append(
+            Session(
+                start_s=draw.uniform(0, 10),
+                opening=opening,
+                turns=tuple(
+                    Turn(min(6.0, 1 + draw.expovariate(0.5)), texts.document(draw.randint(32, 128)))
+                    for _ in range(turns)
+                ),
+            )
+        )
+    story = f"{sessions} sessions of {turns} turns, one in four over a long text"
+    return Workload("conversations", story, tuple(made))
+
+
+def replay(
+    trace: Path, requests: int, block_tokens: int, seconds: float, every: int = 1
+) -> Workload:
+    """The first ``requests`` requests of one session in ``every`` of a trace, made small enough for
+    the machine.
+
+    Fewer sessions over a longer time come back as often as in the whole trace, where the next turn
+    of one is thousands of requests away. A block of the trace (512 tokens) becomes ``block_tokens``
+    tokens, the time between the first and the last request ``seconds``. What shares a prefix in
+    the trace shares it here. Raises TraceError.
+    """
+    whole = read_trace(trace)
+    slice_ = (thinned(whole, every) if every > 1 else whole).requests[:requests]
+    first, last = slice_[0].now, slice_[-1].now
+    scale = seconds / (last - first) if last > first else 0.0
+    bodies: dict[bytes, str] = {}
+    made = []
+    for request in slice_:
+        for key in request.chain:
+            if key not in bodies:
+                bodies[key] = Texts(int.from_bytes(key, "little")).document(block_tokens)
+        prompt = "".join(bodies[key] for key in request.chain)
+        made.append(Session((request.now - first) * scale, prompt, (Turn(0.0, "\nAnswer:"),)))
+    story = (
+        f"the first {len(made)} requests of {_sessions(every)} of {trace.name}, blocks of 512 "
+        f"tokens made {block_tokens}, {last - first:.0f} s made {seconds:.0f} s"
+    )
+    return Workload("replay", story, tuple(made))
+
+
+def _sessions(every: int) -> str:
+    return "all sessions" if every == 1 else f"one session in {every}"
+
+
+def longest_prompt(workload: Workload) -> int:
+    """Tokens of the longest prompt, with room for the answers before it."""
+    return max(_length(session.opening, session.turns) for session in workload.sessions)
+
+
+def _length(opening: str, turns: Sequence[Turn]) -> int:
+    return len(opening) + sum(len(turn.question) + ANSWER_TOKENS for turn in turns)

@@ -1,0 +1,136 @@
+"""Plots of a run (PNG with transparent ground, for light and dark pages). Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvrecall.errors import ConfigError
+from kvrecall.lab.bench.suite.tables import SERVED, Run, plots_of
+
+NEUTRAL = "#7a7f87"
+"""Grey that reads on white and on near-black alike."""
+_COLOURS = ("#3b82c4", "#d08a2c", "#4f9d69", "#b5596b", "#8a6fb0", "#6b8e9e")
+_SOURCES = ("device", "host", "disk", "remote", "unspecified")
+
+
+def write_plots(run: Run, folder: Path) -> list[Path]:
+    """Writes a plot of every result that there is; returns their paths.
+
+    Raises ConfigError where matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("plots need matplotlib: pip install 'kvrecall[plots]'") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    good = {name: one for name, one in run["results"].items() if "error" not in one}
+    written = []
+    for name, draw in _PLOTS.items():
+        figure = Figure(figsize=(8.0, 3.6), dpi=160, layout="constrained")
+        if name in plots_of(run):
+            draw(figure, good)
+            path = folder / f"{name}.png"
+            figure.savefig(path, transparent=True)
+            written.append(path)
+    return written
+
+
+def _serving(figure: Any, results: Mapping[str, Any]) -> None:
+    """First tokens by percentile, and where prompt tokens came from."""
+    found = results["chat"]
+    names = list(found["variants"])
+    labels = [SERVED.get(name, name) for name in names]
+    times, hits = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    ranks = ("p50", "p95", "p99")
+    series = {r: [found["variants"][n]["ttft_s"][r] for n in names] for r in ranks}
+    _bars(times, labels, series)
+    times.set_title("seconds to the first token", fontsize=9, color=NEUTRAL)
+    left = [0.0] * len(names)
+    for source, colour in zip(_SOURCES, _COLOURS, strict=False):
+        shares = [found["variants"][n]["hit_rate_by_tier"].get(source, 0.0) for n in names]
+        if any(shares):
+            label = "other connector" if source == "unspecified" else source
+            hits.barh(range(len(names)), shares, left=left, color=colour, label=label, height=0.6)
+            left = [a + b for a, b in zip(left, shares, strict=True)]
+    hits.set_title("share of prompt tokens recalled", fontsize=9, color=NEUTRAL)
+    hits.set_xlim(0, 1)
+    _dress(hits)
+
+
+def _tiers(figure: Any, results: Mapping[str, Any]) -> None:
+    """Bandwidth of every library, memory beside disk."""
+    found = results["tiers"]
+    figure.set_size_inches(8.0, 4.6)
+    memory, disk = figure.subplots(2, 1, height_ratios=(4, 9))
+    kinds = ((memory, "memory", ("put", "warm")), (disk, "disk", ("durable", "cold", "warm")))
+    for axis, medium, phases in kinds:
+        stores = {n: one for n, one in found["stores"].items() if one["medium"] == medium}
+        words = {"put": "put", "durable": "put, durable", "cold": "get, cold", "warm": "get, warm"}
+        series = {words[p]: [one[p]["gb_s"] for one in stores.values()] for p in phases}
+        _bars(axis, list(stores), series)
+        axis.set_title(f"{medium}, GB/s", fontsize=9, color=NEUTRAL)
+
+
+def _restore(figure: Any, results: Mapping[str, Any]) -> None:
+    """First token on a prefix, by where it lies; logarithmic."""
+    found = results["restore"]
+    figure.set_size_inches(8.0, 2.2)
+    axis = figure.subplots()
+    series = {"median": [one["p50"] * 1e3 for one in found["ttft_s"].values()]}
+    _bars(axis, list(found["ttft_s"]), series)
+    axis.set_xscale("log")
+    title = f"milliseconds to the first token, prefix of {found['tokens']:,} tokens (logarithmic)"
+    axis.set_title(title, fontsize=9, color=NEUTRAL)
+
+
+def _retrieval(figure: Any, results: Mapping[str, Any]) -> None:
+    """Time of attention to dense, and answers that stay right, by share and context."""
+    decodes = [one for name, one in results.items() if name.startswith("decode")]
+    found = results["needle"]
+    times, right = figure.subplots(1, 2)
+    labels = [f"{one['context'] >> 10}K, {one['selected_share']:.0%} chosen" for one in decodes]
+    shown = {
+        "dense": [one["dense_ms"] for one in decodes],
+        "retrieval": [one["sparse_ms"] for one in decodes],
+    }
+    _bars(times, labels, shown)
+    times.set_title("attention of a token, ms a layer", fontsize=9, color=NEUTRAL)
+    arms = {"dense": found["dense"], **{arm["name"]: arm["results"] for arm in found["arms"]}}
+    lengths = [str(length) for length in found["lengths"]]
+    percents = {n: [one[at]["all"]["percent"] for at in lengths] for n, one in arms.items()}
+    _bars(right, [f"{int(at):,} tokens" for at in lengths], percents)
+    right.set_title("questions answered right, %", fontsize=9, color=NEUTRAL)
+
+
+def _bars(axis: Any, labels: Sequence[str], series: Mapping[str, Sequence[float]]) -> None:
+    """Horizontal bars, a group a label, a colour a series; the first label on top."""
+    height = 0.8 / len(series)
+    for place, (name, values) in enumerate(series.items()):
+        at = [n + (place - (len(series) - 1) / 2) * height for n in range(len(labels))]
+        axis.barh(at, values, height=height * 0.9, color=_COLOURS[place], label=name)
+    axis.set_yticks(range(len(labels)), labels)
+    if not axis.yaxis_inverted():
+        axis.invert_yaxis()
+    _dress(axis)
+
+
+def _dress(axis: Any) -> None:
+    """Grey text and lines, so that both grounds do."""
+    axis.tick_params(colors=NEUTRAL, labelsize=8)
+    for name, spine in axis.spines.items():
+        spine.set_color(NEUTRAL)
+        spine.set_visible(name in ("left", "bottom"))
+    axis.grid(axis="x", color=NEUTRAL, alpha=0.25)
+    axis.set_axisbelow(True)
+    legend = axis.legend(fontsize=7, labelcolor=NEUTRAL, frameon=False)
+    legend.set_zorder(3)
+
+
+_PLOTS: Mapping[str, Callable[[Any, Mapping[str, Any]], None]] = {
+    "chat": _serving,
+    "tiers": _tiers,
+    "restore": _restore,
+    "retrieval": _retrieval,
+}

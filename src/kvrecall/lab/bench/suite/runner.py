@@ -1,0 +1,160 @@
+"""Runs benchmarks one after the other, each in a process of its own; what fails is recorded."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from kvrecall.lab.bench.report import machine
+from kvrecall.lab.bench.suite.plan import Step
+from kvrecall.lab.bench.tiers.contenders import find_peers
+from kvrecall.lab.processes import kvrecall
+
+LATEST = Path("bench/results/latest.json")
+_PACKAGES = (
+    "vllm",
+    "torch",
+    "mooncake-transfer-engine",
+    "mooncake-transfer-engine-non-cuda",
+    "lmcache",
+    "diskcache",
+)
+_TAIL = 12
+Say = Callable[[str], None]
+
+
+def run_all(
+    steps: Sequence[Step], out: Path, kind: str, say: Say, add: bool = False, note: str = ""
+) -> int:
+    """Runs ``steps`` and writes ``out`` after each. Returns how many failed; one that lacks what it
+    needs is left out, which is no failure.
+
+    With ``add`` the results of other steps that ``out`` already holds are kept. ``note``: what a
+    reader has to know of this run, such as what else the machine did.
+    """
+    found = _before(out) if add else {}
+    results: dict[str, Any] = dict(found.get("results", {}))
+    began = time.monotonic()
+    failed = 0
+    for number, step in enumerate(steps, 1):
+        say(f"{number} of {len(steps)}: {step.name} ({_clock(time.monotonic() - began)} so far)")
+        result = _run(step, say)
+        failed += "error" in result and not _is_absent(step)
+        say(f"{step.name}: {result.get('error', 'done')} ({_clock(result['took_s'])})")
+        results[step.name] = result
+        _write(out, {"kind": kind, "note": note, **_facts(), "results": results})
+    say(f"{failed} of {len(steps)} failed, in {_clock(time.monotonic() - began)}: {out}")
+    return failed
+
+
+def _before(out: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(out.read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
+def _facts() -> Mapping[str, object]:
+    find_peers()
+    versions = {}
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"date": now, "machine": machine(), "versions": versions}
+
+
+def _write(out: Path, document: Mapping[str, object]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = out.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    unfinished.replace(out)
+
+
+def _run(step: Step, say: Say) -> dict[str, Any]:
+    """A step's line of JSON, or ``error``; always with ``took_s`` and the load it began at."""
+    load = round(os.getloadavg()[0], 2)
+    began = time.monotonic()
+    if _is_absent(step):
+        result: dict[str, Any] = {"error": f"{step.needs} is not there"}
+    else:
+        result = _child(step, say)
+    took = round(time.monotonic() - began, 1)
+    when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    command = " ".join(("kvrecall", "bench", *step.words))
+    return {"command": command, "took_s": took, "load_before": load, "ended": when, **result}
+
+
+def _is_absent(step: Step) -> bool:
+    return step.needs is not None and not step.needs.is_file()
+
+
+def _child(step: Step, say: Say) -> dict[str, Any]:
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            kvrecall("bench", *step.words, "--json"),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # so that what it leaves can be ended with it
+        )
+        assert process.stderr is not None
+        tail: list[str] = []
+        reader = threading.Thread(target=_hear, args=(process.stderr, tail, say), daemon=True)
+        reader.start()
+        late = _wait(process, step.limit_s)
+        reader.join(5)
+        output.seek(0)
+        lines = output.read().splitlines()
+    if late:
+        return {"error": f"not done after {step.limit_s:.0f} s", "said": tail[-_TAIL:]}
+    if process.returncode != 0:
+        return {"error": f"exit status {process.returncode}", "said": tail[-_TAIL:]}
+    try:
+        return dict(json.loads(lines[-1]))
+    except (IndexError, ValueError):
+        return {"error": "no line of JSON", "said": tail[-_TAIL:]}
+
+
+def _wait(process: subprocess.Popen[str], limit_s: float) -> bool:
+    """Waits for its end, in order or not; True if it took too long. Nothing of it is left."""
+    late = False
+    try:
+        process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        late = True
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(90)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return late
+
+
+def _hear(pipe: IO[str], tail: list[str], say: Say) -> None:
+    """Passes a child's progress on; keeps its last lines."""
+    for line in pipe:
+        text = line.rstrip()
+        if text.startswith("bench: "):
+            say("  " + text.removeprefix("bench: ").strip())
+        if text:
+            tail.append(text[:500])
+            del tail[:-_TAIL]
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

@@ -1,0 +1,181 @@
+"""The demo of the remote tier: two servers, one Mooncake Store, and a master that is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from kvrecall.errors import EngineError
+from kvrecall.lab.bench.driver import Answer, Progress, ServerProcess
+from kvrecall.lab.bench.report import engine_version
+from kvrecall.lab.demo.play import ANSWER_TOKENS, WARM_UP
+from kvrecall.lab.demo.prompts import TURN_2, long_question
+from kvrecall.lab.masters import Master
+
+_SEGMENT = "512MB"  # of memory that each server lends to the store
+_TRIES = 8  # texts asked after the master's restart, until the servers have rejoined it
+_PAUSE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request: its text, the server, what had happened before, and what it gave."""
+
+    text: str
+    server: str
+    when: str
+    answer: Answer
+
+
+class MooncakePlay:
+    """Runs the demo in a folder of its own, which the caller removes."""
+
+    def __init__(self, model: Path, characters: int, folder: Path, progress: Progress) -> None:
+        self._model = model
+        self._folder = folder
+        self._progress = progress
+        self._master = Master(folder / "master.log")
+        self._long = long_question(characters)
+        self.asks: list[Ask] = []
+        self.failed = 0
+        self.engines = 0
+        self.master_restarted = False
+
+    def run(self) -> None:
+        """Fills ``asks``. Raises EngineError, TierError with the words of what did not start."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._master.kill)
+            self._progress("1/4 a Mooncake master, and two servers that share nothing else")
+            self._master.start()
+            servers = {name: stack.enter_context(self._server(name)) for name in ("A", "B")}
+            self.engines = len(servers)
+            for server in servers.values():
+                server.ask(WARM_UP, 4)
+                server.settle()  # B proves by it what A writes
+            self._progress("2/4 A computes a text, B recalls it from the store")
+            self._ask(servers, "A", "long text", self._long, "new")
+            servers["A"].settle()
+            self._ask(servers, "B", "long text", self._long, "stored by A")
+            self._progress("3/4 the master is killed")
+            self._master.kill()
+            for name in servers:
+                self._ask(servers, name, "conversation", TURN_2, "no master")
+            servers["B"].forget_device()
+            self._ask(servers, "B", "long text", self._long, "no master")
+            self._progress("4/4 a new master, which knows nothing")
+            self._master.start()
+            self.master_restarted = True
+            self._after_restart(servers)
+
+    def _server(self, name: str) -> ServerProcess:
+        pool = self._folder / f"pool-{name}.json"
+        options = self._master.options(_SEGMENT)
+        pool.write_text(
+            json.dumps({"host_size": "1GiB", "remote": {"kind": "mooncake", **options}})
+        )
+        arguments = [str(self._model), "--dtype", "float32", "--max-model-len", "32768"]
+        arguments += ["--kv-cache-memory-bytes", "1GiB", "--pool-config", str(pool)]
+        return ServerProcess(arguments, self._folder / f"{name}.log", self._progress)
+
+    def _ask(
+        self, servers: dict[str, ServerProcess], name: str, text: str, prompt: str, when: str
+    ) -> Answer | None:
+        try:
+            answer = servers[name].ask(prompt, ANSWER_TOKENS)
+        except (EngineError, httpx.HTTPError) as error:
+            self.failed += 1
+            self._progress(f"  {text}, {name}, {when}: FAILED: {error}")
+            return None
+        self.asks.append(Ask(text, name, when, answer))
+        remote = answer.recalled.get("remote", 0)
+        self._progress(
+            f"  {text}, {name}, {when}: first token after {answer.ttft_s:.3f} s, "
+            f"{remote} of {answer.prompt_tokens} tokens from the store"
+        )
+        return answer
+
+    def _after_restart(self, servers: dict[str, ServerProcess]) -> None:
+        """New texts, until one that A stored reaches B: they rejoin the master by themselves."""
+        for number in range(_TRIES):
+            time.sleep(_PAUSE_S)
+            text, prompt = f"text {number + 1}", f"Note {number + 1}. " + self._long[:12_000]
+            self._ask(servers, "A", text, prompt, "master restarted")
+            servers["A"].settle()
+            answer = self._ask(servers, "B", text, prompt, "master restarted")
+            if answer is not None and answer.recalled.get("remote", 0):
+                return
+
+
+class MooncakeVerdict:
+    """What the requests of a finished play show."""
+
+    def __init__(self, play: MooncakePlay) -> None:
+        self._play = play
+        self._first: dict[str, Answer] = {}
+        for ask in play.asks:
+            self._first.setdefault(ask.text, ask.answer)
+
+    def equal(self, ask: Ask) -> bool:
+        """Whether the tokens are those of the first answer to this text, which was computed."""
+        return ask.answer.tokens == self._first[ask.text].tokens
+
+    def summary(self) -> dict[str, object]:
+        """The last line. ``ok``: equal tokens, no failed request, and the store was hit before
+        and after the restart of its master."""
+        play = self._play
+        equal = bool(play.asks) and all(map(self.equal, play.asks))
+        before = _remote(self._asks("stored by A"))
+        after = _remote(self._asks("master restarted"))
+        ok = equal and before > 0 and after > 0 and play.master_restarted and not play.failed
+        return {
+            "ok": ok,
+            "tokens_equal": equal,
+            "remote_hit_tokens": _remote(play.asks),
+            "engines": play.engines,
+            "ttft_recompute_s": _ttft(self._asks("new")),
+            "ttft_remote_s": _ttft(self._asks("stored by A")),
+            "master_restarted": play.master_restarted,
+            "requests_failed": play.failed,
+        }
+
+    def _asks(self, when: str) -> list[Ask]:
+        return [ask for ask in self._play.asks if ask.when == when]
+
+    def print(self, console: Console) -> None:
+        """The table for people, and the line of JSON."""
+        table = Table(title=f"two servers over Mooncake Store, vLLM {engine_version()}")
+        for name in ("request", "server", "when"):
+            table.add_column(name)
+        for name in ("prompt", "device", "host", "remote", "computed", "first token", "tokens"):
+            table.add_column(name, justify="right")
+        for ask in self._play.asks:
+            recalled = ask.answer.recalled
+            counts = (recalled.get(k, 0) for k in ("device", "host", "remote", "computed"))
+            table.add_row(
+                ask.text,
+                ask.server,
+                ask.when,
+                str(ask.answer.prompt_tokens),
+                *map(str, counts),
+                f"{ask.answer.ttft_s:.3f} s",
+                "equal" if self.equal(ask) else "[red]DIFFER[/red]",
+            )
+        console.print(table)
+        line = json.dumps(self.summary(), separators=(",", ":"))
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def _remote(asks: Sequence[Ask]) -> int:
+    return sum(ask.answer.recalled.get("remote", 0) for ask in asks)
+
+
+def _ttft(asks: Sequence[Ask]) -> float | None:
+    return round(asks[0].answer.ttft_s, 4) if asks else None

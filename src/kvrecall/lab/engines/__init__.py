@@ -1,0 +1,1 @@
+"""Engines that the laboratory hosts."""

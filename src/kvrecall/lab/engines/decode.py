@@ -1,0 +1,274 @@
+"""Measures one decoded token's attention, dense and by retrieval, on vLLM's CPU kernel.
+
+Layers are taken in turn, as a model's are, so that nothing stays in the processor's caches from
+one to the next that would not in an engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+from kvrecall.attention.settings import Regime, RetrievalSettings
+from kvrecall.attention.split import Split, slots_of, split_of
+from kvrecall.engines.vllm.attention.activity import Activity
+from kvrecall.engines.vllm.attention.freshness import Freshness
+from kvrecall.engines.vllm.attention.kernel import CpuKernel, attend, halves, schedule
+from kvrecall.engines.vllm.attention.layer import RetrievalLayer
+from kvrecall.engines.vllm.attention.recalled import OffloadedSequence, Records
+from kvrecall.engines.vllm.attention.rows import KernelShape
+from kvrecall.engines.vllm.attention.steps import BatchRow, SparseStep, StepPlanner
+from kvrecall.engines.vllm.connector.wire import Departure
+
+BLOCK = 128
+LAYERS = 4
+WARM_UP = 8
+"""Steps until the slots hold what later queries may choose again."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTimes:
+    """Seconds a layer, one value a round, dense and sparse taking turns.
+
+    ``selection`` is part of ``sparse``. ``plan``: seconds of a step's planning, once for all
+    layers. ``selected_share``: middle blocks chosen; ``attended_share``: tokens attended to;
+    ``gated``: whether an engine would attend densely here; ``whole_error``: largest difference to
+    dense attention if every block is chosen.
+    """
+
+    dense: tuple[float, ...]
+    sparse: tuple[float, ...]
+    selection: tuple[float, ...]
+    plan: tuple[float, ...]
+    selected_share: float
+    attended_share: float
+    gated: bool
+    whole_error: float
+    activity: dict[str, int]
+    offload: OffloadTimes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadTimes:
+    """The same with the middle blocks off the device; successive queries resemble each other.
+
+    ``seconds``: a layer, selection and loading included, the slots warm. ``hits``, ``loaded``:
+    chosen blocks found in the slots and loaded, ``bytes_loaded`` for both kinds of loading, each
+    over all ``steps`` of a layer. ``vain``: blocks prefetched and never chosen. ``device_blocks``,
+    ``blocks``: what the sequence holds on the device, and what it has. ``error``: largest
+    difference to the same blocks attended to on the device.
+    """
+
+    seconds: tuple[float, ...]
+    steps: int
+    hits: int
+    loaded: int
+    prefetched: int
+    vain: int
+    bytes_loaded: int
+    device_blocks: int
+    blocks: int
+    error: float
+
+
+def measure_decode(
+    tokens: int,
+    settings: RetrievalSettings,
+    rounds: int,
+    cosine: float = 0.9,
+    heads: int = 16,
+    kv_heads: int = 4,
+    head_dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+) -> DecodeTimes:
+    """Times a sequence of ``tokens`` random keys; the settings' gate is ignored but reported.
+
+    Past the offload boundary also with the middle blocks off the device, where ``cosine`` is the
+    similarity of a query to the one before: it decides how many blocks are found in the slots.
+    """
+    isa = isa_of(dtype, head_dim)
+    shape = KernelShape(heads, kv_heads, head_dim, BLOCK, dtype, isa)
+    trial = _Trial(shape, settings, tokens)
+    times = trial.run(rounds)
+    if settings.regime(tokens) is not Regime.OFFLOAD:
+        return times
+    return replace(times, offload=trial.run_offloaded(rounds, cosine))
+
+
+def isa_of(dtype: torch.dtype, head_dim: int) -> str:
+    """The kernel's instruction set. A process must ask the system before it multiplies in tiles; in
+    an engine the first matrix product has done so when attention begins."""
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
+    return str(_get_attn_isa(dtype, BLOCK, head_dim, "auto"))
+
+
+class _Trial:
+    def __init__(self, shape: KernelShape, settings: RetrievalSettings, tokens: int) -> None:
+        torch.manual_seed(0)
+        self._shape = shape
+        self._settings = settings
+        self._rows = [BatchRow(1, tokens, False)]
+        blocks = -(-tokens // BLOCK)
+        size = (blocks + 1, shape.kv_heads, BLOCK, 2 * shape.head_dim)
+        first = torch.randn(size).to(shape.dtype)
+        self._caches = [first, *(first.clone() for _ in range(LAYERS - 1))]
+        self._table = torch.arange(1, blocks + 1, dtype=torch.int32)[None]
+        self._query = torch.randn(1, shape.heads, shape.head_dim).to(shape.dtype)
+        self._scale = shape.head_dim**-0.5
+        self._seq_lens = torch.tensor([tokens], dtype=torch.int32)
+        self._starts = torch.tensor([0, 1], dtype=torch.int32)
+        self._dense_plan = schedule(shape, self._seq_lens, self._starts, whole=True)
+        self._activity = Activity()
+        self._kernel = CpuKernel(shape)
+        self._layers = [
+            RetrievalLayer(settings, self._kernel, self._activity) for _ in self._caches
+        ]
+
+    def run(self, rounds: int) -> DecodeTimes:
+        step = self._step()
+        if step is None or not step.sequences:
+            raise ValueError("the sequence has no middle blocks to choose from")
+        for layer, cache in zip(self._layers, self._caches, strict=True):
+            layer.digest(cache, step.stale)
+        times: dict[str, list[float]] = {"dense": [], "sparse": [], "selection": [], "plan": []}
+        for at in range(rounds * LAYERS):
+            layer, cache = self._layers[at % LAYERS], self._caches[at % LAYERS]
+            acts: dict[str, Callable[[], object]] = {
+                "dense": partial(self._dense, cache),
+                "sparse": partial(layer.attend, self._query, cache, step, self._scale),
+                "selection": partial(layer.choose, self._query, step, self._scale),
+                "plan": self._step,
+            }
+            for name, act in acts.items():
+                times[name].append(_seconds(act))
+        split = step.sequences[0].split
+        return DecodeTimes(
+            dense=tuple(times["dense"]),
+            sparse=tuple(times["sparse"]),
+            selection=tuple(times["selection"]),
+            plan=tuple(times["plan"]),
+            selected_share=split.chosen / split.middle,
+            attended_share=split.attended_tokens / self._rows[0].tokens,
+            gated=self._step(gate=True) is None,
+            whole_error=self._whole_error(),
+            activity=self._activity.totals(),
+        )
+
+    def run_offloaded(self, rounds: int, cosine: float) -> OffloadTimes:
+        """The same with all middle blocks in host memory. ``run`` comes first: it digests."""
+        split = split_of(self._rows[0].tokens, BLOCK, self._settings)
+        sequence, caches, table = self._depart(split)
+        settings = replace(self._settings, gate=False, dense_boundary=0)
+        planner = StepPlanner(settings, self._kernel, Freshness(BLOCK), Activity())
+        away = planner.plan(self._rows, table, {0: sequence})
+        here = self._step()
+        assert away is not None
+        assert here is not None
+        seconds: list[float] = []
+        error = 0.0
+        before = self._activity.totals()
+        for at in range(WARM_UP + rounds):
+            if at == WARM_UP:
+                before = self._activity.totals()
+            self._query = _next_query(self._query, cosine)
+            for layer, small, cache in zip(self._layers, caches, self._caches, strict=True):
+                began = time.perf_counter()
+                got = layer.attend(self._query, small, away, self._scale)
+                seconds.append(time.perf_counter() - began)
+                if at in (0, WARM_UP + rounds - 1):
+                    want = layer.attend(self._query, cache, here, self._scale)
+                    error = max(error, float((got - want).abs().max()))
+        did = {name: count - before[name] for name, count in self._activity.totals().items()}
+        return OffloadTimes(
+            seconds=tuple(seconds[WARM_UP * LAYERS :]),
+            steps=rounds * LAYERS,
+            hits=did["blocks_hit"],
+            loaded=did["blocks_loaded"],
+            prefetched=did["blocks_prefetched"],
+            vain=did["blocks_vain"],
+            bytes_loaded=did["bytes_loaded"],
+            device_blocks=split.init + split.blocks - split.local + len(sequence.slots),
+            blocks=split.blocks,
+            error=error,
+        )
+
+    def _depart(self, split: Split) -> tuple[OffloadedSequence, list[torch.Tensor], torch.Tensor]:
+        """The sequence with its middle blocks in records of their own, the device caches of its
+        other blocks and slots, a cache a layer, and its block table."""
+        middle = self._table[0, split.init : split.local].to(torch.int64)
+        kept = [*range(split.init), *range(split.local, split.blocks)]
+        slots = slots_of(split, split.middle, self._settings)[1]
+        first = len(kept) + 1
+        page = self._caches[0][0].numel() * self._shape.dtype.itemsize
+        memory = np.empty((split.middle, LAYERS, page), dtype=np.uint8)
+        caches = []
+        for at, cache in enumerate(self._caches):
+            rows = cache.view(len(cache), -1).view(torch.uint8)
+            memory[:, at] = rows[middle].numpy()
+            small = torch.zeros((first + slots, *cache.shape[1:]), dtype=cache.dtype)
+            small[1:first] = cache[self._table[0, kept].to(torch.int64)]
+            caches.append(small)
+        records = Records(memory.reshape(-1), {str(at): at * page for at in range(LAYERS)})
+        table = torch.zeros_like(self._table)
+        table[0, kept] = torch.arange(1, first, dtype=torch.int32)
+        departure = Departure(
+            "trial",
+            split.init,
+            tuple(middle.tolist()),
+            tuple(at * LAYERS * page for at in range(split.middle)),
+            tuple(range(first, first + slots)),
+        )
+        sequence = OffloadedSequence(
+            "trial",
+            split.init,
+            np.array(departure.offsets, dtype=np.int64),
+            torch.tensor(departure.slots, dtype=torch.int32),
+            records,
+        )
+        for at, (layer, small) in enumerate(zip(self._layers, caches, strict=True)):
+            layer.depart(sequence, departure, small, str(at))
+        return sequence, caches, table
+
+    def _dense(self, cache: torch.Tensor) -> torch.Tensor:
+        return attend(
+            self._query,
+            halves(cache, whole=True),
+            self._table,
+            self._seq_lens,
+            self._starts,
+            self._dense_plan,
+            self._scale,
+        )
+
+    def _whole_error(self) -> float:
+        step = self._step(topk_share=1.0)
+        assert step is not None
+        cache = self._caches[0]
+        whole = self._layers[0].attend(self._query, cache, step, self._scale)
+        return float((whole - self._dense(cache)).abs().max())
+
+    def _step(self, **changed: Any) -> SparseStep | None:
+        """Plans the step anew, by the settings with these changed."""
+        settings = replace(self._settings, **{"gate": False, "dense_boundary": 0, **changed})
+        planner = StepPlanner(settings, self._kernel, Freshness(BLOCK), Activity())
+        return planner.plan(self._rows, self._table)
+
+
+def _next_query(query: torch.Tensor, cosine: float) -> torch.Tensor:
+    """A random query that every head's last one resembles so much."""
+    noise = torch.randn(query.shape) * (1 - cosine**2) ** 0.5
+    return (query.float() * cosine + noise).to(query.dtype)
+
+
+def _seconds(act: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    act()
+    return time.perf_counter() - started

@@ -1,0 +1,243 @@
+"""A process that hosts one real vLLM engine and is told what to do by lines of JSON.
+
+``python -m kvrecall.lab.engines.host``: its first line on stdin is the set-up (arguments of
+``vllm.LLM``, with the pool's settings under ``pool``), every other an order:
+
+{"do": "ask", "id": .., "prompt": [..], "salt": .., "max_tokens": .., "logprobs": ..,
+ "adapter": [name, number, path], "images": [path, ..]}
+{"do": "forget"}           empties the device's prefix cache; the pool keeps its blocks
+{"do": "metrics"}          asks for the counters that Prometheus would scrape
+{"do": "close"}            ends it in order, as the end of stdin does
+
+On stdout: ``{"ready": pid}``, ``{"id": .., "tokens": [..], "finish": .., "from": .., "keys": [..],
+"gaps": [..], "scores": [..]}`` for every answer, ``{"metrics": {name: value}}``,
+``{"joined": bool}`` when a pool service is found or lost, and ``{"error": ..}`` before it ends for
+want of an engine. Requests that come while others run are batched with them, as in a server. The
+chaos run, the benchmarks and the laboratory play with such processes, since they can be killed at
+any moment and share nothing.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import select
+import signal
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any
+
+from kvrecall.block import BlockKey
+
+_SECOND = 2  # log-probabilities asked for where the gap to the second choice is wanted
+
+
+def main(before_engine: Callable[[], None] | None = None) -> None:
+    """Hosts one engine until it is closed. ``before_engine`` is called before vLLM is imported."""
+    faulthandler.register(signal.SIGUSR1)  # who investigates a hang asks where it is
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM prints to stdout; keep that for the log
+    orders = _Orders(0)
+    first = orders.next_line()
+    if first is None:
+        return
+    setup = json.loads(first)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler side lives in this process
+    os.environ.update(setup.pop("env", {}))
+    try:
+        if before_engine is not None:
+            before_engine()
+        Host(setup, orders, replies).run()
+    except BaseException as error:  # noqa: BLE001 - told to the other end, which judges
+        traceback.print_exc()
+        _say(replies, {"error": f"{type(error).__name__}: {error}"})
+        raise SystemExit(1) from None
+
+
+class _Orders:
+    """Lines of a file descriptor, waited for or not."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._rest = b""
+        self._lines: list[bytes] = []
+        self.ended = False
+
+    def next_line(self) -> bytes | None:
+        """Waits; None at the end."""
+        while not (self._lines or self.ended):
+            self._read()
+        return self._lines.pop(0) if self._lines else None
+
+    def waiting(self, block_s: float) -> list[bytes]:
+        """What has come, after waiting for something at most ``block_s``."""
+        while not self.ended and select.select([self._fd], [], [], block_s)[0]:
+            self._read()
+            block_s = 0.0
+        lines, self._lines = self._lines, []
+        return lines
+
+    def _read(self) -> None:
+        data = os.read(self._fd, 1 << 20)
+        self.ended = not data
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        self._lines += lines
+
+
+class Host:
+    """The engine and its loop."""
+
+    def __init__(self, setup: dict[str, Any], orders: _Orders, replies: IO[str]) -> None:
+        from vllm import LLM
+
+        pool = setup.pop("pool", None)
+        transfer = None
+        if pool is not None:
+            transfer = {
+                "kv_connector": "RecallConnector",
+                "kv_connector_module_path": "kvrecall.engines.vllm",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": pool,
+            }
+        options = {
+            "enforce_eager": True,
+            "block_size": 128,
+            "disable_log_stats": False,
+            "prefix_caching_hash_algo": "sha256_cbor",
+            **setup,
+        }
+        self._engine = LLM(**options, kv_transfer_config=transfer).llm_engine
+        self._core = self._engine.engine_core.engine_core
+        self._orders = orders
+        self._replies = replies
+        self._names: dict[str, str] = {}  # the engine's name of a request -> ours
+        self._chains: dict[str, tuple[BlockKey, ...]] = {}
+        self._started: dict[str, tuple[float, float]] = {}  # asked, first token
+        self._joined: bool | None = None
+
+    def run(self) -> None:
+        _say(self._replies, {"ready": os.getpid()})
+        while True:
+            busy = self._engine.has_unfinished_requests()
+            for line in self._orders.waiting(0.0 if busy else 0.05):
+                order = json.loads(line)
+                name = order.pop("do")
+                if name == "close":
+                    return self._core.shutdown()
+                if name == "forget":
+                    self._engine.reset_prefix_cache()
+                elif name == "metrics":
+                    _say(self._replies, {"metrics": _metrics()})
+                else:
+                    self._ask(**order)
+            if self._orders.ended:
+                return self._core.shutdown()
+            self._tell_joined()
+            if busy:
+                self._step()
+
+    def _ask(
+        self,
+        id: str,
+        prompt: list[int],
+        max_tokens: int,
+        salt: str | None = None,
+        logprobs: bool = False,
+        adapter: tuple[str, int, str] | None = None,
+        images: Sequence[str] = (),
+    ) -> None:
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        item: dict[str, Any] = {"prompt_token_ids": prompt}
+        if salt:
+            item["cache_salt"] = salt
+        if images:
+            item["multi_modal_data"] = {"image": [_picture(path) for path in images]}
+        params = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, logprobs=_SECOND if logprobs else None
+        )
+        self._started[id] = time.perf_counter(), 0.0
+        lora = LoRARequest(*adapter) if adapter else None
+        self._names[self._engine.add_request(id, item, params, lora_request=lora)] = id
+
+    def _step(self) -> None:
+        outputs = self._engine.step()
+        self._note_chains()
+        for output in outputs:
+            asked, first = self._started[output.request_id]
+            if not first and output.outputs[0].token_ids:
+                self._started[output.request_id] = asked, time.perf_counter()
+            if output.finished:
+                _say(self._replies, self._answer(output))
+
+    def _note_chains(self) -> None:
+        connector = self._core.scheduler.connector
+        if connector is None:
+            return
+        for request_id, name in list(self._names.items()):
+            if chain := connector.saved(request_id):
+                self._chains[name] = chain
+            if request_id not in self._core.scheduler.requests:
+                del self._names[request_id]
+
+    def _answer(self, output: Any) -> dict[str, Any]:
+        asked, first = self._started.pop(output.request_id)
+        one = output.outputs[0]
+        keys = self._chains.pop(output.request_id, ())
+        return {
+            "id": output.request_id,
+            "tokens": list(one.token_ids),
+            "finish": one.finish_reason,
+            "from": (output.kv_transfer_params or {}).get("kvrecall"),
+            "keys": [key.hex() for key in keys],
+            "gaps": [_gap(step) for step in one.logprobs or ()],
+            "scores": [
+                step[token].logprob
+                for token, step in zip(one.token_ids, one.logprobs or (), strict=False)
+            ],
+            "ttft_s": first - asked,
+        }
+
+    def _tell_joined(self) -> None:
+        connector = self._core.scheduler.connector
+        joined = None if connector is None else connector.has_service
+        if joined != self._joined:
+            self._joined = joined
+            _say(self._replies, {"joined": joined})
+
+
+def _gap(step: Mapping[int, Any]) -> float:
+    """How far the likeliest token lies before the second, in log-probability."""
+    best = sorted((entry.logprob for entry in step.values()), reverse=True)
+    return float(best[0] - best[1])
+
+
+def _picture(path: str) -> Any:
+    from PIL import Image
+
+    return Image.open(path).convert("RGB")
+
+
+def _metrics() -> dict[str, float]:
+    """kvrecall's counters and gauges, ``name`` or ``name:tier``."""
+    from prometheus_client import REGISTRY
+
+    return {
+        ":".join([s.name, *(s.labels[k] for k in ("tier", "source") if k in s.labels)]): s.value
+        for family in REGISTRY.collect()
+        for s in family.samples
+        if s.name.startswith("kvrecall") and not s.name.endswith("_created")
+    }
+
+
+def _say(replies: IO[str], message: dict[str, Any]) -> None:
+    replies.write(json.dumps(message, separators=(",", ":")) + "\n")
+    replies.flush()
+
+
+if __name__ == "__main__":
+    main()

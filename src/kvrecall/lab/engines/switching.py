@@ -1,0 +1,29 @@
+"""Changing retrieval settings in a running engine, so that one prefill serves a comparison."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.engines.vllm.attention.activity import ActivityExtension
+
+
+class SwitchExtension(ActivityExtension):
+    """A vLLM ``worker_extension_cls``; ``retrieval`` must be in ``VLLM_PLUGINS``.
+
+    KV of a prompt is that of dense attention whatever the settings, so a prompt whose blocks are on
+    the device may be asked again under other ones.
+    """
+
+    model_runner: Any
+
+    def retrieval_use(self, settings: str) -> dict[str, int]:
+        """Decodes by these settings, the JSON of a RetrievalSettings' fields, from the next step
+        on. Returns the totals of this worker so far."""
+        changed = RetrievalSettings(**json.loads(settings))
+        for groups in self.model_runner.attn_groups:
+            for group in groups:
+                for builder in group.metadata_builders:
+                    builder.use(changed)
+        return self.retrieval_activity()

@@ -1,0 +1,252 @@
+"""``kvrecall gpu-check``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvrecall.errors import KvrecallError
+from kvrecall.lab.bench.report import engine_version, machine
+from kvrecall.lab.gpu_check import engine, sequences, sparse
+from kvrecall.lab.gpu_check.models import LARGE, SHALLOW, Shape
+from kvrecall.lab.gpu_check.outcome import Outcome, State, reason
+from kvrecall.lab.gpu_check.part import run_part
+
+app = typer.Typer(add_completion=False)
+
+SUPPORTED = ((0, 26), (0, 32))
+"""vLLM's first and last minor version that kvrecall is written for."""
+
+_DEVICE = "cuda"
+_NOTHING = "; nothing was checked"
+_PARTS = ("copies", "bandwidth", "retrieval", "decode")
+_CONTEXTS = (8192, 16384, 32768, 65536, 131072)
+_QUICK_CONTEXTS = (8192,)
+_DECODE_CONTEXTS = (32768, 131072)
+_LOAD = sequences.Load(65536, 8, 128, 2)
+_QUICK_LOAD = sequences.Load(16384, 4, 32, 1)
+
+Json = Annotated[bool, typer.Option("--json", help="Only the line of JSON.")]
+
+
+@app.command()
+def gpu_check(
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes: some minutes.")] = False,
+    as_json: Json = False,
+    out: Annotated[Path | None, typer.Option(help="Also write the line of JSON here.")] = None,
+    require: Annotated[
+        bool, typer.Option("--require", help="End with 1 where there is nothing to check on.")
+    ] = False,
+) -> None:
+    """Check kvrecall on this machine's GPU, and measure it.
+
+    Ends with 1 if a check failed; without a GPU or vLLM it says so and ends with 0.
+    """
+
+    def progress(text: str) -> None:
+        typer.echo(text, err=True)
+
+    outcomes = list(_outcomes(quick, progress))
+    told = summary(outcomes)
+    if not as_json and told["ran"]:
+        _show(outcomes)
+    line = json.dumps(told, separators=(",", ":"))
+    if out is not None:
+        out.write_text(line + "\n")
+    typer.echo(line)
+    raise typer.Exit(status(outcomes, require))
+
+
+def status(outcomes: list[Outcome], require: bool) -> int:
+    """0: nothing failed. ``require``: and something was checked."""
+    if any(each.state is State.FAIL for each in outcomes):
+        return 1
+    return int(require and outcomes[0].state is not State.PASS)
+
+
+def summary(outcomes: list[Outcome]) -> dict[str, object]:
+    """The line of JSON: ``ran`` says whether there was anything to check on."""
+    return {
+        "check": "gpu",
+        "ran": outcomes[0].state is State.PASS,
+        "why_not": "" if outcomes[0].state is State.PASS else outcomes[0].note,
+        "failed": [each.check for each in outcomes if each.state is State.FAIL],
+        "checks": {
+            each.check: {"state": each.state, "note": each.note, **each.figures}
+            for each in outcomes
+        },
+        **machine(),
+    }
+
+
+def _outcomes(quick: bool, progress: Callable[[str], None]) -> Iterator[Outcome]:
+    """The first is whether there is a device; without one there is no other."""
+    found = without_engine() or run_part("device", _DEVICE)
+    progress(f"gpu-check: {found.note}" + ("" if found.state is State.PASS else _NOTHING))
+    yield found
+    if found.state is not State.PASS:
+        return
+    for name in _PARTS:
+        progress(f"{name} ...")
+        yield run_part(name, _DEVICE, quick)
+    forms = ["piecewise"] if quick else list(engine.FORMS)
+    yield from (tokens(name, progress) for name in forms)
+    contexts = _QUICK_CONTEXTS if quick else _CONTEXTS
+    yield _first_token(contexts, 2 if quick else 5, progress)
+    yield from _retrieval(quick, progress)
+
+
+def _retrieval(quick: bool, progress: Callable[[str], None]) -> Iterator[Outcome]:
+    """Whole engines with retrieval attention."""
+    hindrance = without_retrieval()
+    if hindrance:
+        for name in ("retrieval tokens", "decode, engine", "sequences"):
+            yield Outcome(name, State.SKIP, hindrance)
+        return
+    yield retrieval_tokens(_DEVICE, progress)
+    contexts = _DECODE_CONTEXTS[: 1 if quick else None]
+    yield decode_engine(contexts, LARGE, _DEVICE, progress)
+    yield crowded(_QUICK_LOAD if quick else _LOAD, SHALLOW, _DEVICE, progress)
+
+
+def without_retrieval() -> str:
+    """Why retrieval attention is not checked with this vLLM, for which it is not written; nothing
+    if it is."""
+    written = ".".join(map(str, SUPPORTED[1]))
+    version = engine_version()
+    if ".".join(version.split("+")[0].split(".")[:2]) == written:
+        return ""
+    return f"retrieval attention is for vLLM {written}, and this is {version}"
+
+
+def without_engine() -> Outcome | None:
+    """Why nothing can be checked here before torch is asked; None if it can."""
+    version = engine_version()
+    if version == "not installed":
+        return Outcome("device", State.SKIP, "vLLM is not installed here")
+    first, last = SUPPORTED
+    major, minor = (int(part) for part in version.split("+")[0].split(".")[:2])
+    if not first <= (major, minor) <= last:
+        allowed = " to ".join(".".join(map(str, each)) for each in SUPPORTED)
+        note = f"vLLM {version} is installed; kvrecall is for {allowed}"
+        return Outcome("device", State.SKIP, note)
+    return None
+
+
+def tokens(form: str, progress: Callable[[str], None], device_bytes: int = 256 << 20) -> Outcome:
+    """Whether a server of this form recalls what it computed."""
+
+    def check() -> tuple[str, Mapping[str, Any]]:
+        recalled = engine.check_form(form, progress, device_bytes)
+        split = ", ".join(f"{count} from {tier}" for tier, count in recalled.items())
+        return f"equal: {split}", {"recalled": recalled}
+
+    return _tried(f"tokens, {form}", progress, check)
+
+
+def retrieval_tokens(
+    device: str,
+    progress: Callable[[str], None],
+    device_bytes: int = 256 << 20,
+    shares: tuple[float, ...] = sparse.SHARES,
+) -> Outcome:
+    """Whether servers with retrieval attention answer as they must."""
+
+    def check() -> tuple[str, Mapping[str, Any]]:
+        found = sparse.check_tokens(device, progress, device_bytes, shares)
+        chosen = ", ".join(f"{one['selected']} of {one['considered']}" for one in found.values())
+        note = f"those of dense attention, or the same twice: {chosen} blocks chosen"
+        return note, {"blocks": found}
+
+    return _tried("retrieval tokens", progress, check)
+
+
+def decode_engine(
+    contexts: tuple[int, ...],
+    shape: Shape,
+    device: str,
+    progress: Callable[[str], None],
+    scaled: Mapping[str, str] | None = None,
+    engines: tuple[str, ...] = sparse.ENGINES,
+) -> Outcome:
+    """What a decoded token takes in a whole engine, dense and by retrieval."""
+
+    def check() -> tuple[str, Mapping[str, Any]]:
+        told = sparse.decode_seconds(contexts, shape, device, progress, scaled, engines)
+        note = "; ".join(
+            f"{name}: " + ", ".join(f"{int(c) // 1024}K {each[c] * 1e3:.2f} ms" for c in each)
+            for name, each in told.items()
+        )
+        return f"a decoded token, {note}", {"seconds": told}
+
+    return _tried("decode, engine", progress, check)
+
+
+def crowded(
+    load: sequences.Load,
+    shape: Shape,
+    device: str,
+    progress: Callable[[str], None],
+    engines: tuple[str, ...] = sequences.ENGINES,
+) -> Outcome:
+    """How many long sequences decode at once, dense and by retrieval."""
+
+    def check() -> tuple[str, Mapping[str, Any]]:
+        told = sequences.measure_sequences(load, shape, device, progress, engines)
+        note = "; ".join(
+            f"{name}: {one['at_once']} at once, {one['decode_tokens_per_s']} tokens/s decoding"
+            for name, one in told.items()
+        )
+        where = f"{load.context} tokens each, {load.blocks} blocks on the device"
+        asked = {"context": load.context, "device_blocks": load.blocks, "asked": load.sequences}
+        return f"{note} ({where})", {**told, **asked}
+
+    return _tried("sequences", progress, check)
+
+
+def _first_token(
+    contexts: tuple[int, ...], repetitions: int, progress: Callable[[str], None]
+) -> Outcome:
+    def check() -> tuple[str, Mapping[str, Any]]:
+        told = engine.first_token(contexts, LARGE, repetitions, progress)
+        note = "; ".join(
+            f"{name}: "
+            + ", ".join(f"{int(c) // 1024}K {one['host']:.3f} s" for c, one in each.items())
+            for name, each in told.items()
+        )
+        return f"from host memory, {note}", {"seconds": told}
+
+    return _tried("first token", progress, check)
+
+
+def _tried(
+    name: str,
+    progress: Callable[[str], None],
+    check: Callable[[], tuple[str, Mapping[str, Any]]],
+) -> Outcome:
+    """``check`` gives a note and figures. A server that dies while it is asked is a failed check;
+    all that an error says goes to ``progress``."""
+    progress(f"{name} ...")
+    try:
+        note, figures = check()
+    except (KvrecallError, httpx.HTTPError) as error:
+        said = str(error) or type(error).__name__
+        progress(said)
+        return Outcome(name, State.FAIL, reason(said))
+    return Outcome(name, State.PASS, note, figures)
+
+
+def _show(outcomes: list[Outcome]) -> None:
+    table = Table(title="kvrecall gpu-check")
+    for column in ("check", "", "what was found"):
+        table.add_column(column)
+    for each in outcomes:
+        table.add_row(each.check, each.state.value, each.note)
+    Console().print(table)

@@ -1,0 +1,143 @@
+"""One check on a device, in a process of its own: an illegal access poisons a CUDA context, and a
+context holds memory that an engine started later needs.
+
+``python -m kvrecall.lab.gpu_check.part CHECK DEVICE [QUICK]`` ends with one line: the ``Outcome``.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+
+from kvrecall.errors import KvrecallError
+from kvrecall.lab.gpu_check.outcome import Outcome, State
+
+_LIMIT_S = 900.0
+_CONTEXTS = (32768, 131072, 524288)
+
+
+def run_part(check: str, device: str, quick: bool = False) -> Outcome:
+    """The outcome of ``check``; a process that dies or hangs is a failure of it."""
+    command = [sys.executable, "-m", "kvrecall.lab.gpu_check.part", check, device]
+    try:
+        done = subprocess.run(
+            [*command, "quick"] if quick else command,
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Outcome(check, State.FAIL, f"no end after {_LIMIT_S:.0f} s")
+    lines = done.stdout.strip().splitlines()
+    try:
+        return Outcome.read(lines[-1])
+    except (ValueError, KeyError, IndexError):
+        said = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        return Outcome(check, State.FAIL, f"the process ended with {done.returncode}: {said}")
+
+
+def _device(device: str, quick: bool) -> Outcome:
+    """Whether there is a device, without which nothing else is asked for."""
+    import torch
+
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
+    if accelerator is None or accelerator.type != "cuda":
+        return Outcome("device", State.SKIP, f"torch {torch.__version__} finds no CUDA device")
+    facts = torch.cuda.get_device_properties(0)
+    figures = {
+        "name": facts.name,
+        "memory_gib": round(facts.total_memory / 2**30, 1),
+        "capability": f"{facts.major}.{facts.minor}",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
+    return Outcome("device", State.PASS, facts.name, figures)
+
+
+def _copies(device: str, quick: bool) -> Outcome:
+    import torch
+
+    from kvrecall.lab.gpu_check import copies
+
+    place = torch.device(device)
+    moved = copies.check_copies(place, blocks=32 if quick else 256)
+    copies.check_order(place)
+    if place.type != "cpu":  # where Triton's kernels are compiled
+        copies.check_fetches(place)
+    note = f"{moved / 2**20:.0f} MiB there and back in {len(copies.LAYOUTS)} layouts, in order"
+    return Outcome("copies", State.PASS, note, {"bytes": moved})
+
+
+def _bandwidth(device: str, quick: bool) -> Outcome:
+    from kvrecall.lab.gpu_check import copies
+
+    sizes = (8, 4, 1 << 20) if quick else (128, 32, 16 << 20)
+    told = copies.bandwidth(*sizes)
+    note = (
+        f"restore {told['restore_gb_s']} GB/s, scattered {told['scattered_gb_s']}, plain copy "
+        f"{told['plain_copy_gb_s']}: {told['restore_to_plain']} of the bus"
+    )
+    return Outcome("bandwidth", State.PASS, note, told)
+
+
+def _retrieval(device: str, quick: bool) -> Outcome:
+    import torch
+
+    from kvrecall.lab.gpu_check import attention
+
+    place = torch.device(device)
+    same = attention.check_selection(place, 64 if quick else 512)
+    if place.type == "cpu":
+        note = "the search only: the kernel needs a GPU (or Triton's interpreter)"
+        return Outcome("retrieval", State.PASS, note, {"same_blocks": same})
+    attention.check_attention(place)
+    return Outcome(
+        "retrieval",
+        State.PASS,
+        "search and kernels agree with plain torch on the CPU",
+        {"same_blocks": same},
+    )
+
+
+def _decode(device: str, quick: bool) -> Outcome:
+    import torch
+
+    from kvrecall.lab.gpu_check import attention
+
+    if device == "cpu":
+        return Outcome("decode", State.SKIP, "the kernel needs a GPU")
+    place = torch.device(device)
+    told = {str(c): attention.decode_times(place, c) for c in _CONTEXTS[: 1 if quick else None]}
+    note = "; ".join(
+        f"{int(context) // 1024}K: dense {one['dense_ms']} ms, retrieval {one['retrieval_ms']} ms"
+        for context, one in told.items()
+    )
+    return Outcome("decode", State.PASS, f"attention of a token in one layer, {note}", told)
+
+
+PARTS: Mapping[str, Callable[[str, bool], Outcome]] = {
+    "device": _device,
+    "copies": _copies,
+    "bandwidth": _bandwidth,
+    "retrieval": _retrieval,
+    "decode": _decode,
+}
+
+
+def _main(check: str, device: str, *words: str) -> None:
+    try:
+        outcome = PARTS[check](device, "quick" in words)
+    except (KvrecallError, RuntimeError, MemoryError) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        outcome = Outcome(check, State.FAIL, said)
+    except ModuleNotFoundError as error:
+        outcome = Outcome(check, State.SKIP, f"{error.name} is not installed here")
+    print(outcome.line())
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,52 @@
+"""Processes that end with the one that started them, also when that one is killed.
+
+A benchmark or test that dies of ``kill -9`` ends nothing in order; what it started finds out by
+itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+_OURS = (
+    "import sys; from kvrecall.lab.processes import end_with; end_with(int(sys.argv.pop(1))); "
+    "from kvrecall.cli import main; main()"
+)
+_PROGRAM = (
+    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL); "
+    "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
+)
+_LOOK_S = 0.5
+_GRACE_S = 20.0
+
+
+def kvrecall(*words: str) -> list[str]:
+    """A command line that runs ``kvrecall WORDS`` of this installation until it ends, or this
+    process does."""
+    return [sys.executable, "-c", _OURS, str(os.getpid()), *words]
+
+
+def as_child(*command: str) -> list[str]:
+    """A command line that runs ``command`` until it ends, or the thread that starts it does: for
+    programs that are not ours. Linux (PR_SET_PDEATHSIG)."""
+    return [sys.executable, "-S", "-c", _PROGRAM, str(os.getpid()), *command]
+
+
+def end_with(parent: int) -> None:
+    """From now on, when ``parent``, which started this process, has ended, this one gets SIGTERM;
+    20 seconds later it and its process group are killed. Returns at once."""
+    threading.Thread(target=_watch, args=(parent,), name="kin", daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_GRACE_S)
+    if os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
