@@ -8,12 +8,12 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from support.disks import DiskFaults, FaultyIo
 from typer.testing import CliRunner
 
 from kvrecall.block import BlockKey
 from kvrecall.config import DiskConfig, PoolConfig, RecallSettings
 from kvrecall.errors import ConfigError, TierError
-from kvrecall.lab.disks import DiskFaults, FaultyIo
 from kvrecall.pool import Pool
 from kvrecall.pool.cipher import PROOF_BYTES, Cipher
 from kvrecall.pool.disk import DiskTier

@@ -6,6 +6,7 @@ import secrets
 from pathlib import Path
 
 import pytest
+from support.stores import SHARED, MemoryStore
 
 from kvrecall.config import PoolConfig, RemoteConfig
 from kvrecall.pool import Pool
@@ -19,7 +20,6 @@ from kvrecall.pool.tier import Tier
 from kvrecall.testing.blocks import chain, content, wait_until
 from kvrecall.testing.pool_contract import Engine
 from kvrecall.testing.store_contract import Counter, StoreContract, names, value
-from kvrecall.testing.stores import SHARED, MemoryStore
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, TierContract
 
 MIB = 1 << 20
@@ -123,7 +123,7 @@ def test_a_pool_by_its_settings(tmp_path: Path) -> None:
     """Blocks reach a second host through the store, and nothing in the store is plain."""
     path = tmp_path / "key"
     make_key_file(path)
-    remote = RemoteConfig("kvrecall.testing.stores:make_store", {"name": "sealed"})
+    remote = RemoteConfig("support.stores:make_store", {"name": "sealed"})
     config = PoolConfig(4 * MIB, remote=remote, encryption_key_file=path)
     keys = chain(NAMESPACE, 12)
     with Pool.open(config) as first:

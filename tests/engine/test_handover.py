@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.clocks import ManualClock
 
 from kvrecall.block import Namespace
 from kvrecall.engines.base import HANDOVER
 from kvrecall.engines.vllm.connector.handover import Handover, HandoverDesk, Promise, receipt
 from kvrecall.engines.vllm.connector.metrics import Tally
-from kvrecall.testing.clocks import ManualClock
 
 SPACE = Namespace.of({"test": "1"})
 

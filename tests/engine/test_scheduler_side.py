@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.disks import FaultyIo
+from support.stores import SHARED, MemoryStore
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -23,13 +25,11 @@ from kvrecall.engines.vllm.connector.facts import EngineFacts
 from kvrecall.engines.vllm.connector.scheduler_side import RecallScheduler
 from kvrecall.engines.vllm.connector.stepclock import StepClock
 from kvrecall.engines.vllm.connector.wire import StepOrders, StepReport
-from kvrecall.lab.disks import FaultyIo
 from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import Recall, RecallState
 from kvrecall.pool.disk import DiskTier
 from kvrecall.testing.blocks import wait_until
-from kvrecall.testing.stores import SHARED, MemoryStore
 
 BLOCK = 16
 FACTS = EngineFacts(
@@ -332,7 +332,7 @@ def test_a_request_waits_for_the_stores_answer_but_not_for_long(
     request: pytest.FixtureRequest,
 ) -> None:
     store = SHARED.setdefault(request.node.name, MemoryStore())
-    remote = {"kind": "kvrecall.testing.stores:make_store", "name": request.node.name}
+    remote = {"kind": "support.stores:make_store", "name": request.node.name}
     settings = RecallSettings.from_mapping({"host_size": "1MiB", "remote": remote})
     with Pool.open(settings.pool) as here, Pool.open(settings.pool) as there:
         first = Bench(here)

@@ -4,8 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
-
-from kvrecall.testing.crash import run_and_kill, survivors
+from support.crash import run_and_kill, survivors
 
 MIB = 1 << 20
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.disks import FaultyIo
 
 from kvrecall.config import DiskConfig
-from kvrecall.lab.disks import FaultyIo
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.flusher import Flusher
 from kvrecall.pool.disk.index import Index

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.clocks import ManualClock
 
 from kvrecall.config import DiskConfig
 from kvrecall.errors import TierError
@@ -19,7 +20,6 @@ from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.folder import FolderLock
 from kvrecall.pool.tier import Outcome
 from kvrecall.testing.blocks import chain, namespace, wait_until
-from kvrecall.testing.clocks import ManualClock
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench
 
 MIB = 1 << 20

@@ -10,20 +10,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.clocks import ManualClock
+from support.disks import FaultyIo
+from support.tiers import FaultyTier, LatencyTier, MemoryTier, RecordingTier
 
 from kvrecall.block import TierName
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.errors import ConfigError, TierError
-from kvrecall.lab.disks import FaultyIo
 from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena, available_memory
 from kvrecall.pool.base import RecallState, Verdict
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.tier import Outcome, Tier
 from kvrecall.testing.blocks import chain, wait_until
-from kvrecall.testing.clocks import ManualClock
 from kvrecall.testing.pool_contract import BLOCK_BYTES, NAMESPACE, SLOT_BYTES, Engine
-from kvrecall.testing.tiers import FaultyTier, LatencyTier, MemoryTier, RecordingTier
 
 MIB = 1 << 20
 KEYS = chain(NAMESPACE, 10)

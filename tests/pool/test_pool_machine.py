@@ -32,7 +32,7 @@ class RemoteBackMachine(PoolMachine):
     terms = dataclasses.replace(PoolMachine.terms, remote_write="back")
 
     def open_pool(self, folder: Path) -> PoolClient:
-        remote = RemoteConfig("kvrecall.testing.stores:make_store", {"name": str(folder)})
+        remote = RemoteConfig("support.stores:make_store", {"name": str(folder)})
         disk = DiskConfig(folder, 32 << 20)
         return Pool.open(PoolConfig(1 << 20, disk, terms=self.terms, remote=remote))
 

@@ -3,15 +3,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.disks import DiskFaults, FaultyIo
+from support.tiers import FaultyTier, LatencyTier, MemoryTier, RecordingTier
 
 from kvrecall.block import TierName
 from kvrecall.config import DiskConfig
-from kvrecall.lab.disks import DiskFaults, FaultyIo
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.tier import Get, NullTier, Outcome, Put, PutVerdict, Tier
 from kvrecall.testing.blocks import chain, namespace
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench, TierContract
-from kvrecall.testing.tiers import FaultyTier, LatencyTier, MemoryTier, RecordingTier
 
 MIB = 1 << 20
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.stores import SHARED, MemoryStore
 
 from kvrecall.block import BlockKey, TierName
 from kvrecall.config import PoolConfig, RecallSettings
@@ -16,7 +17,6 @@ from kvrecall.pool.remote.envelope import name_of
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.serving import ServiceThread
 from kvrecall.testing.blocks import chain, content, namespace, wait_until
-from kvrecall.testing.stores import SHARED, MemoryStore
 
 NAMESPACE = namespace()
 NBYTES = 10_000
@@ -47,7 +47,7 @@ def open_pool(request: pytest.FixtureRequest, store: MemoryStore) -> Iterator[Op
 
 
 def settings(name: str, disk: Path | None = None, **more: object) -> PoolConfig:
-    remote = {"kind": "kvrecall.testing.stores:make_store", "name": name}
+    remote = {"kind": "support.stores:make_store", "name": name}
     raw: dict[str, object] = {"host_size": "2MiB", "remote": remote, **more}
     if disk is not None:
         raw |= {"disk_path": str(disk), "disk_size": "64MiB"}

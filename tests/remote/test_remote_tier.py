@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.clocks import ManualClock
+from support.stores import MemoryStore
+from support.tiers import MemoryTier
 
 from kvrecall.config import DiskConfig, RemoteConfig
 from kvrecall.errors import ConfigError
@@ -16,10 +19,7 @@ from kvrecall.pool.remote.kinds import make_store
 from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.pool.tier import Outcome, PutVerdict, Tier
 from kvrecall.testing.blocks import chain, wait_until
-from kvrecall.testing.clocks import ManualClock
-from kvrecall.testing.stores import MemoryStore
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench, TierContract
-from kvrecall.testing.tiers import MemoryTier
 
 MIB = 1 << 20
 
@@ -289,7 +289,7 @@ def test_latencies_are_kept(host: Host) -> None:
     [
         ("mongoose", "allowed: mooncake, objects, or package.module:Factory"),
         ("no.such.module:Factory", "cannot import no.such.module"),
-        ("kvrecall.testing.stores:Missing", "has no Missing"),
+        ("support.stores:Missing", "has no Missing"),
         ("kvrecall.pool.remote.lane:Lane", "does not take these options"),
     ],
 )

@@ -14,11 +14,11 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry, Counter, Gauge
+from support.clocks import ManualClock
 
 from kvrecall.lab.ports import free_port
 from kvrecall.server.dashboard import history
 from kvrecall.server.dashboard.routes import dashboard_router
-from kvrecall.testing.clocks import ManualClock
 
 from .browser import browsing
 from .fake import FakeInsight

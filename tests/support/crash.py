@@ -1,6 +1,6 @@
 """Kills a process while it saves, and checks what a new one finds.
 
-The child (``python -m kvrecall.testing.crash``) saves chains into a pool and notes in an oracle
+The child (this file as a program) saves chains into a pool and notes in an oracle
 file, after ``flush`` said that they are durable, which blocks must survive. It is killed at a
 random time or at a chosen system call of the disk tier.
 """
@@ -95,7 +95,7 @@ def run_and_kill(
     die_at = dice.randrange(1, 40) if life % 2 else 0
     arguments = [str(folder), str(oracle), str(life), str(die_at), str(disk_bytes)]
     before = _lines(oracle)
-    child = subprocess.Popen([sys.executable, "-m", __name__, *arguments])
+    child = subprocess.Popen([sys.executable, __file__, *arguments])
     try:
         if not die_at:
             until = time.monotonic() + _WAIT_S

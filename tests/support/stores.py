@@ -73,5 +73,5 @@ SHARED: dict[str, MemoryStore] = {}
 
 
 def make_store(options: Mapping[str, object]) -> MemoryStore:
-    """The store called ``options["name"]``: the kind ``kvrecall.testing.stores:make_store``."""
+    """The store called ``options["name"]``: the kind ``support.stores:make_store``."""
     return SHARED.setdefault(str(options.get("name", "")), MemoryStore())
