@@ -12,7 +12,7 @@ import pytest
 
 _OURS = """
 from pathlib import Path
-from kvrecall.lab.bench.service_process import ServiceProcess
+from kvrecall.lab.engines.service import ServiceProcess
 service = ServiceProcess(Path({folder!r}) / "pool", 16 << 20, 64 << 20)
 service.start()
 print(service.pid, flush=True)

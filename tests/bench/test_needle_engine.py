@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvrecall.lab.bench.driver import ServerProcess, server_environment
+from kvrecall.lab.engines.server import ServerProcess, server_environment
 from kvrecall.server.launch import default_model
 
 pytestmark = pytest.mark.engine

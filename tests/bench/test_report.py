@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from kvrecall.errors import EngineError
 from kvrecall.lab.bench import cli
-from kvrecall.lab.bench.driver import ServerProcess, _with_port
+from kvrecall.lab.bench.model import Texts
 from kvrecall.lab.bench.report import Report, percentiles
-from kvrecall.lab.bench.text import Texts
+from kvrecall.lab.engines.server import ServerProcess, _with_port
 
 
 def test_percentiles() -> None:

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from kvrecall.block import BlockKey
-from kvrecall.lab.bench.engine import Answer, Question
-from kvrecall.lab.bench.service_process import ServiceProcess
 from kvrecall.lab.chaos import leftovers
 from kvrecall.lab.chaos.crew import Asked, Crew, Seat
 from kvrecall.lab.chaos.damage import Vandal, stored
 from kvrecall.lab.chaos.library import Library, Turn, sure_part
 from kvrecall.lab.chaos.tally import FAULTS, FIGURES, Tally
 from kvrecall.lab.chaos.witness import Witness
+from kvrecall.lab.engines.process import Answer, Question
+from kvrecall.lab.engines.service import ServiceProcess
 from kvrecall.lab.processes import as_child
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.testing.blocks import chain, namespace, wait_until

@@ -10,9 +10,9 @@ import json
 import pytest
 from rich.console import Console
 
-from kvrecall.lab.bench.driver import Answer
 from kvrecall.lab.demo.play import Row, Verdict
 from kvrecall.lab.demo.prompts import FACT, TURN_1, TURN_2, long_question
+from kvrecall.lab.engines.server import Answer
 
 TEXT, TURN = "long text", "conversation, turn 2"
 

@@ -15,7 +15,7 @@ import torch
 from kvrecall.attention.kernels.paged import Part, attend_plainly
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.errors import EngineError
-from kvrecall.lab.bench.driver import Answer
+from kvrecall.lab.engines.server import Answer
 from kvrecall.lab.gpu_check import attention, cli, sequences, sparse
 from kvrecall.lab.gpu_check.models import SMALL
 from kvrecall.lab.gpu_check.outcome import CheckError, Outcome, State, reason

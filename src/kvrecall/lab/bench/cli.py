@@ -31,9 +31,9 @@ def restore(
     json: Json = False,
 ) -> None:
     """Time to first token on a prefix: computed, from device, host and disk."""
-    from kvrecall.lab.bench.restore import BLOCK, measure_restore
+    from kvrecall.lab.bench.restore import measure_restore
 
-    _run(lambda: measure_restore(tokens // BLOCK * BLOCK, repetitions, _progress), json)
+    _run(lambda: measure_restore(tokens, repetitions, _progress), json)
 
 
 @app.command()
@@ -55,7 +55,7 @@ def throttle(
     json: Json = False,
 ) -> None:
     """Load or recompute: a hit on a disk of several bandwidths, against computing it."""
-    from kvrecall.lab.bench.restore import BLOCK
+    from kvrecall.lab.bench.model import BLOCK
     from kvrecall.lab.bench.throttle import measure_throttle
 
     _run(lambda: measure_throttle(tokens // BLOCK * BLOCK, repetitions, _progress), json)
@@ -124,8 +124,8 @@ def remote(
     json: Json = False,
 ) -> None:
     """Remote tier over Mooncake against its bare client; a remote hit against computing."""
+    from kvrecall.lab.bench.model import BLOCK
     from kvrecall.lab.bench.remote import remote_report
-    from kvrecall.lab.bench.restore import BLOCK
 
     length = tokens // BLOCK * BLOCK
     _run(lambda: remote_report(length, repetitions, engines, _progress), json)

@@ -17,8 +17,8 @@ from typing import Any
 
 from kvrecall.attention.settings import PREFIX, RetrievalSettings
 from kvrecall.errors import EngineError
-from kvrecall.lab.bench.driver import server_environment
 from kvrecall.lab.bench.report import Report
+from kvrecall.lab.engines.server import server_environment
 from kvrecall.lab.models import write_model
 from kvrecall.lab.processes import as_child
 

@@ -13,10 +13,9 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from kvrecall.lab.bench.driver import Progress, ServerProcess
+from kvrecall.lab.bench.model import BLOCK, BenchModel, Texts
 from kvrecall.lab.bench.report import Report, percentiles
-from kvrecall.lab.bench.restore import BLOCK, BenchModel
-from kvrecall.lab.bench.text import Texts
+from kvrecall.lab.engines.server import Progress, ServerProcess
 
 IN_A_ROW = 3
 GOAL = 0.03

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.errors import EngineError
-from kvrecall.lab.bench.driver import Progress, ServerProcess
+from kvrecall.lab.bench.model import BLOCK, TAIL, BenchModel, Texts
 from kvrecall.lab.bench.mooncake import measure_mooncake
 from kvrecall.lab.bench.report import Report, percentiles
-from kvrecall.lab.bench.restore import BLOCK, TAIL, BenchModel
-from kvrecall.lab.bench.text import Texts
+from kvrecall.lab.engines.server import Progress, ServerProcess
 from kvrecall.lab.masters import Master
 
 BLOCK_BYTES = 1 << 20

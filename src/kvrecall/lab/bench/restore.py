@@ -1,4 +1,4 @@
-"""Time to first token on a long prefix: computed, from the device, from the host, from disk.
+"""``kvrecall bench restore``: time to first token on a long prefix, by the tier it comes from.
 
 One server, asked over HTTP. Its host memory holds one and a half prefixes, so three documents
 asked in turn push each other to disk: every turn measures a disk hit, a device hit and, after the
@@ -7,78 +7,35 @@ engine's own cache was emptied, a host hit of the same prefix; some turns a new 
 
 from __future__ import annotations
 
+import random
+import statistics
 import tempfile
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvrecall.errors import EngineError
-from kvrecall.lab.bench.driver import Answer, Progress, ServerProcess
-from kvrecall.lab.bench.precision import ITEM_BYTES, fast_dtype
+from kvrecall.lab.bench.model import BLOCK, TAIL, BenchModel, Texts
 from kvrecall.lab.bench.report import Report, percentiles
-from kvrecall.lab.bench.text import Texts
-from kvrecall.lab.models import write_model
-
-BLOCK = 128
-TAIL = 16
-"""Tokens behind the prefix: what a hit leaves to compute."""
+from kvrecall.lab.engines.server import Progress, ServerProcess
+from kvrecall.pool.arena import Arena
 
 SOURCES = ("computed", "device", "host", "disk")
 GOALS = {"host": 1.3, "disk": 2.5}
 """Most a hit may take, relative to one on the device; all hits: a tenth of computing."""
 
-
-@dataclass(frozen=True, slots=True)
-class BenchModel:
-    """A Qwen3 shape whose KV cache per token is as small, next to its weights, as real models'."""
-
-    hidden: int = 1024
-    layers: int = 8
-    heads: int = 16
-    kv_heads: int = 4
-    head_dim: int = 64
-    dtype: str = field(default_factory=fast_dtype)
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of KV cache a token."""
-        return ITEM_BYTES[self.dtype] * 2 * self.layers * self.kv_heads * self.head_dim
-
-    def write(self, folder: Path, max_position: int) -> Path:
-        """Writes the model and returns its path."""
-        return write_model(
-            folder,
-            hidden=self.hidden,
-            layers=self.layers,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            max_position=max_position,
-            dtype=self.dtype,
-        )
-
-
-@dataclass(slots=True)
-class _Times:
-    """Seconds to the first token by the source of the prefix."""
-
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {s: [] for s in SOURCES})
-
-    def note(self, source: str, answer: Answer, prefix: int) -> None:
-        """Takes a time; raises EngineError if the prefix did not come from ``source``."""
-        expected = 0 if source == "computed" else prefix
-        found = {tier: answer.recalled.get(tier, 0) for tier in SOURCES[1:]}
-        wanted = {tier: expected if tier == source else 0 for tier in SOURCES[1:]}
-        if found != wanted:
-            raise EngineError(f"meant to measure {wanted} recalled tokens, the server had {found}")
-        self.seconds[source].append(answer.ttft_s)
+_COPY_ROUNDS = 15
 
 
 def measure_restore(tokens: int, repetitions: int, progress: Progress) -> Report:
-    """Runs the benchmark on a prefix of ``tokens`` (a multiple of the block size)."""
+    """Measures a prefix of ``tokens``, rounded down to whole blocks. Raises EngineError if a prefix
+    came from another tier than the one to be measured."""
+    tokens = tokens // BLOCK * BLOCK
     model = BenchModel()
     prefix_bytes = tokens * model.token_bytes
-    times = _Times()
+    seconds: dict[str, list[float]] = {source: [] for source in SOURCES}
+    texts = Texts()
+
     with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as name:
         folder = Path(name)
         path = model.write(folder / "bench-qwen3", tokens + 1024)
@@ -88,39 +45,88 @@ def measure_restore(tokens: int, repetitions: int, progress: Progress) -> Report
         arguments += ["--disk-path", str(folder / "pool"), "--disk-size", str(32 * prefix_bytes)]
         progress("starting the server")
         with ServerProcess(arguments, folder / "server.log", progress) as server:
-            _measure(server, times, tokens, repetitions, progress)
-    from kvrecall.lab.bench.bandwidth import measure_bandwidth
 
+            def measure(source: str, document: str) -> None:
+                answer = server.ask(document, 2)
+                found = {tier: answer.recalled.get(tier, 0) for tier in SOURCES[1:]}
+                wanted = {tier: tokens if tier == source else 0 for tier in SOURCES[1:]}
+                if found != wanted:
+                    raise EngineError(
+                        f"meant to measure {wanted} recalled tokens, the server had {found}"
+                    )
+                seconds[source].append(answer.ttft_s)
+                server.settle()
+
+            documents = [texts.document(tokens + TAIL) for _ in range(3)]
+            server.ask(texts.document(2 * BLOCK), 2)
+            for document in documents:
+                server.ask(document, 2)
+                server.settle()
+            server.forget_device()
+            for turn in range(repetitions):
+                document = documents[turn % 3]
+                measure("disk", document)
+                measure("device", document)
+                server.forget_device()
+                measure("host", document)
+                server.forget_device()
+                if turn < max(2, repetitions // 3):  # the slowest, and the least in doubt
+                    measure("computed", texts.document(tokens + TAIL))
+                    server.forget_device()
+                progress(f"turn {turn + 1} of {repetitions}")
     progress("copy bandwidth")
     bandwidth = measure_bandwidth(tokens // BLOCK, model.layers, BLOCK * model.token_bytes)
-    return _report(times.seconds, tokens, prefix_bytes, model.dtype, bandwidth)
+    return _report(seconds, tokens, prefix_bytes, model.dtype, bandwidth)
 
 
-def _measure(
-    server: ServerProcess, times: _Times, tokens: int, repetitions: int, progress: Progress
-) -> None:
-    texts = Texts()
-    documents = [texts.document(tokens + TAIL) for _ in range(3)]
-    server.ask(texts.document(2 * BLOCK), 2)
-    for document in documents:
-        server.ask(document, 2)
-        server.settle()
-    server.forget_device()
-    for turn in range(repetitions):
-        document = documents[turn % 3]
-        times.note("disk", server.ask(document, 2), tokens)
-        for source in ("device", "host"):
-            server.settle()
-            if source == "host":
-                server.forget_device()
-            times.note(source, server.ask(document, 2), tokens)
-        server.settle()
-        server.forget_device()
-        if turn < max(2, repetitions // 3):  # the slowest, and the least in doubt
-            times.note("computed", server.ask(texts.document(tokens + TAIL), 2), tokens)
-            server.settle()
-            server.forget_device()
-        progress(f"turn {turn + 1} of {repetitions}")
+def measure_bandwidth(blocks: int, layers: int, block_bytes: int) -> dict[str, float]:
+    """How fast blocks go from the arena to the device: ``blocks`` of ``block_bytes`` over
+    ``layers``, GB/s, medians.
+
+    The plain copy is one ``copy_`` between two tensors of the same size, taken in turns with the
+    restore in the same process and with the same threads. Device blocks are consecutive and so
+    are slots, as they are for a prompt restored in an engine with room; ``scattered_gb_s`` is
+    the opposite case, neither of them in order.
+    """
+    import torch
+
+    from kvrecall.engines.vllm.connector.copier import make_copier
+    from kvrecall.engines.vllm.connector.pages import Pages
+    from kvrecall.engines.vllm.connector.wire import Copy
+
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    nbytes = blocks * block_bytes
+    size = (blocks + 1, block_bytes // layers)
+    pages = tuple(
+        Pages(f"layer{layer}", torch.zeros(size, dtype=torch.uint8, device=device), "")
+        for layer in range(layers)
+    )
+    arena = Arena.create(nbytes)
+    arena.wait_ready()
+    memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
+    memory.fill_(1)
+    copier = make_copier(memory, pages, 0)
+    target = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    ids, offsets = range(1, blocks + 1), [place * block_bytes for place in range(blocks)]
+    in_order = Copy(tuple(ids), tuple(offsets))
+    random.Random(0).shuffle(offsets)
+    scattered = Copy(tuple(sorted(ids, key=lambda b: (b * 7919) % (blocks + 1))), tuple(offsets))
+    work: dict[str, Callable[[], object]] = {
+        "restore_gb_s": lambda: copier.load(in_order),
+        "scattered_gb_s": lambda: copier.load(scattered),
+        "plain_copy_gb_s": lambda: target.copy_(memory[:nbytes]),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for turn in range(_COPY_ROUNDS + 1):
+        for name, copy in work.items():
+            begin = time.perf_counter()
+            copy()
+            copier.drain()
+            if turn:  # the first touches the memory
+                seconds[name].append(time.perf_counter() - begin)
+    rates = {name: nbytes / statistics.median(values) / 1e9 for name, values in seconds.items()}
+    ratio = rates["restore_gb_s"] / rates["plain_copy_gb_s"]
+    return {**{n: round(r, 2) for n, r in rates.items()}, "restore_to_plain": round(ratio, 3)}
 
 
 def _report(
@@ -130,26 +136,27 @@ def _report(
     dtype: str,
     bandwidth: Mapping[str, float],
 ) -> Report:
-    shown = {source: percentiles(values) for source, values in seconds.items()}
-    device, computed = shown["device"]["p50"], shown["computed"]["p50"]
+    ttft = {source: percentiles(values) for source, values in seconds.items()}
+    median = {source: found["p50"] for source, found in ttft.items()}
     rows = tuple(
         (
             source,
-            *(f"{shown[source][p] * 1e3:.1f}" for p in ("p10", "p50", "p90")),
-            f"{shown[source]['p50'] / device:.2f}",
-            f"{shown[source]['p50'] / computed:.4f}",
-            f"{shown[source]['n']:.0f}",
+            *(f"{ttft[source][p] * 1e3:.1f}" for p in ("p10", "p50", "p90")),
+            f"{median[source] / median['device']:.2f}",
+            f"{median[source] / median['computed']:.4f}",
+            f"{ttft[source]['n']:.0f}",
         )
         for source in SOURCES
     )
-    ratios = {f"{s}_to_device": round(shown[s]["p50"] / device, 3) for s in ("host", "disk")}
+    worst = max(median[source] for source in SOURCES[1:])
     figures: dict[str, object] = {
         "tokens": tokens,
         "prefix_bytes": prefix_bytes,
         "dtype": dtype,
-        "ttft_s": shown,
-        **ratios,
-        "worst_hit_to_computed": round(max(_p50s(shown, SOURCES[1:])) / computed, 4),
+        "ttft_s": ttft,
+        "host_to_device": round(median["host"] / median["device"], 3),
+        "disk_to_device": round(median["disk"] / median["device"], 3),
+        "worst_hit_to_computed": round(worst / median["computed"], 4),
         **bandwidth,
     }
     notes = (
@@ -161,7 +168,3 @@ def _report(
     )
     columns = ("prefix from", "p10 ms", "p50 ms", "p90 ms", "to device", "to computed", "n")
     return Report("restore", columns, rows, figures, notes)
-
-
-def _p50s(shown: Mapping[str, Mapping[str, float]], sources: Iterable[str]) -> list[float]:
-    return [shown[source]["p50"] for source in sources]

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from kvrecall.config import DiskConfig
 from kvrecall.errors import TierError
-from kvrecall.lab.bench.driver import Progress
 from kvrecall.lab.bench.report import Report, percentiles
 from kvrecall.lab.bench.restorer import SPACE
-from kvrecall.lab.bench.service_process import ServiceProcess
+from kvrecall.lab.engines.server import Progress
+from kvrecall.lab.engines.service import ServiceProcess
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.slots import slot_bytes_of

@@ -19,11 +19,11 @@ from pathlib import Path
 from kvrecall.block import Namespace
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.errors import EngineError
-from kvrecall.lab.bench.driver import Progress
-from kvrecall.lab.bench.engine import Answer, EngineProcess, Question
+from kvrecall.lab.bench.model import BLOCK, BenchModel
 from kvrecall.lab.bench.report import Report, percentiles
-from kvrecall.lab.bench.restore import BLOCK, BenchModel
 from kvrecall.lab.disks import ThrottledIo
+from kvrecall.lab.engines.process import Answer, EngineProcess, Question
+from kvrecall.lab.engines.server import Progress
 from kvrecall.lab.models import write_model
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.disk import DiskTier

@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvrecall.lab.bench.service_process import ServiceProcess
 from kvrecall.lab.chaos.damage import stored
+from kvrecall.lab.engines.service import ServiceProcess
 from kvrecall.pool.disk.folder import LOCK_NAME, own_bytes
 from kvrecall.pool.disk.index import INDEX_NAME
 from kvrecall.pool.service.handle import ServedArena

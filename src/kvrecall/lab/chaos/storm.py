@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.errors import KvrecallError, TierError
-from kvrecall.lab.bench.engine import EngineProcess
-from kvrecall.lab.bench.service_process import ServiceProcess
 from kvrecall.lab.chaos import leftovers
 from kvrecall.lab.chaos.crew import Crew
 from kvrecall.lab.chaos.damage import stored
@@ -20,6 +18,8 @@ from kvrecall.lab.chaos.library import Library
 from kvrecall.lab.chaos.tally import FAULTS, FIGURES, Tally
 from kvrecall.lab.chaos.troubles import Pace, Troubles
 from kvrecall.lab.chaos.witness import Witness
+from kvrecall.lab.engines.process import EngineProcess
+from kvrecall.lab.engines.service import ServiceProcess
 from kvrecall.lab.models import write_model
 from kvrecall.pool.disk.index import INDEX_NAME
 from kvrecall.pool.service.admin import FolderAdmin

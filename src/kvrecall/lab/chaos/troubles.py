@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from kvrecall.block import BlockKey
 from kvrecall.errors import TierError
-from kvrecall.lab.bench.service_process import ServiceProcess
 from kvrecall.lab.chaos.crew import Crew, Seat
 from kvrecall.lab.chaos.damage import Vandal, stored
 from kvrecall.lab.chaos.tally import Tally
 from kvrecall.lab.chaos.witness import Witness
+from kvrecall.lab.engines.service import ServiceProcess
 
 _AIM_S = 4.0  # longest an engine is watched until it loads (or saves)
 

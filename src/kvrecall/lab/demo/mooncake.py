@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrecall.errors import EngineError
-from kvrecall.lab.bench.driver import Answer, Progress, ServerProcess
 from kvrecall.lab.bench.report import engine_version
 from kvrecall.lab.demo.play import ANSWER_TOKENS, WARM_UP
 from kvrecall.lab.demo.prompts import TURN_2, long_question
+from kvrecall.lab.engines.server import Answer, Progress, ServerProcess
 from kvrecall.lab.masters import Master
 
 _SEGMENT = "512MB"  # of memory that each server lends to the store

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrecall.errors import EngineError
-from kvrecall.lab.bench.driver import Answer, Progress, ServerProcess
 from kvrecall.lab.bench.report import engine_version
 from kvrecall.lab.demo import shot
 from kvrecall.lab.demo.prompts import ANSWER, TURN_1, TURN_2, long_question
+from kvrecall.lab.engines.server import Answer, Progress, ServerProcess
 
 ANSWER_TOKENS = 32
 WARM_UP = "One request before the others, so that no first-time cost is in their times. " * 20

@@ -13,8 +13,8 @@ from typing import Annotated
 import httpx
 import typer
 
-from kvrecall.lab.bench.driver import server_environment
 from kvrecall.lab.demo.prompts import TURN_1
+from kvrecall.lab.engines.server import server_environment
 
 POOL = Path("var/pool")
 

@@ -13,7 +13,7 @@ from kvrecall.attention.kernels.moving import Piece, move
 from kvrecall.engines.vllm.connector.copier import Copier, make_copier
 from kvrecall.engines.vllm.connector.pages import Pages
 from kvrecall.engines.vllm.connector.wire import Copy
-from kvrecall.lab.bench.bandwidth import measure_bandwidth
+from kvrecall.lab.bench.restore import measure_bandwidth
 from kvrecall.lab.gpu_check.outcome import CheckError
 from kvrecall.pool.arena import Arena
 

@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kvrecall.lab.bench.driver import Answer, Progress, ServerProcess
+from kvrecall.lab.bench.model import Texts
 from kvrecall.lab.bench.report import percentiles
-from kvrecall.lab.bench.text import Texts
+from kvrecall.lab.engines.server import Answer, Progress, ServerProcess
 from kvrecall.lab.gpu_check.models import SMALL, Shape, model_folder
 from kvrecall.lab.gpu_check.outcome import CheckError
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvrecall.attention.settings import PREFIX
 from kvrecall.lab.bench import crowd
-from kvrecall.lab.bench.driver import Progress
+from kvrecall.lab.engines.server import Progress
 from kvrecall.lab.gpu_check.models import Shape, model_folder
 from kvrecall.lab.gpu_check.outcome import CheckError
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from kvrecall.attention.settings import PREFIX
 from kvrecall.engines.vllm.attention.plugin import SWITCH
-from kvrecall.lab.bench.driver import Progress, ServerProcess, server_environment
+from kvrecall.lab.bench.model import Texts
 from kvrecall.lab.bench.report import percentiles
-from kvrecall.lab.bench.text import Texts
+from kvrecall.lab.engines.server import Progress, ServerProcess, server_environment
 from kvrecall.lab.gpu_check.models import SMALL, Shape, model_folder
 from kvrecall.lab.gpu_check.outcome import CheckError
 

@@ -16,8 +16,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.attention.split import split_of
 from kvrecall.errors import ConfigError, EngineError
-from kvrecall.lab.bench.driver import Progress as Say
-from kvrecall.lab.bench.driver import ServerProcess
 from kvrecall.lab.bench.needle.arms import Arms, Endpoints, OneEngine, local_server, require_length
 from kvrecall.lab.bench.needle.endpoint import Endpoint
 from kvrecall.lab.bench.needle.examination import Advance, Examiner, Findings
@@ -26,6 +24,8 @@ from kvrecall.lab.bench.needle.papers import Syllabus
 from kvrecall.lab.bench.needle.prompts import Manner
 from kvrecall.lab.bench.needle.summary import report_of
 from kvrecall.lab.bench.report import Report
+from kvrecall.lab.engines.server import Progress as Say
+from kvrecall.lab.engines.server import ServerProcess
 
 
 @dataclass(frozen=True, slots=True)

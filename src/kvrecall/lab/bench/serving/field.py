@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrecall.errors import EngineError
-from kvrecall.lab.bench.driver import Progress, ServerProcess
+from kvrecall.lab.engines.server import Progress, ServerProcess
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,13 @@ from pathlib import Path
 import httpx
 
 from kvrecall.errors import EngineError, KvrecallError
-from kvrecall.lab.bench.driver import Progress
+from kvrecall.lab.bench.model import BenchModel
 from kvrecall.lab.bench.report import Report, quantiles
-from kvrecall.lab.bench.restore import BenchModel
 from kvrecall.lab.bench.serving.clients import Run, play
 from kvrecall.lab.bench.serving.field import Field
 from kvrecall.lab.bench.serving.variants import Variant
 from kvrecall.lab.bench.serving.workload import ANSWER_TOKENS, Workload, longest_prompt
+from kvrecall.lab.engines.server import Progress
 
 BLOCK = 64
 SOURCES = ("device", "host", "disk", "remote", "unspecified")

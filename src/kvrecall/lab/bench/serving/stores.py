@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvrecall.errors import EngineError
-from kvrecall.lab.bench.driver import Progress, server_environment
 from kvrecall.lab.bench.serving.field import Field, beside, servers
 from kvrecall.lab.bench.tiers.contenders import PEERS
+from kvrecall.lab.engines.server import Progress, server_environment
 from kvrecall.lab.masters import Master
 from kvrecall.lab.ports import free_port
 from kvrecall.lab.processes import as_child, kvrecall

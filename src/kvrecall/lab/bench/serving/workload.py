@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrecall.lab.bench.text import Texts
+from kvrecall.lab.bench.model import Texts
 from kvrecall.simulate.trace import read_trace
 from kvrecall.simulate.workload import thinned
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from kvrecall.lab.bench.driver import Progress
 from kvrecall.lab.bench.report import Report, quantiles
 from kvrecall.lab.bench.tiers.base import Medium, Store, StoreError, drop_from_memory, make_durable
 from kvrecall.lab.bench.tiers.contenders import Contender, Ground
+from kvrecall.lab.engines.server import Progress
 
 PHASES = ("put", "durable", "cold", "warm")
 """``durable``: puts and the wait until all is on the medium. ``cold``: gets after the page cache

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from kvrecall.errors import EngineError
-from kvrecall.lab.bench.driver import server_environment
+from kvrecall.lab.engines.server import server_environment
 
 START_S = 600.0
 """Longest an engine may take to start; busy machines are slow."""
