@@ -8,7 +8,7 @@ from typing import Any
 
 from kvrecall.engines.vllm.connector.connector import RecallConnector
 from kvrecall.engines.vllm.connector.wire import StepOrders
-from kvrecall.pool.service.handle import NO_ARENA
+from kvrecall.pool.base import NO_ARENA
 
 
 class FailingConnector(RecallConnector):

@@ -9,7 +9,7 @@ from failing import FailingConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from kvrecall.engines.vllm.connector.wire import StepOrders
-from kvrecall.pool.service.handle import NO_ARENA
+from kvrecall.pool.base import NO_ARENA
 
 
 class RecallConnector(FailingConnector):

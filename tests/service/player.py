@@ -19,9 +19,8 @@ from pathlib import Path
 from kvrecall.block import BlockKey
 from kvrecall.errors import TierError
 from kvrecall.pool.arena import Arena
-from kvrecall.pool.base import RecallState, Verdict
+from kvrecall.pool.base import ArenaHandle, RecallState, Verdict
 from kvrecall.pool.service.client import ServiceClient
-from kvrecall.pool.service.handle import ServedArena
 from kvrecall.testing.blocks import chain, content, namespace
 
 SIZES = {"small": 9_000, "large": 70_000}
@@ -33,18 +32,16 @@ class Worker:
     """Maps the arena each order names, as the connector's worker does."""
 
     def __init__(self) -> None:
-        self.handle: ServedArena | None = None
+        self.handle: ArenaHandle | None = None
         self.arena: Arena | None = None
 
-    def ready(self, handle: ServedArena) -> bool:
+    def ready(self, handle: ArenaHandle) -> bool:
         if handle == self.handle:
             return True
         self.handle = None
         try:
             self.arena = Arena.attach(handle)
         except TierError:
-            return False
-        if os.fstat(self.arena.handle().fd).st_ino != handle.inode:
             return False
         self.handle = handle
         return True

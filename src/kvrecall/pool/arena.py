@@ -89,6 +89,7 @@ class Arena:
         """``goal_bytes``: how much the owner has pages for at first; None for those who attach,
         which take over the pages that there are by then, and the others as they touch them."""
         self._fd = fd
+        self._inode = os.fstat(fd).st_ino
         self.nbytes = nbytes
         self.goal_bytes = min(nbytes, _allocated(fd)) if goal_bytes is None else goal_bytes
         self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -125,7 +126,8 @@ class Arena:
                 f"cannot map the arena of process {handle.pid}: {os.strerror(error.errno or 0)}; "
                 "is that process alive and of the same user?"
             ) from error
-        if os.fstat(fd).st_size != handle.nbytes:
+        status = os.fstat(fd)
+        if status.st_size != handle.nbytes or handle.inode not in (0, status.st_ino):
             os.close(fd)
             raise TierError(f"process {handle.pid} has no arena of {handle.nbytes} bytes any more")
         return cls(fd, handle.nbytes, background, None)
@@ -143,7 +145,7 @@ class Arena:
 
     def handle(self) -> ArenaHandle:
         """How other processes attach; valid while this process holds the arena."""
-        return ArenaHandle(os.getpid(), self._fd, self.nbytes)
+        return ArenaHandle(os.getpid(), self._fd, self.nbytes, self._inode)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Writable view of ``nbytes`` bytes from ``offset`` on."""

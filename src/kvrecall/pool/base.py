@@ -25,11 +25,21 @@ class ArenaHandle:
 
     The arena is an anonymous memory file: it has no name in ``/dev/shm`` and is freed by the
     kernel with its last holder, however that one ends.
+
+    A service that is started again may well get the same process number and file descriptor (in a
+    container it usually does), so the handle also carries the memory file's ``inode`` and, for a
+    service, the ``boot`` id of that life of it: equal handles mean the same memory.
     """
 
     pid: int
     fd: int
     nbytes: int
+    inode: int = 0
+    boot: str = ""
+
+
+NO_ARENA = ArenaHandle(pid=0, fd=-1, nbytes=0)
+"""No service was ever found: there are no offsets into this arena, and no process maps it."""
 
 
 @dataclass(frozen=True, slots=True)

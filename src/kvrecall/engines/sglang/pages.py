@@ -14,7 +14,6 @@ from kvrecall.errors import TierError
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import ArenaHandle, PoolClient, Recall, RecallState, Verdict
 from kvrecall.pool.open import open_pool
-from kvrecall.pool.service.handle import attach
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.0005
@@ -141,7 +140,7 @@ class Pages:
             self._unmap()
             self._handle = handle
             try:
-                self._arena = attach(handle)
+                self._arena = Arena.attach(handle)
             except TierError as error:
                 _LOG.warning("kvrecall: %s; pages are computed", error)
         return self._arena

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from kvrecall.lab.chaos.damage import stored
 from kvrecall.lab.engines.service import ServiceProcess
+from kvrecall.pool.base import ArenaHandle
 from kvrecall.pool.disk.folder import LOCK_NAME, own_bytes
 from kvrecall.pool.disk.index import INDEX_NAME
-from kvrecall.pool.service.handle import ServedArena
 
 _ENGINES_OWN = ("psm_", "vllm_dist_", "sem.")
 """Names of vLLM's (and Python's) shared memory; kvrecall has none with a name."""
@@ -34,7 +34,7 @@ def slots_held(service: ServiceProcess, seconds: float = _IDLE_S) -> tuple[int, 
         time.sleep(0.2)
 
 
-def arenas_held(arenas: Iterable[ServedArena]) -> list[tuple[ServedArena, int]]:
+def arenas_held(arenas: Iterable[ArenaHandle]) -> list[tuple[ArenaHandle, int]]:
     """Arenas that are still in memory, each with a process that holds it."""
     wanted = {arena.inode: arena for arena in arenas}
     held = []

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvrecall.block import BlockKey, TierName
+from kvrecall.pool.base import ArenaHandle
 from kvrecall.pool.service.client import ServiceClient
-from kvrecall.pool.service.handle import ServedArena
 
 _FLUSH_S = 5.0
 _JOIN_S = 20.0
@@ -25,7 +25,7 @@ class Witness:
         self._lock = threading.Lock()  # held while the ledger must not change
         self._durable: set[BlockKey] = set()
         self._excused: set[BlockKey] = set()
-        self.arenas: set[ServedArena] = set()  # of all lives of the service
+        self.arenas: set[ArenaHandle] = set()  # of all lives of the service
         self.evictions = 0  # from disk, in all lives of the service
         self._thread = threading.Thread(target=self._run, name="chaos-witness", daemon=True)
         self._thread.start()

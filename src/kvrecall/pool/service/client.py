@@ -29,6 +29,8 @@ from pathlib import Path
 from kvrecall.block import NAMESPACE_BYTES, SHARED, BlockKey, Namespace, Tenant
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.base import (
+    NO_ARENA,
+    ArenaHandle,
     Found,
     PoolStats,
     Recall,
@@ -37,7 +39,6 @@ from kvrecall.pool.base import (
     Verdict,
 )
 from kvrecall.pool.service import protocol as p
-from kvrecall.pool.service.handle import NO_ARENA, ServedArena, open_file
 from kvrecall.pool.service.link import Link, LinkLate, LinkLost
 from kvrecall.pool.service.totals import Totals
 from kvrecall.pool.slots import ALIGNMENT
@@ -59,7 +60,7 @@ class _Life:
     """A connection and what is open on it."""
 
     link: Link
-    handle: ServedArena
+    handle: ArenaHandle
     knows: set[bytes]  # namespaces registered when it began
     tickets: set[int] = field(default_factory=set)
     keys: set[BlockKey] = field(default_factory=set)
@@ -72,7 +73,7 @@ class _Life:
             return []
         try:
             if self.file < 0:
-                self.file = open_file(self.handle)
+                self.file = _open_file(self.handle)
             return [os.pread(self.file, nbytes, offset + at) for offset in offsets]
         except (OSError, TierError):
             return []
@@ -140,7 +141,7 @@ class ServiceClient:
         life = self._next or self._life
         return life is not None and not life.is_over
 
-    def arena_handle(self) -> ServedArena:
+    def arena_handle(self) -> ArenaHandle:
         """The arena of the offsets given out since the last call. ``NO_ARENA`` before there was
         a service."""
         with self._lock:
@@ -504,3 +505,12 @@ def _parts(keys: Sequence[BlockKey]) -> Iterator[tuple[BlockKey, ...]]:
     """Keys in portions of a message, at least one portion."""
     for start in range(0, max(1, len(keys)), p.MAX_KEYS):
         yield tuple(keys[start : start + p.MAX_KEYS])
+
+
+def _open_file(handle: ArenaHandle) -> int:
+    """A descriptor of the arena's memory file, for reading. Raises TierError if it is gone."""
+    file = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDONLY | os.O_CLOEXEC)
+    if os.fstat(file).st_ino != handle.inode:
+        os.close(file)
+        raise TierError(f"the arena of process {handle.pid} is gone")
+    return file

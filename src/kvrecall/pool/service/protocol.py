@@ -23,9 +23,8 @@ from msgspec import Meta
 
 from kvrecall.block import FORMAT_VERSION, NAMESPACE_BYTES, BlockKey, Tenant, TierName
 from kvrecall.errors import KvrecallError
-from kvrecall.pool.base import PoolStats, Verdict
+from kvrecall.pool.base import ArenaHandle, PoolStats, Verdict
 from kvrecall.pool.service.forest import Tree
-from kvrecall.pool.service.handle import ServedArena
 from kvrecall.pool.service.views import By, Listing, Overview, Query
 
 PROTOCOL = 100 * FORMAT_VERSION + 4
@@ -461,6 +460,6 @@ def unpack_verdicts(data: bytes) -> tuple[Verdict, ...]:
     return tuple(map(_VERDICTS.__getitem__, data))
 
 
-def handle_of(welcome: Welcome) -> ServedArena:
+def handle_of(welcome: Welcome) -> ArenaHandle:
     """The arena a service told of."""
-    return ServedArena(welcome.pid, welcome.fd, welcome.nbytes, welcome.inode, welcome.boot.hex())
+    return ArenaHandle(welcome.pid, welcome.fd, welcome.nbytes, welcome.inode, welcome.boot.hex())

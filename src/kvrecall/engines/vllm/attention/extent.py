@@ -18,7 +18,6 @@ import torch
 from kvrecall.attention.residency import Ints
 from kvrecall.errors import EngineError
 from kvrecall.pool.base import ArenaHandle
-from kvrecall.pool.service.handle import ServedArena
 from kvrecall.pool.slots import ALIGNMENT
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -132,7 +131,7 @@ def _open(arena: ArenaHandle) -> int:
         fd = os.open(f"/proc/{arena.pid}/fd/{arena.fd}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise _unmappable(error.errno or 0) from error
-    if isinstance(arena, ServedArena) and os.fstat(fd).st_ino != arena.inode:
+    if arena.inode not in (0, os.fstat(fd).st_ino):
         os.close(fd)
         raise _unmappable(errno.ESTALE)
     return fd

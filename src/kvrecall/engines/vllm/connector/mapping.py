@@ -17,7 +17,6 @@ from kvrecall.engines.vllm.connector.wire import Copy
 from kvrecall.errors import TierError
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import ArenaHandle
-from kvrecall.pool.service.handle import ServedArena, attach
 
 logger = logging.getLogger("vllm.kvrecall")
 
@@ -85,14 +84,14 @@ class ArenaMapping:
             return False
         self._detach()
         try:
-            arena = attach(handle)
+            arena = Arena.attach(handle)
         except TierError as error:
             self._failed = handle
             logger.error("kvrecall: %s; its blocks are recomputed", error)
             return False
         self._arena, self._handle = arena, handle
         self._copier = self._make_copier(torch.frombuffer(arena.memory, dtype=torch.uint8))
-        if isinstance(handle, ServedArena):
+        if handle.boot:  # its owner is a service, which may end before this process
             threading.Thread(
                 target=self._watch, args=(handle,), name="kvrecall-arena-watch", daemon=True
             ).start()
@@ -109,7 +108,7 @@ class ArenaMapping:
             self._arena.close()
         self._arena = self._handle = None
 
-    def _watch(self, handle: ServedArena) -> None:
+    def _watch(self, handle: ArenaHandle) -> None:
         """Thread: unmaps the arena when the process that owns it has ended."""
         try:
             process = os.pidfd_open(handle.pid)
