@@ -98,6 +98,31 @@ def test_wrong_settings(name: str, capacity: int, text: str) -> None:
         make_policy(name, capacity)
 
 
+@pytest.mark.parametrize("make", [*POLICY_NAMES, "taught"])
+def test_held_blocks_are_looked_at_once(make: str) -> None:
+    policy = TaughtPolicy(500) if make == "taught" else make_policy(make, 500)
+    leased, idle = keys_of("leased", 200), keys_of("idle", 3)
+    store(policy, leased, 1.0)
+    store(policy, idle, 2.0)
+    looked_at: list[BlockKey] = []
+
+    def evictable(key: BlockKey) -> bool:
+        looked_at.append(key)
+        return key in idle
+
+    assert policy.victims(1, evictable, 3.0) == idle[-1:]
+    for key in leased:
+        policy.hold(key)
+    for expected in reversed(idle):
+        looked_at.clear()
+        assert policy.victims(1, evictable, 3.0) == [expected]
+        assert looked_at == [expected]
+        policy.remove(expected)
+    looked_at.clear()
+    assert policy.victims(1, evictable, 3.0) == []
+    assert looked_at == []
+
+
 def test_lru_keeps_the_shared_prefix_longest() -> None:
     policy, head = LruPolicy(), keys_of("head", 2)
     one, two = head + keys_of("one", 2), head + keys_of("two", 2)

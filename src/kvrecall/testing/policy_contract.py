@@ -65,6 +65,25 @@ class PolicyContract:
         assert policy.victims(10, lambda key: False, 3.0) == []
         assert len(policy.victims(10, anything, 3.0)) == 10
 
+    def test_held_blocks_come_back_where_they_were(self) -> None:
+        policy, old, new = self.make(), keys_of("old", 5), keys_of("new", 5)
+        store(policy, old, 1.0)
+        store(policy, new, 2.0)
+        order = policy.victims(10, anything, 3.0)
+        for key in old:
+            policy.hold(key)
+            policy.hold(key)
+        assert policy.victims(10, lambda key: key in new, 3.0) == new[::-1]
+        for key in old:
+            policy.release(key)
+            policy.release(key)
+        assert policy.victims(10, anything, 3.0) == order
+        for key in (*old[3:], *new):
+            policy.hold(key)
+            policy.remove(key)
+            policy.release(key)
+        assert policy.victims(10, anything, 3.0) == old[2::-1]
+
     def test_inserted_twice_is_there_once(self) -> None:
         policy, chain = self.make(), keys_of("a", 3)
         store(policy, chain, 1.0)
@@ -85,7 +104,13 @@ class PolicyContract:
     def _walk(self, rng: random.Random) -> None:
         policy, now = self.make(), 0.0
         resident: set[BlockKey] = set()
+        held: set[BlockKey] = set()  # of a chain from its root, as leases are
         for _ in range(300):
+            for key in held:
+                policy.release(key)
+            held = set(_random_chain(rng)) if rng.random() < 0.5 else set()
+            for key in held:
+                policy.hold(key)
             now += rng.choice((0.0, 0.01, 1.0, 30.0, 1000.0))
             chain = _random_chain(rng)
             policy.access(chain, now)
@@ -96,7 +121,8 @@ class PolicyContract:
                 if len(resident) >= self.CAPACITY:
                     if rng.random() < 0.5 and not policy.admit(key, parent, depth, now):
                         break
-                    victims = policy.victims(1, lambda k, c=chain: k not in c, now)  # type: ignore[misc]
+                    kept = held.union(chain)
+                    victims = policy.victims(1, lambda k, kept=kept: k not in kept, now)  # type: ignore[misc]
                     assert len(victims) == 1
                     assert victims[0] in resident - set(chain)
                     policy.remove(victims[0])
@@ -108,9 +134,10 @@ class PolicyContract:
                 policy.remove(dropped)
                 resident.discard(dropped)
             count = rng.randrange(1, 80)
-            found = policy.victims(count, anything, now)
-            assert len(found) == len(set(found)) == min(count, len(resident))
-            assert resident.issuperset(found)
+            found = policy.victims(count, lambda k, kept=held: k not in kept, now)  # type: ignore[misc]
+            idle = resident - held
+            assert len(found) == len(set(found)) == min(count, len(idle))
+            assert idle.issuperset(found)
 
 
 def _random_chain(rng: random.Random) -> list[BlockKey]:

@@ -45,9 +45,21 @@ class EvictionPolicy(ABC):
         self, count: int, evictable: Callable[[BlockKey], bool], now: float
     ) -> list[BlockKey]:
         """Up to ``count`` resident blocks to give up, the best first. Nothing is removed: the
-        caller says so with ``remove``. Blocks that are not ``evictable`` (leased, pinned) are
-        passed over and keep their place.
+        caller says so with ``remove``. Blocks that are not ``evictable`` are passed over and keep
+        their place.
         """
+
+    def hold(self, key: BlockKey) -> None:  # noqa: B027
+        """The block was passed over and stays (it is leased): ``victims`` need not look at it
+        again before ``release`` or ``access``. Not resident, or held already: nothing happens.
+
+        Without this and ``release`` a policy is right, but looks at every leased block that is
+        colder than its victim each time.
+        """
+
+    def release(self, key: BlockKey) -> None:  # noqa: B027
+        """The block can be evicted again. It takes the place it had, as far as the policy knows
+        it. Not held: nothing happens."""
 
     def admit(self, key: BlockKey, parent: BlockKey | None, depth: int, now: float) -> bool:
         """Whether the new block is worth more than what it would push out. Asked only when the

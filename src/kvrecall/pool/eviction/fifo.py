@@ -9,8 +9,7 @@ from typing import ClassVar
 
 from kvrecall.block import BlockKey
 from kvrecall.pool.eviction.base import EvictionPolicy
-from kvrecall.pool.eviction.queued import QueuePolicy
-from kvrecall.pool.eviction.ring import Node, Queue
+from kvrecall.pool.eviction.queue import Node, Queue, QueuePolicy
 
 
 class FifoPolicy(QueuePolicy):
@@ -43,6 +42,7 @@ class S3FifoPolicy(EvictionPolicy):
         self._small = Queue()
         self._main = Queue()
         self._ghost: OrderedDict[BlockKey, None] = OrderedDict()
+        self._held: dict[BlockKey, Queue] = {}  # and the queues they go back to
 
     def insert(self, key: BlockKey, parent: BlockKey | None, depth: int, now: float) -> None:
         if key in self._nodes:
@@ -63,13 +63,26 @@ class S3FifoPolicy(EvictionPolicy):
 
     def remove(self, key: BlockKey) -> None:
         node = self._nodes.pop(key, None)
-        if node is None or node.queue is None:
+        if node is None:
             return
-        if node.queue is self._small:
+        queue = node.queue or self._held.pop(key)
+        if queue is self._small:
             self._ghost[key] = None
             if len(self._ghost) > self._ghost_room:
                 self._ghost.popitem(last=False)
-        node.queue.take(node)
+        if node.queue is not None:
+            queue.take(node)
+
+    def hold(self, key: BlockKey) -> None:
+        node = self._nodes.get(key)
+        if node is not None and node.queue is not None:
+            self._held[key] = node.queue
+            node.queue.take(node)
+
+    def release(self, key: BlockKey) -> None:
+        queue = self._held.pop(key, None)
+        if queue is not None:
+            queue.prepend(self._nodes[key])
 
     def victims(
         self, count: int, evictable: Callable[[BlockKey], bool], now: float

@@ -38,6 +38,7 @@ class _Block(msgspec.Struct, gc=False, eq=False):
     cohort: int
     uses: int = 1
     resident: bool = False
+    held: bool = False
 
 
 class _Cohort:
@@ -185,7 +186,7 @@ class HazardPolicy(EvictionPolicy):
             return
         if self._recency is not None:
             self._recency.remove(key)
-        block.resident = False
+        block.resident = block.held = False
         cohort = self._cohorts[block.cohort]
         if cohort.forgotten:
             cohort.alive -= 1
@@ -201,6 +202,21 @@ class HazardPolicy(EvictionPolicy):
         above = self._residents.get(block.parent)
         if above is not None:
             self._make_ready(self._cohorts[above.cohort])
+
+    def hold(self, key: BlockKey) -> None:
+        block = self._residents.get(key)
+        if block is not None:
+            block.held = True
+            if self._recency is not None:
+                self._recency.hold(key)
+
+    def release(self, key: BlockKey) -> None:
+        block = self._residents.get(key)
+        if block is not None and block.held:
+            block.held = False
+            self._make_ready(self._cohorts[block.cohort])
+            if self._recency is not None:
+                self._recency.release(key)
 
     # -- what to give up -------------------------------------------------------------------
 
@@ -257,11 +273,12 @@ class HazardPolicy(EvictionPolicy):
         going: dict[BlockKey, int],
     ) -> bool:
         """Adds what the cohort can give to ``found``, the oldest run first, from its end. False
-        if it has nothing to give until a child of one of its blocks is removed."""
+        if it has nothing to give until a child of one of its blocks is removed, or one of them is
+        released."""
         cohort.trim()
         able = False
         for block in joined.from_iterable(map(reversed, cohort.runs)):
-            if not cohort.holds(block) or not self._is_leaf(block, going):
+            if block.held or not cohort.holds(block) or not self._is_leaf(block, going):
                 continue
             able = True
             if block.key not in found and evictable(block.key):
@@ -281,7 +298,9 @@ class HazardPolicy(EvictionPolicy):
         pending = list(found.values()) if len(found) < count else []
         for block in pending:
             above = None if block.parent is None else self._residents.get(block.parent)
-            if above is None or above.key in found or not self._is_leaf(above, going):
+            if above is None or above.key in found or above.held:
+                continue
+            if not self._is_leaf(above, going):
                 continue
             if evictable(above.key):
                 self._give(above, found, going)

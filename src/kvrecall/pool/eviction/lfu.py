@@ -20,6 +20,7 @@ class LfuPolicy(EvictionPolicy):
     def __init__(self) -> None:
         self._ranks: dict[BlockKey, _Rank] = {}
         self._heap: list[tuple[_Rank, BlockKey]] = []  # lazy: an entry counts if its rank holds
+        self._held: set[BlockKey] = set()  # without an entry in the heap that counts
         self._tick = 0
 
     def insert(self, key: BlockKey, parent: BlockKey | None, depth: int, now: float) -> None:
@@ -35,6 +36,16 @@ class LfuPolicy(EvictionPolicy):
 
     def remove(self, key: BlockKey) -> None:
         self._ranks.pop(key, None)
+        self._held.discard(key)
+
+    def hold(self, key: BlockKey) -> None:
+        if key in self._ranks:
+            self._held.add(key)
+
+    def release(self, key: BlockKey) -> None:
+        if key in self._held:
+            self._held.discard(key)
+            self._push(key, self._ranks[key])
 
     def victims(
         self, count: int, evictable: Callable[[BlockKey], bool], now: float
@@ -45,7 +56,7 @@ class LfuPolicy(EvictionPolicy):
         while self._heap and len(found) < count:
             entry = heapq.heappop(self._heap)
             rank, key = entry
-            if self._ranks.get(key) != rank or key in seen:
+            if self._ranks.get(key) != rank or key in seen or key in self._held:
                 continue
             seen.add(key)
             kept.append(entry)
@@ -57,6 +68,10 @@ class LfuPolicy(EvictionPolicy):
 
     def _rank(self, key: BlockKey, rank: _Rank) -> None:
         self._ranks[key] = rank
+        if key not in self._held:
+            self._push(key, rank)
+
+    def _push(self, key: BlockKey, rank: _Rank) -> None:
         heapq.heappush(self._heap, (rank, key))
         if len(self._heap) > 64 + 4 * len(self._ranks):
             self._heap = [(rank, key) for key, rank in self._ranks.items()]

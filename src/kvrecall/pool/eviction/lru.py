@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from kvrecall.block import BlockKey
-from kvrecall.pool.eviction.queued import QueuePolicy
-from kvrecall.pool.eviction.ring import Node
+from kvrecall.pool.eviction.queue import Node, QueuePolicy
 
 
 class LruPolicy(QueuePolicy):
@@ -18,7 +17,7 @@ class LruPolicy(QueuePolicy):
 
     def _join(self, node: Node, parent: BlockKey | None) -> None:
         above = None if parent is None else self._nodes.get(parent)
-        if above is None:
+        if above is None or above.queue is None:
             self._queue.append(node)
         else:
             self._queue.put_before(node, above)
@@ -28,5 +27,6 @@ class LruPolicy(QueuePolicy):
         for key in reversed(chain):
             node = nodes.get(key)
             if node is not None:
-                queue.take(node)
+                if node.queue is not None:
+                    queue.take(node)
                 queue.append(node)
