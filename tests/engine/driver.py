@@ -134,8 +134,8 @@ class Host:
         return None if life is None or life.is_over else life.boot.hex()
 
     def namespace(self) -> dict[str, str]:
-        spaces = self.connector()._s._spaces
-        return dict(spaces.of(_Plain()).parts) if spaces.is_settled(_Plain()) else {}
+        known = self.connector()._s.namespaces
+        return dict(known.of(_Plain()).parts) if known.is_settled(_Plain()) else {}
 
     def flush(self, seconds: float = 60.0) -> bool:
         """Waits until all queued writes are on disk."""

@@ -13,14 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvrecall.engines.vllm.connector.compare import Deviation, deviation
-from kvrecall.engines.vllm.connector.facts import ORIGIN_BYTES, EngineFacts
 from kvrecall.engines.vllm.connector.pages import Pages
-from kvrecall.engines.vllm.connector.wire import StepOrders, StepReport
+from kvrecall.engines.vllm.connector.wire import ORIGIN_BYTES, EngineFacts, StepOrders, StepReport
 from kvrecall.lab.models import write_lora
 from kvrecall.pool import Pool
 
 from .engine import Engine, prompt_of
-from .test_scheduler_side import BLOCK, FACTS, Bench, pool
+from .test_scheduler import BLOCK, FACTS, Bench, pool
 
 __all__ = ["pool"]
 
@@ -76,7 +75,7 @@ DIFFERS = Deviation(2, 2, times=3.0, relative=0.1, layer="layers.1")
 
 
 def counts(bench: Bench) -> tuple[float, float]:
-    return bench.side.tally.audits, bench.side.tally.audits_failed
+    return bench.side.tally.counts["audits"], bench.side.tally.counts["audits_failed"]
 
 
 def test_own_blocks_are_believed(pool: Pool) -> None:

@@ -9,16 +9,14 @@ from support.clocks import ManualClock
 
 from kvrecall.block import Namespace
 from kvrecall.engines.base import HANDOVER
-from kvrecall.engines.vllm.connector.handover import Handover, HandoverDesk, Promise, receipt
-from kvrecall.engines.vllm.connector.metrics import Tally
+from kvrecall.engines.vllm.connector.request import Handover, Promise, receipt
 
 SPACE = Namespace.of({"test": "1"})
 
 
 def promise(clock: ManualClock, tokens: int = 64) -> Promise:
-    made = Promise.of(receipt(SPACE, tokens), 16, patience_s=2.0)
+    made = Promise.of(receipt(SPACE, tokens), 16, 2.0, clock)
     assert made is not None
-    made.clock = clock
     return made
 
 
@@ -73,17 +71,7 @@ def test_the_pool_is_not_asked_in_every_step() -> None:
     ],
 )
 def test_what_comes_from_outside_is_checked(params: Any) -> None:
-    assert Promise.of(params, 16, 1.0) is None
-
-
-def test_a_promise_of_another_model_is_refused_and_counted() -> None:
-    tally = Tally()
-    desk = HandoverDesk(16, 2.0, tally)
-    assert desk.accept(receipt(SPACE, 64), SPACE) is not None
-    assert desk.accept(receipt(SPACE.derive(dtype="other"), 64), SPACE) is None
-    assert desk.accept(None, SPACE) is None
-    assert desk.accept(receipt(SPACE, 64), None) is None
-    assert (tally.handovers, tally.handovers_foreign) == (2, 1)
+    assert Promise.of(params, 16, 1.0, ManualClock()) is None
 
 
 def test_nothing_saved_is_nothing_promised() -> None:

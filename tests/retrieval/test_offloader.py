@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine.test_scheduler_side import ByName
+from engine.test_scheduler import ByName
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -25,9 +25,14 @@ from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm import compat
 from kvrecall.engines.vllm.attention.offloader import PATIENCE, Offloader
 from kvrecall.engines.vllm.attention.spec import OffloadableSpec
-from kvrecall.engines.vllm.connector.facts import EngineFacts
-from kvrecall.engines.vllm.connector.scheduler_side import RecallScheduler
-from kvrecall.engines.vllm.connector.wire import Load, OffloadOrders, StepOrders, StepReport
+from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
+from kvrecall.engines.vllm.connector.wire import (
+    EngineFacts,
+    Load,
+    OffloadOrders,
+    StepOrders,
+    StepReport,
+)
 from kvrecall.pool import Pool
 from kvrecall.pool.base import PoolClient
 

@@ -17,7 +17,7 @@ from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.kernel import CpuKernel
 from kvrecall.engines.vllm.attention.layer import RetrievalLayer
 from kvrecall.engines.vllm.attention.rows import KernelShape
-from kvrecall.engines.vllm.connector.ledger import RequestState
+from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.errors import EngineError
 from kvrecall.pool.base import Verdict
 from kvrecall.pool.pool import Pool

@@ -18,7 +18,7 @@ from kvrecall.attention.gate import Gate
 from kvrecall.attention.settings import Regime, RetrievalSettings
 from kvrecall.attention.split import Split, slots_of, split_of
 from kvrecall.engines.vllm.attention.spec import Absence, Leave
-from kvrecall.engines.vllm.connector.ledger import RequestState
+from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.connector.wire import Arrival, Departure, OffloadOrders
 from kvrecall.pool.base import ArenaHandle, PoolClient, RecallState
 

@@ -20,10 +20,9 @@ from dataclasses import dataclass, field
 
 from kvrecall.block import Namespace
 from kvrecall.engines.vllm.connector.compare import Deviation
-from kvrecall.engines.vllm.connector.facts import ORIGIN_BYTES, EngineFacts
-from kvrecall.engines.vllm.connector.ledger import RequestState
 from kvrecall.engines.vllm.connector.metrics import Tally
-from kvrecall.engines.vllm.connector.wire import Comparison, Copy
+from kvrecall.engines.vllm.connector.request import RequestState
+from kvrecall.engines.vllm.connector.wire import ORIGIN_BYTES, Comparison, Copy, EngineFacts
 from kvrecall.pool.base import PoolClient, RecallState
 
 logger = logging.getLogger("vllm.kvrecall")
@@ -52,7 +51,7 @@ class _Audit:
     in the chain, offset and origin. ``open``: ranks that have not told of a comparison yet."""
 
     request_id: str
-    space: Namespace
+    namespace: Namespace
     belief: Belief
     repeated: bool
     tickets: list[tuple[int, tuple[int, ...]]]
@@ -91,8 +90,8 @@ class Auditor:
 
     def trusted(self, state: RequestState, offsets: Sequence[int]) -> int:
         """How many of these leased blocks, from the first on, may be read."""
-        if self._every is None or not offsets or state.space is None:
-            return 0 if state.space is None else len(offsets)
+        if self._every is None or not offsets or state.namespace is None:
+            return 0 if state.namespace is None else len(offsets)
         proved = self._belief(state).proved
         origins = self._origins(offsets)
         return next((i for i, one in enumerate(origins) if one not in proved), len(origins))
@@ -165,12 +164,12 @@ class Auditor:
                 if not audit.open:
                     self._conclude(number)
 
-    def forget(self, spaces: set[bytes]) -> None:
+    def forget(self, digests: set[bytes]) -> None:
         """These namespaces are not used any more."""
-        for key in [key for key in self._beliefs if key[0] in spaces]:
+        for key in [key for key in self._beliefs if key[0] in digests]:
             del self._beliefs[key]
         for number, audit in list(self._audits.items()):
-            if audit.space.digest in spaces:
+            if audit.namespace.digest in digests:
                 self._close(number)
 
     # ---- within --------------------------------------------------------------------------
@@ -181,8 +180,8 @@ class Auditor:
         return self._facts.exact_blocks
 
     def _belief(self, state: RequestState) -> Belief:
-        assert state.space is not None
-        key = state.space.digest, state.has_media
+        assert state.namespace is not None
+        key = state.namespace.digest, state.has_media
         if key not in self._beliefs:
             self._beliefs[key] = Belief(self._own, {self._own})
         return self._beliefs[key]
@@ -194,7 +193,7 @@ class Auditor:
     def _begin(self, state: RequestState, start: int, places: range, repeated: bool) -> bool:
         """Leases the blocks at these places of the hit, or the first and last of them. Whether the
         request is to compute them for an audit."""
-        assert state.space is not None
+        assert state.namespace is not None
         ends = [places]
         if len(places) > 2 * COMPARED:
             ends = [places[:COMPARED], places[-COMPARED:]]
@@ -220,7 +219,7 @@ class Auditor:
         belief = self._belief(state)
         belief.hits = 0
         request_id = state.request.request_id
-        self._audits[number] = _Audit(request_id, state.space, belief, repeated, tickets, left)
+        self._audits[number] = _Audit(request_id, state.namespace, belief, repeated, tickets, left)
         return True
 
     def _holds(self, audit: _Audit) -> bool:
@@ -238,11 +237,11 @@ class Auditor:
         total = audit.found
         if not total.blocks:
             return
-        self._tally.audits += 1
+        self._tally.counts["audits"] += 1
         if total.within:
             self._prove(audit, total)
             return
-        self._tally.audits_failed += 1
+        self._tally.counts["audits_failed"] += 1
         logger.error(
             "kvrecall: AUDIT FAILED: this engine computes other KV than lies in the pool under the "
             "namespace %s: %d of %d blocks differ (request %s, origins %s), most in layer %s: "
@@ -250,7 +249,7 @@ class Auditor:
             "is not in the namespace; please report both engines' settings. From now on this "
             "engine reads and writes nothing of that namespace: its blocks are private to this "
             "process",
-            audit.space.digest.hex(),
+            audit.namespace.digest.hex(),
             total.unequal,
             total.blocks,
             audit.request_id,
@@ -259,7 +258,7 @@ class Auditor:
             total.relative,
             total.times,
         )
-        self._refuted(audit.space)
+        self._refuted(audit.namespace)
 
     def _prove(self, audit: _Audit, total: Deviation) -> None:
         belief = audit.belief
@@ -272,7 +271,7 @@ class Auditor:
                 "kvrecall: audit passed: this engine computes what lies in the pool under %s: %d "
                 "blocks compared, %d of them bit for bit equal, the others within rounding (%.2f "
                 "of the bound, in layer %s)",
-                audit.space.digest.hex(),
+                audit.namespace.digest.hex(),
                 total.blocks,
                 total.blocks - total.unequal,
                 total.times,

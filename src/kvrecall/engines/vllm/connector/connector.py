@@ -29,12 +29,18 @@ from kvrecall.engines.vllm.attention.offloader import Offloader
 from kvrecall.engines.vllm.attention.plugin import active_settings, asked_for, require_on
 from kvrecall.engines.vllm.compat import seeds, waits
 from kvrecall.engines.vllm.compat.orphan import end_with_parent
-from kvrecall.engines.vllm.connector.facts import ALL_BLOCKS, ORIGIN_BYTES, EngineFacts
-from kvrecall.engines.vllm.connector.ledger import RequestState
 from kvrecall.engines.vllm.connector.metrics import PoolWatch, RecallPromMetrics, RecallStats
-from kvrecall.engines.vllm.connector.scheduler_side import RecallScheduler
-from kvrecall.engines.vllm.connector.wire import Shard, StepOrders, StepReport
-from kvrecall.engines.vllm.connector.worker_side import RecallWorker
+from kvrecall.engines.vllm.connector.request import RequestState
+from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
+from kvrecall.engines.vllm.connector.wire import (
+    ALL_BLOCKS,
+    ORIGIN_BYTES,
+    EngineFacts,
+    Shard,
+    StepOrders,
+    StepReport,
+)
+from kvrecall.engines.vllm.connector.worker import RecallWorker
 from kvrecall.engines.vllm.identity import fields
 from kvrecall.engines.vllm.identity.namespace import Adapters, namespace_of
 from kvrecall.engines.vllm.identity.weights import weights_of
@@ -315,10 +321,10 @@ class RecallConnector(KVConnectorBase_V1):
             return RecallStats.of(did, {}, heat=heat) if did else None
         if self._scheduler is None or self._pool is None:
             return None
-        counts, gauges = self._watch.take(self._pool.stats())
-        tally = self._scheduler.tally
-        stats = RecallStats.of({**counts, **tally.take()}, gauges, tally.take_splits())
-        return stats if stats.data["counts"] or stats.data["splits"] else None
+        moved, gauges = self._watch.take(self._pool.stats())
+        counts, splits = self._scheduler.tally.take()
+        counts |= moved
+        return RecallStats.of(counts, gauges, splits) if counts or splits else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> RecallStats | None:

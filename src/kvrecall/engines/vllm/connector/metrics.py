@@ -7,8 +7,8 @@ their prompts come from (``splits.py``).
 
 from __future__ import annotations
 
+from collections import Counter as Counts
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import Counter, Gauge
@@ -94,70 +94,30 @@ POOL_GAUGES = {
 }
 
 
-_EVENTS = (
-    "blocks_refused",
-    "blocks_declined",
-    "loads_given_up",
-    "stores_failed",
-    "loads_failed",
-    "sequences_lost",
-    "flushes_missed",
-    "audits",
-    "audits_failed",
-    "handovers",
-    "handovers_late",
-    "handovers_foreign",
-)
-
-
-@dataclass(slots=True)
 class Tally:
-    """Counters of the scheduler side since the last report."""
+    """Counters of the scheduler side since the last report (names as in ``COUNTERS``), and prompt
+    tokens by source of the requests that began since then."""
 
-    counts: dict[str, float] = field(default_factory=dict)
-    splits: dict[str, dict[str, int]] = field(default_factory=dict)
-    blocks_refused: int = 0
-    blocks_declined: int = 0
-    stores_failed: int = 0
-    loads_given_up: int = 0
-    loads_failed: int = 0
-    sequences_lost: int = 0
-    flushes_missed: int = 0
-    audits: int = 0
-    audits_failed: int = 0
-    handovers: int = 0
-    handovers_late: int = 0
-    handovers_foreign: int = 0
+    def __init__(self) -> None:
+        self.counts: Counts[str] = Counts()
+        self.splits: dict[str, dict[str, int]] = {}
 
     def count_request(self, sources: dict[str, int]) -> None:
         """Adds a finished request and where its prompt's KV came from (tokens)."""
-        self._add("requests", 1)
+        self.counts["requests"] += 1
         for source, tokens in sources.items():
-            self._add(f"{source}:prompt_tokens", tokens)
+            self.counts[f"{source}:prompt_tokens"] += tokens
 
     def count_step(self, report: StepReport) -> None:
         """Adds the copies of a step."""
-        self._add("loaded_bytes", report.loaded_bytes)
-        self._add("load_seconds", report.load_seconds)
-        self._add("stored_bytes", report.stored_bytes)
-        self._add("store_seconds", report.store_seconds)
+        for name in ("loaded_bytes", "load_seconds", "stored_bytes", "store_seconds"):
+            self.counts[name] += getattr(report, name)
 
-    def _add(self, name: str, amount: float) -> None:
-        if amount:
-            self.counts[name] = self.counts.get(name, 0) + amount
-
-    def take(self) -> dict[str, float]:
-        """The counts so far; starts anew."""
-        for name in _EVENTS:
-            self._add(name, getattr(self, name))
-            setattr(self, name, 0)
-        counts, self.counts = self.counts, {}
-        return counts
-
-    def take_splits(self) -> dict[str, dict[str, int]]:
-        """Prompt tokens by source of the requests that began since the last call."""
+    def take(self) -> tuple[dict[str, float], dict[str, dict[str, int]]]:
+        """The counts that moved, and the splits; starts anew."""
+        counts, self.counts = self.counts, Counts()
         splits, self.splits = self.splits, {}
-        return splits
+        return {name: amount for name, amount in counts.items() if amount}, splits
 
 
 class PoolWatch:

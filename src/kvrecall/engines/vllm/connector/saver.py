@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey
-from kvrecall.engines.vllm.connector.facts import EngineFacts
-from kvrecall.engines.vllm.connector.ledger import RequestState
 from kvrecall.engines.vllm.connector.metrics import Tally
-from kvrecall.engines.vllm.connector.wire import Copy, Store
+from kvrecall.engines.vllm.connector.request import RequestState
+from kvrecall.engines.vllm.connector.wire import Copy, EngineFacts, Store
 from kvrecall.pool.base import PoolClient, Verdict
 
 logger = logging.getLogger("vllm.kvrecall")
@@ -61,7 +60,7 @@ class Saver:
 
         Those blocks hold final tokens only: rejected speculation lies behind ``num_tokens``.
         """
-        if state.closed or state.space is None or upto <= state.saved:
+        if state.closed or state.namespace is None or upto <= state.saved:
             return False
         keys = state.keys(upto)
         new = keys[state.saved :]
@@ -74,7 +73,7 @@ class Saver:
         rows: list[tuple[BlockKey, int, int]] = []
         for key, reservation in answers:
             if reservation.verdict is Verdict.REFUSED:
-                self._tally.blocks_refused += 1
+                self._tally.counts["blocks_refused"] += 1
                 break
             if reservation.verdict is Verdict.RESERVED:
                 block = ids[state.saved] if state.saved < len(ids) else 0
@@ -131,16 +130,16 @@ class Saver:
             state.open_stores.discard(store_id)
         if store.failed:
             self._pool.abandon(store.keys)
-            self._tally.stores_failed += 1
+            self._tally.counts["stores_failed"] += 1
             if state is not None:
                 state.closed = True
         else:
             self._pool.commit(store.keys)
 
-    def forsake(self, spaces: set[bytes]) -> None:
+    def forsake(self, digests: set[bytes]) -> None:
         """What is being copied for these namespaces is not committed."""
         for store in self._open.values():
-            store.failed |= any(key[:NAMESPACE_BYTES] in spaces for key in store.keys)
+            store.failed |= any(key[:NAMESPACE_BYTES] in digests for key in store.keys)
 
     def flush_later(self, keys: Sequence[BlockKey]) -> None:
         """The next ``flush`` waits for these blocks."""
@@ -151,7 +150,7 @@ class Saver:
         chains, self._unflushed = self._unflushed, []
         for keys in chains:
             if not self._pool.flush(keys, FLUSH_DEADLINE_S):
-                self._tally.flushes_missed += 1
+                self._tally.counts["flushes_missed"] += 1
                 logger.warning(
                     "kvrecall: a reply was sent before its blocks were durable (disk too slow, "
                     "full, or a store was shed)"

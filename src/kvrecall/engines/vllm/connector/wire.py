@@ -1,11 +1,11 @@
-"""What the scheduler side and the worker side of the connector tell each other, step by step.
+"""What the scheduler side and the worker side of the connector tell each other: at start what a
+rank holds of a block, then step by step.
 
 Everything here is pickled by vLLM once a step, so it is small and plain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -17,6 +17,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvrecall.engines.vllm.connector.compare import Deviation
 from kvrecall.engines.vllm.identity.loaded import LoadedModel
 from kvrecall.pool.base import ArenaHandle
+
+ORIGIN_BYTES = 8
+"""At the end of every record: the origin of its writer, see ``audit``."""
+
+ALL_BLOCKS = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +182,7 @@ class ShardLayer:
 
 @dataclass(frozen=True, slots=True)
 class Shard(KVConnectorHandshakeMetadata):
-    """What one rank holds of every block, told once at start.
+    """What one rank holds of every block, sent once at start.
 
     ``kernel`` names the attention backend and the instruction set its bytes are packed for.
     ``copies_in_step``: stores are complete when the step that ordered them returns.
@@ -194,9 +199,33 @@ class Shard(KVConnectorHandshakeMetadata):
     @property
     def nbytes(self) -> int:
         """Bytes of one block on this rank."""
-        return total_bytes(self.layers)
+        return sum(layer.page_bytes for layer in self.layers)
 
 
-def total_bytes(layers: Iterable[ShardLayer]) -> int:
-    """Bytes of one block over ``layers``."""
-    return sum(layer.page_bytes for layer in layers)
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What the scheduler side must know of its engine, settled when all ranks have shown their
+    shards.
+
+    ``block_size``, ``hash_block_size``: tokens. ``block_bytes``: bytes of a block over all ranks,
+    ``record_bytes`` those of its KV, before the origin. ``copies_in_step``: stores are off the
+    device when their step returns. ``frees_while_running``: the engine may take blocks from a
+    running request (sliding window). ``recalls``: whether blocks may be loaded into it; if not it
+    only saves. ``least_token_seconds``: computing a prompt token takes about as long, or longer;
+    0: unknown. ``exact_blocks``: so many blocks of a sequence have the same KV however it is
+    decoded: retrieval attention is approximate.
+    """
+
+    block_size: int
+    hash_block_size: int
+    block_bytes: int
+    ranks: int
+    copies_in_step: bool
+    frees_while_running: bool
+    recalls: bool = True
+    least_token_seconds: float = 0.0
+    exact_blocks: int = ALL_BLOCKS
+
+    @property
+    def record_bytes(self) -> int:
+        return self.block_bytes - ORIGIN_BYTES

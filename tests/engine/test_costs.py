@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 
 from kvrecall.block import TierName
-from kvrecall.engines.vllm.connector.appraisal import Appraiser
-from kvrecall.engines.vllm.connector.stepclock import StepClock, Work
+from kvrecall.engines.vllm.connector.costs import LoadCostModel, Work
 
 HOST, DISK = TierName.HOST, TierName.DISK
 MB = 1 << 20
 
 
-def appraiser(disk_mb_s: float | None, ms_per_token: float) -> Appraiser:
+def costs(disk_mb_s: float | None, ms_per_token: float) -> LoadCostModel:
     """Blocks of 128 tokens and 1 MiB; the host gives 10 GiB/s."""
-    it = Appraiser(block_tokens=128, block_bytes=MB, deadline_s=10.0)
+    it = LoadCostModel(block_tokens=128, block_bytes=MB, deadline_s=10.0)
     for depth in (256, 2000, 4000):
         it.saw_step(512, depth, 512 * ms_per_token / 1000)
     it.saw_load(HOST, 64, 64 / 10240)
@@ -24,30 +23,30 @@ def appraiser(disk_mb_s: float | None, ms_per_token: float) -> Appraiser:
 
 
 def test_nothing_known_loads_everything() -> None:
-    fresh = Appraiser(128, MB, 10.0)
+    fresh = LoadCostModel(128, MB, 10.0)
     plan = fresh.plan((HOST, DISK, DISK), 0)
     assert (plan.blocks, plan.patience_s) == (3, 10.0)
 
 
 def test_a_fast_disk_is_used_and_a_slow_one_is_not() -> None:
     found = (HOST,) * 10 + (DISK,) * 50
-    assert appraiser(1000, ms_per_token=1).plan(found, 0).blocks == 60
-    slow = appraiser(2, ms_per_token=1).plan(found, 0)
+    assert costs(1000, ms_per_token=1).plan(found, 0).blocks == 60
+    slow = costs(2, ms_per_token=1).plan(found, 0)
     assert 10 <= slow.blocks <= 12, "what the host has is taken, and a probe of the disk at most"
 
 
 def test_a_tier_never_seen_is_tried() -> None:
-    assert appraiser(None, ms_per_token=0.001).plan((DISK,) * 40, 0).blocks == 40
+    assert costs(None, ms_per_token=0.001).plan((DISK,) * 40, 0).blocks == 40
 
 
 def test_trivial_loads_are_not_argued_about() -> None:
-    quick_engine = appraiser(100, ms_per_token=0.0001)
+    quick_engine = costs(100, ms_per_token=0.0001)
     assert quick_engine.plan((DISK,), 0).blocks == 1
     assert quick_engine.plan((DISK,) * 100, 0).blocks <= 2
 
 
 def test_deeper_tokens_cost_more_so_deeper_hits_are_worth_more() -> None:
-    it = Appraiser(128, MB, 10.0)
+    it = LoadCostModel(128, MB, 10.0)
     for depth in (500, 10_000, 20_000, 40_000):
         it.saw_step(512, depth, 512 * (0.1 + depth / 10_000) / 1000)
     assert it.compute_seconds(300) > 5 * it.compute_seconds(1)
@@ -57,22 +56,22 @@ def test_deeper_tokens_cost_more_so_deeper_hits_are_worth_more() -> None:
 
 
 def test_the_wait_is_bounded_by_what_is_expected() -> None:
-    plan = appraiser(1000, ms_per_token=1).plan((DISK,) * 50, 0)
+    plan = costs(1000, ms_per_token=1).plan((DISK,) * 50, 0)
     assert 0.1 <= plan.patience_s <= 0.7, "at most a tenth of the 6.4 s it saves"
-    stalled = appraiser(1000, ms_per_token=1)
+    stalled = costs(1000, ms_per_token=1)
     stalled.saw_load(DISK, 1, 0.2)
     assert stalled.plan((DISK,) * 50, 0).blocks < 50, "a stall is believed at once"
 
 
 def test_blocks_that_come_pay_for_the_wait() -> None:
-    it = appraiser(1000, ms_per_token=1)
+    it = costs(1000, ms_per_token=1)
     assert it.gained_seconds((), 0) == 0
     assert it.gained_seconds((HOST,) * 4, 0) == 0, "these would have been there anyway"
     assert it.gained_seconds((HOST,) * 4 + (DISK,) * 10, 0) == pytest.approx(1.28, rel=0.1)
 
 
 def test_the_first_wait_is_bounded_by_the_least_that_computing_can_take() -> None:
-    it = Appraiser(128, MB, 10.0, least_token_seconds=0.001)
+    it = LoadCostModel(128, MB, 10.0, least_token_seconds=0.001)
     plan = it.plan((DISK,) * 50, 0)
     assert plan.blocks == 50
     assert 0.1 <= plan.patience_s <= 0.7
@@ -80,7 +79,7 @@ def test_the_first_wait_is_bounded_by_the_least_that_computing_can_take() -> Non
 
 def test_a_tier_that_is_passed_over_is_tried_again() -> None:
     """However slow it was: once, nothing came at all, and it was never asked again."""
-    it = appraiser(1000, ms_per_token=1)
+    it = costs(1000, ms_per_token=1)
     it.saw_load(DISK, 0, 5.0)
     plans = [it.plan((DISK,) * 20, 0) for _ in range(20)]
     tried = [plan for plan in plans if plan.blocks]
@@ -96,7 +95,7 @@ def test_a_tier_that_is_passed_over_is_tried_again() -> None:
 def test_a_tier_unheard_of_for_long_is_tried_at_once() -> None:
     """After an outage the next request finds out that it is over, not the fourth."""
     now = [100.0]
-    it = Appraiser(128, MB, 10.0, monotonic=lambda: now[0])
+    it = LoadCostModel(128, MB, 10.0, clock=lambda: now[0])
     for _ in range(20):
         it.saw_step(512, 1000, 0.512)
     it.saw_load(DISK, 0, 5.0)
@@ -109,21 +108,28 @@ def test_a_tier_unheard_of_for_long_is_tried_at_once() -> None:
 
 
 def test_small_steps_teach_nothing_of_prefill() -> None:
-    it = Appraiser(128, MB, 10.0)
+    it = LoadCostModel(128, MB, 10.0)
     it.saw_step(1, 5000, 0.05)
     assert it.plan((DISK,) * 5, 0).patience_s == 10.0
 
 
-def test_overlapping_steps_are_not_timed() -> None:
-    ticks = iter(range(100))
-    clock = StepClock(lambda: float(next(ticks)))
-    clock.step_begins(Work(True, 100, 50))
-    assert clock.step_ends() == (Work(True, 100, 50), 1.0)
-    clock.step_begins(Work(True, 1))
-    clock.step_begins(Work(True, 2))
-    assert clock.step_ends() == (Work(True, 1), None)
-    mark = clock.mark()
-    clock.step_begins(Work(False))
-    assert clock.since(mark) == pytest.approx(2.0)
-    clock.step_begins(Work(True))
-    assert clock.since(mark) is None
+def test_overlapping_steps_teach_nothing() -> None:
+    now = [0.0]
+    it = LoadCostModel(128, MB, 10.0, clock=lambda: now[0])
+    it.step_begins(Work(True, 64, 50))
+    it.step_begins(Work(True, 64, 50))
+    now[0] = 1.0
+    it.step_ends()
+    assert it.plan((DISK,) * 5, 0).patience_s == 10.0, "it began while another was under way"
+    it.step_ends()
+    it.step_ends()  # none is
+    assert it.compute_seconds(0) == pytest.approx(2.0)
+
+
+def test_a_wait_knows_whether_the_engine_worked_meanwhile() -> None:
+    it = LoadCostModel(128, MB, 10.0)
+    mark = it.mark()
+    it.step_begins(Work(False))
+    assert it.idle_since(mark)
+    it.step_begins(Work(True))
+    assert not it.idle_since(mark)

@@ -24,7 +24,7 @@ class AdapterIdentity(Protocol):
         """Of the adapter's content; None if it cannot be known."""
 
 
-class Spaces:
+class NamespaceRegistry:
     """The engine's namespace and those its adapters make of it, each registered with the pool once.
 
     ``base`` is called at the first request and no earlier: the engine's hash seed is not settled
@@ -48,7 +48,7 @@ class Spaces:
         self._epoch = secrets.token_hex(16)
         self._registered: set[bytes] = set()
         self._refused: set[bytes] = set()  # namespaces that the pool cannot hold
-        self._told = False
+        self._warned = False
 
     def is_settled(self, request: Any) -> bool:
         """Whether it is known by now whose blocks a request's are. Does not wait."""
@@ -57,8 +57,8 @@ class Spaces:
         known = self._base is not None and (
             request.lora_request is None or self._adapters.is_known(request.lora_request)
         )
-        if not known and not self._told:
-            self._told = True
+        if not known and not self._warned:
+            self._warned = True
             logger.warning(
                 "kvrecall: requests are computed without the pool until the fingerprint of the "
                 "weights is known; only the first start with them takes that long"
@@ -69,43 +69,43 @@ class Spaces:
         """Namespace of a request's blocks, with its adapter's content; None: not pooled. For a
         request that ``is_settled``."""
         assert self._base is not None
-        space = self._base
+        namespace = self._base
         if request.lora_request is not None:
             identity = self._adapters.identity(request.lora_request)
             if identity is None:
                 return None
-            space = space.derive(adapter=identity)
-            if space.digest in self._distrusted:
-                space = space.derive(epoch=self._epoch)
-        if space.digest not in self._registered:
-            self._register(space)
-        return None if space.digest in self._refused else space
+            namespace = namespace.derive(adapter=identity)
+            if namespace.digest in self._distrusted:
+                namespace = namespace.derive(epoch=self._epoch)
+        if namespace.digest not in self._registered:
+            self._register(namespace)
+        return None if namespace.digest in self._refused else namespace
 
     def turn_private(self) -> None:
-        """From now on blocks have a namespace that nobody has had and nobody else will have."""
+        """From now on blocks have a namespace that no other engine has had or will have."""
         self._is_private = True
         self._epoch = secrets.token_hex(16)
         self._base = None
 
-    def distrust(self, space: Namespace) -> set[bytes]:
-        """Nothing of that namespace is used any more: an adapter's blocks turn private, or those of
-        the engine and all adapters. Returns the digests of the namespaces that are given up."""
-        if self._base is not None and space.digest != self._base.digest:
-            self._distrusted.add(space.digest)
-            return {space.digest}
+    def distrust(self, namespace: Namespace) -> set[bytes]:
+        """Gives that namespace up: an adapter's blocks turn private, or those of the engine and all
+        adapters. Returns the digests of all that are given up."""
+        if self._base is not None and namespace.digest != self._base.digest:
+            self._distrusted.add(namespace.digest)
+            return {namespace.digest}
         self.turn_private()
         return set(self._registered)
 
     def _next_base(self) -> Namespace | None:
-        space = self._make_base()
-        if space is None or not self._is_private:
-            return space
-        return space.derive(epoch=self._epoch)
+        namespace = self._make_base()
+        if namespace is None or not self._is_private:
+            return namespace
+        return namespace.derive(epoch=self._epoch)
 
-    def _register(self, space: Namespace) -> None:
-        self._registered.add(space.digest)
+    def _register(self, namespace: Namespace) -> None:
+        self._registered.add(namespace.digest)
         try:
-            self._pool.register(space, self._block_bytes)
+            self._pool.register(namespace, self._block_bytes)
         except ConfigError as error:  # of a service that was not there when the engine began
             logger.error("kvrecall: NOTHING IS POOLED: the pool refuses blocks: %s", error)
-            self._refused.add(space.digest)
+            self._refused.add(namespace.digest)

@@ -21,10 +21,8 @@ from vllm.v1.request import Request, RequestStatus
 from kvrecall.block import Namespace, TierName
 from kvrecall.config import DiskConfig, RecallSettings
 from kvrecall.engines.base import HANDOVER
-from kvrecall.engines.vllm.connector.facts import EngineFacts
-from kvrecall.engines.vllm.connector.scheduler_side import RecallScheduler
-from kvrecall.engines.vllm.connector.stepclock import StepClock
-from kvrecall.engines.vllm.connector.wire import StepOrders, StepReport
+from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
+from kvrecall.engines.vllm.connector.wire import EngineFacts, StepOrders, StepReport
 from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import Recall, RecallState
@@ -62,7 +60,13 @@ class ByName:
 class Bench:
     """A scheduler side and the steps of an imaginary engine around it."""
 
-    def __init__(self, pool: Pool, facts: EngineFacts = FACTS, **settings: Any) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        facts: EngineFacts = FACTS,
+        clock: Callable[[], float] = time.monotonic,
+        **settings: Any,
+    ) -> None:
         self.pool = pool
         self.blocks: dict[str, list[int]] = {}
         self.side = RecallScheduler(
@@ -72,6 +76,7 @@ class Bench:
             lambda: Namespace.of({"test": "1"}),
             ByName(),
             self.blocks.__getitem__,
+            clock,
         )
         init_none_hash(sha256_cbor)
         self.hasher = get_request_block_hasher(BLOCK, sha256_cbor)
@@ -207,7 +212,7 @@ def test_no_room_is_no_error(pool: Pool) -> None:
     bench.blocks["r"] = list(range(1, 500))
     orders = bench.step(request, 16 * 400)
     assert 0 < len(stored(orders)) <= 256, "1 MiB holds 256 blocks of 4 KiB"
-    assert bench.side.tally.blocks_refused > 0
+    assert bench.side.tally.counts["blocks_refused"] > 0
     bench.report(orders)
     assert bench.matched(bench.request("again", 16 * 400)) == len(stored(orders)) * BLOCK
 
@@ -240,8 +245,8 @@ def test_reset_is_refused_while_loading_and_private_afterwards(pool: Pool) -> No
     assert bench.matched(bench.request("fifth", 40)) == 32
     state = bench.side.state_of("fifth")
     assert state is not None
-    assert state.space is not None
-    assert state.space.digest != Namespace.of({"test": "1"}).digest
+    assert state.namespace is not None
+    assert state.namespace.digest != Namespace.of({"test": "1"}).digest
 
 
 def finished(bench: Bench, request: Request) -> dict[str, Any]:
@@ -263,7 +268,10 @@ def test_a_decode_instance_waits_for_what_a_prefill_instance_promised(pool: Pool
     prefill.report(orders)
     assert until(lambda: decode.matched(again) is not None)
     assert decode.matched(again) == 32
-    assert (decode.side.tally.handovers, decode.side.tally.handovers_late) == (1, 0)
+    assert (decode.side.tally.counts["handovers"], decode.side.tally.counts["handovers_late"]) == (
+        1,
+        0,
+    )
 
 
 def test_a_promise_that_is_broken_is_computed(pool: Pool) -> None:
@@ -276,7 +284,14 @@ def test_a_promise_that_is_broken_is_computed(pool: Pool) -> None:
     assert decode.matched(again) is None
     assert until(lambda: decode.matched(again) is not None)
     assert decode.matched(again) == 0
-    assert decode.side.tally.handovers_late == 1
+    assert decode.side.tally.counts["handovers_late"] == 1
+
+
+def test_a_promise_of_another_model_is_refused_and_counted(pool: Pool) -> None:
+    bench = Bench(pool)
+    foreign = {HANDOVER: {"tokens": 32, "namespace": Namespace.of({"test": "2"}).digest.hex()}}
+    assert bench.matched(bench.request("r", 40, told=foreign)) == 0
+    assert bench.side.tally.counts["handovers_foreign"] == 1
 
 
 def test_no_more_is_promised_than_was_saved(pool: Pool) -> None:
@@ -360,9 +375,8 @@ class SlowPool:
         self.now = 0.0
 
     def bench(self) -> Bench:
-        bench = Bench(self.pool)
-        bench.side._clock = StepClock(lambda: self.now)
-        bench.side._appraiser.saw_step(1000, 500, 10.0)  # 10 ms a token, 160 a block
+        bench = Bench(self.pool, clock=lambda: self.now)
+        bench.side.costs.saw_step(1000, 500, 10.0)  # 10 ms a token, 160 a block
         return bench
 
     def fill(self, tokens: int) -> None:
@@ -394,7 +408,7 @@ def test_a_load_that_stalls_is_given_up_for_a_tenth_of_computing(slow: SlowPool)
     assert bench.matched(request) is None
     slow.now = 0.9  # of 8 seconds that computing takes
     assert bench.matched(request) == 0
-    assert bench.side.tally.loads_given_up == 1
+    assert bench.side.tally.counts["loads_given_up"] == 1
     assert slow.pool.stats().leases == 0
     assert bench.matched(bench.request("next", 16 * 50)) == 0, "it is believed"
     slow.io.read_gate.set()
@@ -415,14 +429,14 @@ def test_a_service_that_dies_is_not_a_slow_disk(slow: SlowPool) -> None:
     slow.io.read_gate.clear()
     request = bench.request("again", 16 * 50)
     assert bench.matched(request) is None
-    claim = bench.side._states["again"].claim
-    assert claim is not None
+    load = bench.side._states["again"].load
+    assert load is not None
     lost = Recall(RecallState.READY)
     slow.now = 0.05
     bench.side._pool = SimpleNamespace(poll=lambda _: lost, release=slow.pool.release)  # type: ignore[assignment]
     assert bench.matched(request) == 0
     bench.side._pool = slow.pool
-    assert bench.side._appraiser.load_seconds(TierName.DISK) == 0, "a loss was taken for slowness"
+    assert bench.side.costs.load_seconds(TierName.DISK) == 0, "a loss was taken for slowness"
     slow.io.read_gate.set()
     again = bench.request("third", 16 * 50)
     wait_until(lambda: bench.matched(again) is not None)

@@ -2,14 +2,18 @@
 
 A hit that loses to recomputing is worse than a miss. Loading costs time in proportion to bytes, by
 tier; computing a token costs more the deeper it lies (attention). Both are measured on the engine's
-own work, so neither needs settings: prefill steps as they run, recalls as they arrive.
+own work, so neither needs settings: prefill steps as they run, recalls as they arrive. Before the
+first prefill step, the rate of matrix products on this device stands in for it.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from kvrecall.block import TierName
 
@@ -28,7 +32,24 @@ _RISK_SHARE = 0.08  # share of the computing time at stake that may be waited in
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Work:
+    """What a step computes: anything at all, and how many prompt tokens at which mean position."""
+
+    any: bool
+    prompt_tokens: int = 0
+    depth: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A moment, and how many working steps had begun by then."""
+
+    seconds: float
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
     """How many leading blocks to load, and for how many seconds to wait for them *beyond* what
     those that came have saved (``gained_seconds``).
 
@@ -40,7 +61,7 @@ class Plan:
     patience_s: float
 
 
-class Appraiser:
+class LoadCostModel:
     """Expected costs of one engine. Owned by its scheduler side; not thread-safe."""
 
     def __init__(
@@ -49,18 +70,47 @@ class Appraiser:
         block_bytes: int,
         deadline_s: float,
         least_token_seconds: float = 0.0,
-        monotonic: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``deadline_s``: the longest any load may be waited for. ``least_token_seconds``: what a
-        prompt token is taken to cost until one was computed; 0: no idea."""
+        prompt token is taken to cost until one was computed; 0: unknown."""
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
         self._deadline_s = deadline_s
-        self._monotonic = monotonic
+        self._clock = clock
+        self._under_way: deque[tuple[float, Work]] = deque()
+        self._steps = 0
         self._bandwidth: dict[TierName, float] = {}
         self._seen_at: dict[TierName, float] = {}
         self._prefill = _PrefillModel(least_token_seconds)
         self._passed_over = 0
+
+    # ---- time ---------------------------------------------------------------------------
+
+    def step_begins(self, work: Work) -> None:
+        """Steps begin and end in order."""
+        self._under_way.append((self._clock(), work))
+        self._steps += work.any
+
+    def step_ends(self) -> None:
+        """Learns from the oldest step under way. Not if steps overlapped (asynchronous scheduling,
+        pipeline stages): its time is then not its own."""
+        if self._under_way:
+            overlapped = len(self._under_way) > 1
+            began, work = self._under_way.popleft()
+            if work.prompt_tokens and not overlapped:
+                self.saw_step(work.prompt_tokens, work.depth, self._clock() - began)
+
+    def mark(self) -> Mark:
+        return Mark(self._clock(), self._steps)
+
+    def elapsed(self, mark: Mark) -> float:
+        """Seconds since ``mark``, whatever the engine did."""
+        return self._clock() - mark.seconds
+
+    def idle_since(self, mark: Mark) -> bool:
+        """Whether the engine has computed nothing since ``mark``."""
+        return mark.steps == self._steps
 
     # ---- what was seen ------------------------------------------------------------------
 
@@ -74,7 +124,7 @@ class Appraiser:
 
         Blocks that did not come in time count as a bandwidth of what did come.
         """
-        self._seen_at[tier] = self._monotonic()
+        self._seen_at[tier] = self._clock()
         rate = max(blocks, 0.1) * self._block_bytes / max(seconds, 1e-6)
         known = self._bandwidth.get(tier)
         if known is None or not known / 2 <= rate <= 2 * known:
@@ -84,14 +134,14 @@ class Appraiser:
 
     # ---- what follows -------------------------------------------------------------------
 
-    def plan(self, tiers: Sequence[TierName], start_block: int) -> Plan:
+    def plan(self, tiers: Sequence[TierName], start_block: int) -> LoadPlan:
         """For a found prefix, ``tiers[i]`` holding block ``start_block + i``.
 
         Chooses the length that minimises loading it plus computing what is left of it. Unknown
         costs are taken as nothing to load and everything to compute, so that they get known.
         """
         if not self._prefill.known:
-            return Plan(len(tiers), self._deadline_s)
+            return LoadPlan(len(tiers), self._deadline_s)
         loads = [self.load_seconds(tier) for tier in tiers]
         computes = [self.compute_seconds(start_block + i) for i in range(len(tiers))]
         left = sum(computes)
@@ -102,14 +152,14 @@ class Appraiser:
             if spent + left <= best_cost or spent <= TRIVIAL_S:
                 best, best_cost = index + 1, spent + left
         if best < len(tiers) and self._is_time_to_probe(tiers[best]):
-            return Plan(best + 1, max(_LEAST_PATIENCE_S, _PROBE_SHARE * sum(computes)))
+            return LoadPlan(best + 1, max(_LEAST_PATIENCE_S, _PROBE_SHARE * sum(computes)))
         worth = sum(c for c, tier in zip(computes, tiers, strict=True) if tier is not TierName.HOST)
-        return Plan(best, min(self._deadline_s, max(_RISK_SHARE * worth, _LEAST_PATIENCE_S)))
+        return LoadPlan(best, min(self._deadline_s, max(_RISK_SHARE * worth, _LEAST_PATIENCE_S)))
 
     def _is_time_to_probe(self, tier: TierName) -> bool:
         """Whether to load from a slow tier all the same, so that its recovery is noticed."""
         self._passed_over += 1
-        unheard_s = self._monotonic() - self._seen_at.get(tier, 0.0)
+        unheard_s = self._clock() - self._seen_at.get(tier, 0.0)
         return self._passed_over % _PROBE_EVERY == 0 or unheard_s >= _PROBE_AFTER_S
 
     def gained_seconds(self, tiers: Sequence[TierName], start_block: int) -> float:
@@ -160,3 +210,30 @@ class _PrefillModel:
         if spread > 1.0:
             slope = max(0.0, (self._xy / self._weight - mean_x * mean_y) / spread)
         return max(mean_y + slope * (depth - mean_x), mean_y * 0.1)
+
+
+_ROWS = 512  # tokens, as in a prefill step
+_COLUMNS = 2048
+_TIMES = 4
+
+
+def least_token_seconds(flops: float, hidden: int, dtype: torch.dtype, device: str) -> float:
+    """What computing a prompt token costs at the least, in seconds: its ``flops`` operations in
+    products of width ``hidden`` at the rate this device reaches now. 0 if either is 0.
+
+    The first request after a start may find its prefix on a slow disk, and must know how long it
+    may wait. Takes some milliseconds: the best of a few tries, as the first ones pay for other
+    things.
+    """
+    if not (flops and hidden):
+        return 0.0
+    a = torch.ones((_ROWS, hidden), dtype=dtype, device=device)
+    b = torch.ones((hidden, _COLUMNS), dtype=dtype, device=device)
+    best = float("inf")
+    for _ in range(_TIMES):
+        began = time.perf_counter()
+        torch.mm(a, b)
+        if a.device.type != "cpu":
+            torch.accelerator.synchronize()
+        best = min(best, time.perf_counter() - began)
+    return flops * best / (2.0 * _ROWS * hidden * _COLUMNS)

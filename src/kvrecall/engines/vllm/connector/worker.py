@@ -17,9 +17,9 @@ from kvrecall.engines.vllm import compat
 from kvrecall.engines.vllm.attention.recalled import Records
 from kvrecall.engines.vllm.connector.compare import Deviation, deviation
 from kvrecall.engines.vllm.connector.copier import make_copier
+from kvrecall.engines.vllm.connector.costs import least_token_seconds
 from kvrecall.engines.vllm.connector.mapping import ArenaMapping
 from kvrecall.engines.vllm.connector.pages import Pages, pages_of
-from kvrecall.engines.vllm.connector.speed import least_token_seconds
 from kvrecall.engines.vllm.connector.wire import (
     Comparison,
     Shard,

@@ -1,0 +1,435 @@
+"""The scheduler side: decides what to recall and what to save. Never touches KV bytes.
+
+It runs inside the engine's scheduling step, so it asks the pool only questions that are answered
+at once; promotions from disk are polled. The one exception is asked for: with ``async_write``
+off, the step that ends a request waits (bounded) until its blocks are durable.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+from kvrecall.block import BlockKey, Namespace, TierName, tenant_of
+from kvrecall.config import RecallSettings
+from kvrecall.engines.base import REPORT
+from kvrecall.engines.vllm.connector.audit import Auditor
+from kvrecall.engines.vllm.connector.costs import LoadCostModel, LoadPlan, Work
+from kvrecall.engines.vllm.connector.metrics import Tally
+from kvrecall.engines.vllm.connector.request import (
+    Handover,
+    PrefixLoad,
+    Promise,
+    RequestState,
+    receipt,
+)
+from kvrecall.engines.vllm.connector.saver import Saver
+from kvrecall.engines.vllm.connector.wire import (
+    Comparison,
+    Copy,
+    EngineFacts,
+    Load,
+    OffloadOrders,
+    StepOrders,
+    StepReport,
+)
+from kvrecall.engines.vllm.identity.registry import AdapterIdentity, NamespaceRegistry
+from kvrecall.pool.base import ArenaHandle, PoolClient, Recall, RecallState
+
+logger = logging.getLogger("vllm.kvrecall")
+
+_FINISHED_WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
+_NOTHING = 0, False
+_ASK_AGAIN = None, False
+
+
+class Offloads(Protocol):
+    """Keeps blocks of running sequences off the device, where retrieval attention is on."""
+
+    def expect(self, request_id: str, start: int, end: int) -> None: ...
+
+    def unexpect(self, request_id: str) -> None: ...
+
+    def orders(
+        self,
+        scheduled: Mapping[str, int],
+        block_ids: Callable[[str], Sequence[int]],
+        arena: ArenaHandle,
+    ) -> OffloadOrders | None: ...
+
+    def out_of_reach(self) -> None: ...
+
+
+class RecallScheduler:
+    """Scheduler side of the connector for one engine. Called from the engine's thread only."""
+
+    def __init__(
+        self,
+        pool: PoolClient,
+        settings: RecallSettings,
+        facts: EngineFacts,
+        namespace: Callable[[], Namespace | None],
+        adapters: AdapterIdentity,
+        block_ids: Callable[[str], Sequence[int]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``namespace`` and ``adapters`` as of ``NamespaceRegistry``, ``block_ids`` as of
+        ``Saver``. ``clock``: seconds."""
+        self._pool = pool
+        self._settings = settings
+        self._facts = facts
+        self._block_ids = block_ids
+        self._clock = clock
+        self._states: dict[str, RequestState] = {}
+        self._loading: dict[str, PrefixLoad] = {}  # of requests that may have ended since
+        self._loads: list[Load] = []
+        self._releases: list[str] = []
+        self._warned_of_foreign = False
+        self.tally = Tally()
+        self.offloader: Offloads | None = None
+        self.namespaces = NamespaceRegistry(pool, facts.block_bytes, namespace, adapters)
+        self.costs = LoadCostModel(
+            facts.block_size,
+            facts.block_bytes,
+            settings.pool.load_deadline_s,
+            facts.least_token_seconds,
+            clock,
+        )
+        self._auditor = Auditor(pool, facts, settings.audit_every, self.tally, self._refuted)
+        self._saver = Saver(pool, facts, self._states, block_ids, self._auditor.origin, self.tally)
+
+    # ---- recall -------------------------------------------------------------------------
+
+    def match(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens the pool can add to ``computed_tokens``; None while blocks are on their way.
+
+        Whole blocks only, and at least one token is left to compute, as the device cache does:
+        so a recalled prefix is cut exactly as one hit on the device.
+        """
+        state = self._state(request)
+        if request.num_preemptions == 0:
+            state.device_tokens = computed_tokens
+        if not self._facts.recalls or state.namespace is None or state.computes:
+            return _NOTHING
+        if request.skip_reading_prefix_cache:
+            return _NOTHING
+        start = computed_tokens // self._facts.block_size
+        if state.load is not None and state.load.start != start:
+            self._drop_load(state)
+        if state.load is None:
+            end = int(request.num_tokens - 1) // self._facts.block_size
+            if self._awaits_promise(state, start, end):
+                return _ASK_AGAIN
+            is_pending = self._begin_load(state, start, end)
+            if state.load is None:
+                return _ASK_AGAIN if is_pending else _NOTHING
+        load = state.load
+        recall = self._poll(load)
+        if recall.state is RecallState.PENDING:
+            return _ASK_AGAIN
+        if recall.offsets and not load.audited:
+            load.audited = True
+            alone = len(self._states) == 1
+            recall = load.cut(self._auditor.admit(state, start, recall.offsets, alone))
+        if not recall.offsets:
+            self._drop_load(state)
+            state.computes = True
+            return _NOTHING
+        if self.offloader is not None:
+            self.offloader.expect(request.request_id, start, start + len(recall.offsets))
+        return len(recall.offsets) * self._facts.block_size, True
+
+    def _awaits_promise(self, state: RequestState, start: int, end: int) -> bool:
+        """Whether blocks that were promised are not in the pool yet and may still come."""
+        promise = state.promise
+        if promise is None or promise.is_over:
+            return False
+        wanted = state.keys(min(promise.blocks, end))[start:]
+        outcome = promise.look(len(wanted), lambda: self._pool.find(wanted).blocks)
+        self.tally.counts["handovers_late"] += outcome is Handover.LATE
+        return outcome is Handover.WAIT
+
+    def _begin_load(self, state: RequestState, start: int, end: int) -> bool:
+        """Acquires what the pool has of blocks ``[start, end)``, as far as loading is expected to
+        be faster than computing. True if a tier beyond this host has not answered yet."""
+        chain = state.keys(end)
+        if not state.touched:
+            self._pool.touch(chain)
+            state.touched = True
+        keys = chain[start:]
+        if not keys:
+            return False
+        found = self._pool.find(keys)
+        if found.pending:
+            if state.asked_at is None:
+                state.asked_at = self._clock()
+            if self._clock() - state.asked_at < self._settings.pool.lookup_deadline_s:
+                return True
+        if found.blocks == 0:
+            return False
+        deadline = self._settings.pool.load_deadline_s
+        plan = LoadPlan(found.blocks, deadline)
+        if self._settings.appraise_loads and state.promise is None:
+            plan = self.costs.plan(found.tiers, start)
+            self.tally.counts["blocks_declined"] += found.blocks - plan.blocks
+            if plan.blocks == 0:
+                return False
+        tiers = found.tiers[: plan.blocks]
+        state.load = PrefixLoad(start, tiers, self.costs.mark(), plan.patience_s)
+        parent = chain[start - 1] if start else None
+        state.load.acquire(self._pool, keys[: plan.blocks], deadline, parent, state.tenant)
+        return False
+
+    def _poll(self, load: PrefixLoad) -> Recall:
+        """What came of a load; stops waiting where that does not pay, and learns how fast the
+        tiers were. Blocks that did not come although they were waited for were lost (a damaged
+        file, a dead service), which says nothing of speed."""
+        is_new = load.recall is None
+        recall = load.poll(self._pool)
+        given_up = False
+        if recall.state is RecallState.PENDING:
+            load.pending_s = self.costs.elapsed(load.mark)
+            gained = self.costs.gained_seconds(load.arrived, load.start)
+            given_up = load.pending_s > gained + load.patience_s
+            if not given_up:
+                return recall
+            recall = load.settle(self._pool)
+            self.tally.counts["loads_given_up"] += 1
+        if is_new:
+            # After a step of other work it is only known that the blocks took longer than until
+            # they were last seen pending.
+            elapsed = self.costs.elapsed(load.mark) if self.costs.idle_since(load.mark) else 0.0
+            seconds = elapsed or load.pending_s
+            for tier in set(load.tiers) - {TierName.HOST}:
+                came = recall.tiers.count(tier)
+                if seconds > 0 and (came or given_up):
+                    self.costs.saw_load(tier, came, seconds)
+        return recall
+
+    def _drop_load(self, state: RequestState) -> None:
+        if state.load is not None:
+            state.load.release(self._pool)
+            state.load = None
+            if self.offloader is not None:
+                self.offloader.unexpect(state.request.request_id)
+
+    def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
+        """The engine gave the request device blocks; ``external_tokens`` are to be loaded."""
+        state = self._state(request)
+        if external_tokens == 0:
+            self._drop_load(state)
+            return
+        load = state.load
+        assert load is not None
+        assert load.recall is not None
+        count = external_tokens // self._facts.block_size
+        ids = block_ids[load.start : load.start + count]
+        rows = zip(ids, load.recall.offsets, strict=False)
+        come = [row for row in rows if row[0] != 0]  # the others stay in the arena
+        copy = Copy(tuple(row[0] for row in come), tuple(row[1] for row in come))
+        self._loads.append(Load(request.request_id, copy))
+        self._loading[request.request_id], state.load = load, None
+        if request.num_preemptions == 0:
+            state.recalled.clear()
+            for tier in load.recall.tiers[:count]:
+                state.recalled[tier] += self._facts.block_size
+        self._report_sources(state)
+
+    def _report_sources(self, state: RequestState) -> None:
+        if not state.reported:
+            state.reported = True
+            self.tally.splits[state.request.request_id] = state.sources()
+
+    def sources(self, request: Any) -> dict[TierName, int]:
+        """Tokens of the request's load by tier."""
+        return dict(self._state(request).recalled)
+
+    def trusted(self, state: RequestState, offsets: Sequence[int]) -> int:
+        """How many of these leased blocks of a request, from the first on, may be read."""
+        return self._auditor.trusted(state, offsets)
+
+    # ---- a step -------------------------------------------------------------------------
+
+    def orders(self, scheduler_output: Any, arena: ArenaHandle) -> StepOrders:
+        """This step's work for the workers."""
+        scheduled: Mapping[str, int] = scheduler_output.num_scheduled_tokens
+        block_size = self._facts.block_size
+        comparisons: list[Comparison] = []
+        prompt_tokens = positions = 0
+        for request_id, tokens in scheduled.items():
+            state = self._states.get(request_id)
+            if state is None:
+                continue
+            self._settle(state)
+            self._report_sources(state)
+            request = state.request
+            first = request.num_computed_tokens
+            whole = min(first + tokens, request.num_tokens) // block_size
+            self._saver.save(state, whole)
+            comparisons += self._auditor.comparisons(request_id, whole, self._block_ids)
+            count = min(tokens, request.num_prompt_tokens - first)
+            if count > 0:
+                prompt_tokens += count
+                positions += count * first + count * count // 2
+        depth = positions // prompt_tokens if prompt_tokens else 0
+        self.costs.step_begins(Work(bool(scheduled), prompt_tokens, depth))
+        orders = StepOrders(
+            arena,
+            self._loads,
+            self._saver.take(),
+            self._releases,
+            self._saver.must_drain(),
+            comparisons,
+            self._facts.record_bytes,
+        )
+        if self.offloader is not None:
+            orders.offload = self.offloader.orders(scheduled, self._block_ids, arena)
+        self._loads, self._releases = [], []
+        return orders
+
+    def reported(self, report: StepReport | None, loaded: set[str], failed: set[str]) -> None:
+        """Takes in what the workers finished in a step."""
+        self.costs.step_ends()
+        if report is not None:
+            self.tally.count_step(report)
+            if report.load_seconds > 0:
+                blocks = report.loaded_bytes // self._facts.record_bytes
+                self.costs.saw_load(TierName.HOST, blocks, report.load_seconds)
+            if report.lost:
+                self._sequences_lost(report.lost)
+            for number, (ranks, found) in report.compared.items():
+                self._auditor.compared(number, ranks, found)
+            for store_id, ranks in report.stored.items():
+                self._saver.count_down(store_id, ranks, store_id in report.failed)
+        for request_id in loaded:
+            load = self._loading.pop(request_id, None)
+            if load is not None:
+                load.release(self._pool)
+        for request_id in failed:  # the engine recomputes it, and is not offered the pool again
+            self.tally.counts["loads_failed"] += 1
+            state = self._states.get(request_id)
+            if state is not None:
+                state.computes = True
+                state.recalled.clear()
+        self._saver.flush()  # with async_write off, replies of this step leave after it
+
+    def _sequences_lost(self, lost: Collection[str]) -> None:
+        """The workers cannot reach the arena: nothing more goes there. The engine begins those
+        sequences anew, see ``compat.scheduler``."""
+        self.tally.counts["sequences_lost"] += len(lost)
+        if self.offloader is not None:
+            self.offloader.out_of_reach()
+        logger.error(
+            "kvrecall: blocks of %d sequences off the device cannot be read in the pool; they are "
+            "computed anew, and sequences stay on the device from now on",
+            len(lost),
+        )
+
+    def _refuted(self, namespace: Namespace) -> None:
+        """The engine does not compute what lies in that namespace: it uses it no more."""
+        digests = self.namespaces.distrust(namespace)
+        self._saver.forsake(digests)
+        for state in self._states.values():
+            if state.namespace is not None and state.namespace.digest in digests:
+                self._drop_load(state)
+                state.namespace = None
+        self._auditor.forget(digests)
+
+    # ---- life ---------------------------------------------------------------------------
+
+    def admit(self, request: Any) -> None:
+        """A request entered the engine."""
+        self._state(request)
+
+    def finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any]]:
+        """A request ended. True if its device blocks must be kept until a release is reported."""
+        state = self._states.pop(request.request_id, None)
+        if state is None:
+            return False, {}
+        self._settle(state)
+        self._drop_load(state)
+        whole = request.status.name in _FINISHED_WHOLE
+        tail = False
+        if whole:
+            # The last token sampled has no KV yet; under asynchronous scheduling the step that
+            # computes it may be under way.
+            final = min(request.num_computed_tokens, request.num_tokens - 1)
+            tail = self._saver.save(state, final // self._facts.block_size, block_ids)
+        self._auditor.ended(request.request_id)
+        if whole and state.saved and not self._settings.async_write:
+            self._saver.flush_later(state.keys(state.saved))
+        hold = tail or (bool(state.open_stores) and not self._facts.copies_in_step)
+        if hold:
+            self._releases.append(request.request_id)
+        sources = state.sources()
+        self.tally.count_request(sources)
+        promised = state.saved * self._facts.block_size if whole and not state.closed else 0
+        return hold, {REPORT: sources, **receipt(state.namespace, promised)}
+
+    def state_of(self, request_id: str) -> RequestState | None:
+        """What is remembered of a request, None if it is not in the engine."""
+        return self._states.get(request_id)
+
+    def reset(self) -> bool:
+        """Forgets everything pooled, and does not find it again.
+
+        vLLM resets its caches when weights are replaced in place, which no fingerprint sees; so
+        from here on this engine's blocks have a namespace private to this process. False (and
+        nothing done) while blocks are being loaded.
+        """
+        if self._loading:
+            return False
+        self._pool.clear()
+        for state in self._states.values():
+            self._drop_load(state)
+            state.namespace = None  # its hashes stay, its blocks are of the old weights
+            state.settled = True
+        self.namespaces.turn_private()
+        return True
+
+    def _state(self, request: Any) -> RequestState:
+        state = self._states.get(request.request_id)
+        if state is None:
+            step = self._facts.block_size // self._facts.hash_block_size
+            state = RequestState(request, step, tenant_of(request.cache_salt))
+            self._states[request.request_id] = state
+        self._settle(state)
+        return state
+
+    def _settle(self, state: RequestState) -> None:
+        """Finds out whose blocks a request's are, once that can be known, and what a prefill
+        instance promised of them."""
+        if state.settled or not self.namespaces.is_settled(state.request):
+            return
+        state.settled = True
+        state.namespace = self.namespaces.of(state.request)
+        if not state.reported:
+            state.promise = self._accept(state.request.kv_transfer_params, state.namespace)
+
+    def _accept(self, params: object, namespace: Namespace | None) -> Promise | None:
+        """The promise in a request's ``kv_transfer_params``; None if none can be kept."""
+        patience_s = self._settings.handover_deadline_s
+        promise = Promise.of(params, self._facts.block_size, patience_s, self._clock)
+        if promise is None or namespace is None:
+            return None
+        self.tally.counts["handovers"] += 1
+        if promise.namespace == namespace.digest.hex():
+            return promise
+        self.tally.counts["handovers_foreign"] += 1
+        if not self._warned_of_foreign:
+            self._warned_of_foreign = True
+            logger.warning(
+                "kvrecall: the blocks of the prefill instance do not fit this engine (namespace "
+                "%s there, %s here): prompts are computed again. Both logs list what a namespace "
+                "is made of; model, dtype, block size, parallel sizes and vLLM must be the same",
+                promise.namespace[:64],
+                namespace.digest.hex(),
+            )
+        return None
+
+    def saved(self, request_id: str) -> tuple[BlockKey, ...]:
+        """Leading blocks of a request in the engine that are in the pool or on their way."""
+        state = self._states.get(request_id)
+        return () if state is None else tuple(state.keys(state.saved))
