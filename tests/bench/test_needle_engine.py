@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvrecall.lab.engines.server import ServerProcess, server_environment
+from kvrecall.lab.engines.child import server_environment
+from kvrecall.lab.engines.server import ServerProcess
 from kvrecall.server.launch import default_model
 
 pytestmark = pytest.mark.engine

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvrecall.errors import EngineError
-from kvrecall.lab.bench.serving import measure, variants
-from kvrecall.lab.bench.serving.field import servers
-from kvrecall.lab.bench.serving.variants import HOST
-from kvrecall.lab.bench.serving.workload import conversations, longest_prompt, replay
+from kvrecall.lab.bench.serving import deployments, measure
+from kvrecall.lab.bench.serving.deployments import HOST, servers
+from kvrecall.lab.bench.serving.workload import conversations, replay
 
 from .telling import told
 
@@ -32,7 +31,7 @@ def test_conversations_share_the_system_prompt_and_nothing_else() -> None:
 def test_no_prompt_is_longer_than_said() -> None:
     workload = conversations(8, 3)
     assert workload.prompt_tokens > 0
-    assert longest_prompt(workload) >= max(len(s.opening) for s in workload.sessions)
+    assert workload.longest_prompt >= max(len(s.opening) for s in workload.sessions)
 
 
 @pytest.fixture
@@ -82,18 +81,18 @@ def test_of_a_thinned_trace_sessions_are_kept_whole(tmp_path: Path) -> None:
 
 def test_an_unknown_variant_is_an_error_that_names_the_known() -> None:
     with pytest.raises(EngineError, match=r"there is no variant 'ram'.*host, disk"):
-        variants.named(["ram"])
+        deployments.named(["ram"])
 
 
 @pytest.mark.engine
 def test_a_pool_recalls_what_the_device_forgot(monkeypatch: pytest.MonkeyPatch) -> None:
     """`kvrecall bench chat`, small."""
-    host, disk = variants.named(["host", "disk"])  # for the second there will be no time
+    host, disk = deployments.named(["host", "disk"])  # for the second there will be no time
     # Whatever is found is loaded: on a busy machine computing may look faster.
     host = replace(host, servers=servers(pool={**HOST, "load_or_compute": "load"}))
-    monkeypatch.setattr(variants, "VARIANTS", (host, disk))
+    monkeypatch.setattr(deployments, "DEPLOYMENTS", (host, disk))
     # The device gets what the longest prompt needs, twice.
-    monkeypatch.setattr(measure, "Room", partial(measure.Room, device=0.0, host=4.0))
+    monkeypatch.setattr(measure, "Capacity", partial(measure.Capacity, device=0.0, host=4.0))
     words = "--sessions 3 --turns 3 --seed 3 --variants host,disk --budget 1"
     figures = told("chat", *words.split())
     assert figures["absent"] == {"disk": "no time: 1 seconds for all"}

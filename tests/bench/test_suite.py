@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from kvrecall.errors import KvrecallError
-from kvrecall.lab.bench.bias import BIAS
+from kvrecall.lab.bench.report import BIAS
 from kvrecall.lab.bench.suite import plan
 from kvrecall.lab.bench.suite.plan import Step
 from kvrecall.lab.bench.suite.plots import write_plots

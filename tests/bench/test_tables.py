@@ -17,9 +17,8 @@ from kvrecall.lab.bench.needle.score import Record
 from kvrecall.lab.bench.needle.summary import report_of
 from kvrecall.lab.bench.report import Report, machine
 from kvrecall.lab.bench.serving import measure as serving
-from kvrecall.lab.bench.serving.clients import Run, Sample
-from kvrecall.lab.bench.serving.variants import named
-from kvrecall.lab.bench.serving.workload import conversations
+from kvrecall.lab.bench.serving.deployments import named
+from kvrecall.lab.bench.serving.workload import Run, Sample, conversations
 from kvrecall.lab.bench.suite.plots import write_plots
 from kvrecall.lab.bench.suite.tables import TABLES
 from kvrecall.lab.engines.decode import DecodeTimes
@@ -51,7 +50,7 @@ def _chat() -> Report:
 def _decode() -> Report:
     times = tuple(SECONDS)
     found = DecodeTimes(times, times, times, times, 0.2, 0.25, False, 0.0, {"blocks_selected": 3})
-    return decode._report(65536, RetrievalSettings(), found, 2)
+    return decode._report(65536, RetrievalSettings(), found, 2, 0.9)
 
 
 def _needle() -> Report:

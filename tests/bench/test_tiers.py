@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from kvrecall.lab.bench.tiers.base import Medium, Store, StoreError
-from kvrecall.lab.bench.tiers.contenders import CONTENDERS, Contender, Ground, find_peers
-from kvrecall.lab.bench.tiers.limits import Copy
-from kvrecall.lab.bench.tiers.measure import Size, measure_tiers
+from kvrecall.lab.bench.tiers.measure import CANDIDATES, Candidate, Size, Workspace, measure_tiers
+from kvrecall.lab.bench.tiers.peers import find_peers
+from kvrecall.lab.bench.tiers.stores import Copy, Medium, Store, StoreError
 
 SMALL = Size(block_bytes=64 << 10, request_blocks=4, requests=2, rounds=2)
 OURS = ("kvrecall host", "kvrecall disk", "kvrecall disk, no checksums")
@@ -25,16 +25,16 @@ PEERS = {
 }
 
 
-def contender(name: str) -> Contender:
-    return next(one for one in CONTENDERS if one.name == name)
+def candidate(name: str) -> Candidate:
+    return next(one for one in CANDIDATES if one.name == name)
 
 
-def measured(contenders: Sequence[Contender], path: Path) -> dict[str, Any]:
-    return cast(dict[str, Any], measure_tiers(contenders, SMALL, path, lambda line: None).figures)
+def measured(candidates: Sequence[Candidate], path: Path) -> dict[str, Any]:
+    return cast(dict[str, Any], measure_tiers(candidates, SMALL, path, lambda line: None).figures)
 
 
 def test_ours_and_the_limits_are_measured(tmp_path: Path) -> None:
-    found = measured([contender(name) for name in (*PLAIN, *OURS)], tmp_path)
+    found = measured([candidate(name) for name in (*PLAIN, *OURS)], tmp_path)
     assert found["absent"] == {}
     assert found["stores"].keys() == {*PLAIN, *OURS}
     for one in found["stores"].values():
@@ -52,7 +52,7 @@ def test_ours_and_the_limits_are_measured(tmp_path: Path) -> None:
 def test_a_peer_that_is_installed_runs(name: str, tmp_path: Path) -> None:
     find_peers()
     pytest.importorskip(PEERS[name])
-    found = measured([contender(name)], tmp_path)
+    found = measured([candidate(name)], tmp_path)
     assert found["absent"] == {}
     assert found["stores"][name]["cold"]["gb_s"] > 0
 
@@ -64,14 +64,20 @@ class Forgetful(Copy):
         return
 
 
-def _refuse(ground: Ground) -> Store:
+def _refuse(space: Workspace) -> Store:
     raise StoreError("not on this machine")
 
 
 def test_who_cannot_run_or_brings_other_bytes_is_told_with_the_reason(tmp_path: Path) -> None:
-    liar = Contender("liar", Medium.MEMORY, False, "", lambda ground: Forgetful(ground.piece()))
-    absent = Contender("absent", Medium.MEMORY, False, "", _refuse)
-    found = measured([contender("memory copy"), liar, absent], tmp_path)
+    liar = Candidate(
+        "liar",
+        Medium.MEMORY,
+        False,
+        "",
+        lambda space: Forgetful(memoryview(mmap.mmap(-1, space.nbytes))),
+    )
+    absent = Candidate("absent", Medium.MEMORY, False, "", _refuse)
+    found = measured([candidate("memory copy"), liar, absent], tmp_path)
     assert found["stores"].keys() == {"memory copy"}
     assert found["absent"] == {
         "liar": "StoreError: a get brought other bytes than were put",

@@ -19,7 +19,7 @@ from kvrecall.lab.chaos.damage import Vandal, stored
 from kvrecall.lab.chaos.library import Library, Turn, sure_part
 from kvrecall.lab.chaos.tally import FAULTS, FIGURES, Tally
 from kvrecall.lab.chaos.witness import Witness
-from kvrecall.lab.engines.process import Answer, Question
+from kvrecall.lab.engines.engine import Answer, Question
 from kvrecall.lab.engines.service import ServiceProcess
 from kvrecall.lab.processes import as_child
 from kvrecall.pool.service.client import ServiceClient

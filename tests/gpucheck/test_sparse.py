@@ -15,6 +15,7 @@ import torch
 from kvrecall.attention.kernels.paged import Part, attend_plainly
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.errors import EngineError
+from kvrecall.lab.bench.concurrency import Load
 from kvrecall.lab.engines.server import Answer
 from kvrecall.lab.gpu_check import attention, cli, sequences, sparse
 from kvrecall.lab.gpu_check.models import SMALL
@@ -23,7 +24,7 @@ from kvrecall.lab.gpu_check.sparse import Told
 
 CPU = torch.device("cpu")
 DENSE = Told((1, 2, 3), (1, 2, 3), 0, 0)
-LOAD = sequences.Load(2048, 3, 6, 1)
+LOAD = Load(2048, 3, 6, 1)
 ACTIVE = {"steps_sparse": 5, "blocks_offloaded": 9, "blocks_loaded": 2, "blocks_hit": 6}
 IDLE = dict.fromkeys(ACTIVE, 0)
 FIGURES = {
@@ -327,14 +328,16 @@ def crowded(monkeypatch: pytest.MonkeyPatch, **told: Any) -> Outcome:
     """The outcome for engines that give these figures, of dense and of retrieval."""
     ran = []
 
-    def run(crowd: Mapping[str, Any], environ: Mapping[str, str], limit_s: float) -> Any:
+    def run(
+        load: Any, model: Path, token_bytes: int, environ: Mapping[str, str], limit_s: float
+    ) -> Any:
         ran.append(environ)
         found = told["retrieval" if environ else "dense"]
         if isinstance(found, Exception):
             raise found
         return found
 
-    monkeypatch.setattr(sequences.crowd, "run", run)
+    monkeypatch.setattr(sequences.concurrency, "run", run)
     return cli.crowded(LOAD, SMALL, "cuda", quiet)
 
 
@@ -364,15 +367,17 @@ def test_sequences_that_mean_nothing_fail(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_sequences_on_a_gpu_are_computed_and_not_scheduled_ahead() -> None:
-    asked = sequences.crowd_of(sequences.Load(65536, 8, 128, 2), SMALL, "model", "cuda")
-    assert "pooled" not in asked
-    assert asked["options"] == {
+    assert sequences.options_on("cuda") == {
         "load_format": "dummy",
         "async_scheduling": False,
         "attention_backend": "FLASH_ATTN",
     }
-    assert asked["device_blocks"] == 513 * 3
-    assert asked["host_bytes"] == 8 * 513 * 128 * SMALL.token_bytes * 5 // 4
+
+
+def test_a_load_knows_what_its_device_and_host_must_hold() -> None:
+    load = Load(65536, 8, 128, 2)
+    assert load.device_blocks + 1 == 513 * 3
+    assert load.host_bytes(SMALL.token_bytes) == 8 * 513 * 128 * SMALL.token_bytes * 5 // 4
 
 
 @pytest.mark.parametrize(

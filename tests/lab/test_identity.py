@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from kvrecall.lab.engines.process import Answer
+from kvrecall.lab.engines.engine import Answer
 from kvrecall.lab.identity.engines import Life, Said
 from kvrecall.lab.identity.pairs import BLIND, EQUAL, OTHER, PAIRS, Kv
 from kvrecall.lab.identity.prompts import BLOCK, Prompts

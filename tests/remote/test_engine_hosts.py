@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvrecall.lab.engines.process import Answer, EngineProcess, Question
+from kvrecall.lab.engines.engine import Answer, EngineProcess, Question
 from kvrecall.lab.masters import Master
 from kvrecall.lab.models import write_model
 from tests.remote.mooncake import needs_mooncake

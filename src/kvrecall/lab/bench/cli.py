@@ -55,10 +55,9 @@ def throttle(
     json: Json = False,
 ) -> None:
     """Load or recompute: a hit on a disk of several bandwidths, against computing it."""
-    from kvrecall.lab.bench.model import BLOCK
     from kvrecall.lab.bench.throttle import measure_throttle
 
-    _run(lambda: measure_throttle(tokens // BLOCK * BLOCK, repetitions, _progress), json)
+    _run(lambda: measure_throttle(tokens, repetitions, _progress), json)
 
 
 @app.command()
@@ -76,9 +75,9 @@ def service(
 @app.command()
 def lookup(json: Json = False) -> None:
     """How long the scheduler's look-up of 1,000 blocks takes."""
-    from kvrecall.lab.bench.pool import lookup_report
+    from kvrecall.lab.bench.pool import measure_lookup
 
-    _run(lookup_report, json)
+    _run(measure_lookup, json)
 
 
 @app.command()
@@ -91,9 +90,9 @@ def disk(
     json: Json = False,
 ) -> None:
     """Disk tier -> arena against a raw sequential read of the same file system."""
-    from kvrecall.lab.bench.pool import disk_report
+    from kvrecall.lab.bench.pool import measure_disk
 
-    _run(lambda: disk_report(path, parse_size(size, "--size"), encrypted), json)
+    _run(lambda: measure_disk(path, parse_size(size, "--size"), encrypted), json)
 
 
 @app.command()
@@ -106,12 +105,12 @@ def tiers(
     json: Json = False,
 ) -> None:
     """Host and disk tier against other projects' libraries: same blocks, same bytes."""
-    from kvrecall.lab.bench.tiers.contenders import CONTENDERS, find_peers
-    from kvrecall.lab.bench.tiers.measure import Size, measure_tiers
+    from kvrecall.lab.bench.tiers.measure import CANDIDATES, Size, measure_tiers
+    from kvrecall.lab.bench.tiers.peers import find_peers
 
     find_peers()
     size = Size(requests=requests, rounds=rounds)
-    _run(lambda: measure_tiers(CONTENDERS, size, path, _progress), json)
+    _run(lambda: measure_tiers(CANDIDATES, size, path, _progress), json)
 
 
 @app.command()
@@ -124,18 +123,16 @@ def remote(
     json: Json = False,
 ) -> None:
     """Remote tier over Mooncake against its bare client; a remote hit against computing."""
-    from kvrecall.lab.bench.model import BLOCK
-    from kvrecall.lab.bench.remote import remote_report
+    from kvrecall.lab.bench.remote import measure_remote
 
-    length = tokens // BLOCK * BLOCK
-    _run(lambda: remote_report(length, repetitions, engines, _progress), json)
+    _run(lambda: measure_remote(tokens, repetitions, engines, _progress), json)
 
 
 @app.command()
 def decode(
     context: Annotated[int, typer.Option(min=128, help="Tokens of the sequence.")] = 65536,
     share: Annotated[float, typer.Option(help="Share of the middle blocks chosen.")] = 0.2,
-    digest: Annotated[str, typer.Option(help="bounds, deviation or mean.")] = "bounds",
+    digest: Annotated[str, typer.Option(help="bounds or mean.")] = "bounds",
     digest_tokens: Annotated[
         int, typer.Option(help="Keys a digest stands for; 0: by the share.")
     ] = 0,
@@ -144,7 +141,6 @@ def decode(
     cosine: Annotated[
         float, typer.Option(min=0, max=1, help="How much a query resembles the one before.")
     ] = 0.9,
-    prefetch: Annotated[float, typer.Option(help="Share of blocks loaded ahead.")] = 0.0,
     json: Json = False,
 ) -> None:
     """Attention of a decoded token: dense, and by retrieval with RetrievalKV's defaults; from
@@ -153,12 +149,7 @@ def decode(
     from kvrecall.lab.bench.decode import measure_decode_report
 
     def measure() -> Report:
-        settings = RetrievalSettings(
-            topk_share=share,
-            digest=digest,
-            digest_tokens=digest_tokens,
-            prefetch_share=prefetch,
-        )
+        settings = RetrievalSettings(topk_share=share, digest=digest, digest_tokens=digest_tokens)
         return measure_decode_report(context, settings, rounds, threads, cosine)
 
     _run(measure, json)
@@ -173,11 +164,11 @@ def regimes(
 ) -> None:
     """Attention of a decoded token at many lengths and shares, as an engine serves it, against
     dense; fails where it is slower than 1.05 of dense."""
-    from kvrecall.lab.bench.regimes import CONTEXTS, measure_regimes
+    from kvrecall.lab.bench.decode import CONTEXTS, measure_grid
 
     def measure() -> Report:
         contexts = lengths_of(lengths) if lengths else CONTEXTS
-        return measure_regimes(rounds, threads, _progress, contexts)
+        return measure_grid(rounds, threads, _progress, contexts)
 
     _run(measure, json)
 
@@ -196,10 +187,10 @@ def crowd(
     json: Json = False,
 ) -> None:
     """Long sequences that decode at once in a fixed device cache, dense and by retrieval."""
-    from kvrecall.lab.bench.crowd import Gathering, measure_crowd
+    from kvrecall.lab.bench.concurrency import Load, measure_concurrency
 
-    gathering = Gathering(context, sequences, decoded, dense_fits, pooled)
-    _run(lambda: measure_crowd(gathering, _progress), json)
+    load = Load(context, sequences, decoded, dense_fits, pooled)
+    _run(lambda: measure_concurrency(load, _progress), json)
 
 
 Variants = Annotated[str, typer.Option(help="Which servers, by name.")]
@@ -220,13 +211,13 @@ def chat(
     json: Json = False,
 ) -> None:
     """Conversations and questions over long texts against servers with each kind of pool."""
-    from kvrecall.lab.bench.serving.measure import Room, measure_serving
-    from kvrecall.lab.bench.serving.variants import named
+    from kvrecall.lab.bench.serving.deployments import named
+    from kvrecall.lab.bench.serving.measure import Capacity, measure_serving
     from kvrecall.lab.bench.serving.workload import conversations
 
     def measure() -> Report:
         workload = conversations(sessions, turns, seed)
-        return measure_serving(workload, named(variants.split(",")), Room(), _progress, budget)
+        return measure_serving(workload, named(variants.split(",")), Capacity(), _progress, budget)
 
     _run(measure, json)
 
@@ -243,13 +234,13 @@ def replay(
     json: Json = False,
 ) -> None:
     """A slice of a recorded trace, made small, against live servers."""
-    from kvrecall.lab.bench.serving.measure import Room, measure_serving
-    from kvrecall.lab.bench.serving.variants import named
+    from kvrecall.lab.bench.serving.deployments import named
+    from kvrecall.lab.bench.serving.measure import Capacity, measure_serving
     from kvrecall.lab.bench.serving.workload import replay as slice_of
 
     def measure() -> Report:
         workload = slice_of(trace, requests, block_tokens, seconds, every)
-        return measure_serving(workload, named(variants.split(",")), Room(), _progress, budget)
+        return measure_serving(workload, named(variants.split(",")), Capacity(), _progress, budget)
 
     _run(measure, json)
 

@@ -1,62 +1,242 @@
-"""Reports of the pool alone: its look-ups, and its disk tier against the bare disk."""
+"""``kvrecall bench lookup`` and ``disk``: the pool's calls, its disk tier against a bare disk."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import secrets
-from collections.abc import Mapping
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
-from kvrecall.lab.bench.probes import measure_disk, measure_lookup
-from kvrecall.lab.bench.report import Report
+from kvrecall.block import BlockKey, Namespace
+from kvrecall.config import DiskConfig, PoolConfig
+from kvrecall.errors import TierError
+from kvrecall.lab.bench.report import Report, in_turns, timed
+from kvrecall.pool.arena import Arena
+from kvrecall.pool.base import Verdict
 from kvrecall.pool.cipher import Cipher
+from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.seal import Sealed
 from kvrecall.pool.keyfile import KEY_BYTES
+from kvrecall.pool.pool import Pool
+from kvrecall.pool.slots import slot_bytes_of
+from kvrecall.pool.tier import Get, Outcome, Put, Tier
 
-BLOCK_BYTES = 1 << 20
+NAMESPACE = Namespace.of({"kvrecall": "bench"})
 LOOKUP_GOAL_US = 1000.0
 READ_GOAL = 0.85
 
+_LIMIT_S = 120.0
+_RAW_BYTES = 4 << 20  # one raw system call
+_MIB = 1 << 20
 _CALLS = {
     "find_host": "find, all in host memory",
-    "find_disk": "find, all on disk",
-    "find_absent": "find, none there",
     "acquire_release_host": "acquire and release, in host memory",
     "touch": "touch",
     "reserve_present": "reserve, all there already",
     "reserve_64": "reserve 64 new blocks",
     "commit_64": "commit 64 new blocks",
+    "find_disk": "find, all on disk",
+    "find_absent": "find, none there",
 }
 
 
-def lookup_report() -> Report:
-    """Medians of the pool's calls as the scheduler makes them."""
-    found = measure_lookup()
-    medians = cast(Mapping[str, float], found["median_us"])
-    rows = tuple((_CALLS.get(name, name), f"{value:.0f}") for name, value in medians.items())
-    note = f"goal: looking up {found['blocks']} blocks within {LOOKUP_GOAL_US:.0f} us, median"
-    columns = (f"call, on {found['blocks']} blocks unless it says otherwise", "median us")
-    return Report("lookup", columns, rows, found, (note,))
+def keys_of(length: int, name: str = "") -> list[BlockKey]:
+    """Keys of a chain that no other name gives."""
+    digests = (hashlib.sha256(f"{name}{place}".encode()).digest() for place in range(length))
+    return [NAMESPACE.key(digest) for digest in digests]
 
 
-def disk_report(path: Path, nbytes: int, encrypted: bool = False) -> Report:
-    """Bandwidths of the disk tier and of bare direct I/O below ``path``, of ``nbytes`` a round."""
-    seal = Sealed(Cipher([secrets.token_bytes(KEY_BYTES)])) if encrypted else None
-    found = measure_disk(path, nbytes, BLOCK_BYTES, seal=seal)
-    rates = cast(Mapping[str, float], found)
-    rows = tuple(
-        (
-            way,
-            f"{rates[f'{name}_tier_bytes_per_s'] / 1e9:.2f}",
-            f"{rates[f'{name}_raw_bytes_per_s'] / 1e9:.2f}",
-            f"{rates[f'{name}_ratio']:.2f}",
-        )
-        for name, way in (("read", "disk -> arena"), ("write", "arena -> disk"))
+# -- a tier ---------------------------------------------------------------------------------
+
+
+def put_all(tier: Tier, arena: Arena, keys: Sequence[BlockKey], block_bytes: int) -> float:
+    """Seconds until the tier has the chain ``keys``, which lies in the arena slot by slot.
+
+    Raises TierError if a block is not stored, or all are not in two minutes.
+    """
+    slot_bytes = slot_bytes_of(block_bytes)
+    puts = [
+        Put(key, keys[n - 1] if n else None, n, arena.view(n * slot_bytes, slot_bytes), block_bytes)
+        for n, key in enumerate(keys)
+    ]
+    began = time.perf_counter()
+    tier.submit_put(puts)
+    await_all(tier, len(keys), Outcome.STORED)
+    return time.perf_counter() - began
+
+
+def get_all(tier: Tier, arena: Arena, keys: Sequence[BlockKey], block_bytes: int) -> float:
+    """Seconds until the arena has the blocks ``keys``, slot by slot. Raises TierError as above."""
+    slot_bytes = slot_bytes_of(block_bytes)
+    gets = [Get(key, arena.view(n * slot_bytes, slot_bytes)) for n, key in enumerate(keys)]
+    began = time.perf_counter()
+    tier.submit_get(gets)
+    await_all(tier, len(keys), Outcome.LOADED)
+    return time.perf_counter() - began
+
+
+def await_all(tier: Tier, count: int, outcome: Outcome, limit_s: float = _LIMIT_S) -> None:
+    """Waits until ``count`` blocks have come to ``outcome``. Raises TierError if one comes to
+    another, or they have not all after ``limit_s`` seconds."""
+    until = time.monotonic() + limit_s
+    while count:
+        for done in tier.poll(1.0):
+            if done.outcome is not outcome:
+                raise TierError(f"a block was {done.outcome.value}, not {outcome.value}")
+            count -= 1
+        if time.monotonic() > until:
+            raise TierError(f"{count} blocks are not {outcome.value} after {limit_s:.0f} s")
+
+
+# -- bench lookup ---------------------------------------------------------------------------
+
+
+def measure_lookup(blocks: int = 1000, repeats: int = 200) -> Report:
+    """Medians of the pool's calls as the scheduler makes them, on chains of ``blocks`` keys that
+    lie in the host; of ``find`` also with all of them on disk only, as half of them are."""
+    block_bytes = 4096
+    keys, absent = keys_of(blocks), keys_of(blocks, "absent")
+    with tempfile.TemporaryDirectory(prefix="kvrecall-") as folder:
+        disk = DiskConfig(Path(folder), 64 * _MIB + 8 * blocks * block_bytes)
+        config = PoolConfig(4 * blocks * block_bytes, disk)
+        with Pool.open(config) as pool:
+            pool.register(NAMESPACE, block_bytes)
+            pool.reserve(keys)
+            pool.commit(keys)
+            pool.flush(keys, 60.0)
+            seconds = in_turns({"find_host": lambda: pool.find(keys)}, repeats)
+            acquire = {"acquire_release_host": lambda: pool.release(pool.acquire(keys, 1.0))}
+            seconds |= in_turns(acquire, repeats)
+            seconds |= in_turns({"touch": lambda: pool.touch(keys)}, repeats)
+            seconds |= in_turns({"reserve_present": lambda: pool.reserve(keys)}, repeats)
+            seconds |= _save(pool, min(repeats, 20))
+        with Pool.open(config) as pool:
+            pool.register(NAMESPACE, block_bytes)
+            seconds |= in_turns({"find_disk": lambda: pool.find(keys)}, repeats)
+            seconds |= in_turns({"find_absent": lambda: pool.find(absent)}, repeats)
+    medians = {name: statistics.median(seconds[name]) * 1e6 for name in _CALLS}
+    return Report(
+        "lookup",
+        (f"call, on {blocks} blocks unless it says otherwise", "median us"),
+        tuple((_CALLS[name], f"{value:.0f}") for name, value in medians.items()),
+        {"blocks": blocks, "repeats": repeats, "median_us": medians},
+        (f"goal: looking up {blocks} blocks within {LOOKUP_GOAL_US:.0f} us, median",),
     )
-    direct = "direct I/O" if found["direct"] else "no direct I/O on this file system"
+
+
+def _save(pool: Pool, repeats: int) -> dict[str, list[float]]:
+    """Seconds of ``reserve`` and ``commit`` of 64 new blocks."""
+    seconds: dict[str, list[float]] = {"reserve_64": [], "commit_64": []}
+    for number in range(repeats):
+        keys = keys_of(64, f"save{number}")
+        began = time.perf_counter()
+        answers = pool.reserve(keys)
+        reserving = time.perf_counter() - began
+        committing = timed(lambda keys=keys: pool.commit(keys))  # type: ignore[misc]
+        if all(answer.verdict is Verdict.RESERVED for answer in answers):
+            seconds["reserve_64"].append(reserving)
+            seconds["commit_64"].append(committing)
+        pool.flush(keys, 60.0)
+    return seconds
+
+
+# -- bench disk -----------------------------------------------------------------------------
+
+
+def measure_disk(
+    path: Path, nbytes: int, encrypted: bool = False, block_bytes: int = _MIB, repeats: int = 5
+) -> Report:
+    """Bandwidth disk -> arena and arena -> disk through the disk tier, and of bare sequential
+    direct I/O of the same number of bytes on the same file system, taken in turns.
+
+    Writes about twice ``nbytes`` below ``path`` and removes it again. All reads are direct, so
+    the page cache holds none of it.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    seal = Sealed(Cipher([secrets.token_bytes(KEY_BYTES)])) if encrypted else None
+    keys = keys_of(max(1, nbytes // slot_bytes_of(block_bytes)))
+    nbytes = len(keys) * slot_bytes_of(block_bytes)
+    with tempfile.TemporaryDirectory(prefix="kvrecall-", dir=path) as name:
+        folder = Path(name)
+        arena = Arena.create(nbytes, background=False)
+        noise = os.urandom(_MIB)  # does not compress
+        for at in range(0, nbytes, _MIB):
+            arena.view(at, min(_MIB, nbytes - at))[:] = noise[: nbytes - at]
+        raw = _RawFile(folder / "raw", arena)
+        config = DiskConfig(folder / "tier", 2 * nbytes + 64 * _MIB, max_queued_bytes=2 * nbytes)
+        tier = DiskTier(config, seal=seal)
+        pairs: dict[str, list[tuple[float, float]]] = {"read": [], "write": []}
+        try:
+            tier.register(NAMESPACE, block_bytes)
+            for number in range(repeats):
+                if number:
+                    tier.clear()
+                bare = timed(raw.write)
+                while tier.queued()[0]:  # what ``clear`` cancelled
+                    tier.poll(0.01)
+                pairs["write"].append((bare, put_all(tier, arena, keys, block_bytes)))
+            for _ in range(repeats):
+                bare = timed(raw.read)
+                pairs["read"].append((bare, get_all(tier, arena, keys, block_bytes)))
+            direct = tier.is_direct and raw.direct
+        finally:
+            tier.close()
+            raw.close()
+            arena.close()
+    figures: dict[str, object] = {
+        "bytes": nbytes,
+        "block_bytes": block_bytes,
+        "repeats": repeats,
+        "direct": direct,
+        "sealed": encrypted,
+    }
+    rows = []
+    for way, label in (("read", "disk -> arena"), ("write", "arena -> disk")):
+        rates = [nbytes / statistics.median(seconds) for seconds in zip(*pairs[way], strict=True)]
+        ratio = statistics.median(bare / tiered for bare, tiered in pairs[way])
+        figures[f"{way}_raw_bytes_per_s"], figures[f"{way}_tier_bytes_per_s"] = rates
+        figures[f"{way}_ratio"] = ratio
+        rows.append((label, f"{rates[1] / 1e9:.2f}", f"{rates[0] / 1e9:.2f}", f"{ratio:.2f}"))
     notes = (
-        f"{nbytes >> 20} MiB in blocks of {BLOCK_BYTES >> 10} KiB, "
-        f"{'sealed with AES-256-GCM' if encrypted else 'checksums verified'}, {direct}",
+        f"{nbytes >> 20} MiB in blocks of {block_bytes >> 10} KiB, "
+        f"{'sealed with AES-256-GCM' if encrypted else 'checksums verified'}, "
+        f"{'direct I/O' if direct else 'no direct I/O on this file system'}",
         f"goal: reads at least {READ_GOAL} of the bare ones",
     )
-    return Report("disk", ("", "tier GB/s", "bare GB/s", "ratio"), rows, found, notes)
+    return Report("disk", ("", "tier GB/s", "bare GB/s", "ratio"), tuple(rows), figures, notes)
+
+
+class _RawFile:
+    """A preallocated file read and written from end to end, one system call after the other."""
+
+    def __init__(self, path: Path, arena: Arena) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        try:
+            self._fd = os.open(path, flags | os.O_DIRECT, 0o600)
+            self.direct = True
+        except OSError:
+            self._fd = os.open(path, flags, 0o600)
+            self.direct = False
+        nbytes = arena.nbytes
+        os.posix_fallocate(self._fd, 0, nbytes)
+        self._steps = [
+            (arena.view(at, min(_RAW_BYTES, nbytes - at)), at)
+            for at in range(0, nbytes, _RAW_BYTES)
+        ]
+
+    def write(self) -> None:
+        for view, at in self._steps:
+            os.pwritev(self._fd, [view], at)
+        os.fdatasync(self._fd)
+
+    def read(self) -> None:
+        for view, at in self._steps:
+            os.preadv(self._fd, [view], at)
+
+    def close(self) -> None:
+        self._steps.clear()
+        os.close(self._fd)

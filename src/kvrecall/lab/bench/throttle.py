@@ -1,6 +1,6 @@
-"""Load or recompute on a slow disk: a hit against computing the same, at several bandwidths.
+"""``kvrecall bench throttle``: load or recompute on a slow disk, at several bandwidths.
 
-A real engine on a pool service whose disk reads as fast as it is told to. The prefix lies on that
+A real engine on a pool service whose disk reads as fast as it is set to. The prefix lies on that
 disk only. Every hit stands between two computations of new prompts of the same length, and is
 compared with their mean, so that a machine that is busy for a while is busy for both. The engine
 knows nothing of the throttle; the first hit after each change finds it with the wrong belief.
@@ -8,10 +8,10 @@ knows nothing of the throttle; the first hit after each change finds it with the
 
 from __future__ import annotations
 
-import random
+import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +19,11 @@ from pathlib import Path
 from kvrecall.block import Namespace
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.errors import EngineError
-from kvrecall.lab.bench.model import BLOCK, BenchModel
-from kvrecall.lab.bench.report import Report, percentiles
+from kvrecall.lab.bench.model import BLOCK, TAIL, BenchModel, Texts
+from kvrecall.lab.bench.report import Report
 from kvrecall.lab.disks import ThrottledIo
-from kvrecall.lab.engines.process import Answer, EngineProcess, Question
+from kvrecall.lab.engines.engine import Answer, EngineProcess, Question
 from kvrecall.lab.engines.server import Progress
-from kvrecall.lab.models import write_model
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.pool import Pool
@@ -38,11 +37,10 @@ SPEEDS = (30.0, 3.0, 1.5, 1.0, 0.7, 0.3, 0.03, 10.0)
 """Bandwidths tried in this order, relative to the one at which loading takes as long as computing.
 The last shows that a disk that has recovered is used again."""
 
-TAIL = 16
 _DROP_TO = 0.03
 _RECOVERY = 6  # hits after which a disk that has recovered is surely used again
 _SETTLE_S = 120.0
-_PUSH = Namespace.of({"purpose": "pushes everything else out of the host"})
+_FILLER = Namespace.of({"purpose": "pushes everything else out of the host"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,44 +58,36 @@ class Sample:
         return self.hit_s / self.computed_s
 
 
-class Course:
-    """The engine, the throttled pool under it, and the prompts."""
+class _Bench:
+    """The engine, the throttled pool under it, and the samples taken."""
 
     def __init__(self, folder: Path, tokens: int, stack: ExitStack, progress: Progress) -> None:
         self._folder = folder
-        self.tokens = tokens
-        self._model = BenchModel()
-        self.prefix_bytes = tokens * self._model.token_bytes
-        self._progress = progress
+        self._tokens = tokens
         self._stack = stack
-        self._dice = random.Random(0)
+        self._progress = progress
+        model = BenchModel()
+        block_bytes = BLOCK * model.token_bytes
+        self.prefix_bytes = tokens * model.token_bytes
+        self._path = model.write(folder / "model", tokens + 256)
+        self._texts = Texts()
         self._asked = 0
+        self.samples: list[Sample] = []
         self.io = ThrottledIo()
-        self._path = write_model(
-            folder / "model",
-            hidden=self._model.hidden,
-            layers=self._model.layers,
-            heads=self._model.heads,
-            kv_heads=self._model.kv_heads,
-            head_dim=self._model.head_dim,
-            max_position=tokens + 256,
-            dtype=self._model.dtype,
-        )
         self._host_blocks = tokens // BLOCK * 5 // 4
+
+        def open_pool(config: PoolConfig) -> Pool:
+            disk = DiskConfig(folder / "disk", 256 * self.prefix_bytes)
+            return Pool(Arena.create(config.host_bytes), DiskTier(disk, io=self.io))
+
         self._service = ServiceThread(
-            PoolConfig(self._host_blocks * BLOCK * self._model.token_bytes),
-            folder / "pool.sock",
-            make=self._open_pool,
+            PoolConfig(self._host_blocks * block_bytes), folder / "pool.sock", make=open_pool
         )
         stack.callback(self._service.close)
-        self._service.pool.register(_PUSH, BLOCK * self._model.token_bytes)
+        self._service.pool.register(_FILLER, block_bytes)
         self._engine: EngineProcess | None = None
         self.new_engine()
-        self.known = self.prompt()
-
-    def _open_pool(self, config: PoolConfig) -> Pool:
-        disk = DiskConfig(self._folder / "disk", 256 * self.prefix_bytes)
-        return Pool(Arena.create(config.host_bytes), DiskTier(disk, io=self.io))
+        self.known = self.new_prompt()
 
     def new_engine(self) -> None:
         """An engine that has measured nothing."""
@@ -106,7 +96,7 @@ class Course:
         self._progress("starting an engine")
         setup = {
             "model": str(self._path),
-            "max_model_len": self.tokens + 256,
+            "max_model_len": self._tokens + 256,
             "max_num_batched_tokens": 512,
             "env": {"VLLM_CPU_KVCACHE_SPACE": "1"},
             "pool": {"backend": "service", "socket": str(self._folder / "pool.sock")},
@@ -115,147 +105,110 @@ class Course:
         self._stack.callback(self._engine.bury)
         self._engine.wait_ready()
 
-    def prompt(self) -> tuple[int, ...]:
-        """A prompt nobody asked."""
-        return tuple(self._dice.choices(range(1, 250), k=self.tokens + TAIL))
+    def new_prompt(self) -> tuple[int, ...]:
+        return self._texts.tokens(self._tokens + TAIL)
 
     def ask(self, prompt: tuple[int, ...]) -> Answer:
         """Asks with nothing on the device or in the host; waits until what it gave is stored."""
         assert self._engine is not None
         self._engine.forget_device()
-        self._push_out()
+        pool = self._service.pool
+        filler = chain(_FILLER, self._host_blocks, str(self._asked))
+        pool.reserve(filler)  # evicts all else from the host
+        pool.abandon(filler)
         self._asked += 1
         (answer,) = self._engine.answers([Question(str(self._asked), prompt, 2)])
-        self._settle()
-        return answer
-
-    def _push_out(self) -> None:
-        pool = self._service.pool
-        keys = chain(_PUSH, self._host_blocks, str(self._asked))
-        pool.reserve(keys)
-        pool.abandon(keys)
-
-    def _settle(self) -> None:
-        """Waits for writes, and for reads that nobody waits for any more, without the throttle."""
+        # Writes, and reads whose request has ended, without the throttle.
         speed, self.io.bytes_per_s = self.io.bytes_per_s, 0.0
         until = time.monotonic() + _SETTLE_S
-        while (stats := self._service.pool.stats()).queued_writes or stats.queued_reads:
+        while (stats := pool.stats()).queued_writes or stats.queued_reads:
             if time.monotonic() > until:
                 raise EngineError(f"the pool is still busy after {_SETTLE_S:.0f} s")
             time.sleep(0.02)
         self.io.bytes_per_s = speed
+        return answer
 
-    def sample(self, level: str, before: float) -> tuple[Sample, float]:
-        """A hit and a computation after it; ``before`` is the time of the one before it."""
+    def computed(self) -> float:
+        """Seconds to the first token of a new prompt."""
+        return self.ask(self.new_prompt()).ttft_s
+
+    def sample(self, level: str, before: float, place: str) -> float:
+        """A hit and a computation after it, whose seconds are returned; ``before``: seconds of the
+        one before it."""
         hit = self.ask(self.known)
         if hit.sources.get("host") or hit.sources.get("device"):
             raise EngineError(f"meant to measure the disk, the hit came from {dict(hit.sources)}")
-        after = self.ask(self.prompt())
-        loaded = hit.sources.get("disk", 0) / self.tokens
-        mean = (before + after.ttft_s) / 2
-        return Sample(level, hit.ttft_s, mean, loaded), after.ttft_s
+        after = self.computed()
+        self.note(level, hit, (before + after) / 2, place)
+        return after
+
+    def note(self, level: str, hit: Answer, computed_s: float, place: str) -> None:
+        loaded = hit.sources.get("disk", 0) / self._tokens
+        self.samples.append(Sample(level, hit.ttft_s, computed_s, loaded))
+        self._progress(
+            f"{level}, {place}: hit {hit.ttft_s:.2f} s, computing {computed_s:.2f} s "
+            f"({hit.ttft_s / computed_s:.2f}), {loaded:.0%} loaded"
+        )
 
 
 def measure_throttle(tokens: int, repetitions: int, progress: Progress) -> Report:
-    """Runs the benchmark on a prefix of ``tokens`` (a multiple of the block size)."""
+    """Runs the benchmark on a prefix of ``tokens``, rounded down to whole blocks."""
+    tokens = tokens // BLOCK * BLOCK
     with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as name, ExitStack() as stack:
-        course = Course(Path(name), tokens, stack, progress)
-        course.ask(course.prompt())  # first-time costs
-        course.ask(course.known)
-        computed = min(course.ask(course.prompt()).ttft_s for _ in range(2))
-        even = course.prefix_bytes / computed
-        progress(f"computing takes {computed:.2f} s: break-even at {even / 1e6:.1f} MB/s")
-        samples = _levels(course, even, computed, repetitions, progress)
-        samples += _sudden(course, even, samples[-1].computed_s, repetitions, progress)
-        samples += _first(course, even, repetitions, progress)
-        return _report(samples, tokens, course.prefix_bytes, even)
-
-
-def _levels(
-    course: Course, even: float, before: float, repetitions: int, progress: Progress
-) -> list[Sample]:
-    samples = []
-    for speed in SPEEDS:
-        course.io.bytes_per_s = speed * even
-        times = max(repetitions, _RECOVERY) if speed == SPEEDS[-1] else repetitions
-        for number in range(times):
-            sample, before = course.sample(f"{speed:g} x break-even", before)
-            samples.append(sample)
-            progress(_said(sample, f"{number + 1} of {times}"))
-    return samples
-
-
-def _sudden(
-    course: Course, even: float, before: float, repetitions: int, progress: Progress
-) -> list[Sample]:
-    """The disk all but stops in the middle of a load."""
-    samples = []
-    for number in range(repetitions):
-        course.io.bytes_per_s = 30 * even
-        for _ in range(3):  # it is believed to be fast
-            course.ask(course.known)
-        course.io.then_bytes_per_s = _DROP_TO * even
-        course.io.slow_after = course.prefix_bytes // 3
-        sample, before = course.sample(f"30, in the middle {_DROP_TO:g}", before)
-        course.io.slow_after = None
-        samples.append(sample)
-        progress(_said(sample, f"{number + 1} of {repetitions}"))
-    return samples
-
-
-def _first(course: Course, even: float, repetitions: int, progress: Progress) -> list[Sample]:
-    """The first request of an engine that has measured nothing finds its prefix on a slow disk."""
-    samples = []
-    for number in range(max(1, repetitions // 3)):
-        course.new_engine()
-        course.io.bytes_per_s = _DROP_TO * even
-        hit = course.ask(course.known)
-        course.ask(course.prompt())
-        computed = course.ask(course.prompt()).ttft_s
-        loaded = hit.sources.get("disk", 0) / course.tokens
-        samples.append(Sample(f"{_DROP_TO:g}, an engine's first", hit.ttft_s, computed, loaded))
-        progress(_said(samples[-1], f"{number + 1}"))
-    return samples
-
-
-def _said(sample: Sample, place: str) -> str:
-    return (
-        f"{sample.level}, {place}: hit {sample.hit_s:.2f} s, computing {sample.computed_s:.2f} s "
-        f"({sample.ratio:.2f}), {sample.loaded:.0%} loaded"
-    )
+        bench = _Bench(Path(name), tokens, stack, progress)
+        bench.computed()  # first-time costs
+        bench.ask(bench.known)
+        before = min(bench.computed() for _ in range(2))
+        even = bench.prefix_bytes / before
+        progress(f"computing takes {before:.2f} s: break-even at {even / 1e6:.1f} MB/s")
+        for speed in SPEEDS:
+            bench.io.bytes_per_s = speed * even
+            times = max(repetitions, _RECOVERY) if speed == SPEEDS[-1] else repetitions
+            for number in range(times):
+                place = f"{number + 1} of {times}"
+                before = bench.sample(f"{speed:g} x break-even", before, place)
+        before = bench.samples[-1].computed_s
+        for number in range(repetitions):  # the disk all but stops in the middle of a load
+            bench.io.bytes_per_s = 30 * even
+            for _ in range(3):  # it is believed to be fast
+                bench.ask(bench.known)
+            bench.io.then_bytes_per_s = _DROP_TO * even
+            bench.io.slow_after = bench.prefix_bytes // 3
+            place = f"{number + 1} of {repetitions}"
+            before = bench.sample(f"30, in the middle {_DROP_TO:g}", before, place)
+            bench.io.slow_after = None
+        for number in range(max(1, repetitions // 3)):  # an engine's first request hits a slow disk
+            bench.new_engine()
+            bench.io.bytes_per_s = _DROP_TO * even
+            hit = bench.ask(bench.known)
+            bench.computed()
+            bench.note(f"{_DROP_TO:g}, an engine's first", hit, bench.computed(), f"{number + 1}")
+        return _report(bench.samples, tokens, bench.prefix_bytes, even)
 
 
 def _report(samples: Sequence[Sample], tokens: int, nbytes: int, even: float) -> Report:
-    levels = list(dict.fromkeys(sample.level for sample in samples))
     rows = []
     ratios: dict[str, dict[str, float]] = {}
-    for level in levels:
-        of_level = [sample for sample in samples if sample.level == level]
-
-        def median(value: Callable[[Sample], float], some: list[Sample] = of_level) -> float:
-            return percentiles([value(sample) for sample in some])["p50"]
-
+    for level in dict.fromkeys(sample.level for sample in samples):
+        here = [sample for sample in samples if sample.level == level]
         ratios[level] = {
-            "p50": round(median(lambda s: s.ratio), 3),
-            "max": round(max(sample.ratio for sample in of_level), 3),
-            "first": round(of_level[0].ratio, 3),
-            "loaded": round(median(lambda s: s.loaded), 3),
+            "p50": round(statistics.median(sample.ratio for sample in here), 3),
+            "max": round(max(sample.ratio for sample in here), 3),
+            "first": round(here[0].ratio, 3),
+            "loaded": round(statistics.median(sample.loaded for sample in here), 3),
         }
-        figures = (median(lambda s: s.hit_s), median(lambda s: s.computed_s))
-        rows.append(
-            (
-                level,
-                *(f"{seconds:.2f}" for seconds in figures),
-                *(f"{ratios[level][name]:.2f}" for name in ("p50", "max", "first", "loaded")),
-            )
+        seconds = (
+            statistics.median(sample.hit_s for sample in here),
+            statistics.median(sample.computed_s for sample in here),
         )
+        rows.append((level, *(f"{value:.2f}" for value in (*seconds, *ratios[level].values()))))
     worst = max(ratio["p50"] for ratio in ratios.values())
     notes = (
         f"prefix of {tokens} tokens, {nbytes / 2**20:.0f} MiB; break-even at {even / 1e6:.1f} MB/s",
         f"worst median {worst:.2f} (goal: at most {GOAL}); 'first': the first hit after the change",
     )
     columns = ("disk bandwidth", "hit s", "computed s", "ratio", "worst", "first", "loaded")
-    data: dict[str, object] = {
+    figures: dict[str, object] = {
         "tokens": tokens,
         "prefix_bytes": nbytes,
         "break_even_bytes_per_s": round(even),
@@ -264,4 +217,4 @@ def _report(samples: Sequence[Sample], tokens: int, nbytes: int, even: float) ->
         "worst_single": max(ratio["max"] for ratio in ratios.values()),
         "goal": GOAL,
     }
-    return Report("throttle", columns, tuple(rows), data, notes)
+    return Report("throttle", columns, tuple(rows), figures, notes)

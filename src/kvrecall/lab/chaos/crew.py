@@ -16,7 +16,7 @@ from kvrecall.block import BlockKey
 from kvrecall.lab.chaos.leftovers import clear_shared
 from kvrecall.lab.chaos.library import Library, Turn
 from kvrecall.lab.chaos.tally import Tally
-from kvrecall.lab.engines.process import START_S, Answer, EngineProcess, Question
+from kvrecall.lab.engines.engine import START_S, Answer, EngineProcess, Question
 
 HUNG_S = 120.0
 """A request under way for so long in an engine nobody killed counts as hung."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvrecall.errors import EngineError
-from kvrecall.lab.engines.process import Answer, Question
+from kvrecall.lab.engines.engine import Answer, Question
 
 ANSWER_TOKENS = 20
 AMBIGUOUS = 0.01

@@ -18,7 +18,7 @@ from kvrecall.lab.chaos.library import Library
 from kvrecall.lab.chaos.tally import FAULTS, FIGURES, Tally
 from kvrecall.lab.chaos.troubles import Pace, Troubles
 from kvrecall.lab.chaos.witness import Witness
-from kvrecall.lab.engines.process import EngineProcess
+from kvrecall.lab.engines.engine import EngineProcess
 from kvrecall.lab.engines.service import ServiceProcess
 from kvrecall.lab.models import write_model
 from kvrecall.pool.disk.index import INDEX_NAME

@@ -14,7 +14,7 @@ import httpx
 import typer
 
 from kvrecall.lab.demo.prompts import TURN_1
-from kvrecall.lab.engines.server import server_environment
+from kvrecall.lab.engines.child import server_environment
 
 POOL = Path("var/pool")
 

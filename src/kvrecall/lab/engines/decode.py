@@ -60,18 +60,15 @@ class OffloadTimes:
     """The same with the middle blocks off the device; successive queries resemble each other.
 
     ``seconds``: a layer, selection and loading included, the slots warm. ``hits``, ``loaded``:
-    chosen blocks found in the slots and loaded, ``bytes_loaded`` for both kinds of loading, each
-    over all ``steps`` of a layer. ``vain``: blocks prefetched and never chosen. ``device_blocks``,
-    ``blocks``: what the sequence holds on the device, and what it has. ``error``: largest
-    difference to the same blocks attended to on the device.
+    chosen blocks found in the slots and loaded, ``bytes_loaded`` with them, each over all ``steps``
+    of a layer. ``device_blocks``, ``blocks``: what the sequence holds on the device, and what it
+    has. ``error``: largest difference to the same blocks attended to on the device.
     """
 
     seconds: tuple[float, ...]
     steps: int
     hits: int
     loaded: int
-    prefetched: int
-    vain: int
     bytes_loaded: int
     device_blocks: int
     blocks: int
@@ -192,8 +189,6 @@ class _Trial:
             steps=rounds * LAYERS,
             hits=did["blocks_hit"],
             loaded=did["blocks_loaded"],
-            prefetched=did["blocks_prefetched"],
-            vain=did["blocks_vain"],
             bytes_loaded=did["bytes_loaded"],
             device_blocks=split.init + split.blocks - split.local + len(sequence.slots),
             blocks=split.blocks,

@@ -7,14 +7,15 @@
  "adapter": [name, number, path], "images": [path, ..]}
 {"do": "forget"}           empties the device's prefix cache; the pool keeps its blocks
 {"do": "metrics"}          asks for the counters that Prometheus would scrape
+{"do": "decode_together", "sequences": .., "context": .., "decoded": .., "pooled": ..}
 {"do": "close"}            ends it in order, as the end of stdin does
 
 On stdout: ``{"ready": pid}``, ``{"id": .., "tokens": [..], "finish": .., "from": .., "keys": [..],
 "gaps": [..], "scores": [..]}`` for every answer, ``{"metrics": {name: value}}``,
-``{"joined": bool}`` when a pool service is found or lost, and ``{"error": ..}`` before it ends for
-want of an engine. Requests that come while others run are batched with them, as in a server. The
-chaos run, the benchmarks and the laboratory play with such processes, since they can be killed at
-any moment and share nothing.
+``{"decode_together": {..}}``, ``{"joined": bool}`` when a pool service is found or lost, and
+``{"error": ..}`` before it ends for want of an engine. Requests that come while others run are
+batched with them, as in a server. The chaos run, the benchmarks and the laboratory use such
+processes, since they can be killed at any moment and share nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _SECOND = 2  # log-probabilities asked for where the gap to the second choice is
 
 def main(before_engine: Callable[[], None] | None = None) -> None:
     """Hosts one engine until it is closed. ``before_engine`` is called before vLLM is imported."""
-    faulthandler.register(signal.SIGUSR1)  # who investigates a hang asks where it is
+    faulthandler.register(signal.SIGUSR1)  # stacks of a process that hangs
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints to stdout; keep that for the log
@@ -51,7 +52,7 @@ def main(before_engine: Callable[[], None] | None = None) -> None:
         if before_engine is not None:
             before_engine()
         Host(setup, orders, replies).run()
-    except BaseException as error:  # noqa: BLE001 - told to the other end, which judges
+    except BaseException as error:  # noqa: BLE001 - the other end judges
         traceback.print_exc()
         _say(replies, {"error": f"{type(error).__name__}: {error}"})
         raise SystemExit(1) from None
@@ -94,14 +95,12 @@ class Host:
         from vllm import LLM
 
         pool = setup.pop("pool", None)
-        transfer = None
-        if pool is not None:
-            transfer = {
-                "kv_connector": "RecallConnector",
-                "kv_connector_module_path": "kvrecall.engines.vllm",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": pool,
-            }
+        transfer = pool and {
+            "kv_connector": "RecallConnector",
+            "kv_connector_module_path": "kvrecall.engines.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": pool,
+        }
         options = {
             "enforce_eager": True,
             "block_size": 128,
@@ -109,7 +108,8 @@ class Host:
             "prefix_caching_hash_algo": "sha256_cbor",
             **setup,
         }
-        self._engine = LLM(**options, kv_transfer_config=transfer).llm_engine
+        self._llm = LLM(**options, kv_transfer_config=transfer)
+        self._engine = self._llm.llm_engine
         self._core = self._engine.engine_core.engine_core
         self._orders = orders
         self._replies = replies
@@ -131,6 +131,10 @@ class Host:
                     self._engine.reset_prefix_cache()
                 elif name == "metrics":
                     _say(self._replies, {"metrics": _metrics()})
+                elif name == "decode_together":
+                    from kvrecall.lab.engines.concurrency import decode_together
+
+                    _say(self._replies, {name: decode_together(self._llm, **order)})
                 else:
                     self._ask(**order)
             if self._orders.ended:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from kvrecall.errors import TierError
+from kvrecall.lab.engines.child import ChildProcess
 from kvrecall.lab.processes import kvrecall
 from kvrecall.pool.service.admin import ServiceAdmin
 from kvrecall.pool.service.views import Overview
@@ -17,56 +18,43 @@ from kvrecall.pool.service.views import Overview
 _READY_S = 120.0
 
 
-class ServiceProcess:
-    """``kvrecall pool serve`` in a folder of its own, as a person would run it."""
+class ServiceProcess(ChildProcess):
+    """``kvrecall pool serve`` in a folder of its own, as a person would run it. Without
+    ``disk_bytes`` it has no disk. Leaving it as a context manager stops it."""
 
-    def __init__(self, folder: Path, host_bytes: int, disk_bytes: int) -> None:
+    def __init__(self, folder: Path, host_bytes: int, disk_bytes: int = 0) -> None:
         folder.mkdir(mode=0o700)
+        super().__init__(folder / "service.log")
         self.folder = folder
         self.socket = folder / "pool.sock"
         self.disk = folder / "disk"
-        self.log = folder / "service.log"
-        self._config = folder / "pool.json"
-        settings = {"socket": str(self.socket), "disk_path": str(self.disk)}
-        sizes = {"host_size": host_bytes, "disk_size": disk_bytes}
-        self._config.write_text(json.dumps({**settings, **sizes}))
-        self._process: subprocess.Popen[str] | None = None
         self.ready_at = 0.0
+        settings: dict[str, object] = {"socket": str(self.socket), "host_size": host_bytes}
+        if disk_bytes:
+            settings |= {"disk_path": str(self.disk), "disk_size": disk_bytes}
+        self._config = folder / "pool.json"
+        self._config.write_text(json.dumps(settings))
+
+    def __enter__(self) -> ServiceProcess:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def start(self) -> None:
         """Returns when it serves. Raises TierError if it does not come up."""
-        with self.log.open("ab") as log:
-            process = subprocess.Popen(
-                kvrecall("pool", "serve", "--config", str(self._config)),
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                start_new_session=True,
-            )
-        self._process = process
+        command = kvrecall("pool", "serve", "--config", str(self._config))
+        process = self.launch(command, stdout=subprocess.PIPE)
         watchdog = threading.Timer(_READY_S, process.kill)
         watchdog.start()
         assert process.stdout is not None
         line = process.stdout.readline()
         watchdog.cancel()
-        if not line.startswith("kvrecall: pool service on"):
+        if not line.startswith(b"kvrecall: pool service on"):
+            self.kill()
             raise TierError(f"the pool service did not start:\n{self.log_tail()}")
         self.ready_at = time.monotonic()
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    def kill(self) -> None:
-        """kill -9"""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
 
     def stall(self, seconds: float, stop: threading.Event) -> None:
         """Stops it, as a machine that swaps would, and has it go on."""
@@ -75,22 +63,7 @@ class ServiceProcess:
         stop.wait(seconds)
         self._process.send_signal(signal.SIGCONT)
 
-    def stop(self, seconds: float = 30.0) -> bool:
-        """SIGTERM; by force if that does not help. Returns whether it ended in order."""
-        if self._process is None:
-            return True
-        self._process.send_signal(signal.SIGCONT)
-        self._process.terminate()
-        try:
-            return self._process.wait(seconds) == 0
-        except subprocess.TimeoutExpired:
-            self.kill()
-            return False
-
     def look(self, timeout_s: float = 5.0) -> Overview:
         """What ``kvrecall pool stat`` shows. Raises TierError."""
         with ServiceAdmin(self.socket, timeout_s) as admin:
             return admin.look()
-
-    def log_tail(self, lines: int = 20) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

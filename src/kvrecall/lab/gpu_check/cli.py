@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrecall.errors import KvrecallError
+from kvrecall.lab.bench.concurrency import Load
 from kvrecall.lab.bench.report import engine_version, machine
 from kvrecall.lab.gpu_check import engine, sequences, sparse
 from kvrecall.lab.gpu_check.models import LARGE, SHALLOW, Shape
@@ -30,8 +31,8 @@ _PARTS = ("copies", "bandwidth", "retrieval", "decode")
 _CONTEXTS = (8192, 16384, 32768, 65536, 131072)
 _QUICK_CONTEXTS = (8192,)
 _DECODE_CONTEXTS = (32768, 131072)
-_LOAD = sequences.Load(65536, 8, 128, 2)
-_QUICK_LOAD = sequences.Load(16384, 4, 32, 1)
+_LOAD = Load(65536, 8, 128, 2)
+_QUICK_LOAD = Load(16384, 4, 32, 1)
 
 Json = Annotated[bool, typer.Option("--json", help="Only the line of JSON.")]
 
@@ -190,7 +191,7 @@ def decode_engine(
 
 
 def crowded(
-    load: sequences.Load,
+    load: Load,
     shape: Shape,
     device: str,
     progress: Callable[[str], None],
@@ -204,8 +205,12 @@ def crowded(
             f"{name}: {one['at_once']} at once, {one['decode_tokens_per_s']} tokens/s decoding"
             for name, one in told.items()
         )
-        where = f"{load.context} tokens each, {load.blocks} blocks on the device"
-        asked = {"context": load.context, "device_blocks": load.blocks, "asked": load.sequences}
+        where = f"{load.context} tokens each, {load.device_blocks} blocks on the device"
+        asked = {
+            "context": load.context,
+            "device_blocks": load.device_blocks,
+            "asked": load.sequences,
+        }
         return f"{note} ({where})", {**told, **asked}
 
     return _tried("sequences", progress, check)

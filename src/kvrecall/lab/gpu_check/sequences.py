@@ -4,42 +4,19 @@ retrieval with their middle blocks off the device."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 from kvrecall.attention.settings import PREFIX
-from kvrecall.lab.bench import crowd
+from kvrecall.lab.bench import concurrency
+from kvrecall.lab.bench.concurrency import Load
 from kvrecall.lab.engines.server import Progress
 from kvrecall.lab.gpu_check.models import Shape, model_folder
 from kvrecall.lab.gpu_check.outcome import CheckError
 
-BLOCK = 128
 ENGINES = ("dense", "retrieval")
 
 _LIMIT_S = 1800.0
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """``sequences`` prompts of ``context`` tokens, of which each decodes ``decoded``, on a device
-    cache that holds ``dense_fits`` whole sequences, and nearly one more."""
-
-    context: int
-    sequences: int
-    decoded: int
-    dense_fits: int
-    options: Mapping[str, object] = field(default_factory=dict)
-    """Of the engine, beside those that the check itself gives it."""
-
-    @property
-    def blocks(self) -> int:
-        """Of the device cache."""
-        return self.whole * (self.dense_fits + 1) - 1
-
-    @property
-    def whole(self) -> int:
-        """Blocks of one sequence."""
-        return -(-(self.context + self.decoded) // BLOCK)
 
 
 def measure_sequences(
@@ -53,31 +30,24 @@ def measure_sequences(
     """
     told = {}
     with model_folder(shape, load.context + load.decoded, weights=False) as (_, path):
-        asked = crowd_of(load, shape, str(path), device)
-        sparse = {**crowd.scaled(load.context), PREFIX + "GATE": "0"}
+        asked = replace(load, options={**options_on(device), **load.options})
+        sparse = {**concurrency.scaled(load.context), PREFIX + "GATE": "0"}
         for name in engines:
             progress(f"  {name}: {load.sequences} sequences of {load.context} tokens")
-            figures = crowd.run(asked, {} if name == "dense" else sparse, _LIMIT_S)
+            variables = {} if name == "dense" else sparse
+            figures = concurrency.run(asked, path, shape.token_bytes, variables, _LIMIT_S)
             require_whole(name, load, figures)
             told[name] = _told(figures)
             progress(f"  {told[name]}")
     return told
 
 
-def crowd_of(load: Load, shape: Shape, model: str, device: str) -> dict[str, object]:
-    """What the engine's process is told; see ``kvrecall.lab.engines.crowd.Crowd``."""
-    options = {"load_format": "dummy", "async_scheduling": False}
+def options_on(device: str) -> dict[str, object]:
+    """Options of the engine: prompts are computed with weights made in place, a step at a time."""
+    options: dict[str, object] = {"load_format": "dummy", "async_scheduling": False}
     if device != "cpu":
         options["attention_backend"] = "FLASH_ATTN"
-    return {
-        "model": model,
-        "context": load.context,
-        "decoded": load.decoded,
-        "sequences": load.sequences,
-        "device_blocks": load.blocks + 1,
-        "host_bytes": load.sequences * load.whole * BLOCK * shape.token_bytes * 5 // 4,
-        "options": {**options, **load.options},
-    }
+    return options
 
 
 def require_whole(name: str, load: Load, figures: Mapping[str, Any]) -> None:

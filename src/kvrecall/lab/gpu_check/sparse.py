@@ -11,7 +11,8 @@ from kvrecall.attention.settings import PREFIX
 from kvrecall.engines.vllm.attention.plugin import SWITCH
 from kvrecall.lab.bench.model import Texts
 from kvrecall.lab.bench.report import percentiles
-from kvrecall.lab.engines.server import Progress, ServerProcess, server_environment
+from kvrecall.lab.engines.child import server_environment
+from kvrecall.lab.engines.server import Progress, ServerProcess
 from kvrecall.lab.gpu_check.models import SMALL, Shape, model_folder
 from kvrecall.lab.gpu_check.outcome import CheckError
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.errors import EngineError
-from kvrecall.lab.engines.process import HOST, Answer, EngineProcess, Question
+from kvrecall.lab.engines.engine import HOST, Answer, EngineProcess, Question
 from kvrecall.lab.identity import blindfold
 from kvrecall.lab.identity.prompts import ANSWER_TOKENS, Prompts
 from kvrecall.lab.identity.setups import Setup

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from kvrecall.errors import EngineError
-from kvrecall.lab.engines.process import Answer
+from kvrecall.lab.engines.engine import Answer
 from kvrecall.lab.identity.engines import Engines, Life, Said
 from kvrecall.lab.identity.pairs import Kv, Pair
 from kvrecall.lab.identity.prompts import Prompts

@@ -15,7 +15,8 @@ from pathlib import Path
 from kvrecall.attention.settings import PREFIX, RetrievalSettings
 from kvrecall.errors import ConfigError
 from kvrecall.lab.bench.needle.endpoint import Endpoint
-from kvrecall.lab.engines.server import Progress, ServerProcess, server_environment
+from kvrecall.lab.engines.child import server_environment
+from kvrecall.lab.engines.server import Progress, ServerProcess
 
 NEVER = 2**40
 """A boundary no sequence reaches."""

@@ -1,1 +1,1 @@
-"""Conversations and replayed traces against live servers, with and without each kind of pool."""
+"""``kvrecall bench chat`` and ``replay``: one workload against several kinds of servers."""

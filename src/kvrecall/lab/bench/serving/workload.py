@@ -1,17 +1,26 @@
-"""What clients ask: conversations over short and long texts, or a slice of a recorded trace."""
+"""What clients ask, conversations or a slice of a recorded trace, and the clients that ask it."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import httpx
+
+from kvrecall.errors import EngineError
 from kvrecall.lab.bench.model import Texts
+from kvrecall.lab.engines.server import whole
 from kvrecall.simulate.trace import read_trace
 from kvrecall.simulate.workload import thinned
 
 ANSWER_TOKENS = 24
+REQUEST_TIMEOUT_S = 900.0
 _SYSTEM_TOKENS = 256
 
 
@@ -50,6 +59,24 @@ class Workload:
                 length += len(turn.question)
                 total += length
         return total
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt, with room for the answers before it."""
+        return max(
+            len(session.opening) + sum(len(turn.question) + ANSWER_TOKENS for turn in session.turns)
+            for session in self.sessions
+        )
+
+    def unique_tokens(self, block: int) -> int:
+        """Tokens a pool would have to hold to keep everything: prefixes in common count once."""
+        prefixes: set[int] = set()
+        answers = 0
+        for session in self.sessions:
+            text = session.opening + "".join(turn.question for turn in session.turns)
+            prefixes.update(hash(text[:end]) for end in range(block, len(text) + 1, block))
+            answers += ANSWER_TOKENS * len(session.turns)
+        return block * len(prefixes) + answers
 
 
 def conversations(sessions: int, turns: int, seed: int = 0) -> Workload:
@@ -101,21 +128,92 @@ def replay(
                 bodies[key] = Texts(int.from_bytes(key, "little")).document(block_tokens)
         prompt = "".join(bodies[key] for key in request.chain)
         made.append(Session((request.now - first) * scale, prompt, (Turn(0.0, "\nAnswer:"),)))
+    sessions = "all sessions" if every == 1 else f"one session in {every}"
     story = (
-        f"the first {len(made)} requests of {_sessions(every)} of {trace.name}, blocks of 512 "
+        f"the first {len(made)} requests of {sessions} of {trace.name}, blocks of 512 "
         f"tokens made {block_tokens}, {last - first:.0f} s made {seconds:.0f} s"
     )
     return Workload("replay", story, tuple(made))
 
 
-def _sessions(every: int) -> str:
-    return "all sessions" if every == 1 else f"one session in {every}"
+# -- clients --------------------------------------------------------------------------------
 
 
-def longest_prompt(workload: Workload) -> int:
-    """Tokens of the longest prompt, with room for the answers before it."""
-    return max(_length(session.opening, session.turns) for session in workload.sessions)
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request as its client saw it: seconds, tokens, and prompt tokens by source."""
+
+    ttft_s: float
+    total_s: float
+    answer_tokens: int
+    recalled: Mapping[str, int]
+    text: str
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds a token after the first."""
+        return (self.total_s - self.ttft_s) / max(1, self.answer_tokens - 1)
 
 
-def _length(opening: str, turns: Sequence[Turn]) -> int:
-    return len(opening) + sum(len(turn.question) + ANSWER_TOKENS for turn in turns)
+@dataclass(slots=True)
+class Run:
+    """What a workload gave: all samples, and the seconds from the first request to the last end."""
+
+    samples: list[Sample] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def play(workload: Workload, urls: Sequence[str], note: Callable[[int], None]) -> Run:
+    """Runs all sessions at once. Each turn goes to one of ``urls``, drawn anew each time.
+
+    ``note`` is called after each request with how many are done. Raises EngineError if one fails.
+    """
+    try:
+        return asyncio.run(_play(workload, urls, note))
+    except* (EngineError, httpx.HTTPError, OSError) as group:
+        first = group.exceptions[0]
+        raise EngineError(f"a request failed: {type(first).__name__}: {first}") from group
+
+
+async def _play(workload: Workload, urls: Sequence[str], note: Callable[[int], None]) -> Run:
+    run = Run()
+    begin = time.perf_counter()
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+    async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, limits=limits) as client:
+
+        async def converse(number: int, session: Session) -> None:
+            draw = random.Random(number)
+            prompt = session.opening
+            await asyncio.sleep(session.start_s)
+            for turn in session.turns:
+                await asyncio.sleep(turn.think_s)
+                prompt += turn.question
+                sample = await _ask(client, draw.choice(urls), prompt)
+                prompt += sample.text
+                run.samples.append(sample)
+                note(len(run.samples))
+
+        async with asyncio.TaskGroup() as tasks:
+            for number, session in enumerate(workload.sessions):
+                tasks.create_task(converse(number, session))
+    run.seconds = time.perf_counter() - begin
+    return run
+
+
+async def _ask(client: httpx.AsyncClient, url: str, prompt: str) -> Sample:
+    parameters = {"max_new_tokens": ANSWER_TOKENS, "details": True}
+    body = {"inputs": prompt, "parameters": parameters}
+    ttft, tokens = 0.0, 0
+    last: dict[str, Any] = {}
+    begin = time.perf_counter()
+    async with client.stream("POST", f"{url}/generate_stream", json=body) as reply:
+        if reply.status_code != 200:
+            raise EngineError(f"HTTP {reply.status_code}: {(await reply.aread()).decode()[:500]}")
+        async for line in reply.aiter_lines():
+            if line.startswith("data:"):
+                ttft = ttft or time.perf_counter() - begin
+                last = json.loads(line.removeprefix("data:"))
+                tokens += 1
+    total = time.perf_counter() - begin
+    recalled = whole(last)["details"]["recall"]
+    return Sample(ttft, total, tokens, recalled, last["generated_text"])

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from kvrecall.lab.bench.report import machine
 from kvrecall.lab.bench.suite.plan import Step
-from kvrecall.lab.bench.tiers.contenders import find_peers
+from kvrecall.lab.bench.tiers.peers import find_peers
 from kvrecall.lab.processes import kvrecall
 
 LATEST = Path("bench/results/latest.json")

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from kvrecall.errors import KvrecallError
-from kvrecall.lab.bench.bias import BIAS
+from kvrecall.lab.bench.report import BIAS
 
 Run = Mapping[str, Any]
 """What ``runner`` writes."""

@@ -1,1 +1,1 @@
-"""Raw tiers, ours and other projects', as libraries in one process: same blocks, same bytes."""
+"""``kvrecall bench tiers``: raw tiers, ours and other projects', as libraries in one process."""

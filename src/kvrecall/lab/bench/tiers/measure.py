@@ -1,4 +1,4 @@
-"""``kvrecall bench tiers``: every store puts and gets the same blocks, round by round, by turns."""
+"""Every library puts and gets the same blocks, round by round, taking turns."""
 
 from __future__ import annotations
 
@@ -9,21 +9,132 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from kvrecall.lab.bench.report import Report, quantiles
-from kvrecall.lab.bench.tiers.base import Medium, Store, StoreError, drop_from_memory, make_durable
-from kvrecall.lab.bench.tiers.contenders import Contender, Ground
+from kvrecall.lab.bench.report import Report, latencies
+from kvrecall.lab.bench.tiers.peers import (
+    DiskCache,
+    LmcacheCpu,
+    LmcacheDisk,
+    MooncakeClient,
+    VllmFiles,
+)
+from kvrecall.lab.bench.tiers.stores import (
+    Copy,
+    DiskStore,
+    HostStore,
+    Medium,
+    PlainFiles,
+    Sequential,
+    Store,
+    StoreError,
+    Unchecked,
+    drop_from_memory,
+    make_durable,
+)
 from kvrecall.lab.engines.server import Progress
+from kvrecall.pool.disk.seal import Checksum
 
 PHASES = ("put", "durable", "cold", "warm")
 """``durable``: puts and the wait until all is on the medium. ``cold``: gets after the page cache
 has let go of the files; of memory, the first round of a store, which touches its pages. ``warm``:
 gets of the same blocks right after; of memory, every later round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """What every store gets: a folder of its own, memory in which all blocks of the benchmark lie,
+    room for ``nbytes`` of blocks of ``block_bytes``."""
+
+    folder: Path
+    memory: memoryview
+    nbytes: int
+    block_bytes: int
+
+    @property
+    def limit(self) -> int:
+        """Bytes of memory that a store may take: what it shall hold, and a quarter more."""
+        return self.nbytes * 5 // 4 + (64 << 20)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A library to measure. ``checks``: whether a get verifies what was put. ``limit``: whether it
+    is what others are compared with."""
+
+    name: str
+    medium: Medium
+    checks: bool
+    story: str
+    open: Callable[[Workspace], Store]
+    limit: bool = False
+
+
+_MEMORY, _DISK = Medium.MEMORY, Medium.DISK
+
+CANDIDATES = (
+    Candidate(
+        "memory copy", _MEMORY, False, "one thread copies the bytes",
+        lambda w: Copy(memoryview(mmap.mmap(-1, w.nbytes))), limit=True,
+    ),
+    Candidate(
+        "kvrecall host", _MEMORY, False, "the pool's arena: found, leased, copied, released",
+        lambda w: HostStore(w.limit, w.block_bytes),
+    ),
+    Candidate(
+        "LMCache CPU", _MEMORY, False, "LocalCPUBackend",
+        lambda w: LmcacheCpu(w.limit, w.block_bytes),
+    ),
+    Candidate(
+        "Mooncake client", _MEMORY, False,
+        "batch_put_from and batch_get_into; this process lends the memory, so it is copied locally",
+        lambda w: MooncakeClient(w.folder, w.nbytes, w.memory),
+    ),
+    Candidate(
+        "sequential file", _DISK, False,
+        "one preallocated file, direct I/O, a request in one call, fdatasync after each",
+        lambda w: Sequential(w.folder, w.nbytes), limit=True,
+    ),
+    Candidate(
+        "kvrecall disk", _DISK, True,
+        "the disk tier as it is: XXH3 verified, direct I/O, a put ends when it is durable",
+        lambda w: DiskStore(w.folder, w.nbytes, w.block_bytes, Checksum()),
+    ),
+    Candidate(
+        "kvrecall disk, no checksums", _DISK, False, "only here: the price of the checksum",
+        lambda w: DiskStore(w.folder, w.nbytes, w.block_bytes, Unchecked()),
+    ),
+    Candidate(
+        "plain files", _DISK, False, "a file a block, buffered, renamed into place",
+        lambda w: PlainFiles(w.folder, checks=False),
+    ),
+    Candidate(
+        "plain files, checksums", _DISK, True, "the same with an XXH3 behind each block",
+        lambda w: PlainFiles(w.folder, checks=True),
+    ),
+    Candidate(
+        "diskcache", _DISK, False, "diskcache.Cache, read as a file",
+        lambda w: DiskCache(w.folder, w.nbytes),
+    ),
+    Candidate(
+        "LMCache disk", _DISK, False, "LocalDiskBackend as it comes: buffered, 4 threads",
+        lambda w: LmcacheDisk(w.folder, w.limit, w.block_bytes, direct=False),
+    ),
+    Candidate(
+        "LMCache disk, direct", _DISK, False, "LocalDiskBackend with use_odirect",
+        lambda w: LmcacheDisk(w.folder, w.limit, w.block_bytes, direct=True),
+    ),
+    Candidate(
+        "vLLM file system", _DISK, False,
+        "vLLM's FileSystemTierManager: direct I/O, a request a job",
+        lambda w: VllmFiles(w.folder, w.memory, w.block_bytes),
+    ),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +151,12 @@ class Size:
         return self.block_bytes * self.request_blocks * self.requests
 
 
-@dataclass(slots=True)
-class Times:
-    """Seconds of a store's requests by phase, one list a round. ``fault``: why it was left out."""
-
-    rounds: dict[str, list[list[float]]] = field(default_factory=dict)
-    fault: str = ""
-
-    def note(self, phase: str, seconds: list[float]) -> None:
-        self.rounds.setdefault(phase, []).append(seconds)
-
-
 class Blocks:
     """The bytes: what is put lies in the first half of ``memory``, what is got in the second."""
 
     def __init__(self, size: Size) -> None:
         self.size = size
-        self._map = mmap.mmap(-1, 2 * size.nbytes)
-        self.memory = memoryview(self._map)
+        self.memory = memoryview(mmap.mmap(-1, 2 * size.nbytes))
         self._array = np.frombuffer(self.memory, dtype=np.uint8)
         for at in range(0, size.nbytes, 1 << 24):  # no two blocks are alike
             piece = os.urandom(min(1 << 24, size.nbytes - at))
@@ -89,77 +188,87 @@ class Blocks:
 
 
 @dataclass(slots=True)
-class Entrant:
-    """A contender in this run: its folder, its store while that is open, its times so far."""
+class _Entry:
+    """A candidate in this run: its store while that is open, and seconds of its requests by phase,
+    one list a round. ``fault``: why it was left out."""
 
-    contender: Contender
+    candidate: Candidate
     folder: Path
     store: Store | None = None
-    times: Times = field(default_factory=Times)
+    rounds: dict[str, list[list[float]]] = field(default_factory=dict)
+    fault: str = ""
 
-    def leave(self, error: Exception, progress: Progress) -> None:
-        """It takes no further part, and the report says why."""
+    def note(self, phase: str, seconds: list[float]) -> None:
+        self.rounds.setdefault(phase, []).append(seconds)
+
+    def leave_out(self, error: Exception, progress: Progress) -> None:
         lines = str(error).strip().splitlines()
-        self.times.fault = f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
+        self.fault = f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
         self.store = None
-        progress(f"without {self.contender.name}: {self.times.fault}")
+        progress(f"without {self.candidate.name}: {self.fault}")
 
 
 def measure_tiers(
-    contenders: Sequence[Contender], size: Size, path: Path, progress: Progress
+    candidates: Sequence[Candidate], size: Size, path: Path, progress: Progress
 ) -> Report:
-    """Runs all ``contenders`` below ``path``; who cannot run is in the report with the reason."""
+    """Measures all ``candidates`` below ``path``; one that cannot run is in the report with the
+    reason."""
     path.mkdir(parents=True, exist_ok=True)
     blocks = Blocks(size)
     with tempfile.TemporaryDirectory(prefix="kvrecall-tiers-", dir=path) as name:
-        entrants = [Entrant(one, Path(name) / _slug(one)) for one in contenders]
-        with _opened(entrants, blocks, progress):
+        entries = []
+        for candidate in candidates:
+            folder = "".join(c if c.isalnum() else "-" for c in candidate.name)
+            entries.append(_Entry(candidate, Path(name) / folder))
+        with _opened(entries, blocks, progress):
             for number in range(size.rounds):
                 progress(f"round {number + 1} of {size.rounds}")
-                turn = number % len(entrants)
-                for entrant in (*entrants[turn:], *entrants[:turn]):
+                turn = number % len(entries)
+                for entry in (*entries[turn:], *entries[:turn]):
                     try:
-                        _round(entrant, number, blocks)
-                    except Exception as error:  # noqa: BLE001 - other people's code
-                        entrant.leave(error, progress)
-    return _report(contenders, size, {one.contender.name: one.times for one in entrants})
+                        _round(entry, number, blocks)
+                    except Exception as error:  # noqa: BLE001 - other projects' code
+                        entry.leave_out(error, progress)
+    return _report(entries, size)
 
 
 @contextlib.contextmanager
-def _opened(entrants: Sequence[Entrant], blocks: Blocks, progress: Progress) -> Iterator[None]:
+def _opened(entries: Sequence[_Entry], blocks: Blocks, progress: Progress) -> Iterator[None]:
     """Opens the stores of those that can be; closes them at the end of the block."""
     size = blocks.size
     with contextlib.ExitStack() as stack:
-        for entrant in entrants:
-            entrant.folder.mkdir()
-            ground = Ground(entrant.folder, blocks.memory, size.nbytes, size.block_bytes)
+        for entry in entries:
+            entry.folder.mkdir()
+            space = Workspace(entry.folder, blocks.memory, size.nbytes, size.block_bytes)
             try:
-                entrant.store = entrant.contender.open(ground)
-            except Exception as error:  # noqa: BLE001 - other people's code
-                entrant.leave(error, progress)
+                entry.store = entry.candidate.open(space)
+            except Exception as error:  # noqa: BLE001 - other projects' code
+                entry.leave_out(error, progress)
                 continue
-            stack.callback(_close, entrant.store, entrant.contender.name, progress)
+            stack.callback(_close, entry.store, entry.candidate.name, progress)
         yield
 
 
 def _close(store: Store, name: str, progress: Progress) -> None:
     try:
         store.close()
-    except Exception as error:  # noqa: BLE001 - other people's code; what it measured stands
+    except Exception as error:  # noqa: BLE001 - other projects' code; what it measured stands
         progress(f"{name} did not close: {error}")
 
 
-def _slug(contender: Contender) -> str:
-    return "".join(c if c.isalnum() else "-" for c in contender.name)
-
-
-def _round(entrant: Entrant, number: int, blocks: Blocks) -> None:
-    """Puts everything, gets it twice, removes it; every block that comes is compared. Nothing if
-    the entrant has left."""
-    store, times = entrant.store, entrant.times
+def _round(entry: _Entry, number: int, blocks: Blocks) -> None:
+    """Puts everything, gets it twice, removes it; every block that comes is compared. Does nothing
+    if the entry was left out."""
+    store, size = entry.store, blocks.size
     if store is None:
         return
-    names = _names(number, blocks.size)
+    names = [  # of a round's blocks, request by request; no other round has them
+        [
+            hashlib.sha256(f"{number}/{request}/{n}".encode()).digest()
+            for n in range(size.request_blocks)
+        ]
+        for request in range(size.requests)
+    ]
     seconds = []
     for request, mine in enumerate(names):
         sources = blocks.sources(request)
@@ -167,29 +276,18 @@ def _round(entrant: Entrant, number: int, blocks: Blocks) -> None:
         began = time.perf_counter()
         store.put(mine, sources)
         seconds.append(time.perf_counter() - began)
-    times.note("put", seconds)
-    if entrant.contender.medium is Medium.DISK:
+    entry.note("put", seconds)
+    if entry.candidate.medium is Medium.DISK:
         began = time.perf_counter()
-        make_durable(entrant.folder)
-        times.note("durable", [sum(seconds) + time.perf_counter() - began])
-        drop_from_memory(entrant.folder)
-        times.note("cold", _gets(store, names, blocks))
-        times.note("warm", _gets(store, names, blocks))
+        make_durable(entry.folder)
+        entry.note("durable", [sum(seconds) + time.perf_counter() - began])
+        drop_from_memory(entry.folder)
+        entry.note("cold", _gets(store, names, blocks))
+        entry.note("warm", _gets(store, names, blocks))
     else:
-        times.note("warm" if number else "cold", _gets(store, names, blocks))
+        entry.note("warm" if number else "cold", _gets(store, names, blocks))
     for mine in names:
         store.remove(mine)
-
-
-def _names(number: int, size: Size) -> list[list[bytes]]:
-    """Names of a round's blocks, request by request; no other round has them."""
-    return [
-        [
-            hashlib.sha256(f"{number}/{request}/{n}".encode()).digest()
-            for n in range(size.request_blocks)
-        ]
-        for request in range(size.requests)
-    ]
 
 
 def _gets(store: Store, names: Sequence[Sequence[bytes]], blocks: Blocks) -> list[float]:
@@ -204,50 +302,32 @@ def _gets(store: Store, names: Sequence[Sequence[bytes]], blocks: Blocks) -> lis
     return seconds
 
 
-# -- what is reported -----------------------------------------------------------------------
-
-
-def _figures(times: Times, limit: Times, size: Size) -> dict[str, object]:
-    """By phase: GB/s (median of rounds), milliseconds a request, ratio to the limit."""
-    found: dict[str, object] = {}
-    for phase, rounds in times.rounds.items():
-        each = [sum(seconds) for seconds in rounds]
-        against = [sum(seconds) for seconds in limit.rounds.get(phase, [])]
-        ratios = [bare / mine for bare, mine in zip(against, each, strict=False)]
-        found[phase] = {
-            "gb_s": round(size.nbytes / statistics.median(each) / 1e9, 3),
-            "to_limit": round(statistics.median(ratios), 3) if ratios else None,
-        }
-        if phase != "durable":
-            requests = [1e3 * value for seconds in rounds for value in seconds]
-            found[phase] |= {"request_ms": quantiles(requests)}  # type: ignore[operator]
-    return found
-
-
-def _report(contenders: Sequence[Contender], size: Size, times: Mapping[str, Times]) -> Report:
-    stores: dict[str, dict[str, object]] = {}
-    absent: dict[str, str] = {}
-    limits = {c.medium: times[c.name] for c in contenders if c.limit}
-    for contender in contenders:
-        if times[contender.name].fault:
-            absent[contender.name] = times[contender.name].fault
+def _report(entries: Sequence[_Entry], size: Size) -> Report:
+    stores: dict[str, dict[str, Any]] = {}
+    absent = {entry.candidate.name: entry.fault for entry in entries if entry.fault}
+    limits = {e.candidate.medium: e.rounds for e in entries if e.candidate.limit}
+    for entry in entries:
+        one = entry.candidate
+        if entry.fault:
             continue
-        limit = limits.get(contender.medium, Times())
-        stores[contender.name] = {
-            "medium": str(contender.medium),
-            "checks": contender.checks,
-            "limit": contender.limit,
-            "story": contender.story,
-            **_figures(times[contender.name], limit, size),
+        stores[one.name] = {
+            "medium": str(one.medium),
+            "checks": one.checks,
+            "limit": one.limit,
+            "story": one.story,
         }
-    figures: dict[str, object] = {
-        "block_bytes": size.block_bytes,
-        "request_blocks": size.request_blocks,
-        "requests": size.requests,
-        "rounds": size.rounds,
-        "stores": stores,
-        "absent": absent,
-    }
+        for phase, rounds in entry.rounds.items():
+            each = [sum(seconds) for seconds in rounds]
+            bare = [sum(seconds) for seconds in limits.get(one.medium, {}).get(phase, [])]
+            ratios = [limit / mine for limit, mine in zip(bare, each, strict=False)]
+            figures: dict[str, Any] = {
+                "gb_s": round(size.nbytes / statistics.median(each) / 1e9, 3),
+                "to_limit": round(statistics.median(ratios), 3) if ratios else None,
+            }
+            if phase != "durable":
+                requests = [1e3 * value for seconds in rounds for value in seconds]
+                figures["request_ms"] = latencies(requests)
+            stores[one.name][phase] = figures
     notes = (
         f"{size.requests} requests of {size.request_blocks} blocks of {size.block_bytes >> 10} KiB "
         f"a round, {size.rounds} rounds; every block got was compared",
@@ -255,20 +335,28 @@ def _report(contenders: Sequence[Contender], size: Size, times: Mapping[str, Tim
         "ms: a request",
         *(f"left out: {name}: {reason}" for name, reason in absent.items()),
     )
+    figures = {
+        "block_bytes": size.block_bytes,
+        "request_blocks": size.request_blocks,
+        "requests": size.requests,
+        "rounds": size.rounds,
+        "stores": stores,
+        "absent": absent,
+    }
     columns = ("library", "put GB/s", "durable", "get cold", "ms p50/p95/p99", "get warm")
     rows = tuple((name, *_cells(found)) for name, found in stores.items())
     return Report("tiers", columns, rows, figures, notes)
 
 
-def _cells(found: Mapping[str, object]) -> list[str]:
-    cells = []
+def _cells(found: dict[str, Any]) -> list[str]:
+    texts = []
     for phase in PHASES:
-        rate = found.get(phase)
-        if not isinstance(rate, dict):
-            cells += [""] * (2 if phase == "cold" else 1)
+        one = found.get(phase)
+        if one is None:
+            texts += [""] * (2 if phase == "cold" else 1)
             continue
-        ratio = f" ({rate['to_limit']:.2f})" if rate["to_limit"] is not None else ""
-        cells.append(f"{rate['gb_s']:.2f}{ratio}")
+        ratio = f" ({one['to_limit']:.2f})" if one["to_limit"] is not None else ""
+        texts.append(f"{one['gb_s']:.2f}{ratio}")
         if phase == "cold":
-            cells.append("/".join(f"{value:.1f}" for value in rate["request_ms"].values()))
-    return cells
+            texts.append("/".join(f"{value:.1f}" for value in one["request_ms"].values()))
+    return texts

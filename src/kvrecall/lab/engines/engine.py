@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from kvrecall.errors import EngineError
-from kvrecall.lab.engines.server import server_environment
+from kvrecall.lab.engines.child import ChildProcess, end_all, server_environment
 
 START_S = 600.0
 """Longest an engine may take to start; busy machines are slow."""
@@ -77,11 +77,12 @@ OnLine = Callable[["EngineProcess", Mapping[str, Any]], None]
 """Called for every line of a process, by its reader's thread; ``{"ended": status}`` is the last."""
 
 
-class EngineProcess:
+class EngineProcess(ChildProcess):
     """One process, from its start to its end. It ends by itself when this process does.
 
     ``prefix``: a command that runs another one, such as ``ip netns exec NAME``. ``module``: what
-    to run in place of ``HOST``.
+    to run in place of ``HOST``; ``environment``: in place of ``server_environment()``. The methods
+    that wait for lines cannot be used beside ``on_line``.
     """
 
     def __init__(
@@ -92,46 +93,47 @@ class EngineProcess:
         on_line: OnLine | None = None,
         prefix: Sequence[str] = (),
         module: str = HOST,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        super().__init__(log)
         self.name = name
-        self.log = log
         self._on_line = on_line
         self._lines: list[Mapping[str, Any]] = []
         self._came = threading.Condition()
-        self._out = log.open("ab")
-        self._process = subprocess.Popen(
+        self._sending = threading.Lock()
+        process = self.launch(
             [*prefix, sys.executable, "-m", module],
+            server_environment() if environment is None else environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._out,
-            env=server_environment(),
-            start_new_session=True,  # Ctrl-C is for us
         )
-        self._sending = threading.Lock()
-        self._send(dict(setup))
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._orders, self._replies = process.stdin, process.stdout
+        self.send(setup)
         self._reader = threading.Thread(target=self._read, name=f"engine-{name}", daemon=True)
         self._reader.start()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+    # -- asking ----------------------------------------------------------------------------
 
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
+    def send(self, order: Mapping[str, Any]) -> None:
+        """Sends a line. Does nothing if the process has ended."""
+        with self._sending, contextlib.suppress(BrokenPipeError, ValueError):
+            self._orders.write(json.dumps(order).encode() + b"\n")
+            self._orders.flush()
 
     def ask(self, question: Question, logprobs: bool = False) -> None:
-        """Sends a request. Nothing if the process has ended."""
+        """Sends a request."""
         order = {"do": "ask", "id": question.id, "prompt": question.prompt, "logprobs": logprobs}
         order |= {"max_tokens": question.max_tokens, "salt": question.salt}
-        self._send({**order, "adapter": question.adapter, "images": question.images})
+        self.send({**order, "adapter": question.adapter, "images": question.images})
 
     def forget_device(self) -> None:
         """Empties the engine's own prefix cache; the pool keeps its blocks."""
-        self._send({"do": "forget"})
+        self.send({"do": "forget"})
 
     def answers(self, questions: Sequence[Question], seconds: float = START_S) -> list[Answer]:
-        """Asks all at once and waits (without ``on_line``). Raises EngineError."""
+        """Asks all at once and waits. Raises EngineError."""
         for question in questions:
             self.ask(question, logprobs=True)
         got: dict[str, Answer] = {}
@@ -143,23 +145,24 @@ class EngineProcess:
         return [got[question.id] for question in questions]
 
     def metrics(self, seconds: float = _END_S) -> Mapping[str, float]:
-        """What Prometheus would scrape, ``name`` or ``name:tier`` (without ``on_line``). Raises
-        EngineError."""
-        self._send({"do": "metrics"})
-        until = time.monotonic() + seconds
-        while "metrics" not in (line := self.next_line(until)):
-            pass
-        found: Mapping[str, float] = line["metrics"]
+        """What Prometheus would scrape, ``name`` or ``name:tier``. Raises EngineError."""
+        self.send({"do": "metrics"})
+        found: Mapping[str, float] = self.await_reply("metrics", seconds)
         return found
 
     def wait_ready(self, seconds: float = START_S) -> None:
-        """Waits until it takes requests (without ``on_line``). Raises EngineError."""
+        """Waits until it takes requests. Raises EngineError."""
+        self.await_reply("ready", seconds)
+
+    def await_reply(self, key: str, seconds: float) -> Any:
+        """The value of the next line that has ``key``; others are dropped. Raises EngineError."""
         until = time.monotonic() + seconds
-        while "ready" not in self.next_line(until):
+        while key not in (line := self.next_line(until)):
             pass
+        return line[key]
 
     def next_line(self, until: float) -> Mapping[str, Any]:
-        """The next line it said. Raises EngineError if there is none or it ended."""
+        """The next line it said. Raises EngineError if there is none by ``until`` or it ended."""
         with self._came:
             if not self._came.wait_for(lambda: self._lines, max(0.0, until - time.monotonic())):
                 raise EngineError(f"{self.name} says nothing; see {self.log}")
@@ -168,13 +171,21 @@ class EngineProcess:
             raise EngineError(f"{self.name} ended: {line.get('error', '')}\n{self.log_tail()}")
         return line
 
-    def family(self) -> list[psutil.Process]:
-        """The process and its workers."""
-        try:
-            process = psutil.Process(self.pid)
-            return [process, *process.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
+    def _read(self) -> None:
+        assert self._process is not None
+        for line in self._replies:
+            self._heard(json.loads(line))
+        self._heard({"ended": self._process.wait()})
+
+    def _heard(self, line: Mapping[str, Any]) -> None:
+        if self._on_line is not None:
+            self._on_line(self, line)
+            return
+        with self._came:
+            self._lines.append(line)
+            self._came.notify_all()
+
+    # -- its process -----------------------------------------------------------------------
 
     def shared_files(self) -> set[Path]:
         """Files in /dev/shm that the engine and its workers map now: vLLM's own."""
@@ -192,25 +203,25 @@ class EngineProcess:
 
     def where(self) -> None:
         """Has the process write its stacks to its log."""
-        self._signal(self.pid, signal.SIGUSR1)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
 
     def kill(self, which: str = "group") -> None:
-        """kill -9 of the ``engine`` process, of its ``worker``, or of the whole ``group``."""
+        """kill -9 of the ``engine`` process, of its ``worker``, or of the whole ``group``. Returns
+        at once."""
         workers = [one.pid for one in self.family()[1:] if _is_worker(one)]
-        if which == "worker" and workers:
-            self._signal(workers[0], signal.SIGKILL)
-        elif which == "group":
-            try:
+        with contextlib.suppress(ProcessLookupError):
+            if which == "group":
                 os.killpg(self.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                return
-        else:
-            self._signal(self.pid, signal.SIGKILL)
+            else:
+                target = workers[0] if which == "worker" and workers else self.pid
+                os.kill(target, signal.SIGKILL)
 
     def end(self, seconds: float = _END_S) -> bool:
         """Ends it in order; by force if it does not. Returns whether it ended in order."""
+        assert self._process is not None
         family = self.family()
-        self._send({"do": "close"})
+        self.send({"do": "close"})
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         in_order = self._process.poll() == 0
@@ -219,46 +230,11 @@ class EngineProcess:
 
     def bury(self, family: Sequence[psutil.Process] = ()) -> None:
         """Waits for the end of a process that was told to, and of its ``family``; then forces."""
-        _, left = psutil.wait_procs(list(family), timeout=20)
-        for process in left:
-            self._signal(process.pid, signal.SIGKILL)
+        assert self._process is not None
+        end_all(family, 20.0)
         self.kill()
         self._process.wait()
         self._reader.join(10)
-        self._out.close()
-
-    def log_tail(self, lines: int = 30) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
-
-    def _send(self, order: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None
-        with self._sending:
-            try:
-                self._process.stdin.write(json.dumps(order).encode() + b"\n")
-                self._process.stdin.flush()
-            except (BrokenPipeError, ValueError):
-                return
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._heard(json.loads(line))
-        self._heard({"ended": self._process.wait()})
-
-    def _heard(self, line: Mapping[str, Any]) -> None:
-        if self._on_line is not None:
-            self._on_line(self, line)
-            return
-        with self._came:
-            self._lines.append(line)
-            self._came.notify_all()
-
-    @staticmethod
-    def _signal(pid: int, number: signal.Signals) -> None:
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            return
 
 
 def _is_worker(process: psutil.Process) -> bool:

@@ -1,0 +1,164 @@
+"""A process that the laboratory starts, watches and ends, however the block around it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from kvrecall.errors import EngineError
+
+_REPLY_S = 120.0
+
+
+class ChildProcess:
+    """One process in a group of its own, with a log. May be started again after its end."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self._process: subprocess.Popen[Any] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def launch(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        stdin: int = subprocess.DEVNULL,
+        stdout: int | IO[bytes] | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """Starts ``command``. Standard error, and standard output unless given, go to the log."""
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=stdin,
+                stdout=log if stdout is None else stdout,
+                stderr=log,
+                env=environment,
+                start_new_session=True,  # Ctrl-C is for us; we then end the child in order
+            )
+        return self._process
+
+    def log_tail(self, lines: int = 30) -> str:
+        """The last lines it printed."""
+        if not self.log.exists():
+            return ""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def family(self) -> list[psutil.Process]:
+        """The process and those it started; empty once it is gone."""
+        if not self.is_alive:
+            return []
+        try:
+            process = psutil.Process(self.pid)
+            return [process, *process.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def kill(self) -> None:
+        """kill -9 of the process, whose end is waited for."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def stop(self, seconds: float = 60.0) -> bool:
+        """SIGTERM; by force after ``seconds``. What it started is gone too when this returns.
+        Returns whether it ended in order; True if it was never started. Idempotent."""
+        if self._process is None:
+            return True
+        family = self.family()
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGCONT)  # it may be stalled
+            self._process.terminate()
+        try:
+            in_order = self._process.wait(seconds) == 0
+        except subprocess.TimeoutExpired:
+            in_order = False
+            self.kill()
+        finally:
+            end_all(family)
+        return in_order
+
+
+def end_all(processes: Sequence[psutil.Process], seconds: float = 5.0) -> None:
+    """Waits ``seconds`` for these to end, then kills what is left of them. psutil tells a reused
+    pid from the process meant."""
+    _, left = psutil.wait_procs(processes, timeout=seconds)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=5)
+
+
+def server_environment() -> dict[str, str]:
+    """Environment for a process with an engine: this one's, no compiling on a CPU, and no spinning,
+    with a pool or without (see engines/vllm/compat/waits.py), and counters of its own, whatever
+    LMCache, imported in this process, has set.
+
+    Compiling sampling functions (which vLLM does even in eager mode) costs the first request of
+    every engine tens of seconds, whether it is measured or not.
+    """
+    environment = {"KVRECALL_WAITS": "sleep", **os.environ, "VLLM_NO_USAGE_STATS": "1"}
+    if shutil.which("nvidia-smi") is None:
+        environment.setdefault("TORCHDYNAMO_DISABLE", "1")
+    environment.pop("PROMETHEUS_MULTIPROC_DIR", None)
+    return environment
+
+
+@contextlib.contextmanager
+def worker(main: Callable[..., None], *arguments: object) -> Iterator[Connection]:
+    """Runs ``main(pipe, *arguments)`` in a process of its own until the end of the block, when
+    ``orders(pipe)`` there ends too. See ``reply_to``."""
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=main, args=(theirs, *arguments))
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        ours.close()
+        process.join(30.0)
+        process.kill()
+        process.join()
+
+
+def reply_to(pipe: Connection, *order: object) -> Any:
+    """Sends an order to a ``worker``; returns its ``reply_of``."""
+    with contextlib.suppress(OSError):
+        pipe.send(order)
+    return reply_of(pipe, order[0])
+
+
+def reply_of(pipe: Connection, order: object) -> Any:
+    """What a ``worker`` answers to an order sent. Raises EngineError if it ended or takes more than
+    two minutes."""
+    try:
+        if pipe.poll(_REPLY_S):
+            return pipe.recv()
+    except (EOFError, OSError) as error:
+        raise EngineError(f"the process that does {order!r} has ended") from error
+    raise EngineError(f"{order!r} is not done after {_REPLY_S:.0f} s")
+
+
+def orders(pipe: Connection) -> Iterator[tuple[Any, ...]]:
+    """In a ``worker``: its orders, to the end of the block that started it."""
+    with contextlib.suppress(EOFError):
+        while True:
+            yield pipe.recv()
