@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from kvrecall.attention.digest import DIGESTS, digests_of
+from kvrecall.attention.layout import encode
 from kvrecall.attention.selection import ExactSelector
 
 KIND = DIGESTS["bounds"]
@@ -102,11 +103,9 @@ def compare(tokens: int) -> None:
     vectors = digests(tokens)
     blocks = vectors.shape[1]
     count = max(1, int(blocks * SHARE))
-    asked = queries(vectors)
+    coded, asked = encode(vectors), queries(vectors)
     exact = ExactSelector(KIND)
-    wanted = [
-        timed(lambda q: exact.choose(q, [vectors], count, SCALE).blocks, one) for one in asked
-    ]
+    wanted = [timed(lambda q: exact.choose(q, [coded], count, SCALE), one) for one in asked]
     print(f"{tokens} tokens, {count} of {blocks} blocks: exact {median(wanted):.2f} ms")
     flat = vectors.view(-1, 2 * DIM).float().numpy()
     for made in indices(flat, count):

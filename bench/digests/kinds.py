@@ -6,15 +6,21 @@ from typing import ClassVar
 
 import torch
 
-from kvrecall.attention.digest import DIGESTS, Deviation, Digest
+from kvrecall.attention.digest import DIGESTS, Digest
 
 
-class Spread(Deviation):
-    """Mean and deviation with another weight: the score is ``q . mean + c |q| . std``."""
+class Spread(Digest):
+    """Mean and standard deviation: the score is ``q . mean + c |q| . std`` (UNIQUE: c = 1/2)."""
+
+    parts: ClassVar[int] = 2
 
     def __init__(self, factor: float) -> None:
         self.name = f"mean + {factor:g} std"  # type: ignore[misc]
         self._factor = factor
+
+    def of_keys(self, keys: torch.Tensor) -> torch.Tensor:
+        deviation, mean = torch.std_mean(keys.float(), dim=-2, correction=0)
+        return torch.cat([mean, deviation], -1)
 
     def of_query(self, query: torch.Tensor) -> torch.Tensor:
         return torch.cat([query, query.abs() * self._factor], -1)
@@ -39,7 +45,7 @@ class Box(Digest):
 
 KINDS: tuple[Digest, ...] = (
     DIGESTS["mean"],
-    DIGESTS["deviation"],
+    Spread(0.5),
     Spread(1.0),
     Spread(2.0),
     DIGESTS["bounds"],

@@ -20,7 +20,7 @@ INK = "#7a7f87"
 
 LINES: Mapping[str, tuple[str, str]] = {
     "mean": ("#d55e00", "mean"),
-    "deviation": ("#cc79a7", "mean + std / 2 (deviation)"),
+    "mean + 0.5 std": ("#cc79a7", "mean + std / 2"),
     "mean + 2 std": ("#e69f00", "mean + 2 std"),
     "bounds": ("#0072b2", "min and max (bounds)"),
     "box 0.5": ("#009e73", "the same box, half as wide"),

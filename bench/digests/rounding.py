@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from bench.digests.study import FEW, Case, Truth, captured, generated, measures, middle_of, truth_of
-from kvrecall.attention.coding import encode
 from kvrecall.attention.digest import DIGESTS, digests_of
+from kvrecall.attention.layout import encode
 from kvrecall.attention.selection import ExactSelector
 
 KIND = DIGESTS["bounds"]
@@ -25,7 +25,7 @@ DEFAULTS = ((0.02, 8), (0.05, 8), (0.2, 16))
 def chosen(digests: Tensor, case: Case, count: int) -> Tensor:
     """int64 `[steps, kv_heads, count]`, by the package's own selection."""
     selector, scale = ExactSelector(KIND), case.keys.shape[-1] ** -0.5
-    rows = [selector.choose(one, [digests], count, scale).blocks for one in case.queries]
+    rows = [selector.choose(one, [digests], count, scale) for one in case.queries]
     return torch.stack(rows)
 
 

@@ -77,9 +77,7 @@ def chosen_by(kind: Digest, size: int, case: Case, count: int) -> Tensor:
     digests = digests_of(kind, middle_of(case.keys), size).to(torch.bfloat16).float()
     selector = ExactSelector(kind)
     scale = case.keys.shape[-1] ** -0.5
-    rows = [
-        selector.choose(query, [digests], count, scale).blocks for query in case.queries.float()
-    ]
+    rows = [selector.choose(query, [digests], count, scale) for query in case.queries.float()]
     return torch.stack(rows)
 
 

@@ -82,7 +82,7 @@ _BENCH: Mapping[str, Kind] = {
     "kvrecall bench remote": Runs(
         more=" --no-engines --repetitions 1 --tokens 128", needs="mooncake.store"
     ),
-    "kvrecall bench decode": Elsewhere("tests/retrieval/test_bench.py", '["bench", "decode", '),
+    "kvrecall bench decode": Elsewhere("tests/attention/test_bench.py", '["bench", "decode", '),
     "kvrecall bench regimes": Runs(more=" --rounds 3 --lengths 12K"),
     "kvrecall bench crowd": Elsewhere("tests/bench/test_crowd.py", 'told("crowd", '),
     "kvrecall bench needle": Elsewhere("tests/bench/test_needle_engine.py", '["bench", "needle", '),

@@ -12,7 +12,8 @@ import httpx
 import pytest
 import torch
 
-from kvrecall.attention.kernels.paged import Part, attend_plainly
+from kvrecall.attention.kernels.device import Part
+from kvrecall.attention.kernels.oracle import attend_plainly
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.errors import EngineError
 from kvrecall.lab.bench.concurrency import Load

@@ -18,9 +18,6 @@ class Digest(ABC):
 
     name: ClassVar[str]
     parts: ClassVar[int]
-    split: ClassVar[bool | None] = None
-    """How ``of_query``, coded, is had of the query, coded. False: it is that. True: what is above
-    zero, then what is below. None: not so."""
 
     @abstractmethod
     def of_keys(self, keys: torch.Tensor) -> torch.Tensor:
@@ -36,7 +33,6 @@ class Mean(Digest):
 
     name = "mean"
     parts = 1
-    split = False
 
     def of_keys(self, keys: torch.Tensor) -> torch.Tensor:
         return keys.float().mean(-2)
@@ -45,26 +41,11 @@ class Mean(Digest):
         return query
 
 
-class Deviation(Digest):
-    """Mean and standard deviation (UNIQUE): the score is ``q . mean + |q| . std / 2``."""
-
-    name = "deviation"
-    parts = 2
-
-    def of_keys(self, keys: torch.Tensor) -> torch.Tensor:
-        deviation, mean = torch.std_mean(keys.float(), dim=-2, correction=0)
-        return torch.cat([mean, deviation], -1)
-
-    def of_query(self, query: torch.Tensor) -> torch.Tensor:
-        return torch.cat([query, query.abs() * 0.5], -1)
-
-
 class Bounds(Digest):
-    """Largest and smallest of every coordinate (Quest): the score bounds every logit above."""
+    """Maximum and minimum of every coordinate (Quest): the score bounds every logit above."""
 
     name = "bounds"
     parts = 2
-    split = True
 
     def of_keys(self, keys: torch.Tensor) -> torch.Tensor:
         return torch.cat([keys.amax(-2), keys.amin(-2)], -1).float()
@@ -73,7 +54,7 @@ class Bounds(Digest):
         return torch.cat([query.clamp(min=0), query.clamp(max=0)], -1)
 
 
-DIGESTS: Mapping[str, Digest] = {kind.name: kind for kind in (Mean(), Deviation(), Bounds())}
+DIGESTS: Mapping[str, Digest] = {kind.name: kind for kind in (Mean(), Bounds())}
 
 
 def digests_of(kind: Digest, keys: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -30,14 +30,11 @@ class RetrievalSettings:
     ``topk_share``: share of the middle blocks chosen, in (0, 1]. ``least_blocks``: so many are
     chosen even where the share is less, 0: what suits the share; where there are no more, that is
     dense attention.
-    ``target_mass``: of the blocks so chosen, only as many as hold this share of the middle's
-    estimated attention; 1: all. ``estimate_rest``: what was not chosen is not left out but
-    estimated, each block by its mean key and mean value.
     ``digest``, ``digest_tokens``: kind of digest, and tokens to a digest vector; 0: by the share.
     ``dense_layers``: the first layers, which attend to everything.
     ``gate``: attend densely where sparse attention is expected to be slower.
     ``cache_share``: of an offloaded sequence, share of the middle blocks that the device holds
-    beside those chosen in a step. ``prefetch_share``: share of them loaded ahead by each query.
+    beside those chosen in a step.
     """
 
     init_tokens: int = 1024
@@ -50,10 +47,7 @@ class RetrievalSettings:
     dense_layers: int = 2
     gate: bool = True
     cache_share: float = 0.05
-    prefetch_share: float = 0.0
     least_blocks: int = 0
-    target_mass: float = 1.0
-    estimate_rest: bool = False
 
     def __post_init__(self) -> None:
         """Raises ConfigError naming the variable, its value and what is allowed."""
@@ -71,13 +65,8 @@ class RetrievalSettings:
         _require(self.dense_layers >= 0, "DENSE_LAYERS", self.dense_layers, "0 or more")
         beside = "a share in [0, 1]"
         _require(0 <= self.cache_share <= 1, "CACHE_PERCENT", self.cache_share, beside)
-        ahead = f"a share in [0, CACHE_PERCENT ({self.cache_share})]"
-        fits = 0 <= self.prefetch_share <= self.cache_share
-        _require(fits, "PREFETCH_PERCENT", self.prefetch_share, ahead)
         blocks = "1 or more, or 0 for the number that suits the share"
         _require(self.least_blocks >= 0, "LEAST_BLOCKS", self.least_blocks, blocks)
-        mass = "a share in (0, 1]; 1 leaves it to the share of blocks"
-        _require(0 < self.target_mass <= 1, "TARGET_MASS", self.target_mass, mass)
 
     @property
     def tokens_a_digest(self) -> int:
@@ -138,10 +127,7 @@ _VARIABLES: Mapping[str, tuple[str, type[int] | type[float] | type[str] | type[b
     "DENSE_LAYERS": ("dense_layers", int),
     "GATE": ("gate", bool),
     "CACHE_PERCENT": ("cache_share", float),
-    "PREFETCH_PERCENT": ("prefetch_share", float),
     "LEAST_BLOCKS": ("least_blocks", int),
-    "TARGET_MASS": ("target_mass", float),
-    "ESTIMATE_REST": ("estimate_rest", bool),
 }
 _KINDS = {int: "a whole number", float: "a number", str: "a word", bool: "true or false"}
 _FLAGS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}

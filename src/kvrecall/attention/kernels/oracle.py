@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from kvrecall.attention.coding import encode
-from kvrecall.attention.layout import Layout
+from kvrecall.attention.kernels.device import Paged, Part
+from kvrecall.attention.layout import Layout, encode
 from kvrecall.attention.selection import selector_of
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.attention.split import Split, split_of
+from kvrecall.attention.split import split_of
 
 
 def attended(
@@ -23,26 +23,14 @@ def attended(
     mask = torch.zeros(kv_heads, split.blocks, dtype=torch.bool)
     mask[:, : split.init] = mask[:, split.local :] = True
     if split.chosen:
+        layout = Layout.of(settings, block_size)
+        middle = keys[split.init * block_size : split.local * block_size].transpose(0, 1)
+        digests = encode(layout.rows_of(middle.reshape(kv_heads, split.middle, block_size, dim)))
         grouped = query.view(kv_heads, -1, dim)
-        for head, chosen in enumerate(_chosen(grouped, keys, split, settings)):
-            mask[head, chosen + split.init] = True
+        selector = selector_of(settings, layout)
+        chosen = selector.choose(grouped, [digests], split.chosen, dim**-0.5)
+        mask.scatter_(1, chosen + split.init, True)
     return mask.repeat_interleave(block_size, dim=1)[:, :tokens]
-
-
-def _chosen(
-    grouped: torch.Tensor, keys: torch.Tensor, split: Split, settings: RetrievalSettings
-) -> list[torch.Tensor]:
-    """Each KV head's chosen middle blocks."""
-    layout = Layout.of(settings, split.block_size)
-    first, last = split.init * split.block_size, split.local * split.block_size
-    middle = keys[first:last].transpose(0, 1)
-    blocks = middle.reshape(keys.shape[1], split.middle, split.block_size, keys.shape[2])
-    digests = encode(layout.rows_of(blocks, blocks), layout.rest)
-    scale = grouped.shape[-1] ** -0.5
-    choice = selector_of(settings, layout).choose(grouped, [digests], split.chosen, scale)
-    if choice.taken is None:
-        return list(choice.blocks)
-    return [blocks[taken] for blocks, taken in zip(choice.blocks, choice.taken, strict=True)]
 
 
 def attention(
@@ -61,27 +49,18 @@ def attention(
     return torch.einsum("hgt,thd->hgd", weights, values.float()).reshape(heads, dim)
 
 
-def attention_and_rest(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    block_size: int,
-) -> torch.Tensor:
-    """As ``attention``, where every block that takes no part has one key, the mean of its keys, and
-    one value, their mean, that weigh as much as ``block_size`` tokens."""
-    heads, dim = query.shape
-    tokens, kv_heads, _ = keys.shape
-    grouped = query.float().view(kv_heads, heads // kv_heads, dim)
-    output = torch.empty(kv_heads, heads // kv_heads, dim)
-    for head in range(kv_heads):
-        out = [at for at in range(0, tokens, block_size) if not mask[head, at]]
-        rest = [slice(at, at + block_size) for at in out]
-        mean_keys = [keys[one, head].float().mean(0) for one in rest]
-        mean_values = [values[one, head].float().mean(0) for one in rest]
-        all_keys = torch.stack([*keys[mask[head], head].float(), *mean_keys])
-        all_values = torch.stack([*values[mask[head], head].float(), *mean_values])
-        weights = torch.tensor([1.0] * int(mask[head].sum()) + [float(block_size)] * len(rest))
-        logits = grouped[head] @ all_keys.T * dim**-0.5 + weights.log()
-        output[head] = logits.softmax(-1) @ all_values
-    return output.reshape(heads, dim)
+def attend_plainly(query: torch.Tensor, paged: Paged, scale: float, softcap: float = 0.0) -> Part:
+    """As ``device.attend_by_triton``."""
+    outputs, normalisers = [], []
+    size = paged.keys.shape[1]
+    for row, length in enumerate(paged.lengths.tolist()):
+        named = paged.table[row, : -(-length // size)].long()
+        blocks, heads = named // paged.kv_heads, named % paged.kv_heads
+        keys = paged.keys[blocks, :, heads].flatten(0, 1)[:length].float()
+        values = paged.values[blocks, :, heads].flatten(0, 1)[:length].float()
+        logits = query[row].float() @ keys.T * scale
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        outputs.append(logits.softmax(-1) @ values)
+        normalisers.append(logits.logsumexp(-1))
+    return Part(torch.stack(outputs), torch.stack(normalisers))

@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvrecall.attention.gate import Gate
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.attention.split import split_of
+from kvrecall.attention.split import Gate, split_of
 from kvrecall.errors import KvrecallError
 from kvrecall.lab.bench.report import Report, cells, percentiles
 

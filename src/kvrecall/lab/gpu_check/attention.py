@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import torch
 
-from kvrecall.attention.coding import CodedQuery, best_products, encode
 from kvrecall.attention.digest import DIGESTS, digests_of
-from kvrecall.attention.kernels.paged import Paged, attend_by_triton, attend_plainly
-from kvrecall.attention.layout import Layout
-from kvrecall.attention.selection import ExactSelector, selector_of
+from kvrecall.attention.kernels.device import Paged, attend_by_triton
+from kvrecall.attention.kernels.oracle import attend_plainly
+from kvrecall.attention.layout import Layout, encode
+from kvrecall.attention.selection import CodedQuery, ExactSelector, best_products, selector_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.attention.split import split_of
 from kvrecall.lab.gpu_check.outcome import CheckError
@@ -64,7 +64,7 @@ def check_selection(device: torch.device, blocks: int = 512) -> float:
             )
             for place in (torch.device("cpu"), device)
         ]
-        pairs = zip(*(picked.blocks.cpu().tolist() for picked in chosen), strict=True)
+        pairs = zip(*(picked.cpu().tolist() for picked in chosen), strict=True)
         shares += [len(set(a) & set(b)) / len(a) for a, b in pairs]
     least = min(shares)
     if least < 0.98:
@@ -91,7 +91,7 @@ def check_search(device: torch.device, blocks: int = 512) -> None:
         chosen = [
             selector_of(settings, layout)
             .choose(near, [rows], max(1, int(blocks * share)), DIM**-0.5)
-            .blocks.cpu()
+            .cpu()
             for near, rows in ((query, coded), (query.to(device), there))
         ]
         _require(_as_good(best, *chosen), "chooses other blocks than the CPU", share)
@@ -99,7 +99,7 @@ def check_search(device: torch.device, blocks: int = 512) -> None:
 
 def _best(layout: Layout, query: torch.Tensor, coded: torch.Tensor) -> torch.Tensor:
     """Products of the query with the best fine row of every block: ``[heads, group, blocks]``."""
-    point = CodedQuery.of(layout.kind.of_query(query))
+    point = CodedQuery(layout.kind.of_query(query))
     return best_products(point, coded[:, :, layout.fine_rows], DIM**-0.5)
 
 
@@ -148,7 +148,7 @@ def decode_times(device: torch.device, context: int) -> dict[str, float]:
 
     def sparse() -> None:
         choice = selector.choose(query, [digests], split.chosen, DIM**-0.5)
-        chosen = choice.blocks.sort(-1).values + split.init
+        chosen = choice.sort(-1).values + split.init
         attend(torch.cat([chosen.to(torch.int32), outer.expand(KV_HEADS, -1)], 1))
 
     read = (split.chosen + outer.numel()) / blocks

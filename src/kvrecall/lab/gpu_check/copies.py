@@ -9,7 +9,7 @@ import time
 import numpy as np
 import torch
 
-from kvrecall.attention.kernels.moving import Piece, move
+from kvrecall.attention.kernels.device import Piece, move
 from kvrecall.engines.vllm.connector.copier import Copier, make_copier
 from kvrecall.engines.vllm.connector.pages import Pages
 from kvrecall.engines.vllm.connector.wire import Copy

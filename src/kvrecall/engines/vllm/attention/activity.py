@@ -48,12 +48,8 @@ class Activity:
     """Chosen blocks that had left the device and were found in its slots."""
     blocks_loaded: int = 0
     """Chosen blocks that had left the device and were loaded."""
-    blocks_prefetched: int = 0
-    """Blocks loaded ahead, as a later query might choose them."""
-    blocks_vain: int = 0
-    """Blocks loaded ahead that went again and were never chosen."""
     bytes_loaded: int = 0
-    """Bytes copied from the arena to the slots, ahead or not."""
+    """Bytes copied from the arena to the slots."""
 
     def totals(self) -> dict[str, int]:
         return asdict(self)

@@ -177,7 +177,7 @@ class RetrievalAttention(ABC, Generic[Whole]):
         """Dense attention of a sequence that is off the device in part."""
 
 
-_RESIDENCE = ("offload_boundary", "cache_share", "prefetch_share")
+_RESIDENCE = ("offload_boundary", "cache_share")
 """Settings that decide where blocks lie, not what is computed from them."""
 
 

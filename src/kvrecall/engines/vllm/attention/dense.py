@@ -63,9 +63,6 @@ class DenseLayer:
         if pages is not None:
             pages.extent.give(pages.drop(0, len(pages.of)), memory)
 
-    def settle(self) -> None:
-        """Nothing is done in the background."""
-
     def attend(
         self,
         query: torch.Tensor,

@@ -12,9 +12,9 @@ import torch
 from vllm import _custom_ops as ops
 from vllm import envs
 
-from kvrecall.attention.gate import OVERHEAD_BYTES
+from kvrecall.attention.split import OVERHEAD_BYTES
 from kvrecall.engines.vllm.attention.packing import KeyReader
-from kvrecall.engines.vllm.attention.rows import Attended, Bytes, Ints, KernelShape, RowKernel
+from kvrecall.engines.vllm.attention.rows import Bytes, Ints, KernelShape, RowKernel
 from kvrecall.errors import EngineError
 
 
@@ -100,18 +100,17 @@ def write_tokens(
     ops.cpu_attn_reshape_and_cache(keys, values, *halves(kv_cache, True), slots, shape.isa)
 
 
-def reader_of(shape: KernelShape, values: bool = False) -> KeyReader:
-    """Reads keys packed for this shape, or values. Raises EngineError if they cannot be read
-    back."""
+def reader_of(shape: KernelShape) -> KeyReader:
+    """Reads keys packed for this shape. Raises EngineError if they cannot be read back."""
     count = shape.block_size * shape.head_dim
 
     def pack(ones: torch.Tensor) -> torch.Tensor:
         block = torch.zeros(1, 1, shape.block_size, 2 * shape.head_dim, dtype=shape.dtype)
         keys = ones[:, None].contiguous()
         write_tokens(shape, block, keys, keys, torch.arange(shape.block_size))
-        return block.view(2, count)[int(values)]
+        return block.view(2, count)[0]
 
-    return KeyReader(shape.block_size, shape.head_dim, shape.dtype, pack, values)
+    return KeyReader(shape.block_size, shape.head_dim, shape.dtype, pack)
 
 
 class HostWriter:
@@ -143,10 +142,6 @@ class CpuKernel(RowKernel):
     def keys(self) -> KeyReader:
         return reader_of(self.shape)
 
-    @cached_property
-    def values(self) -> KeyReader:
-        return reader_of(self.shape, values=True)
-
     def check(self, kv_cache: torch.Tensor) -> None:
         if not kv_cache.is_contiguous():
             raise EngineError(
@@ -174,6 +169,5 @@ class CpuKernel(RowKernel):
         plan: torch.Tensor,
         scale: float,
         softcap: float,
-    ) -> Attended:
-        caches = halves(kv_cache)
-        return Attended(attend(query, caches, table, seq_lens, starts, plan, scale, softcap))
+    ) -> torch.Tensor:
+        return attend(query, halves(kv_cache), table, seq_lens, starts, plan, scale, softcap)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from kvrecall.attention.coding import encode
-from kvrecall.attention.kernels.native import native_search
-from kvrecall.attention.layout import Layout
-from kvrecall.attention.selection import Choice, selector_of
+from kvrecall.attention.kernels import int8
+from kvrecall.attention.layout import Layout, encode
+from kvrecall.attention.selection import selector_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.attention.split import Split
 from kvrecall.engines.vllm.attention.activity import Activity
@@ -21,7 +19,6 @@ from kvrecall.engines.vllm.attention.recalled import (
     digests_of_layer,
     seals_of_layer,
 )
-from kvrecall.engines.vllm.attention.rest import Chosen, RestEstimator
 from kvrecall.engines.vllm.attention.room import DigestRoom, Digests
 from kvrecall.engines.vllm.attention.rows import RowKernel
 from kvrecall.engines.vllm.attention.seals import SEAL_BYTES, broken, seals_of
@@ -52,15 +49,12 @@ class RetrievalLayer:
     ) -> None:
         """``number``: the layer's, under which it is told where it chose blocks; None: nowhere."""
         self._number = number
-        self._settings = settings
         self._kernel = kernel
         self._shape = shape = kernel.shape
         self._activity = activity
         self._layout = Layout.of(settings, shape.block_size)
         self._selector = selector_of(settings, self._layout)
-        if kernel.device.type == "cpu":  # compiled now, and not while the first token waits
-            native_search(shape.group, self._layout.kind.parts * shape.head_dim)
-        self._rest = RestEstimator(kernel, self._layout) if self._layout.rest else None
+        int8.prepare()
         self._room: DigestRoom | None = None
         self._seals = torch.empty(0, SEAL_BYTES, dtype=torch.uint8)
         self._head = torch.arange(shape.kv_heads, dtype=torch.int32, device=kernel.device)[:, None]
@@ -144,11 +138,6 @@ class RetrievalLayer:
         """The sequence is no more."""
         self._recalled.pop(key, None)
 
-    def settle(self) -> None:
-        """Ends all copies made ahead."""
-        for recalled in self._recalled.values():
-            recalled.settle()
-
     def attend(
         self,
         query: torch.Tensor,
@@ -159,113 +148,68 @@ class RetrievalLayer:
     ) -> torch.Tensor:
         """Attention of the step's sparse tokens, in order: ``[sequences, heads, dim]``."""
         shape = self._shape
-        grouped = query.reshape(-1, shape.group, shape.head_dim)
-        found = self._choices(grouped, step, scale)
-        table, seq_lens, plan = step.table, step.seq_lens, step.plan
-        if any(one.taken is not None for one in found):
-            table, seq_lens = _shortened(step, found, shape.block_size)
-            plan = self._kernel.plan(seq_lens, step.starts)
-        attended = self._kernel.attend(
-            grouped, kv_cache, table, seq_lens, step.starts, plan, scale, softcap
-        )
-        output = attended.output
-        if self._rest is not None:
-            output = self._rest.added(
-                attended, grouped, kv_cache, table, seq_lens, found, scale, softcap
-            )
+        self.choose(query, step, scale)
+        output = self._kernel.attend(
+            query.reshape(-1, shape.group, shape.head_dim), kv_cache, step.table, step.seq_lens,
+            step.starts, step.plan, scale, softcap,
+        )  # fmt: skip
         return output.view(len(step.sequences), shape.heads, shape.head_dim)
 
     def choose(self, query: torch.Tensor, step: SparseStep, scale: float) -> None:
-        """Writes every sequence's chosen blocks into the step's table: those that ``attend`` would
-        attend to. ``query``: ``[sequences, heads, dim]``."""
-        self._choices(query.reshape(-1, self._shape.group, self._shape.head_dim), step, scale)
+        """Writes every sequence's chosen blocks into the step's table, as ``attend`` does.
 
-    def _choices(self, grouped: torch.Tensor, step: SparseStep, scale: float) -> list[Chosen]:
-        """As ``choose``. ``grouped``: ``[sequences * kv_heads, group, dim]``."""
+        ``query``: ``[sequences, heads, dim]``."""
         heads = self._shape.kv_heads
-        found = []
+        grouped = query.reshape(-1, self._shape.group, self._shape.head_dim)
         for at, sequence in enumerate(step.sequences):
             rows = slice(at * heads, (at + 1) * heads)
-            found.append(self._choose(grouped[rows], sequence, step.table[rows], scale))
-        return found
-
-    def _choose(
-        self, query: torch.Tensor, sequence: SparseSequence, rows: torch.Tensor, scale: float
-    ) -> Chosen:
-        """Writes the chosen blocks into the sequence's rows of the table."""
-        split = sequence.split
-        if sequence.away is not None:
-            ids, chosen = self._recall(query, sequence, sequence.away, scale)
-        else:
-            ids, chosen = self._on_device(query, sequence, scale)
-        heads = self._shape.kv_heads
-        rows[:, split.init : split.init + split.chosen] = ids * heads + self._head
-        untaken = 0 if chosen.taken is None else int((~chosen.taken).sum())
-        self._activity.layers_sparse += 1
-        self._activity.blocks_considered += split.middle * heads
-        self._activity.blocks_selected += split.chosen * heads - untaken
-        self._activity.blocks_attended += split.attended_blocks * heads - untaken
-        return chosen
+            split = sequence.split
+            choose = self._on_device if sequence.away is None else self._recall
+            ids = choose(grouped[rows], sequence, scale)
+            step.table[rows, split.init : split.init + split.chosen] = ids * heads + self._head
+            self._activity.layers_sparse += 1
+            self._activity.blocks_considered += split.middle * heads
+            self._activity.blocks_selected += split.chosen * heads
+            self._activity.blocks_attended += split.attended_blocks * heads
 
     def _on_device(
         self, query: torch.Tensor, sequence: SparseSequence, scale: float
-    ) -> tuple[torch.Tensor, Chosen]:
+    ) -> torch.Tensor:
         """Device blocks of those chosen: int32 ``[kv_heads, chosen]``."""
         assert self._room is not None
         if sequence.runs:
             runs = [self._room.part(slice(first, end)) for first, end in sequence.runs]
         else:
             runs = [self._room.part(sequence.blocks[sequence.places])]
-        choice = self._chosen(query, runs, sequence.split.chosen, scale)
+        chosen = self._chosen(query, runs, sequence.split.chosen, scale)
         # In the sequence's order, so that the sum does not depend on where the blocks lie.
-        places, taken = _in_order(sequence.places[choice.blocks], choice.taken)
+        places = sequence.places[chosen].sort(-1).values
         self._see(places, sequence.split)
-        digests = None
-        if self._rest is not None:
-            digests = self._rows[:, sequence.blocks]
-        return sequence.blocks[places], Chosen(places, taken, sequence.split, digests)
+        return sequence.blocks[places]
 
-    def _recall(
-        self,
-        query: torch.Tensor,
-        sequence: SparseSequence,
-        away: OffloadedSequence,
-        scale: float,
-    ) -> tuple[torch.Tensor, Chosen]:
+    def _recall(self, query: torch.Tensor, sequence: SparseSequence, scale: float) -> torch.Tensor:
         """As ``_on_device``, after loading what is missing of the blocks that have left."""
+        away = sequence.away
+        assert away is not None
         recalled = self._recalled[away.key]
         stayed = sequence.blocks[away.count :]
         runs = [recalled.digests]
         if len(stayed):
             assert self._room is not None
             runs.append(self._room.part(stayed))
-        split = sequence.split
-        ahead = min(self._ahead_of(split), split.middle - split.chosen)
-        choice = self._chosen(query, runs, split.chosen, scale, ahead)
-        places, taken = _in_order(choice.blocks, choice.taken)
-        self._see(places, split)
+        places = self._chosen(query, runs, sequence.split.chosen, scale).sort(-1).values
+        self._see(places, sequence.split)
         left = places < away.count
-        wanted = left if taken is None else left & taken
-        slots = recalled.fetch(places.cpu().numpy(), wanted.cpu().numpy())
+        slots = recalled.fetch(places.cpu().numpy(), left.cpu().numpy())
         into = away.slots[torch.from_numpy(slots)].to(places.device)
-        ids = torch.where(left, into, sequence.blocks[places])
-        if ahead:
-            later = choice.later.cpu()
-            recalled.fetch_ahead(later.numpy(), (later < away.count).numpy())
-        digests = torch.cat([run.rows for run in runs], 1) if self._rest is not None else None
-        return ids, Chosen(places, taken, split, digests)
+        return torch.where(left, into, sequence.blocks[places])
 
     def _chosen(
-        self,
-        query: torch.Tensor,
-        runs: Sequence[Digests],
-        count: int,
-        scale: float,
-        ahead: int = 0,
-    ) -> Choice:
+        self, query: torch.Tensor, runs: Sequence[Digests], count: int, scale: float
+    ) -> torch.Tensor:
         rows = [run.rows for run in runs]
         coarse = [run.coarse for run in runs if run.coarse is not None]
-        return self._selector.choose(query, rows, count, scale, ahead, coarse or None)
+        return self._selector.choose(query, rows, count, scale, coarse or None)
 
     def _see(self, chosen: torch.Tensor, split: Split) -> None:
         """Notes, now and then, which of the middle blocks were chosen: ``[kv_heads, chosen]``."""
@@ -273,14 +217,9 @@ class RetrievalLayer:
             middle = np.arange(split.init, split.local)
             WORKER.note(self._number, middle, chosen.cpu().numpy() + split.init, split.blocks)
 
-    def _ahead_of(self, split: Split) -> int:
-        return math.ceil(split.middle * self._settings.prefetch_share)
-
     def _digests_of(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         """As they are kept: int8 ``[blocks, kv_heads, rows, width]``."""
-        keys = self._kernel.keys.read(kv_cache, block_ids)
-        values = None if self._rest is None else self._kernel.values.read(kv_cache, block_ids)
-        return encode(self._layout.rows_of(keys, values), self._layout.rest)
+        return encode(self._layout.rows_of(self._kernel.keys.read(kv_cache, block_ids)))
 
     @property
     def _rows(self) -> torch.Tensor:
@@ -301,30 +240,3 @@ def _blocks_of(pages: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Pages as they are kept, uint8 ``[blocks, bytes]``, as blocks of a cache like that."""
     values = pages.view(like.dtype)
     return values.as_strided((len(values), *like.shape[1:]), (values.shape[1], *like.stride()[1:]))
-
-
-def _in_order(
-    places: torch.Tensor, taken: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Chosen blocks ``[kv_heads, chosen]`` in the sequence's order, and which of them are taken:
-    those that are not come last, and name a block that is."""
-    if taken is None:
-        return places.sort(-1).values, None
-    order = places.masked_fill(~taken, torch.iinfo(places.dtype).max).sort(-1)
-    taken = taken.gather(1, order.indices)
-    return torch.where(taken, order.values, order.values[:, :1]), taken
-
-
-def _shortened(
-    step: SparseStep, found: Sequence[Chosen], block_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The step's table and lengths without the blocks that are not taken."""
-    heads = len(step.table) // len(found)
-    lacking = torch.cat([one.untaken(heads) for one in found])
-    device = step.table.device
-    ends = torch.tensor([one.split.init + one.split.chosen for one in found], device=device)
-    after = ends.repeat_interleave(heads) - lacking
-    places = torch.arange(step.table.shape[1], device=device)[None]
-    places = places + (places >= after[:, None]) * lacking[:, None]
-    table = step.table.gather(1, places.clamp(max=step.table.shape[1] - 1))
-    return table, step.seq_lens - lacking.to(torch.int32) * block_size

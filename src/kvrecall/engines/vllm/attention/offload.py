@@ -28,9 +28,6 @@ logger = logging.getLogger("vllm.kvrecall")
 class Layer(Protocol):
     """What an attention layer does about offloaded sequences."""
 
-    def settle(self) -> None:
-        """Ends what it does in the background."""
-
     def forget(self, key: str) -> None:
         """The sequence is no more, or was never known."""
 
@@ -143,10 +140,6 @@ class Offload:
         Returns the sequences for which the orders could not be carried out: their blocks are not to
         be had any more, and what the step computes of them means nothing.
         """
-        layers = self._layers()
-        if self._sequences:
-            for layer in layers:
-                layer.settle()
         self._rows = {}
         if orders is None:
             return set()

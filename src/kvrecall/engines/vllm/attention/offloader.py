@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvrecall.attention.gate import Gate
 from kvrecall.attention.settings import Regime, RetrievalSettings
-from kvrecall.attention.split import Split, slots_of, split_of
+from kvrecall.attention.split import Gate, Split, slots_of, split_of
 from kvrecall.engines.vllm.attention.spec import Absence, Leave
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.connector.wire import Arrival, Departure, OffloadOrders

@@ -17,20 +17,11 @@ Pack = Callable[[torch.Tensor], torch.Tensor]
 
 
 class KeyReader:
-    """Unpacks the keys of blocks ``[blocks, kv_heads, tokens, 2 * dim]`` (keys, then values), or
-    the values, if told how they are packed."""
+    """Unpacks the keys of blocks ``[blocks, kv_heads, tokens, 2 * dim]`` (keys, then
+    values)."""
 
-    def __init__(
-        self,
-        block_size: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        pack: Pack,
-        values: bool = False,
-    ) -> None:
+    def __init__(self, block_size: int, head_dim: int, dtype: torch.dtype, pack: Pack) -> None:
         """Raises EngineError if ``pack`` is not a mere reordering of a block's elements."""
-        count = block_size * head_dim
-        self._half = slice(count, 2 * count) if values else slice(0, count)
         self._block_size = block_size
         self._head_dim = head_dim
         self._places = _places(block_size, head_dim, dtype, pack)
@@ -39,7 +30,7 @@ class KeyReader:
     def read(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         """Keys of the blocks: ``[blocks, kv_heads, tokens, dim]``, of the cache's dtype."""
         count = self._block_size * self._head_dim
-        packed = kv_cache.flatten(2)[..., self._half].index_select(0, block_ids)
+        packed = kv_cache.flatten(2)[..., :count].index_select(0, block_ids)
         shape = (*packed.shape[:2], self._block_size, self._head_dim)
         if self._steps is not None:
             return packed.as_strided(shape, (packed.shape[1] * count, count, *self._steps))

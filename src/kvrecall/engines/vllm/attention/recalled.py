@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from kvrecall.attention.residency import Admission, Flags, Ints, Residency
+from kvrecall.attention.residency import Flags, Ints, Residency
 from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.extent import Extent
 from kvrecall.engines.vllm.attention.room import DigestRoom, Digests
 from kvrecall.engines.vllm.attention.rows import Bytes, SlotWriter
 from kvrecall.pool.base import ArenaHandle
-
-_AHEAD = ThreadPoolExecutor(1, "kvrecall-prefetch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +64,7 @@ class OffloadedSequence:
 
 
 class RecalledBlocks:
-    """Owned by the worker's thread, but for the copies made ahead."""
+    """Owned by the worker's thread."""
 
     def __init__(
         self,
@@ -86,7 +83,6 @@ class RecalledBlocks:
         self._residency = Residency(digests.heads)
         self._digests = digests
         self._count = 0
-        self._copying: Future[None] | None = None
 
     @property
     def digests(self) -> Digests:
@@ -106,31 +102,11 @@ class RecalledBlocks:
 
         ``blocks``: ``[kv_heads, count]``, those of a head distinct; only where ``wanted``.
         """
-        self.settle()
         admission = self._residency.admit(blocks, wanted)
         self._activity.blocks_hit += admission.hits
         self._activity.blocks_loaded += len(admission.heads)
-        self._activity.blocks_vain += admission.vain
-        self._copy(admission)
-        return admission.slots
-
-    def fetch_ahead(self, blocks: Ints, wanted: Flags) -> None:
-        """Starts to bring blocks, best first, that the next step may want, where there is room.
-        Never touches what ``fetch`` last returned."""
-        admission = self._residency.admit_ahead(blocks, wanted)
-        self._activity.blocks_prefetched += len(admission.heads)
-        self._activity.blocks_vain += admission.vain
-        if len(admission.heads):
-            self._copying = _AHEAD.submit(self._copy, admission)
-
-    def settle(self) -> None:
-        """Waits for copies made ahead: the sequence's slots may be taken away now."""
-        if self._copying is not None:
-            self._copying.result()
-            self._copying = None
-
-    def _copy(self, admission: Admission) -> None:
         pages = self._sequence.offsets[admission.blocks] + self._at
         slots = self._sequence.slots.numpy()[admission.into].astype(np.int64)
         self._writer.write(self._memory, pages, admission.heads, slots)
         self._activity.bytes_loaded += self._writer.nbytes * len(slots)
+        return admission.slots

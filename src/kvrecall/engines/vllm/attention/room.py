@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrecall.attention.coding import coded_width
-from kvrecall.attention.layout import Layout
+from kvrecall.attention.layout import Layout, coded_width
 from kvrecall.engines.vllm.attention.rows import RowKernel
 
 _SPARE = 64

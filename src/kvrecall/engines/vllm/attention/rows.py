@@ -43,7 +43,7 @@ class KernelShape:
 
 
 class BlockReader(Protocol):
-    """Reads keys, or values, back out of a cache."""
+    """Reads keys back out of a cache."""
 
     def read(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         """Of these blocks: ``[blocks, kv_heads, tokens, dim]``, of the cache's dtype."""
@@ -60,15 +60,6 @@ class SlotWriter(Protocol):
         ``slots``: the cache's blocks to write. One of each for every copy."""
 
 
-@dataclass(frozen=True, slots=True)
-class Attended:
-    """``output``: ``[rows, group, dim]`` of the query's dtype. ``lse``: float32 ``[rows, group]``,
-    the logarithm of the softmax's normaliser; None if the kernel does not tell."""
-
-    output: torch.Tensor
-    lse: torch.Tensor | None = None
-
-
 class RowKernel(ABC):
     """Attention of one token a row over the blocks the row names. ``device``: where the cache is,
     and all tensors that are given and returned."""
@@ -82,11 +73,6 @@ class RowKernel(ABC):
     @abstractmethod
     def keys(self) -> BlockReader:
         """Reads keys."""
-
-    @property
-    @abstractmethod
-    def values(self) -> BlockReader:
-        """Reads values."""
 
     @abstractmethod
     def check(self, kv_cache: torch.Tensor) -> None:
@@ -116,6 +102,6 @@ class RowKernel(ABC):
         plan: Any,
         scale: float,
         softcap: float,
-    ) -> Attended:
+    ) -> torch.Tensor:
         """``query``: contiguous ``[rows, group, dim]``; ``table``: int32 ``[rows, width]``;
-        ``softcap``: 0: none."""
+        ``softcap``: 0: none. Returns the query's shape and dtype."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvrecall.attention.kernels.moving import Piece, move
+from kvrecall.attention.kernels.device import Piece, move
 from kvrecall.engines.vllm.attention.recalled import OffloadedSequence
 
 
@@ -29,9 +29,6 @@ class StagedLayer:
 
     def forget(self, key: str, memory: bool = True) -> None:
         """Nothing is kept."""
-
-    def settle(self) -> None:
-        """Nothing is done in the background."""
 
     def stage(
         self,

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from kvrecall.attention.gate import Gate
 from kvrecall.attention.settings import Regime, RetrievalSettings
-from kvrecall.attention.split import Split, split_of
+from kvrecall.attention.split import Gate, Split, split_of
 from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.freshness import Freshness
 from kvrecall.engines.vllm.attention.recalled import OffloadedSequence

@@ -6,21 +6,20 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrecall.attention.gate import DEVICE_OVERHEAD_BYTES
-from kvrecall.attention.kernels.moving import Piece, move
-from kvrecall.attention.kernels.paged import Paged, attend_by_triton
-from kvrecall.engines.vllm.attention.rows import Attended, Bytes, Ints, KernelShape, RowKernel
+from kvrecall.attention.kernels.device import Paged, Piece, attend_by_triton, move
+from kvrecall.attention.split import DEVICE_OVERHEAD_BYTES
+from kvrecall.engines.vllm.attention.rows import Bytes, Ints, KernelShape, RowKernel
 from kvrecall.errors import EngineError
 
 
 @dataclass(frozen=True, slots=True)
 class PlainReader:
-    """Reads the half of ``[blocks, kv_heads, tokens, 2 * dim]`` that ``part`` names."""
+    """Reads the first half of ``[blocks, kv_heads, tokens, 2 * head_dim]``."""
 
-    part: slice
+    head_dim: int
 
     def read(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-        return kv_cache[..., self.part].index_select(0, block_ids)
+        return kv_cache[..., : self.head_dim].index_select(0, block_ids)
 
 
 class DeviceWriter:
@@ -60,11 +59,7 @@ class TritonKernel(RowKernel):
 
     @property
     def keys(self) -> PlainReader:
-        return PlainReader(slice(0, self.shape.head_dim))
-
-    @property
-    def values(self) -> PlainReader:
-        return PlainReader(slice(self.shape.head_dim, 2 * self.shape.head_dim))
+        return PlainReader(self.shape.head_dim)
 
     def check(self, kv_cache: torch.Tensor) -> None:
         shape = self.shape
@@ -97,7 +92,7 @@ class TritonKernel(RowKernel):
         plan: None,
         scale: float,
         softcap: float,
-    ) -> Attended:
+    ) -> torch.Tensor:
         keys, values = torch.split(kv_cache.transpose(1, 2), self.shape.head_dim, -1)
         part = attend_by_triton(query, Paged(keys, values, table, seq_lens), scale, softcap)
-        return Attended(part.output.to(query.dtype), part.lse)
+        return part.output.to(query.dtype)

@@ -59,8 +59,6 @@ COUNTERS = {
     "retrieval_digests_mended": "Digests that came damaged from memory, by block and layer.",
     "retrieval_blocks_hit": "Chosen blocks off the device found in its slots.",
     "retrieval_blocks_loaded": "Chosen blocks off the device that were loaded.",
-    "retrieval_blocks_prefetched": "Blocks loaded ahead.",
-    "retrieval_blocks_vain": "Blocks loaded ahead and never chosen.",
     "retrieval_bytes_loaded": "Bytes recalled into device slots.",
 }
 PROMPT_TOKENS = "Prompt tokens by where their KV came from."

@@ -35,8 +35,6 @@ def needle(
     digest: options.Digest = "bounds",
     digest_tokens: options.DigestTokens = "",
     least: options.Least = 0,
-    target_mass: options.TargetMass = 1.0,
-    estimate_rest: options.EstimateRest = False,
     init: options.Init = 128,
     local: options.Local = 256,
     dense_boundary: options.DenseBoundary = 512,
@@ -65,8 +63,8 @@ def needle(
         )
         settings = RetrievalSettings(
             init_tokens=init, local_tokens=local, dense_boundary=dense_boundary,
-            offload_boundary=2**40, dense_layers=dense_layers, gate=False, target_mass=target_mass,
-            estimate_rest=estimate_rest, digest=digest, least_blocks=least,
+            offload_boundary=2**40, dense_layers=dense_layers, gate=False, digest=digest,
+            least_blocks=least,
         )  # fmt: skip
         variants = _variants(settings, options.shares_of(share), options.sizes_of(digest_tokens))
         wanted = Wanted(model, syllabus, variants, depths, ask, servers)

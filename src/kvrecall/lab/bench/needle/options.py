@@ -38,7 +38,7 @@ Ask = Annotated[
 Share = Annotated[
     str, _option("Share of the middle blocks chosen; several are compared: 0.2,0.05.", _RETRIEVAL)
 ]
-Digest = Annotated[str, _option("bounds, deviation or mean.", _RETRIEVAL)]
+Digest = Annotated[str, _option("bounds or mean.", _RETRIEVAL)]
 DigestTokens = Annotated[
     str,
     _option("Keys to a digest; several are compared: 16,8. Default: by the share.", _RETRIEVAL),
@@ -46,12 +46,6 @@ DigestTokens = Annotated[
 Least = Annotated[
     int,
     _option("So many blocks are chosen, whatever the share. 0: by the share.", _RETRIEVAL, min=0),
-]
-TargetMass = Annotated[
-    float, _option("Only as many blocks as hold this share of estimated attention.", _RETRIEVAL)
-]
-EstimateRest = Annotated[
-    bool, _option("Estimate what is not chosen instead of leaving it out.", _RETRIEVAL)
 ]
 Init = Annotated[int, _option("First tokens that always take part.", _RETRIEVAL)]
 Local = Annotated[int, _option("Last tokens that always take part.", _RETRIEVAL)]

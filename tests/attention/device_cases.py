@@ -12,7 +12,21 @@ import numpy as np
 import pytest
 import torch
 
-from kvrecall.attention import coding
+from attention import test_kernel, test_residency
+from attention.sequences import BLOCK, Bench, Sequence, shape_of
+from attention.test_kernel import (
+    test_blocks_loaded_behind_the_engines_back_are_digested_anew,
+    test_digests_follow_what_is_written_into_blocks,
+    test_equals_the_oracle_in_every_shape,
+    test_equals_the_oracle_with_options,
+    test_equals_the_oracle_without_init_and_with_one_local_token,
+    test_scattered_blocks_and_blocks_in_a_row_are_scored_alike,
+    test_the_sum_does_not_depend_on_where_the_blocks_lie,
+)
+from attention.test_residency import (
+    test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits,
+)
+from kvrecall.attention import selection
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.attention.split import slots_of, split_of
 from kvrecall.engines.vllm.attention.layer import _blocks_of
@@ -23,21 +37,6 @@ from kvrecall.engines.vllm.attention.staged import StagedLayer
 from kvrecall.engines.vllm.attention.steps import BatchRow
 from kvrecall.engines.vllm.attention.tritonkernel import TritonKernel
 from kvrecall.engines.vllm.connector.wire import Departure
-from retrieval import test_kernel, test_residency
-from retrieval.sequences import BLOCK, Bench, Sequence, shape_of
-from retrieval.test_kernel import (
-    test_blocks_loaded_behind_the_engines_back_are_digested_anew,
-    test_digests_follow_what_is_written_into_blocks,
-    test_equals_the_oracle_in_every_shape,
-    test_equals_the_oracle_with_options,
-    test_equals_the_oracle_without_init_and_with_one_local_token,
-    test_scattered_blocks_and_blocks_in_a_row_are_scored_alike,
-    test_the_estimate_of_blocks_of_equal_tokens_is_exact,
-    test_the_sum_does_not_depend_on_where_the_blocks_lie,
-)
-from retrieval.test_residency import (
-    test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits,
-)
 
 __all__ = [
     "test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits",
@@ -47,7 +46,6 @@ __all__ = [
     "test_equals_the_oracle_with_options",
     "test_equals_the_oracle_without_init_and_with_one_local_token",
     "test_scattered_blocks_and_blocks_in_a_row_are_scored_alike",
-    "test_the_estimate_of_blocks_of_equal_tokens_is_exact",
     "test_the_sum_does_not_depend_on_where_the_blocks_lie",
 ]
 
@@ -87,7 +85,7 @@ def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(7)
     monkeypatch.setattr(test_kernel, "Bench", DeviceBench)
     monkeypatch.setattr(test_residency, "Bench", DeviceBench)
-    monkeypatch.setattr(coding, "on_device", lambda _: True)
+    monkeypatch.setattr(selection, "on_device", lambda _: True)
 
 
 SETTINGS = replace(test_residency.SETTINGS, topk_share=0.3)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from triton.backends import backends
 
-from kvrecall.attention import coding
+from kvrecall.attention import selection
 from kvrecall.engines.vllm.attention import plugin
 
 # What vLLM looks at before it uses Triton: whether this build is for CPUs, and how new the GPU is.
@@ -23,7 +23,7 @@ torch.cuda.get_device_capability = lambda device=None: (9, 0)
 
 NAME = os.environ["AS_GPU"]
 plugin.CPU_BACKENDS = {"CPU_ATTN": plugin.CUDA_BACKENDS[NAME]}
-coding.on_device = lambda tensor: True
+selection.on_device = lambda tensor: True
 
 from vllm import triton_utils  # noqa: E402
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrecall.attention.kernels.paged import Paged, attend_by_triton, attend_plainly
-from retrieval.test_paged import cache
+from attention.test_paged import cache
+from kvrecall.attention.kernels.device import Paged, attend_by_triton
+from kvrecall.attention.kernels.oracle import attend_plainly
 
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 1000, 4097])

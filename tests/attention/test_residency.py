@@ -62,10 +62,6 @@ def test_every_block_asked_for_is_in_its_slot() -> None:
         held = np.take_along_axis(shelf.labels, admission.slots, 1)
         assert (held[wanted] == blocks[wanted]).all()
         assert admission.hits + len(admission.heads) == wanted.sum()
-        ahead = np.stack([rng.permutation(40)[:6] for _ in range(3)])
-        shelf.copy(shelf.residency.admit_ahead(ahead, np.ones_like(ahead, dtype=np.bool_)))
-        held = np.take_along_axis(shelf.labels, admission.slots, 1)
-        assert (held[wanted] == blocks[wanted]).all(), "loading ahead overwrote this step's"
         for row in shelf.labels:
             present = row[row >= 0]
             assert len(set(present)) == len(present)
@@ -83,17 +79,6 @@ def test_the_longest_unused_goes_first() -> None:
         step(residency, *blocks)
     assert step(residency, 2, 3).hits == 2
     assert step(residency, 1).hits == 0
-
-
-def test_what_was_loaded_ahead_is_a_hit_or_was_in_vain() -> None:
-    residency = Residency(1)
-    residency.grow(4, 10)
-    step(residency, 1, 2)
-    ahead = residency.admit_ahead(np.array([[2, 3, 4, 5]]), np.ones((1, 4), dtype=np.bool_))
-    assert ahead.blocks.tolist() == [3, 4], "best first, as many as there is room for"
-    assert step(residency, 3, 1).hits == 2
-    assert step(residency, 6).vain == 1, "block 4, which was never asked for"
-    assert step(residency, 7).vain == 0
 
 
 def test_slots_grow_with_the_sequence() -> None:
@@ -141,7 +126,7 @@ def offload(
 @pytest.mark.parametrize("stay", [0, 1])
 def test_recalled_blocks_give_the_same_bits(tokens: int, stay: int, dtype: torch.dtype) -> None:
     torch.manual_seed(tokens)
-    settings = replace(SETTINGS, topk_share=0.3, prefetch_share=0.05)
+    settings = replace(SETTINGS, topk_share=0.3)
     bench = Bench(shape_of(dtype=dtype), settings, 100)
     sequence = bench.sequence(tokens)
     queries = [torch.randn_like(sequence.query) for _ in range(4)]
@@ -158,7 +143,6 @@ def test_recalled_blocks_give_the_same_bits(tokens: int, stay: int, dtype: torch
         assert torch.equal(got, result)
     got = bench.whole.attend(sequence.query[None], bench.cache, away, table[0], tokens, scale)
     assert torch.equal(got, dense)
-    bench.layer.settle()
     assert bench.activity.blocks_loaded > 0
 
 
@@ -187,7 +171,7 @@ def test_tokens_computed_over_blocks_in_the_arena_give_the_same_bits(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["bounds", "deviation", "mean"])
+@pytest.mark.parametrize("kind", ["bounds", "mean"])
 @pytest.mark.parametrize("damaged", [(), (0, 131, 1000, -1)])
 def test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits(
     damaged: tuple[int, ...], kind: str, dtype: torch.dtype

@@ -34,14 +34,11 @@ def test_every_variable_is_read() -> None:
         "DENSE_LAYERS": "0",
         "GATE": "off",
         "CACHE_PERCENT": "0.1",
-        "PREFETCH_PERCENT": "0.01",
         "LEAST_BLOCKS": "3",
-        "TARGET_MASS": "0.9",
-        "ESTIMATE_REST": "1",
     }
     environ = {f"VLLM_RETRIEVAL_{name}": text for name, text in given.items()}
     assert RetrievalSettings.from_environ(environ) == RetrievalSettings(
-        1, 2, 0.5, 4, 5, "mean", 32, 0, False, 0.1, 0.01, 3, 0.9, True
+        1, 2, 0.5, 4, 5, "mean", 32, 0, False, 0.1, 3
     )
 
 
@@ -106,10 +103,7 @@ def engine(extra: object) -> SimpleNamespace:
         ("DIGEST", "median"),
         ("GATE", "maybe"),
         ("CACHE_PERCENT", "2"),
-        ("PREFETCH_PERCENT", "0.06"),
         ("LEAST_BLOCKS", "-1"),
-        ("TARGET_MASS", "0"),
-        ("TARGET_MASS", "90"),
         ("TOP_K", "1"),
     ],
 )

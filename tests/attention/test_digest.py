@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvrecall.attention.coding import coded_width, encode
 from kvrecall.attention.digest import DIGESTS, digests_of
-from kvrecall.attention.layout import Layout
+from kvrecall.attention.layout import Layout, encode
 from kvrecall.attention.selection import ExactSelector, NarrowingSelector
 from kvrecall.attention.settings import RetrievalSettings
 
@@ -28,9 +27,6 @@ def brute(kind: str, query: list[float], keys: list[list[float]]) -> float:
         mean = sum(column) / len(column)
         if kind == "mean":
             total += q * mean
-        elif kind == "deviation":
-            deviation = math.sqrt(sum((x - mean) ** 2 for x in column) / len(column))
-            total += q * mean + 0.5 * abs(q) * deviation
         else:
             total += max(q * x for x in column)
     return total
@@ -91,7 +87,7 @@ def test_selection_equals_brute_force_however_the_digests_are_cut(cuts: list[int
     keys = torch.randn(2, 20, 4, 8, 16, dtype=torch.float64).float()
     query = 4 * torch.randn(2, 3, 16)
     runs = DIGESTS["mean"].of_keys(keys).split(cuts, dim=1)
-    chosen = ExactSelector(DIGESTS["mean"]).choose(query, runs, 6, 0.5).blocks
+    chosen = ExactSelector(DIGESTS["mean"]).choose(query, runs, 6, 0.5)
     assert [set(row) for row in chosen.tolist()] == chosen_by_hand(query, keys, 6)
 
 
@@ -100,35 +96,8 @@ def test_each_kv_head_chooses_for_itself() -> None:
     query = torch.ones(2, 1, 4)
     digests[0, 3] = 9.0
     digests[1, 8] = 9.0
-    chosen = ExactSelector(DIGESTS["mean"]).choose(query, [digests], 1, 1.0).blocks
+    chosen = ExactSelector(DIGESTS["mean"]).choose(query, [digests], 1, 1.0)
     assert chosen.tolist() == [[3], [8]]
-
-
-def test_a_target_mass_takes_the_best_blocks_that_hold_it() -> None:
-    query, keys = 6 * torch.randn(2, 3, 16), torch.randn(2, 20, 1, 1, 16)
-    digests = DIGESTS["mean"].of_keys(keys)
-    mass = torch.einsum("hgd,hbd->hgb", query, keys[:, :, 0, 0]).mul(0.5).softmax(-1).mean(1)
-    choice = ExactSelector(DIGESTS["mean"], target_mass=0.8).choose(query, [digests], 12, 0.5)
-    assert choice.taken is not None
-    for head in range(2):
-        order = mass[head].argsort(descending=True).tolist()
-        held, want = 0.0, set()
-        for block in order[:12]:
-            if held < 0.8:
-                want.add(block)
-            held += float(mass[head, block])
-        taken = choice.taken[head]
-        assert set(choice.blocks[head][taken].tolist()) == want
-        assert 0 < len(want) < 12
-
-
-def test_blocks_ahead_are_the_next_best() -> None:
-    query, digests = torch.randn(2, 3, 16), torch.randn(2, 30, 2, 16)
-    selector = ExactSelector(DIGESTS["mean"])
-    ordered = selector.choose(query, [digests], 0, 1.0, ahead=9).later
-    choice = selector.choose(query, [digests], 5, 1.0, ahead=4)
-    assert [set(row) for row in choice.blocks.tolist()] == [set(r[:5]) for r in ordered.tolist()]
-    assert torch.equal(choice.later, ordered[:, 5:])
 
 
 SMALL_SHARE = RetrievalSettings(topk_share=0.02)
@@ -145,9 +114,9 @@ def test_narrowing_finds_planted_keys(kind: str, cuts: list[int]) -> None:
     for head, blocks in enumerate(planted):
         for block in blocks:
             keys[head, block, 40:56] = 12 * query[head].mean(0)
-    rows = layout.rows_of(keys)
+    rows = encode(layout.rows_of(keys))
     choice = NarrowingSelector(layout).choose(query, rows.split(cuts, dim=1), 8, 0.25)
-    for chosen, blocks in zip(choice.blocks.tolist(), planted, strict=True):
+    for chosen, blocks in zip(choice.tolist(), planted, strict=True):
         assert len(set(chosen)) == 8
         assert set(blocks) <= set(chosen)
 
@@ -155,20 +124,8 @@ def test_narrowing_finds_planted_keys(kind: str, cuts: list[int]) -> None:
 def test_narrowing_chooses_what_is_best_of_the_blocks_looked_at() -> None:
     """Looking at all of them closely, it is an exact search."""
     layout = Layout.of(SMALL_SHARE, 128)
-    rows, query = layout.rows_of(torch.randn(2, 40, 128, 16)), torch.randn(2, 3, 16)
+    rows, query = encode(layout.rows_of(torch.randn(2, 40, 128, 16))), torch.randn(2, 3, 16)
     assert layout.narrowed(40, 10) == 40
-    near = NarrowingSelector(layout).choose(query, [rows], 10, 0.25, ahead=3)
-    exact = ExactSelector(layout.kind, layout.fine_rows).choose(query, [rows], 10, 0.25, ahead=3)
-    assert [set(row) for row in near.blocks.tolist()] == [set(r) for r in exact.blocks.tolist()]
-    assert torch.equal(near.later, exact.later)
-
-
-@pytest.mark.parametrize("kind", list(DIGESTS))
-def test_rows_for_the_rest_are_mean_keys_and_values(kind: str) -> None:
-    layout = Layout.of(replace(SMALL_SHARE, digest=kind, estimate_rest=True), 128)
-    keys, values = torch.randn(2, 5, 128, 16), torch.randn(2, 5, 128, 16)
-    rows = encode(layout.rows_of(keys, values), layout.rest)
-    assert rows.shape == (2, 5, layout.rows, coded_width(layout.kind.parts * 16))
-    key, value = layout.rest_of(rows)
-    torch.testing.assert_close(key, keys.mean(2), atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(value, values.mean(2), atol=1e-4, rtol=1e-4)
+    near = NarrowingSelector(layout).choose(query, [rows], 10, 0.25)
+    exact = ExactSelector(layout.kind, layout.fine_rows).choose(query, [rows], 10, 0.25)
+    assert [set(row) for row in near.tolist()] == [set(r) for r in exact.tolist()]

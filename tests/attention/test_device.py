@@ -26,7 +26,7 @@ BOUNDARIES = {
     "VLLM_RETRIEVAL_GATE": "0",
     "VLLM_RETRIEVAL_LEAST_BLOCKS": "1",
 }
-AS_GPU = {"prelude": "retrieval.asgpu"}
+AS_GPU = {"prelude": "attention.asgpu"}
 INTERPRETED = {
     "TRITON_INTERPRET": "1",
     "VLLM_USE_V2_MODEL_RUNNER": "0",

@@ -14,9 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvrecall.attention.kernels.moving_triton import move_words
-from kvrecall.attention.kernels.paged_triton import attend_rows
-from kvrecall.attention.kernels.search_triton import best_rows
+from kvrecall.attention.kernels.triton_kernels import attend_rows, best_rows, move_words
 
 ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
 ATTEND = {"table": "*i32", "lengths": "*i32", "output": "*fp32", "lse": "*fp32"}

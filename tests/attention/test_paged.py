@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from kvrecall.attention.kernels import oracle
-from kvrecall.attention.kernels.paged import Paged, Part, attend_plainly, merged
+from kvrecall.attention.kernels.device import Paged, Part, merged
+from kvrecall.attention.kernels.oracle import attend_plainly
 
 
 def cache(

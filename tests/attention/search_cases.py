@@ -6,24 +6,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrecall.attention import coding
-from kvrecall.attention.coding import CodedQuery, encode
+from kvrecall.attention import selection
 from kvrecall.attention.digest import DIGESTS
-from kvrecall.attention.kernels.search import best_by_triton, fits
-from kvrecall.attention.layout import Layout
-from kvrecall.attention.selection import selector_of
+from kvrecall.attention.kernels.device import best_by_triton, fits
+from kvrecall.attention.kernels.int8 import products_by_torch
+from kvrecall.attention.layout import Layout, encode
+from kvrecall.attention.selection import CodedQuery, best_products, selector_of
 from kvrecall.attention.settings import RetrievalSettings
 
 
 def rows(heads: int, blocks: int, per_block: int, width: int) -> torch.Tensor:
     torch.manual_seed(blocks + width)
     return encode(torch.randn(heads, blocks, per_block, width))
-
-
-def best_of_all(query: CodedQuery, coded: torch.Tensor, scale: float) -> torch.Tensor:
-    heads, blocks, per_block, _ = coded.shape
-    products = coding.coded_products(query, coded, scale)
-    return products.view(heads, -1, blocks, per_block).amax(-1)
 
 
 def best(
@@ -41,15 +35,15 @@ def test_it_finds_what_torch_finds_to_the_bit(
     blocks: int, group: int, per_block: int, width: int
 ) -> None:
     coded = rows(3, blocks, per_block, width)
-    query = CodedQuery.of(torch.randn(3, group, width))
-    assert torch.equal(best(query, coded, 0.1), best_of_all(query, coded, 0.1))
+    query = CodedQuery(torch.randn(3, group, width))
+    assert torch.equal(best(query, coded, 0.1), best_products(query, coded, 0.1))
 
 
 def test_parts_of_rows_and_of_blocks() -> None:
     """As a selector takes them: some rows of each block, some blocks of all, in any order."""
     coded = rows(2, 70, 18, 64)[:, 5:68, 2:18]
-    query = CodedQuery.of(torch.randn(2, 4, 64))
-    want = best_of_all(query, coded, 1.0)
+    query = CodedQuery(torch.randn(2, 4, 64))
+    want = best_products(query, coded, 1.0)
     assert torch.equal(best(query, coded, 1.0), want)
     places = torch.stack([torch.randperm(63)[:40] for _ in range(2)])
     got = best(query, coded, 1.0, places)
@@ -74,11 +68,11 @@ def test_selection_chooses_the_same_blocks(share: float, monkeypatch: pytest.Mon
     runs = [digests[:, :90], digests[:, 90:]]
 
     def chosen() -> torch.Tensor:
-        choice = selector_of(settings, layout).choose(query, runs, 20, 0.125)
-        return choice.blocks.sort(-1).values
+        chosen = selector_of(settings, layout).choose(query, runs, 20, 0.125)
+        return chosen.sort(-1).values
 
     want = chosen()
-    monkeypatch.setattr(coding, "on_device", lambda _: True)
+    monkeypatch.setattr(selection, "on_device", lambda _: True)
     assert torch.equal(chosen(), want)
 
 
@@ -88,5 +82,5 @@ def test_sums_where_there_is_no_kernel(kind: str) -> None:
     width = DIGESTS[kind].parts * 1024  # wider than single precision adds exactly
     point = torch.randint(-127, 128, (2, 3, width), dtype=torch.int8)
     codes = torch.randint(-127, 128, (2, 50, width), dtype=torch.int8)
-    want = torch.einsum("hgw,hnw->hgn", point.long(), codes.long())
-    assert torch.equal(coding._sums_anywhere(point, codes).long(), want)
+    want = torch.einsum("hgw,hnw->hng", point.long(), codes.long())
+    assert torch.equal(products_by_torch(point, codes).long(), want)
