@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvrecall.block import Namespace
-from kvrecall.config import RecallSettings, parse_size
+from kvrecall.config import RecallSettings, help_of, parse_size, reference, split_for_service
 from kvrecall.errors import ConfigError
 
 
@@ -67,6 +69,37 @@ def test_errors_name_the_thing(raw: dict[str, object], words: list[str]) -> None
     assert "\n" not in text
     for word in words:
         assert word in text, text
+
+
+def test_the_reference_page_is_current() -> None:
+    page = Path(__file__).parents[1] / "docs" / "settings.md"
+    assert page.read_text(encoding="utf-8") == reference(), (
+        "run: python -m kvrecall.config docs/settings.md"
+    )
+
+
+def test_help_names_the_default() -> None:
+    assert help_of("host_size") == "Host memory for blocks, a hard limit. Default: 4GiB."
+    assert help_of("load_deadline").endswith("Default: 10.")
+    assert help_of("disk_path").endswith("there is none.")
+
+
+def test_an_error_has_the_place_of_its_setting() -> None:
+    with pytest.raises(ConfigError, match=r"^pool.json:7: load_deadline is 0; allowed: above 0"):
+        RecallSettings.from_mapping({"load_deadline": 0}, lambda key: f"pool.json:{len(key) - 6}")
+
+
+def test_settings_for_a_service_of_several_engines() -> None:
+    raw = {"host_size": "1GiB", "load_deadline": 3, "audit": 0, "admin_socket": "/run/x/pool.sock"}
+    pool, engines = split_for_service(raw)
+    assert pool == {"host_size": "1GiB", "load_deadline": 3, "socket": "/run/x/pool.sock"}
+    assert engines == {
+        "backend": "service",
+        "socket": "/run/x/pool.sock",
+        "load_deadline": 3,
+        "audit": 0,
+    }
+    assert RecallSettings.from_mapping(engines).service is not None
 
 
 def test_namespaces_do_not_depend_on_order_and_never_run_together() -> None:

@@ -1,4 +1,9 @@
-"""Typed settings of the pool. Parsed once at the edge; nothing below reads files or environment."""
+"""The settings of the pool, each declared once: its type, default, text and what it may be.
+
+``Settings`` is that declaration. Reading, errors, ``--help`` (``help_of``) and the reference page
+(``python -m kvrecall.config docs/settings.md``) follow it; what runs gets the small frozen values
+above it. Settings are read once, at the edge: nothing below reads files or environment.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,15 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
+from pydantic.fields import FieldInfo
 
 from kvrecall.block import Tenant, is_tenant, tenant_of
 from kvrecall.errors import ConfigError
@@ -165,17 +176,10 @@ class ServiceConfig:
     call_timeout_s: float = 0.1  # the longest a call waits for the service
 
 
-_GIB = 1024**3
-WRITE_POLICIES = ("through", "back", "selective")
-REMOTE_WRITES = ("through", "back", "off")
-
-
 @dataclass(frozen=True, slots=True)
 class RecallSettings:
-    """What a person sets: the connector's ``kv_connector_extra_config``, a pool.json, or options.
-
-    See ``from_mapping`` for the names and defaults.
-    """
+    """What a person set, of whatever origin: a connector's ``kv_connector_extra_config``, a
+    pool.json, options. ``Settings`` has the names and defaults."""
 
     pool: PoolConfig
     backend: str = "embedded"
@@ -188,277 +192,389 @@ class RecallSettings:
     audit_every: int | None = DEFAULT_AUDIT_EVERY  # hits; 0: only first ones; None: no audits
 
     @classmethod
-    def from_mapping(cls, raw: Mapping[str, object], source: str = "settings") -> RecallSettings:
-        """Parses and checks a flat mapping. Unknown keys and wrong values raise ConfigError.
-
-        backend       embedded (default): a pool in the engine's process; service: the node's
-        socket        path of the service's socket, default /tmp/kvrecall-UID/pool.sock
-        call_timeout  seconds an engine waits for an answer of the service, default 0.1
-        admin_socket  where an embedded pool can be asked what is in it (kvrecall pool stat, ls);
-                      absent = nowhere
-        host_size     size of the host arena, default 4GiB
-        host_max_size how far ``pool resize`` may let it grow while running, default host_size.
-                      What is above host_size is address space until then; a GPU's driver, which
-                      pins the arena, takes all of it at the start
-        disk_path     folder of the disk tier; absent = no disk tier
-        disk_size     hard limit of the disk tier, required with disk_path
-        direct_io     bool, default true
-        async_write   bool, default true: saves leave the critical path and are shed under
-                      pressure; false: a reply ends only when its blocks are durable in the pool
-        policy        eviction policy, default hazard
-        write_policy  through (default): every block is written to disk at once; back: when it is
-                      about to leave the host; selective: when it was asked for a second time
-        ttl           12h, 30d: drop blocks not used for so long; default never
-        tenant_quota  how much of each tier one tenant (cache_salt) may hold: "25%", "4GiB", or
-                      {"host": ..., "disk": ...}; default no limit
-        tenants       {TENANT: {"host": .., "disk": .., "ttl": ..}}: own terms of some tenants, in
-                      place of tenant_quota and ttl; what is left out is unlimited
-        pin_limit     share of a tier that may be pinned, default 0.5
-        host_watermarks, disk_watermarks  [high, low], shares of the tier: eviction begins above
-                      high and stops at low; default [1, 1] and [0.95, 0.9]
-        unwritten_watermarks  [high, low], shares of the host: with write_policy back, blocks are
-                      written when more than high is unwritten, until low is; default [0.5, 0.4]
-        encryption_key_file  file with the key that blocks below the host are sealed with
-                      (AES-256-GCM); absent = blocks lie there as they are
-        load_or_compute  auto (default): of a prefix, only what is expected to load faster than it
-                      computes is loaded; load: whatever is found is loaded
-        load_deadline seconds a request waits for blocks from below the host, default 10
-        handover_deadline  seconds a decode instance waits for blocks that a prefill instance has
-                      promised, before it computes them itself, default 2
-        remote        the store beyond this host: an object with its ``kind`` (mooncake, objects or
-                      package.module:Factory) and the options of that kind; absent = none
-        remote_write  through (default): blocks are stored there as they come; back: when they
-                      are about to leave the host's memory, and when the pool closes; off: only read
-        lookup_deadline  seconds a request waits to hear what the remote store has, default 0.05
-        audit         one hit in so many is computed and compared with the pool's blocks, default
-                      4096, beside the first hit on blocks of every writer that this engine has
-                      not proved yet; 0 = only these; off = none: blocks are believed unseen
-        retrieval     mapping: settings of retrieval attention, instead of VLLM_RETRIEVAL_*
-
-        With backend=service the memory, the disk and the remote store are settings of the service
-        (``pool serve``), and errors here; without it ``socket`` and ``call_timeout`` are.
-        """
-        return _SettingsReader(raw, source).read()
+    def from_mapping(
+        cls, raw: Mapping[str, object], source: str | Callable[[str], str] = "settings"
+    ) -> RecallSettings:
+        """Checks the settings in ``raw``. Errors begin with ``source``, which may also give the
+        place (``file:line:column``) of a setting. Raises ConfigError for the first one that is
+        unknown or wrong."""
+        return _settings(Settings.read(raw, source))
 
 
-class _SettingsReader:
-    """Takes known keys out of a mapping one by one; what is left over is an error."""
+class Owner(StrEnum):
+    """The process that a setting is for."""
 
-    def __init__(self, raw: Mapping[str, object], source: str) -> None:
-        self._left = dict(raw)
-        self._source = source
-
-    def read(self) -> RecallSettings:
-        known = sorted(_KNOWN_SETTINGS)
-        for key in self._left:
-            if key not in _KNOWN_SETTINGS:
-                close = difflib.get_close_matches(key, known, 1)
-                hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
-                raise ConfigError(f"{self._source}: unknown setting {key!r}{hint}")
-        backend = self._choice("backend", "embedded", ("embedded", "service"))
-        for key in _EMBEDDED_ONLY if backend == "service" else _SERVICE_ONLY:
-            if key in self._left:
-                raise self._fail(key, self._left[key], f"it has no effect with backend {backend!r}")
-        host_bytes = self._size("host_size", 4 * _GIB)
-        return RecallSettings(
-            pool=PoolConfig(
-                host_bytes=host_bytes,
-                host_most_bytes=self._host_most(host_bytes),
-                disk=self._disk(),
-                policy=self._text("policy", DEFAULT_POLICY),
-                load_deadline_s=self._number("load_deadline", 10.0, 0.0, 3600.0),
-                terms=self._pool_terms(),
-                encryption_key_file=self._path("encryption_key_file"),
-                remote=self._remote(),
-                lookup_deadline_s=self._number("lookup_deadline", 0.05, 0.0, 60.0),
-            ),
-            backend=backend,
-            async_write=self._flag("async_write", True),
-            appraise_loads=self._choice("load_or_compute", "auto", ("auto", "load")) == "auto",
-            handover_deadline_s=self._number("handover_deadline", 2.0, 0.0, 600.0),
-            admin_socket=self._path("admin_socket"),
-            service=self._service() if backend == "service" else None,
-            retrieval=self._mapping("retrieval"),
-            audit_every=self._audit(),
-        )
-
-    def _audit(self) -> int | None:
-        value = self._left.get("audit", DEFAULT_AUDIT_EVERY)
-        if value == "off":
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self._fail("audit", value, 'it must be a number of hits, 0 or "off"')
-        return value
-
-    def _host_most(self, host_bytes: int) -> int:
-        most = self._size("host_max_size", host_bytes)
-        if most < host_bytes:
-            raise self._fail(
-                "host_max_size", self._left["host_max_size"], "it must not be below host_size"
-            )
-        return most
-
-    def _service(self) -> ServiceConfig:
-        return ServiceConfig(
-            socket=Path(self._text("socket", str(default_socket()))),
-            call_timeout_s=self._number("call_timeout", 0.1, 0.0, 60.0),
-        )
-
-    def _disk(self) -> DiskConfig | None:
-        path = self._text("disk_path", "")
-        if not path:
-            if "disk_size" in self._left:
-                raise ConfigError(f"{self._source}: disk_size is set but disk_path is not")
-            return None
-        if "disk_size" not in self._left:
-            raise ConfigError(
-                f"{self._source}: disk_path is set but disk_size is not; the disk tier needs a "
-                "hard limit, for example disk_size=100GiB"
-            )
-        marks = self._marks("disk_watermarks", Watermarks(0.95, 0.90))
-        return DiskConfig(
-            path=Path(path),
-            capacity_bytes=self._size("disk_size", 0),
-            high_watermark=marks.high,
-            low_watermark=marks.low,
-            direct_io=self._flag("direct_io", True),
-        )
-
-    def _pool_terms(self) -> PoolTerms:
-        return PoolTerms(
-            write_policy=self._choice("write_policy", "through", WRITE_POLICIES),
-            remote_write=self._choice("remote_write", "through", REMOTE_WRITES),
-            tenants=self._tenants(),
-            pin_limit=self._number("pin_limit", 0.5, 0.0, 1.0),
-            host_marks=self._marks("host_watermarks", Watermarks(1.0, 1.0)),
-            unwritten_marks=self._marks("unwritten_watermarks", Watermarks(0.5, 0.4)),
-        )
-
-    def _tenants(self) -> TenantRules:
-        ttl = self._left.get("ttl")
-        ttl_s = None if ttl in (None, "") else parse_age(ttl, f"{self._source}: ttl")
-        quota = self._left.get("tenant_quota")
-        if not isinstance(quota, dict):
-            quota = {} if quota is None else {"host": quota, "disk": quota}
-        default = self._terms("tenant_quota", quota, ("host", "disk"))
-        named = self._left.get("tenants", {})
-        if not isinstance(named, dict):
-            raise self._fail("tenants", named, "it must be an object: {TENANT: {...}}")
-        terms = {}
-        for name, what in named.items():
-            tenant = parse_tenant(str(name), f"{self._source}: tenants")
-            if not isinstance(what, dict):
-                raise self._fail(f"tenants.{name}", what, 'it must be {"host": .., "disk": ..}')
-            terms[tenant] = self._terms(f"tenants.{name}", what, ("host", "disk", "ttl"))
-        return TenantRules(TenantTerms(default.host, default.disk, ttl_s), terms)
-
-    def _terms(self, name: str, raw: Mapping[str, object], known: tuple[str, ...]) -> TenantTerms:
-        for key in raw:
-            if key not in known:
-                raise self._fail(f"{name}.{key}", raw[key], f"known here: {', '.join(known)}")
-        source = f"{self._source}: {name}"
-        ttl = raw.get("ttl")
-        return TenantTerms(
-            _amount(raw.get("host"), f"{source}: host"),
-            _amount(raw.get("disk"), f"{source}: disk"),
-            None if ttl is None else parse_age(ttl, f"{source}: ttl"),
-        )
-
-    def _marks(self, key: str, default: Watermarks) -> Watermarks:
-        value = self._left.get(key)
-        if value is None:
-            return default
-        right = (
-            isinstance(value, list)
-            and len(value) == 2
-            and all(isinstance(x, int | float) and not isinstance(x, bool) for x in value)
-            and 0 < value[1] <= value[0] <= 1
-        )
-        if not right:
-            raise self._fail(key, value, "it must be [high, low] with 0 < low <= high <= 1")
-        assert isinstance(value, list)
-        return Watermarks(float(value[0]), float(value[1]))
-
-    def _remote(self) -> RemoteConfig | None:
-        value = self._left.get("remote")
-        if value is None:
-            if "remote_write" in self._left:
-                raise ConfigError(f"{self._source}: remote_write is set but remote is not")
-            return None
-        if not isinstance(value, Mapping) or not isinstance(value.get("kind"), str):
-            raise self._fail("remote", value, 'it must be an object such as {"kind": "mooncake"}')
-        options = {name: option for name, option in value.items() if name != "kind"}
-        writes = self._choice("remote_write", "through", REMOTE_WRITES) != "off"
-        return RemoteConfig(str(value["kind"]), options, writes)
-
-    def _fail(self, key: str, value: object, allowed: str) -> ConfigError:
-        return ConfigError(f"{self._source}: {key} is {value!r}; {allowed}")
-
-    def _size(self, key: str, default: int) -> int:
-        value = self._left.get(key, default)
-        nbytes = parse_size(value, f"{self._source}: {key}")  # type: ignore[arg-type]
-        if nbytes <= 0:
-            raise self._fail(key, value, "it must be more than 0")
-        return nbytes
-
-    def _flag(self, key: str, default: bool) -> bool:
-        value = self._left.get(key, default)
-        if not isinstance(value, bool):
-            raise self._fail(key, value, "allowed: true, false")
-        return value
-
-    def _text(self, key: str, default: str) -> str:
-        value = self._left.get(key, default)
-        if not isinstance(value, str):
-            raise self._fail(key, value, "it must be a string")
-        return value
-
-    def _mapping(self, key: str) -> Mapping[str, object] | None:
-        value = self._left.get(key)
-        if value is not None and not isinstance(value, Mapping):
-            raise self._fail(key, value, "it must be a mapping of settings, {} for the defaults")
-        return value
-
-    def _path(self, key: str) -> Path | None:
-        if key not in self._left:
-            return None
-        text = self._text(key, "")
-        if not text:
-            raise self._fail(key, text, "it must be the path of a file")
-        return Path(text).expanduser()
-
-    def _choice(self, key: str, default: str, allowed: tuple[str, ...]) -> str:
-        value = self._text(key, default)
-        if value not in allowed:
-            raise self._fail(key, value, f"allowed: {', '.join(allowed)}")
-        return value
-
-    def _number(self, key: str, default: float, low: float, high: float) -> float:
-        value = self._left.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._fail(key, value, "it must be a number")
-        if not low < value <= high:
-            raise self._fail(key, value, f"allowed: above {low:g}, at most {high:g}")
-        return float(value)
+    ENGINE = "every engine"
+    POOL = "the process that has the pool"
+    CLIENT = "an engine that uses a pool service"
 
 
-def _amount(value: object, name: str) -> Amount | None:
+def _setting(owner: Owner, text: str, default: Any, shown: str = "", **bounds: Any) -> Any:
+    """A field of ``Settings``. ``shown`` is the default in words, if the value does not say it."""
+    extra: dict[str, Any] = {"owner": owner.value, "shown": shown or _shown(default)}
+    return Field(default, description=text, json_schema_extra=extra, **bounds)
+
+
+def _shown(default: object) -> str:
+    if isinstance(default, bool):
+        return str(default).lower()
+    return "" if default is None else f"{default:g}" if isinstance(default, float) else f"{default}"
+
+
+def _parsed(parse: Callable[[Any, str], Any]) -> BeforeValidator:
+    """Reads a value by ``parse``, which gets a name of the setting for its errors."""
+
+    def validated(value: Any, info: ValidationInfo) -> Any:
+        assert info.context is not None
+        assert info.field_name is not None
+        return parse(value, f"{info.context['place'](info.field_name)}: {info.field_name}")
+
+    return BeforeValidator(validated)
+
+
+def _wrong(name: str, value: object, allowed: str) -> ConfigError:
+    return ConfigError(f"{name} is {value!r}; {allowed}")
+
+
+def _size(value: Any, name: str) -> int:
+    nbytes = parse_size(value, name)
+    if nbytes <= 0:
+        raise _wrong(name, value, "it must be more than 0")
+    return nbytes
+
+
+def _path(value: Any, name: str) -> Path | None:
+    if value is None:
+        return None
+    if not isinstance(value, str | Path):
+        raise _wrong(name, value, "it must be a string, the path of a file or folder")
+    if not str(value):
+        raise _wrong(name, value, "it must be the path of a file or folder")
+    return Path(value).expanduser()
+
+
+def _watermarks(value: Any, name: str) -> Watermarks | None:
+    numbers = value if isinstance(value, list) else []
+    right = len(numbers) == 2 and all(type(number) in (int, float) for number in numbers)
+    if value is not None and not (right and 0 < numbers[1] <= numbers[0] <= 1):
+        raise _wrong(name, value, "it must be [high, low] with 0 < low <= high <= 1")
+    return Watermarks(float(numbers[0]), float(numbers[1])) if right else None
+
+
+def _amount(value: Any, name: str) -> Amount | None:
     """``25%`` of a tier, or a size."""
     if value is None:
         return None
     text = str(value).strip()
-    if text.endswith("%"):
+    if not text.endswith("%"):
+        return Amount(_size(value, name))
+    share = float(text[:-1]) / 100 if re.fullmatch(r"\d+(\.\d+)?%", text) else math.nan
+    if not 0 < share <= 1:
+        raise _wrong(name, value, "a share must be above 0% and at most 100%")
+    return Amount(share=share)
+
+
+def _age(value: Any, name: str) -> float | None:
+    return None if value in (None, "") else parse_age(value, name)
+
+
+def _terms(raw: Mapping[str, Any], name: str, *known: str) -> TenantTerms:
+    for key in raw:
+        if key not in known:
+            raise _wrong(f"{name}.{key}", raw[key], f"known here: {', '.join(known)}")
+    return TenantTerms(
+        _amount(raw.get("host"), f"{name}.host"),
+        _amount(raw.get("disk"), f"{name}.disk"),
+        _age(raw.get("ttl"), f"{name}.ttl"),
+    )
+
+
+def _quota(value: Any, name: str) -> TenantTerms:
+    both = value if isinstance(value, dict) else {"host": value, "disk": value}
+    return _terms(both, name, "host", "disk")
+
+
+def _tenants(value: Any, name: str) -> dict[Tenant, TenantTerms]:
+    if not isinstance(value, dict):
+        raise _wrong(name, value, "it must be an object: {TENANT: {...}}")
+    terms = {}
+    for tenant, what in value.items():
+        if not isinstance(what, dict):
+            raise _wrong(f"{name}.{tenant}", what, 'it must be {"host": .., "disk": ..}')
+        key = parse_tenant(str(tenant), name)
+        terms[key] = _terms(what, f"{name}.{tenant}", "host", "disk", "ttl")
+    return terms
+
+
+def _remote(value: Any, name: str) -> Mapping[str, object] | None:
+    if value is None or (isinstance(value, Mapping) and isinstance(value.get("kind"), str)):
+        return value
+    raise _wrong(name, value, 'it must be an object such as {"kind": "mooncake"}')
+
+
+def _audit(value: Any, name: str) -> int | None:
+    if value == "off":
+        return None
+    if type(value) is not int or value < 0:
+        raise _wrong(name, value, 'it must be a number of hits, 0 or "off"')
+    return value
+
+
+Size = Annotated[int, _parsed(_size)]
+File = Annotated[Path, _parsed(_path)]
+Marks = Annotated[Watermarks, _parsed(_watermarks)]
+
+
+class Settings(BaseModel):
+    """Every setting of the pool, as people write them."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True
+    )
+
+    backend: Literal["embedded", "service"] = _setting(
+        Owner.ENGINE,
+        "`embedded`: the pool is in the engine's process; `service`: the engine uses the node's "
+        "(`kvrecall pool serve`)",
+        "embedded",
+    )
+    host_size: Size = _setting(Owner.POOL, "host memory for blocks, a hard limit", 4 << 30, "4GiB")
+    host_max_size: Size | None = _setting(
+        Owner.POOL,
+        "how far `kvrecall pool resize` may let the host memory grow; what is above host_size is "
+        "address space until then, but a GPU's driver pins all of it at the start",
+        None,
+        "host_size",
+    )
+    disk_path: File | None = _setting(
+        Owner.POOL, "folder of the disk tier; without it there is none", None
+    )
+    disk_size: Size | None = _setting(
+        Owner.POOL, "hard limit of the disk tier, index included; required with disk_path", None
+    )
+    direct_io: bool = _setting(
+        Owner.POOL, "read and write past the page cache, where the file system allows", True
+    )
+    policy: str = _setting(
+        Owner.POOL,
+        "which blocks make room for others: `lru`, `fifo`, `lfu`, `s3fifo`, `hazard`",
+        DEFAULT_POLICY,
+    )
+    host_watermarks: Marks | None = _setting(
+        Owner.POOL,
+        "[high, low], shares of the host: eviction in the background begins above high and stops "
+        "at low; 1: none ahead of need",
+        None,
+        "[1, 1]",
+    )
+    disk_watermarks: Marks | None = _setting(
+        Owner.POOL, "[high, low], shares of the disk: as host_watermarks", None, "[0.95, 0.9]"
+    )
+    write_policy: Literal["through", "back", "selective"] = _setting(
+        Owner.POOL,
+        "when a block is written to disk. `through`: at once; `back`: when it is about to leave "
+        "the host; `selective`: when it is asked for a second time",
+        "through",
+    )
+    unwritten_watermarks: Marks | None = _setting(
+        Owner.POOL,
+        "[high, low], shares of the host: with write_policy back, blocks are written when more "
+        "than high is unwritten, until low is",
+        None,
+        "[0.5, 0.4]",
+    )
+    encryption_key_file: File | None = _setting(
+        Owner.POOL,
+        "file with the key that encrypts blocks below the host (AES-256-GCM), see `kvrecall pool "
+        "key`; without it they are not encrypted",
+        None,
+    )
+    ttl: Annotated[float | None, _parsed(_age)] = _setting(
+        Owner.POOL, "drop blocks that were not used for so long: 12h, 30d", None, "never"
+    )
+    tenant_quota: Annotated[TenantTerms, _parsed(_quota)] = _setting(
+        Owner.POOL,
+        'share of each tier that one tenant (cache_salt) may hold: 25%, 4GiB, or {"host": .., '
+        '"disk": ..}',
+        TenantTerms(),
+        "no limit",
+    )
+    tenants: Annotated[dict[Tenant, TenantTerms], _parsed(_tenants)] = _setting(
+        Owner.POOL,
+        '{TENANT: {"host": .., "disk": .., "ttl": ..}}: terms of single tenants, in place of '
+        "tenant_quota and ttl; what is left out is unlimited",
+        {},
+        "none",
+    )
+    pin_limit: float = _setting(
+        Owner.POOL, "share of a tier that pinned blocks may take", 0.5, gt=0, le=1
+    )
+    remote: Annotated[Mapping[str, object] | None, _parsed(_remote)] = _setting(
+        Owner.POOL,
+        "the store beyond this host: an object with its `kind` (mooncake, objects or "
+        "package.module:Factory) and the options of that kind",
+        None,
+        "none",
+    )
+    remote_write: Literal["through", "back", "off"] = _setting(
+        Owner.POOL,
+        "when a block goes to the remote store. `through`: as it comes; `back`: when it is about "
+        "to leave the host, and when the pool closes; `off`: never, blocks are only read",
+        "through",
+    )
+    admin_socket: File | None = _setting(
+        Owner.POOL,
+        "socket where an embedded pool can be asked what is in it (`kvrecall pool stat`, `ls`)",
+        None,
+        "none; under `kvrecall serve` /tmp/kvrecall-UID/serve-PORT.sock",
+    )
+    lookup_deadline: float = _setting(
+        Owner.ENGINE,
+        "most seconds a request waits to hear what the remote store has",
+        0.05,
+        gt=0,
+        le=60,
+    )
+    load_deadline: float = _setting(
+        Owner.ENGINE,
+        "most seconds a request waits for blocks from below the host; then it computes them",
+        10.0,
+        gt=0,
+        le=3600,
+    )
+    load_or_compute: Literal["auto", "load"] = _setting(
+        Owner.ENGINE,
+        "`auto`: of a prefix, load only what is expected to load faster than it computes; `load`: "
+        "whatever is found",
+        "auto",
+    )
+    async_write: bool = _setting(
+        Owner.ENGINE,
+        "save blocks off the critical path and shed load under pressure; false: a reply ends once "
+        "its blocks are durable in the pool",
+        True,
+    )
+    handover_deadline: float = _setting(
+        Owner.ENGINE,
+        "most seconds a decode instance waits for blocks that a prefill instance has promised; "
+        "then it computes them",
+        2.0,
+        gt=0,
+        le=600,
+    )
+    audit: Annotated[int | None, _parsed(_audit)] = _setting(
+        Owner.ENGINE,
+        "one hit in so many is computed and compared with the pool's blocks, beside the first hit "
+        'on each writer\'s blocks; 0: only these; "off": none',
+        DEFAULT_AUDIT_EVERY,
+    )
+    retrieval: dict[str, object] | None = _setting(
+        Owner.ENGINE,
+        "object with the settings of retrieval attention, {} for its defaults; in place of "
+        "VLLM_RETRIEVAL_*",
+        None,
+        "off",
+    )
+    socket: File | None = _setting(
+        Owner.CLIENT,
+        "socket of the pool service; `kvrecall pool serve` listens there",
+        None,
+        "/tmp/kvrecall-UID/pool.sock",
+    )
+    call_timeout: float = _setting(
+        Owner.CLIENT, "most seconds a call waits for the pool service", 0.1, gt=0, le=60
+    )
+
+    @classmethod
+    def read(
+        cls,
+        raw: Mapping[str, object],
+        source: str | Callable[[str], str],
+        of_service: bool = False,
+    ) -> Settings:
+        """See RecallSettings.from_mapping; ``of_service``: service_settings."""
+        place = source if callable(source) else lambda _: source
+        for key in raw:
+            if key not in cls.model_fields:
+                close = difflib.get_close_matches(key, list(cls.model_fields), 1)
+                known = f"known: {', '.join(sorted(cls.model_fields))}"
+                hint = f"did you mean {close[0]!r}?" if close else known
+                raise ConfigError(f"{place(key)}: unknown setting {key!r}; {hint}")
         try:
-            share = float(text[:-1]) / 100
-        except ValueError:
-            share = math.nan
-        if not 0 < share <= 1:
-            raise ConfigError(f"{name}: {value!r}; a share must be above 0% and at most 100%")
-        return Amount(share=share)
-    nbytes = parse_size(value, name)  # type: ignore[arg-type]
-    if nbytes <= 0:
-        raise ConfigError(f"{name}: {value!r}; it must be more than 0")
-    return Amount(nbytes)
+            read = cls.model_validate(dict(raw), context={"place": place})
+        except ValidationError as error:
+            detail = error.errors(include_url=False)[0]
+            key = str(detail["loc"][0])
+            allowed = allowed_by(detail, cls.model_fields[key])
+            raise _wrong(f"{place(key)}: {key}", raw[key], allowed) from error
+        if not of_service:
+            foreign = Owner.POOL if read.backend == "service" else Owner.CLIENT
+            for key in raw:
+                if owner_of(key) is foreign:
+                    allowed = f"it has no effect with backend {read.backend!r}"
+                    raise _wrong(f"{place(key)}: {key}", raw[key], allowed)
+        elif raw.get("backend", "service") != "service":
+            raise _wrong(f"{place('backend')}: backend", read.backend, "allowed here: service")
+        read._check_together(place)
+        return read
+
+    def _check_together(self, place: Callable[[str], str]) -> None:
+        """Raises ConfigError for settings that do not go together."""
+        if self.disk_size is not None and self.disk_path is None:
+            raise ConfigError(f"{place('disk_size')}: disk_size is set but disk_path is not")
+        if self.disk_path is not None and self.disk_size is None:
+            raise ConfigError(
+                f"{place('disk_path')}: disk_path is set but disk_size is not; the disk tier needs "
+                "a hard limit, for example disk_size=100GiB"
+            )
+        if self.remote is None and "remote_write" in self.model_fields_set:
+            raise ConfigError(f"{place('remote_write')}: remote_write is set but remote is not")
+        if self.host_max_size is not None and self.host_max_size < self.host_size:
+            name = f"{place('host_max_size')}: host_max_size"
+            raise _wrong(name, self.host_max_size, "it must not be below host_size")
+
+
+def _settings(given: Settings) -> RecallSettings:
+    """``given`` as what runs takes it."""
+    disk = remote = service = None
+    if given.disk_path is not None:
+        assert given.disk_size is not None
+        marks = given.disk_watermarks or Watermarks(0.95, 0.90)
+        disk = DiskConfig(given.disk_path, given.disk_size, marks.high, marks.low, given.direct_io)
+    if given.remote is not None:
+        options = {name: option for name, option in given.remote.items() if name != "kind"}
+        remote = RemoteConfig(str(given.remote["kind"]), options, given.remote_write != "off")
+    if given.backend == "service":
+        service = ServiceConfig(given.socket or default_socket(), given.call_timeout)
+    every = TenantTerms(given.tenant_quota.host, given.tenant_quota.disk, given.ttl)
+    return RecallSettings(
+        pool=PoolConfig(
+            host_bytes=given.host_size,
+            host_most_bytes=given.host_max_size or given.host_size,
+            disk=disk,
+            policy=given.policy,
+            load_deadline_s=given.load_deadline,
+            terms=PoolTerms(
+                write_policy=given.write_policy,
+                remote_write=given.remote_write,
+                tenants=TenantRules(every, given.tenants),
+                pin_limit=given.pin_limit,
+                host_marks=given.host_watermarks or Watermarks(1.0, 1.0),
+                unwritten_marks=given.unwritten_watermarks or Watermarks(0.5, 0.4),
+            ),
+            encryption_key_file=given.encryption_key_file,
+            remote=remote,
+            lookup_deadline_s=given.lookup_deadline,
+        ),
+        backend=given.backend,
+        async_write=given.async_write,
+        appraise_loads=given.load_or_compute == "auto",
+        handover_deadline_s=given.handover_deadline,
+        admin_socket=given.admin_socket,
+        service=service,
+        retrieval=given.retrieval,
+        audit_every=given.audit,
+    )
 
 
 def default_socket() -> Path:
@@ -466,21 +582,132 @@ def default_socket() -> Path:
     return Path(f"/tmp/kvrecall-{os.getuid()}/pool.sock")
 
 
-_SERVICE_ONLY = frozenset("socket call_timeout".split())
-_EMBEDDED_ONLY = frozenset(
-    (
-        "host_size host_max_size disk_path disk_size direct_io policy encryption_key_file remote "
-        "remote_write write_policy ttl tenant_quota tenants pin_limit host_watermarks "
-        "disk_watermarks unwritten_watermarks admin_socket"
-    ).split()
-)
-_KNOWN_SETTINGS = (
-    _EMBEDDED_ONLY
-    | _SERVICE_ONLY
-    | frozenset(
-        (
-            "backend async_write load_deadline load_or_compute lookup_deadline retrieval "
-            "handover_deadline audit"
-        ).split()
+def service_settings(
+    raw: Mapping[str, object], source: str | Callable[[str], str]
+) -> tuple[PoolConfig, Path]:
+    """The pool and the socket of a pool service. ``raw`` may be what its engines have, too. Raises
+    ConfigError as RecallSettings.from_mapping."""
+    given = Settings.read(raw, source, of_service=True)
+    return _settings(given).pool, given.socket or default_socket()
+
+
+def split_for_service(raw: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
+    """Settings of an embedded pool, for several engines: those of a service that has the pool
+    instead, at ``admin_socket``, and those of the engines."""
+    socket = str(RecallSettings.from_mapping(raw).admin_socket or default_socket())
+    pool = {key: value for key, value in raw.items() if owner_of(key) is Owner.POOL}
+    pool |= {key: raw[key] for key in ("load_deadline", "lookup_deadline") if key in raw}
+    pool.pop("admin_socket", None)
+    engines = {key: value for key, value in raw.items() if owner_of(key) is Owner.ENGINE}
+    return pool | {"socket": socket}, engines | {"backend": "service", "socket": socket}
+
+
+# Words: of errors, of --help, of the reference page
+
+
+_TYPES = {
+    "string_type": "must be a string",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "allowed: true, false",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "mapping_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+}
+
+
+def allowed_by(detail: Mapping[str, Any], declared: FieldInfo | None) -> str:
+    """What a value that pydantic refused (``detail``) must be, in words. ``declared`` is its field,
+    None if that is not known."""
+    kind, context = detail["type"], detail.get("ctx", {})
+    if kind == "value_error":
+        return str(context["error"]).replace("\n", " ")
+    if kind in _TYPES:
+        return _TYPES[kind]
+    if kind == "literal_error":
+        choices = context["expected"].replace("'", "").replace(" or ", ", ")
+        return f"allowed: {choices}"
+    if kind in ("greater_than", "greater_than_equal", "less_than_equal", "finite_number"):
+        return f"allowed: {_range(declared.metadata if declared else [])}"
+    if kind in ("string_too_short", "too_short"):
+        return "must not be empty"
+    if kind in ("string_too_long", "too_long"):
+        return f"must have at most {context['max_length']} characters or items"
+    return str(detail["msg"])
+
+
+def _range(metadata: list[Any]) -> str:
+    """A number's bounds, in words."""
+    found = {
+        name: getattr(bound, name)
+        for bound in metadata
+        for name in ("gt", "ge", "le")
+        if hasattr(bound, name)
+    }
+    if "ge" in found and "le" in found:
+        return f"{found['ge']} to {found['le']}"
+    words = {"gt": "above", "ge": "at least", "le": "at most"}
+    return ", ".join(f"{words[name]} {found[name]:g}" for name in words if name in found)
+
+
+def owner_of(key: str) -> Owner:
+    return Owner(str(_extra(key)["owner"]))
+
+
+def _extra(key: str) -> dict[str, Any]:
+    extra = Settings.model_fields[key].json_schema_extra
+    assert isinstance(extra, dict)
+    return extra
+
+
+def help_of(key: str) -> str:
+    """The text of a setting for ``--help`` (rich markup), with its default."""
+    text = (Settings.model_fields[key].description or "").replace("`", "").replace("[", r"\[")
+    default = _extra(key)["shown"]
+    return text[0].upper() + text[1:] + "." + (f" Default: {default}." if default else "")
+
+
+def reference() -> str:
+    """The reference page of all settings (Markdown)."""
+    return "\n".join(_reference()) + "\n"
+
+
+def _reference() -> Iterator[str]:
+    yield "# Settings of the pool\n"
+    yield "<!-- Made by `python -m kvrecall.config docs/settings.md`; do not edit. -->\n"
+    yield (
+        "These stand in vLLM's `kv_connector_extra_config`, in a pool.json (`kvrecall serve "
+        "--pool-config`, `kvrecall pool serve --config`, `configPath` of MindIE's kvPoolConfig) "
+        "and, the common ones, as options: `disk_path` is `--disk-path`. Sizes are bytes or "
+        "`8GiB` (powers of 1024), `8GB` (of 1000); ages `90m`, `12h`, `7d`. What is unknown or "
+        "wrong is an error with its place, its value and what is allowed."
     )
-)
+    titles = {
+        Owner.POOL: (
+            "Of the pool",
+            "For the process that has the pool: the engine, or `kvrecall pool serve`. An engine "
+            "with `backend` `service` refuses them.",
+        ),
+        Owner.ENGINE: (
+            "Of every engine",
+            "Also of one that uses a pool service. The service has a `load_deadline` and a "
+            "`lookup_deadline` of its own, for its transfers.",
+        ),
+        Owner.CLIENT: (
+            "Of engines that use a pool service",
+            "With `backend` `service` only. `kvrecall pool serve` itself takes `socket`.",
+        ),
+    }
+    for owner, (title, text) in titles.items():
+        yield f"\n## {title}\n\n{text}\n\n| setting | meaning | default |\n|---|---|---|"
+        for key, declared in Settings.model_fields.items():
+            if owner_of(key) is owner:
+                bounds = _range(declared.metadata)
+                bounds = bounds and f" ({bounds})"
+                yield f"| `{key}` | {declared.description}{bounds} | {_extra(key)['shown']} |"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(reference(), encoding="utf-8")

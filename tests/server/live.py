@@ -15,7 +15,7 @@ import httpx
 import psutil
 
 KVRECALL = Path(sys.executable).parent / "kvrecall"
-START_LIMIT_S = 300
+START_LIMIT_S = 600
 
 
 class LiveServer:

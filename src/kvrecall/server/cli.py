@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvrecall.config import default_socket
+from kvrecall.config import default_socket, help_of
 from kvrecall.engines.base import MAX_N, MOST_N, Role
 from kvrecall.errors import ConfigError, KvrecallError
 from kvrecall.server import launch
@@ -40,7 +40,7 @@ _MaxN = Annotated[
 _AsyncWrite = Annotated[
     bool | None,
     _option(
-        "Save blocks off the critical path, or before a reply ends. [async]",
+        help_of("async_write"),
         _POOL,
         "--async-write/--no-async-write",
     ),
@@ -60,11 +60,11 @@ def serve(
     host: Annotated[str, _option("Address to listen on.")] = "127.0.0.1",
     port: _Port = 8000,
     pool_config: _PoolConfig = None,
-    host_size: Annotated[str | None, _option("Host memory for blocks. [4GiB]", _POOL)] = None,
-    disk_path: Annotated[str | None, _option("Folder for blocks on disk.", _POOL)] = None,
-    disk_size: Annotated[str | None, _option("Limit of the disk tier: 100GiB", _POOL)] = None,
+    host_size: Annotated[str | None, _option(help_of("host_size"), _POOL)] = None,
+    disk_path: Annotated[str | None, _option(help_of("disk_path"), _POOL)] = None,
+    disk_size: Annotated[str | None, _option(help_of("disk_size"), _POOL)] = None,
     encryption_key_file: Annotated[
-        str | None, _option("Seal blocks below the host with this key.", _POOL)
+        str | None, _option(help_of("encryption_key_file"), _POOL)
     ] = None,
     async_write: _AsyncWrite = None,
     pool: Annotated[bool, _option("Serve with a pool.", _POOL, "--pool/--no-pool")] = True,

@@ -12,7 +12,7 @@ from pathlib import Path
 from kvrecall.config import RecallSettings, parse_size
 from kvrecall.engines.base import MAX_N, Limits, Role, ServeSpec
 from kvrecall.errors import ConfigError, EngineError
-from kvrecall.jsonfile import read_json
+from kvrecall.jsonfile import read_object
 from kvrecall.server import preflight
 from kvrecall.server.plan import ENGINE_DEFAULTS, Plan
 
@@ -74,10 +74,15 @@ def _pool_settings(asked: Asked) -> Mapping[str, object] | None:
         return asked.recall
     if asked.recall is None:
         raise ConfigError("--pool-config and --no-pool contradict each other")
-    document = read_json(asked.pool_config)
-    if not isinstance(document.value, dict):
-        raise ConfigError(f"{document.where(())}: must hold a JSON object of pool settings")
-    return {**document.value, **asked.recall}
+    settings, document = read_object(asked.pool_config, "pool settings")
+    given = {**settings, **asked.recall}
+    options = asked.recall
+
+    def place(key: str) -> str:
+        return f"--{key.replace('_', '-')}" if key in options else document.where_key(key)
+
+    RecallSettings.from_mapping(given, place)
+    return given
 
 
 def default_model() -> str:

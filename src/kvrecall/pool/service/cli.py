@@ -5,20 +5,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
 from rich.console import Console
 from rich.live import Live
 
-from kvrecall.config import DEFAULT_POLICY, RecallSettings
+from kvrecall.config import PoolConfig, help_of, service_settings
 from kvrecall.errors import ConfigError
-from kvrecall.jsonfile import read_json
+from kvrecall.jsonfile import read_object
 from kvrecall.pool.keyfile import make_key_file, rotate_key_file
-from kvrecall.pool.pool import Pool
 from kvrecall.pool.remote.mooncake.master import MasterFlags, check_master, run_master
 from kvrecall.pool.remote.mooncake.settings import split_address
 from kvrecall.pool.service import commands, tables
@@ -37,35 +35,27 @@ _EVERY_S = 1.0
 
 @app.command()
 def serve(
-    config: Annotated[Path | None, typer.Option(help="pool.json with the same settings.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="pool.json with any setting; the options below win over it.")
+    ] = None,
     socket: Annotated[
-        Path | None, typer.Option(help=f"Where to listen; default {DEFAULT_SOCKET}.")
+        str | None, typer.Option(help=f"Where to listen. Default: {DEFAULT_SOCKET}.")
     ] = None,
-    host_size: Annotated[str | None, typer.Option(help="Memory for blocks; default 4GiB.")] = None,
-    host_max_size: Annotated[
-        str | None, typer.Option(help="How far resize may let it grow; default host-size.")
-    ] = None,
-    disk_path: Annotated[str | None, typer.Option(help="Folder for blocks on disk.")] = None,
-    disk_size: Annotated[str | None, typer.Option(help="Hard limit of it, e.g. 100GiB.")] = None,
-    policy: Annotated[
-        str | None, typer.Option(help=f"Eviction policy; default {DEFAULT_POLICY}.")
-    ] = None,
+    host_size: Annotated[str | None, typer.Option(help=help_of("host_size"))] = None,
+    host_max_size: Annotated[str | None, typer.Option(help=help_of("host_max_size"))] = None,
+    disk_path: Annotated[str | None, typer.Option(help=help_of("disk_path"))] = None,
+    disk_size: Annotated[str | None, typer.Option(help=help_of("disk_size"))] = None,
+    policy: Annotated[str | None, typer.Option(help=help_of("policy"))] = None,
     encryption_key_file: Annotated[
-        str | None, typer.Option(help="Seal blocks below the host with the key in this file.")
+        str | None, typer.Option(help=help_of("encryption_key_file"))
     ] = None,
-    ttl: Annotated[
-        str | None, typer.Option(help="Drop blocks not used for so long: 12h, 30d.")
-    ] = None,
-    write_policy: Annotated[
-        str | None, typer.Option(help="through, back or selective; default through.")
-    ] = None,
-    tenant_quota: Annotated[
-        str | None, typer.Option(help="Of each tier, for one cache_salt: 25% or 4GiB.")
-    ] = None,
+    ttl: Annotated[str | None, typer.Option(help=help_of("ttl"))] = None,
+    write_policy: Annotated[str | None, typer.Option(help=help_of("write_policy"))] = None,
+    tenant_quota: Annotated[str | None, typer.Option(help=help_of("tenant_quota"))] = None,
 ) -> None:
     """Run the pool of this node for all its engines, until SIGTERM."""
     options = {
-        "socket": socket and str(socket),
+        "socket": socket,
         "host_size": host_size,
         "host_max_size": host_max_size,
         "disk_path": disk_path,
@@ -77,41 +67,26 @@ def serve(
         "tenant_quota": tenant_quota,
     }
     with errors_shown():
-        raw: dict[str, object] = {}
-        if config is not None:
-            read = read_json(config).value
-            if not isinstance(read, dict):
-                raise ConfigError(f"{config}: must hold an object: {{...}}")
-            raw = dict(read)
-        raw |= {name: value for name, value in options.items() if value is not None}
-        source = str(config or "options")
-        path = _text_of(raw, "socket", source) or str(DEFAULT_SOCKET)
-        if raw.pop("backend", "service") != "service":
-            raise ConfigError(f"{source}: backend must be 'service' here, or absent")
-        raw.pop("call_timeout", None)
-        settings = RecallSettings.from_mapping(raw, source)
+        given: dict[str, Any] = {name: text for name, text in options.items() if text is not None}
+        if config is None:
+            pool, path = service_settings(given, "options")
+        else:
+            settings, document = read_object(config, "pool settings")
+            pool, path = service_settings(settings | given, document.where_key)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-        run_service(settings.pool, Path(path), _announce(settings, path))
+        run_service(pool, path, lambda _: _announce(pool, path))
 
 
-def _text_of(raw: dict[str, object], name: str, source: str) -> str:
-    """Takes a setting of the service itself out of ``raw``; empty if it is not there."""
-    value = raw.pop(name, "")
-    if not isinstance(value, str):
-        raise ConfigError(f"{source}: {name} is {value!r}; it must be a string")
-    return value
-
-
-def _announce(settings: RecallSettings, path: str) -> Callable[[Pool], None]:
-    def announce(pool: Pool) -> None:
-        disk, remote = settings.pool.disk, settings.pool.remote
-        typer.echo(
-            f"kvrecall: pool service on {path}: host {tables.size(settings.pool.host_bytes)}, disk "
-            + (f"{tables.size(disk.capacity_bytes)} in {disk.path}" if disk else "none")
-            + (f", remote {remote.kind}" if remote else "")
+def _announce(config: PoolConfig, path: Path) -> None:
+    typer.echo(
+        f"kvrecall: pool service on {path}: host {tables.size(config.host_bytes)}, disk "
+        + (
+            f"{tables.size(config.disk.capacity_bytes)} in {config.disk.path}"
+            if config.disk
+            else "none"
         )
-
-    return announce
+        + (f", remote {config.remote.kind}" if config.remote else "")
+    )
 
 
 @app.command()

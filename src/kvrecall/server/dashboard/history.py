@@ -60,7 +60,8 @@ def sample(registry: CollectorRegistry, now: float) -> Sample:
             _add(made.tokens, line.labels["source"], line.value)
         elif name.startswith(_TIER):
             tier = made.tiers.setdefault(line.labels["tier"], {})
-            _add(tier, name.removeprefix(_TIER), line.value)
+            figure = name.removeprefix(_TIER)  # of the one pool that all replicas tell of
+            tier[figure] = max(tier.get(figure, 0.0), line.value)
         elif name in _RETRIEVAL:
             _add(made.retrieval, _RETRIEVAL[name], line.value)
         elif _SERVER.get(name) == "device_share":

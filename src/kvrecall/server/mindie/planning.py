@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +12,7 @@ from pydantic import BaseModel
 from kvrecall.config import RecallSettings
 from kvrecall.engines.base import MAX_N, Limits, ServeSpec
 from kvrecall.errors import ConfigError
-from kvrecall.jsonfile import Document, JsonPath, read_json
+from kvrecall.jsonfile import Document, JsonPath, read_object
 from kvrecall.pool.remote.mooncake import MooncakeSettings
 from kvrecall.server.mindie.fields import Effect, effect_of
 from kvrecall.server.mindie.planes import PlanePlanner
@@ -321,11 +320,7 @@ class _Planner:
             raise problem(self._document, path, f"is {str(file)!r}; there is no such file")
         if pool.backend == "mooncake":
             return self._mooncake_settings(file)
-        document = read_json(file)
-        settings = document.value
-        if not isinstance(settings, dict):
-            raise ConfigError(f"{document.where(())}: must hold a JSON object of pool settings")
-        settings = dict(settings)
+        settings, document = read_object(file, "pool settings")
         if "asyncWrite" in pool.model_fields_set:
             given = settings.setdefault("async_write", pool.asyncWrite)
             if given is not pool.asyncWrite:
@@ -344,7 +339,7 @@ class _Planner:
             raise problem(self._document, path, f"is {pool.backend!r}, but {where} says {told!r}")
         if embedded:
             self._default_host_size(settings)
-        _check_settings(settings, document)
+        RecallSettings.from_mapping(settings, document.where_key)
         return settings
 
     def _default_host_size(self, settings: dict[str, object]) -> None:
@@ -371,16 +366,6 @@ class _Planner:
     def _resolved(self, *parts: str) -> Path:
         """A path of the file; relative ones lie beside the file."""
         return self._folder.joinpath(*parts).absolute()
-
-
-def _check_settings(settings: Mapping[str, object], document: Document) -> None:
-    """Raises ConfigError with the place of the setting it is about."""
-    try:
-        RecallSettings.from_mapping(settings, document.source)
-    except ConfigError as error:
-        message = str(error).removeprefix(f"{document.source}: ")
-        named = [key for key in settings if re.search(rf"\b{re.escape(key)}\b", message)]
-        raise ConfigError(f"{document.where(tuple(named[:1]))}: {message}") from error
 
 
 def _truncation(value: bool | int) -> Literal["error", "left", "right"]:

@@ -6,7 +6,6 @@ import logging
 import multiprocessing
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -368,14 +367,17 @@ def _reception(pool: PoolClient, settings: RecallSettings) -> Reception | None:
 
 
 def _settings_of(vllm_config: Any) -> RecallSettings:
-    """Settings from the engine's configuration; replicas of a model get a disk folder each."""
+    """Settings from the engine's configuration. Raises ConfigError if a further data-parallel
+    replica on this host would open an embedded pool of its own."""
     raw = vllm_config.kv_transfer_config.kv_connector_extra_config
     settings = RecallSettings.from_mapping(raw, "kv_connector_extra_config")
-    parallel = vllm_config.parallel_config
-    disk = settings.pool.disk
-    if parallel.data_parallel_size > 1 and disk is not None:
-        folder = disk.path / f"replica-{parallel.data_parallel_rank}"
-        return replace(settings, pool=replace(settings.pool, disk=replace(disk, path=folder)))
+    if settings.service is None and (vllm_config.parallel_config.data_parallel_rank_local or 0) > 0:
+        raise ConfigError(
+            "kv_connector_extra_config: backend is 'embedded', a pool in one engine's process, but "
+            "data parallelism runs several engines on this host; let them share the node's pool: "
+            "run `kvrecall pool serve` with the pool's settings and set "
+            '{"backend": "service"} here, or use `kvrecall serve`, which does so by itself'
+        )
     return settings
 
 

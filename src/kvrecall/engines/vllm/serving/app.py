@@ -39,7 +39,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.executor import Executor
 
-from kvrecall.config import RecallSettings, default_socket
+from kvrecall.config import RecallSettings, default_socket, split_for_service
 from kvrecall.engines.base import Engine, Limits, Role, ServeSpec
 from kvrecall.engines.vllm.attention import plugin
 from kvrecall.engines.vllm.compat import orphan, seeds, waits
@@ -48,6 +48,7 @@ from kvrecall.engines.vllm.serving.answers import recall_chat, recall_completion
 from kvrecall.engines.vllm.serving.client import ServedLLM
 from kvrecall.engines.vllm.serving.generator import VllmEngine
 from kvrecall.errors import ConfigError, EngineError
+from kvrecall.pool.service.child import ChildService
 
 log = logging.getLogger("kvrecall.server")
 
@@ -80,12 +81,28 @@ def serve(spec: ServeSpec, attach: Attach) -> int:
         plugin.ask(os.environ)
     args = parse_args(spec)
     _cpu_environment(args.tensor_parallel_size * args.pipeline_parallel_size)
-    return uvloop.run(_serve(args, spec, attach))
+    if spec.recall is None or not _is_embedded(spec.recall) or _local_replicas(args) == 1:
+        return uvloop.run(_serve(args, spec, attach))
+    pool, engines = split_for_service(spec.recall)
+    with contextlib.closing(ChildService(pool)):
+        log.info("%d replicas share the pool at %s", _local_replicas(args), pool["socket"])
+        spec = replace(spec, recall=engines)
+        return uvloop.run(_serve(parse_args(spec), spec, attach))
+
+
+def _local_replicas(args: Namespace) -> int:
+    """Data-parallel replicas that this server starts on this host."""
+    local: int | None = args.data_parallel_size_local
+    return args.data_parallel_size if local is None else max(local, 1)
+
+
+def _is_embedded(recall: Mapping[str, object]) -> bool:
+    return recall.get("backend", "embedded") == "embedded"
 
 
 def _askable(spec: ServeSpec) -> Mapping[str, object] | None:
     """The pool's settings with a socket at which an embedded pool can be asked."""
-    if spec.recall is None or spec.recall.get("backend", "embedded") != "embedded":
+    if spec.recall is None or not _is_embedded(spec.recall):
         return spec.recall
     return {
         "admin_socket": str(default_socket().with_name(f"serve-{spec.port}.sock")),

@@ -1,0 +1,140 @@
+"""Data-parallel replicas of one server: one pool for all of them, which ends with the server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from kvrecall.errors import ConfigError, TierError
+from kvrecall.lab.ports import free_port
+from kvrecall.pool.service.admin import ServiceAdmin
+from kvrecall.pool.service.child import ChildService
+
+from .live import LiveServer, all_gone
+
+TEXT = "The quick brown fox jumps over the lazy dog. " * 20  # 900 tokens, 7 blocks of 128 and 4
+HOST, DISK = 32 << 20, 64 << 20
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    from kvrecall.lab.models import write_model
+
+    folder = tmp_path_factory.mktemp("replicas")
+    write_model(folder / "model", "qwen3", hidden=64, layers=2, max_position=2048)
+    port = free_port()
+    settings = {"admin_socket": f"{folder}/pool/pool.sock", "load_or_compute": "load"}
+    (folder / "pool.json").write_text(json.dumps(settings))
+    words = [str(folder / "model"), "--port", str(port), "--served-model-name", "tiny"]
+    words += ["--host-size", str(HOST), "--disk-path", str(folder / "disk")]
+    words += ["--disk-size", str(DISK), "--pool-config", str(folder / "pool.json")]
+    words += ["--no-async-write", "--kv-cache-memory-bytes", "64MiB"]
+    live = LiveServer(
+        folder, [*words, "--", "--data-parallel-size", "2"], f"http://127.0.0.1:{port}"
+    )
+    try:
+        live.wait_ready()
+        yield live
+    finally:
+        live.close()
+
+
+def complete(server: LiveServer, replica: int, text: str) -> tuple[str, dict[str, int]]:
+    """The answer of a replica, and where the prompt's tokens came from."""
+    body = {"model": "tiny", "prompt": text, "max_tokens": 4, "temperature": 0}
+    headers = {"x-data-parallel-rank": str(replica)}
+    reply = server.client.post("/v1/completions", json=body, headers=headers)
+    assert reply.status_code == 200, reply.text
+    answer = reply.json()
+    return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["recall"]
+
+
+@pytest.mark.engine
+def test_a_replica_recalls_what_another_computed(server: LiveServer) -> None:
+    for replica in range(2):  # the second computes its first hit, too, to prove the first
+        complete(server, replica, "Once upon a time there was " + TEXT)
+    first, came_from = complete(server, 0, TEXT)
+    assert came_from["computed"] == 900
+    second, came_from = complete(server, 1, TEXT)
+    assert came_from["host"] == 896
+    assert second == first
+
+
+@pytest.mark.engine
+def test_sizes_are_limits_of_all_replicas_together(server: LiveServer) -> None:
+    with ServiceAdmin(server.folder / "pool" / "pool.sock") as admin:
+        overview = admin.look()
+    capacities = {tier.name: tier.capacity_bytes for tier in overview.stats.tiers}
+    assert capacities == {"host": HOST, "disk": DISK}
+    assert len({client.pid for client in overview.clients} - {os.getpid()}) == 2
+    shown = server.client.get("/dashboard/data.json").json()["sample"]["tiers"]
+    assert shown["host"]["capacity_bytes"] == HOST
+
+
+@pytest.mark.engine
+def test_the_pool_ends_with_a_server_that_is_killed(server: LiveServer) -> None:
+    family = server.family()
+    assert any("kvrecall.pool.service.child" in " ".join(p.cmdline()) for p in family)
+    os.kill(server.process.pid, signal.SIGKILL)
+    assert all_gone(family)
+
+
+def test_a_child_service_ends_when_it_is_closed(tmp_path: Path) -> None:
+    socket = tmp_path / "own" / "pool.sock"
+    child = ChildService({"host_size": "1MiB", "socket": str(socket)})
+    process = psutil.Process(child.pid)
+    with ServiceAdmin(socket) as admin:
+        assert admin.look().stats.tiers[0].capacity_bytes == 1 << 20
+    child.close()
+    assert not process.is_running()
+    assert not socket.exists()
+
+
+def test_a_child_service_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(TierError, match=r"did not start: .*disk_path is set but disk_size is not"):
+        ChildService({"disk_path": str(tmp_path / "disk"), "socket": str(tmp_path / "pool.sock")})
+
+
+def test_a_child_service_ends_with_its_killed_parent(tmp_path: Path) -> None:
+    program = (
+        "import sys, time\n"
+        "from kvrecall.pool.service.child import ChildService\n"
+        "child = ChildService({'host_size': '1MiB', 'socket': sys.argv[1]})\n"
+        "print(child.pid, flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "own" / "pool.sock")],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.communicate()
+    assert all_gone([child])
+
+
+def test_replicas_with_embedded_pools_are_refused() -> None:
+    from kvrecall.engines.vllm.connector.connector import _settings_of
+
+    def config(rank: int | None, **settings: object) -> Any:
+        return SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(kv_connector_extra_config=settings),
+            parallel_config=SimpleNamespace(data_parallel_rank_local=rank),
+        )
+
+    assert _settings_of(config(None)).service is None
+    assert _settings_of(config(0)).service is None
+    assert _settings_of(config(1, backend="service")).service is not None
+    with pytest.raises(ConfigError, match=r"backend is 'embedded'.*run `kvrecall pool serve`"):
+        _settings_of(config(1))
