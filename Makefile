@@ -1,6 +1,17 @@
-# make demo | demo-mooncake | serve | test | check | chaos | identity | bench | gpu-check: each sets
-# .venv up first, which is quick the second time.
-.PHONY: demo demo-mooncake serve test check chaos identity bench gpu-check setup
+# Every target makes .venv ready first: some three minutes the first time, then at once.
+#
+#   make demo            a server, a conversation, and what was recalled
+#   make demo-mooncake   two servers that share blocks by Mooncake
+#   make serve           a server of a small model on port 8000
+#   make test            what a change must pass: each promise and main path, with real engines
+#                        TESTS='-k disk' some of them; WORKERS= one file after the other
+#   make test-all        all tests, those too that start many engines: most of an hour
+#   make check           lint, format, strict types, import directions, then make test's tests
+#   make chaos           a server under faults: SECONDS=120 SEED=n
+#   make identity        pairs of engines that differ in one thing, on one pool: half an hour
+#   make bench           all benchmarks with their peers, plots and tables; QUICK=1 small, unpublished
+#   make gpu-check       retrieval and copies on this machine's GPU
+.PHONY: demo demo-mooncake serve test test-all check chaos identity bench gpu-check setup
 
 demo: setup
 	@.venv/bin/python -m kvrecall.lab.demo $(DEMO)
@@ -11,11 +22,13 @@ demo-mooncake: setup
 serve: setup
 	@.venv/bin/python -m kvrecall.lab.demo serve $(SERVE)
 
-# Two at a time, file by file: starting an engine keeps one core busy. WORKERS= : one after the other.
-# TESTS='-m long' : those that are left out, as they take minutes.
-WORKERS ?= -n 2 --dist loadfile
+# Two files at a time: starting an engine keeps one core busy.
+WORKERS ?= -n 2
 test: setup
 	@.venv/bin/python -m pytest $(WORKERS) $(TESTS)
+
+test-all: setup
+	@.venv/bin/python -m pytest $(WORKERS) -m '' $(TESTS)
 
 check: setup
 	@scripts/check
@@ -23,11 +36,10 @@ check: setup
 chaos: setup
 	@.venv/bin/python -m kvrecall.lab.chaos --seconds $(or $(SECONDS),120) $(if $(SEED),--seed $(SEED)) $(CHAOS)
 
-# Pairs of engines that differ in one thing, on one pool: half an hour. IDENTITY="--list": which.
+# IDENTITY="--list": which.
 identity: setup
 	@.venv/bin/python -m kvrecall.lab.identity $(IDENTITY)
 
-# All benchmarks with their peers, then plots and tables. QUICK=1: small, and published nowhere.
 bench: setup
 	@scripts/bench $(if $(QUICK),--quick) $(BENCH)
 

@@ -1,16 +1,19 @@
 """What all tests share: no network, no telemetry, nothing that needs a compiler, no judging of how
-long an example of Hypothesis takes: beside other work any of them may take a second."""
+long an example of Hypothesis takes, and the order in which two workers take files."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from typing import Any
 
 import hypothesis
+import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("KVRECALL_WAITS", "sleep")  # engines without our connector, too
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads of two engines spin for each other
 if shutil.which("g++") is None:
     # vLLM compiles a few sampling functions even in eager mode.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -22,3 +25,43 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("kvrecall")
+
+TOGETHER = {
+    "tests/server/test_clients.py": "the tiny server",
+    "tests/server/test_schemathesis.py": "the tiny server",
+}
+"""Files that one worker takes one after the other, as they share a server."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with engines come first, so that no worker is left with a long one at the end."""
+    engines = {item.path for item in items if item.get_closest_marker("engine")}
+    items.sort(key=lambda item: item.path not in engines)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Whole files to each worker, in the order above."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return TOGETHER.get(file, file)
+
+    config.option.loadscopereorder = False
+    return Files(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With KVRECALL_PACKAGES=required, as in CI, a test that is skipped for lack of a package
+    fails the run."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("KVRECALL_PACKAGES") != "required" or reporter is None:
+        return
+    reasons = {str(report.longrepr) for report in reporter.stats.get("skipped", [])}
+    missing = sorted(reason for reason in reasons if "could not import" in reason)
+    if missing:
+        reporter.write_line("packages are missing:\n" + "\n".join(missing), red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -236,7 +236,7 @@ def restarted(
         away.decode_through(
             prompts=[KILLED], after_steps=PREFILL + 30, trouble={"name": "die"}, max_tokens=60
         )
-    away.process.wait()
+    away.process.join()
     pool = {**setup["pool"], "audit": "off"}  # its first hit is to be recalled
     return start(**{**setup, "pool": pool}), want
 

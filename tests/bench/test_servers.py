@@ -12,7 +12,7 @@ from .telling import told
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.long
+@pytest.mark.longest
 def test_restore() -> None:
     """It fails by itself where a prefix came from another tier than meant: of shorter ones a
     part is still in memory."""
@@ -21,13 +21,13 @@ def test_restore() -> None:
     assert all(times["p50"] > 0 for times in figures["ttft_s"].values())
 
 
-@pytest.mark.long
+@pytest.mark.longest
 def test_overhead() -> None:
     figures = told("overhead", "--tokens", "512", "--rounds", "1")
     assert all(times["p50"] > 0 for times in figures["tokens_per_s"].values())
 
 
-@pytest.mark.long
+@pytest.mark.longest
 def test_throttle() -> None:
     figures = told("throttle", "--tokens", "512", "--repetitions", "1")
     assert len(figures["ratios"]) > 1

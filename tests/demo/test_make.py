@@ -39,14 +39,14 @@ def played(target: str) -> dict[str, Any]:
     return summary
 
 
-@pytest.mark.long
+@pytest.mark.longest
 def test_the_demo_recalls_from_every_tier() -> None:
     said = played("demo")
     assert (said["ok"], said["tokens_equal"], said["answers_right"]) == (True, True, True)
     assert min(said[f"{tier}_hit_tokens"] for tier in ("device", "host", "disk")) > 2000
 
 
-@pytest.mark.long
+@pytest.mark.longest
 @needs_mooncake
 def test_the_demo_of_mooncake_loses_its_master_and_no_request() -> None:
     said = played("demo-mooncake")

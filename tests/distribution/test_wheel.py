@@ -33,7 +33,6 @@ def build(kind: str, source: Path, into: Path) -> Path:
         cwd=source,
         capture_output=True,
         text=True,
-        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -69,7 +68,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
     pip += ["--no-deps", "--no-index", "--target", str(folder / "site"), str(wheel)]
-    subprocess.run(pip, check=True, timeout=400)
+    subprocess.run(pip, check=True)
     for name in NOT_ASKED_FOR:
         (folder / "absent").mkdir(exist_ok=True)
         said = f"raise ModuleNotFoundError('no {name} here', name='{name}')\n"
@@ -87,7 +86,6 @@ def run(installed: Path, *words: str, status: int = 0) -> str:
         env=environment | {"PYTHONPATH": path, "XDG_RUNTIME_DIR": str(installed)},
         capture_output=True,
         text=True,
-        timeout=400,
         check=False,
     )
     assert done.returncode == status, done.stdout + done.stderr

@@ -16,12 +16,13 @@ _TRACE = (("TRACE", "trace.jsonl"),)
 _SMALL_BENCH = " BENCH='--only lookup --add'"
 
 # `make demo`, `make demo-mooncake` and the benchmarks restore, overhead and throttle are run by
-# tests that are marked long: `make test TESTS='-m long'`.
+# tests that are marked longest: `make test-all`.
 _MAKE: Mapping[str, Kind] = {
     "make demo": Elsewhere("tests/demo/test_make.py", 'played("demo")'),
     "make demo-mooncake": Elsewhere("tests/demo/test_make.py", 'played("demo-mooncake")'),
     "make serve": Elsewhere("tests/demo/test_make.py", 'str(ROOT), "serve")'),
     "make test": ByItself(".ci/run", "make test"),
+    "make test-all": ByItself("Makefile", "$(WORKERS) -m ''"),
     "make check": ByItself(".ci/run", "scripts/check static"),
     "make chaos": Elsewhere("tests/chaos/test_chaos.py", '"--seconds", "12", "--seed", "4"'),
     "make identity": Elsewhere(

@@ -127,7 +127,7 @@ def test_a_make_target_runs_what_there_is(line: str, where: str) -> None:
         ["bash", "-c", dry], cwd=ROOT, env=environment(), capture_output=True, text=True
     )
     assert done.returncode == 0, f"{where}: {done.stderr}"
-    for module in re.findall(r"-m (\S+)", done.stdout):
+    for module in re.findall(r"python -m (\S+)", done.stdout):
         assert importlib.util.find_spec(module), module
     for script in re.findall(r"^(scripts/\S+)", done.stdout, re.MULTILINE):
         assert (ROOT / script).is_file(), script

@@ -93,7 +93,6 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=400,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "index.html").exists()

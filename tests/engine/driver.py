@@ -1,4 +1,4 @@
-"""A process that hosts one real vLLM engine and does what the test tells it, a JSON line each.
+"""A process that hosts one real vLLM engine and does what the test tells it.
 
 Its own process, so that a test can kill it, and so that engines never share state.
 """
@@ -7,46 +7,61 @@ from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import os
 import sys
 import time
 import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 
-def main() -> None:
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM prints to stdout; keep that for the log
-    setup = json.loads(sys.stdin.readline())
+def main(orders: Connection, log: str, environment: Mapping[str, str]) -> None:
+    """Runs an engine in this process, which has just begun; output goes to ``log``."""
+    os.setsid()
+    with open(log, "a") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path.insert(0, str(Path(__file__).parent))  # modules of the tests, by their names alone
+    # As a process that a shell started: nothing of the one that runs the tests.
+    multiprocessing.current_process().name = "MainProcess"
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
+
+    setup = json.loads(orders.recv_bytes())
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(setup.pop("kv_space_gib", 1))
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler side lives here
-    os.environ.update(setup.pop("env", {}))
     if "prelude" in setup:  # a module of the tests to be imported before vLLM
-        sys.path.insert(0, str(Path(__file__).parents[1]))
         importlib.import_module(setup.pop("prelude"))
-    answer(replies, lambda: Host(setup))
+    answer(orders, lambda: Host(setup))
     host = Host.instance
     if host is None:
         raise SystemExit(1)
-    for line in sys.stdin:
-        order = json.loads(line)
+    while True:
+        try:
+            order = json.loads(orders.recv_bytes())
+        except EOFError:
+            break
         name = order.pop("do")
         if name == "close":
             host.close()
             break
-        answer(replies, lambda name=name, order=order: getattr(host, name)(**order))
+        answer(orders, lambda name=name, order=order: getattr(host, name)(**order))
 
 
-def answer(replies: Any, act: Any) -> None:
+def answer(orders: Connection, act: Callable[[], Any]) -> None:
     try:
         result = act()
         reply = {"ok": result if not isinstance(result, Host) else "ready"}
     except BaseException as error:  # noqa: BLE001 - told to the test, which judges
         traceback.print_exc()
         reply = {"error": f"{type(error).__name__}: {error}"}
-    replies.write(json.dumps(reply) + "\n")
-    replies.flush()
+    orders.send_bytes(json.dumps(reply).encode())
 
 
 class Host:
@@ -271,7 +286,3 @@ def reply_of(output: Any) -> dict[str, Any]:
         "cached": output.num_cached_tokens,
         "from": (output.kv_transfer_params or {}).get("kvrecall"),
     }
-
-
-if __name__ == "__main__":
-    main()

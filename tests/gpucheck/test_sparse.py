@@ -153,7 +153,7 @@ def test_sequences_off_the_device_on_the_cpu() -> None:
     assert outcome.figures["retrieval"]["at_once"] == 3
 
 
-@pytest.mark.long
+@pytest.mark.longest
 @pytest.mark.engine
 def test_all_of_it_on_the_cpu() -> None:
     outcomes = [
@@ -170,7 +170,7 @@ def test_all_of_it_on_the_cpu() -> None:
     assert outcomes[2].figures["retrieval"]["at_once"] == 3
 
 
-@pytest.mark.long
+@pytest.mark.longest
 @pytest.mark.engine
 def test_sequences_that_the_engine_refuses_fail_with_its_words() -> None:
     load = dataclasses.replace(LOAD, options={"kv_cache_dtype": "fp8"})

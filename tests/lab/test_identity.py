@@ -222,7 +222,7 @@ def test_the_command_lists_its_pairs() -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.long
+@pytest.mark.longest
 def test_one_pair_of_each_kind() -> None:
     """The same engine twice shares; without identity, another matrix is found out."""
     done = run("--only", "restart", "--only", "audit-matrix")
