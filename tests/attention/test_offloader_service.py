@@ -10,7 +10,7 @@ import pytest
 
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.pool.service.client import ServiceClient
-from kvrecall.pool.service.serving import ServiceThread
+from kvrecall.pool.service.endpoint import ServiceThread
 from kvrecall.testing.blocks import wait_until
 
 from .test_offloader import BLOCK, Bench

@@ -15,7 +15,7 @@ from kvrecall.pool.base import Found, RecallState
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.remote.envelope import name_of
 from kvrecall.pool.service.client import ServiceClient
-from kvrecall.pool.service.serving import ServiceThread
+from kvrecall.pool.service.endpoint import ServiceThread
 from kvrecall.testing.blocks import chain, content, namespace, wait_until
 
 NAMESPACE = namespace()

@@ -10,16 +10,16 @@ import time
 from pathlib import Path
 
 from kvrecall.lab.processes import as_child
-from kvrecall.pool.service.admin import ServiceAdmin
+from kvrecall.pool.service.admin import ServiceAdmin, Stat
 from kvrecall.pool.service.client import ServiceClient
-from kvrecall.pool.service.views import Overview
+from kvrecall.pool.service.inventory import Overview
 
 MIB = 1 << 20
 SERVE = """
 import sys
 from pathlib import Path
 from kvrecall.config import DiskConfig, PoolConfig
-from kvrecall.pool.service.serving import serve
+from kvrecall.pool.service.endpoint import serve
 folder, host = Path(sys.argv[1]), int(sys.argv[2])
 serve(
     PoolConfig(host, DiskConfig(folder / "disk", 256 << 20)),
@@ -77,7 +77,7 @@ class Service:
 
     def look(self) -> Overview:
         with ServiceAdmin(self.socket) as admin:
-            return admin.look()
+            return admin.do(Stat())
 
     def __enter__(self) -> Service:
         return self

@@ -24,7 +24,7 @@ from kvrecall.errors import ConfigError
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.client import ServiceClient
-from kvrecall.pool.service.serving import ServiceThread
+from kvrecall.pool.service.endpoint import ServiceThread
 from kvrecall.testing.blocks import chain, namespace, wait_until
 from kvrecall.testing.pool_contract import Engine
 

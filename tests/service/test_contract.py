@@ -13,7 +13,7 @@ from kvrecall.block import BlockKey
 from kvrecall.config import DiskConfig, PoolConfig, PoolTerms
 from kvrecall.pool.base import PoolClient
 from kvrecall.pool.service.client import ServiceClient
-from kvrecall.pool.service.serving import ServiceThread
+from kvrecall.pool.service.endpoint import ServiceThread
 from kvrecall.pool.steward import Steward
 from kvrecall.testing.pool_contract import PoolContract
 from kvrecall.testing.pool_machine import PoolMachine

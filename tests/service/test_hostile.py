@@ -29,11 +29,12 @@ from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import Verdict
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.service import protocol as p
+from kvrecall.pool.service.admin import Drop
 from kvrecall.pool.service.client import ServiceClient
+from kvrecall.pool.service.endpoint import ServiceThread, SocketLock, wait_for_memory
+from kvrecall.pool.service.inventory import Query
 from kvrecall.pool.service.link import Link, LinkLost
-from kvrecall.pool.service.server import Patience, Terms
-from kvrecall.pool.service.serving import ServiceThread, SocketLock, wait_for_memory
-from kvrecall.pool.service.views import Query
+from kvrecall.pool.service.server import Patience
 from kvrecall.testing.blocks import chain, namespace, wait_until
 
 from .service import Service
@@ -50,7 +51,7 @@ OWN = tuple(chain(NAMESPACE, 3, "own"))
 def path() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="kvrecall-test-"))
     path = folder / "pool.sock"
-    service = ServiceThread(PoolConfig(16 * MIB), path, Terms(Patience(1.0, 1.0)))
+    service = ServiceThread(PoolConfig(16 * MIB), path, Patience(1.0, 1.0))
     yield path
     service.close()
     shutil.rmtree(folder, ignore_errors=True)
@@ -277,7 +278,7 @@ def test_a_service_that_talks_nonsense_is_no_service(tmp_path: Path, reply: byte
 
 def test_where_a_socket_cannot_be(tmp_path: Path, path: Path) -> None:
     tmp_path.chmod(0o755)
-    with pytest.raises(ConfigError, match="nobody else can enter"):
+    with pytest.raises(ConfigError, match="no other can enter"):
         SocketLock(tmp_path / "pool.sock")
     with pytest.raises(ConfigError, match="relative"):
         SocketLock(Path("pool.sock"))
@@ -302,7 +303,8 @@ OUT_OF_ORDER = [
     (p.Touch(KEYS * 5), p.Find(1, KEYS * 5)),
     (p.Bye(1), p.Reserve(2, KEYS, None, SHARED), p.Bye(3)),
     (p.Flush(1, KEYS, 0.0),),
-    (p.Drop(1, Query(), False), p.Clear(2)),
+    (p.Administer(1, "Drop", msgspec.msgpack.encode(Drop(Query(), False))), p.Clear(2)),
+    (p.Administer(1, "Stat", msgspec.msgpack.encode([])),),
 ]
 
 

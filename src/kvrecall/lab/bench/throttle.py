@@ -27,7 +27,7 @@ from kvrecall.lab.engines.server import Progress
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.pool import Pool
-from kvrecall.pool.service.serving import ServiceThread
+from kvrecall.pool.service.endpoint import ServiceThread
 from kvrecall.testing.blocks import chain
 
 GOAL = 1.1

@@ -22,8 +22,7 @@ from kvrecall.lab.engines.engine import EngineProcess
 from kvrecall.lab.engines.service import ServiceProcess
 from kvrecall.lab.models import write_model
 from kvrecall.pool.disk.index import INDEX_NAME
-from kvrecall.pool.service.admin import FolderAdmin
-from kvrecall.pool.service.views import Query
+from kvrecall.pool.service.admin import FolderAdmin, Verify
 
 Progress = Callable[[str], None]
 
@@ -232,9 +231,9 @@ class Storm:
             return
         before = {row.key for row in stored(service.disk, in_use=False)}
         with FolderAdmin(service.disk) as admin:
-            checked, damaged = admin.verify(Query(), lambda *_: None)
-        self.tally.add("blocks_verified", checked)
-        self.tally.add("blocks_found_damaged", damaged)
+            verified = admin.do(Verify())
+        self.tally.add("blocks_verified", verified.checked)
+        self.tally.add("blocks_found_damaged", verified.damaged)
         after = {row.key for row in stored(service.disk, in_use=False)}
         strange = witness.unexcused(before - after)
         if strange:

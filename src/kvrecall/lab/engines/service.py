@@ -12,8 +12,8 @@ from pathlib import Path
 from kvrecall.errors import TierError
 from kvrecall.lab.engines.child import ChildProcess
 from kvrecall.lab.processes import kvrecall
-from kvrecall.pool.service.admin import ServiceAdmin
-from kvrecall.pool.service.views import Overview
+from kvrecall.pool.service.admin import ServiceAdmin, Stat
+from kvrecall.pool.service.inventory import Overview
 
 _READY_S = 120.0
 
@@ -66,4 +66,4 @@ class ServiceProcess(ChildProcess):
     def look(self, timeout_s: float = 5.0) -> Overview:
         """What ``kvrecall pool stat`` shows. Raises TierError."""
         with ServiceAdmin(self.socket, timeout_s) as admin:
-            return admin.look()
+            return admin.do(Stat())

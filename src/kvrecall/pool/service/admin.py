@@ -1,33 +1,456 @@
-"""Administration from outside: of a running service over its socket, or of a disk folder that no
-process uses."""
+"""Administration: every command of ``kvrecall pool`` on blocks, each in one place.
+
+A command is a struct: its fields travel over the socket, and ``run`` carries it out where the
+pool is: in the service, or in this process for a disk folder that no pool uses. Its result is what
+``--json`` prints; ``show`` makes it readable. The function below it, if there is one, builds it
+from options: its docstring is the help, and ``@command`` adds the options all commands have.
+
+``ServiceAdmin`` and ``FolderAdmin`` carry out any command: ``admin.do(Drop(query, False))``.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import os
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Self, TypeVar
 
-from kvrecall.config import DiskConfig
-from kvrecall.errors import ConfigError, TierError
+import msgspec
+import typer
+
+from kvrecall.config import (
+    DiskConfig,
+    PoolTerms,
+    default_socket,
+    parse_age,
+    parse_size,
+    parse_tenant,
+)
+from kvrecall.errors import ConfigError, KvrecallError, TierError
+from kvrecall.pool.arena import Arena
 from kvrecall.pool.cipher import read_cipher
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.folder import FolderHeld, own_bytes
 from kvrecall.pool.disk.index import INDEX_NAME, is_sealed
 from kvrecall.pool.disk.seal import Checksum, Seal, Shut, make_seal
+from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import protocol as p
-from kvrecall.pool.service.forest import Tree
-from kvrecall.pool.service.inventory import Inventory, OnProgress
+from kvrecall.pool.service.inventory import SORTS, By, Inventory, Listing, OnProgress, Overview
+from kvrecall.pool.service.inventory import Query as Query
 from kvrecall.pool.service.link import Link, LinkLate, LinkLost
-from kvrecall.pool.service.views import By, Listing, Overview, Query
+from kvrecall.pool.service.prefix_tree import PrefixTree
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+R = TypeVar("R")
+
+DEFAULT_SOCKET = default_socket()
 _PATIENCE_S = 30.0
+_RESIZE_LOOK_S = 0.2
+
+Socket = Annotated[Path, typer.Option(help="The service's socket.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_Folder = Annotated[
+    Path | None,
+    typer.Option("--disk-path", help="Instead of a service: a disk folder that no pool uses."),
+]
+_KeyFile = Annotated[
+    Path | None,
+    typer.Option("--encryption-key-file", help="Of a folder whose blocks are encrypted."),
+]
+_Namespaces = Annotated[
+    list[str] | None,
+    typer.Option("--namespace", "-n", help="Only this one: its digest or the beginning of it."),
+]
+_Models = Annotated[
+    list[str] | None,
+    typer.Option("--model", "-m", help="Only models whose description holds this text."),
+]
+_Tenants = Annotated[
+    list[str] | None,
+    typer.Option("--tenant", "-t", help="Only this one: as `ls --by tenant` prints, or salt:SALT."),
+]
+_OlderThan = Annotated[
+    str | None, typer.Option(help="Only blocks not used for so long: 90m, 12h, 7d.")
+]
+_Block = Annotated[
+    str, typer.Option("--block", help="Only the prefix that ends with this block (ls --by chain).")
+]
+_Size = Annotated[str | None, typer.Option(help="A size such as 50GiB.")]
+
+commands = typer.Typer()
+"""The commands below that have options."""
+
+
+class Command(msgspec.Struct, Generic[R], frozen=True, array_like=True):
+    """Base of all commands. ``result``: what ``run`` returns. ``progress``: title of a progress
+    bar, if it takes long. ``on_folder``: whether a disk folder that no pool uses will do."""
+
+    result: ClassVar[Any]
+    progress: ClassVar[str] = ""
+    on_folder: ClassVar[bool] = True
+
+    def run(self, inventory: Inventory, progress: OnProgress) -> R:
+        """Carries it out. Blocks. Raises ConfigError if what is asked for cannot be."""
+        raise NotImplementedError
+
+    def show(self, result: R) -> RenderableType:
+        """The result, for people."""
+        return str(result)
+
+    def status(self, result: R) -> int:
+        """The exit status."""
+        return 0
+
+
+def command(make: Callable[..., Command[Any]]) -> Callable[..., Command[Any]]:
+    """Adds a function that makes a command from options to the command line."""
+    made = inspect.signature(make, eval_str=True)
+    kind: type[Command[Any]] = made.return_annotation
+    common: dict[str, tuple[Any, Any]] = {"socket": (Socket, DEFAULT_SOCKET), "json": (Json, False)}
+    if kind.on_folder:
+        common["disk_path"] = _Folder, None
+        common["encryption_key_file"] = _KeyFile, None
+
+    def run(
+        socket: Path,
+        json: bool,
+        disk_path: Path | None = None,
+        encryption_key_file: Path | None = None,
+        **options: Any,
+    ) -> None:
+        from kvrecall.pool.service import tables
+
+        with errors_shown():
+            order = make(**options)
+            admin: Admin
+            if disk_path is None:
+                admin = ServiceAdmin(socket)
+            else:
+                admin = FolderAdmin(disk_path, encryption_key_file)
+            with admin, tables.progress(order.progress, shown=not json) as progress:
+                result = admin.do(order, progress)
+            if json:
+                typer.echo(msgspec.json.encode(result).decode())
+            else:
+                tables.print_out(order.show(result))
+            status = order.status(result)
+        if status:
+            raise typer.Exit(status)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        inspect.Parameter(name, keyword, default=default, annotation=annotation)
+        for name, (annotation, default) in common.items()
+    ]
+    parameters += [one.replace(kind=keyword) for one in made.parameters.values()]
+    run.__signature__ = made.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    run.__doc__ = make.__doc__
+    commands.command(make.__name__.strip("_"))(run)
+    return make
+
+
+@contextlib.contextmanager
+def errors_shown() -> Iterator[None]:
+    """Ends a command of the command line with a line for people."""
+    try:
+        yield
+    except KvrecallError as error:
+        typer.echo(f"kvrecall: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
+
+
+# -- what is there ------------------------------------------------------------------------------
+
+
+class Stat(Command[Overview], frozen=True):
+    """The service now."""
+
+    result = Overview
+    on_folder = False
+
+    def run(self, inventory: Inventory, progress: OnProgress) -> Overview:
+        return inventory.overview()
+
+
+class PrefixTrees(Command[tuple[PrefixTree, ...]], frozen=True):
+    """What is cached, as trees by model and tenant, largest first, of ``limit`` nodes."""
+
+    result = tuple[PrefixTree, ...]
+    limit: int = 300
+
+    def run(self, inventory: Inventory, progress: OnProgress) -> tuple[PrefixTree, ...]:
+        return inventory.prefix_trees(self.limit)
+
+
+class List(Command[Listing], frozen=True):
+    """What is there of the blocks that fit, in rows."""
+
+    result = Listing
+    query: Query = Query()
+    by: By = By.NAMESPACE
+    sort: str = "size"
+    limit: int = 10_000
+
+    def run(self, inventory: Inventory, progress: OnProgress) -> Listing:
+        return inventory.listing(self.query, self.by, self.sort, self.limit)
+
+    def show(self, result: Listing) -> RenderableType:
+        from kvrecall.pool.service import tables
+
+        return tables.listing(result)
+
+
+@command
+def ls(
+    by: Annotated[By, typer.Option(help="What the rows are.")] = By.NAMESPACE,
+    namespace: _Namespaces = None,
+    model: _Models = None,
+    tenant: _Tenants = None,
+    tier: Annotated[str, typer.Option(help="Only blocks there: host or disk.")] = "",
+    older_than: _OlderThan = None,
+    younger_than: Annotated[
+        str | None, typer.Option(help="Only blocks used since: 90m, 12h, 7d.")
+    ] = None,
+    pinned: Annotated[
+        bool | None, typer.Option("--pinned/--not-pinned", help="Only blocks that are (not).")
+    ] = None,
+    sort: Annotated[str, typer.Option(help=f"One of: {', '.join(SORTS)}.")] = "size",
+    limit: Annotated[int, typer.Option(min=1, help="Rows at most (10,000).")] = 100,
+) -> List:
+    """List what is in the pool."""
+    query = _query(namespace, model, tenant, "", older_than, tier, younger_than, pinned)
+    return List(query, by, sort, limit)
+
+
+class Verified(msgspec.Struct, frozen=True):
+    checked: int
+    damaged: int
+
+
+class Verify(Command[Verified], frozen=True):
+    """Reads and checks the blocks on disk that fit; drops the damaged."""
+
+    result = Verified
+    progress = "verifying"
+    query: Query = Query()
+
+    def run(self, inventory: Inventory, progress: OnProgress) -> Verified:
+        return Verified(*inventory.verify(self.query, progress))
+
+    def show(self, result: Verified) -> str:
+        return f"{result.checked} blocks checked, {result.damaged} damaged (and dropped)"
+
+    def status(self, result: Verified) -> int:
+        return int(result.damaged > 0)
+
+
+@command
+def verify(namespace: _Namespaces = None, model: _Models = None, tenant: _Tenants = None) -> Verify:
+    """Read and check every block on disk; drop the damaged. Ends with 1 if there were any."""
+    return Verify(_query(namespace, model, tenant))
+
+
+# -- dropping -----------------------------------------------------------------------------------
+
+
+class Dropped(msgspec.Struct, frozen=True):
+    """``pinned``: blocks that were not dropped because they are pinned."""
+
+    dropped: int
+    pinned: int
+
+
+class Drop(Command[Dropped], frozen=True):
+    """Drops the blocks that fit, pinned ones only if ``pinned`` says so."""
+
+    result = Dropped
+    query: Query
+    pinned: bool
+
+    def run(self, inventory: Inventory, progress: OnProgress) -> Dropped:
+        return Dropped(*inventory.drop(self.query, self.pinned))
+
+    def show(self, result: Dropped) -> str:
+        kept = f"; {result.pinned} pinned ones stay (--with-pinned)" if result.pinned else ""
+        return f"{result.dropped} blocks dropped{kept}"
+
+
+@command
+def drop(
+    namespace: _Namespaces = None,
+    model: _Models = None,
+    tenant: _Tenants = None,
+    older_than: _OlderThan = None,
+    pinned: Annotated[bool, typer.Option("--with-pinned", help="Pinned blocks, too.")] = False,
+) -> Drop:
+    """Drop blocks by namespace, model, tenant and age: those that fit all that is said."""
+    query = _query(namespace, model, tenant, "", older_than)
+    if query == Query():
+        raise ConfigError(
+            "say what to drop: --namespace, --model, --tenant, --older-than; or use: pool clear"
+        )
+    return Drop(query, pinned)
+
+
+@command
+def clear() -> Drop:
+    """Drop every block that is not in use, pinned or not."""
+    return Drop(Query(), True)
+
+
+# -- pins ---------------------------------------------------------------------------------------
+
+
+class Pinned(msgspec.Struct, frozen=True):
+    blocks: int
+    bytes: int
+
+
+class Pin(Command[Pinned], frozen=True):
+    """Pins, or unpins, the blocks that fit: all or none."""
+
+    result = Pinned
+    query: Query
+    on: bool
+
+    def run(self, inventory: Inventory, progress: OnProgress) -> Pinned:
+        return Pinned(*inventory.pin(self.query, self.on))
+
+    def show(self, result: Pinned) -> str:
+        from kvrecall.pool.service import tables
+
+        word = "pinned" if self.on else "unpinned"
+        return f"{result.blocks} blocks ({tables.size(result.bytes)}) {word}"
+
+
+@command
+def pin(
+    namespace: _Namespaces = None,
+    model: _Models = None,
+    tenant: _Tenants = None,
+    block: _Block = "",
+) -> Pin:
+    """Keep blocks that are there now from being evicted or expired, also after a restart."""
+    return Pin(_some(_query(namespace, model, tenant, block)), True)
+
+
+@command
+def unpin(
+    namespace: _Namespaces = None,
+    model: _Models = None,
+    tenant: _Tenants = None,
+    block: _Block = "",
+    everything: Annotated[bool, typer.Option("--all", help="Whatever is pinned.")] = False,
+) -> Pin:
+    """Let pinned blocks be evicted again."""
+    pinned = True if everything else None
+    return Pin(_some(_query(namespace, model, tenant, block, pinned=pinned)), False)
+
+
+def _some(query: Query) -> Query:
+    if query == Query():
+        raise ConfigError("say which blocks: --block, --namespace, --model or --tenant")
+    return query
+
+
+# -- sizes --------------------------------------------------------------------------------------
+
+
+class Resized(msgspec.Struct, frozen=True):
+    host: int | None
+    disk: int | None
+
+
+class Resize(Command[Resized], frozen=True):
+    """Sets the sizes given (bytes); ends when what has to go is gone."""
+
+    result = Resized
+    progress = "making room"
+    on_folder = False
+    host_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)] | None
+    disk_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)] | None
+
+    def run(self, inventory: Inventory, progress: OnProgress) -> Resized:
+        inventory.resize(self.host_bytes, self.disk_bytes)
+        most = 0
+        time.sleep(_RESIZE_LOOK_S)
+        while left := inventory.surplus():
+            most = max(most, left)
+            progress(most - left, most, 0)
+            time.sleep(_RESIZE_LOOK_S)
+        return Resized(self.host_bytes, self.disk_bytes)
+
+    def show(self, result: Resized) -> str:
+        return "done; set host_size and disk_size as well to keep it after a restart"
+
+
+@command
+def resize(host: _Size = None, disk: _Size = None) -> Resize:
+    """Change how much memory and disk a running service uses, until it is started again.
+
+    Shrinking drops what is worth least and waits until it is gone; interrupted, it goes on in the
+    service. The host can grow up to the service's host_max_size.
+    """
+    if host is None and disk is None:
+        raise ConfigError("say what to resize: --host, --disk")
+    return Resize(_size(host, "--host"), _size(disk, "--disk"))
+
+
+def _size(text: str | None, name: str) -> int | None:
+    nbytes = None if text is None else parse_size(text, name)
+    if nbytes == 0:
+        raise ConfigError(f"{name}: it must be more than 0")
+    return nbytes
+
+
+def _query(
+    namespaces: list[str] | None,
+    models: list[str] | None,
+    tenants: list[str] | None,
+    block: str = "",
+    older_than: str | None = None,
+    tier: str = "",
+    younger_than: str | None = None,
+    pinned: bool | None = None,
+) -> Query:
+    return Query(
+        namespaces=tuple(namespaces or ()),
+        models=tuple(models or ()),
+        tenants=tuple(parse_tenant(name, "--tenant") for name in tenants or ()),
+        block=block,
+        tier=tier,
+        older_than_s=None if older_than is None else parse_age(older_than, "--older-than"),
+        younger_than_s=None if younger_than is None else parse_age(younger_than, "--younger-than"),
+        pinned=pinned,
+    )
+
+
+_COMMANDS = {kind.__name__: kind for kind in (Stat, PrefixTrees, List, Verify, Drop, Pin, Resize)}
+
+
+def command_of(name: str, fields: bytes) -> Command[Any]:
+    """The command that came over the socket. Raises ProtocolError."""
+    kind = _COMMANDS.get(name)
+    if kind is None:
+        raise p.ProtocolError(f"no command: {name!r}")
+    try:
+        return msgspec.msgpack.decode(fields, type=kind)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise p.ProtocolError(f"no command {name}: {error}") from error
+
+
+# -- where a pool is ----------------------------------------------------------------------------
 
 
 class Admin(ABC):
-    """Blocks of a pool. A context manager. All methods may block and raise TierError; ConfigError
-    if what is asked for cannot be."""
+    """Carries out commands on a pool. A context manager."""
 
     def __enter__(self) -> Self:
         return self
@@ -36,29 +459,8 @@ class Admin(ABC):
         self.close()
 
     @abstractmethod
-    def listing(
-        self, query: Query, by: By = By.NAMESPACE, sort: str = "size", limit: int = 10_000
-    ) -> Listing:
-        """What is there of the blocks that fit, in rows."""
-
-    @abstractmethod
-    def drop(self, query: Query, pinned: bool = False) -> tuple[int, int]:
-        """Drops the blocks that fit, pinned ones only if ``pinned`` says so. Returns how many
-        were dropped, and how many pinned ones were not."""
-
-    @abstractmethod
-    def pin(self, query: Query, on: bool) -> tuple[int, int]:
-        """Pins, or unpins, the blocks that fit: all or none. Returns how many, and their bytes."""
-
-    @abstractmethod
-    def verify(self, query: Query, progress: OnProgress) -> tuple[int, int]:
-        """Reads and checks the blocks on disk that fit; drops the damaged. Returns how many were
-        checked, and how many damaged."""
-
-    @abstractmethod
-    def resize(self, host_bytes: int | None, disk_bytes: int | None, progress: OnProgress) -> None:
-        """Sets the sizes given; returns when what has to go is gone. ``progress``: bytes gone,
-        bytes that have to go."""
+    def do(self, command: Command[R], progress: OnProgress = lambda *_: None) -> R:
+        """Carries it out. Blocks. Raises TierError; ConfigError if what is asked for cannot be."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -74,103 +476,53 @@ class ServiceAdmin(Admin):
         except LinkLost as error:
             raise TierError(str(error)) from error
 
-    def look(self) -> Overview:
-        reply = self._ask(p.Look)
-        assert isinstance(reply, p.LookReply)
-        return reply.overview
-
-    def listing(
-        self, query: Query, by: By = By.NAMESPACE, sort: str = "size", limit: int = 10_000
-    ) -> Listing:
-        reply = self._ask(lambda number: p.List(number, query, by, sort, limit))
-        assert isinstance(reply, p.ListReply)
-        return reply.listing
-
-    def forest(self, limit: int = 300) -> tuple[Tree, ...]:
-        """What is cached, as trees by model and tenant, largest first."""
-        reply = self._ask(lambda number: p.Forest(number, limit))
-        assert isinstance(reply, p.ForestReply)
-        return reply.trees
-
-    def drop(self, query: Query, pinned: bool = False) -> tuple[int, int]:
-        reply = self._ask(lambda number: p.Drop(number, query, pinned))
-        assert isinstance(reply, p.Dropped)
-        return reply.blocks, reply.kept
-
-    def pin(self, query: Query, on: bool) -> tuple[int, int]:
-        reply = self._ask(lambda number: p.Pin(number, query, on))
-        assert isinstance(reply, p.Pinned)
-        return reply.blocks, reply.nbytes
-
-    def verify(self, query: Query, progress: OnProgress) -> tuple[int, int]:
-        reply = self._ask(
-            lambda number: p.Verify(number, query),
-            lambda news: progress(news.checked, news.total, news.damaged),
-        )
-        assert isinstance(reply, p.Verified)
-        return reply.checked, reply.damaged
-
-    def resize(self, host_bytes: int | None, disk_bytes: int | None, progress: OnProgress) -> None:
-        self._ask(
-            lambda number: p.Resize(number, host_bytes, disk_bytes),
-            lambda news: progress(news.checked, news.total, news.damaged),
-        )
-
-    def close(self) -> None:
-        self._link.close()
-
-    def _ask(
-        self,
-        make: Callable[[int], p.Message],
-        on_progress: Callable[[p.Progress], None] | None = None,
-    ) -> p.Reply:
+    def do(self, command: Command[R], progress: OnProgress = lambda *_: None) -> R:
+        name, fields = type(command).__name__, msgspec.msgpack.encode(command)
         try:
-            reply = self._link.ask(make, _PATIENCE_S, True, on_progress)
+            reply = self._link.ask(
+                lambda number: p.Administer(number, name, fields),
+                _PATIENCE_S,
+                True,
+                lambda news: progress(news.done, news.total, news.damaged),
+            )
         except LinkLate as error:
             raise TierError(f"the pool service at {self._path} does not answer") from error
         except LinkLost as error:
             raise TierError(f"the pool service at {self._path} is gone: {error}") from error
         if isinstance(reply, p.Trouble):
             raise ConfigError(reply.text)
-        return reply
+        assert isinstance(reply, p.Administered)
+        result: R = msgspec.msgpack.decode(reply.result, type=command.result)
+        return result
+
+    def close(self) -> None:
+        self._link.close()
 
 
 class FolderAdmin(Admin):
-    """Of a disk tier's folder, which it holds meanwhile. If its blocks are sealed, it takes the
-    key to verify them; all else needs none."""
+    """Of a disk tier's folder, which it holds meanwhile: a pool without host memory. If its blocks
+    are encrypted, it takes the key to verify them; all else needs none."""
 
     def __init__(self, path: Path, key_file: Path | None = None) -> None:
         if not (path / INDEX_NAME).exists():
             raise TierError(f"disk_path: {path} holds no blocks (there is no {INDEX_NAME} in it)")
+        terms = PoolTerms(pin_limit=1.0)  # the pool's own limit is of a size not known here
         config = DiskConfig(path, _present_size(path))
         try:
-            self._tier = DiskTier(config, seal=_seal_for(path, key_file))
+            disk = DiskTier(config, seal=_seal_for(path, key_file), terms=terms)
         except FolderHeld as error:
             raise TierError(
                 f"{error}. A pool in an engine's own process cannot be administered while it "
                 "runs; a service's can: --socket"
             ) from error
-        self._inventory = Inventory(None, self._tier)
+        self._pool = Pool(Arena.create(4096), disk, terms=terms)
+        self._inventory = Inventory(self._pool)
 
-    def listing(
-        self, query: Query, by: By = By.NAMESPACE, sort: str = "size", limit: int = 10_000
-    ) -> Listing:
-        return self._inventory.listing(query, by, sort, limit)
-
-    def drop(self, query: Query, pinned: bool = False) -> tuple[int, int]:
-        return self._inventory.drop(query, pinned)
-
-    def pin(self, query: Query, on: bool) -> tuple[int, int]:
-        return self._inventory.pin(query, on)
-
-    def verify(self, query: Query, progress: OnProgress) -> tuple[int, int]:
-        return self._inventory.verify(query, progress)
-
-    def resize(self, host_bytes: int | None, disk_bytes: int | None, progress: OnProgress) -> None:
-        self._inventory.resize(host_bytes, disk_bytes)
+    def do(self, command: Command[R], progress: OnProgress = lambda *_: None) -> R:
+        return command.run(self._inventory, progress)
 
     def close(self) -> None:
-        self._tier.close()
+        self._pool.close()
 
 
 def _seal_for(path: Path, key_file: Path | None) -> Seal:

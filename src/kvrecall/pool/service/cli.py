@@ -19,10 +19,17 @@ from kvrecall.jsonfile import read_object
 from kvrecall.pool.keyfile import make_key_file, rotate_key_file
 from kvrecall.pool.remote.mooncake.master import MasterFlags, check_master, run_master
 from kvrecall.pool.remote.mooncake.settings import split_address
-from kvrecall.pool.service import commands, tables
-from kvrecall.pool.service.admin import ServiceAdmin
-from kvrecall.pool.service.choosing import DEFAULT_SOCKET, Json, Socket, errors_shown
-from kvrecall.pool.service.serving import serve as run_service
+from kvrecall.pool.service import tables
+from kvrecall.pool.service.admin import (
+    DEFAULT_SOCKET,
+    Json,
+    ServiceAdmin,
+    Socket,
+    Stat,
+    commands,
+    errors_shown,
+)
+from kvrecall.pool.service.endpoint import serve as run_service
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -143,7 +150,7 @@ def stat(
 ) -> None:
     """Watch a service: tiers, traffic, clients."""
     with errors_shown(), ServiceAdmin(socket) as admin:
-        overview = admin.look()
+        overview = admin.do(Stat())
         if json:
             typer.echo(msgspec.json.encode(overview).decode())
             return
@@ -157,7 +164,7 @@ def stat(
         ):
             while True:
                 time.sleep(_EVERY_S)
-                before, overview = overview, admin.look()
+                before, overview = overview, admin.do(Stat())
                 live.update(tables.overview(overview, before, _EVERY_S), refresh=True)
 
 
@@ -178,13 +185,4 @@ def key(
             typer.echo(f"{file}: a new key; set encryption_key_file to this path, and keep a copy")
 
 
-app.command("ls")(commands.list_blocks)
-for _command in (
-    commands.verify,
-    commands.drop,
-    commands.clear,
-    commands.pin,
-    commands.unpin,
-    commands.resize,
-):
-    app.command()(_command)
+app.add_typer(commands)

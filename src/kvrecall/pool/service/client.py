@@ -17,6 +17,7 @@ they are not reserved again.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import os
@@ -25,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kvrecall.block import NAMESPACE_BYTES, SHARED, BlockKey, Namespace, Tenant
 from kvrecall.errors import ConfigError, TierError
@@ -36,11 +38,11 @@ from kvrecall.pool.base import (
     Recall,
     RecallState,
     Reservation,
+    TierStats,
     Verdict,
 )
 from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.link import Link, LinkLate, LinkLost
-from kvrecall.pool.service.totals import Totals
 from kvrecall.pool.slots import ALIGNMENT
 
 _LOG = logging.getLogger(__name__)
@@ -53,6 +55,59 @@ _CLEAR_S = 10.0
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 1.0
 _WATCH_S = 1.0
+_POOL_COUNTERS = ("lookups", "hits", "refused")
+_TIER_GAUGES = ("name", "capacity_bytes", "used_bytes", "blocks", "pinned_bytes")
+_TIER_COUNTERS = tuple(
+    field.name for field in dataclasses.fields(TierStats) if field.name not in _TIER_GAUGES
+)
+
+
+class _Totals:
+    """Sums of the counters over all lives of a service, as one client saw them. Histograms are
+    those of the present life. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._boot = b""
+        self._before: dict[tuple[str, str], float] = {}
+        self._seen: dict[tuple[str, str], float] = {}
+        self.last = PoolStats(())
+
+    def add(self, boot: bytes, stats: PoolStats) -> PoolStats:
+        """``stats`` of the life ``boot``, with what earlier lives had counted."""
+        if boot != self._boot:
+            self._boot = boot
+            self._before, self._seen = self._sums(), {}
+        tiers = []
+        for tier in stats.tiers:
+            counts = {name: getattr(tier, name) for name in _TIER_COUNTERS}
+            tiers.append(dataclasses.replace(tier, **self._plus(tier.name, counts)))
+        counts = {name: getattr(stats, name) for name in _POOL_COUNTERS}
+        self.last = dataclasses.replace(stats, tiers=tuple(tiers), **self._plus("", counts))
+        return self.last
+
+    def without_service(self) -> PoolStats:
+        """The sums so far, with gauges at rest."""
+        tiers = tuple(
+            dataclasses.replace(t, used_bytes=0, blocks=0, pinned_bytes=0) for t in self.last.tiers
+        )
+        return dataclasses.replace(
+            self.last,
+            tiers=tiers,
+            leases=0,
+            reserved=0,
+            queued_writes=0,
+            queued_reads=0,
+            unwritten_bytes=0,
+        )
+
+    def _plus(self, owner: str, counts: dict[str, float]) -> dict[str, Any]:
+        for name, value in counts.items():
+            self._seen[owner, name] = value
+        return {name: self._before.get((owner, name), 0) + v for name, v in counts.items()}
+
+    def _sums(self) -> dict[tuple[str, str], float]:
+        names = {*self._before, *self._seen}
+        return {name: self._before.get(name, 0) + self._seen.get(name, 0) for name in names}
 
 
 @dataclass(eq=False, slots=True)
@@ -116,7 +171,7 @@ class ServiceClient:
         self._timeout_s = call_timeout_s
         self._stats_age_s = stats_age_s
         self._stats_at = float("-inf")
-        self._totals = Totals()
+        self._totals = _Totals()
         self._numbers = itertools.count(1)
         self._lock = threading.RLock()  # guards what follows; never held over a request
         self._names: dict[bytes, tuple[Namespace, int]] = {}
@@ -450,7 +505,9 @@ class ServiceClient:
         except LinkLost:
             link.close()
             raise
-        return _Life(link, p.handle_of(link.welcome), done)
+        w = link.welcome
+        handle = ArenaHandle(w.pid, w.fd, w.nbytes, w.inode, w.boot.hex())
+        return _Life(link, handle, done)
 
     def _keep(self) -> None:
         """Thread: notices the end of a connection, and makes the next one."""

@@ -1,26 +1,82 @@
-"""What lies in a pool or in a disk folder: chosen, listed, checked, dropped, pinned."""
+"""What lies in a pool: chosen, listed, checked, dropped, pinned; and what an administrator sees."""
 
 from __future__ import annotations
 
+import enum
+import json
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
+from kvrecall.block import NAMESPACE_BYTES, BlockKey, TierName
 from kvrecall.errors import ConfigError
 from kvrecall.pool.accounts import TenantUse
-from kvrecall.pool.disk import DiskTier
+from kvrecall.pool.base import PoolStats
 from kvrecall.pool.held import Held
-from kvrecall.pool.service.forest import Tree, forest
-from kvrecall.pool.service.views import By, Listing, Query, Row, TenantView, model_of
-from kvrecall.pool.steward import Steward
+from kvrecall.pool.pool import Pool
+from kvrecall.pool.service.prefix_tree import PrefixTree, prefix_trees
 from kvrecall.pool.tier import Outcome
 
 _PROGRESS_S = 0.1
 _TENANTS_SHOWN = 200
 _MAX_ROWS = 10_000
+_SEE = "see: kvrecall pool ls"
 
 OnProgress = Callable[[int, int, int], None]
-"""Called with blocks checked, blocks in all, blocks found damaged."""
+"""Called with what is done, what there is to do, and blocks found damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """Which blocks: those that everything said here fits.
+
+    ``namespaces``: each the beginning of one digest in hex. ``models``: texts that the models'
+    descriptions hold. ``block``: the beginning of the hex name of one block, which stands for the
+    prefix that ends with it. ``tier``: host, disk, or empty. Ages are seconds since the last use.
+    """
+
+    namespaces: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    tenants: tuple[str, ...] = ()
+    block: str = ""
+    tier: str = ""
+    older_than_s: float | None = None
+    younger_than_s: float | None = None
+    pinned: bool | None = None
+
+
+class By(enum.StrEnum):
+    """What the rows of a listing are."""
+
+    NAMESPACE = "namespace"
+    MODEL = "model"
+    TENANT = "tenant"
+    CHAIN = "chain"  # named by its last block
+    BLOCK = "block"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Blocks of one kind. ``name`` is a namespace's digest, a model, a tenant, or the hex name of
+    a block. Empty fields (-1) say nothing: the blocks differ in it. Ages are seconds since the
+    youngest and the oldest last use."""
+
+    name: str
+    namespace: str
+    model: str
+    tenant: str
+    block_bytes: int
+    depth: int
+    host_blocks: int
+    host_bytes: int
+    disk_blocks: int
+    disk_bytes: int
+    pinned_blocks: int
+    youngest_s: float
+    oldest_s: float
+    parts: dict[str, str]
+
 
 SORTS: dict[str, Callable[[Row], tuple[float, str]]] = {
     "size": lambda row: (-(row.host_bytes + row.disk_bytes), row.name),
@@ -33,30 +89,92 @@ SORTS: dict[str, Callable[[Row], tuple[float, str]]] = {
 """Orders of a listing, what people look for first."""
 
 
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """``total``: rows there are; those beyond what was asked for are left out."""
+
+    by: By
+    rows: tuple[Row, ...]
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClientView:
+    """A connected process, or one whose connection was lost and whose slots are kept."""
+
+    pid: int
+    seconds: float  # since it connected, or since it was lost
+    namespaces: int
+    tickets: int
+    reserved: int
+    requests: int
+    lost: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TenantView:
+    """A tenant that holds something. Limits are -1 where there is none; ``refused`` and
+    ``evicted`` count its blocks for the sake of its limits."""
+
+    tenant: str
+    host_bytes: int
+    host_limit: int
+    disk_bytes: int
+    disk_limit: int
+    refused: int
+    evicted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """The service now. ``tenants``: those that hold most, of ``tenant_count``."""
+
+    pid: int
+    version: str
+    uptime_s: float
+    socket: str
+    disk_path: str
+    clients: tuple[ClientView, ...]
+    stats: PoolStats
+    rejected: int  # connections ended for what they sent
+    tenants: tuple[TenantView, ...]
+    tenant_count: int
+    write_policy: str
+
+
+class _Known(NamedTuple):
+    """A namespace: what a person calls its model, and the bytes of a block."""
+
+    model: str
+    block_bytes: int
+    parts: dict[str, str]
+
+
+_UNKNOWN = _Known("unknown", -1, {})
+
+
 class Inventory:
-    """Over a pool, or over the disk tier of a folder that no pool uses. Its methods block, the
-    longest (``verify``) for as long as the disk takes; call them outside of any loop."""
+    """Over a pool. Its methods block, the longest (``verify``) for as long as the disk takes; call
+    them outside of any loop. ConfigError if a query names what is not there."""
 
-    def __init__(self, steward: Steward | None, disk: DiskTier | None = None) -> None:
-        self._steward = steward
-        self._disk = steward.disk if steward is not None else disk
-        self._names: dict[bytes, Namespace] = {}
-        self._sizes: dict[bytes, int] = {}
-        if self._disk is not None:
-            for namespace, nbytes in self._disk.namespaces():
-                self.register(namespace, nbytes)
+    def __init__(self, pool: Pool, overview: Callable[[], Overview] | None = None) -> None:
+        """``overview``: of the service that has the pool."""
+        self._admin = pool.steward
+        self._pool = pool
+        self._overview = overview
 
-    def register(self, namespace: Namespace, block_bytes: int) -> None:
-        """A client told what a namespace is."""
-        self._names[namespace.digest] = namespace
-        self._sizes[namespace.digest] = block_bytes
+    def overview(self) -> Overview:
+        if self._overview is None:
+            raise ConfigError("a folder has no clients and no traffic; give the --socket of a pool")
+        return self._overview()
 
     # -- what is there ---------------------------------------------------------------------
 
     def select(self, query: Query) -> list[Held]:
-        """The blocks that fit; one in two tiers is named twice. ConfigError if the block that the
-        query names is not there, or not one."""
-        held = self._all()
+        """The blocks that fit; one in two tiers is named twice."""
+        if query.tier not in ("", TierName.HOST, TierName.DISK):
+            raise ConfigError(f"--tier: {query.tier!r} is none; say host or disk")
+        held = self._admin.blocks()
         if query.block:
             prefix = _prefix_of(query.block, held)
             held = [block for block in held if block.key in prefix]
@@ -65,7 +183,7 @@ class Inventory:
             for block in held:  # the later use counts, if tiers differ
                 used[block.key] = max(used.get(block.key, 0.0), block.used)
         now = time.time()
-        digests, tenants = frozenset(query.namespaces), frozenset(query.tenants)
+        digests, tenants = self._digests(query), frozenset(query.tenants)
         least = -1.0 if query.older_than_s is None else query.older_than_s
         most = float("inf") if query.younger_than_s is None else query.younger_than_s
         return [
@@ -78,33 +196,64 @@ class Inventory:
             and least < max(0.0, now - used.get(b.key, b.used)) < most
         ]
 
-    def listing(
-        self, query: Query, by: By = By.NAMESPACE, sort: str = "size", limit: int = _MAX_ROWS
-    ) -> Listing:
+    def _digests(self, query: Query) -> set[bytes]:
+        """The namespaces a query names; empty if it names none."""
+        if not (query.namespaces or query.models):
+            return set()
+        known = self._namespaces()
+        chosen = {
+            digest
+            for digest, namespace in known.items()
+            if any(text.lower() in namespace.model.lower() for text in query.models)
+        }
+        if query.models and not chosen:
+            raise ConfigError(f"--model: none is like {list(query.models)}; {_SEE}")
+        for prefix in query.namespaces:
+            fitting = [digest for digest in known if digest.hex().startswith(prefix.lower())]
+            if len(fitting) != 1:
+                many = f"{len(fitting)} namespaces begin" if fitting else "no namespace begins"
+                raise ConfigError(f"--namespace: {many} with {prefix!r}; {_SEE}")
+            chosen.update(fitting)
+        return chosen
+
+    def listing(self, query: Query, by: By, sort: str, limit: int) -> Listing:
         """Rows about the blocks that fit."""
+        if sort not in SORTS:
+            raise ConfigError(f"--sort: {sort!r} is unknown; known: {', '.join(SORTS)}")
         held = self.select(query)
-        names = self._namer(by, held)
+        known = self._namespaces()
+        inner = {block.parent for block in held} if by is By.CHAIN else set()
         groups: dict[str, list[Held]] = {}
+        if by is By.NAMESPACE and query == Query():
+            groups = {digest.hex(): [] for digest in known}  # also those with nothing left
         for block in held:
-            name = names(block)
+            digest = block.key[:NAMESPACE_BYTES]
+            match by:
+                case By.TENANT:
+                    name = str(block.tenant)
+                case By.NAMESPACE:
+                    name = digest.hex()
+                case By.MODEL:
+                    name = known.get(digest, _UNKNOWN).model
+                case _:
+                    name = "" if block.key in inner else block.key.hex()
             if name:
                 groups.setdefault(name, []).append(block)
-        if by is By.NAMESPACE and query == Query():
-            for digest in self._names:
-                groups.setdefault(digest.hex(), [])  # also those with nothing left
         now = time.time()
-        rows = [self._row(by, name, blocks, now) for name, blocks in groups.items()]
-        rows.sort(key=SORTS.get(sort, SORTS["size"]))
+        rows = [_row(by, name, blocks, known, now) for name, blocks in groups.items()]
+        rows.sort(key=SORTS[sort])
         return Listing(by, tuple(rows[: min(limit, _MAX_ROWS)]), len(rows))
 
-    def forest(self, limit: int) -> tuple[Tree, ...]:
-        """What is there, as trees of at most ``limit`` twigs."""
-        return forest(self._all(), self._kind, time.time(), limit)
+    def prefix_trees(self, limit: int) -> tuple[PrefixTree, ...]:
+        """What is there, as trees of at most ``limit`` nodes."""
+        known = {digest: (one.model, one.block_bytes) for digest, one in self._namespaces().items()}
+        return prefix_trees(self._admin.blocks(), known, time.time(), limit)
 
     def tenants(self) -> tuple[tuple[TenantView, ...], int]:
         """Tenants that hold most, and how many there are."""
-        host = {} if self._steward is None else {u.tenant: u for u in self._steward.host_uses()}
-        disk = {} if self._disk is None else {u.tenant: u for u in self._disk.uses()}
+        disk_tier = self._admin.disk
+        host = {use.tenant: use for use in self._admin.host_uses()}
+        disk = {use.tenant: use for use in disk_tier.uses()} if disk_tier is not None else {}
         views = [
             _tenant_view(tenant, host.get(tenant), disk.get(tenant)) for tenant in {**host, **disk}
         ]
@@ -119,43 +268,30 @@ class Inventory:
         held = self.select(query)
         kept = set() if pinned else {block.key for block in held if block.pinned}
         keys = {block.key for block in held} - kept
-        if self._steward is not None:
-            self._steward.drop(keys)
-        elif self._disk is not None:
-            self._disk.unpin(tuple(keys))
-            self._disk.drop(tuple(keys))
+        self._admin.drop(keys)
         return len(keys), len(kept)
-
-    def drop_namespaces(self, digests: Collection[bytes]) -> None:
-        """Drops all blocks of these namespaces, pinned ones too."""
-        if digests:
-            self.drop(Query(namespaces=tuple(digests)), pinned=True)
 
     def pin(self, query: Query, on: bool) -> tuple[int, int]:
         """Pins, or unpins, the blocks that fit. Returns how many, and their bytes (each counted
         once). ConfigError if they are too many to be pinned; none is then."""
         sizes = {block.key: block.slot_bytes for block in self.select(query)}
-        if self._steward is not None:
-            (self._steward.pin if on else self._steward.unpin)(sizes.keys())
-        elif self._disk is not None:
-            (self._disk.pin if on else self._disk.unpin)(tuple(sizes))
-            self._disk.wait_pins_durable(10.0)
+        (self._admin.pin if on else self._admin.unpin)(sizes.keys())
         return len(sizes), sum(sizes.values())
 
-    def verify(self, query: Query, progress: OnProgress = lambda *_: None) -> tuple[int, int]:
+    def verify(self, query: Query, progress: OnProgress) -> tuple[int, int]:
         """Reads every block on disk that fits and checks its bytes; the damaged are dropped.
         Returns how many were checked, and how many damaged."""
-        if self._disk is None:
+        disk = self._admin.disk
+        if disk is None:
             return 0, 0
         keys = [block.key for block in self.select(query) if block.tier is TierName.DISK]
         checked = damaged = 0
         told = 0.0
-        for key, outcome in self._disk.check(keys):
+        for key, outcome in disk.check(keys):
             checked += outcome is not Outcome.MISS
             if outcome in (Outcome.CORRUPT, Outcome.ERROR):
                 damaged += 1
-                if self._steward is not None:
-                    self._steward.damaged(key)
+                self._admin.damaged(key)
             if time.monotonic() - told > _PROGRESS_S:
                 told = time.monotonic()
                 progress(checked, len(keys), damaged)
@@ -165,81 +301,27 @@ class Inventory:
     def resize(self, host_bytes: int | None, disk_bytes: int | None) -> None:
         """Sets the sizes given. What has to go goes in the background; see ``surplus``.
         ConfigError, with nothing changed, if that cannot be."""
-        if self._steward is None:
-            raise ConfigError("a folder has no size of its own: set disk_size of its pool")
-        if disk_bytes is not None and self._disk is None:
+        disk = self._admin.disk
+        if disk_bytes is not None and disk is None:
             raise ConfigError("disk: this pool has no disk tier; start it with disk_path")
         if host_bytes is not None:
-            self._steward.resize_host(host_bytes)
-        if disk_bytes is not None and self._disk is not None:
-            self._disk.resize(disk_bytes)
+            self._admin.resize_host(host_bytes)
+        if disk_bytes is not None and disk is not None:
+            disk.resize(disk_bytes)
 
     def surplus(self) -> int:
         """Bytes that are still to go after ``resize``."""
-        host = 0 if self._steward is None else self._steward.host_surplus()
-        return host + (0 if self._disk is None else self._disk.surplus_bytes)
+        disk = self._admin.disk
+        return self._admin.host_surplus() + (0 if disk is None else disk.surplus_bytes)
 
-    # -- inside ----------------------------------------------------------------------------
-
-    def _all(self) -> list[Held]:
-        if self._steward is not None:
-            return self._steward.blocks()
-        return [] if self._disk is None else self._disk.held()
-
-    def _kind(self, digest: bytes) -> tuple[str, int]:
-        return self._model(digest), self._sizes.get(digest, 0)
-
-    def _model(self, digest: bytes) -> str:
-        namespace = self._names.get(digest)
-        return model_of(dict(namespace.parts)) if namespace is not None else "unknown"
-
-    def _namer(self, by: By, held: Iterable[Held]) -> Callable[[Held], str]:
-        """The name of the row a block belongs to; empty: to none."""
-        if by is By.TENANT:
-            return lambda block: block.tenant
-        if by is By.BLOCK:
-            return lambda block: block.key.hex()
-        if by is By.CHAIN:
-            inner = {block.parent for block in held}
-            return lambda block: "" if block.key in inner else block.key.hex()
-        if by is By.NAMESPACE:
-            return lambda block: block.key[:NAMESPACE_BYTES].hex()
-        models: dict[bytes, str] = {}
-
-        def model(block: Held) -> str:
-            digest = block.key[:NAMESPACE_BYTES]
-            if digest not in models:
-                models[digest] = self._model(digest)
-            return models[digest]
-
-        return model
-
-    def _row(self, by: By, name: str, blocks: list[Held], now: float) -> Row:
-        host = [b.slot_bytes for b in blocks if b.tier is TierName.HOST]
-        disk = [b.slot_bytes for b in blocks if b.tier is TierName.DISK]
-        digests = {b.key[:NAMESPACE_BYTES] for b in blocks}
-        if by is By.NAMESPACE:
-            digests = {bytes.fromhex(name)}
-        digest = next(iter(digests)) if len(digests) == 1 else b""
-        tenants = {b.tenant for b in blocks}
-        parts = self._names[digest].parts if digest in self._names else ()
-        ages = [max(0.0, now - b.used) for b in blocks]
-        return Row(
-            name=name,
-            namespace=digest.hex(),
-            model=self._model(digest) if digest else "",
-            tenant=next(iter(tenants)) if len(tenants) == 1 else "",
-            block_bytes=self._sizes.get(digest, -1),
-            depth=blocks[0].depth if by in (By.BLOCK, By.CHAIN) else -1,
-            host_blocks=len(host),
-            host_bytes=sum(host),
-            disk_blocks=len(disk),
-            disk_bytes=sum(disk),
-            pinned_blocks=len({b.key for b in blocks if b.pinned}),
-            youngest_s=min(ages, default=-1.0),
-            oldest_s=max(ages, default=-1.0),
-            parts=dict(parts) if by is By.NAMESPACE else {},
-        )
+    def _namespaces(self) -> dict[bytes, _Known]:
+        """Every namespace that was registered or has blocks on disk, by its digest."""
+        disk = self._admin.disk
+        known = [*(disk.namespaces() if disk is not None else ()), *self._pool.namespaces()]
+        return {
+            namespace.digest: _Known(_model_of(namespace.parts), nbytes, dict(namespace.parts))
+            for namespace, nbytes in known
+        }
 
 
 def _prefix_of(name: str, held: Collection[Held]) -> set[BlockKey]:
@@ -253,13 +335,64 @@ def _prefix_of(name: str, held: Collection[Held]) -> set[BlockKey]:
     ]
     if len(fitting) != 1:
         many = f"{len(fitting)} blocks' names begin" if fitting else "no block's name begins"
-        raise ConfigError(f"--block: {many} with {name!r}; see: kvrecall pool ls --by chain")
+        raise ConfigError(f"--block: {many} with {name!r}; {_SEE} --by chain")
     prefix: set[BlockKey] = set()
     key: BlockKey | None = fitting[0]
     while key is not None and key in parents and key not in prefix:
         prefix.add(key)
         key = parents[key]
     return prefix
+
+
+def _row(
+    by: By,
+    name: str,
+    blocks: Sequence[Held],
+    known: Mapping[bytes, _Known],
+    now: float,
+) -> Row:
+    host = [b.slot_bytes for b in blocks if b.tier is TierName.HOST]
+    disk = [b.slot_bytes for b in blocks if b.tier is TierName.DISK]
+    digests = {b.key[:NAMESPACE_BYTES] for b in blocks}
+    if by is By.NAMESPACE:
+        digests = {bytes.fromhex(name)}
+    digest = next(iter(digests)) if len(digests) == 1 else b""
+    tenants = {b.tenant for b in blocks}
+    namespace = known.get(digest, _UNKNOWN)
+    ages = [max(0.0, now - b.used) for b in blocks]
+    return Row(
+        name=name,
+        namespace=digest.hex(),
+        model=namespace.model if digest else "",
+        tenant=next(iter(tenants)) if len(tenants) == 1 else "",
+        block_bytes=namespace.block_bytes,
+        depth=blocks[0].depth if by in (By.BLOCK, By.CHAIN) else -1,
+        host_blocks=len(host),
+        host_bytes=sum(host),
+        disk_blocks=len(disk),
+        disk_bytes=sum(disk),
+        pinned_blocks=len({b.key for b in blocks if b.pinned}),
+        youngest_s=min(ages, default=-1.0),
+        oldest_s=max(ages, default=-1.0),
+        parts=namespace.parts if by is By.NAMESPACE else {},
+    )
+
+
+def _model_of(parts: Iterable[tuple[str, str]]) -> str:
+    """What a person calls the model of a namespace: architecture, types, adapter."""
+    named = dict(parts)
+    name = named.get("model", "")
+    if "architecture" in named:
+        try:
+            config = json.loads(named["architecture"])
+        except ValueError:
+            config = {}
+        if isinstance(config, dict):
+            name = " ".join(map(str, config.get("architectures") or [])) or name
+    words = [name, named.get("dtype", "").removeprefix("torch."), named.get("weights", "")[:20]]
+    if "adapter" in named:
+        words.append(f"adapter {named['adapter'][:12]}")
+    return " ".join(word for word in words if word) or "unknown"
 
 
 def _tenant_view(tenant: str, host: TenantUse | None, disk: TenantUse | None) -> TenantView:

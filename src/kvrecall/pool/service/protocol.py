@@ -23,11 +23,9 @@ from msgspec import Meta
 
 from kvrecall.block import FORMAT_VERSION, NAMESPACE_BYTES, BlockKey, Tenant, TierName
 from kvrecall.errors import KvrecallError
-from kvrecall.pool.base import ArenaHandle, PoolStats, Verdict
-from kvrecall.pool.service.forest import Tree
-from kvrecall.pool.service.views import By, Listing, Overview, Query
+from kvrecall.pool.base import PoolStats, Verdict
 
-PROTOCOL = 100 * FORMAT_VERSION + 4
+PROTOCOL = 100 * FORMAT_VERSION + 5
 """Both sides must say the same. The format of blocks is part of it."""
 
 MAX_FRAME = 8 << 20
@@ -56,15 +54,13 @@ Part = Annotated[str, Meta(max_length=1 << 20)]
 Parts = Annotated[tuple[tuple[Part, Part], ...], Meta(max_length=256)]
 Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 TenantName = Annotated[Tenant, Meta(pattern="^(-|[0-9a-f]{16})$", max_length=16)]
-Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
-Size = Annotated[int, Meta(ge=1, lt=1 << 62)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of all messages."""
 
 
-# -- requests of an engine --------------------------------------------------------------------
+# -- requests ---------------------------------------------------------------------------------
 
 
 class Hello(Message, frozen=True, tag=1):
@@ -156,55 +152,13 @@ class Bye(Message, frozen=True, tag=16):
     number: Number
 
 
-# -- requests of an administrator -------------------------------------------------------------
-
-
-class Look(Message, frozen=True, tag=32):
-    number: Number
-
-
-class List(Message, frozen=True, tag=33):
-    number: Number
-    query: Query
-    by: By
-    sort: Text
-    limit: Count
-
-
-class Forest(Message, frozen=True, tag=39):
-    """What is cached, as trees of at most ``limit`` twigs."""
+class Administer(Message, frozen=True, tag=32):
+    """``fields``: of the command of that name, see ``admin``. Answered by any number of
+    ``Progress`` and one ``Administered``."""
 
     number: Number
-    limit: Count
-
-
-class Drop(Message, frozen=True, tag=34):
-    """``pinned``: pinned blocks too."""
-
-    number: Number
-    query: Query
-    pinned: bool
-
-
-class Verify(Message, frozen=True, tag=35):
-    """Answered by any number of ``Progress`` and one ``Verified``."""
-
-    number: Number
-    query: Query
-
-
-class Pin(Message, frozen=True, tag=36):
-    number: Number
-    query: Query
-    on: bool
-
-
-class Resize(Message, frozen=True, tag=37):
-    """Answered by any number of ``Progress`` (bytes gone, bytes to go) and one ``Done``."""
-
-    number: Number
-    host_bytes: Size | None
-    disk_bytes: Size | None
+    command: Text
+    fields: Annotated[bytes, Meta(max_length=1 << 20)]
 
 
 Request = (
@@ -223,13 +177,7 @@ Request = (
     | Stats
     | Settle
     | Bye
-    | Look
-    | List
-    | Forest
-    | Drop
-    | Verify
-    | Pin
-    | Resize
+    | Administer
 )
 
 
@@ -237,7 +185,7 @@ Request = (
 
 
 class Welcome(Message, frozen=True, tag=64):
-    """``boot``: this life of the service. ``token``: this connection, told to nobody else.
+    """``boot``: this life of the service. ``token``: this connection, a secret of its two ends.
     ``inode``: of the arena's memory file."""
 
     protocol: int
@@ -298,46 +246,20 @@ class StatsReply(Message, frozen=True, tag=72):
     stats: PoolStats
 
 
-class LookReply(Message, frozen=True, tag=73):
-    number: Number
-    overview: Overview
-
-
-class ForestReply(Message, frozen=True, tag=81):
-    number: Number
-    trees: tuple[Tree, ...]
-
-
-class ListReply(Message, frozen=True, tag=74):
-    number: Number
-    listing: Listing
-
-
-class Dropped(Message, frozen=True, tag=75):
-    """``kept``: pinned blocks that were not dropped."""
-
-    number: Number
-    blocks: int
-    kept: int
-
-
 class Progress(Message, frozen=True, tag=76):
+    """Of a command: what is done, what there is to do, and blocks found damaged."""
+
     number: Number
-    checked: int
+    done: int
     total: int
     damaged: int
 
 
-class Verified(Message, frozen=True, tag=77):
-    number: Number
-    checked: int
-    damaged: int
+class Administered(Message, frozen=True, tag=77):
+    """``result``: of the command, in MessagePack."""
 
-
-class Pinned(Message, frozen=True, tag=78):
     number: Number
-    blocks: int
-    nbytes: int
+    result: bytes
 
 
 Reply = (
@@ -350,13 +272,8 @@ Reply = (
     | ReserveReply
     | Flushed
     | StatsReply
-    | LookReply
-    | ListReply
-    | ForestReply
-    | Dropped
     | Progress
-    | Verified
-    | Pinned
+    | Administered
 )
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -458,8 +375,3 @@ def pack_verdicts(verdicts: Sequence[Verdict]) -> bytes:
 def unpack_verdicts(data: bytes) -> tuple[Verdict, ...]:
     """Reverses ``pack_verdicts``. Raises IndexError for a byte that is no verdict."""
     return tuple(map(_VERDICTS.__getitem__, data))
-
-
-def handle_of(welcome: Welcome) -> ArenaHandle:
-    """The arena a service told of."""
-    return ArenaHandle(welcome.pid, welcome.fd, welcome.nbytes, welcome.inode, welcome.boot.hex())

@@ -1,46 +1,46 @@
-"""The service's loop: one thread takes the requests of all connections and asks the pool.
+"""The service: one asyncio loop takes the requests of all connections and asks the pool.
 
-The pool answers within microseconds a key, so a loop is faster than a thread a connection. What
-takes time goes to worker threads (``Desk``); what they have to say comes back through ``_post``.
+The pool answers within microseconds a key, so one thread is faster than a thread a connection. What
+takes time (flushes, administration) goes to worker threads.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import os
 import resource
 import secrets
-import selectors
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+
+import msgspec
 
 from kvrecall import __version__
-from kvrecall.pool.base import PoolStats
+from kvrecall.block import Namespace
+from kvrecall.config import PoolConfig
+from kvrecall.errors import ConfigError
+from kvrecall.pool.base import RecallState, Verdict
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import protocol as p
-from kvrecall.pool.service.desk import Desk
-from kvrecall.pool.service.peers import Peer, credentials, families_of, peer_of
-from kvrecall.pool.service.sessions import Evidence, Ghosts, Session
-from kvrecall.pool.service.views import ClientView, Overview
+from kvrecall.pool.service.admin import command_of
+from kvrecall.pool.service.inventory import ClientView, Inventory, Overview, Query
+from kvrecall.pool.service.peers import Peer, credentials, peer_of
+from kvrecall.pool.service.sessions import Reaper, Session
 
 _LOG = logging.getLogger(__name__)
-_READ = selectors.EVENT_READ
-_WRITE = selectors.EVENT_WRITE
-_CHUNK = 1 << 18
-_MAX_OUTBOX = 32 << 20
+_MAX_UNSENT = 32 << 20
 _MAX_CONNECTIONS = 512
+_MAX_SLOW = 64  # requests of one connection that are being worked on
 _OTHER_FILES = 64
-_TICK_S = 1.0
-_HAUNTED_TICK_S = 0.05
-_FAMILIES_S = 30.0  # workers are there before anything is saved, so families hardly change
-_LONGEST_SCOUT_PAUSE_S = 2.0
-_DEAF_S = 0.5
+_PAUSE_S = 0.5
+_FLUSH_THREADS = 16
+_ADMIN_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,43 +51,8 @@ class Patience:
     message_s: float = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """How a service is run. ``write_policy`` is for people."""
-
-    patience: Patience = Patience()
-    write_policy: str = ""
-
-
-class Connection:
-    """One client's socket. Changed by the loop only; ``reply`` may be called by any thread."""
-
-    session: Session
-
-    def __init__(self, server: Server, sock: socket.socket, peer: Peer) -> None:
-        self._server = server
-        self.sock = sock
-        self.peer = peer
-        self.process = os.pidfd_open(peer.pid)  # readable when it has ended: a child of it may
-        # have inherited the socket, which then does not end with it
-        self.framer = p.Framer()
-        self.outbox = bytearray()
-        self.greeted = False
-        self.waiting_since = time.monotonic()  # for a greeting, or the rest of a message
-        self.slow = 0
-        self.is_open = True
-        self.is_stuck = False  # the loop waits until the socket takes more
-
-    @property
-    def is_behind(self) -> bool:
-        return bool(self.outbox)
-
-    def reply(self, message: p.Message) -> None:
-        """Ends a slow request, or tells of its progress."""
-        if isinstance(message, p.Progress):
-            self._server.post(lambda: self._server.send(self, message))
-        else:
-            self._server.post(lambda: self._server.finish(self, message))
+class Cancelled(Exception):
+    """The client that asked is gone, or the service ends."""
 
 
 class Server:
@@ -97,99 +62,86 @@ class Server:
         self,
         pool: Pool,
         listener: socket.socket,
-        name: str = "",
-        disk_path: str = "",
-        terms: Terms | None = None,
+        config: PoolConfig | None = None,
+        patience: Patience | None = None,
     ) -> None:
-        self._pool = pool
+        """``config``: of the pool, for people."""
+        self.pool = pool
+        self.patience = patience or Patience()
+        self.loop = asyncio.SelectorEventLoop()
+        self.rejected = 0
+        self.inventory = Inventory(pool, self._overview)
+        self._config = config
         self._listener = listener
-        self._name = name
-        self._disk_path = disk_path
-        self._terms = terms or Terms()
-        self._patience = self._terms.patience
+        self._socket = str(listener.getsockname())
         self._began = time.monotonic()
         self._boot = secrets.token_bytes(16)
-        handle = pool.arena_handle()
-        self._inode = os.stat(f"/proc/self/fd/{handle.fd}").st_ino
+        self._arena = pool.arena_handle()
         self._known: set[bytes] = set()
         self._connections: set[Connection] = set()
-        self._families: dict[bytes, frozenset[int]] = {}
-        self._scout_at = 0.0
-        self._scout_pause_s = 0.0
-        self._haunted_at = 0.0
-        self._rejected = 0
-        self._hear_at: float | None = None  # when new connections are taken again
-        self._ghosts = Ghosts(self._inode, os.getpid())
-        self._desk = Desk(pool, self._overview, self._ghosts.settle)
-        self._scout = ThreadPoolExecutor(1, "kvrecall-scout")
-        self._scouting = False
-        self._posts: deque[Callable[[], None]] = deque()
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._stopping = threading.Event()
-        self._selector = selectors.DefaultSelector()
-        for sock in (listener, self._wake_in, self._wake_out):
-            sock.setblocking(False)
-        self._selector.register(listener, _READ, self._accept)
-        self._selector.register(self._wake_in, _READ, self._woken)
+        self.reaper = Reaper(self._arena.inode, os.getpid(), self._sessions)
+        self.flushers = ThreadPoolExecutor(_FLUSH_THREADS, "kvrecall-flush-wait")
+        self.admins = ThreadPoolExecutor(_ADMIN_THREADS, "kvrecall-admin")
+        self.stopping = threading.Event()
+        self._stopped = asyncio.Event()
 
     def run(self) -> None:
         """The loop. Ends all connections before it returns."""
-        while not self._stopping.is_set():
-            tick = _HAUNTED_TICK_S if len(self._ghosts) or self._hear_at else _TICK_S
-            for key, events in self._selector.select(tick):
-                if isinstance(key.data, Connection):
-                    self._serve(key.data, events)
-                else:
-                    key.data()
-            self._tend()
-        self._desk.stop()
-        for connection in list(self._connections):
-            self._end(connection)
-        self._selector.close()
+        try:
+            self.loop.run_until_complete(self._serve())
+        finally:
+            self.stopping.set()
+            self.loop.close()
 
     def stop(self) -> None:
         """Ends the loop soon. From any thread, or a signal handler."""
-        self._stopping.set()
-        self.post(lambda: None)
+        self.stopping.set()
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self.loop.call_soon_threadsafe(self._stopped.set)
 
     def close(self) -> None:
-        """After ``run`` and after the pool was closed: ends the worker threads."""
-        self._desk.close()
-        self._scout.shutdown()
-        self._wake_in.close()
-        self._wake_out.close()
+        """After ``run`` and after the pool was closed, so that no worker waits for it: ends the
+        worker threads."""
+        for workers in (self.flushers, self.admins):
+            workers.shutdown(cancel_futures=True)
+        self.reaper.close()
 
-    def post(self, act: Callable[[], None]) -> None:
-        """Has the loop do something. From any thread."""
-        self._posts.append(act)
+    async def _serve(self) -> None:
+        self._listener.setblocking(False)
+        self.loop.add_reader(self._listener, self._accept)
+        stopped = asyncio.ensure_future(self._stopped.wait())
+        reaping = asyncio.ensure_future(self.reaper.run())
         try:
-            self._wake_out.send(b"!")
-        except BlockingIOError:
-            return  # the loop has enough reason to wake up
-        except OSError:
-            return  # the loop has ended
+            await asyncio.wait((stopped, reaping), return_when=asyncio.FIRST_COMPLETED)
+            if reaping.done():
+                reaping.result()  # raises
+        finally:
+            reaping.cancel()
+            self.loop.remove_reader(self._listener)
+            connections = list(self._connections)
+            await asyncio.gather(*(connection.task for connection in connections))
+            for connection in connections:
+                connection.end()
+            await asyncio.sleep(0)  # lets go of their sockets
 
     # -- connections -----------------------------------------------------------------------
-
-    def _woken(self) -> None:
-        self._wake_in.recv(4096)
-        for _ in range(len(self._posts)):
-            self._posts.popleft()()
 
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
         except OSError as error:
-            self._deafen(error)
+            self._pause_accepting(error)
             return
         try:
             self._admit(sock)
+        except ProcessLookupError:  # the client has ended already
+            sock.close()
         except OSError as error:
             sock.close()
-            self._deafen(error)
+            self._pause_accepting(error)
 
     def _admit(self, sock: socket.socket) -> None:
-        """Takes a client, or tells it why not. OSError if there are no means to take any."""
+        """Takes a client, or says why not. Raises OSError if there are no means to take any."""
         sock.setblocking(False)
         pid, uid = credentials(sock)
         peer = peer_of(pid) if pid else None
@@ -201,238 +153,314 @@ class Server:
         elif peer is None or len(self._connections) >= _most_connections():
             reason = f"there are {len(self._connections)} connections already"
         if reason or peer is None:
-            self._rejected += 1
+            self.rejected += 1
             _LOG.warning("pool service: process %d refused: %s", pid, reason)
-            with sock:
-                _try_send(sock, p.frame_of(p.Refusal(reason)))
+            with sock, contextlib.suppress(OSError):
+                sock.send(p.frame_of(p.Refusal(reason)))
             return
-        try:
-            connection = Connection(self, sock, peer)
-        except ProcessLookupError:  # ended already
-            sock.close()
-            return
+        connection = Connection(self, peer)
         self._connections.add(connection)
-        self._selector.register(sock, _READ, connection)
-        self._selector.register(connection.process, _READ, partial(self._end, connection))
-
-    def _deafen(self, error: OSError) -> None:
-        """No connection can be taken now (too many open files, say). It waits for some time, as
-        the listening socket would wake the loop again and again."""
-        _LOG.warning("pool service: cannot accept a connection: %s", error.strerror)
-        self._selector.unregister(self._listener)
-        self._hear_at = time.monotonic() + _DEAF_S
-
-    def _serve(self, connection: Connection, events: int) -> None:
-        if events & _WRITE:
-            self._write(connection)
-        if events & _READ and connection.is_open:
-            try:
-                data = connection.sock.recv(_CHUNK)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if data:
-                self._take_in(connection, data)
-            else:
-                self._end(connection)
-
-    def _take_in(self, connection: Connection, data: bytes) -> None:
-        framer = connection.framer
-        was_empty = framer.is_empty
-        framer.feed(data)
-        try:
-            for body in framer.take():
-                was_empty = True
-                self._take(connection, body)
-                if not connection.is_open:
-                    return
-        except p.ProtocolError as error:
-            self._reject(connection, str(error))
-            return
-        if was_empty:
-            connection.waiting_since = time.monotonic()
-
-    def _take(self, connection: Connection, body: bytes) -> None:
-        if connection.greeted:
-            reply = self._desk.answer(connection, p.read_request(body))
-            if reply is not None:
-                self.send(connection, reply)
-            return
-        hello = p.read_hello(body)
-        if hello.protocol != p.PROTOCOL:
-            self._reject(
-                connection,
-                f"the service is kvrecall {__version__} (protocol {p.PROTOCOL}), the client "
-                f"kvrecall {hello.version} (protocol {hello.protocol}); run the same version",
-            )
-            return
-        connection.session = Session(self._pool, connection.peer, self._known)
-        connection.greeted = True
-        self.send(connection, self._welcome(connection.session))
-
-    def _welcome(self, session: Session) -> p.Welcome:
-        handle = self._pool.arena_handle()
-        return p.Welcome(
-            p.PROTOCOL,
-            __version__,
-            self._boot,
-            session.token,
-            handle.pid,
-            handle.fd,
-            handle.nbytes,
-            self._inode,
+        connection.task = self.loop.create_task(
+            self.loop.connect_accepted_socket(lambda: connection, sock)
         )
 
-    def finish(self, connection: Connection, message: p.Message) -> None:
-        """Sends the reply of a slow request."""
-        connection.slow -= 1
-        self.send(connection, message)
+    def _pause_accepting(self, error: OSError) -> None:
+        """No connection can be taken now (too many open files, say), and the listening socket
+        would wake the loop again and again."""
+        _LOG.warning("pool service: cannot accept a connection: %s", error.strerror)
+        self.loop.remove_reader(self._listener)
+        self.loop.call_later(_PAUSE_S, self.loop.add_reader, self._listener, self._accept)
 
-    def send(self, connection: Connection, message: p.Message) -> None:
-        if not connection.is_open:
+    def greet(self, connection: Connection, hello: p.Hello) -> Session | None:
+        """A session for a client of this version; another one is rejected."""
+        if hello.protocol != p.PROTOCOL:
+            connection.reject(
+                f"the service is kvrecall {__version__} (protocol {p.PROTOCOL}), the client "
+                f"kvrecall {hello.version} (protocol {hello.protocol}); run the same version"
+            )
+            return None
+        session = Session(self.pool, connection.peer, self._known)
+        connection.send(
+            p.Welcome(
+                p.PROTOCOL,
+                __version__,
+                self._boot,
+                session.token,
+                self._arena.pid,
+                self._arena.fd,
+                self._arena.nbytes,
+                self._arena.inode,
+            )
+        )
+        return session
+
+    def forget(self, connection: Connection) -> None:
+        """Its socket is closed."""
+        self._connections.discard(connection)
+        if connection.session is not None and not self.stopping.is_set():
+            self.reaper.orphan(connection.session)
+
+    def _sessions(self) -> list[Session]:
+        """Of open connections. From any thread."""
+        return [c.session for c in list(self._connections) if c.session is not None]
+
+    def _overview(self) -> Overview:
+        """From any thread."""
+        now = time.monotonic()
+        seen = [(session, now - session.since, False) for session in self._sessions()]
+        seen += [(orphan.session, now - orphan.lost_at, True) for orphan in self.reaper.orphans]
+        tenants, count = self.inventory.tenants()
+        disk = self._config.disk if self._config is not None else None
+        return Overview(
+            pid=os.getpid(),
+            version=__version__,
+            uptime_s=now - self._began,
+            socket=self._socket,
+            disk_path=str(disk.path) if disk is not None else "",
+            clients=tuple(
+                ClientView(
+                    pid=session.peer.pid,
+                    seconds=seconds,
+                    namespaces=len(session.namespaces),
+                    tickets=session.tickets,
+                    reserved=session.reserved,
+                    requests=session.requests,
+                    lost=lost,
+                )
+                for session, seconds, lost in seen
+            ),
+            stats=self.pool.stats(),
+            rejected=self.rejected,
+            tenants=tenants,
+            tenant_count=count,
+            write_policy=self._config.terms.write_policy if self._config is not None else "",
+        )
+
+
+class Connection(asyncio.Protocol):
+    """One client's socket. Used by the loop only."""
+
+    task: asyncio.Task[object]  # makes the transport
+
+    def __init__(self, server: Server, peer: Peer) -> None:
+        """Raises ProcessLookupError if the client has ended, OSError if no file is left."""
+        self.peer = peer
+        self.session: Session | None = None  # none before it has greeted
+        self.is_open = True
+        self._server = server
+        self._framer = p.Framer()
+        self._slow = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._transport: asyncio.Transport | None = None
+        self._process = os.pidfd_open(peer.pid)  # readable when it has ended: a child of it may
+        # have inherited the socket, which then does not end with it
+
+    # -- bytes -----------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._server.loop.add_reader(self._process, self.end)
+        self._limit(self._server.patience.greeting_s, "no greeting came")
+
+    def data_received(self, data: bytes) -> None:
+        self._framer.feed(data)
+        is_new = self._timer is None
+        try:
+            for body in self._framer.take():
+                is_new = True
+                self._take(body)
+                if not self.is_open:
+                    return
+        except p.ProtocolError as error:
+            self.reject(str(error))
+            return
+        if self.session is not None and is_new:
+            self._limit(self._server.patience.message_s, "half a message came, and then nothing")
+
+    def eof_received(self) -> None:
+        self.end()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_open = False
+        if self._timer is not None:
+            self._timer.cancel()
+        self._server.loop.remove_reader(self._process)
+        os.close(self._process)
+        self._server.forget(self)
+
+    def send(self, message: p.Message) -> None:
+        if not self.is_open or self._transport is None:
             return
         try:
             frame = p.frame_of(message)
         except p.ProtocolError as error:
-            self._reject(connection, str(error))
+            self.reject(str(error))
             return
-        connection.outbox += frame
-        if len(connection.outbox) == len(frame):
-            self._write(connection)
-        elif len(connection.outbox) > _MAX_OUTBOX:
-            self._reject(connection, "the client does not read its replies")
+        if self._transport.get_write_buffer_size() > _MAX_UNSENT:
+            self.reject("the client does not read its replies")
+        else:
+            self._transport.write(frame)
 
-    def _write(self, connection: Connection) -> None:
-        sent = _try_send(connection.sock, connection.outbox)
-        if sent < 0:
-            self._end(connection)
+    def reject(self, reason: str) -> None:
+        """Ends the connection for what the client did."""
+        self._server.rejected += 1
+        _LOG.warning("pool service: process %d: %s", self.peer.pid, reason)
+        if self._transport is not None and not self._transport.get_write_buffer_size():
+            self._transport.write(p.frame_of(p.Refusal(reason)))
+        self.end()
+
+    def end(self) -> None:
+        if self.is_open and self._transport is not None:
+            self.is_open = False
+            self._transport.abort()
+
+    def _limit(self, seconds: float, reason: str) -> None:
+        """Rejects the client if it takes longer for what it has begun, if anything."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self.session is None or not self._framer.is_empty:
+            self._timer = self._server.loop.call_later(seconds, self.reject, reason)
+
+    # -- requests --------------------------------------------------------------------------
+
+    def _take(self, body: bytes) -> None:
+        if self.session is None:
+            self.session = self._server.greet(self, p.read_hello(body))
             return
-        del connection.outbox[:sent]
-        if bool(connection.outbox) != connection.is_stuck:
-            connection.is_stuck = not connection.is_stuck
-            events = _READ | _WRITE if connection.is_stuck else _READ
-            self._selector.modify(connection.sock, events, connection)
+        self.session.requests += 1
+        reply = self._answer(self.session, p.read_request(body))
+        if reply is not None:
+            self.send(reply)
 
-    def _reject(self, connection: Connection, reason: str) -> None:
-        """Ends a connection for what it did."""
-        self._rejected += 1
-        _LOG.warning("pool service: process %d: %s", connection.peer.pid, reason)
-        if not connection.outbox:
-            _try_send(connection.sock, p.frame_of(p.Refusal(reason)))
-        self._end(connection)
+    def _answer(self, session: Session, request: p.Request) -> p.Message | None:
+        """The reply; None if there is none, or a worker thread will send it."""
+        server = self._server
+        match request:
+            case p.Find():
+                found = session.find(request.keys)
+                return p.FoundReply(request.number, p.pack_tiers(found.tiers), found.pending)
+            case p.Acquire():
+                session.acquire(
+                    request.ticket,
+                    request.keys,
+                    request.deadline_s,
+                    request.parent,
+                    request.tenant,
+                )
+            case p.Poll():
+                recall = session.poll(request.ticket)
+                return p.RecallReply(
+                    request.number,
+                    recall.state is RecallState.READY,
+                    recall.offsets,
+                    p.pack_tiers(recall.tiers),
+                )
+            case p.Release():
+                session.release(request.ticket)
+            case p.Touch():
+                session.touch(request.keys)
+            case p.Reserve():
+                answers = session.reserve(
+                    request.number, request.keys, request.parent, request.tenant
+                )
+                server.reaper.reserved(session)
+                return p.ReserveReply(
+                    request.number,
+                    p.pack_verdicts([answer.verdict for answer in answers]),
+                    tuple(a.offset for a in answers if a.verdict is Verdict.RESERVED),
+                )
+            case p.Commit():
+                session.commit(request.keys)
+            case p.Abandon():
+                session.abandon(request.keys)
+            case p.Cancel():
+                session.cancel(request.number)
+            case p.Stats():
+                return p.StatsReply(request.number, server.pool.stats())
+            case p.Register():
+                namespace = Namespace(request.digest, request.parts)
+                try:
+                    session.register(namespace, request.block_bytes)
+                except ConfigError as error:
+                    return p.Trouble(request.number, str(error))
+                return p.Done(request.number)
+            case p.Settle():
+                server.reaper.settle(request.token)
+            case p.Bye():
+                session.end()
+                return p.Done(request.number)
+            case p.Flush():
+                return self._flush(request)
+            case p.Clear():
+                return self._clear(request, session)
+            case p.Administer():
+                return self._administer(request)
+        return None
 
-    def _end(self, connection: Connection) -> None:
-        if not connection.is_open:
-            return
-        connection.is_open = False
-        self._connections.discard(connection)
-        self._selector.unregister(connection.sock)
-        connection.sock.close()
-        self._selector.unregister(connection.process)
-        os.close(connection.process)
-        if connection.greeted and not self._stopping.is_set():
-            session = connection.session
-            self._scout_pause_s = 0.0
-            self._ghosts.add(session, self._families.pop(session.token, None))
+    def _flush(self, request: p.Flush) -> p.Message | None:
+        if self._slow >= _MAX_SLOW:
+            return p.Flushed(request.number, False)
+        until = time.monotonic() + request.deadline_s
 
-    # -- duties ----------------------------------------------------------------------------
+        def flush() -> p.Message:
+            left = max(0.0, until - time.monotonic())
+            return p.Flushed(request.number, self._server.pool.flush(request.keys, left))
 
-    def _tend(self) -> None:
-        now = time.monotonic()
-        if self._hear_at is not None and now > self._hear_at:
-            self._hear_at = None
-            self._selector.register(self._listener, _READ, self._accept)
-        for connection in list(self._connections):
-            waited = now - connection.waiting_since
-            if not connection.greeted and waited > self._patience.greeting_s:
-                self._reject(connection, "no greeting came")
-            elif not connection.framer.is_empty and waited > self._patience.message_s:
-                self._reject(connection, "half a message came, and then nothing")
-        if len(self._ghosts) and now - self._haunted_at > _HAUNTED_TICK_S:
-            self._haunted_at = now
-            self._ghosts.end_dead_leases()
-        self._look_around(now)
+        return self._later(self._server.flushers, flush)
 
-    def _sessions(self) -> list[Session]:
-        return [c.session for c in list(self._connections) if c.greeted]
+    def _clear(self, request: p.Clear, session: Session) -> p.Message | None:
+        namespaces = tuple(digest.hex() for digest in session.namespaces)
 
-    def _look_around(self, now: float) -> None:
-        """Has a thread look at processes if there is reason to; it takes milliseconds."""
-        haunted = self._ghosts.need_evidence
-        pause = self._scout_pause_s if haunted else _FAMILIES_S
-        sessions = self._sessions()
-        new = any(s.reserved and s.token not in self._families for s in sessions)
-        if self._scouting or not (new or ((sessions or haunted) and now - self._scout_at > pause)):
-            return
-        ghosts = self._ghosts.all() if haunted else []
-        pids = {session.token: session.peer.pid for session in sessions}
-        self._scouting = True
+        def clear() -> p.Message:
+            if namespaces:
+                self._server.inventory.drop(Query(namespaces), pinned=True)
+            return p.Done(request.number)
 
-        def look() -> None:
-            families: dict[bytes, frozenset[int]] = {}
-            evidence = None
+        return self._later(self._server.admins, clear)
+
+    def _administer(self, request: p.Administer) -> p.Message | None:
+        server = self._server
+        command = command_of(request.command, request.fields)
+
+        def progress(done: int, total: int, damaged: int) -> None:
+            if server.stopping.is_set() or not self.is_open:
+                raise Cancelled  # what was begun and needs no client goes on
+            assert self._transport is not None
+            if not self._transport.get_write_buffer_size():  # the client reads
+                news = p.Progress(request.number, done, total, damaged)
+                server.loop.call_soon_threadsafe(self.send, news)
+
+        def administer() -> p.Message:
             try:
-                found = families_of(set(pids.values()))
-                families = {token: frozenset(found[pid]) for token, pid in pids.items()}
-                evidence = self._ghosts.gather(ghosts, tuple(pids.values())) if ghosts else None
-            finally:
-                self.post(lambda: self._looked(families, evidence))
+                result = command.run(server.inventory, progress)
+            except ConfigError as error:
+                return p.Trouble(request.number, str(error))
+            return p.Administered(request.number, msgspec.msgpack.encode(result))
 
-        self._scout.submit(look)
+        return self._later(server.admins, administer)
 
-    def _looked(self, families: dict[bytes, frozenset[int]], evidence: Evidence | None) -> None:
-        self._scouting = False
-        self._scout_at = time.monotonic()
-        open_now = {session.token for session in self._sessions()}
-        self._families = {token: f for token, f in families.items() if token in open_now}
-        if evidence is not None:
-            self._ghosts.sweep(evidence)
-            self._scout_pause_s = min(_LONGEST_SCOUT_PAUSE_S, 0.05 + 2 * self._scout_pause_s)
+    def _later(self, workers: Executor, work: Callable[[], p.Message]) -> p.Message | None:
+        """Has a worker thread answer."""
+        if self._slow >= _MAX_SLOW:
+            return p.Refusal(f"more than {_MAX_SLOW} requests at once")
+        self._slow += 1
+        self._server.loop.run_in_executor(workers, work).add_done_callback(self._worked)
+        return None
 
-    def _overview(self, stats: PoolStats) -> Overview:
-        """The service but for its tenants. From any thread."""
-        now = time.monotonic()
-        live = [(session, now - session.since, False) for session in self._sessions()]
-        lost = [(ghost.session, now - ghost.lost_at, True) for ghost in self._ghosts.all()]
-        clients = tuple(
-            ClientView(
-                session.peer.pid,
-                seconds,
-                len(session.namespaces),
-                session.tickets,
-                session.reserved,
-                session.requests,
-                gone,
-            )
-            for session, seconds, gone in live + lost
-        )
-        return Overview(
-            os.getpid(),
-            __version__,
-            now - self._began,
-            self._name,
-            self._disk_path,
-            clients,
-            stats,
-            self._rejected,
-            (),
-            0,
-            self._terms.write_policy,
-        )
+    def _worked(self, done: asyncio.Future[p.Message]) -> None:
+        self._slow -= 1
+        if done.cancelled():
+            return
+        error = done.exception()
+        if error is None:
+            self.send(done.result())
+        elif not isinstance(error, Cancelled):
+            _LOG.error("pool service: a request failed", exc_info=error)
 
 
 def _most_connections() -> int:
     """As many as leave enough open files for disk and /proc: each takes two."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return min(_MAX_CONNECTIONS, max(1, (soft - _OTHER_FILES) // 2))
-
-
-def _try_send(sock: socket.socket, data: bytes | bytearray) -> int:
-    """Bytes sent now; -1 if the connection is gone."""
-    try:
-        return sock.send(data)
-    except BlockingIOError:
-        return 0
-    except OSError:
-        return -1

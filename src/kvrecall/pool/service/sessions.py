@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import secrets
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from kvrecall.block import NAMESPACE_BYTES, SHARED, BlockKey, Namespace, Tenant
 from kvrecall.pool.base import Found, Recall, RecallState, Reservation, Verdict
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service.peers import Peer, families_of, mappers_of, peer_of
 
+_LOG = logging.getLogger(__name__)
 _NOTHING = Recall(RecallState.READY)
 _MAX_TICKETS = 50_000
 _MAX_NAMESPACES = 10_000
 _ATTACH_S = 10.0
 """Longest time from an order to copy until the process that got it has mapped the arena."""
-_UNKNOWN = frozenset({0})
-"""A family nobody has seen: it may well have members."""
+_ORPHANS_S = 0.05  # between checks of whether lost clients are dead
+_FAMILIES_S = 30.0  # workers are there before anything is saved, so families hardly change
+_LONGEST_PAUSE_S = 2.0  # between looks at who maps the arena
 
 
 class Session:
@@ -28,7 +34,7 @@ class Session:
     """
 
     def __init__(self, pool: Pool, peer: Peer, known: set[bytes]) -> None:
-        """``known``: namespaces registered with the pool by anybody; shared by all sessions."""
+        """``known``: namespaces registered with the pool by any session, which all share."""
         self._pool = pool
         self._known = known
         self.peer = peer
@@ -70,7 +76,7 @@ class Session:
         parent: BlockKey | None,
         tenant: Tenant = SHARED,
     ) -> None:
-        if ticket in self._tickets or len(self._tickets) >= _MAX_TICKETS or self._strange(keys):
+        if ticket in self._tickets or len(self._tickets) >= _MAX_TICKETS or self._has_unknown(keys):
             return  # its poll will find nothing
         self._tickets[ticket] = self._pool.acquire(keys, deadline_s, parent, tenant)
 
@@ -90,7 +96,7 @@ class Session:
         parent: BlockKey | None,
         tenant: Tenant = SHARED,
     ) -> tuple[Reservation, ...]:
-        if self._strange(keys):
+        if self._has_unknown(keys):
             return (Reservation(Verdict.REFUSED),) * len(keys)
         answers = self._pool.reserve(keys, parent, tenant)
         for key, answer in zip(keys, answers, strict=True):
@@ -119,110 +125,160 @@ class Session:
         self.end_leases()
         self.abandon(list(self._filling))
 
-    def _strange(self, keys: Sequence[BlockKey]) -> bool:
-        """Whether some key is of a namespace nobody registered since the service started."""
+    def _has_unknown(self, keys: Sequence[BlockKey]) -> bool:
+        """Whether some key is of a namespace not registered since the service started."""
         return not {key[:NAMESPACE_BYTES] for key in keys} <= self._known
 
 
 @dataclass(slots=True)
-class Ghost:
-    """A session whose connection was lost while it held something."""
+class Orphan:
+    """A session whose connection was lost while it held something. ``family``: the client and its
+    descendants when last seen; None: never seen."""
 
     session: Session
     lost_at: float
-    family: frozenset[int] | None  # the client and its descendants, when last seen; None: never
+    family: frozenset[int] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
-    """Who maps the arena that is neither the service nor of a connected client's family, and who
-    of which dead client's family still runs. Gathered outside the loop."""
+class _Evidence:
+    """``families`` of connected clients by token. ``strangers``: who maps the arena and is neither
+    the service nor of the family of a living client. ``running``: the processes of each dead
+    client's family that still run; None if that family was never seen."""
 
-    strangers: frozenset[int]
-    families: dict[bytes, frozenset[int]] = field(default_factory=dict)
+    families: dict[bytes, frozenset[int]]
+    strangers: Collection[int]
+    running: dict[bytes, Collection[int] | None]
 
 
-class Ghosts:
-    """Keeps the slots of lost sessions from being used again while somebody may copy.
+class Reaper:
+    """Keeps the slots of orphaned sessions from being used again while a process may copy.
 
     A connection can be lost while client and workers live on (a protocol error, a stall), and a
-    client can die while its workers still execute the step they were given. So what a lost
-    session held comes back only when
+    client can die while its workers still execute the step they were given. So what an orphaned
+    session holds comes back only when
 
     - the client says over a new connection that its copies have ended (``settle``), or
     - its process is dead. Leases end then at once: a worker that reads a slot for a dead engine
-      harms nobody. Reserved slots end when moreover nobody is left who could write to them: no
-      process maps the arena but the service and the families (process and descendants) of
-      connected clients, and descendants of the dead client that have not mapped the arena by
+      harms no other. Reserved slots end when moreover no process is left that could write to
+      them: no process maps the arena but the service and the families (process and descendants)
+      of living clients, and descendants of the dead client that have not mapped the arena by
       then are gone or had ``_ATTACH_S`` to do so.
 
     There is no time limit for a process that lives and maps the arena: a slot too few is better
-    than a wrong block.
+    than a wrong block. Used by the service's loop only.
     """
 
-    def __init__(self, inode: int, own_pid: int) -> None:
+    def __init__(self, inode: int, own_pid: int, sessions: Callable[[], list[Session]]) -> None:
+        """``inode``: of the arena. ``sessions``: those of open connections."""
         self._inode = inode
         self._own_pid = own_pid
-        self._ghosts: dict[bytes, Ghost] = {}
-
-    def __len__(self) -> int:
-        return len(self._ghosts)
-
-    def all(self) -> list[Ghost]:
-        return list(self._ghosts.values())
-
-    def add(self, session: Session, family: frozenset[int] | None) -> None:
-        """The connection of ``session`` was lost."""
-        if session.is_settled:
-            return
-        self._ghosts[session.token] = Ghost(session, time.monotonic(), family)
-        self.end_dead_leases()
-
-    def settle(self, token: bytes) -> None:
-        ghost = self._ghosts.pop(token, None)
-        if ghost is not None:
-            ghost.session.end()
-
-    def end_dead_leases(self) -> None:
-        """Ends the leases of dead clients, and those of them that held nothing else. Quick."""
-        for ghost in self.all():
-            if not ghost.session.peer.is_alive:
-                ghost.session.end_leases()
-                if ghost.session.is_settled:
-                    del self._ghosts[ghost.session.token]
+        self._sessions = sessions
+        self._orphans: dict[bytes, Orphan] = {}
+        self._families: dict[bytes, frozenset[int]] = {}
+        self._looked_at = 0.0
+        self._pause_s = 0.0
+        self._wake = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, "kvrecall-reaper")
 
     @property
-    def need_evidence(self) -> bool:
-        """Whether a dead client's reserved slots wait."""
-        return any(not ghost.session.peer.is_alive for ghost in self.all())
+    def orphans(self) -> list[Orphan]:
+        """May be read by any thread."""
+        return list(self._orphans.values())
 
-    def gather(self, ghosts: Sequence[Ghost], living: Sequence[int]) -> Evidence:
-        """Looks around; ``living`` are the processes of connected clients. Blocks for
-        milliseconds; may be called from any thread with what the loop handed out."""
-        dead = [ghost for ghost in ghosts if not ghost.session.peer.is_alive]
-        alive = [ghost.session.peer.pid for ghost in ghosts if ghost not in dead]
-        known = {self._own_pid}.union(*families_of([*living, *alive]).values())
-        strangers = frozenset(mappers_of(self._inode, known))
-        left = {
-            ghost.session.token: _UNKNOWN
-            if ghost.family is None
-            else frozenset(pid for pid in ghost.family if pid not in known and _runs(pid))
-            for ghost in dead
-        }
-        return Evidence(strangers, left)
+    def reserved(self, session: Session) -> None:
+        """``session`` has reserved slots: its family must be known if it dies."""
+        if session.token not in self._families:
+            self._wake.set()
 
-    def sweep(self, evidence: Evidence) -> None:
-        """Gives back the slots that nobody can write to any more."""
-        if evidence.strangers:
+    def orphan(self, session: Session) -> None:
+        """The connection of ``session`` was lost."""
+        family = self._families.pop(session.token, None)
+        if not session.is_settled:
+            self._orphans[session.token] = Orphan(session, time.monotonic(), family)
+            self._pause_s = 0.0
+            self._end_dead_leases()
+            self._wake.set()
+
+    def settle(self, token: bytes) -> None:
+        """The copies of the orphaned session ``token`` have ended."""
+        orphan = self._orphans.pop(token, None)
+        if orphan is not None:
+            orphan.session.end()
+
+    async def run(self) -> None:
+        """Looks at processes when there is reason to, until it is cancelled."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                tick = _ORPHANS_S if self._orphans else _FAMILIES_S
+                await asyncio.wait_for(self._wake.wait(), tick)
+            self._wake.clear()
+            self._end_dead_leases()
+            sessions = self._sessions()
+            dead = [orphan for orphan in self.orphans if not orphan.session.peer.is_alive]
+            unseen = any(s.reserved and s.token not in self._families for s in sessions)
+            due = self._looked_at + (self._pause_s if dead else _FAMILIES_S) < time.monotonic()
+            if unseen or (due and (dead or sessions)):
+                await self._look(sessions, dead)
+
+    def close(self) -> None:
+        """Waits for its thread."""
+        self._thread.shutdown()
+
+    async def _look(self, sessions: Sequence[Session], dead: Sequence[Orphan]) -> None:
+        living = {session.token: session.peer.pid for session in sessions}
+        lost = [o.session.peer.pid for o in self.orphans if o not in dead]
+        loop = asyncio.get_running_loop()
+        try:
+            seen = await loop.run_in_executor(self._thread, self._gather, living, lost, dead)
+        except OSError as error:  # no files left, say: what is not seen is not dead
+            _LOG.warning("pool service: cannot look at processes: %s", error.strerror)
+            await asyncio.sleep(_ORPHANS_S)
+            return
+        self._looked_at = time.monotonic()
+        connected = {session.token for session in self._sessions()}
+        self._families = {t: family for t, family in seen.families.items() if t in connected}
+        if dead:
+            self._sweep(seen)
+            self._pause_s = min(_LONGEST_PAUSE_S, _ORPHANS_S + 2 * self._pause_s)
+
+    def _gather(
+        self, living: dict[bytes, int], lost: Sequence[int], dead: Sequence[Orphan]
+    ) -> _Evidence:
+        """Thread; takes milliseconds. ``living``: processes of connected clients. ``lost``: of
+        living clients without a connection."""
+        families = families_of({*living.values(), *lost})
+        known = {self._own_pid}.union(*families.values())
+        return _Evidence(
+            {token: frozenset(families[pid]) for token, pid in living.items()},
+            mappers_of(self._inode, known) if dead else (),
+            {
+                orphan.session.token: None
+                if orphan.family is None
+                else [pid for pid in orphan.family if pid not in known and _runs(pid)]
+                for orphan in dead
+            },
+        )
+
+    def _sweep(self, seen: _Evidence) -> None:
+        """Gives back the slots to which no process can write any more."""
+        if seen.strangers:
             return
         now = time.monotonic()
-        for token, left in evidence.families.items():
-            ghost = self._ghosts.get(token)
-            if ghost is None or ghost.session.peer.is_alive:
+        for token, running in seen.running.items():
+            orphan = self._orphans.get(token)
+            if orphan is None or orphan.session.peer.is_alive:
                 continue
-            if not left or now - ghost.lost_at > _ATTACH_S:
-                ghost.session.end()
-                del self._ghosts[token]
+            if running == [] or now - orphan.lost_at > _ATTACH_S:
+                self.settle(token)
+
+    def _end_dead_leases(self) -> None:
+        """Ends the leases of dead clients, and those of them that held nothing else. Quick."""
+        for orphan in self.orphans:
+            if not orphan.session.peer.is_alive:
+                orphan.session.end_leases()
+                if orphan.session.is_settled:
+                    del self._orphans[orphan.session.token]
 
 
 def _runs(pid: int) -> bool:

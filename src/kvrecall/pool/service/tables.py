@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
-from rich.console import Group, RenderableType
+import contextlib
+from collections.abc import Iterator
+
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from kvrecall.block import NAMESPACE_BYTES
 from kvrecall.pool.base import TierStats
-from kvrecall.pool.service.views import By, ClientView, Listing, Overview, Row, TenantView
+from kvrecall.pool.service.inventory import (
+    By,
+    ClientView,
+    Listing,
+    OnProgress,
+    Overview,
+    Row,
+    TenantView,
+)
 
 _TENANTS_SHOWN = 20
+
+
+def print_out(shown: RenderableType) -> None:
+    """To standard output; text as it is."""
+    if isinstance(shown, str):
+        print(shown)
+    else:
+        Console().print(shown)
+
+
+@contextlib.contextmanager
+def progress(title: str, shown: bool) -> Iterator[OnProgress]:
+    """A progress bar, if there is a ``title``, while a command is carried out."""
+    if not (title and shown):
+        yield lambda *_: None
+        return
+    columns = TextColumn(title), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    with Progress(*columns, transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total, _: bar.update(task, completed=done, total=total)
 
 
 def size(nbytes: float) -> str:

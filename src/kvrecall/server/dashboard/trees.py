@@ -10,8 +10,8 @@ from typing import Any
 from kvrecall.block import SHARED
 from kvrecall.engines.insight import Insight
 from kvrecall.errors import KvrecallError
-from kvrecall.pool.service.admin import ServiceAdmin
-from kvrecall.pool.service.forest import Tree, Twig
+from kvrecall.pool.service.admin import PrefixTrees, ServiceAdmin
+from kvrecall.pool.service.prefix_tree import PrefixNode, PrefixTree
 
 _FRESH_S = 4.0  # an answer is given again for so long
 _SHARE = 0.02  # of the time at most, asking may take
@@ -19,7 +19,7 @@ _TIMEOUT_S = 5.0
 
 
 class Trees:
-    """The pool's forest, for the page."""
+    """The pool's prefix trees, for the page."""
 
     def __init__(self, insight: Insight) -> None:
         self._insight = insight
@@ -44,7 +44,7 @@ class Trees:
         if socket is None:
             return _nothing("The pool of this engine cannot be asked from outside.")
         try:
-            trees = _forest(socket)
+            trees = _trees(socket)
         except KvrecallError as error:
             return _nothing(f"The pool does not tell: {error}.")
         if not trees:
@@ -53,18 +53,18 @@ class Trees:
         return {"roots": _roots(trees), "note": f"{blocks} blocks", "empty": ""}
 
 
-def _forest(socket: Path) -> tuple[Tree, ...]:
+def _trees(socket: Path) -> tuple[PrefixTree, ...]:
     with ServiceAdmin(socket, _TIMEOUT_S) as admin:
-        return admin.forest()
+        return admin.do(PrefixTrees())
 
 
 def _nothing(why: str) -> dict[str, Any]:
     return {"roots": [], "note": "", "empty": why}
 
 
-def _roots(trees: tuple[Tree, ...]) -> list[dict[str, Any]]:
+def _roots(trees: tuple[PrefixTree, ...]) -> list[dict[str, Any]]:
     """One node for each namespace, in it its tenants, in them their prefixes."""
-    by_namespace: dict[str, list[Tree]] = {}
+    by_namespace: dict[str, list[PrefixTree]] = {}
     for tree in trees:
         by_namespace.setdefault(tree.namespace, []).append(tree)
     roots = []
@@ -84,7 +84,7 @@ def _roots(trees: tuple[Tree, ...]) -> list[dict[str, Any]]:
     return roots
 
 
-def _sums(trees: list[Tree]) -> dict[str, Any]:
+def _sums(trees: list[PrefixTree]) -> dict[str, Any]:
     return {
         "host_bytes": sum(tree.host_bytes for tree in trees),
         "disk_bytes": sum(tree.disk_bytes for tree in trees),
@@ -92,7 +92,7 @@ def _sums(trees: list[Tree]) -> dict[str, Any]:
     }
 
 
-def _tenant(tree: Tree) -> dict[str, Any]:
+def _tenant(tree: PrefixTree) -> dict[str, Any]:
     name = "no tenant" if tree.tenant == SHARED else f"tenant {tree.tenant}"
     title = f"{tree.blocks} blocks"
     if tree.hidden < 0:
@@ -104,23 +104,23 @@ def _tenant(tree: Tree) -> dict[str, Any]:
         "label": f"{name}, {title}",
         "code": "",
         "title": title,
-        "children": [_twig(twig, path) for twig in tree.twigs],
+        "children": [_node(node, path) for node in tree.nodes],
         "hidden": max(0, tree.hidden),
     }
 
 
-def _twig(twig: Twig, above: str) -> dict[str, Any]:
-    path = f"{above}/{twig.name}"
-    blocks = "1 block" if twig.blocks == 1 else f"{twig.blocks} blocks"
-    start = "from the start" if twig.depth == 0 else f"after {twig.depth}"
+def _node(node: PrefixNode, above: str) -> dict[str, Any]:
+    path = f"{above}/{node.name}"
+    blocks = "1 block" if node.blocks == 1 else f"{node.blocks} blocks"
+    start = "from the start" if node.depth == 0 else f"after {node.depth}"
     return {
         "id": path,
         "label": f"{blocks} {start}",
-        "code": twig.name,
-        "title": f"blocks {twig.depth} to {twig.depth + twig.blocks - 1}, the last is {twig.name}",
-        "host_bytes": twig.host_bytes,
-        "disk_bytes": twig.disk_bytes,
-        "age_s": twig.age_s,
-        "children": [_twig(child, path) for child in twig.children],
-        "hidden": twig.hidden,
+        "code": node.name,
+        "title": f"blocks {node.depth} to {node.depth + node.blocks - 1}, the last is {node.name}",
+        "host_bytes": node.host_bytes,
+        "disk_bytes": node.disk_bytes,
+        "age_s": node.age_s,
+        "children": [_node(child, path) for child in node.children],
+        "hidden": node.hidden,
     }

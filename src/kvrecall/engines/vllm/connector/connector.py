@@ -49,7 +49,7 @@ from kvrecall.pool.base import PoolClient
 from kvrecall.pool.open import open_pool
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service.client import ServiceClient
-from kvrecall.pool.service.reception import Reception
+from kvrecall.pool.service.endpoint import AdminEndpoint
 from kvrecall.pool.slots import slot_bytes_of
 
 logger = logging.getLogger("vllm.kvrecall")
@@ -76,7 +76,7 @@ class RecallConnector(KVConnectorBase_V1):
         self._scheduler: RecallScheduler | None = None
         self._worker: RecallWorker | None = None
         self._pool: PoolClient | None = None
-        self._reception: Reception | None = None
+        self._endpoint: AdminEndpoint | None = None
         self._watch = PoolWatch()
         compat.require_supported(vllm_config, kv_cache_config)
         require_on(vllm_config, os.environ)
@@ -94,7 +94,7 @@ class RecallConnector(KVConnectorBase_V1):
             self._weights = weights_of(vllm_config)
             _warn_if_hopeless(vllm_config)
             self._pool = open_pool(self._settings)
-            self._reception = _reception(self._pool, self._settings)
+            self._endpoint = _endpoint(self._pool, self._settings)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -345,22 +345,21 @@ class RecallConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
-        if self._reception is not None:
-            self._reception.stop()
+        if self._endpoint is not None:
+            self._endpoint.stop()
         if self._pool is not None:
             self._pool.close()
-        if self._reception is not None:
-            self._reception.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
 
 
-def _reception(pool: PoolClient, settings: RecallSettings) -> Reception | None:
+def _endpoint(pool: PoolClient, settings: RecallSettings) -> AdminEndpoint | None:
     """Where an embedded pool can be asked; None if nowhere. That it cannot be set up is told and
     no reason not to serve."""
     if settings.admin_socket is None or not isinstance(pool, Pool):
         return None
-    disk = settings.pool.disk
     try:
-        return Reception(pool, settings.admin_socket, str(disk.path) if disk else "")
+        return AdminEndpoint(pool, settings.admin_socket, settings.pool)
     except KvrecallError as error:
         logger.warning("kvrecall: the pool of this engine cannot be asked: %s", error)
         return None

@@ -1,4 +1,4 @@
-"""What is cached as trees: built from blocks, told by a service and by a pool inside an engine."""
+"""What is cached as trees: built from blocks, asked of a service and by a pool inside an engine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from kvrecall.block import SHARED, BlockKey, Namespace, Tenant, TierName, tenant
 from kvrecall.config import PoolConfig
 from kvrecall.pool import Pool
 from kvrecall.pool.held import Held
-from kvrecall.pool.service.admin import ServiceAdmin
-from kvrecall.pool.service.forest import MOST_BLOCKS, forest
-from kvrecall.pool.service.reception import Reception, clear_dead
+from kvrecall.pool.service.admin import PrefixTrees, ServiceAdmin, Stat
+from kvrecall.pool.service.endpoint import AdminEndpoint, clear_dead
+from kvrecall.pool.service.prefix_tree import MAX_BLOCKS, prefix_trees
 
 SPACE = Namespace.of({"dtype": "float32"})
 NOW = 1000.0
 SLOT = 4096
+KNOWN = {SPACE.digest: ("model", SLOT)}
 
 
 def key(name: str) -> BlockKey:
@@ -32,7 +33,7 @@ def held(
     return Held(key(name), tier, tenant, above, depth, SLOT, used, False)
 
 
-def test_blocks_that_begin_alike_share_a_twig() -> None:
+def test_blocks_that_begin_alike_share_a_node() -> None:
     blocks = [
         held("a", None, 0),
         held("b", "a", 1, used=NOW - 5),
@@ -41,11 +42,11 @@ def test_blocks_that_begin_alike_share_a_twig() -> None:
         held("d1", "c1", 3, TierName.DISK, used=NOW - 2),
         held("c2", "b", 2, TierName.DISK),
     ]
-    (tree,) = forest(blocks, lambda digest: ("model", SLOT), NOW)
+    (tree,) = prefix_trees(blocks, KNOWN, NOW)
     assert (tree.model, tree.blocks) == ("model", 5)
     assert (tree.host_bytes, tree.disk_bytes) == (3 * SLOT, 3 * SLOT)
     assert tree.age_s == 2
-    (trunk,) = tree.twigs
+    (trunk,) = tree.nodes
     assert (trunk.depth, trunk.blocks) == (0, 2)
     assert (trunk.host_bytes, trunk.disk_bytes) == (tree.host_bytes, tree.disk_bytes)
     assert trunk.name == key("b")[16:].hex()[:12]
@@ -57,37 +58,37 @@ def test_blocks_that_begin_alike_share_a_twig() -> None:
 
 def test_tenants_and_orphans() -> None:
     blocks = [held("a", None, 0), held("z", "gone", 7), held("a", None, 0, tenant="t1")]
-    trees = {tree.tenant: tree for tree in forest(blocks, lambda digest: ("model", SLOT), NOW)}
+    trees = {tree.tenant: tree for tree in prefix_trees(blocks, KNOWN, NOW)}
     assert set(trees) == {str(SHARED), "t1"}
-    assert sorted(twig.depth for twig in trees[str(SHARED)].twigs) == [0, 7]
+    assert sorted(node.depth for node in trees[str(SHARED)].nodes) == [0, 7]
 
 
 def test_an_answer_is_bounded() -> None:
     """Long chains, wide fans and deep ladders of branches."""
     chain = [held(f"c{i}", f"c{i - 1}" if i else None, i) for i in range(20_000)]
-    (tree,) = forest(chain, lambda digest: ("m", SLOT), NOW)
-    assert [twig.blocks for twig in tree.twigs] == [20_000]
+    (tree,) = prefix_trees(chain, KNOWN, NOW)
+    assert [node.blocks for node in tree.nodes] == [20_000]
     fan = [held(f"f{i}", None, 0) for i in range(500)]
-    (tree,) = forest(fan, lambda digest: ("m", SLOT), NOW)
-    assert len(tree.twigs) + tree.hidden == 500
-    assert len(tree.twigs) <= 20
+    (tree,) = prefix_trees(fan, KNOWN, NOW)
+    assert len(tree.nodes) + tree.hidden == 500
+    assert len(tree.nodes) <= 20
     ladder = [held("l0", None, 0)]
     for i in range(1, 400):
         ladder += [held(f"l{i}", f"l{i - 1}", i), held(f"x{i}", f"l{i - 1}", i)]
-    (tree,) = forest(ladder, lambda digest: ("m", SLOT), NOW, limit=30)
+    (tree,) = prefix_trees(ladder, KNOWN, NOW, limit=30)
     count = 0
-    left = list(tree.twigs)
+    left = list(tree.nodes)
     while left:
-        twig = left.pop()
+        node = left.pop()
         count += 1
-        left += twig.children
+        left += node.children
     assert count <= 30
 
 
 def test_a_pool_with_very_many_blocks_is_not_drawn() -> None:
     block = held("a", None, 0)
-    (tree,) = forest([block] * (MOST_BLOCKS + 1), lambda digest: ("m", SLOT), NOW)
-    assert (tree.twigs, tree.hidden) == ((), -1)
+    (tree,) = prefix_trees([block] * (MAX_BLOCKS + 1), KNOWN, NOW)
+    assert (tree.nodes, tree.hidden) == ((), -1)
 
 
 def test_a_pool_inside_an_engine_can_be_asked(tmp_path: Path) -> None:
@@ -95,26 +96,26 @@ def test_a_pool_inside_an_engine_can_be_asked(tmp_path: Path) -> None:
     folder.mkdir(mode=0o700)
     socket = folder / "engine.sock"
     pool = Pool.open(PoolConfig(1 << 20))
-    reception = Reception(pool, socket)
+    endpoint = AdminEndpoint(pool, socket)
     try:
         pool.register(SPACE, SLOT)
         keys = [key("a"), key("b")]
         pool.reserve(keys, None, tenant_of("someone"))
         pool.commit(keys)
         with ServiceAdmin(socket) as admin:
-            (tree,) = admin.forest()
-            assert admin.look().stats.tiers[0].blocks == 2
+            (tree,) = admin.do(PrefixTrees())
+            assert admin.do(Stat()).stats.tiers[0].blocks == 2
         assert (tree.namespace, tree.tenant, tree.block_bytes) == (
             SPACE.digest.hex(),
             tenant_of("someone"),
             SLOT,
         )
-        assert [(twig.depth, twig.blocks) for twig in tree.twigs] == [(0, 2)]
+        assert [(node.depth, node.blocks) for node in tree.nodes] == [(0, 2)]
         assert "float32" in tree.model
     finally:
-        reception.stop()
+        endpoint.stop()
         pool.close()
-        reception.close()
+        endpoint.close()
     assert list(folder.iterdir()) == []
 
 

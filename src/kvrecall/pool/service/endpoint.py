@@ -1,4 +1,4 @@
-"""From settings to a running service: who may, where it listens, how it ends."""
+"""Where a pool is served: the lock and the socket of a service, its start and its end."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.arena import available_memory
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service.peers import mappers_of
-from kvrecall.pool.service.server import Server, Terms
+from kvrecall.pool.service.server import Patience, Server
 
 _LOG = logging.getLogger(__name__)
 _BACKLOG = 128
 _MAX_PATH = 107  # of a Unix socket, bytes
 _LET_GO_S = 10.0
+_STARTS_WITHIN_S = 60.0
 _SWITCH_S = 0.0005
 """How long a thread may keep the interpreter while the loop has a request. Python's own 5 ms would
 be fifty times the time of a request."""
@@ -92,7 +93,7 @@ def check_folder(folder: Path) -> None:
     status = folder.stat()
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise ConfigError(
-            f"socket: {folder} must be a folder of this user that nobody else can enter (mode "
+            f"socket: {folder} must be a folder of this user that no other can enter (mode "
             f"0700, not {stat.S_IMODE(status.st_mode):04o}); give the socket a folder of its own"
         )
 
@@ -116,11 +117,29 @@ def listening(path: Path) -> Iterator[socket.socket]:
         path.unlink(missing_ok=True)
 
 
+def clear_dead(own: Path) -> None:
+    """Removes what servers that were killed have left beside ``own``: sockets of the same kind
+    (``serve-PORT.sock``) whose lock no process holds. Young ones stay, they may just be starting.
+    """
+    kind = own.name.partition("-")[0]
+    for lock in own.parent.glob(f"{kind}-*.sock.lock"):
+        if lock.stem == own.name:
+            continue
+        with contextlib.suppress(OSError):  # held, gone meanwhile, or another user's
+            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time.time() - os.fstat(fd).st_mtime > _STARTS_WITHIN_S:
+                    lock.with_suffix("").unlink(missing_ok=True)
+                    lock.unlink()
+            finally:
+                os.close(fd)
+
+
 def serve(
     config: PoolConfig,
     path: Path,
     on_ready: Callable[[Pool], None] = lambda pool: None,
-    terms: Terms | None = None,
     flush_s: float = 10.0,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then stores what is queued for at most ``flush_s`` seconds.
@@ -131,10 +150,8 @@ def serve(
             wait_for_memory(config.host_bytes, lock.old_arena)
             pool = Pool.open(config)
             stack.callback(pool.close, flush_s)
-            lock.note_arena(arena_inode(pool))
-            disk = str(config.disk.path) if config.disk is not None else ""
-            terms = terms or Terms(write_policy=config.terms.write_policy)
-            server = Server(pool, listener, str(path), disk, terms)
+            lock.note_arena(pool.arena_handle().inode)
+            server = Server(pool, listener, config)
             _tune()
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: server.stop())
@@ -161,11 +178,6 @@ def wait_for_memory(nbytes: int, old_arena: int | None) -> None:
         time.sleep(0.1)
 
 
-def arena_inode(pool: Pool) -> int:
-    """Of the memory file of a pool in this process."""
-    return os.stat(f"/proc/self/fd/{pool.arena_handle().fd}").st_ino
-
-
 def _tune() -> None:
     """Makes this process answer evenly."""
     sys.setswitchinterval(_SWITCH_S)
@@ -177,6 +189,45 @@ def _tune() -> None:
     gc.set_threshold(50_000, 20, 50)
 
 
+class AdminEndpoint:
+    """Serves a pool on a socket by a thread of its own, until ``close``; does not own it. So the
+    pool of an engine can be asked from outside as a service is, by ``kvrecall pool`` and the
+    dashboard."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        path: Path,
+        config: PoolConfig | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        """``config``: of the pool, for people. Raises ConfigError or TierError if the socket
+        cannot be had."""
+        clear_dead(path)
+        with contextlib.ExitStack() as undo:
+            lock = SocketLock(path)
+            undo.callback(lock.release)
+            undo.callback(lock.forget)
+            listener = undo.enter_context(listening(path))
+            self._server = Server(pool, listener, config, patience)
+            self._held = undo.pop_all()
+        self._thread = threading.Thread(
+            target=self._server.run, name="kvrecall-endpoint", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends all connections. Idempotent."""
+        self._server.stop()
+        self._thread.join()
+
+    def close(self) -> None:
+        """Gives everything back. The pool is closed by now, so that no worker waits for it."""
+        self.stop()
+        self._held.close()
+        self._server.close()
+
+
 class ServiceThread:
     """A service inside this process, for tests and for programs with several engines."""
 
@@ -184,27 +235,19 @@ class ServiceThread:
         self,
         config: PoolConfig,
         path: Path,
-        terms: Terms | None = None,
+        patience: Patience | None = None,
         make: Callable[[PoolConfig], Pool] = Pool.open,
     ) -> None:
         """``make`` opens the pool. Raises as ``serve``."""
-        self._stack = contextlib.ExitStack()
-        with contextlib.ExitStack() as undo:
-            lock = SocketLock(path)
-            undo.callback(lock.release)
-            listener = undo.enter_context(listening(path))
-            self.pool = make(config)
-            undo.callback(self.pool.close)
-            self._server = Server(self.pool, listener, str(path), "", terms)
-            self._stack = undo.pop_all()
-        self._thread = threading.Thread(
-            target=self._server.run, name="kvrecall-service", daemon=True
-        )
-        self._thread.start()
+        self.pool = make(config)
+        try:
+            self._endpoint = AdminEndpoint(self.pool, path, config, patience)
+        except BaseException:
+            self.pool.close()
+            raise
 
     def close(self) -> None:
         """Stops serving, stores what is queued. Idempotent."""
-        self._server.stop()
-        self._thread.join()
-        self._stack.close()
-        self._server.close()
+        self._endpoint.stop()
+        self.pool.close()
+        self._endpoint.close()

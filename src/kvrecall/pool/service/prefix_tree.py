@@ -1,0 +1,157 @@
+"""What is cached, as prefix trees: by model and tenant, the prefixes that begin alike.
+
+A pool knows blocks and their parents. A *node* is a run of blocks in which nothing branches; the
+nodes that grow out of its end are its children. All trees together have at most ``limit`` nodes,
+the largest ones; what is left out is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvrecall.block import NAMESPACE_BYTES, BlockKey, Tenant, TierName
+from kvrecall.pool.held import Held
+
+MAX_BLOCKS = 200_000
+"""With more blocks in a pool its trees are not built: they would hold up its engines."""
+
+_CHILDREN = 12
+_DEEPEST = 24  # nodes on the way from a root: deeper ones are counted and not shown
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixNode:
+    """``name``: hex of its last block's hash, shortened. ``depth``: blocks before it in the
+    sequence. Bytes are those of this node and all that grows out of it, in each tier; a block in
+    both tiers counts in both. ``age_s``: since the last use of any block in it. ``hidden``:
+    children that are not shown."""
+
+    name: str
+    depth: int
+    blocks: int
+    host_bytes: int
+    disk_bytes: int
+    age_s: float
+    children: tuple[PrefixNode, ...]
+    hidden: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTree:
+    """The blocks of one namespace and tenant. Empty ``nodes`` with ``hidden`` -1: too many blocks
+    in the pool."""
+
+    namespace: str
+    model: str
+    tenant: str
+    block_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    blocks: int
+    age_s: float
+    nodes: tuple[PrefixNode, ...]
+    hidden: int
+
+
+@dataclass(slots=True)
+class _Block:
+    """A block in any tier. ``host`` and ``disk``: bytes of it and all after it."""
+
+    key: BlockKey
+    depth: int
+    parent: BlockKey | None
+    host: int = 0
+    disk: int = 0
+    used: float = 0.0
+    children: list[_Block] = field(default_factory=list)
+
+
+def prefix_trees(
+    held: Sequence[Held], known: Mapping[bytes, tuple[str, int]], now: float, limit: int = 300
+) -> tuple[PrefixTree, ...]:
+    """The trees of these blocks, largest first. ``known``: by a namespace's digest, what a person
+    calls it and the bytes of its blocks."""
+    groups: dict[tuple[bytes, Tenant], list[Held]] = {}
+    for block in held:
+        groups.setdefault((block.key[:NAMESPACE_BYTES], block.tenant), []).append(block)
+    budget = max(1, limit // max(1, len(groups)))
+    shown = len(held) <= MAX_BLOCKS
+    trees = []
+    for (digest, tenant), blocks in groups.items():
+        name, nbytes = known.get(digest, ("unknown", 0))
+        nodes, hidden = _nodes(_roots(blocks), now, [budget], 0) if shown else ((), -1)
+        trees.append(
+            PrefixTree(
+                namespace=digest.hex(),
+                model=name,
+                tenant=str(tenant),
+                block_bytes=nbytes,
+                host_bytes=sum(b.slot_bytes for b in blocks if b.tier is TierName.HOST),
+                disk_bytes=sum(b.slot_bytes for b in blocks if b.tier is not TierName.HOST),
+                blocks=len({block.key for block in blocks}),
+                age_s=max(0.0, now - max(block.used for block in blocks)),
+                nodes=nodes,
+                hidden=hidden,
+            )
+        )
+    return tuple(sorted(trees, key=lambda tree: -(tree.host_bytes + tree.disk_bytes)))
+
+
+def _roots(held: Sequence[Held]) -> list[_Block]:
+    """The blocks joined to their parents; those without one."""
+    blocks: dict[BlockKey, _Block] = {}
+    for one in held:
+        block = blocks.get(one.key)
+        if block is None:
+            block = blocks[one.key] = _Block(one.key, one.depth, one.parent)
+        if block.parent is None:
+            block.parent = one.parent
+        if one.tier is TierName.HOST:
+            block.host += one.slot_bytes
+        else:
+            block.disk += one.slot_bytes
+        block.used = max(block.used, one.used)
+    roots = []
+    for block in sorted(blocks.values(), key=lambda block: -block.depth):  # leaves first
+        above = blocks.get(block.parent) if block.parent is not None else None
+        if above is None or above.depth >= block.depth:
+            roots.append(block)  # a sequence's first block, or what is left of an evicted one
+            continue
+        above.host += block.host
+        above.disk += block.disk
+        above.used = max(above.used, block.used)
+        above.children.append(block)
+    return roots
+
+
+def _nodes(
+    blocks: list[_Block], now: float, left: list[int], level: int
+) -> tuple[tuple[PrefixNode, ...], int]:
+    """The largest of ``blocks`` as nodes, as far as ``left`` (nodes that may still be made) goes,
+    and how many of them are not among them."""
+    if level >= _DEEPEST:
+        return (), len(blocks)
+    chosen = sorted(blocks, key=lambda block: -(block.host + block.disk))
+    chosen = chosen[: min(_CHILDREN, left[0])]
+    left[0] -= len(chosen)
+    nodes = []
+    for block in chosen:
+        last, length = block, 1
+        while len(last.children) == 1:
+            (last,) = last.children
+            length += 1
+        children, hidden = _nodes(last.children, now, left, level + 1)
+        nodes.append(
+            PrefixNode(
+                name=last.key[NAMESPACE_BYTES:].hex()[:12],
+                depth=block.depth,
+                blocks=length,
+                host_bytes=block.host,
+                disk_bytes=block.disk,
+                age_s=max(0.0, now - block.used),
+                children=children,
+                hidden=hidden,
+            )
+        )
+    return tuple(nodes), len(blocks) - len(chosen)
