@@ -12,8 +12,8 @@ from kvrecall.config import PoolConfig, RemoteConfig
 from kvrecall.pool import Pool
 from kvrecall.pool.cipher import Cipher
 from kvrecall.pool.keyfile import make_key_file
+from kvrecall.pool.remote.encrypted import EncryptedStore
 from kvrecall.pool.remote.objects import make_store
-from kvrecall.pool.remote.sealed import SealedStore
 from kvrecall.pool.remote.store import Store
 from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.pool.tier import Tier
@@ -28,7 +28,7 @@ OLD, NEW = secrets.token_bytes(32), secrets.token_bytes(32)
 
 class TestSealedDirectory(StoreContract):
     def make(self, path: Path) -> Store:
-        return SealedStore(make_store({"url": f"file://{path}/store"}), Cipher([OLD]))
+        return EncryptedStore(make_store({"url": f"file://{path}/store"}), Cipher([OLD]))
 
 
 class TestSealedWithSmallSections(StoreContract):
@@ -36,18 +36,18 @@ class TestSealedWithSmallSections(StoreContract):
 
     def make(self, path: Path) -> Store:
         inner = make_store({"url": f"file://{path}/store"})
-        return SealedStore(inner, Cipher([NEW, OLD]), section_bytes=3_100_000)
+        return EncryptedStore(inner, Cipher([NEW, OLD]), section_bytes=3_100_000)
 
 
 class TestSealedRemoteTier(TierContract):
     def make(self, path: Path) -> Tier:
-        store = SealedStore(MemoryStore(), Cipher([OLD]))
+        store = EncryptedStore(MemoryStore(), Cipher([OLD]))
         store.attach(memoryview(bytearray(4096)))
         return RemoteTier(store, RemoteConfig("test"))
 
 
 def sealed(inner: Store, *keys: bytes, section_bytes: int = MIB) -> Counter:
-    return Counter(SealedStore(inner, Cipher(keys), section_bytes))
+    return Counter(EncryptedStore(inner, Cipher(keys), section_bytes))
 
 
 def test_the_store_sees_no_plain_byte_and_no_plain_header() -> None:

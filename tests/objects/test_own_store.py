@@ -12,7 +12,7 @@ import pytest
 from kvrecall.config import RecallSettings
 from kvrecall.errors import ConfigError
 from kvrecall.pool import Pool
-from kvrecall.pool.remote.kinds import make_store
+from kvrecall.pool.remote.backends import make_store
 from kvrecall.pool.remote.store import Store
 from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.pool_contract import Engine

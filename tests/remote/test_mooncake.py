@@ -126,7 +126,7 @@ def test_one_node_gets_what_another_put_and_what_is_not_the_block_goes(nodes: li
     assert benches[1].holds(keys[:50])
     store = Apart(nodes[0], prefix)
     tiers[0].drop(keys[:1])
-    from kvrecall.pool.remote.envelope import name_of
+    from kvrecall.pool.remote.tier import name_of
 
     wait_until(lambda: not store.exists([name_of(keys[0])])[0])
     parts = (memoryview(bytearray(64)), nodes[0].arena.view(0, BLOCK_BYTES))

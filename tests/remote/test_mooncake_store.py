@@ -11,8 +11,8 @@ import pytest
 from kvrecall.lab.masters import Master
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.cipher import Cipher
+from kvrecall.pool.remote.encrypted import EncryptedStore
 from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
-from kvrecall.pool.remote.sealed import SealedStore
 from kvrecall.testing.store_contract import Counter, StoreContract
 from tests.remote.mooncake import needs_mooncake
 from tests.remote.test_mooncake import Apart, Node, master, nodes
@@ -40,7 +40,7 @@ class SealedNode(Node):
     def __init__(self, master: Master) -> None:
         self.arena = Arena.create(16 << 20)
         inner = MooncakeStore(MooncakeSettings.of(master.options()))
-        self.store = SealedStore(inner, Cipher([secrets.token_bytes(32)]))  # type: ignore[assignment]
+        self.store = EncryptedStore(inner, Cipher([secrets.token_bytes(32)]))  # type: ignore[assignment]
         self.store.attach(self.arena.memory)
 
 

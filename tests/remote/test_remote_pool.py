@@ -13,7 +13,7 @@ from kvrecall.config import PoolConfig, RecallSettings
 from kvrecall.errors import ConfigError
 from kvrecall.pool.base import Found, RecallState
 from kvrecall.pool.pool import Pool
-from kvrecall.pool.remote.envelope import name_of
+from kvrecall.pool.remote.tier import name_of
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.endpoint import ServiceThread
 from kvrecall.testing.blocks import chain, content, namespace, wait_until

@@ -14,9 +14,8 @@ from kvrecall.config import DiskConfig, RemoteConfig
 from kvrecall.errors import ConfigError
 from kvrecall.pool.cascade import Cascade
 from kvrecall.pool.disk import DiskTier
-from kvrecall.pool.remote.envelope import HEADER_BYTES, name_of
-from kvrecall.pool.remote.kinds import make_store
-from kvrecall.pool.remote.tier import RemoteTier
+from kvrecall.pool.remote.backends import make_store
+from kvrecall.pool.remote.tier import HEADER_BYTES, RemoteTier, name_of
 from kvrecall.pool.tier import Outcome, PutVerdict, Tier
 from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench, TierContract
@@ -290,7 +289,7 @@ def test_latencies_are_kept(host: Host) -> None:
         ("mongoose", "allowed: mooncake, objects, or package.module:Factory"),
         ("no.such.module:Factory", "cannot import no.such.module"),
         ("support.stores:Missing", "has no Missing"),
-        ("kvrecall.pool.remote.lane:Lane", "does not take these options"),
+        ("kvrecall.pool.remote.calls:CallQueue", "does not take these options"),
     ],
 )
 def test_a_kind_that_is_none_is_named(kind: str, says: str) -> None:

@@ -37,7 +37,7 @@ from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.seal import make_seal
 from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.host import Block, HostStore
-from kvrecall.pool.remote.joining import with_remote
+from kvrecall.pool.remote.backends import with_remote
 from kvrecall.pool.room import ArenaRoom
 from kvrecall.pool.sharing import Sharing
 from kvrecall.pool.slots import slot_bytes_of

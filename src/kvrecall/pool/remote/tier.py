@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
 import queue
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import xxhash
+
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
 from kvrecall.config import RemoteConfig
 from kvrecall.pool.base import TierStats
-from kvrecall.pool.remote.breaker import Breaker
-from kvrecall.pool.remote.envelope import HEADER_BYTES, header_of, is_intact, name_of
-from kvrecall.pool.remote.lane import Lane
-from kvrecall.pool.remote.ledger import Ledger
-from kvrecall.pool.remote.pace import Pace
-from kvrecall.pool.remote.presence import Belief, Presence
+from kvrecall.pool.histogram import Histogram
+from kvrecall.pool.ledger import TierLedger
+from kvrecall.pool.remote.calls import BatchSize, CallQueue, CircuitBreaker
+from kvrecall.pool.remote.existence import Belief, ExistenceCache
 from kvrecall.pool.remote.store import Parcel, Store
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier, ended
@@ -30,7 +32,31 @@ _NAMES_AT_ONCE = 8192
 _ASKS_WAITING = 64  # lookups; beyond it blocks count as absent
 _STORE_CLOSE_S = 5.0
 _HOPELESS_S = 60.0
-_MOST_UNREADABLE = 1024
+_MAX_UNREADABLE = 1024
+
+HEADER_BYTES = 64
+_VERSION = 1
+_MAGIC = b"kvrc"
+_HEADER = struct.Struct("<4sIQ16s16s16x")  # magic, version, nbytes, digest of the key, checksum
+assert _HEADER.size == HEADER_BYTES
+
+
+class _RemoteLedger(TierLedger):
+    """Counters of one remote tier. Thread-safe."""
+
+    def __init__(self) -> None:
+        super().__init__("remote")
+        self._lookup_latency = Histogram()
+
+    def looked_up(self, seconds: float) -> None:
+        """One batch of existence checks was answered."""
+        with self._changed:
+            self._lookup_latency.observe(seconds)
+
+    def histograms(self) -> dict[str, Buckets]:
+        with self._changed:
+            latency = {"remote_lookup_seconds": self._lookup_latency.buckets()}
+        return super().histograms() | latency
 
 
 @dataclass(eq=False, slots=True)
@@ -75,12 +101,12 @@ class RemoteTier(Tier):
         """Takes over ``store``, to which the memory was attached."""
         self._store = store
         self._config = config
-        self._ledger = Ledger()
+        self._ledger = _RemoteLedger()
         self._monotonic = monotonic
-        self._breaker = Breaker(monotonic)
+        self._breaker = CircuitBreaker(monotonic)
         self._done: queue.Queue[Done] = queue.Queue()
         self._lock = threading.Lock()  # guards everything below
-        self._presence = Presence(monotonic)
+        self._existence = ExistenceCache(monotonic)
         self._sizes: dict[bytes, int] = {}
         self._storing: dict[BlockKey, _Storing] = {}
         self._fetching: set[_Fetching] = set()
@@ -89,26 +115,28 @@ class RemoteTier(Tier):
         self._unreadable: dict[BlockKey, float] = {}  # there, but not got, since then
         self._queued_bytes = 0
         self._closed = False
-        self._make_lanes(max(1, config.threads), _CALL_SHARE * config.call_deadline_s)
-
-    def _make_lanes(self, threads: int, longest_s: float) -> None:
-        self._get_pace, self._put_pace = Pace(_TURN_S, longest_s), Pace(_TURN_S, longest_s)
-        get_pace, put_pace = self._get_pace, self._put_pace
-        self._puts: Lane[_Storing] = Lane(
+        longest_s = _CALL_SHARE * config.call_deadline_s
+        self._get_size, self._put_size = (BatchSize(_TURN_S, longest_s) for _ in range(2))
+        threads = max(1, config.threads)
+        self._puts: CallQueue[_Storing] = CallQueue(
             "remote-put",
             threads,
-            self._carry_puts,
-            lambda: put_pace.nbytes,
+            self._call_puts,
+            lambda: self._put_size.nbytes,
             lambda item: item.put.nbytes,
         )
-        self._gets: Lane[_Fetching] = Lane(
-            "remote-get", threads, self._carry_gets, lambda: get_pace.nbytes, lambda i: i.nbytes
+        self._gets: CallQueue[_Fetching] = CallQueue(
+            "remote-get",
+            threads,
+            self._call_gets,
+            lambda: self._get_size.nbytes,
+            lambda item: item.nbytes,
         )
-        self._looks: Lane[tuple[BlockKey, ...]] = Lane(
-            "remote-look", 1, self._carry_looks, lambda: _NAMES_AT_ONCE, len
+        self._looks: CallQueue[tuple[BlockKey, ...]] = CallQueue(
+            "remote-look", 1, self._call_looks, lambda: _NAMES_AT_ONCE, len
         )
-        self._drops: Lane[BlockKey] = Lane(
-            "remote-drop", 1, self._carry_drops, lambda: _NAMES_AT_ONCE, lambda _: 1
+        self._drops: CallQueue[BlockKey] = CallQueue(
+            "remote-drop", 1, self._call_drops, lambda: _NAMES_AT_ONCE, lambda _: 1
         )
 
     def register(self, namespace: Namespace, block_bytes: int) -> None:
@@ -118,22 +146,22 @@ class RemoteTier(Tier):
     # -- questions -------------------------------------------------------------------------
 
     def contains(self, key: BlockKey) -> bool:
-        return self._presence.of(key) is Belief.THERE and self._is_up()
+        return self._existence.of(key) is Belief.THERE and self._is_up()
 
     def depth_of(self, key: BlockKey) -> int | None:
-        return self._presence.depth_of(key)
+        return self._existence.depth_of(key)
 
     def ask(self, keys: Sequence[BlockKey]) -> bool:
         with self._lock:
             if self._closed or not keys or not self._is_up():
                 return True
-            if self._presence.of(keys[0]) is not Belief.UNKNOWN:
+            if self._existence.of(keys[0]) is not Belief.UNKNOWN:
                 return True
             if keys[0] in self._asking:
                 return False
             if self._asks >= _ASKS_WAITING:
                 return True
-            of, asking = self._presence.of, self._asking
+            of, asking = self._existence.of, self._asking
             unknown = [k for k in keys if k not in asking and of(k) is Belief.UNKNOWN]
             asking.update(unknown)
             parts = [
@@ -160,7 +188,7 @@ class RemoteTier(Tier):
         with self._lock:
             takes = takes and not self._closed
             for put in puts:
-                if put.key in self._storing or self._presence.of(put.key) is Belief.THERE:
+                if put.key in self._storing or self._existence.of(put.key) is Belief.THERE:
                     verdicts.append(PutVerdict.PRESENT)
                 elif not takes or self._is_full(put):
                     verdicts.append(PutVerdict.SHED)
@@ -187,7 +215,7 @@ class RemoteTier(Tier):
             for get in gets:
                 nbytes = self._sizes.get(get.key[:NAMESPACE_BYTES], 0)
                 fits = nbytes > 0 and slot_bytes_of(nbytes) == len(get.into)
-                dropped = self._presence.of(get.key) is Belief.DROPPED
+                dropped = self._existence.of(get.key) is Belief.DROPPED
                 if self._closed or not is_up or dropped or not fits:
                     self._done.put(Done(get.key, Outcome.MISS))
                 else:
@@ -209,21 +237,21 @@ class RemoteTier(Tier):
             for key in keys:
                 if key in self._storing:
                     self._storing[key].wanted = False
-                self._presence.dropped(key)
+                self._existence.dropped(key)
         self._drops.add(list(keys))
 
     def clear(self) -> None:
         with self._lock:
             for item in self._storing.values():
                 item.wanted = False
-                self._presence.dropped(item.put.key)
-            self._presence.drop_all()
+                self._existence.dropped(item.put.key)
+            self._existence.drop_all()
 
     # -- the rest --------------------------------------------------------------------------
 
     def stats(self) -> TierStats:
         with self._lock:
-            blocks, nbytes = self._presence.blocks, self._presence.nbytes
+            blocks, nbytes = self._existence.blocks, self._existence.nbytes
         return self._ledger.stats(0, nbytes, blocks)
 
     def histograms(self) -> dict[str, Buckets]:
@@ -245,8 +273,8 @@ class RemoteTier(Tier):
             self._end_puts(self._puts.clear(), {})
         closer = threading.Thread(target=self._close_store, name="kvrecall-remote-end", daemon=True)
         closer.start()  # a call that hangs may end by it
-        for lane in (self._gets, self._looks, self._drops):
-            lane.close(max(0.1, until - time.monotonic()))
+        for work in (self._gets, self._looks, self._drops):
+            work.close(max(0.1, until - time.monotonic()))
         closer.join(_STORE_CLOSE_S)
         if closer.is_alive():
             _LOG.error("remote tier: the store does not end; its threads are left to themselves")
@@ -263,7 +291,7 @@ class RemoteTier(Tier):
 
     # -- the threads -----------------------------------------------------------------------
 
-    def _carry_puts(self, batch: list[_Storing]) -> None:
+    def _call_puts(self, batch: list[_Storing]) -> None:
         live = [item for item in batch if item.wanted and not item.ended]
         stored: dict[BlockKey, bool] = {}
         if live and not self._breaker.is_open:
@@ -273,12 +301,12 @@ class RemoteTier(Tier):
                 header = memoryview(header_of(item.put.key, data))
                 parcels.append(Parcel(name_of(item.put.key), (header, data)))
             began = time.monotonic()
-            answers = self._call("put", lambda: self._store.put(parcels), len(parcels))
+            answers = self._ask_store("put", lambda: self._store.put(parcels), len(parcels))
             stored = dict(zip((item.put.key for item in live), answers, strict=False))
             nbytes = sum(item.put.nbytes for item in live if stored.get(item.put.key))
             seconds = time.monotonic() - began
             self._ledger.wrote(nbytes, seconds)
-            self._put_pace.moved(nbytes, seconds)
+            self._put_size.moved(nbytes, seconds)
         self._end_puts(batch, stored)
 
     def _end_puts(self, items: Sequence[_Storing], stored: dict[BlockKey, bool]) -> None:
@@ -295,7 +323,7 @@ class RemoteTier(Tier):
                 self._queued_bytes -= put.nbytes
                 is_stored = stored.get(put.key, False)
                 if is_stored and item.wanted:
-                    self._presence.stored(put.key, put.nbytes, put.depth)
+                    self._existence.stored(put.key, put.nbytes, put.depth)
                 elif is_stored:
                     unwanted.append(put.key)
                 outcome = Outcome.STORED if is_stored and item.wanted else Outcome.SHED
@@ -303,7 +331,7 @@ class RemoteTier(Tier):
                 self._done.put(Done(put.key, outcome))
         self._drops.add(unwanted)
 
-    def _carry_gets(self, batch: list[_Fetching]) -> None:
+    def _call_gets(self, batch: list[_Fetching]) -> None:
         outcomes: dict[BlockKey, Outcome] = {}
         live = [item for item in batch if not item.ended]
         if live and not self._closed and not self._breaker.is_open:
@@ -313,13 +341,13 @@ class RemoteTier(Tier):
                 for i, header in zip(live, headers, strict=True)
             ]
             began = time.monotonic()
-            answers = self._call("get", lambda: self._store.get(parcels), len(parcels))
+            answers = self._ask_store("get", lambda: self._store.get(parcels), len(parcels))
             for item, header, is_there in zip(live, headers, answers, strict=False):
                 outcomes[item.get.key] = self._judged(item, header, is_there)
             loaded = [i for i in live if outcomes.get(i.get.key) is Outcome.LOADED]
             nbytes, seconds = sum(i.nbytes for i in loaded), time.monotonic() - began
             self._ledger.read(nbytes, seconds)
-            self._get_pace.moved(nbytes, seconds)
+            self._get_size.moved(nbytes, seconds)
             self._remove_bad(outcomes)
         self._end_gets(batch, outcomes)
 
@@ -336,11 +364,11 @@ class RemoteTier(Tier):
         believed = [
             key
             for key, outcome in outcomes.items()
-            if outcome is Outcome.MISS and self._presence.of(key) is Belief.THERE
+            if outcome is Outcome.MISS and self._existence.of(key) is Belief.THERE
         ]
         if believed:
             names = [name_of(key) for key in believed]
-            there = self._call("lookup", lambda: self._store.exists(names), len(names))
+            there = self._ask_store("lookup", lambda: self._store.exists(names), len(names))
             for key, is_there in zip(believed, there, strict=False):
                 if is_there and self._is_hopeless(key):
                     outcomes[key] = Outcome.CORRUPT
@@ -355,7 +383,7 @@ class RemoteTier(Tier):
         now = self._monotonic()
         with self._lock:
             since = self._unreadable.setdefault(key, now)
-            if len(self._unreadable) > _MOST_UNREADABLE:
+            if len(self._unreadable) > _MAX_UNREADABLE:
                 del self._unreadable[next(iter(self._unreadable))]
             if now - since < _HOPELESS_S:
                 return False
@@ -374,34 +402,34 @@ class RemoteTier(Tier):
                 key = item.get.key
                 outcome = outcomes.get(key, Outcome.MISS)
                 if outcome is Outcome.CORRUPT:
-                    self._presence.dropped(key)
+                    self._existence.dropped(key)
                 elif outcome is Outcome.MISS:
-                    self._presence.told(key, False, 0)
+                    self._existence.told(key, False, 0)
                 self._ledger.read_done(outcome, now - item.at)
                 self._done.put(Done(key, outcome))
 
-    def _carry_looks(self, batch: list[tuple[BlockKey, ...]]) -> None:
+    def _call_looks(self, batch: list[tuple[BlockKey, ...]]) -> None:
         keys = list(itertools.chain.from_iterable(batch))
         answers: list[bool] = []
         if not self._closed and not self._breaker.is_open:
             names = [name_of(key) for key in keys]
             began = time.monotonic()
-            answers = self._call("lookup", lambda: self._store.exists(names), len(names))
+            answers = self._ask_store("lookup", lambda: self._store.exists(names), len(names))
             seconds = time.monotonic() - began
             self._ledger.looked_up(seconds)
             if answers:
-                self._get_pace.answered(seconds)
-                self._put_pace.answered(seconds)
+                self._get_size.answered(seconds)
+                self._put_size.answered(seconds)
         with self._lock:
             for key, is_there in zip(keys, answers, strict=False):
                 nbytes = self._sizes.get(key[:NAMESPACE_BYTES], 0)
-                self._presence.told(key, is_there and nbytes > 0, nbytes)
+                self._existence.told(key, is_there and nbytes > 0, nbytes)
             self._asking.difference_update(keys)
             self._asks -= len(batch)
 
-    def _carry_drops(self, batch: list[BlockKey]) -> None:
+    def _call_drops(self, batch: list[BlockKey]) -> None:
         with self._lock:  # some may have been stored anew meanwhile
-            gone = [key for key in batch if self._presence.of(key) is Belief.DROPPED]
+            gone = [key for key in batch if self._existence.of(key) is Belief.DROPPED]
             names = [name_of(key) for key in gone if key not in self._storing]
         if not names or self._closed or self._breaker.is_open:
             return
@@ -410,9 +438,9 @@ class RemoteTier(Tier):
             self._store.remove(names)
             return [True]
 
-        self._call("remove", remove, 1)
+        self._ask_store("remove", remove, 1)
 
-    def _call(self, what: str, call: Callable[[], list[bool]], expected: int) -> list[bool]:
+    def _ask_store(self, what: str, call: Callable[[], list[bool]], expected: int) -> list[bool]:
         """The store's answers; none at all if it failed."""
         try:
             answers = call()
@@ -428,10 +456,35 @@ class RemoteTier(Tier):
             return []
         if self._breaker.worked():
             with self._lock:
-                self._presence.doubt_all()
+                self._existence.doubt_all()
             _LOG.warning("remote tier: the store answers again")
         return answers
 
 
 def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def name_of(key: BlockKey) -> str:
+    """``v1.<namespace>.<block hash>``, both in hex; the same on every host."""
+    return f"v{_VERSION}.{key[:NAMESPACE_BYTES].hex()}.{key[NAMESPACE_BYTES:].hex()}"
+
+
+def header_of(key: BlockKey, data: memoryview) -> bytearray:
+    """The header of the block ``data`` (its bytes and no more): whose bytes follow, how many, and
+    what they must add up to. So whatever a store hands out, old, short, torn or another's, is
+    either the block that was asked for or a miss."""
+    digest = hashlib.blake2b(key, digest_size=16).digest()
+    return bytearray(_HEADER.pack(_MAGIC, _VERSION, data.nbytes, digest, _checksum(key, data)))
+
+
+def is_intact(key: BlockKey, header: bytes | bytearray, data: memoryview) -> bool:
+    """Whether ``header`` and ``data`` are the block ``key``, whole and unchanged."""
+    return bytes(header) == bytes(header_of(key, data))
+
+
+def _checksum(key: BlockKey, data: memoryview) -> bytes:
+    """Of a block's bytes under its key: the same bytes under another key differ."""
+    seed: int = xxhash.xxh3_64_intdigest(key)
+    digest: bytes = xxhash.xxh3_128_digest(data, seed)
+    return digest

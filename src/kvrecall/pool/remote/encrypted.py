@@ -1,4 +1,4 @@
-"""A store that sees sealed values only: what leaves the host leaves it under a key."""
+"""A store that sees encrypted values only: what leaves the host leaves it under a key."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from kvrecall.pool.cipher import PROOF_BYTES, Cipher
 from kvrecall.pool.remote.store import Parcel, Store
 
 _LOG = logging.getLogger(__name__)
-_SECTIONS = 4  # calls that have sealed values in hand at once; others wait
+_SECTIONS = 4  # calls that have encrypted values in hand at once; others wait
 _SECTION_BYTES = 64 << 20
 _SMALL_BYTES = 64  # parts that need not lie in attached memory
 
 
-class SealedStore:
-    """Passes values on to ``inner``, sealed with AES-256-GCM and bound to their name. See
+class EncryptedStore:
+    """Passes values on to ``inner``, encrypted with AES-256-GCM and bound to their name. See
     ``Store`` for the contract.
 
-    A value is stored as its proof and then its sealed bytes, under its name and the id of the key:
-    so other keys, and hosts without one, do not meet it. What an older key of the cipher sealed is
-    still found. A value that does not open is not there.
+    A value is stored as its tag and then its encrypted bytes, under its name and the id of the key:
+    so other keys, and hosts without one, do not meet it. What an older key of the cipher encrypted
+    is still found. A value whose tag is wrong is not there.
     """
 
     def __init__(self, inner: Store, cipher: Cipher, section_bytes: int = _SECTION_BYTES) -> None:
@@ -38,13 +38,13 @@ class SealedStore:
         self._fd = -1
 
     def __repr__(self) -> str:
-        return f"SealedStore({self._inner!r})"
+        return f"EncryptedStore({self._inner!r})"
 
     def attach(self, memory: memoryview) -> None:
-        """``inner`` moves sealed values only, so it is given memory for those instead of the arena:
+        """``inner`` moves encrypted values only, so it gets memory for those instead of the arena:
         a memory file, too, whose pages are taken from the system as they are used."""
         nbytes = _SECTIONS * self._section_bytes
-        self._fd = os.memfd_create("kvrecall-sealed", os.MFD_CLOEXEC)
+        self._fd = os.memfd_create("kvrecall-encrypted", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, nbytes)
         own = memoryview(mmap.mmap(self._fd, nbytes))
         for begin in range(0, own.nbytes, self._section_bytes):
@@ -53,7 +53,7 @@ class SealedStore:
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         keys = self._cipher.key_ids
-        answers = self._inner.exists([_sealed_name(name, key) for key in keys for name in names])
+        answers = self._inner.exists([_encrypted_name(name, key) for key in keys for name in names])
         return [any(answers[place :: len(names)]) for place in range(len(names))]
 
     def put(self, parcels: Sequence[Parcel]) -> list[bool]:
@@ -63,7 +63,7 @@ class SealedStore:
                 stored.append(False)
                 continue
             with self._section() as section:
-                stored += self._inner.put(self._seal(batch, section))
+                stored += self._inner.put(self._encrypt(batch, section))
         return stored
 
     def get(self, parcels: Sequence[Parcel]) -> list[bool]:
@@ -77,7 +77,7 @@ class SealedStore:
 
     def remove(self, names: Sequence[str]) -> None:
         keys = self._cipher.key_ids
-        self._inner.remove([_sealed_name(name, key) for key in keys for name in names])
+        self._inner.remove([_encrypted_name(name, key) for key in keys for name in names])
 
     def close(self) -> None:
         self._inner.close()
@@ -87,14 +87,14 @@ class SealedStore:
 
     # -- inside ----------------------------------------------------------------------------
 
-    def _seal(self, parcels: Sequence[Parcel], section: memoryview) -> list[Parcel]:
-        sealed = []
+    def _encrypt(self, parcels: Sequence[Parcel], section: memoryview) -> list[Parcel]:
+        encrypted = []
         for parcel, parts in self._places(parcels, section):
             label = _label(parcel)
-            proof = bytearray(self._cipher.seal(label, parcel.parts, parts))
-            name = _sealed_name(parcel.name, self._cipher.key_id)
-            sealed.append(Parcel(name, (memoryview(proof), *parts)))
-        return sealed
+            tag = bytearray(self._cipher.seal(label, parcel.parts, parts))
+            name = _encrypted_name(parcel.name, self._cipher.key_id)
+            encrypted.append(Parcel(name, (memoryview(tag), *parts)))
+        return encrypted
 
     def _get(self, parcels: Sequence[Parcel], key: str) -> list[bool]:
         found: list[bool] = []
@@ -103,23 +103,23 @@ class SealedStore:
                 found.append(False)
                 continue
             with self._section() as section:
-                sealed = [
+                encrypted = [
                     Parcel(
-                        _sealed_name(parcel.name, key),
+                        _encrypted_name(parcel.name, key),
                         (memoryview(bytearray(PROOF_BYTES)), *parts),
                     )
                     for parcel, parts in self._places(batch, section)
                 ]
-                answers = self._inner.get(sealed)
+                answers = self._inner.get(encrypted)
                 found += [
-                    is_there and self._open(parcel, shut)
-                    for parcel, shut, is_there in zip(batch, sealed, answers, strict=True)
+                    is_there and self._decrypt(parcel, value)
+                    for parcel, value, is_there in zip(batch, encrypted, answers, strict=True)
                 ]
         return found
 
-    def _open(self, parcel: Parcel, sealed: Parcel) -> bool:
-        proof, *parts = sealed.parts
-        return self._cipher.open(_label(parcel), bytes(proof), parts, parcel.parts)
+    def _decrypt(self, parcel: Parcel, encrypted: Parcel) -> bool:
+        tag, *parts = encrypted.parts
+        return self._cipher.open(_label(parcel), bytes(tag), parts, parcel.parts)
 
     def _batches(self, parcels: Sequence[Parcel]) -> Iterator[list[Parcel]]:
         """Parcels that fit a section together; one that does not fit any is alone."""
@@ -158,7 +158,7 @@ class SealedStore:
     def _places(
         parcels: Sequence[Parcel], section: memoryview
     ) -> Iterator[tuple[Parcel, list[memoryview]]]:
-        """Each parcel with memory for its sealed parts."""
+        """Each parcel with memory for its encrypted parts."""
         begin = 0
         for parcel in parcels:
             places = []
@@ -171,7 +171,7 @@ class SealedStore:
             yield parcel, places
 
 
-def _sealed_name(name: str, key: str) -> str:
+def _encrypted_name(name: str, key: str) -> str:
     return f"{name}-{key}"
 
 

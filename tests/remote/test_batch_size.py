@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from kvrecall.pool.remote.pace import Pace
+from kvrecall.pool.remote.calls import BatchSize
 
 TURN_S, LIMIT_S = 0.04, 0.5
 MIB = 1 << 20
 
 
-def carry(bytes_per_s: float, latency_s: float, asked: bool = True) -> tuple[Pace, float, float]:
+def carry(
+    bytes_per_s: float, latency_s: float, asked: bool = True
+) -> tuple[BatchSize, float, float]:
     """Hands blocks of 1 MiB over until the pace is steady; returns the seconds of the last call
     and the share of the bandwidth that it used."""
-    pace = Pace(TURN_S, LIMIT_S)
+    pace = BatchSize(TURN_S, LIMIT_S)
     if asked:
         pace.answered(latency_s)
     seconds = share = 0.0
@@ -55,7 +57,7 @@ def test_a_pause_of_the_store_is_made_up_for() -> None:
 
 
 def test_a_latency_that_was_short_once_is_forgotten() -> None:
-    pace = Pace(TURN_S, LIMIT_S)
+    pace = BatchSize(TURN_S, LIMIT_S)
     pace.answered(0.0001)
     for _ in range(60):
         pace.answered(0.1)
@@ -65,7 +67,7 @@ def test_a_latency_that_was_short_once_is_forgotten() -> None:
 
 
 def test_calls_that_moved_nothing_say_nothing() -> None:
-    pace = Pace(TURN_S, LIMIT_S)
+    pace = BatchSize(TURN_S, LIMIT_S)
     before = pace.nbytes
     pace.moved(0, 1.0)
     assert pace.nbytes == before

@@ -1,4 +1,4 @@
-"""Presence: what is believed to be in a store, for a short while."""
+"""The existence cache: what is believed to be in a store, for a short while."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OWN_S = 120.0  # what this host stored itself
 _THERE_S = 10.0  # what the store said it has
 _ABSENT_S = 0.25  # what the store said it has not; promised blocks come a moment later
 _DROPPED_S = 60.0  # what was dropped here
-_MOST = 1 << 18  # entries
+_MAX_ENTRIES = 1 << 18
 
 
 class Belief(enum.Enum):
@@ -35,7 +35,7 @@ class Entry:
     depth: int | None = None
 
 
-class Presence:
+class ExistenceCache:
     """A bounded cache of answers, each good for some seconds. Not thread-safe."""
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
@@ -86,7 +86,7 @@ class Presence:
         self._count(self._entries.pop(key, None), -1)
         self._entries[key] = entry
         self._count(entry, 1)
-        if len(self._entries) > _MOST:
+        if len(self._entries) > _MAX_ENTRIES:
             self._count(self._entries.popitem(last=False)[1], -1)
 
     def _count(self, entry: Entry | None, sign: int) -> None:

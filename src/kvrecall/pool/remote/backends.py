@@ -1,0 +1,63 @@
+"""The backend registry: stores by name, and the tier that settings ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from kvrecall.config import RemoteConfig
+from kvrecall.errors import ConfigError
+from kvrecall.pool.arena import Arena
+from kvrecall.pool.cascade import Cascade
+from kvrecall.pool.cipher import Cipher
+from kvrecall.pool.remote.encrypted import EncryptedStore
+from kvrecall.pool.remote.store import Store
+from kvrecall.pool.remote.tier import RemoteTier
+from kvrecall.pool.tier import NullTier, Tier
+
+BACKENDS = {
+    "mooncake": "kvrecall.pool.remote.mooncake:make_store",
+    "objects": "kvrecall.pool.remote.objects:make_store",
+}
+"""``module:function`` of each backend. A function takes the options of ``remote`` but ``kind``, and
+returns the store without waiting for anything; ConfigError if an option is wrong."""
+
+
+def make_store(kind: str, options: Mapping[str, object]) -> Store:
+    """The store of a kind, or of ``package.module:Factory``. Raises ConfigError."""
+    path = BACKENDS.get(kind, kind)
+    module_name, colon, factory_name = path.partition(":")
+    if not (colon and module_name and factory_name):
+        known = ", ".join(BACKENDS)
+        raise ConfigError(f"remote: kind is {kind!r}; allowed: {known}, or package.module:Factory")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"remote: kind {kind!r}: cannot import {module_name}: {error}") from error
+    factory = getattr(module, factory_name, None)
+    if not callable(factory):
+        raise ConfigError(f"remote: kind {kind!r}: {module_name} has no {factory_name}")
+    try:
+        return cast(Callable[[Mapping[str, object]], Store], factory)(options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"remote: kind {kind!r} does not take these options: {error}") from error
+
+
+def with_remote(
+    above: Tier, config: RemoteConfig, arena: Arena, cipher: Cipher | None = None
+) -> Tier:
+    """``above`` (perhaps none) with the remote tier below it; takes it over. Raises ConfigError
+    or TierError, and leaves ``above`` open, if there is no such store. ``cipher`` encrypts
+    what leaves the host."""
+    share = 2 if isinstance(above, NullTier) else 4  # of the arena may wait to be stored
+    queued = min(config.max_queued_bytes, arena.nbytes // share)
+    store = make_store(config.kind, config.options)
+    if cipher is not None:
+        store = EncryptedStore(store, cipher)
+    store.attach(arena.memory)
+    remote = RemoteTier(store, dataclasses.replace(config, max_queued_bytes=queued))
+    if isinstance(above, NullTier):
+        return remote
+    return Cascade(above, remote)

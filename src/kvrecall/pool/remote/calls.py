@@ -1,0 +1,164 @@
+"""How a store is called: in batches from queues, in sizes it answers soon, not while it fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_FIRST_BYTES = 8 << 20  # of a batch, before the store's speed is known
+_LEAST_BYTES, _MOST_BYTES = 256 << 10, 64 << 20
+_LATENCIES = 4  # a call shall last so many times what the store takes to answer at all
+_FORGET = 1.2  # how fast a latency that was short once is forgotten
+
+
+class CircuitBreaker:
+    """Leaves a store alone after it failed: open for ``first_s`` seconds, then twice as long each
+    time, up to ``longest_s``; the first call after the pause is the trial. Thread-safe."""
+
+    def __init__(
+        self, monotonic: Callable[[], float], first_s: float = 0.5, longest_s: float = 15.0
+    ) -> None:
+        self._monotonic = monotonic
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self._lock = threading.Lock()
+        self._pause_s = 0.0
+        self._until = float("-inf")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the store must not be asked now."""
+        return self._monotonic() < self._until
+
+    def failed(self) -> bool:
+        """A call failed. True if that begins an outage."""
+        with self._lock:
+            begins = self._pause_s == 0.0
+            if not self.is_open:  # of several calls that fail together one counts
+                self._pause_s = min(self._longest_s, max(self._first_s, 2 * self._pause_s))
+                self._until = self._monotonic() + self._pause_s
+            return begins
+
+    def worked(self) -> bool:
+        """A call succeeded. True if that ends an outage."""
+        with self._lock:
+            ends = self._pause_s > 0.0
+            self._pause_s = 0.0
+            self._until = float("-inf")
+            return ends
+
+
+class BatchSize:
+    """Bytes of blocks for one call: what the store moves in ``turn_s`` seconds.
+
+    So blocks arrive one after the other instead of all at the end: who waits for them sees that
+    they come. A distant store gets more at once, so that its distance is paid for a few times
+    only, and none gets more than it moves in ``limit_s``. Owner: one queue; its threads may call
+    it at the same time.
+    """
+
+    def __init__(self, turn_s: float, limit_s: float) -> None:
+        self._turn_s = turn_s
+        self._limit_s = limit_s
+        self._latency_s: float | None = None
+        self.nbytes = _FIRST_BYTES
+
+    def answered(self, seconds: float) -> None:
+        """The store took ``seconds`` for a question, which moves no blocks."""
+        known = self._latency_s
+        self._latency_s = seconds if known is None else min(seconds, _FORGET * known)
+
+    def moved(self, nbytes: int, seconds: float) -> None:
+        """A call moved ``nbytes`` of blocks; ``seconds`` from handing it over to its end."""
+        if nbytes:
+            turn_s = max(self._turn_s, _LATENCIES * (self._latency_s or 0.0))
+            fitting = int(nbytes / max(seconds, 1e-6) * min(turn_s, self._limit_s))
+            self.nbytes = max(_LEAST_BYTES, min(_MOST_BYTES, 2 * self.nbytes, fitting))
+
+
+class CallQueue(Generic[T]):
+    """Work for a store: hands what is added, in order and several at a time, to ``call`` in
+    threads of its own.
+
+    ``call`` may block for as long as it likes and must not raise.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        threads: int,
+        call: Callable[[list[T]], None],
+        limit: Callable[[], int],
+        size_of: Callable[[T], int],
+    ) -> None:
+        """A batch has items of up to ``limit()`` by ``size_of``, at least one."""
+        self._call = call
+        self._limit = limit
+        self._size_of = size_of
+        self._changed = threading.Condition()
+        self._queue: deque[T] = deque()
+        self._began: dict[int, float] = {}  # thread -> when its batch began
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"kvrecall-{name}-{n}", daemon=True)
+            for n in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def add(self, items: Sequence[T]) -> None:
+        with self._changed:
+            self._queue.extend(items)
+            self._changed.notify_all()
+
+    def clear(self) -> list[T]:
+        """Takes out what no thread has begun with."""
+        with self._changed:
+            left = list(self._queue)
+            self._queue.clear()
+            return left
+
+    def is_stuck(self, for_s: float) -> bool:
+        """Whether some batch has been under way for that long."""
+        if not self._began:
+            return False
+        since = time.monotonic() - for_s
+        return any(began < since for began in list(self._began.values()))
+
+    def close(self, deadline_s: float) -> bool:
+        """Ends the threads when the queue is empty; False if that is not so in time."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        until = time.monotonic() + deadline_s
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        me = threading.get_ident()
+        while batch := self._next_batch(me):
+            self._call(batch)
+            self._began.pop(me, None)
+
+    def _next_batch(self, me: int) -> list[T]:
+        """Empty: the queue is closed."""
+        batch: list[T] = []
+        size = 0
+        with self._changed:
+            while not self._queue and not self._closing:
+                self._changed.wait()
+            limit = self._limit()
+            while self._queue:
+                size += self._size_of(self._queue[0])
+                if batch and size > limit:
+                    break
+                batch.append(self._queue.popleft())
+            if batch:
+                self._began[me] = time.monotonic()
+        return batch
