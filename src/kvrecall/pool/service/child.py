@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from kvrecall.config import service_settings
 from kvrecall.errors import KvrecallError, TierError
-from kvrecall.pool.service.serving import serve
+from kvrecall.pool.service.endpoint import serve
 
 _FLUSH_S = 10.0
 _END_S = _FLUSH_S + 10.0
