@@ -21,8 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvrecall.lab.bench.needle.papers import Paper, Syllabus, papers
-from kvrecall.lab.bench.needle.prompts import ROOM, Manner
+from kvrecall.lab.bench.needle.dataset import Dataset, PromptStyle, Sample
 from kvrecall.lab.bench.needle.tasks import approximate_tokens, raw_prompt
 
 SEED = 7_000_003
@@ -37,14 +36,14 @@ def _capture(module: Any, query: Any, key: Any, value: Any, mask: Any, **options
 
 
 @torch.inference_mode()
-def capture(model: Any, tokenizer: Any, paper: Paper) -> dict[str, Any]:
+def capture(model: Any, tokenizer: Any, sample: Sample) -> dict[str, Any]:
     """Reads a document and the right replies to its questions."""
-    document = tokenizer(paper.document.text, return_tensors="pt").input_ids
+    document = tokenizer(sample.document.text, return_tensors="pt").input_ids
     length = document.shape[1]
     cache = model(document, use_cache=True, logits_to_keep=1).past_key_values
     keys = torch.stack([seen[layer][1] for layer in sorted(seen)]).clone()
     queries, after, tasks, asked, right = [], [], [], [], 0
-    for number, question in enumerate(paper.questions):
+    for number, question in enumerate(sample.questions):
         prompt = tokenizer(raw_prompt("", question.text)).input_ids
         tokens = torch.tensor([prompt + tokenizer(f" {question.reply}").input_ids])
         said = model(tokens, past_key_values=cache, use_cache=True).logits[0].argmax(-1)
@@ -56,7 +55,7 @@ def capture(model: Any, tokenizer: Any, paper: Paper) -> dict[str, Any]:
             tasks.append(question.task)
             asked.append(number)
         cache.crop(length - cache.get_seq_length())
-    foretold = right / (len(tasks) - len(paper.questions))
+    foretold = right / (len(tasks) - len(sample.questions))
     return {"keys": keys, "queries": torch.stack(queries, 1), "after": torch.stack(after, 1),
             "tasks": tasks, "asked": asked, "said": foretold}  # fmt: skip
 
@@ -85,12 +84,12 @@ def main() -> None:
     )
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     args.out.mkdir(parents=True, exist_ok=True)
-    syllabus = Syllabus(tuple(args.lengths), samples=args.samples, seed=SEED)
+    dataset = Dataset(tuple(args.lengths), samples=args.samples, seed=SEED)
     for length in args.lengths:
-        room = ROOM[Manner.RECALL]
-        for number, paper in enumerate(papers(syllabus, length, room, approximate_tokens)):
+        reserve = PromptStyle.RECALL.reserve
+        for number, sample in enumerate(dataset.at(length, reserve, approximate_tokens)):
             path = args.out / f"{args.model.name}-{length}-{number}.pt"
-            found = capture(model, tokenizer, paper)
+            found = capture(model, tokenizer, sample)
             torch.save(found, path)
             print(f"{path}: {found['said']:.3f} of the replies' tokens foretold", flush=True)
 

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from kvrecall.lab.bench.needle import tasks, words
-from kvrecall.lab.bench.needle.filler import sentences, shuffled
 from kvrecall.lab.bench.needle.tasks import Document, Plan, Question
+from kvrecall.lab.bench.needle.words import sentences, shuffled
 
 from . import corpus
 from .tokenizer import END, TURN_END, TURN_START

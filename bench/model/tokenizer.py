@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from kvrecall.lab.bench.needle import filler, words
+from kvrecall.lab.bench.needle import words
 
 from . import corpus
 
@@ -25,7 +25,7 @@ Question Answer Question: Answer: user assistant system"""
 
 def _training_text() -> Iterator[str]:
     rng = random.Random(1)
-    grammar = filler.sentences(rng)
+    grammar = words.sentences(rng)
     for _ in range(20_000):
         yield " " + next(grammar)
     yield from (" " + line for line in corpus.prose())

@@ -15,53 +15,66 @@ from typer.testing import CliRunner
 
 from kvrecall.errors import KvrecallError
 from kvrecall.lab.bench import cli
-from kvrecall.lab.bench.needle.arms import DENSE, Arm
-from kvrecall.lab.bench.needle.examination import Findings
-from kvrecall.lab.bench.needle.heatmap import write_heatmap
-from kvrecall.lab.bench.needle.papers import Paper, Syllabus, papers
-from kvrecall.lab.bench.needle.prompts import Manner, is_answered, request_of
-from kvrecall.lab.bench.needle.score import Pairs, Record, Score, depth_of, pairs, score
-from kvrecall.lab.bench.needle.summary import report_of
+from kvrecall.lab.bench.needle.dataset import (
+    Dataset,
+    PromptStyle,
+    Sample,
+    is_answered,
+    request_of,
+)
+from kvrecall.lab.bench.needle.score import (
+    DENSE,
+    Pairs,
+    Record,
+    Results,
+    Score,
+    Variant,
+    by_depth,
+    pairs,
+    report_of,
+    score,
+    write_heatmap,
+)
 from kvrecall.lab.bench.needle.tasks import TASKS, approximate_tokens, is_right
 
-SYLLABUS = Syllabus((2048,), samples=12, seed=5)
-RETRIEVAL = Arm("retrieval", True)
+DATASET = Dataset((2048,), samples=12, seed=5)
+RETRIEVAL = Variant("retrieval", True)
 
 
-def made(syllabus: Syllabus = SYLLABUS, length: int = 2048) -> list[Paper]:
-    return list(papers(syllabus, length, 136, approximate_tokens))
+def made(dataset: Dataset = DATASET, length: int = 2048) -> list[Sample]:
+    return list(dataset.at(length, 136, approximate_tokens))
 
 
 def test_a_seed_gives_the_same_texts_on_every_machine() -> None:
-    text = "".join(paper.document.text for paper in made())
+    text = "".join(sample.document.text for sample in made())
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == "7fa36cbbcf555b5c"
-    assert text != "".join(p.document.text for p in made(replace(SYLLABUS, seed=6)))
+    assert text != "".join(p.document.text for p in made(replace(DATASET, seed=6)))
 
 
 def test_every_task_is_asked_so_often_and_texts_have_their_length() -> None:
     found = made()
-    tasks = [question.task for paper in found for question in paper.questions]
+    tasks = [question.task for sample in found for question in sample.questions]
     assert {task: tasks.count(task) for task in TASKS} == dict.fromkeys(TASKS, 12)
-    assert len(found) == SYLLABUS.documents(2048) == 2
-    for paper in found:
-        assert 1800 < approximate_tokens(paper.document.text) < 1960
+    assert len(found) == DATASET.document_count(2048) == 2
+    for sample in found:
+        assert 1800 < approximate_tokens(sample.document.text) < 1960
 
 
 def test_few_documents_hold_more_questions() -> None:
-    syllabus = replace(SYLLABUS, most_documents=1)
-    (paper,) = made(syllabus)
-    assert len(paper.questions) == 12 * len(TASKS)
+    dataset = replace(DATASET, most_documents=1)
+    (sample,) = made(dataset)
+    assert len(sample.questions) == 12 * len(TASKS)
 
 
 def test_answers_can_be_verified_in_the_text() -> None:
     """Read by other means than the generator's: every sentence that states a fact, by its form."""
-    for paper in made():
+    for sample in made():
         stated: dict[str, list[str]] = {}
         for relation, subject, value in re.findall(
-            r"The (code|owner) of ([a-z]+ [a-z]+) is ([a-z]+ [a-z]+|\d{3})\.", paper.document.text
+            r"The (code|owner) of ([a-z]+ [a-z]+) is ([a-z]+ [a-z]+|\d{3})\.", sample.document.text
         ):
             stated.setdefault(f"{relation} {subject}", []).append(value)
-        for question in paper.questions:
+        for question in sample.questions:
             keys = re.findall(
                 r"(?:of|has|and|,) ((?!the )[a-z]+ [a-z]+)(?=[,?]| and)", question.text
             )
@@ -76,16 +89,16 @@ def test_answers_can_be_verified_in_the_text() -> None:
                 assert list(question.expected) == values
 
 
-@pytest.mark.parametrize("manner", Manner)
-def test_the_right_reply_is_right_and_another_is_not(manner: Manner) -> None:
-    for paper in made():
-        for question in paper.questions:
-            assert is_answered(manner, question, f" {question.reply}")
-            assert not is_answered(manner, question, " The code of nobody is 42.")
-            assert not is_answered(manner, question, "")
+@pytest.mark.parametrize("style", PromptStyle)
+def test_the_right_reply_is_right_and_another_is_not(style: PromptStyle) -> None:
+    for sample in made():
+        for question in sample.questions:
+            assert is_answered(style, question, f" {question.reply}")
+            assert not is_answered(style, question, " The code of nobody is 42.")
+            assert not is_answered(style, question, "")
             if question.task in ("values", "several"):
                 short = question.reply.replace(question.expected[0], "something")
-                assert not is_answered(manner, question, short)
+                assert not is_answered(style, question, short)
 
 
 @pytest.mark.parametrize(
@@ -101,21 +114,23 @@ def test_the_right_reply_is_right_and_another_is_not(manner: Manner) -> None:
     ],
 )
 def test_plain_replies_are_understood(task: str, reply: str, right: bool) -> None:
-    question = next(q for paper in made() for q in paper.questions if q.task == task)
+    question = next(q for sample in made() for q in sample.questions if q.task == task)
     expected = ("makes 3.",) if task == "count" else ("111", "222", "333")
-    assert is_answered(Manner.INSTRUCT, replace(question, expected=expected), reply) is right
+    assert is_answered(PromptStyle.INSTRUCT, replace(question, expected=expected), reply) is right
 
 
 def test_how_it_is_asked() -> None:
-    (paper, *_) = made()
-    question = next(q for q in paper.questions if q.task == "values")
-    recall = request_of(Manner.RECALL, paper.document, question)
+    (sample, *_) = made()
+    question = next(q for q in sample.questions if q.task == "values")
+    recall = request_of(PromptStyle.RECALL, sample.document, question)
     assert recall.path == "/completions"
-    assert recall.body["prompt"] == (f"{paper.document.text}\n\nQuestion: {question.text}\nAnswer:")
-    plain: Any = request_of(Manner.INSTRUCT, paper.document, question)
+    assert recall.body["prompt"] == (
+        f"{sample.document.text}\n\nQuestion: {question.text}\nAnswer:"
+    )
+    plain: Any = request_of(PromptStyle.INSTRUCT, sample.document, question)
     assert plain.path == "/chat/completions"
     said = plain.body["messages"][0]["content"]
-    assert paper.document.text in said
+    assert sample.document.text in said
     assert said.endswith(f"Question: {question.text} Name every one of its codes.")
     assert is_right(question, question.reply)
 
@@ -137,11 +152,12 @@ def test_counting() -> None:
     records = [record((True, True)), record((True, False)), record((False, True), 1.0)]
     assert (score(records, 0), score(records, 1)) == (Score(2, 3), Score(2, 3))
     assert pairs(records, 1) == Pairs(lost=1, gained=1)
-    assert [depth_of(one, 10) for one in records] == [5, 5, 9]
+    assert [one.depth_bin(10) for one in records] == [5, 5, 9]
+    assert by_depth(records, 0, 2)[1] == 66.7
 
 
 def test_a_report_compares_and_says_whether_retrieval_acted() -> None:
-    found = Findings((DENSE, RETRIEVAL), [record((True, False))] * 3, {"retrieval": 7})
+    found = Results((DENSE, RETRIEVAL), [record((True, False))] * 3, {"retrieval": 7})
     figures: Any = report_of(found, "m", ["single"], 4, {}).figures
     assert figures["active"] is True
     assert figures["dense"]["2048"]["single"]["percent"] == 100.0
@@ -156,7 +172,7 @@ def test_a_report_compares_and_says_whether_retrieval_acted() -> None:
 def test_retrieval_that_did_not_act_is_an_error(
     selected: dict[str, int | None], words: str
 ) -> None:
-    found = Findings((DENSE, RETRIEVAL), [record((True, True))], selected)
+    found = Results((DENSE, RETRIEVAL), [record((True, True))], selected)
     assert not found.active
     with pytest.raises(KvrecallError, match=words):
         found.require_active()
@@ -170,7 +186,7 @@ def test_the_heat_map_is_a_picture(tmp_path: Path) -> None:
         for _ in range(40)
     ]
     path = tmp_path / "sub" / "map.png"
-    write_heatmap(records, (DENSE, RETRIEVAL), 10, "a model", path)
+    write_heatmap(Results((DENSE, RETRIEVAL), records), 10, "a model", path)
     content = path.read_bytes()
     assert content.startswith(b"\x89PNG")
     width, height = struct.unpack(">II", content[16:24])

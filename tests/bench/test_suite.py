@@ -8,13 +8,10 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from kvrecall.errors import KvrecallError
+from kvrecall.lab.bench.plots import write_plots
 from kvrecall.lab.bench.report import BIAS
-from kvrecall.lab.bench.suite import plan
-from kvrecall.lab.bench.suite.plan import Step
-from kvrecall.lab.bench.suite.plots import write_plots
-from kvrecall.lab.bench.suite.publish import PAGES, read_run
-from kvrecall.lab.bench.suite.runner import LATEST, run_all
-from kvrecall.lab.bench.suite.tables import PLOTS, TABLES, filled, names_in
+from kvrecall.lab.bench.suite import LATEST, Step, full, quick, run_all
+from kvrecall.lab.bench.tables import PAGES, PLOTS, TABLES, filled, names_in, read_run
 
 ROOT = Path(__file__).parents[2]
 PAGE = PurePosixPath("docs/page.md")
@@ -51,7 +48,7 @@ def test_results_of_another_run_are_kept_if_asked(tmp_path: Path) -> None:
     assert json.loads(out.read_text())["results"].keys() == {"second"}
 
 
-@pytest.mark.parametrize("steps", [plan.full(), plan.quick()], ids=["full", "quick"])
+@pytest.mark.parametrize("steps", [full(), quick()], ids=["full", "quick"])
 def test_no_step_of_a_run_has_the_name_of_another(steps: tuple[Step, ...]) -> None:
     names = [step.name for step in steps]
     assert len(set(names)) == len(names) > 5

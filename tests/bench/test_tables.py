@@ -11,16 +11,13 @@ import pytest
 
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.lab.bench import decode, overhead, remote, restore, service, throttle
-from kvrecall.lab.bench.needle.arms import DENSE, Arm
-from kvrecall.lab.bench.needle.examination import Findings
-from kvrecall.lab.bench.needle.score import Record
-from kvrecall.lab.bench.needle.summary import report_of
+from kvrecall.lab.bench.needle.score import DENSE, Record, Results, Variant, report_of
+from kvrecall.lab.bench.plots import write_plots
 from kvrecall.lab.bench.report import Report, machine
 from kvrecall.lab.bench.serving import measure as serving
 from kvrecall.lab.bench.serving.deployments import named
 from kvrecall.lab.bench.serving.workload import Run, Sample, conversations
-from kvrecall.lab.bench.suite.plots import write_plots
-from kvrecall.lab.bench.suite.tables import TABLES
+from kvrecall.lab.bench.tables import TABLES
 from kvrecall.lab.engines.decode import DecodeTimes
 
 SECONDS = [0.1, 0.2, 0.3]
@@ -54,10 +51,10 @@ def _decode() -> Report:
 
 
 def _needle() -> Report:
-    arms = (DENSE, Arm("retrieval", True))
+    variants = (DENSE, Variant("retrieval", True))
     right, replies = (True, False), ("a", "b")
     records = [Record(n, "single", 0.5, "?", ("a",), right, replies) for n in (2048, 8192)]
-    return report_of(Findings(arms, records, {"retrieval": 7}), "m", ["single"], 4, {})
+    return report_of(Results(variants, records, {"retrieval": 7}), "m", ["single"], 4, {})
 
 
 @pytest.fixture(scope="module")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvrecall.config import parse_size
-from kvrecall.errors import KvrecallError
-from kvrecall.lab.bench.needle.cli import needle
-from kvrecall.lab.bench.needle.options import lengths_of
+from kvrecall.errors import ConfigError, KvrecallError
+from kvrecall.lab.bench.needle.dataset import SEED, Dataset, PromptStyle
+from kvrecall.lab.bench.needle.tasks import TASKS
 from kvrecall.lab.bench.report import Report
 
 app = typer.Typer(
@@ -167,7 +168,7 @@ def regimes(
     from kvrecall.lab.bench.decode import CONTEXTS, measure_grid
 
     def measure() -> Report:
-        contexts = lengths_of(lengths) if lengths else CONTEXTS
+        contexts = _lengths(lengths) if lengths else CONTEXTS
         return measure_grid(rounds, threads, _progress, contexts)
 
     _run(measure, json)
@@ -217,7 +218,7 @@ def chat(
 
     def measure() -> Report:
         workload = conversations(sessions, turns, seed)
-        return measure_serving(workload, named(variants.split(",")), Capacity(), _progress, budget)
+        return measure_serving(workload, named(_names(variants)), Capacity(), _progress, budget)
 
     _run(measure, json)
 
@@ -240,12 +241,101 @@ def replay(
 
     def measure() -> Report:
         workload = slice_of(trace, requests, block_tokens, seconds, every)
-        return measure_serving(workload, named(variants.split(",")), Capacity(), _progress, budget)
+        return measure_serving(workload, named(_names(variants)), Capacity(), _progress, budget)
 
     _run(measure, json)
 
 
-app.command()(needle)
+def _option(panel: str, text: str, **bounds: Any) -> Any:
+    return typer.Option(help=text, rich_help_panel=panel, **bounds)
+
+
+_RETRIEVAL = "Retrieval"
+_SERVERS = "Servers instead of a local model"
+_OUT = "What is written"
+
+
+@app.command()
+def needle(
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model folder; with --endpoint its name there. Default: the example."),
+    ] = None,
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompts: 4K,16K,65536.")] = "2K,8K",
+    tasks: Annotated[str, typer.Option(help="Which tasks.")] = ",".join(TASKS),
+    samples: Annotated[int, typer.Option(help="Questions a task and length.", min=1)] = 16,
+    documents: Annotated[
+        int | None,
+        typer.Option(help="Texts a length at most. Default: one for eight of each task.", min=1),
+    ] = None,
+    depths: Annotated[int, typer.Option(help="Parts of the text told apart.", min=1, max=50)] = 10,
+    seed: Annotated[int, typer.Option(help="Another seed makes other texts.")] = SEED,
+    ask: Annotated[
+        PromptStyle | None,
+        typer.Option(help="As recall-tiny was trained, or in plain language. Default: by model."),
+    ] = None,
+    share: Annotated[
+        str, _option(_RETRIEVAL, "Share of the middle blocks chosen; several: 0.2,0.05.")
+    ] = "0.2",
+    digest: Annotated[str, _option(_RETRIEVAL, "bounds or mean.")] = "bounds",
+    digest_tokens: Annotated[
+        str, _option(_RETRIEVAL, "Keys to a digest; several: 16,8. Default: by the share.")
+    ] = "",
+    least: Annotated[
+        int, _option(_RETRIEVAL, "Fewest blocks chosen, at any share. 0: by the share.", min=0)
+    ] = 0,
+    init: Annotated[int, _option(_RETRIEVAL, "First tokens that always take part.")] = 128,
+    local: Annotated[int, _option(_RETRIEVAL, "Last tokens that always take part.")] = 256,
+    dense_boundary: Annotated[int, _option(_RETRIEVAL, "Shorter sequences stay dense.")] = 512,
+    dense_layers: Annotated[
+        int, _option(_RETRIEVAL, "First layers that attend to everything; 0 is the hard case.")
+    ] = 0,
+    endpoint: Annotated[
+        str | None, _option(_SERVERS, "URL of an OpenAI-compatible server to measure.")
+    ] = None,
+    dense_endpoint: Annotated[
+        str | None, _option(_SERVERS, "URL of one that attends densely, to compare with.")
+    ] = None,
+    plot: Annotated[Path | None, _option(_OUT, "Heat map (PNG). Default: var/needle.png.")] = None,
+    records: Annotated[
+        Path | None, _option(_OUT, "Every question and reply, lines of JSON.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Does the model still answer? Facts in long texts, asked densely and by retrieval in one run.
+
+    A local model is started once, computes every text once, and answers every question densely and
+    with each share. Fails if retrieval was to act and chose no block. The key of an --endpoint is
+    taken from OPENAI_API_KEY.
+    """
+    from kvrecall.attention.settings import RetrievalSettings
+    from kvrecall.lab.bench.needle.evaluate import Evaluation, measure_needle
+
+    def measure() -> Report:
+        settings = tuple(
+            RetrievalSettings(
+                init_tokens=init, local_tokens=local, dense_boundary=dense_boundary,
+                offload_boundary=2**40, dense_layers=dense_layers, gate=False, digest=digest,
+                least_blocks=least, topk_share=chosen, digest_tokens=size,
+            )
+            for size in _digest_sizes(digest_tokens) or (0,)
+            for chosen in _shares(share)
+        )  # fmt: skip
+        wanted = Evaluation(
+            model,
+            Dataset(_lengths(lengths), _names(tasks), samples, documents, seed),
+            settings,
+            depths,
+            ask,
+            endpoint,
+            dense_endpoint,
+            os.environ.get("OPENAI_API_KEY"),
+            plot,
+            records,
+        )
+        return measure_needle(wanted, _progress)
+
+    _run(measure, json)
 
 
 @app.command("all")
@@ -261,18 +351,17 @@ def run_suite(
     note: Annotated[str, typer.Option(help="What a reader has to know of this run.")] = "",
 ) -> None:
     """All benchmarks with their peers, one after the other; what fails is recorded."""
-    from kvrecall.lab.bench.suite import plan
-    from kvrecall.lab.bench.suite.runner import run_all
+    from kvrecall.lab.bench import suite
 
-    steps = plan.quick() if quick else plan.full()
+    steps = suite.quick() if quick else suite.full()
     if only:
-        wanted = [name.strip() for name in only.split(",")]
+        wanted = _names(only)
         unknown = sorted(set(wanted) - {step.name for step in steps})
         if unknown:
             names = ", ".join(step.name for step in steps)
             raise typer.BadParameter(f"{', '.join(unknown)}; there are: {names}")
         steps = [step for step in steps if step.name in wanted]
-    failed = run_all(steps, out, "quick" if quick else "full", _progress, add, note)
+    failed = suite.run_all(steps, out, "quick" if quick else "full", _progress, add, note)
     raise typer.Exit(1 if failed else 0)
 
 
@@ -284,7 +373,7 @@ def publish(
     root: Annotated[Path, typer.Option(help="The repository.")] = Path(),
 ) -> None:
     """Plots and tables of README and documents, made from a run."""
-    from kvrecall.lab.bench.suite.publish import publish as write
+    from kvrecall.lab.bench.tables import publish as write
 
     try:
         for path in write(results, root):
@@ -292,6 +381,46 @@ def publish(
     except KvrecallError as error:
         typer.echo(f"kvrecall: {error}", err=True)
         raise typer.Exit(1) from error
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """What stands between commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    """Tokens; ``4K`` is 4,096. Raises ConfigError."""
+    lengths = []
+    for name in _names(text):
+        number, scale = (name[:-1], 1024) if name[-1] in "kK" else (name, 1)
+        if not number.isdigit():
+            raise ConfigError(f"--lengths: {name!r} is no number of tokens; write 4K or 4096")
+        lengths.append(int(number) * scale)
+    return tuple(lengths)
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    """At least one, each in (0, 1]. Raises ConfigError."""
+    shares = []
+    for name in _names(text):
+        try:
+            shares.append(float(name))
+        except ValueError:
+            raise ConfigError(f"--share: {name!r} is no number") from None
+        if not 0 < shares[-1] <= 1:
+            raise ConfigError(f"--share: {name} is not in (0, 1]; 0.2 chooses a fifth")
+    if not shares:
+        raise ConfigError("--share: name at least one, such as 0.2")
+    return tuple(shares)
+
+
+def _digest_sizes(text: str) -> tuple[int, ...]:
+    """Tokens of a digest, each a divisor of 128; maybe none. Raises ConfigError."""
+    names = _names(text)
+    for name in names:
+        if not name.isdigit() or not int(name) or 128 % int(name):
+            raise ConfigError(f"--digest-tokens: {name!r} does not divide a block of 128 tokens")
+    return tuple(map(int, names))
 
 
 def _run(measure: Callable[[], Report], as_json: bool) -> None:

@@ -13,8 +13,16 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvrecall.lab.bench.needle.filler import pick, sentences, shuffled
-from kvrecall.lab.bench.needle.words import ADJECTIVES, ALL, NOUNS, VALUES, Alphabet
+from kvrecall.lab.bench.needle.words import (
+    ADJECTIVES,
+    ALL,
+    NOUNS,
+    VALUES,
+    Alphabet,
+    pick,
+    sentences,
+    shuffled,
+)
 
 TASKS: tuple[str, ...] = ("single", "multikey", "several", "values", "chain", "count")
 
@@ -207,7 +215,7 @@ def make_document(
     """A document of about `length` tokens as `measure` counts them, and its questions.
 
     The facts lie at uniformly random places between sentences of `filler` (default: the
-    grammar of `filler.py`); the questions come in random order.
+    grammar of `words.py`); the questions come in random order.
     """
     facts, drafts = _draw(rng, plan)
     filler = filler or sentences(rng)

@@ -1,4 +1,4 @@
-"""Tables in documents, made from a run's results and kept between markers.
+"""``kvrecall bench publish``: tables in documents, made from a run's results.
 
 ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->`` stand on lines of their own; what is between
 them is made here and nowhere else.
@@ -6,16 +6,20 @@ them is made here and nowhere else.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from kvrecall.errors import KvrecallError
 from kvrecall.lab.bench.report import BIAS
 
+PAGES = (PurePosixPath("README.md"), PurePosixPath("docs/benchmarks.md"))
+"""Whose marked parts are filled."""
+
 Run = Mapping[str, Any]
-"""What ``runner`` writes."""
+"""What ``bench all`` writes."""
 
 Figures = Mapping[str, Any]
 """What one step of a run measured."""
@@ -350,3 +354,26 @@ TABLES: Mapping[str, Callable[[Run], Iterator[str]]] = {
     "decode": decode,
     "needle": needle,
 }
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """A run that ``bench all`` wrote. Raises KvrecallError."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        raise KvrecallError(f"{path}: no results of a run: {error}") from error
+
+
+def publish(results: Path, root: Path) -> list[Path]:
+    """Draws the plots below ``root`` and fills the tables of its pages; returns what it wrote."""
+    from kvrecall.lab.bench.plots import write_plots
+
+    run = read_run(results)
+    written = write_plots(run, root / PLOTS)
+    for page in PAGES:
+        path = root / page
+        text = path.read_text()
+        if names_in(text):
+            path.write_text(filled(text, run, page))
+            written.append(path)
+    return written

@@ -1,4 +1,4 @@
-"""Plots of a run (PNG with transparent ground, for light and dark pages). Needs matplotlib."""
+"""Plots: PNG with transparent ground, for light and dark pages. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -7,28 +7,31 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.errors import ConfigError
-from kvrecall.lab.bench.suite.tables import SERVED, Run, plots_of
+from kvrecall.lab.bench.tables import SERVED, Run, plots_of
 
-NEUTRAL = "#7a7f87"
+GREY = "#7a7f87"
 """Grey that reads on white and on near-black alike."""
 _COLOURS = ("#3b82c4", "#d08a2c", "#4f9d69", "#b5596b", "#8a6fb0", "#6b8e9e")
 _SOURCES = ("device", "host", "disk", "remote", "unspecified")
 
 
-def write_plots(run: Run, folder: Path) -> list[Path]:
-    """Writes a plot of every result that there is; returns their paths.
-
-    Raises ConfigError where matplotlib is not installed.
-    """
+def matplotlib_figure(width: float, height: float, **options: Any) -> Any:
+    """An empty figure of so many inches. Raises ConfigError where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("plots need matplotlib: pip install 'kvrecall[plots]'") from error
+    return Figure(figsize=(width, height), dpi=160, **options)
+
+
+def write_plots(run: Run, folder: Path) -> list[Path]:
+    """Writes a plot of every result that there is; returns their paths. Raises ConfigError as
+    ``matplotlib_figure`` does."""
     folder.mkdir(parents=True, exist_ok=True)
     good = {name: one for name, one in run["results"].items() if "error" not in one}
     written = []
     for name, draw in _PLOTS.items():
-        figure = Figure(figsize=(8.0, 3.6), dpi=160, layout="constrained")
+        figure = matplotlib_figure(8.0, 3.6, layout="constrained")
         if name in plots_of(run):
             draw(figure, good)
             path = folder / f"{name}.png"
@@ -46,7 +49,7 @@ def _serving(figure: Any, results: Mapping[str, Any]) -> None:
     ranks = ("p50", "p95", "p99")
     series = {r: [found["variants"][n]["ttft_s"][r] for n in names] for r in ranks}
     _bars(times, labels, series)
-    times.set_title("seconds to the first token", fontsize=9, color=NEUTRAL)
+    times.set_title("seconds to the first token", fontsize=9, color=GREY)
     left = [0.0] * len(names)
     for source, colour in zip(_SOURCES, _COLOURS, strict=False):
         shares = [found["variants"][n]["hit_rate_by_tier"].get(source, 0.0) for n in names]
@@ -54,7 +57,7 @@ def _serving(figure: Any, results: Mapping[str, Any]) -> None:
             label = "other connector" if source == "unspecified" else source
             hits.barh(range(len(names)), shares, left=left, color=colour, label=label, height=0.6)
             left = [a + b for a, b in zip(left, shares, strict=True)]
-    hits.set_title("share of prompt tokens recalled", fontsize=9, color=NEUTRAL)
+    hits.set_title("share of prompt tokens recalled", fontsize=9, color=GREY)
     hits.set_xlim(0, 1)
     _dress(hits)
 
@@ -70,7 +73,7 @@ def _tiers(figure: Any, results: Mapping[str, Any]) -> None:
         words = {"put": "put", "durable": "put, durable", "cold": "get, cold", "warm": "get, warm"}
         series = {words[p]: [one[p]["gb_s"] for one in stores.values()] for p in phases}
         _bars(axis, list(stores), series)
-        axis.set_title(f"{medium}, GB/s", fontsize=9, color=NEUTRAL)
+        axis.set_title(f"{medium}, GB/s", fontsize=9, color=GREY)
 
 
 def _restore(figure: Any, results: Mapping[str, Any]) -> None:
@@ -82,7 +85,7 @@ def _restore(figure: Any, results: Mapping[str, Any]) -> None:
     _bars(axis, list(found["ttft_s"]), series)
     axis.set_xscale("log")
     title = f"milliseconds to the first token, prefix of {found['tokens']:,} tokens (logarithmic)"
-    axis.set_title(title, fontsize=9, color=NEUTRAL)
+    axis.set_title(title, fontsize=9, color=GREY)
 
 
 def _retrieval(figure: Any, results: Mapping[str, Any]) -> None:
@@ -96,12 +99,12 @@ def _retrieval(figure: Any, results: Mapping[str, Any]) -> None:
         "retrieval": [one["sparse_ms"] for one in decodes],
     }
     _bars(times, labels, shown)
-    times.set_title("attention of a token, ms a layer", fontsize=9, color=NEUTRAL)
+    times.set_title("attention of a token, ms a layer", fontsize=9, color=GREY)
     arms = {"dense": found["dense"], **{arm["name"]: arm["results"] for arm in found["arms"]}}
     lengths = [str(length) for length in found["lengths"]]
     percents = {n: [one[at]["all"]["percent"] for at in lengths] for n, one in arms.items()}
     _bars(right, [f"{int(at):,} tokens" for at in lengths], percents)
-    right.set_title("questions answered right, %", fontsize=9, color=NEUTRAL)
+    right.set_title("questions answered right, %", fontsize=9, color=GREY)
 
 
 def _bars(axis: Any, labels: Sequence[str], series: Mapping[str, Sequence[float]]) -> None:
@@ -118,13 +121,13 @@ def _bars(axis: Any, labels: Sequence[str], series: Mapping[str, Sequence[float]
 
 def _dress(axis: Any) -> None:
     """Grey text and lines, so that both grounds do."""
-    axis.tick_params(colors=NEUTRAL, labelsize=8)
+    axis.tick_params(colors=GREY, labelsize=8)
     for name, spine in axis.spines.items():
-        spine.set_color(NEUTRAL)
+        spine.set_color(GREY)
         spine.set_visible(name in ("left", "bottom"))
-    axis.grid(axis="x", color=NEUTRAL, alpha=0.25)
+    axis.grid(axis="x", color=GREY, alpha=0.25)
     axis.set_axisbelow(True)
-    legend = axis.legend(fontsize=7, labelcolor=NEUTRAL, frameon=False)
+    legend = axis.legend(fontsize=7, labelcolor=GREY, frameon=False)
     legend.set_zorder(3)
 
 

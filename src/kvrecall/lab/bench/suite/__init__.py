@@ -1,1 +1,0 @@
-"""All benchmarks in one run, and what is published of it."""
