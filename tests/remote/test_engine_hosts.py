@@ -68,7 +68,6 @@ def ask(engine: EngineProcess, question: Question) -> Answer:
 def until_recalled(one: EngineProcess, other: EngineProcess) -> None:
     """Asks one engine new questions, and then the other, until it recalls from the store. Each
     pair of answers is the same, recalled or computed."""
-    until = time.monotonic() + 90
     while True:
         question = new_question()
         first = ask(one, question)
@@ -78,7 +77,6 @@ def until_recalled(one: EngineProcess, other: EngineProcess) -> None:
         if second.sources["remote"] == WHOLE:
             assert first.sources["computed"] == PROMPT
             return
-        assert time.monotonic() < until, f"nothing recalled: {second.sources}"
 
 
 def test_an_engine_recalls_what_another_host_computed(

@@ -258,9 +258,7 @@ def wait_for_store(pool: Pool) -> None:
 def save_when_there(pool: Pool, keys: list[BlockKey]) -> None:
     """Saves a chain; the store takes it as soon as it has been rejoined."""
     save(pool, keys, flush=False)
-    until = time.monotonic() + 60
     while not pool.flush(keys, 5.0):
-        assert time.monotonic() < until
         for block in pool._host.blocks.values():
             block.tries = 0
         time.sleep(0.2)
@@ -273,14 +271,11 @@ def test_a_master_that_hangs_holds_up_nothing(lone: Master, tmp_path: Path) -> N
     keys = chain(NAMESPACE, 20)
     save_when_there(pool, keys)
     lone.freeze()
-    began = time.monotonic()
+    assert pool.find(chain(NAMESPACE, 50, "unknown")).pending, "it waited for the master"
     fresh = chain(NAMESPACE, 50, "fresh")
     save(pool, fresh, flush=False)
-    pool.find(chain(NAMESPACE, 50, "unknown"))
     assert recall(pool, fresh) == ("host",) * 50
-    assert time.monotonic() - began < 30
-    pool.close()
-    assert time.monotonic() - began < 90
+    pool.close()  # ends although the master still hangs
     lone.thaw()
 
 
@@ -292,9 +287,9 @@ def test_a_client_that_is_killed_is_replaced(lone: Master, tmp_path: Path) -> No
     node.arena.memory[:4096] = bytes(range(256)) * 16
     parcel = Parcel("one", (memoryview(bytearray(64)), node.arena.view(0, 4096)))
     assert store.put([parcel]) == [True]
-    client = store._porter
+    client = store._client
     assert client is not None
-    assert "porter" in " ".join(psutil.Process(client._process.pid).cmdline())
+    assert "client_process" in " ".join(psutil.Process(client._process.pid).cmdline())
     client._process.kill()
 
     def is_put_again() -> bool:
@@ -342,7 +337,7 @@ def test_the_client_goes_with_its_process(lone: Master) -> None:
         "import json, os, sys; from tests.remote.test_mooncake import *\n"
         "arena = Arena.create(1 << 20); store = MooncakeStore(MooncakeSettings.of("
         "json.loads(sys.argv[1]))); store.attach(arena.memory); store.exists(['x'])\n"
-        "print(store._porter._process.pid, flush=True); os.kill(os.getpid(), 9)"
+        "print(store._client._process.pid, flush=True); os.kill(os.getpid(), 9)"
     )
     import subprocess
     import sys
@@ -423,7 +418,7 @@ def test_plaintext_off_this_host_is_allowed_on_demand() -> None:
 
 
 def test_memory_that_cannot_be_shared_is_refused() -> None:
-    from kvrecall.pool.remote.mooncake.process import shared_file_of
+    from kvrecall.pool.remote.mooncake.client import shared_file_of
 
     with pytest.raises(TierError, match="shared file"):
         shared_file_of(memoryview(bytearray(8192)))

@@ -9,20 +9,26 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from kvrecall.errors import TierError
-from kvrecall.pool.remote.mooncake.process import Porter, PorterLost
+from kvrecall.pool.remote.mooncake.client import (
+    BUFFER_BYTES,
+    SMALL_BYTES,
+    Client,
+    ClientLost,
+    Piece,
+    Reply,
+    Request,
+)
 from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
-from kvrecall.pool.remote.mooncake.wire import HOT_BYTES, Piece, Reply, Request
 from kvrecall.pool.remote.store import Parcel
 
-_SMALL_BYTES = 64
 _AT_ONCE = 512
 """Parcels in one call. Mooncake's client queues some 1,000 transfers to a host, of all calls
 together; it fails those beyond, and may not answer at all."""
-assert 4 * _AT_ONCE * _SMALL_BYTES <= HOT_BYTES
+assert 4 * _AT_ONCE * SMALL_BYTES <= BUFFER_BYTES
 _SETUP_S = 30.0
 _CALL_S = 40.0  # beyond all of Mooncake's own time limits
 _PROBE_S = 1.0
-_AT_A_TIME = {"tcp": 1}
+_CALLS = {"tcp": 1}
 """Calls of one direction under way, by protocol. Over TCP a call of Mooncake's client looks again
 and again, without a pause, whether its transfers have ended: a second one takes from the first
 the processor that its bytes need."""
@@ -46,10 +52,10 @@ class MooncakeStore:
         self._memory = memoryview(b"")
         self._address = 0
         self._lock = threading.Lock()  # over starting and ending the client
-        self._at_a_time = _AT_A_TIME.get(settings.setup["protocol"], _OTHERWISE)
-        self._putting = threading.Semaphore(self._at_a_time + _READY)
-        self._getting = threading.Semaphore(self._at_a_time + _READY)
-        self._porter: Porter | None = None
+        self._calls = _CALLS.get(settings.setup["protocol"], _OTHERWISE)
+        self._putting = threading.Semaphore(self._calls + _READY)
+        self._getting = threading.Semaphore(self._calls + _READY)
+        self._client: Client | None = None
         self._failures = 0
         self._closed = False
 
@@ -61,7 +67,7 @@ class MooncakeStore:
     def _begin(self) -> None:
         """Thread: has the client ready when it is needed, if the master is there."""
         with contextlib.suppress(TierError):
-            self._client()
+            self._connected()
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         return [code == 1 for code in self._call(Request("exists", list(names))).codes]
@@ -94,16 +100,16 @@ class MooncakeStore:
     def close(self) -> None:
         self._closed = True
         with self._lock:
-            porter, self._porter = self._porter, None
+            client, self._client = self._client, None
             self._memory = memoryview(b"")
-        if porter is not None:
-            porter.close()
+        if client is not None:
+            client.close()
 
     def _call(self, request: Request) -> Reply:
         """Mooncake's answer. Raises TierError if its master or its client does not answer."""
         if not request.names:
             return Reply([])
-        reply = self._client().call(request, _CALL_S)
+        reply = self._connected().call(request, _CALL_S)
         if reply.codes and all(code in _RPC_FAILED for code in reply.codes):
             self._failed()
             raise TierError(f"Mooncake's master does not answer (code {reply.codes[0]})")
@@ -116,21 +122,21 @@ class MooncakeStore:
             self._failures += 1
             if self._failures >= _PATIENCE and self._is_master_there():
                 self._failures = 0
-                porter, self._porter = self._porter, None
-                if porter is not None:
-                    porter.close()
+                client, self._client = self._client, None
+                if client is not None:
+                    client.close()
 
-    def _client(self) -> Porter:
+    def _connected(self) -> Client:
         with self._lock:
             if self._closed:
-                raise PorterLost("closed")
-            if self._porter is not None and self._porter.is_alive:
-                return self._porter
+                raise ClientLost("closed")
+            if self._client is not None and self._client.is_alive:
+                return self._client
             host, port = self._settings.master
             if not self._is_master_there():
                 raise TierError(f"there is no Mooncake master at {host}:{port}")
-            self._porter = Porter(self._settings.setup, self._memory, self._at_a_time, _SETUP_S)
-            return self._porter
+            self._client = Client(self._settings.setup, self._memory, self._calls, _SETUP_S)
+            return self._client
 
     def _is_master_there(self) -> bool:
         try:
@@ -140,7 +146,7 @@ class MooncakeStore:
         return True
 
     def _piece(self, part: memoryview) -> Piece:
-        if part.nbytes <= _SMALL_BYTES:
+        if part.nbytes <= SMALL_BYTES:
             return bytes(part)
         offset = ctypes.addressof(ctypes.c_char.from_buffer(part)) - self._address
         if not 0 <= offset <= self._memory.nbytes - part.nbytes:
@@ -155,7 +161,7 @@ def _wanted(piece: Piece) -> Piece:
 def _fill(parcel: Parcel, smalls: Sequence[bytes]) -> None:
     rest = iter(smalls)
     for part in parcel.parts:
-        if part.nbytes <= _SMALL_BYTES:
+        if part.nbytes <= SMALL_BYTES:
             part[:] = next(rest)
 
 

@@ -6,24 +6,25 @@ import time
 
 import pytest
 
-from kvrecall.pool.remote.mooncake.courtesy import Courtesy, Record, may_rise
+from kvrecall.pool.remote.mooncake.client_process import CallTimes, SpinPriority, can_raise
+from kvrecall.testing.blocks import wait_until
 
 MIB = 1 << 20
 
 
-def taught(seconds: float = 0.02) -> Record:
-    record = Record()
-    record.ended(MIB, seconds)
-    return record
+def taught(seconds: float = 0.02) -> CallTimes:
+    times = CallTimes()
+    times.ended(MIB, seconds)
+    return times
 
 
 def test_a_first_call_does_not_stand_back() -> None:
-    assert Record().limit_of(MIB) is None
+    assert CallTimes().limit_of(MIB) is None
 
 
 def test_the_limit_grows_with_the_bytes_and_the_time_they_took() -> None:
-    record = taught(0.02)
-    short, long = record.limit_of(MIB), record.limit_of(4 * MIB)
+    times = taught(0.02)
+    short, long = times.limit_of(MIB), times.limit_of(4 * MIB)
     assert short is not None
     assert long is not None
     assert 0.02 < short < long
@@ -31,40 +32,40 @@ def test_the_limit_grows_with_the_bytes_and_the_time_they_took() -> None:
 
 
 def test_slow_calls_are_forgotten_quickly_and_fast_ones_slowly() -> None:
-    record = taught(0.02)
-    record.ended(MIB, 2.0)
-    limit = record.limit_of(MIB)
+    times = taught(0.02)
+    times.ended(MIB, 2.0)
+    limit = times.limit_of(MIB)
     assert limit is not None
     assert limit < 0.1
 
 
 def test_after_a_late_call_the_next_ones_do_not_stand_back_and_longer_each_time() -> None:
-    record = taught()
+    times = taught()
 
     def rest() -> int:
         count = 0
-        while record.limit_of(MIB) is None:
+        while times.limit_of(MIB) is None:
             count += 1
         return count
 
-    record.late()
+    times.late()
     first = rest()
-    record.late()
+    times.late()
     second = rest()
-    record.in_time()
-    record.late()
+    times.in_time()
+    times.late()
     assert 0 < first < second
     assert rest() == first
 
 
 def test_the_rest_has_an_end() -> None:
-    record = taught()
+    times = taught()
     for _ in range(50):
-        record.late()
-    assert any(record.limit_of(MIB) is not None for _ in range(100))
+        times.late()
+    assert any(times.limit_of(MIB) is not None for _ in range(100))
 
 
-needs_rise = pytest.mark.skipif(not may_rise(), reason="needs CAP_SYS_NICE to raise a thread")
+needs_raise = pytest.mark.skipif(not can_raise(), reason="needs CAP_SYS_NICE to raise a thread")
 
 
 class Clock:
@@ -78,21 +79,21 @@ class Call:
     """A call under way in a thread of its own, until ``end``."""
 
     def __init__(
-        self, courtesy: Courtesy, way: str = "get", fails: bool = False, moves: bool = True
+        self, priority: SpinPriority, way: str = "get", fails: bool = False, moves: bool = True
     ) -> None:
-        self._courtesy, self._way, self._fails, self._moves = courtesy, way, fails, moves
+        self._priority, self._way, self._fails, self._moves = priority, way, fails, moves
         self._inside, self._end, self._out = (threading.Event() for _ in range(3))
         self.after = -1
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        assert self._inside.wait(30.0)
+        self._inside.wait()
 
     def _run(self) -> None:
         self._native = threading.get_native_id()
         try:
-            with self._courtesy.call(self._way, MIB) as call:
+            with self._priority.call(self._way, MIB) as call:
                 self._inside.set()
-                assert self._end.wait(30.0)
+                self._end.wait()
                 if self._fails:
                     raise RuntimeError("of Mooncake")
                 call.moved = self._moves
@@ -107,7 +108,7 @@ class Call:
     def end(self) -> int:
         """The policy of its thread after the call."""
         self._end.set()
-        self._thread.join(30.0)
+        self._thread.join()
         return self.after
 
 
@@ -117,9 +118,9 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def courtesy(clock: Clock) -> Courtesy:
+def priority(clock: Clock) -> SpinPriority:
     """Has seen that a call takes a second."""
-    made = Courtesy(clock)
+    made = SpinPriority(clock)
     call = Call(made)
     assert call.policy == os.SCHED_OTHER
     clock.now += 1.0
@@ -127,53 +128,50 @@ def courtesy(clock: Clock) -> Courtesy:
     return made
 
 
-@needs_rise
-def test_a_call_stands_back_and_ends_at_the_ordinary_priority(courtesy: Courtesy) -> None:
-    call = Call(courtesy)
+@needs_raise
+def test_a_call_stands_back_and_ends_at_the_ordinary_priority(priority: SpinPriority) -> None:
+    call = Call(priority)
     assert call.policy == os.SCHED_IDLE
     assert call.end() == os.SCHED_OTHER
 
 
-@needs_rise
+@needs_raise
 def test_a_late_call_is_raised_while_it_is_under_way_and_the_next_is_not_lowered(
-    courtesy: Courtesy, clock: Clock
+    priority: SpinPriority, clock: Clock
 ) -> None:
-    call = Call(courtesy)
+    call = Call(priority)
     assert call.policy == os.SCHED_IDLE
     clock.now += 10.0
-    until = time.monotonic() + 30.0
-    while call.policy == os.SCHED_IDLE and time.monotonic() < until:
-        time.sleep(0.005)
-    assert call.policy == os.SCHED_OTHER
+    wait_until(lambda: call.policy == os.SCHED_OTHER)
     assert call.end() == os.SCHED_OTHER
-    after = Call(courtesy)
+    after = Call(priority)
     assert after.policy == os.SCHED_OTHER
     after.end()
 
 
-@needs_rise
+@needs_raise
 def test_a_call_that_found_nothing_says_nothing_of_how_long_calls_take(
-    courtesy: Courtesy, clock: Clock
+    priority: SpinPriority, clock: Clock
 ) -> None:
     for _ in range(3):
-        Call(courtesy, moves=False).end()
-    call = Call(courtesy)
+        Call(priority, moves=False).end()
+    call = Call(priority)
     clock.now += 1.2
     time.sleep(0.1)
     assert call.policy == os.SCHED_IDLE, "late after 1.5 s"
     call.end()
 
 
-@needs_rise
-def test_each_direction_is_judged_by_itself(courtesy: Courtesy) -> None:
-    put = Call(courtesy, "put")
+@needs_raise
+def test_each_direction_is_judged_by_itself(priority: SpinPriority) -> None:
+    put = Call(priority, "put")
     assert put.policy == os.SCHED_OTHER
     put.end()
 
 
-@needs_rise
-def test_a_call_that_fails_leaves_the_ordinary_priority(courtesy: Courtesy) -> None:
-    call = Call(courtesy, fails=True)
+@needs_raise
+def test_a_call_that_fails_leaves_the_ordinary_priority(priority: SpinPriority) -> None:
+    call = Call(priority, fails=True)
     assert call.policy == os.SCHED_IDLE
     assert call.end() == os.SCHED_OTHER
 
@@ -183,9 +181,9 @@ def test_without_the_right_to_rise_no_thread_stands_back(monkeypatch: pytest.Mon
         raise PermissionError("sched_setscheduler")
 
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
-    assert not may_rise()
-    courtesy = Courtesy()
+    assert not can_raise()
+    priority = SpinPriority()
     for _ in range(3):
-        call = Call(courtesy)
+        call = Call(priority)
         assert call.policy == os.SCHED_OTHER
         call.end()

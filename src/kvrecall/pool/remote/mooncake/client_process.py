@@ -1,0 +1,314 @@
+"""The process of Mooncake's client: does what the pool's process asks, call by call.
+
+``python -m kvrecall.pool.remote.mooncake.client_process SETUP``. It is a process of its own because
+some of Mooncake's calls (setting up, closing) hold Python's lock for as long as the network is
+silent, and because a call that never returns can be ended by ending the process: then no other
+process writes into the arena any more. It ends with the process that started it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvrecall.pool.remote.mooncake.client import (
+    BUFFER_BYTES,
+    ClientSetup,
+    Piece,
+    Reply,
+    Request,
+    receive_request,
+    send,
+)
+
+_LOOK_S = 1.0
+_PATIENCE = 1.5  # times what a call is expected to take
+_GRACE_S = 0.01
+_FORGET = 1.1  # how fast a speed that was seen once is forgotten
+_FIRST_ORDINARY, _MAX_ORDINARY = 4, 64  # calls
+
+
+def main(text: str) -> None:
+    """Sets the client up, says so on the first socket, then serves all sockets."""
+    setup = msgspec.json.decode(text, type=ClientSetup)
+    sockets = [socket.socket(fileno=fd) for fd in setup.sockets]
+    threading.Thread(target=_end_with, args=(setup.parent,), daemon=True).start()
+    try:
+        client, arena = _client(setup)
+    except (ImportError, OSError, RuntimeError) as error:
+        send(sockets[0], Reply([], error=str(error)))
+        return
+    putting, getting = (threading.Semaphore(setup.calls) for _ in range(2))
+    priority = SpinPriority()
+    workers = [_Worker(client, arena, sock, putting, getting, priority) for sock in sockets]
+    for worker in workers[1:]:
+        threading.Thread(target=worker.run, daemon=True).start()
+    send(sockets[0], Reply([0]))
+    workers[0].run()
+    os._exit(0)
+
+
+def _client(setup: ClientSetup) -> tuple[Any, ctypes.c_char]:
+    """The client, and the first byte of the arena, which stays mapped as long as that lives."""
+    from mooncake.store import MooncakeDistributedStore
+
+    fd, offset, nbytes = setup.arena
+    page = offset % mmap.ALLOCATIONGRANULARITY
+    arena = mmap.mmap(fd, nbytes + page, offset=offset - page)
+    first = ctypes.c_char.from_buffer(arena, page)
+    client = MooncakeDistributedStore()
+    code = client.setup(setup.setup)
+    if code != 0:
+        raise RuntimeError(f"Mooncake's client cannot be set up (code {code})")
+    code = client.register_buffer(ctypes.addressof(first), nbytes)
+    if code != 0:
+        raise RuntimeError(f"Mooncake cannot register {nbytes} bytes of memory (code {code})")
+    return client, first
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    os._exit(0)
+
+
+class _Worker:
+    """Serves the requests of one sock, one after the other."""
+
+    def __init__(
+        self,
+        client: Any,
+        arena: ctypes.c_char,
+        sock: socket.socket,
+        putting: threading.Semaphore,
+        getting: threading.Semaphore,
+        priority: SpinPriority,
+    ) -> None:
+        self._client = client
+        self._putting = putting
+        self._getting = getting
+        self._priority = priority
+        self._first = arena  # keeps it mapped
+        self._arena = ctypes.addressof(arena)
+        self._sock = sock
+        self._buffer = mmap.mmap(-1, BUFFER_BYTES)
+        self._buffer_address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
+        client.register_buffer(self._buffer_address, BUFFER_BYTES)
+        self._answers: dict[str, Callable[[Request], Reply]] = {
+            "exists": lambda request: Reply(self._client.batch_is_exist(request.names)),
+            "put": self._put,
+            "get": self._get,
+            "remove": lambda request: Reply(self._client.batch_remove(request.names, True)),
+            "close": lambda request: Reply([self._client.close()]),
+        }
+
+    def run(self) -> None:
+        while (request := receive_request(self._sock)) is not None:
+            try:
+                reply = self._answers[request.op](request)
+            except Exception as error:  # noqa: BLE001 - C++ may throw anything
+                reply = Reply([], error=f"{type(error).__name__}: {error}")
+            send(self._sock, reply)
+
+    def _put(self, request: Request) -> Reply:
+        pointers, sizes, _ = self._places(request.values)
+        with self._putting, self._priority.call("put", _total(sizes)) as call:
+            codes = self._client.batch_put_from_multi_buffers(request.names, pointers, sizes)
+            call.moved = not any(codes)
+        return Reply(codes)
+
+    def _get(self, request: Request) -> Reply:
+        pointers, sizes, small = self._places(request.values)
+        with self._getting, self._priority.call("get", _total(sizes)) as call:
+            codes = self._client.batch_get_into_multi_buffers(request.names, pointers, sizes)
+            call.moved = min(codes, default=0) > 0
+        smalls = [[self._buffer[begin:end] for begin, end in places] for places in small]
+        return Reply(codes, smalls)
+
+    def _places(
+        self, values: Sequence[Sequence[Piece]]
+    ) -> tuple[list[list[int]], list[list[int]], list[list[tuple[int, int]]]]:
+        """Addresses and sizes of all pieces; and of the small ones, the places in ``_buffer``."""
+        pointers: list[list[int]] = []
+        sizes: list[list[int]] = []
+        small: list[list[tuple[int, int]]] = []
+        at = 0
+        for pieces in values:
+            mine: list[tuple[int, int]] = []
+            small.append(mine)
+            pointers.append([])
+            sizes.append([])
+            for piece in pieces:
+                if isinstance(piece, tuple):
+                    address, size = self._arena + piece[0], piece[1]
+                else:
+                    size = piece if isinstance(piece, int) else len(piece)
+                    if isinstance(piece, bytes):
+                        self._buffer[at : at + size] = piece
+                    mine.append((at, at + size))
+                    address = self._buffer_address + at
+                    at += size
+                pointers[-1].append(address)
+                sizes[-1].append(size)
+        return pointers, sizes, small
+
+
+def _total(sizes: Sequence[Sequence[int]]) -> int:
+    return sum(map(sum, sizes))
+
+
+class CallTimes:
+    """What calls of one direction took, and whether the next one may begin at low priority.
+
+    Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._seconds_a_byte: float | None = None
+        self._ordinary = 0  # calls that still begin at the ordinary priority
+        self._next_ordinary = _FIRST_ORDINARY
+
+    def limit_of(self, nbytes: int) -> float | None:
+        """Seconds after which a call of ``nbytes`` at low priority is late; None if it must
+        not begin at that."""
+        if self._ordinary or self._seconds_a_byte is None:
+            self._ordinary = max(0, self._ordinary - 1)
+            return None
+        return _PATIENCE * nbytes * self._seconds_a_byte + _GRACE_S
+
+    def ended(self, nbytes: int, seconds: float) -> None:
+        """A call moved ``nbytes``, at least one, in ``seconds`` and was not late."""
+        seen = seconds / nbytes
+        known = self._seconds_a_byte
+        self._seconds_a_byte = seen if known is None else min(seen, _FORGET * known)
+
+    def in_time(self) -> None:
+        """A call at low priority ended before its limit."""
+        self._next_ordinary = _FIRST_ORDINARY
+
+    def late(self) -> None:
+        """A call at low priority had to be raised: others want the processors."""
+        self._ordinary = self._next_ordinary
+        self._next_ordinary = min(_MAX_ORDINARY, 2 * self._next_ordinary)
+
+
+@dataclass(slots=True)
+class Call:
+    """A call under way. ``moved``: whether it moved all that it was to; its maker says so. One that
+    did not says nothing of how long calls take."""
+
+    moved: bool = False
+
+
+class SpinPriority:
+    """Lowers the priority of threads that only look whether a call has ended, and raises those that
+    are late. Thread-safe.
+
+    While a call moves bytes, Mooncake's client looks again and again, without a pause, whether it
+    has ended. That takes from the threads that move the bytes, here and in other processes, the
+    processor they need; and a thread that never has a processor does not see the end. So a call
+    begins at the system's lowest priority, is raised to the ordinary one when it takes longer
+    than such calls take, and the next ones begin at that until there is reason to think that
+    processors are free.
+    """
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._changed = threading.Condition()  # guards everything below
+        self._times: dict[str, CallTimes] = {}
+        self._limits: dict[int, float] = {}  # thread at low priority -> when it is late
+        if can_raise():
+            threading.Thread(target=self._watch, daemon=True).start()
+            self._lowers = True
+        else:
+            self._lowers = False
+
+    @contextmanager
+    def call(self, way: str, nbytes: int) -> Iterator[Call]:
+        """Around a call in direction ``way`` that is to move ``nbytes``, in the thread that makes
+        it."""
+        call = Call()
+        if not self._lowers:
+            yield call
+            return
+        thread = threading.get_native_id()
+        began = self._monotonic()
+        low = self._begin(way, nbytes, thread, began)
+        try:
+            yield call
+        finally:
+            self._end(way, nbytes if call.moved else 0, thread, began, low)
+
+    def _begin(self, way: str, nbytes: int, thread: int, began: float) -> bool:
+        with self._changed:
+            times = self._times.setdefault(way, CallTimes())
+            limit_s = times.limit_of(nbytes)
+            if limit_s is None:
+                return False
+            _set_low(thread, True)
+            self._limits[thread] = began + limit_s
+            self._changed.notify()
+            return True
+
+    def _end(self, way: str, nbytes: int, thread: int, began: float, low: bool) -> None:
+        seconds = self._monotonic() - began
+        with self._changed:
+            times = self._times[way]
+            if low and self._limits.pop(thread, None) is None:
+                times.late()
+                return
+            if nbytes:
+                times.ended(nbytes, seconds)
+            if low:
+                _set_low(thread, False)
+                times.in_time()
+
+    def _watch(self) -> None:
+        """Thread: raises threads that are late."""
+        with self._changed:
+            while True:
+                now = self._monotonic()
+                for thread in [t for t, limit in self._limits.items() if limit <= now]:
+                    del self._limits[thread]
+                    _set_low(thread, False)
+                nearest = min(self._limits.values(), default=None)
+                self._changed.wait(None if nearest is None else nearest - now)
+
+
+def can_raise() -> bool:
+    """Whether this process may give a thread its ordinary priority back (CAP_SYS_NICE)."""
+    answers: list[bool] = []
+
+    def attempt() -> None:
+        me = threading.get_native_id()
+        try:
+            _set_low(me, True)
+            _set_low(me, False)
+            answers.append(True)
+        except (OSError, AttributeError):
+            answers.append(False)
+
+    thread = threading.Thread(target=attempt)
+    thread.start()
+    thread.join()
+    return answers[0]
+
+
+def _set_low(thread: int, low: bool) -> None:
+    policy = os.SCHED_IDLE if low else os.SCHED_OTHER
+    os.sched_setscheduler(thread, policy, os.sched_param(0))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
