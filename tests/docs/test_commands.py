@@ -8,6 +8,7 @@ import re
 import subprocess
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,7 +56,16 @@ def is_there(module: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("page", list(filter(runs_of, PAGES)), ids=named)
+COMPUTING = {"README.md", "bench/model/README.md", "docs/benchmarks.md", "docs/digest-study.md"}
+"""Pages whose commands train, measure and plot."""
+
+
+def marked(page: Path) -> Any:
+    marks = [pytest.mark.long] if named(page) in COMPUTING else []
+    return pytest.param(page, marks=marks, id=named(page))
+
+
+@pytest.mark.parametrize("page", [marked(page) for page in PAGES if runs_of(page)])
 def test_commands_run_as_they_are_written(page: Path) -> None:
     with Stage() as stage:
         for command, how in runs_of(page):
