@@ -73,6 +73,8 @@ class Host:
         pool = setup.pop("pool", None)
         transfer = None
         if pool is not None:
+            # On a busy machine a load takes long: only a fault is to reach the deadline.
+            pool = {"load_deadline": 120, **pool}
             transfer = {
                 "kv_connector": setup.pop("connector", "RecallConnector"),
                 "kv_connector_module_path": setup.pop("module", "kvrecall.engines.vllm"),
