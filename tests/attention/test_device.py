@@ -13,7 +13,7 @@ from engine.engine import Engine, prompt_of
 
 from .test_engine import EXTENSION, activity, spent, tokens_of
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 pytest.importorskip("triton")
 
 BLOCK = 32

@@ -167,6 +167,7 @@ def test_offload_without_a_pool_is_said_to_be_missing_once(whole: Engine) -> Non
     assert "use RecallConnector" in text
 
 
+@pytest.mark.long
 def test_latent_attention_is_refused(
     start: Callable[..., Engine], model_folder: Callable[..., Path]
 ) -> None:

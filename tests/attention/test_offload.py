@@ -191,6 +191,7 @@ def test_aborted_while_it_arrives(away: Engine) -> None:
         assert away.abort_midway(prompt=prompt, after_steps=steps, max_tokens=100) == 0
 
 
+@pytest.mark.long
 def test_two_ranks(start: Callable[..., Engine], setup: dict[str, Any], on_device: Engine) -> None:
     """Every rank recalls its own heads, and takes its own digests from the pool."""
     env = {**settings(2048), "VLLM_CPU_OMP_THREADS_BIND": "0|1"}

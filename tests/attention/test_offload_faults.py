@@ -17,7 +17,7 @@ from kvrecall.pool.slots import slot_bytes_of
 from .test_engine import EXTENSION, activity, spent
 from .test_offload import BLOCK_BYTES, DIGEST_BYTES, settings
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 KV_BYTES = 4 * 2 * BLOCK_BYTES
 """Of a block; its digests follow, and their checksums."""

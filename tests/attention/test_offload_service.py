@@ -19,7 +19,7 @@ from .test_engine import EXTENSION, activity, spent
 from .test_offload import settings
 from .test_offload_faults import PREFILL, same
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 HOST = 96 * MIB
 

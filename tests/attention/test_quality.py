@@ -32,6 +32,7 @@ print(json.dumps([
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.long,
     pytest.mark.skipif(not (MODEL / "model.safetensors").exists(), reason="no recall-tiny here"),
 ]
 

@@ -6,7 +6,7 @@ import pytest
 
 from .telling import told
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 def test_prompts_in_the_pool_decode_together_off_the_device() -> None:

@@ -16,7 +16,7 @@ from kvrecall.lab.engines.child import server_environment
 from kvrecall.lab.engines.server import ServerProcess
 from kvrecall.server.launch import default_model
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 KVRECALL = Path(sys.executable).parent / "kvrecall"
 NEEDLE = ["bench", "needle", "--lengths", "1K"]

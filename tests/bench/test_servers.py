@@ -34,6 +34,7 @@ def test_throttle() -> None:
     assert all(ratio["p50"] > 0 for ratio in figures["ratios"].values())
 
 
+@pytest.mark.long
 def test_replay(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     prompts = [[1, 2, 3], [1, 2, 3, 4], [5, 6], [1, 2, 3, 4, 7]]

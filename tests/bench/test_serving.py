@@ -84,6 +84,7 @@ def test_an_unknown_variant_is_an_error_that_names_the_known() -> None:
         deployments.named(["ram"])
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_a_pool_recalls_what_the_device_forgot(monkeypatch: pytest.MonkeyPatch) -> None:
     """`kvrecall bench chat`, small."""

@@ -192,6 +192,7 @@ chaos.app(sys.argv[1:])
 """``python -m kvrecall.lab.chaos`` with less to say and more trouble."""
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_a_short_run_is_clean() -> None:
     """One engine, twelve seconds; ``make chaos`` runs longer, with more of everything."""

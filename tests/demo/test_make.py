@@ -55,6 +55,7 @@ def test_the_demo_of_mooncake_loses_its_master_and_no_request() -> None:
     assert said["remote_hit_tokens"] > 2000
 
 
+@pytest.mark.long
 def test_what_make_serve_says_to_send_is_answered_and_recalled(tmp_path: Path) -> None:
     port = free_port()
     program = ("make", "-C", str(ROOT), "serve")

@@ -345,6 +345,7 @@ def salted(engine: Engine, prompt: list[int]) -> dict[str, Any]:
     return reply
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_wrong_kv_under_a_proved_origin_is_computed_anew(
     start: Callable[..., Engine], model_folder: Callable[..., Path], tmp_path: Path

@@ -51,7 +51,10 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if "some" in name else pytest.mark.long) for name in VARIANTS],
+)
 def test_variant(
     name: str,
     start: Callable[..., Engine],
@@ -76,6 +79,7 @@ def test_variant(
     engine.close()
 
 
+@pytest.mark.long
 def test_int8_weights(
     start: Callable[..., Engine], model_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -121,6 +125,7 @@ def test_adapters_of_one_name(
     engine.close()
 
 
+@pytest.mark.long
 def test_two_ranks(
     start: Callable[..., Engine], model_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -138,6 +143,7 @@ def test_two_ranks(
 HAS_TILES = torch.cpu._is_amx_tile_supported()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not HAS_TILES, reason="vLLM reuses latent prefixes only on processors with AMX")
 def test_latent_attention(
     start: Callable[..., Engine], model_folder: Callable[..., Path], tmp_path: Path
@@ -161,6 +167,7 @@ def latent_bytes(folder: Path) -> int:
     return int(config["num_hidden_layers"]) * width * BLOCK * 2
 
 
+@pytest.mark.long
 @pytest.mark.skipif(HAS_TILES, reason="with AMX it can be served")
 def test_what_cannot_be_served_is_refused(
     start: Callable[..., Engine], model_folder: Callable[..., Path], tmp_path: Path

@@ -161,6 +161,7 @@ def test_with_an_engine(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.without_engine() is None
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_a_form_on_the_cpu() -> None:
     """What runs on a GPU for each form: three answers of two servers, token for token."""
@@ -169,6 +170,7 @@ def test_a_form_on_the_cpu() -> None:
     assert outcome.figures["recalled"] == {"device": 2560, "host": 2560, "disk": 2560}
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_first_tokens_on_the_cpu() -> None:
     told = engine.first_token((512,), engine.SMALL, 1, quiet, ("kvrecall",))

@@ -146,6 +146,7 @@ def test_a_decoded_token_is_timed_with_coded_digests(monkeypatch: pytest.MonkeyP
     assert told["retrieval_ms"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_sequences_off_the_device_on_the_cpu() -> None:
     outcome = cli.crowded(LOAD, SMALL, "cpu", quiet, ("retrieval",))

@@ -16,7 +16,7 @@ from tests.remote.mooncake import needs_mooncake
 from tests.remote.network import FIRST, SECOND, Network
 from tests.remote.test_hosts import settings_of
 
-pytestmark = [needs_mooncake, pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [needs_mooncake, pytest.mark.engine, pytest.mark.long]
 
 BLOCK = 128
 PROMPT = 8 * BLOCK + 5

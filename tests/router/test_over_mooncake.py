@@ -17,7 +17,7 @@ from tests.remote.mooncake import needs_mooncake
 
 from .cluster import Json, Router, header, instance, until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 BLOCK = 128
 TEXT = "The clocks were striking thirteen, and nobody had wound them up for a year. " * 26

@@ -141,6 +141,7 @@ class Page:
         return str(self.tab.evaluate(f"getComputedStyle(document.body).{name}"))
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_the_page_shows_what_happened(browser: Any, server: LiveServer) -> None:
     page = Page(browser, server, viewport={"width": 1280, "height": 900})
@@ -165,6 +166,7 @@ def test_the_page_shows_what_happened(browser: Any, server: LiveServer) -> None:
     assert all(url.startswith((server.url, "data:")) for url in page.asked), page.asked
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_light_dark_and_keys(browser: Any, server: LiveServer) -> None:
     light = Page(browser, server, color_scheme="light").style("backgroundColor")
@@ -185,6 +187,7 @@ def test_light_dark_and_keys(browser: Any, server: LiveServer) -> None:
     assert page.wrong == []
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_small_screens_need_no_sideways_scrolling(browser: Any, server: LiveServer) -> None:
     page = Page(browser, server, viewport={"width": 390, "height": 800})
@@ -192,6 +195,7 @@ def test_small_screens_need_no_sideways_scrolling(browser: Any, server: LiveServ
     assert wide <= 390
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_everything_has_a_name(browser: Any, server: LiveServer) -> None:
     """Buttons, drawings and meters, as a screen reader would hear them."""
@@ -205,6 +209,7 @@ def test_everything_has_a_name(browser: Any, server: LiveServer) -> None:
     assert nameless == []
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_polls_are_small_and_tell_only_what_is_new(server: LiveServer) -> None:
     first = server.client.get("/dashboard/data.json").json()
@@ -218,6 +223,7 @@ def test_polls_are_small_and_tell_only_what_is_new(server: LiveServer) -> None:
     assert len(again.content) < 20_000
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_every_metric_of_the_grafana_dashboard_is_exported(server: LiveServer) -> None:
     page = server.client.get("/metrics").text
@@ -230,6 +236,7 @@ def test_every_metric_of_the_grafana_dashboard_is_exported(server: LiveServer) -
     assert names - exported == set()
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_a_server_whose_engine_dies(browser: Any, server: LiveServer) -> None:
     """The page says so; who was being answered is told or cut off, and waits no longer; until the

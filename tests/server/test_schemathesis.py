@@ -12,7 +12,7 @@ import pytest
 
 from .live import LiveServer
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 pytest.importorskip("schemathesis")
 
 BUSINESS = "generate|generate_stream|infer|infer_token|v1/[a-z/]+|v2.*|tokenize|detokenize"

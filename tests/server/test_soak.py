@@ -22,7 +22,7 @@ import pytest
 from .conftest import PLACES, tiny_server
 from .live import LiveServer, all_gone
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 CLIENTS = 200
 ROUNDS = 2
