@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from kvrecall.lab.bench import cli
 from kvrecall.lab.disks import ThrottledIo
-from kvrecall.pool.disk.io import FileIo
+from kvrecall.pool.disk.slabs import FileIo
 
 
 def test_every_part_is_measured() -> None:

@@ -17,8 +17,8 @@ from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool import Pool
 from kvrecall.pool.cipher import PROOF_BYTES, Cipher
 from kvrecall.pool.disk import DiskTier
-from kvrecall.pool.disk.io import FileIo
-from kvrecall.pool.disk.seal import Sealed
+from kvrecall.pool.disk.codec import Encrypted
+from kvrecall.pool.disk.slabs import FileIo
 from kvrecall.pool.keyfile import make_key_file, read_keys, rotate_key_file
 from kvrecall.pool.service.cli import app
 from kvrecall.pool.tier import Outcome, Tier
@@ -34,8 +34,8 @@ OLD, NEW = secrets.token_bytes(32), secrets.token_bytes(32)
 def open_tier(
     folder: Path, *keys: bytes, block_bytes: int = BLOCK_BYTES, io: FileIo | None = None
 ) -> Bench:
-    seal = Sealed(Cipher(keys)) if keys else None
-    tier = DiskTier(DiskConfig(folder, 32 * MIB), io=io, seal=seal)
+    seal = Encrypted(Cipher(keys)) if keys else None
+    tier = DiskTier(DiskConfig(folder, 32 * MIB), io=io, codec=seal)
     tier.register(NAMESPACE, block_bytes)
     return Bench(tier, block_bytes=block_bytes)
 
@@ -54,13 +54,13 @@ def in_the_clear(folder: Path, blocks: list[BlockKey] = KEYS) -> int:
 
 class TestSealedDiskTier(TierContract):
     def make(self, path: Path) -> Tier:
-        return DiskTier(DiskConfig(path, 64 * MIB), seal=Sealed(Cipher([OLD])))
+        return DiskTier(DiskConfig(path, 64 * MIB), codec=Encrypted(Cipher([OLD])))
 
 
 class TestSealedBufferedDiskTier(TierContract):
     def make(self, path: Path) -> Tier:
         io = FaultyIo(DiskFaults(no_direct=True))
-        return DiskTier(DiskConfig(path, 64 * MIB), io=io, seal=Sealed(Cipher([NEW, OLD])))
+        return DiskTier(DiskConfig(path, 64 * MIB), io=io, codec=Encrypted(Cipher([NEW, OLD])))
 
 
 # -- the cipher ---------------------------------------------------------------------------------

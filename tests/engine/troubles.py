@@ -14,7 +14,7 @@ from typing import Any
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey
 from kvrecall.pool.base import Verdict
-from kvrecall.pool.disk.io import FileIo
+from kvrecall.pool.disk.slabs import FileIo
 
 _WRITE, _READ = FileIo.write, FileIo.read
 
@@ -62,18 +62,18 @@ def clear(host: Any) -> None:
 def drop(host: Any) -> None:
     """As ``kvrecall pool drop``, of every block; what was freed is overwritten."""
     with _overwriting(pool_of(host)) as pool:
-        pool.drop(list({held.key for held in pool.steward.blocks()}))
+        pool.drop(list({held.key for held in pool.admin.blocks()}))
 
 
 def shrink(host: Any) -> None:
     """As ``kvrecall pool resize --host``, to a tenth and back: what is not in use is evicted,
     and overwritten."""
     with _overwriting(pool_of(host)) as pool:
-        whole = pool._host.room.limit_bytes
-        pool.steward.resize_host(whole // 10)
-        while pool._host.trim(100):
+        whole = pool._host.slots.limit_bytes
+        pool.resize_host(whole // 10)
+        while pool._evictor.trim(100):
             continue
-        pool.steward.resize_host(whole)
+        pool.resize_host(whole)
 
 
 @contextmanager

@@ -1,32 +1,72 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from hypothesis import HealthCheck, settings
+from hypothesis.stateful import invariant
 
 from kvrecall.config import DiskConfig, PoolConfig, RemoteConfig
 from kvrecall.pool import Pool
 from kvrecall.pool.base import PoolClient
+from kvrecall.pool.residents import Resident, Residents
 from kvrecall.testing.pool_machine import PoolMachine
 
 
-class HazardMachine(PoolMachine):
+class CountedMachine(PoolMachine):
+    """Also counts by hand what the residents count as they go."""
+
+    @invariant()
+    def residents_are_counted(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        assert isinstance(self.pool, Pool)
+        disk = self.pool.admin.disk
+        assert disk is not None
+        with self.pool._changed:
+            _count(self.pool._host)
+            stored = [b.slot_bytes for b in self.pool._host.blocks.values() if b.stored and idle(b)]
+            assert +self.pool._host.idle_stored == Counter(stored)
+        with disk._catalog._lock:
+            _count(disk._catalog)
+
+
+def idle(block: Resident) -> bool:
+    return not (block.leases or block.io_refs or block.pinned)
+
+
+def _count(residents: Residents[Any]) -> None:
+    blocks: list[Resident] = list(residents.blocks.values())
+    assert +residents.idle == Counter(b.slot_bytes for b in blocks if idle(b))
+    assert residents.pinned_bytes == sum(b.slot_bytes for b in blocks if b.pinned)
+    extents = residents._extents.values()
+    assert sum(len(extent.blocks) for extent in extents) == len(blocks)
+    for extent in extents:
+        members = [residents.blocks[key] for key in extent.blocks]
+        assert all(block.extent is extent for block in members)
+        assert extent.fixed == sum(not idle(block) for block in members)
+        assert extent.pinned == sum(block.pinned for block in members)
+    assert all(not idle(residents.blocks[key]) for key in residents._held)
+
+
+class HazardMachine(CountedMachine):
     """The same with the policy that keeps blocks out."""
 
     def open_pool(self, folder: Path) -> PoolClient:
         return Pool.open(PoolConfig(1 << 20, DiskConfig(folder, 32 << 20), policy="hazard"))
 
 
-class BackMachine(PoolMachine):
+class BackMachine(CountedMachine):
     terms = dataclasses.replace(PoolMachine.terms, write_policy="back")
 
 
-class SelectiveMachine(PoolMachine):
+class SelectiveMachine(CountedMachine):
     terms = dataclasses.replace(PoolMachine.terms, write_policy="selective")
 
 
-class RemoteBackMachine(PoolMachine):
+class RemoteBackMachine(CountedMachine):
     """Over a remote store that is written back."""
 
     terms = dataclasses.replace(PoolMachine.terms, remote_write="back")
@@ -55,7 +95,7 @@ for _case in (TestBackMachine, TestSelectiveMachine, TestRemoteBackMachine):
         suppress_health_check=[HealthCheck.too_slow],
     )
 del _case  # or it is taken for one more test
-TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine = CountedMachine.TestCase
 TestPoolMachine.settings = settings(
     max_examples=25,
     stateful_step_count=40,

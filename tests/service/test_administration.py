@@ -254,7 +254,7 @@ def test_an_index_of_the_version_before_is_carried_over(tmp_path: Path) -> None:
         after.register(ONE, SIZE)
         engine = Engine(after, SIZE)
         assert len(engine.recall(keys)) == 10
-        assert [use.tenant for use in after.steward.disk.uses()] == [SHARED]  # type: ignore[union-attr]
+        assert [use.tenant for use in after.admin.disk.tenants()] == [SHARED]  # type: ignore[union-attr]
         engine.save(chain(ONE, 3, "more"), ANN)
         assert after.flush(chain(ONE, 3, "more"), 60.0)
         engine.close()

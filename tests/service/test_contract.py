@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, settings
 
 from kvrecall.block import BlockKey
 from kvrecall.config import DiskConfig, PoolConfig, PoolTerms
+from kvrecall.pool.admin import PoolAdmin
 from kvrecall.pool.base import PoolClient
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.endpoint import ServiceThread
-from kvrecall.pool.steward import Steward
 from kvrecall.testing.pool_contract import PoolContract
 from kvrecall.testing.pool_machine import PoolMachine
 
@@ -52,10 +52,10 @@ class ServiceMachine(PoolMachine):
     def open_pool(self, folder: Path) -> PoolClient:
         return OwnService(1 * MIB, DiskConfig(folder, 32 * MIB), self.terms)
 
-    def steward(self) -> Steward:
+    def admin(self) -> PoolAdmin:
         assert isinstance(self.pool, OwnService)
         self.pool.find(())  # what was told has come to it
-        return self.pool.service.pool.steward
+        return self.pool.service.pool.admin
 
 
 TestServiceMachine = ServiceMachine.TestCase

@@ -9,7 +9,7 @@ from pathlib import Path
 from kvrecall.block import SHARED, BlockKey, Namespace, Tenant, TierName, tenant_of
 from kvrecall.config import PoolConfig
 from kvrecall.pool import Pool
-from kvrecall.pool.held import Held
+from kvrecall.pool.residents import BlockInfo
 from kvrecall.pool.service.admin import PrefixTrees, ServiceAdmin, Stat
 from kvrecall.pool.service.endpoint import AdminEndpoint, clear_dead
 from kvrecall.pool.service.prefix_tree import MAX_BLOCKS, prefix_trees
@@ -26,11 +26,11 @@ def key(name: str) -> BlockKey:
 
 def held(
     name: str, parent: str | None, depth: int, tier: TierName = TierName.HOST, **more: object
-) -> Held:
+) -> BlockInfo:
     tenant = Tenant(str(more.get("tenant", SHARED)))
     used = float(str(more.get("used", NOW - 10)))
     above = None if parent is None else key(parent)
-    return Held(key(name), tier, tenant, above, depth, SLOT, used, False)
+    return BlockInfo(key(name), tier, tenant, above, depth, SLOT, used, False)
 
 
 def test_blocks_that_begin_alike_share_a_node() -> None:

@@ -22,7 +22,7 @@ from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.errors import ConfigError
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.disk import DiskTier
-from kvrecall.pool.disk.io import FileIo
+from kvrecall.pool.disk.slabs import FileIo
 from kvrecall.pool.pool import Pool
 from kvrecall.testing.blocks import chain, namespace
 from kvrecall.testing.pool_contract import Engine
@@ -80,7 +80,7 @@ def save_for_ever(folder: Path, oracle: Path, life: int, die_at: int, disk_bytes
             os.write(log, f"{name}\n".encode())
             with contextlib.suppress(ConfigError):  # enough are pinned
                 if number % 8 == 1:
-                    pool.steward.pin(keys)
+                    pool.admin.pin(keys)
                     os.write(log, f"{name} pinned\n".encode())
                 if number % 8 == 5:
                     tier.resize(disk_bytes * (3 + number // 8 % 2) // 4)
@@ -130,7 +130,7 @@ def survivors(folder: Path, oracle: Path, disk_bytes: int) -> tuple[int, int, in
     with Pool.open(config) as pool:
         pool.register(NAMESPACE, BLOCK_BYTES)
         engine = Engine(pool, BLOCK_BYTES)
-        disk = pool.steward.disk
+        disk = pool.admin.disk
         assert disk is not None
         for name in pinned:
             keys = chain(NAMESPACE, CHAIN_BLOCKS, name)

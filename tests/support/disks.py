@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrecall.pool.disk.io import FileIo
+from kvrecall.pool.disk.slabs import FileIo
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from kvrecall.pool.disk.io import FileIo
+from kvrecall.pool.disk.slabs import FileIo
 
 
 class ThrottledIo(FileIo):

@@ -8,7 +8,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvrecall.block import (
     NAMESPACE_BYTES,
@@ -21,6 +21,7 @@ from kvrecall.block import (
 )
 from kvrecall.config import DEFAULT_POLICY, PoolConfig, PoolTerms
 from kvrecall.errors import ConfigError
+from kvrecall.pool.admin import PoolAdmin
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import (
     ArenaHandle,
@@ -34,23 +35,23 @@ from kvrecall.pool.base import (
 from kvrecall.pool.cascade import Cascade
 from kvrecall.pool.cipher import read_cipher
 from kvrecall.pool.disk import DiskTier
-from kvrecall.pool.disk.seal import make_seal
+from kvrecall.pool.disk.codec import make_codec
 from kvrecall.pool.eviction import make_policy
+from kvrecall.pool.evictor import Evictor
 from kvrecall.pool.host import Block, HostStore
+from kvrecall.pool.loader import Loader, Ticket
 from kvrecall.pool.remote.backends import with_remote
-from kvrecall.pool.room import ArenaRoom
-from kvrecall.pool.sharing import Sharing
-from kvrecall.pool.slots import slot_bytes_of
-from kvrecall.pool.steward import Steward
-from kvrecall.pool.ticket import Ticket
-from kvrecall.pool.tier import NullTier, Tier
-from kvrecall.pool.traffic import Traffic
-from kvrecall.pool.writing import make_write_policy
+from kvrecall.pool.residents import BlockInfo, TenantUse
+from kvrecall.pool.slots import ArenaSlots, slot_bytes_of
+from kvrecall.pool.tier import Done, NullTier, Outcome, Tier
+from kvrecall.pool.write_policy import RemoteWriteBack, make_write_policy
+from kvrecall.pool.writer import Writer
 
 _LOG = logging.getLogger(__name__)
 _TICK_S = 0.1
 _RETRY_S = 0.02
 _TRIMMED_AT_ONCE = 256
+_GIB = 1 << 30
 _PRESENT = Reservation(Verdict.PRESENT)
 _REFUSED = Reservation(Verdict.REFUSED)
 
@@ -75,18 +76,19 @@ class Pool:
         terms = terms or PoolTerms()
         self._arena = arena
         self._below = below
+        self._terms = terms
         self._monotonic = monotonic
         self._changed = threading.Condition()  # its lock guards everything below
-        room = ArenaRoom(arena.nbytes, lambda: arena.ready_bytes, arena.goal_bytes)
-        self._host = HostStore(room, policy, not isinstance(below, NullTier), clock, terms)
-        self._writes = make_write_policy(terms, self._host.chance)
+        slots = ArenaSlots(arena.nbytes, lambda: arena.ready_bytes, arena.goal_bytes)
+        self._host = HostStore(slots, policy, clock, terms)
         cascade = below if isinstance(below, Cascade) else None
-        owed = cascade.far if cascade and terms.remote_write == "back" else None
-        self._sharing = Sharing(owed, terms.unwritten_marks, monotonic)
-        self._traffic = Traffic(self._host, below, arena, self._writes, self._sharing, monotonic)
-        self._host.withdrawn = self._withdrawn
-        self._host.spare = self._traffic.rescue
-        self._host.owed = self._sharing.owes
+        remote = None
+        if cascade is not None and terms.remote_write == "back":
+            remote = RemoteWriteBack(cascade.far, terms.unwritten_marks, monotonic)
+        writes = make_write_policy(terms, self._host.chance)
+        self._writer = Writer(self._host, below, arena, writes, remote, monotonic)
+        self._evictor = Evictor(self._host, self._writer, terms)
+        self._loader = Loader(self._host, self._evictor, self._writer, below, arena, monotonic)
         self._sizes: dict[bytes, int] = {}
         self._names: dict[bytes, Namespace] = {}
         self._filling: dict[BlockKey, Block] = {}
@@ -97,8 +99,10 @@ class Pool:
         self._closed = False
         near = cascade.near if cascade else below
         disk = near if isinstance(near, DiskTier) else None
-        self.steward = Steward(self, self._host, disk, self._changed, terms, clock)
-        """For those who look after the pool."""
+        if disk is not None:
+            self._host.pins.update(disk.pinned_keys())
+        self._resizing = threading.Lock()
+        self.admin = PoolAdmin(self, disk, terms, clock)
         self._reaper = threading.Thread(target=self._reap, name="kvrecall-pool", daemon=True)
         self._reaper.start()
 
@@ -116,7 +120,7 @@ class Pool:
             if config.disk is not None:
                 queued = min(config.disk.max_queued_bytes, config.host_bytes // 2)
                 disk = dataclasses.replace(config.disk, max_queued_bytes=queued)
-                below = DiskTier(disk, config.policy, seal=make_seal(cipher), terms=terms)
+                below = DiskTier(disk, config.policy, codec=make_codec(cipher), terms=terms)
                 undo.callback(below.close)
             if config.remote is not None:
                 below = with_remote(below, config.remote, arena, cipher)
@@ -161,7 +165,7 @@ class Pool:
                 )
             self._sizes[namespace.digest] = block_bytes
             self._names[namespace.digest] = namespace
-            self._host.resize(host_bytes // slot_bytes)
+            self._host.resize_policy(host_bytes // slot_bytes)
             self._below.register(namespace, block_bytes)
 
     def namespaces(self) -> list[tuple[Namespace, int]]:
@@ -175,7 +179,7 @@ class Pool:
         tiers: list[TierName] = []
         with self._changed:
             blocks, contains = self._host.blocks, self._below.contains
-            tier_of, has_below = self._below.tier_of, self._traffic.answers()
+            tier_of, has_below = self._below.tier_of, self._loader.answers()
             for key in keys:
                 if key in blocks:
                     tiers.append(TierName.HOST)
@@ -199,10 +203,10 @@ class Pool:
     ) -> int:
         _check_tenant(tenant)
         with self._changed:
-            self._traffic.drain()
+            self._drain()
             ticket = Ticket(self._monotonic() + deadline_s)
             self._lease_present(keys, ticket)
-            self._traffic.load(keys, ticket, parent, self._size_of, tenant)
+            self._loader.load(keys, ticket, parent, self._size_of, tenant)
             self._host_hits += ticket.tiers.count(TierName.HOST)
             number = next(self._numbers)
             self._tickets[number] = ticket
@@ -210,7 +214,7 @@ class Pool:
 
     def poll(self, ticket: int) -> Recall:
         with self._changed:
-            self._traffic.drain()
+            self._drain()
             found = self._tickets[ticket]
             recall, beyond = found.settle(self._monotonic())
             self._host.unlease(beyond)
@@ -224,13 +228,10 @@ class Pool:
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         with self._changed:
-            self._host.access(keys)
-            if self._traffic.has_below:
+            self._host.touch(keys)
+            if self._writer.has_below:
                 self._below.touch(keys)
-                blocks = self._host.blocks
-                wanted = self._writes.asked(keys)
-                self._sharing.asked(keys)
-                self._traffic.store_again([blocks[key] for key in wanted if key in blocks])
+                self._writer.touched(keys)
 
     # -- save ------------------------------------------------------------------------------
 
@@ -243,8 +244,8 @@ class Pool:
         answers: list[Reservation] = [_PRESENT] * len(keys)
         _check_tenant(tenant)
         with self._changed:
-            self._traffic.drain()
-            blocks, filling, holds = self._host.blocks, self._filling, self._traffic.holds_here
+            self._drain()
+            blocks, filling, holds = self._host.blocks, self._filling, self._loader.holds_here
             new: dict[int, dict[BlockKey, int]] = {}
             for place, key in enumerate(keys):
                 if not (key in blocks or key in filling or holds(key)):
@@ -277,7 +278,7 @@ class Pool:
                 self._host.publish(block)
                 self._commit_bytes += block.nbytes
             self._commits += len(blocks)
-            self._traffic.committed(blocks)
+            self._writer.committed(blocks)
 
     def abandon(self, keys: Sequence[BlockKey]) -> None:
         with self._changed:
@@ -287,13 +288,13 @@ class Pool:
                     self._host.free(block)
 
     def flush(self, keys: Sequence[BlockKey], deadline_s: float) -> bool:
-        if not self._traffic.has_below:
+        if not self._writer.has_below:
             return True
         until = self._monotonic() + deadline_s
         with self._changed:
             while True:
-                self._traffic.drain()
-                waiting = self._traffic.chase(keys)
+                self._drain()
+                waiting = self._writer.store_until_durable(keys)
                 left = until - self._monotonic()
                 if waiting is not None and not waiting:
                     return True
@@ -303,61 +304,119 @@ class Pool:
 
     def clear(self) -> None:
         with self._changed:
-            self._traffic.drain()
+            self._drain()
             self._below.clear()
             self._host.unpin(list(self._host.pins))
-            self._forget(list(self._host.blocks))
-            self._traffic.expire()
-
-    def drop(self, keys: Sequence[BlockKey]) -> None:
-        """Drops these blocks, pinned or not, from every tier; leased ones stay in the host."""
-        with self._changed:
-            self._traffic.drain()
-            self._below.drop(keys)
-            self._forget([key for key in keys if key in self._host.blocks])
-            self._traffic.expire(keys)
-
-    def lost_below(self, keys: Sequence[BlockKey]) -> None:
-        """These blocks are no longer below; copies in the host are stored when used next."""
-        with self._changed:
-            blocks = [self._host.blocks[key] for key in keys if key in self._host.blocks]
-            for block in blocks:
-                block.stored = False
-            self._writes.committed(blocks)
-
-    # -- the rest --------------------------------------------------------------------------
+            self._evictor.drop(list(self._host.blocks))
+            self._loader.expire()
 
     def stats(self) -> PoolStats:
         with self._changed:
-            self._traffic.drain()
-            room, accounts = self._host.room, self._host.accounts
-            host = TierStats(
+            self._drain()
+            host = self._host
+            host_stats = TierStats(
                 name=str(TierName.HOST),
-                capacity_bytes=room.limit_bytes,
-                used_bytes=room.used_bytes,
-                blocks=len(self._host.blocks),
+                capacity_bytes=host.slots.limit_bytes,
+                used_bytes=host.slots.used_bytes,
+                blocks=len(host.blocks),
                 hits=self._host_hits,
                 writes=self._commits,
                 write_bytes=self._commit_bytes,
-                evictions=self._host.evictions,
+                evictions=host.evictions,
                 dropped=self._refused,
-                pinned_bytes=self._host.pinned_bytes,
-                over_quota=accounts.refused,
-                quota_evictions=accounts.evicted,
+                pinned_bytes=host.pinned_bytes,
+                over_quota=host.accounts.refused,
+                quota_evictions=host.accounts.evicted,
             )
+            below = self._below.stats_of_each() if self._writer.has_below else ()
             puts, gets = self._below.queued()
             return PoolStats(
-                tiers=(host, *(self._below.stats_of_each() if self._traffic.has_below else ())),
-                leases=self._host.leases,
+                tiers=(host_stats, *below),
+                leases=host.leases,
                 reserved=len(self._filling),
                 queued_writes=puts,
                 queued_reads=gets,
                 lookups=self._lookups,
                 hits=self._found,
                 refused=self._refused,
-                unwritten_bytes=self._writes.unwritten_bytes,
+                unwritten_bytes=self._writer.unwritten_bytes,
                 histograms=self._below.histograms(),
             )
+
+    # -- administration, for ``PoolAdmin`` --------------------------------------------------
+
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        """Drops these blocks, pinned or not, from every tier; leased ones stay in the host."""
+        with self._changed:
+            self._drain()
+            self._below.drop(keys)
+            self._evictor.drop([key for key in keys if key in self._host.blocks])
+            self._loader.expire(keys)
+
+    def lost_below(self, keys: Sequence[BlockKey]) -> None:
+        """These blocks are no longer below; copies in the host are stored when used next."""
+        with self._changed:
+            blocks = self._host.blocks
+            self._writer.lost([blocks[key] for key in keys if key in blocks])
+
+    def is_in_host(self, key: BlockKey) -> bool:
+        return key in self._host.blocks
+
+    def host_blocks(self, unused_since: float | None = None) -> list[BlockInfo]:
+        """Every block in the host, or those not used since that wall-clock second."""
+        with self._changed:
+            blocks = list(self._host.blocks.values())
+        if unused_since is not None:
+            blocks = [block for block in blocks if block.used < unused_since]
+        return [block.info(TierName.HOST) for block in blocks]
+
+    def host_tenants(self) -> list[TenantUse]:
+        """Tenants in the host."""
+        with self._changed:
+            return self._host.accounts.uses()
+
+    def pin(self, keys: Collection[BlockKey]) -> None:
+        """Blocks of these keys, here or to come, are not evicted from the host."""
+        with self._changed:
+            self._host.pin(keys)
+
+    def unpin(self, keys: Collection[BlockKey]) -> None:
+        """Takes ``pin`` back."""
+        with self._changed:
+            self._host.unpin(keys)
+
+    def pin_room(self) -> tuple[int, int]:
+        """Bytes of the host that are pinned, and that may be."""
+        with self._changed:
+            return self._host.pinned_bytes, self._host.pin_limit
+
+    def resize_host(self, nbytes: int) -> None:
+        """Sets how much of the arena is used. Shrinking goes on in the background, see
+        ``host_surplus``. The memory itself stays with the owner. ConfigError if the arena cannot
+        grow so far, the machine has not that much memory, or too much is pinned."""
+        most = self._host.slots.nbytes
+        if nbytes > most:
+            raise ConfigError(
+                f"host: {nbytes / _GIB:.2f} GiB is more than the {most / _GIB:.2f} GiB this "
+                "pool can grow to; shared memory that engines map has its bound at the start: "
+                "start the pool with host_max_size (or a larger host_size)"
+            )
+        with self._resizing:
+            self._arena.grow(nbytes)
+        with self._changed:
+            pinned, share = self._host.pinned_bytes, self._terms.pin_limit
+            if pinned > share * nbytes:
+                raise ConfigError(
+                    f"host: {pinned / _GIB:.2f} GiB are pinned, more than pin_limit "
+                    f"({share:g}) allows of {nbytes / _GIB:.2f} GiB; unpin some"
+                )
+            self._host.slots.limit_bytes = nbytes
+            self._changed.notify_all()
+
+    def host_surplus(self) -> int:
+        """Bytes in use above what the host may use now."""
+        slots = self._host.slots
+        return max(0, slots.used_bytes - slots.limit_bytes)
 
     def close(self, deadline_s: float = 10.0) -> None:
         """See ``PoolClient``; queued writes get ``deadline_s`` seconds."""
@@ -370,18 +429,26 @@ class Pool:
         self._below.close(max(1.0, until - self._monotonic()))
         self._reaper.join()
         with self._changed:
-            self._traffic.drain()
+            self._drain()
             self._tickets.clear()
             self._host.blocks.clear()
-            self._traffic.has_below = False
+            self._writer.has_below = False
             self._changed.notify_all()
         self._arena.close()
 
     # -- inside, under the lock ------------------------------------------------------------
 
-    def _withdrawn(self, key: BlockKey) -> None:
-        self._writes.settled(key)
-        self._sharing.settled(key)
+    def _drain(self) -> None:
+        """Takes note of everything the tier below has done by now."""
+        if self._writer.has_below:
+            self._apply(self._below.poll())
+
+    def _apply(self, done: Sequence[Done]) -> None:
+        for item in done:
+            if item.outcome in (Outcome.STORED, Outcome.SHED):
+                self._writer.ended(item)
+            else:
+                self._loader.ended(item)
 
     def _size_of(self, key: BlockKey) -> int:
         size = self._sizes.get(key[:NAMESPACE_BYTES])
@@ -399,36 +466,22 @@ class Pool:
         depth = self._below.depth_of(parent)
         return 0 if depth is None else depth + 1
 
-    def _forget(self, keys: Sequence[BlockKey]) -> None:
-        """Drops blocks from the host as far as they are not leased. The slots of blocks that are
-        being stored come back when that ends."""
-        for key in keys:
-            block = self._host.blocks[key]
-            if block.leases:
-                block.stored = False
-                continue
-            self._host.withdraw(key)
-            if not block.pins:
-                self._host.free(block)
-
     def _give_slots(self, blocks: Sequence[Block]) -> int:
         """Gives slots to the first of ``blocks``, all of one size; returns to how many.
 
         With nothing below, the policy may keep blocks out that are worth less than those they
         would push out; else the arena is on their way down and takes all."""
-        pick = not self._traffic.has_below
+        choosy = blocks if not self._writer.has_below else ()
         first = blocks[0]
-        offsets = self._host.allocate(
-            first.nbytes, len(blocks), blocks if pick else (), first.tenant
-        )
+        offsets = self._evictor.allocate(first.nbytes, len(blocks), first.tenant, choosy)
         for block, offset in zip(blocks, offsets, strict=False):
             block.offset = offset
         return len(offsets)
 
     def _lease_present(self, keys: Sequence[BlockKey], ticket: Ticket) -> None:
         """Leases what of the present prefix is in the host; notes what is below."""
-        blocks, holds = self._host.blocks, self._traffic.holds
-        answers = self._traffic.answers()
+        blocks, holds = self._host.blocks, self._loader.holds
+        answers = self._loader.answers()
         present: list[Block] = []
         for key in keys:
             block = blocks.get(key)
@@ -440,30 +493,30 @@ class Pool:
                 ticket.add(self._below.tier_of(key), None)
             else:
                 break
-        self._traffic.store_again(self._writes.recalled(present))
+        self._writer.recalled(present)
 
     def _reap(self) -> None:
         """Thread: takes what the tier below has done, so that waiting calls hear of it; keeps
         the host between its marks; has blocks written that are due; drops expired ones."""
         more = False
         while not self._closed:
-            done = self._below.poll(0.0 if more else _TICK_S) if self._traffic.has_below else []
+            done = self._below.poll(0.0 if more else _TICK_S) if self._writer.has_below else []
             with self._changed:
-                self._traffic.apply(done)
-                self._traffic.store_due()
-                more = self._host.trim(_TRIMMED_AT_ONCE)
+                self._apply(done)
+                self._writer.store_due()
+                more = self._evictor.trim(_TRIMMED_AT_ONCE)
                 if done:
                     self._changed.notify_all()
-                elif not (more or self._traffic.has_below or self._closed):
+                elif not (more or self._writer.has_below or self._closed):
                     self._changed.wait(_TICK_S)
-            self.steward.expire()
+            self.admin.expire()
 
     def _write_rest(self, until: float) -> None:
         """Has the blocks written that the write policy kept back, as far as there is time."""
         while self._monotonic() < until:
             with self._changed:
-                self._traffic.drain()
-                if not self._traffic.store_rest():
+                self._drain()
+                if not self._writer.store_rest():
                     return
                 self._changed.wait(_RETRY_S)
 

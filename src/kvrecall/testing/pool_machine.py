@@ -21,9 +21,9 @@ from hypothesis.stateful import (
 from kvrecall.block import SHARED, BlockKey, tenant_of
 from kvrecall.config import Amount, DiskConfig, PoolConfig, PoolTerms, TenantRules, TenantTerms
 from kvrecall.errors import ConfigError
+from kvrecall.pool.admin import PoolAdmin
 from kvrecall.pool.base import PoolClient, Recall, RecallState, Verdict
 from kvrecall.pool.pool import Pool
-from kvrecall.pool.steward import Steward
 from kvrecall.testing.blocks import chain, namespace, wait_until
 from kvrecall.testing.pool_contract import Engine
 
@@ -53,10 +53,10 @@ class PoolMachine(RuleBasedStateMachine):
         config = PoolConfig(_HOST_BYTES, DiskConfig(folder, _DISK_BYTES), terms=self.terms)
         return Pool.open(config)
 
-    def steward(self) -> Steward:
+    def admin(self) -> PoolAdmin:
         """Override for a pool that is a client of another."""
         assert isinstance(self.pool, Pool)
-        return self.pool.steward
+        return self.pool.admin
 
     @initialize()
     def begin(self) -> None:
@@ -176,21 +176,24 @@ class PoolMachine(RuleBasedStateMachine):
     def pin(self, of: tuple[str, str, int]) -> None:
         present = [key for key in self.keys(of) if self.pool.find([key]).blocks]
         try:
-            self.steward().pin(present)
+            self.admin().pin(present)
         except ConfigError:
             return  # too many: none is
         self.pinned.update(key for key in present if self.pool.find([key]).blocks)
 
     @rule(of=_CHAINS)
     def unpin(self, of: tuple[str, str, int]) -> None:
-        self.steward().unpin(self.keys(of))
+        self.admin().unpin(self.keys(of))
         self.pinned.difference_update(self.keys(of))
 
     @rule(share=st.sampled_from((0.5, 0.75, 1.0)))
     def resize(self, share: float) -> None:
-        steward = self.steward()
-        assert steward.disk is not None
-        for size, total in ((steward.resize_host, _HOST_BYTES), (steward.disk.resize, _DISK_BYTES)):
+        admin = self.admin()
+        assert admin.disk is not None
+        for size, total in (
+            (admin.pool.resize_host, _HOST_BYTES),
+            (admin.disk.resize, _DISK_BYTES),
+        ):
             with contextlib.suppress(ConfigError):  # too much is pinned
                 size(int(total * share))
 

@@ -12,9 +12,9 @@ import pytest
 from kvrecall.block import SHARED, Tenant, TierName, tenant_of
 from kvrecall.config import Amount, PoolTerms, TenantRules, TenantTerms, Watermarks
 from kvrecall.errors import ConfigError
+from kvrecall.pool.admin import PoolAdmin
 from kvrecall.pool.base import PoolClient, TierStats, Verdict
 from kvrecall.pool.pool import Pool
-from kvrecall.pool.steward import Steward
 from kvrecall.testing.blocks import chain, wait_until
 from kvrecall.testing.pool_contract import BLOCK_BYTES, NAMESPACE, SLOT_BYTES, Engine
 
@@ -40,10 +40,10 @@ class TermsContract:
         assert isinstance(pool, Pool)
         return pool
 
-    def steward(self, engine: Engine) -> Steward:
-        """The steward, when all that was told to the pool has come to it."""
+    def admin(self, engine: Engine) -> PoolAdmin:
+        """The admin, when all that was told to the pool has come to it."""
         engine.pool.find(())
-        return self.pool_of(engine.pool).steward
+        return self.pool_of(engine.pool).admin
 
     @pytest.fixture
     def start(self, tmp_path: Path) -> Iterator[Start]:
@@ -69,7 +69,7 @@ class TermsContract:
             assert engine.save(keys, tenant) == {Verdict.RESERVED: 12}
         for number in range(60):
             engine.save(keys_of(f"flood {number}", 4), EVE)
-            assert held(self.steward(engine), EVE) <= 16 * SLOT_BYTES
+            assert held(self.admin(engine), EVE) <= 16 * SLOT_BYTES
         assert all(engine.pool.find(keys).blocks == 12 for keys in quiet.values())
         host = engine.pool.stats().tiers[0]
         assert host.quota_evictions == 60 * 4 - 16
@@ -119,9 +119,9 @@ class TermsContract:
             flood = keys_of(f"flood {number}", 10)
             engine.save(flood, EVE)
             assert engine.pool.flush(flood, 60.0)
-        disk = self.pool_of(engine.pool).steward.disk
+        disk = self.pool_of(engine.pool).admin.disk
         assert disk is not None
-        assert {use.tenant: use.used_bytes for use in disk.uses()} == {
+        assert {use.tenant: use.used_bytes for use in disk.tenants()} == {
             ANN: 30 * SLOT_BYTES,
             EVE: limit,
         }
@@ -149,7 +149,7 @@ class TermsContract:
                 engine.fill(key, answer.offset)
             engine.pool.commit(part)
             wait_until(lambda: engine.pool.stats().queued_writes == 0)
-        disk = self.steward(engine).disk
+        disk = self.admin(engine).disk
         assert disk is not None
         kept = "".join(".#"[disk.contains(key)] for key in keys)
         assert kept == "#" * 20 + "." * 12
@@ -163,7 +163,7 @@ class TermsContract:
         kept, gone, pinned = keys_of("ann", 5), keys_of("bob", 5), keys_of("pinned", 5)
         engine.save(kept, ANN)
         engine.save(pinned, BOB)
-        self.steward(engine).pin(pinned)
+        self.admin(engine).pin(pinned)
         engine.save(gone, BOB)
         wait_until(lambda: engine.pool.find(gone).blocks == 0)
         assert engine.pool.find(kept).blocks == 5
@@ -175,12 +175,12 @@ class TermsContract:
         engine = start(PoolTerms(), blocks=32, disk=False)
         keys = keys_of("pinned", 10)
         engine.save(keys)
-        self.steward(engine).pin(keys)
+        self.admin(engine).pin(keys)
         for number in range(10):
             engine.save(keys_of(f"flood {number}", 20))
         assert engine.pool.find(keys).blocks == 10
         assert engine.pool.stats().tiers[0].pinned_bytes == 10 * SLOT_BYTES
-        self.steward(engine).unpin(keys)
+        self.admin(engine).unpin(keys)
         for number in range(10):
             engine.save(keys_of(f"again {number}", 20))
         assert engine.pool.find(keys).blocks == 0
@@ -191,12 +191,12 @@ class TermsContract:
         keys = keys_of("much", 20)
         engine.save(keys)
         with pytest.raises(ConfigError, match="pin_limit"):
-            self.steward(engine).pin(keys)
+            self.admin(engine).pin(keys)
         assert engine.pool.stats().tiers[0].pinned_bytes == 0
-        self.steward(engine).pin(keys[:10])
+        self.admin(engine).pin(keys[:10])
         with pytest.raises(ConfigError, match="pin_limit"):
-            self.steward(engine).pin(keys[10:11])
-        self.steward(engine).pin(keys[:10])  # pinned already
+            self.admin(engine).pin(keys[10:11])
+        self.admin(engine).pin(keys[:10])  # pinned already
 
     def test_pinned_blocks_are_pinned_after_a_restart(self, start: Start) -> None:
         limit = TenantRules(TenantTerms(None, Amount(20 * SLOT_BYTES)))
@@ -205,9 +205,9 @@ class TermsContract:
         engine.save(keys[:5], ANN)
         assert engine.pool.flush(keys[:5], 60.0)
         engine.save(keys, ANN)
-        self.steward(engine).pin(keys)  # half of them perhaps not on disk yet
+        self.admin(engine).pin(keys)  # half of them perhaps not on disk yet
         assert engine.pool.flush(keys, 60.0)
-        self.steward(engine).pin([])  # waits until that is noted
+        self.admin(engine).pin([])  # waits until that is noted
         engine.close()
         engine.pool.close()
         engine = start(PoolTerms(tenants=limit))
@@ -218,17 +218,17 @@ class TermsContract:
             flood = keys_of(f"flood {number}", 10)
             engine.save(flood, ANN)
             assert engine.pool.flush(flood, 60.0)
-        disk = self.steward(engine).disk
+        disk = self.admin(engine).disk
         assert disk is not None
         assert all(disk.contains(key) for key in keys)
-        self.steward(engine).unpin(keys)
+        self.admin(engine).unpin(keys)
         assert tier(engine, TierName.DISK).pinned_bytes == 0
 
     def test_clear_takes_pinned_blocks_too(self, start: Start) -> None:
         engine = start(PoolTerms(), disk=False)
         keys = keys_of("pinned", 10)
         engine.save(keys)
-        self.steward(engine).pin(keys)
+        self.admin(engine).pin(keys)
         engine.pool.clear()
         assert engine.pool.find(keys).blocks == 0
         assert engine.save(keys) == {Verdict.RESERVED: 10}
@@ -238,49 +238,49 @@ class TermsContract:
 
     def test_the_host_shrinks_and_grows(self, start: Start) -> None:
         engine = start(PoolTerms(), blocks=64, disk=False)
-        steward = self.steward(engine)
+        admin = self.admin(engine)
         keys = keys_of("a", 40)
         engine.save(keys)
         engine.pool.touch(keys)
         engine.save(keys_of("b", 24))
         engine.pool.touch(keys)
         engine.pool.find(())
-        steward.resize_host(20 * SLOT_BYTES)
-        wait_until(lambda: steward.host_surplus() == 0)
+        admin.pool.resize_host(20 * SLOT_BYTES)
+        wait_until(lambda: admin.pool.host_surplus() == 0)
         assert engine.pool.stats().tiers[0].capacity_bytes == 20 * SLOT_BYTES
         assert engine.pool.find(keys).blocks == 20, "what was used last stays, prefixes first"
         assert engine.save(keys_of("c", 30)) == {Verdict.RESERVED: 20, Verdict.REFUSED: 10}
-        steward.resize_host(64 * SLOT_BYTES)
+        admin.pool.resize_host(64 * SLOT_BYTES)
         assert engine.save(keys_of("d", 40)) == {Verdict.RESERVED: 40}
         with pytest.raises(ConfigError, match="can grow to"):
-            steward.resize_host(65 * SLOT_BYTES)
+            admin.pool.resize_host(65 * SLOT_BYTES)
 
     def test_the_host_waits_for_leases_when_it_shrinks(self, start: Start) -> None:
         engine = start(PoolTerms(), blocks=32, disk=False)
         keys = keys_of("leased", 20)
         engine.save(keys)
         ticket = engine.pool.acquire(keys, 10.0)
-        self.steward(engine).resize_host(8 * SLOT_BYTES)
+        self.admin(engine).pool.resize_host(8 * SLOT_BYTES)
         engine.check(keys, engine.wait(ticket))
-        assert self.steward(engine).host_surplus() == 12 * SLOT_BYTES
+        assert self.admin(engine).pool.host_surplus() == 12 * SLOT_BYTES
         engine.pool.release(ticket)
-        wait_until(lambda: self.steward(engine).host_surplus() == 0)
+        wait_until(lambda: self.admin(engine).pool.host_surplus() == 0)
 
     def test_the_disk_shrinks_without_losing_what_is_used(self, start: Start) -> None:
         engine = start(PoolTerms(pin_limit=0.2), blocks=128)
-        disk = self.steward(engine).disk
+        disk = self.admin(engine).disk
         assert disk is not None
         hot, pinned = keys_of("hot", 60), keys_of("pinned", 60)
         for keys in (pinned, *(keys_of(f"cold {n}", 60) for n in range(8)), hot):
             engine.save(keys)
             assert engine.pool.flush(keys, 60.0)
-        self.steward(engine).pin(pinned[:50])
+        self.admin(engine).pin(pinned[:50])
         engine.pool.touch(hot)
         engine.pool.find(())
         before = disk.stats()
         disk.resize(24 * MIB)
         wait_until(lambda: disk.surplus_bytes == 0 and disk.stats().blocks < before.blocks)
-        wait_until(lambda: bytes_of(self.steward(engine)) <= 24 * MIB)
+        wait_until(lambda: bytes_of(self.admin(engine)) <= 24 * MIB)
         assert all(disk.contains(key) for key in hot)
         assert all(disk.contains(key) for key in pinned[:50])
         assert disk.stats().blocks > 150
@@ -330,7 +330,7 @@ class TermsContract:
         engine.save(first)
         engine.save(second)
         wait_until(lambda: tier(engine, TierName.DISK).writes == 15)
-        disk = self.steward(engine).disk
+        disk = self.admin(engine).disk
         assert disk is not None
         assert all(disk.contains(key) for key in first), "the least recently used first"
         assert engine.pool.stats().unwritten_bytes == 10 * SLOT_BYTES
@@ -343,7 +343,7 @@ class TermsContract:
             engine.save(keys)
         engine.pool.touch(twice)
         wait_until(lambda: tier(engine, TierName.DISK).writes == 8)
-        disk = self.steward(engine).disk
+        disk = self.admin(engine).disk
         assert disk is not None
         assert all(disk.contains(key) for key in twice)
         assert not any(disk.contains(key) for key in once)
@@ -373,9 +373,9 @@ def tier(engine: Engine, name: TierName) -> TierStats:
     return next(tier for tier in engine.pool.stats().tiers if tier.name == name)
 
 
-def held(steward: Steward, tenant: Tenant) -> int:
+def held(admin: PoolAdmin, tenant: Tenant) -> int:
     """Bytes of a tenant in the host."""
-    return sum(use.used_bytes for use in steward.host_uses() if use.tenant == tenant)
+    return sum(use.used_bytes for use in admin.pool.host_tenants() if use.tenant == tenant)
 
 
 def saved(engine: Engine, keys: list) -> bool:  # type: ignore[type-arg]
@@ -384,10 +384,10 @@ def saved(engine: Engine, keys: list) -> bool:  # type: ignore[type-arg]
     return engine.pool.find(keys).blocks == len(keys)
 
 
-def bytes_of(steward: Steward) -> int:
+def bytes_of(admin: PoolAdmin) -> int:
     """What the files of the disk tier take."""
-    assert steward.disk is not None
-    paths = list(steward.disk.path.iterdir())
+    assert admin.disk is not None
+    paths = list(admin.disk.path.iterdir())
     return sum(path.stat().st_blocks * 512 for path in paths)
 
 

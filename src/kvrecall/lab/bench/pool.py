@@ -19,7 +19,7 @@ from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import Verdict
 from kvrecall.pool.cipher import Cipher
 from kvrecall.pool.disk import DiskTier
-from kvrecall.pool.disk.seal import Sealed
+from kvrecall.pool.disk.codec import Encrypted
 from kvrecall.pool.keyfile import KEY_BYTES
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.slots import slot_bytes_of
@@ -157,7 +157,7 @@ def measure_disk(
     the page cache holds none of it.
     """
     path.mkdir(parents=True, exist_ok=True)
-    seal = Sealed(Cipher([secrets.token_bytes(KEY_BYTES)])) if encrypted else None
+    codec = Encrypted(Cipher([secrets.token_bytes(KEY_BYTES)])) if encrypted else None
     keys = keys_of(max(1, nbytes // slot_bytes_of(block_bytes)))
     nbytes = len(keys) * slot_bytes_of(block_bytes)
     with tempfile.TemporaryDirectory(prefix="kvrecall-", dir=path) as name:
@@ -168,7 +168,7 @@ def measure_disk(
             arena.view(at, min(_MIB, nbytes - at))[:] = noise[: nbytes - at]
         raw = _RawFile(folder / "raw", arena)
         config = DiskConfig(folder / "tier", 2 * nbytes + 64 * _MIB, max_queued_bytes=2 * nbytes)
-        tier = DiskTier(config, seal=seal)
+        tier = DiskTier(config, codec=codec)
         pairs: dict[str, list[tuple[float, float]]] = {"read": [], "write": []}
         try:
             tier.register(NAMESPACE, block_bytes)

@@ -1,292 +1,187 @@
-"""What the disk holds, in memory: entries by key, their order for eviction, their pins."""
+"""What the disk holds, in memory: the entries of durable blocks, and their slots to be freed."""
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Tenant, TierName
-from kvrecall.config import TenantRules
-from kvrecall.pool.accounts import Accounts, TenantUse
-from kvrecall.pool.clock import SteadyClock
+from kvrecall.config import PoolTerms
 from kvrecall.pool.disk.index import Row
-from kvrecall.pool.eviction import EvictionPolicy, make_policy
-from kvrecall.pool.held import Held
-from kvrecall.pool.slots import slot_bytes_of
+from kvrecall.pool.disk.slabs import slab_of
+from kvrecall.pool.residents import BlockInfo, Resident, Residents, TenantUse
 
-_DISK = TierName.DISK
-_SLAB_SHIFT = 40
-_STALE_SECONDS = 10  # a last use is written to the index again when it is older than this
+_STALE_S = 10.0  # a last use is written to the index again when it is older than this
 
 
-class Entry:
+class Entry(Resident):
     """A durable block. Only its catalog changes it."""
 
-    __slots__ = (
-        "address",
-        "depth",
-        "gone",
-        "key",
-        "nbytes",
-        "parent",
-        "pinned",
-        "pins",
-        "proof",
-        "slot_bytes",
-        "tenant",
-        "used",
-    )
+    __slots__ = ("address", "tag")
 
     def __init__(self, row: Row) -> None:
-        self.key = row.key
-        self.parent = row.parent
+        super().__init__(row.key, row.parent, row.depth, row.nbytes, row.tenant)
         self.address = row.address
-        self.depth = row.depth
-        self.nbytes = row.nbytes
-        self.slot_bytes = slot_bytes_of(row.nbytes)
-        self.proof = row.proof
-        self.used = row.used  # wall-clock second noted in the index, or about to be
-        self.tenant = row.tenant
-        self.pinned = False  # not to be evicted, somebody said
-        self.pins = 0  # reads under way
-        self.gone = False  # dropped while pinned
+        self.tag = row.tag
 
     def moved(self, address: int) -> Entry:
         """The same block in another slot."""
         other = copy.copy(self)
         other.address = address
-        other.pins = 0
+        other.io_refs = 0
         return other
 
 
-class Catalog:
-    """The entries of one disk tier. Thread-safe; never waits for I/O.
+@dataclass(frozen=True, slots=True)
+class SlabUse:
+    """How many blocks a slab holds, how many of them cannot go now, and how many are pinned."""
+
+    blocks: int = 0
+    fixed: int = 0
+    pinned: int = 0
+
+
+class Catalog(Residents[Entry]):
+    """The entries of one disk tier. The methods that are defined here are thread-safe; they never
+    wait for I/O.
 
     An entry that is forgotten is not found from that moment on. Its slot is handed to the flusher
-    (``take_condemned``), which deletes the row before the slot is used again. Pinned blocks (in
-    the sense of ``keep``) are not known to the eviction policy.
+    (``take_pending_free``), which deletes the row before the slot is used again.
     """
 
     def __init__(
         self,
         policy: str,
         capacity_blocks: int,
+        capacity_bytes: Callable[[], int],
         clock: Callable[[], float],
-        rules: TenantRules | None = None,
-        capacity_bytes: Callable[[], int] = lambda: 0,
+        terms: PoolTerms,
     ) -> None:
-        """``rules`` bound tenants to shares of ``capacity_bytes()``."""
-        self._policy_name = policy
-        self._policy: EvictionPolicy = make_policy(policy, max(1, capacity_blocks))
-        self._clock = SteadyClock(clock)
-        self._rules = rules or TenantRules()
-        self._capacity_bytes = capacity_bytes
-        bounded = any(terms.disk is not None for terms in self._rules.all)
-        self._accounts = Accounts(bounded, self._limit_of)
+        super().__init__(TierName.DISK, policy, capacity_blocks, capacity_bytes, clock, terms)
         self._lock = threading.Lock()
-        self._entries: dict[BlockKey, Entry] = {}
-        self._condemned: list[int] = []
-        self._uses: dict[int, int] = {}
-        self._kept: set[BlockKey] = set()
-        self._keeps: dict[int, int] = {}  # by address, 1 or 0: to be noted in the index
+        self._pending_free: list[int] = []
+        self._unnoted_uses: dict[int, int] = {}  # seconds by address, not in the index yet
+        self._unnoted_pins: dict[int, int] = {}  # 1 or 0 by address, not in the index yet
         self.used_bytes = 0
-        self.pinned_bytes = 0
-        self.evictions = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.blocks)
 
     def __contains__(self, key: BlockKey) -> bool:
-        return key in self._entries
+        return key in self.blocks
 
     def depth_of(self, key: BlockKey) -> int | None:
-        entry = self._entries.get(key)
+        entry = self.blocks.get(key)
         return None if entry is None else entry.depth
 
-    def held(self, unused_since: float | None = None) -> list[Held]:
+    def infos(self, unused_since: float | None = None) -> list[BlockInfo]:
         """Every block, or those not used since that wall-clock second."""
         with self._lock:
-            entries = list(self._entries.values())
-        return [
-            Held(e.key, _DISK, e.tenant, e.parent, e.depth, e.slot_bytes, e.used, e.pinned)
-            for e in entries
-            if unused_since is None or e.used < unused_since
-        ]
+            entries = list(self.blocks.values())
+        if unused_since is not None:
+            entries = [entry for entry in entries if entry.used < unused_since]
+        return [entry.info(TierName.DISK) for entry in entries]
 
-    def resize(self, capacity_blocks: int) -> None:
-        """Fits the policy to a tier of that many blocks, if nothing is in it yet."""
+    def resize_policy(self, capacity_blocks: int) -> None:
         with self._lock:
-            if not self._entries:
-                self._policy = make_policy(self._policy_name, max(1, capacity_blocks))
+            super().resize_policy(capacity_blocks)
+
+    # -- coming ----------------------------------------------------------------------------
 
     def recover(self, rows: Iterable[Row]) -> None:
         """Takes in what an earlier process left, least recently used first."""
         with self._lock:
-            now = self._clock()
+            now = self.now()
             for row in rows:
                 if row.pinned:
-                    self._kept.add(row.key)
-                self._take_in(row, min(float(row.used), now))  # a policy's time never decreases
+                    self.pins.add(row.key)
+                self._take_in(row, min(float(row.used), now), row.pinned)
 
     def publish(self, rows: Iterable[Row]) -> None:
         """Makes durable blocks visible."""
         with self._lock:
-            now = self._clock()
+            now = self.now()
             for row in rows:
-                self._take_in(row, now)
+                self._take_in(row, now, None)
 
-    def _take_in(self, row: Row, used: float) -> None:
-        entry = self._entries[row.key] = Entry(row)
-        above = self._entries.get(row.parent) if row.parent is not None else None
+    def _take_in(self, row: Row, used: float, pinned: bool | None) -> None:
+        entry = Entry(row)
+        above = self.blocks.get(row.parent) if row.parent is not None else None
         if above is not None:
             entry.parent = above.key  # the same object
         self.used_bytes += entry.slot_bytes
-        self._accounts.charge(entry.tenant, entry.slot_bytes)
-        if row.key in self._kept:
-            entry.pinned = True
-            self.pinned_bytes += entry.slot_bytes
-        else:
-            self._loosen(entry, used)
-        if entry.pinned != row.pinned:
-            self._keeps[entry.address] = int(entry.pinned)
+        self.accounts.charge(entry.tenant, entry.slot_bytes)
+        if pinned is None:
+            pinned = entry.key in self.pins and self.may_pin(entry)
+        self.insert(entry, slab_of(entry.address), used, pinned)
+        if pinned != row.pinned:
+            self._unnoted_pins[entry.address] = int(pinned)
 
-    def _loosen(self, entry: Entry, used: float) -> None:
-        """From now on the block can be evicted."""
-        self._policy.insert(entry.key, entry.parent, entry.depth, used)
-        self._accounts.join(entry.tenant, entry.key, entry.parent)
+    # -- in use ----------------------------------------------------------------------------
 
-    # -- pinned by somebody ----------------------------------------------------------------
-
-    def keep(self, keys: Iterable[BlockKey]) -> None:
-        """Blocks of these keys, here or to come, are not evicted."""
+    def acquire(self, key: BlockKey) -> Entry | None:
+        """Keeps the block's slot, which is to be read, until ``release``. None if the block is not
+        here."""
         with self._lock:
-            for key in keys:
-                self._kept.add(key)
-                entry = self._entries.get(key)
-                if entry is not None and not entry.pinned:
-                    self._policy.remove(key)
-                    self._accounts.leave(entry.tenant, key)
-                    entry.pinned = True
-                    self.pinned_bytes += entry.slot_bytes
-                    self._keeps[entry.address] = 1
-
-    def unkeep(self, keys: Iterable[BlockKey]) -> None:
-        """Takes ``keep`` back."""
-        with self._lock:
-            now = self._clock()
-            for key in keys:
-                self._kept.discard(key)
-                entry = self._entries.get(key)
-                if entry is not None and entry.pinned:
-                    entry.pinned = False
-                    self.pinned_bytes -= entry.slot_bytes
-                    self._loosen(entry, now)
-                    self._keeps[entry.address] = 0
-
-    def keeps(self, key: BlockKey) -> bool:
-        """Whether the block is, or will be, pinned."""
-        return key in self._kept
-
-    def kept(self) -> frozenset[BlockKey]:
-        """All keys that are pinned."""
-        with self._lock:
-            return frozenset(self._kept)
-
-    def take_keeps(self, limit: int) -> list[tuple[int, int]]:
-        """``(1 or 0, address)`` of pins not yet noted in the index."""
-        with self._lock:
-            taken = [self._keeps.popitem() for _ in range(min(limit, len(self._keeps)))]
-            return [(pinned, address) for address, pinned in taken]
-
-    def give_keeps(self, keeps: Iterable[tuple[int, int]]) -> None:
-        """Gives back what could not be noted; what is newer stands."""
-        with self._lock:
-            for pinned, address in keeps:
-                self._keeps.setdefault(address, pinned)
-
-    # -- limits of tenants -----------------------------------------------------------------
-
-    def _limit_of(self, tenant: Tenant) -> int | None:
-        amount = self._rules.of(tenant).disk
-        return None if amount is None else amount.of(self._capacity_bytes())
-
-    def make_way(self, tenant: Tenant, nbytes: int, parent: BlockKey | None) -> int:
-        """Evicts the tenant's own coldest blocks so that it may store ``nbytes`` more below
-        ``parent``, whose ancestors stay; if the parent is not here, which makes them useless,
-        nothing goes. Returns by how much it would still be too much."""
-        with self._lock:
-            excess = self._accounts.excess(tenant, nbytes)
-            orphan = parent is not None and parent not in self._entries
-            if not excess or orphan:
-                return excess
-            spared: set[BlockKey] = set()
-            while parent is not None and parent not in spared:
-                spared.add(parent)
-                above = self._entries.get(parent)
-                parent = None if above is None else above.parent
-            going: list[BlockKey] = []
-            for key in self._accounts.oldest(tenant):
-                if excess <= 0:
-                    break
-                if key not in spared and not self._entries[key].pins:
-                    going.append(key)
-                    excess -= self._entries[key].slot_bytes
-            for key in going:
-                self._forget(key)
-            self.evictions += len(going)
-            self._accounts.evict(tenant, len(going))
-            return max(0, excess)
-
-    def refuse(self, tenant: Tenant, blocks: int) -> None:
-        """Blocks were not stored for the sake of a tenant's limit."""
-        with self._lock:
-            self._accounts.refuse(tenant, blocks)
-
-    def uses(self) -> list[TenantUse]:
-        """Tenants that hold something."""
-        with self._lock:
-            return self._accounts.uses()
-
-    @property
-    def over_quota(self) -> tuple[int, int]:
-        """Blocks refused, and blocks evicted, for the sake of a tenant's limit."""
-        return self._accounts.refused, self._accounts.evicted
-
-    # -- reads under way -------------------------------------------------------------------
-
-    def pin(self, key: BlockKey) -> Entry | None:
-        """Keeps the block's slot until ``unpin``. None if the block is not here."""
-        with self._lock:
-            entry = self._entries.get(key)
+            entry = self.blocks.get(key)
             if entry is not None:
-                entry.pins += 1
+                self.begin_io(entry)
             return entry
 
-    def unpin(self, entry: Entry) -> None:
+    def release(self, entry: Entry) -> None:
         with self._lock:
-            entry.pins -= 1
-            if entry.gone and not entry.pins:
-                self._condemned.append(entry.address)
+            self.end_io(entry)
+            if entry.extent is None and not entry.io_refs:  # forgotten meanwhile
+                self._pending_free.append(entry.address)
 
-    def touch(self, chain: Sequence[BlockKey]) -> None:
-        """``chain`` (prefix first) was used."""
+    def touch(self, chain: Sequence[BlockKey], stale_s: float = _STALE_S) -> list[Entry]:
         with self._lock:
-            now = self._clock()
-            second = int(now)
-            self._policy.access(chain, now)
-            last: Entry | None = None
-            for key in chain:
-                entry = self._entries.get(key)
-                if entry is None:
-                    continue
-                last = entry
-                if second - entry.used >= _STALE_SECONDS:
-                    entry.used = second
-                    self._uses[entry.address] = second
-            if last is not None and self._accounts.is_bounded:
-                self._accounts.access(last.tenant, chain)
+            stale = super().touch(chain, stale_s)
+            for entry in stale:
+                self._unnoted_uses[entry.address] = int(entry.used)
+            return stale
+
+    def take_unnoted_uses(self, limit: int) -> list[tuple[int, int]]:
+        """``(second, address)`` of last uses not yet noted in the index."""
+        with self._lock:
+            uses = self._unnoted_uses
+            taken = [uses.popitem() for _ in range(min(limit, len(uses)))]
+            return [(second, address) for address, second in taken]
+
+    def pin(self, keys: Iterable[BlockKey]) -> list[Entry]:
+        with self._lock:
+            return self._note_pins(super().pin(keys))
+
+    def unpin(self, keys: Iterable[BlockKey]) -> list[Entry]:
+        with self._lock:
+            return self._note_pins(super().unpin(keys))
+
+    def _note_pins(self, changed: list[Entry]) -> list[Entry]:
+        for entry in changed:
+            self._unnoted_pins[entry.address] = int(entry.pinned)
+        return changed
+
+    def pinned_keys(self) -> frozenset[BlockKey]:
+        """All keys that are pinned, of blocks here or not."""
+        with self._lock:
+            return frozenset(self.pins)
+
+    def take_unnoted_pins(self, limit: int) -> list[tuple[int, int]]:
+        """``(1 or 0, address)`` of blocks pinned or unpinned, not yet noted in the index."""
+        with self._lock:
+            pins = self._unnoted_pins
+            taken = [pins.popitem() for _ in range(min(limit, len(pins)))]
+            return [(pinned, address) for address, pinned in taken]
+
+    def return_unnoted_pins(self, pins: Iterable[tuple[int, int]]) -> None:
+        """Gives back what could not be noted; what is newer stands."""
+        with self._lock:
+            for pinned, address in pins:
+                self._unnoted_pins.setdefault(address, pinned)
+
+    # -- going -----------------------------------------------------------------------------
 
     def forget(self, keys: Iterable[BlockKey]) -> int:
         """Drops blocks; returns how many were here."""
@@ -296,141 +191,144 @@ class Catalog:
     def forget_slab(self, number: int) -> int:
         """Drops all blocks of a slab."""
         with self._lock:
-            keys = [k for k, e in self._entries.items() if e.address >> _SLAB_SHIFT == number]
-            return sum(self._forget(key) for key in keys)
+            slab = self._extents.get(number)
+            return 0 if slab is None else sum(self._forget(key) for key in list(slab.blocks))
 
     def forget_namespace(self, digest: bytes, but_of: int) -> int:
         """Drops the blocks of a namespace that have not ``but_of`` bytes."""
         with self._lock:
             keys = [
                 key
-                for key, entry in self._entries.items()
+                for key, entry in self.blocks.items()
                 if entry.nbytes != but_of and key[:NAMESPACE_BYTES] == digest
             ]
             return sum(self._forget(key) for key in keys)
 
     def forget_all(self) -> None:
         with self._lock:
-            self._kept.clear()
-            for key in list(self._entries):
+            self.pins.clear()
+            for key in list(self.blocks):
                 self._forget(key)
 
     def evict(self, count: int, slot_bytes: int) -> int:
         """Drops up to ``count`` blocks of that slot size, the least valuable ones."""
-
-        def evictable(key: BlockKey) -> bool:
-            entry = self._entries[key]
-            return not entry.pins and entry.slot_bytes == slot_bytes
-
         with self._lock:
-            victims = self._policy.victims(count, evictable, self._clock())
-            for key in victims:
-                self._forget(key)
-            self.evictions += len(victims)
-            return len(victims)
+            return self._evict(self.victims(count, slot_bytes))
+
+    def evict_bytes(self, nbytes: int) -> int:
+        """Drops the least valuable blocks of any size until that many bytes are given up, or none
+        can be. Returns how many bytes are."""
+        given = 0
+        while given < nbytes:
+            going: list[Entry] = []
+            with self._lock:
+                for entry in self.victims(256):
+                    if given >= nbytes:
+                        break
+                    given += entry.slot_bytes
+                    going.append(entry)
+                self._evict(going)
+            if not going:
+                break
+        return given
+
+    def make_way(self, tenant: Tenant, nbytes: int, parent: BlockKey | None) -> int:
+        """Evicts the tenant's own coldest blocks so that it may store ``nbytes`` more below
+        ``parent``, whose ancestors stay; if the parent is not here, which makes them useless,
+        nothing goes. Returns by how much it would still be too much."""
+        with self._lock:
+            excess = self.accounts.excess(tenant, nbytes)
+            orphan = parent is not None and parent not in self.blocks
+            if not excess or orphan:
+                return excess
+            spared: set[BlockKey] = set()
+            while parent is not None and parent not in spared:
+                spared.add(parent)
+                above = self.blocks.get(parent)
+                parent = None if above is None else above.parent
+            going = self.victims_of(tenant, excess, lambda entry: entry.key not in spared)
+            self.accounts.evict(tenant, self._evict(going))
+            return max(0, excess - sum(entry.slot_bytes for entry in going))
+
+    def _evict(self, entries: Sequence[Entry]) -> int:
+        for entry in entries:
+            self._forget(entry.key)
+        self.evictions += len(entries)
+        return len(entries)
+
+    def _forget(self, key: BlockKey) -> bool:
+        if key not in self.blocks:
+            return False
+        entry = self.remove(key)
+        self.accounts.refund(entry.tenant, entry.slot_bytes)
+        self._unnoted_uses.pop(entry.address, None)
+        self._unnoted_pins.pop(entry.address, None)
+        self.used_bytes -= entry.slot_bytes
+        if not entry.io_refs:
+            self._pending_free.append(entry.address)
+        return True
+
+    def take_pending_free(self, limit: int) -> list[int]:
+        """Slots whose rows are to be deleted; the caller owns them now."""
+        with self._lock:
+            taken, self._pending_free = self._pending_free[:limit], self._pending_free[limit:]
+            return taken
+
+    def add_pending_free(self, addresses: Iterable[int]) -> None:
+        """Gives slots (back) to the list of those whose rows are to be deleted."""
+        with self._lock:
+            self._pending_free.extend(addresses)
+
+    # -- limits, and what the reclaimer goes by --------------------------------------------
+
+    def refuse(self, tenant: Tenant, blocks: int) -> None:
+        """Blocks were not stored for the sake of a tenant's limit."""
+        with self._lock:
+            self.accounts.refuse(tenant, blocks)
+
+    def tenants(self) -> list[TenantUse]:
+        """Tenants that hold something."""
+        with self._lock:
+            return self.accounts.uses()
 
     def admits(self, key: BlockKey, parent: BlockKey | None, depth: int) -> bool:
-        """Whether the policy wants the block at the price of another. Asked when full."""
         with self._lock:
-            return self._policy.admit(key, parent, depth, self._clock())
+            return super().admits(key, parent, depth)
 
-    def coldest(self, count: int) -> list[tuple[int, int]]:
-        """``(address, slot bytes)`` of the ``count`` least valuable blocks of any size."""
-
-        def evictable(key: BlockKey) -> bool:
-            return not self._entries[key].pins
-
+    def coldest(self, count: int) -> list[Entry]:
+        """The ``count`` least valuable blocks of any size."""
         with self._lock:
-            keys = self._policy.victims(count, evictable, self._clock())
-            entries = [self._entries[key] for key in keys]
-            return [(entry.address, entry.slot_bytes) for entry in entries]
+            return self.victims(count)
 
-    def blocks_by_slab(self) -> tuple[Counter[int], Counter[int]]:
-        """How many blocks, and how many pinned ones, each slab holds."""
+    def slab_uses(self) -> dict[int, SlabUse]:
+        """What is in each slab that holds a block, by its number."""
         with self._lock:
-            entries = list(self._entries.values())
-        return (
-            Counter(e.address >> _SLAB_SHIFT for e in entries),
-            Counter(e.address >> _SLAB_SHIFT for e in entries if e.pinned),
-        )
-
-    def busy_slabs(self) -> set[int]:
-        """Slabs with a block that is being read, or is pinned."""
-        with self._lock:
-            return {e.address >> _SLAB_SHIFT for e in self._entries.values() if e.pins or e.pinned}
+            return {
+                number: SlabUse(len(slab.blocks), slab.fixed, slab.pinned)
+                for number, slab in self._extents.items()
+            }
 
     def in_order(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Those that are here, in the order in which they lie on the medium."""
         with self._lock:
-            placed = [(self._entries[key].address, key) for key in keys if key in self._entries]
+            placed = [(self.blocks[key].address, key) for key in keys if key in self.blocks]
         return [key for _, key in sorted(placed)]
 
     def in_slab(self, number: int) -> list[Entry]:
         """The blocks of a slab: the pinned first, then the latest used."""
         with self._lock:
-            entries = list(self._entries.values())
-        found = [e for e in entries if e.address >> _SLAB_SHIFT == number]
-        return sorted(found, key=lambda e: (not e.pinned, -e.used))
-
-    def shed(self, nbytes: int) -> int:
-        """Drops the least valuable blocks of any size until that many bytes are given up, or none
-        can be. Returns how many bytes are."""
-        given = 0
-        while given < nbytes:
-            with self._lock:
-                keys = self._policy.victims(256, lambda k: not self._entries[k].pins, self._clock())
-                for key in keys:
-                    if given >= nbytes:
-                        break
-                    given += self._entries[key].slot_bytes
-                    self._forget(key)
-                    self.evictions += 1
-            if not keys:
-                break
-        return given
+            slab = self._extents.get(number)
+            entries = [] if slab is None else [self.blocks[key] for key in slab.blocks]
+        return sorted(entries, key=lambda e: (not e.pinned, -e.used))
 
     def relocate(self, old: Entry, address: int) -> bool:
         """The block of ``old`` was copied to ``address``, and its row says so. False if it is gone
         meanwhile: the caller owns the new slot. Reads of the old slot may still be under way."""
         with self._lock:
-            if self._entries.get(old.key) is not old:
+            if self.blocks.get(old.key) is not old:
                 return False
-            self._entries[old.key] = old.moved(address)
-            for notes in (self._uses, self._keeps):
+            self.replace(old, old.moved(address), slab_of(address))
+            for notes in (self._unnoted_uses, self._unnoted_pins):
                 if old.address in notes:
                     notes[address] = notes.pop(old.address)
             return True
-
-    def take_condemned(self, limit: int) -> list[int]:
-        """Slots whose rows are to be deleted; the caller owns them now."""
-        with self._lock:
-            taken, self._condemned = self._condemned[:limit], self._condemned[limit:]
-            return taken
-
-    def condemn(self, addresses: Iterable[int]) -> None:
-        """Gives slots (back) to the list of those whose rows are to be deleted."""
-        with self._lock:
-            self._condemned.extend(addresses)
-
-    def take_uses(self, limit: int) -> list[tuple[int, int]]:
-        """``(second, address)`` of last uses not yet noted in the index."""
-        with self._lock:
-            taken = [self._uses.popitem() for _ in range(min(limit, len(self._uses)))]
-            return [(second, address) for address, second in taken]
-
-    def _forget(self, key: BlockKey) -> bool:
-        entry = self._entries.pop(key, None)
-        if entry is None:
-            return False
-        self._policy.remove(key)
-        self._accounts.leave(entry.tenant, key)
-        self._accounts.refund(entry.tenant, entry.slot_bytes)
-        self._uses.pop(entry.address, None)
-        self._keeps.pop(entry.address, None)
-        self.used_bytes -= entry.slot_bytes
-        if entry.pinned:
-            self.pinned_bytes -= entry.slot_bytes
-        entry.gone = True
-        if not entry.pins:
-            self._condemned.append(entry.address)
-        return True

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from kvrecall.block import BlockKey, Namespace
 from kvrecall.pool.disk.catalog import Catalog
+from kvrecall.pool.disk.codec import BlockCodec
 from kvrecall.pool.disk.index import MAX_ROWS, WAL_BYTES, Index, Row, seconds_now
-from kvrecall.pool.disk.ledger import Ledger
+from kvrecall.pool.disk.reader import DiskCounters
 from kvrecall.pool.disk.reclaimer import Reclaimer
-from kvrecall.pool.disk.seal import Seal
-from kvrecall.pool.disk.slabs import SlabLost, SlabStore
+from kvrecall.pool.disk.slabs import SlabLost, SlabStore, slab_of
 from kvrecall.pool.tier import Done, Outcome, Put, PutVerdict
 
 _LOG = logging.getLogger(__name__)
@@ -49,20 +49,20 @@ class Flusher:
         catalog: Catalog,
         store: SlabStore,
         index: Index,
-        ledger: Ledger,
+        counters: DiskCounters,
         reclaimer: Reclaimer,
         max_queued_bytes: int,
         on_done: Callable[[Done], None],
-        seal: Seal,
+        codec: BlockCodec,
     ) -> None:
         self._catalog = catalog
         self._store = store
         self._index = index
-        self._ledger = ledger
+        self._counters = counters
         self._reclaimer = reclaimer
         self._max_queued_bytes = max_queued_bytes
         self._on_done = on_done
-        self._seal = seal
+        self._codec = codec
         self._wake = threading.Condition()
         self._queue: deque[_Queued] = deque()
         self._pending: dict[BlockKey, bool] = {}  # queued or being written -> still wanted
@@ -112,7 +112,7 @@ class Flusher:
                     self._queued_bytes += len(put.data)
                     verdicts.append(PutVerdict.QUEUED)
             self._wake.notify_all()
-        self._ledger.shed_some(verdicts.count(PutVerdict.SHED))
+        self._counters.shed_some(verdicts.count(PutVerdict.SHED))
         return verdicts
 
     def cancel(self, keys: Sequence[BlockKey] | None) -> None:
@@ -135,7 +135,7 @@ class Flusher:
             self._hurried = True
             self._wake.notify_all()
 
-    def wait_keeps(self, timeout_s: float) -> bool:
+    def wait_pins_noted(self, timeout_s: float) -> bool:
         """Waits until what is pinned now is written down. False if that does not come."""
         with self._wake:
             goal = self._tended + 2  # the round under way may have begun before
@@ -212,18 +212,18 @@ class Flusher:
                     self._namespaces.append((namespace, block_bytes))
         for number in lost:
             self._catalog.forget_slab(number)
-            if number in self._store.numbers():
+            if self._store.slab(number) is not None:
                 self._store.remove(number)
-                self._ledger.faulted("a slab is gone", SlabLost(errno.EIO, str(number)))
+                self._counters.fault("a slab is gone", SlabLost(errno.EIO, str(number)))
         self._reclaimer.reap()
-        self._note_keeps()
+        self._note_pins()
         self._reclaimer.shrink()
         if time.monotonic() - self._recency_at > _RECENCY_S:
             self._recency_at = time.monotonic()
             self._note_uses(limit=2 * MAX_ROWS)
 
     def _note_uses(self, limit: int) -> None:
-        while limit > 0 and (uses := self._catalog.take_uses(MAX_ROWS)):
+        while limit > 0 and (uses := self._catalog.take_unnoted_uses(MAX_ROWS)):
             limit -= len(uses)
             try:
                 self._index.mark_used(uses)
@@ -231,16 +231,16 @@ class Flusher:
                 self._reclaimer.index_failed(error)
                 return
 
-    def _note_keeps(self) -> None:
+    def _note_pins(self) -> None:
         """Writes down what was pinned and unpinned."""
-        while keeps := self._catalog.take_keeps(MAX_ROWS):
+        while pins := self._catalog.take_unnoted_pins(MAX_ROWS):
             try:
-                self._index.mark_pinned(keeps)
+                self._index.mark_pinned(pins)
             except sqlite3.Error as error:
-                self._catalog.give_keeps(keeps)
+                self._catalog.return_unnoted_pins(pins)
                 self._reclaimer.index_failed(error)
                 break
-        if not keeps:
+        if not pins:
             with self._wake:
                 self._tended += 1
                 self._wake.notify_all()
@@ -252,10 +252,10 @@ class Flusher:
         knows = self._index.knows  # a namespace whose row could not be written waits for it
         wanted = [i.put for i in batch if self._pending[i.put.key] and knows(i.put.key)]
         placed = self._place(wanted)
-        proofs: dict[BlockKey, bytes] = {}
-        written = self._sync(self._write(placed, proofs))
-        stored = self._commit(written, proofs)
-        self._ledger.wrote(sum(len(put.data) for put in stored), time.monotonic() - began)
+        tags: dict[BlockKey, bytes] = {}
+        written = self._sync(self._write(placed, tags))
+        stored = self._commit(written, tags)
+        self._counters.wrote(sum(len(put.data) for put in stored), time.monotonic() - began)
         self._finish(batch, {put.key for put in stored})
 
     def _place(self, puts: Sequence[Put]) -> list[tuple[int, Put]]:
@@ -276,19 +276,19 @@ class Flusher:
         return placed
 
     def _write(
-        self, placed: list[tuple[int, Put]], proofs: dict[BlockKey, bytes]
+        self, placed: list[tuple[int, Put]], tags: dict[BlockKey, bytes]
     ) -> list[tuple[int, Put]]:
-        """Writes runs of adjacent slots; returns what was written and adds its ``proofs``. Lets
+        """Writes runs of adjacent slots; returns what was written and adds its ``tags``. Lets
         reads go first before every few MiB, however small the runs."""
         written: list[tuple[int, Put]] = []
         since = _WRITE_BYTES
         for run in _adjacent(placed):
             if since >= _WRITE_BYTES:
-                self._ledger.yield_to_reads(_PATIENCE_S)
+                self._counters.yield_to_reads(_PATIENCE_S)
                 since = 0
             since += sum(len(put.data) for _, put in run)
             try:
-                self._store.write(run[0][0], self._seal.write([put for _, put in run], proofs))
+                self._store.write(run[0][0], self._codec.encode([put for _, put in run], tags))
                 written += run
             except OSError as error:
                 self._medium_failed(error, run)
@@ -299,7 +299,7 @@ class Flusher:
         durable: list[tuple[int, Put]] = []
         by_slab: dict[int, list[tuple[int, Put]]] = {}
         for address, put in written:
-            by_slab.setdefault(address >> 40, []).append((address, put))
+            by_slab.setdefault(slab_of(address), []).append((address, put))
         for run in by_slab.values():
             try:
                 self._store.sync(run[0][0])
@@ -308,7 +308,7 @@ class Flusher:
                 self._medium_failed(error, run)
         return durable
 
-    def _commit(self, durable: list[tuple[int, Put]], proofs: dict[BlockKey, bytes]) -> list[Put]:
+    def _commit(self, durable: list[tuple[int, Put]], tags: dict[BlockKey, bytes]) -> list[Put]:
         """Writes the rows and makes the blocks visible; returns the puts that are stored."""
         now = seconds_now()
         rows = [
@@ -318,10 +318,10 @@ class Flusher:
                 put.parent,
                 put.depth,
                 put.nbytes,
-                proofs[put.key],
+                tags[put.key],
                 now,
                 put.tenant,
-                self._catalog.keeps(put.key),
+                put.key in self._catalog.pins,
             )
             for address, put in durable
         ]
@@ -342,7 +342,7 @@ class Flusher:
             wanted = [row for row in rows if self._pending[row.key]]
             self._catalog.publish(wanted)
         kept = {row.key for row in wanted}
-        self._catalog.condemn(row.address for row in rows if row.key not in kept)
+        self._catalog.add_pending_free(row.address for row in rows if row.key not in kept)
         return [put for _, put in durable if put.key in kept]
 
     def _finish(self, batch: Sequence[_Queued], stored: set[BlockKey]) -> None:
@@ -353,14 +353,14 @@ class Flusher:
                 self._queued_bytes -= len(item.put.data)
         for item in batch:
             outcome = Outcome.STORED if item.put.key in stored else Outcome.SHED
-            self._ledger.write_done(outcome, now - item.at)
+            self._counters.write_done(outcome, now - item.at)
             self._on_done(Done(item.put.key, outcome))
 
     def _medium_failed(self, error: OSError, run: Sequence[tuple[int, Put]]) -> None:
-        self._ledger.faulted("write failed, stores are shed", error)
+        self._counters.fault("write failed, stores are shed", error)
         self._reclaimer.give_back([address for address, _ in run])
         if isinstance(error, SlabLost):
-            self.report_lost(run[0][0] >> 40)
+            self.report_lost(slab_of(run[0][0]))
 
 
 def _adjacent(placed: Sequence[tuple[int, Put]]) -> Iterator[list[tuple[int, Put]]]:

@@ -62,15 +62,15 @@ CREATE TABLE blocks (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A stored block. ``address`` is its slot, ``proof`` what its bytes are checked against (see
-    ``seal``), ``used`` the wall-clock second of its last use."""
+    """A stored block. ``address`` is its slot, ``tag`` what its bytes are checked against (see
+    ``codec``), ``used`` the wall-clock second of its last use."""
 
     address: int
     key: BlockKey
     parent: BlockKey | None
     depth: int
     nbytes: int
-    proof: bytes
+    tag: bytes
     used: int
     tenant: Tenant = SHARED
     pinned: bool = False
@@ -126,7 +126,7 @@ class Index:
             parent,
             depth,
             nbytes,
-            proof,
+            tag,
             used,
             tenant,
             pinned,
@@ -140,7 +140,7 @@ class Index:
                 None if parent is None else BlockKey(digest + parent),
                 depth,
                 nbytes,
-                proof,
+                tag,
                 used,
                 names.setdefault(tenant, Tenant(tenant.hex())),
                 bool(pinned),
@@ -184,7 +184,7 @@ class Index:
                         None if row.parent is None else row.parent[NAMESPACE_BYTES:],
                         row.depth,
                         row.nbytes,
-                        row.proof,
+                        row.tag,
                         row.used,
                         b"" if row.tenant == SHARED else bytes.fromhex(row.tenant),
                         int(row.pinned),

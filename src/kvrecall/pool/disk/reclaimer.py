@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import sqlite3
 import time
 from collections import Counter
@@ -9,21 +10,25 @@ from collections.abc import Sequence
 
 from kvrecall.block import BlockKey, Tenant
 from kvrecall.config import Watermarks
-from kvrecall.pool.disk.catalog import Catalog
+from kvrecall.pool.disk.catalog import Catalog, Entry, SlabUse
 from kvrecall.pool.disk.index import MAX_ROWS, ROW_BYTES, WAL_BYTES, Index
-from kvrecall.pool.disk.ledger import Ledger
-from kvrecall.pool.disk.mover import Mover
-from kvrecall.pool.disk.slabs import SlabStore
+from kvrecall.pool.disk.reader import DiskCounters
+from kvrecall.pool.disk.slabs import Slab, SlabStore, address_of, slab_of
 from kvrecall.pool.tier import Put
 
-_SHED_BYTES = 1 << 20  # the least, each time no slab can be emptied without a loss
+_EVICTED_BYTES = 1 << 20  # the least, each time no slab can be emptied without a loss
+_MOVED_AT_ONCE = 64  # blocks of a transaction
 _GROW_RETRY_S = 10.0  # after the medium refused to grow
+_UNUSED = SlabUse()
 
 
 class Reclaimer:
-    """Grows slabs, evicts, deletes the rows of dropped blocks and then frees their slots.
+    """Grows slabs, evicts, deletes the rows of dropped blocks and then frees their slots; empties
+    slabs when the limit was lowered.
 
-    Used by the flusher's thread only; waits for the medium.
+    Used by the flusher's thread only; waits for the medium. A block that is moved to another slab
+    gets its new row only when its copy is durable, and its old slot is not used again before that:
+    whenever the process dies, the row leads to the right bytes.
     """
 
     def __init__(
@@ -31,15 +36,15 @@ class Reclaimer:
         catalog: Catalog,
         store: SlabStore,
         index: Index,
-        ledger: Ledger,
+        counters: DiskCounters,
         watermarks: Watermarks,
     ) -> None:
         self._catalog = catalog
         self._store = store
         self._index = index
-        self._ledger = ledger
+        self._counters = counters
         self._watermarks = watermarks
-        self._mover = Mover(catalog, store, index)
+        self._emptied: dict[int, list[Entry]] = {}  # by slab: entries that may still be read
         self.surplus_bytes = 0  # that the tier is above its limit, since that was lowered
         self._failing = False  # the index could not be written when last tried
         self._grow_at = 0.0
@@ -94,19 +99,20 @@ class Reclaimer:
     def _cold_elsewhere(self, slot_bytes: int, count: int) -> bool:
         """Whether most of the least valuable blocks are of other sizes."""
         coldest = self._catalog.coldest(max(1, count))
-        return sum(size != slot_bytes for _, size in coldest) * 2 > len(coldest)
+        return sum(entry.slot_bytes != slot_bytes for entry in coldest) * 2 > len(coldest)
 
     def _take_over(self, slot_bytes: int, count: int) -> None:
         """Gives up slabs of other sizes, coldest first, until ``count`` slots could be added."""
-        blocks, _ = self._catalog.blocks_by_slab()
-        cold = Counter(address >> 40 for address, _ in self._catalog.coldest(64))
-        busy = self._catalog.busy_slabs() | self._mover.leaving
+        uses = self._catalog.slab_uses()
+        cold = Counter(slab_of(entry.address) for entry in self._catalog.coldest(64))
         others = [
             slab
-            for slab in map(self._store.slab, (n << 40 for n in self._store.numbers()))
-            if slab is not None and slab.slot_bytes != slot_bytes and slab.number not in busy
+            for slab in self._store.slabs()
+            if slab.slot_bytes != slot_bytes
+            and slab.number not in self._emptied
+            and not uses.get(slab.number, _UNUSED).fixed
         ]
-        others.sort(key=lambda slab: (-cold[slab.number], blocks[slab.number]))
+        others.sort(key=lambda s: (-cold[s.number], uses.get(s.number, _UNUSED).blocks))
         for slab in others:
             if self._store.room_for(slot_bytes) >= count:
                 return
@@ -117,19 +123,19 @@ class Reclaimer:
 
     def reap(self) -> None:
         """Deletes the rows of dropped blocks, then frees their slots."""
-        while condemned := self._catalog.take_condemned(MAX_ROWS):
+        while addresses := self._catalog.take_pending_free(MAX_ROWS):
             try:
-                self._index.delete(condemned)
+                self._index.delete(addresses)
             except sqlite3.Error as error:
                 self.index_failed(error)
-                self._catalog.condemn(condemned)
+                self._catalog.add_pending_free(addresses)
                 return
-            self.give_back(condemned)
+            self.give_back(addresses)
 
     def give_back(self, addresses: Sequence[int]) -> None:
         for address in addresses:
-            slab = self._store.slab(address)
-            if slab is not None and slab.number not in self._mover.leaving:
+            slab = self._store.slab(slab_of(address))
+            if slab is not None and slab.number not in self._emptied:
                 self._store.slot_class(slab.slot_bytes).give(address)
 
     def admitted(self, slot_bytes: int, puts: list[Put]) -> list[Put]:
@@ -162,22 +168,24 @@ class Reclaimer:
             wanted += group[:count]
         return wanted
 
+    # -- towards a lowered limit -----------------------------------------------------------
+
     def shrink(self) -> None:
         """A step towards the limit, if that was lowered: empties a slab whose blocks find room in
         others; if there is none, evicts some of what is worth least. Where nothing more can be
         evicted blocks are lost with their slab, but no pinned ones: such a slab stays."""
-        self._mover.tend()
+        self._remove_emptied()
         self.surplus_bytes = self._surplus()
-        if not self.surplus_bytes or self._mover.leaving:
+        if not self.surplus_bytes or self._emptied:
             return
         costs = self._costs()
-        if costs and (not costs[0][0] or not self._catalog.shed(self._to_shed())):
-            slab = self._store.slab(costs[0][2] << 40)
+        if costs and (not costs[0][0] or not self._catalog.evict_bytes(self._to_evict())):
+            slab = self._store.slab(costs[0][2])
             assert slab is not None
             try:
-                self._mover.empty(slab)
+                self._empty(slab)
             except OSError as error:
-                self._ledger.faulted("a slab could not be emptied", error)
+                self._counters.fault("a slab could not be emptied", error)
         self.reap()
         self.surplus_bytes = self._surplus()
         if not self.surplus_bytes:
@@ -187,33 +195,77 @@ class Reclaimer:
         over = self._store.file_bytes + self._store.index_bytes - self._store.limit_bytes
         return max(0, over)
 
-    def _to_shed(self) -> int:
+    def _to_evict(self) -> int:
         """Bytes to evict before it is looked again for a slab that can be emptied."""
         free = sum(slots.free * slots.slot_bytes for slots in self._store.classes())
-        return max(_SHED_BYTES, self.surplus_bytes - free, self.surplus_bytes // 64)
+        return max(_EVICTED_BYTES, self.surplus_bytes - free, self.surplus_bytes // 64)
 
     def _costs(self) -> list[tuple[int, int, int]]:
         """Of every slab the bytes that would be lost, and those that would be moved, if it were
         emptied, and its number; the cheapest first. Without those that would lose a pinned
         block."""
-        blocks, pinned = self._catalog.blocks_by_slab()
+        uses = self._catalog.slab_uses()
         costs: list[tuple[int, int, int]] = []
-        for number in self._store.numbers():
-            slab = self._store.slab(number << 40)
-            assert slab is not None
-            slots, size = self._store.slot_class(slab.slot_bytes), slab.slot_bytes
-            room = slots.free - (slab.slots - slots.used_by_extent().get(slab.base, 0))
-            if pinned[number] <= max(0, room):
-                lost = max(0, blocks[number] - room)
-                costs.append((lost * size, blocks[number] * size, number))
+        for slab in self._store.slabs():
+            use, size = uses.get(slab.number, _UNUSED), slab.slot_bytes
+            slots = self._store.slot_class(size)
+            room = slots.free - (slab.slots - slots.used_in(slab.base))
+            if use.pinned <= max(0, room):
+                lost = max(0, use.blocks - room)
+                costs.append((lost * size, use.blocks * size, slab.number))
         return sorted(costs)
+
+    def _empty(self, slab: Slab) -> None:
+        """Moves the blocks of a slab, drops those there is no room for, and deletes it: now, or
+        when reads of it have ended. Raises OSError if the medium fails; blocks not moved by then
+        are dropped with the slab."""
+        self._store.slot_class(slab.slot_bytes).discard_extent(slab.base)
+        entries = self._catalog.in_slab(slab.number)
+        try:
+            for start in range(0, len(entries), _MOVED_AT_ONCE):
+                self._move(slab, entries[start : start + _MOVED_AT_ONCE])
+        finally:
+            self._catalog.forget_slab(slab.number)
+            self._emptied[slab.number] = entries
+            self._remove_emptied()
+
+    def _move(self, slab: Slab, entries: Sequence[Entry]) -> None:
+        slots = self._store.slot_class(slab.slot_bytes)
+        places = slots.take(len(entries))
+        moves: list[tuple[Entry, int]] = list(zip(entries, places, strict=False))
+        done = False
+        try:
+            with memoryview(mmap.mmap(-1, slab.slot_bytes)) as page:
+                for entry, place in moves:
+                    self._store.read(entry.address, [page])
+                    self._store.write(place, [page])
+            for number in {slab_of(place) for place in places}:
+                self._store.sync(address_of(number))
+            self._index.move([(place, entry.address) for entry, place in moves])
+            done = True
+        except sqlite3.Error as error:
+            raise OSError(str(error)) from error
+        finally:
+            if not done:
+                for place in places:
+                    slots.give(place)
+        gone = [place for entry, place in moves if not self._catalog.relocate(entry, place)]
+        self._catalog.add_pending_free(gone)
+
+    def _remove_emptied(self) -> None:
+        """Deletes emptied slabs whose reads have ended."""
+        for number, entries in list(self._emptied.items()):
+            if not any(entry.io_refs for entry in entries):
+                del self._emptied[number]
+                if self._store.slab(number) is not None:
+                    self._store.remove(number)
 
     def _end_shrinking(self) -> None:
         """Evicts to the low watermark if what is left is above the high one; takes back what the
         index needs no more."""
         total = sum(slots.slots * slots.slot_bytes for slots in self._store.classes())
         if self._catalog.used_bytes > total * self._watermarks.high:
-            self._catalog.shed(self._catalog.used_bytes - int(total * self._watermarks.low))
+            self._catalog.evict_bytes(self._catalog.used_bytes - int(total * self._watermarks.low))
             self.reap()
         self._compact()
 
@@ -229,4 +281,4 @@ class Reclaimer:
     def index_failed(self, error: sqlite3.Error) -> None:
         """The index could not be written; what was to be changed in it is not changed."""
         self._failing = True
-        self._ledger.faulted("index failed, stores are shed", error)
+        self._counters.fault("index failed, stores are shed", error)

@@ -1,7 +1,7 @@
 """Slab files: preallocated files of equal slots, grown on demand up to a hard limit.
 
-An *address* is ``slab number << 40 | byte offset in the file``. Each file begins with a header
-page that says whose it is; slots follow. Not thread-safe except for reading and writing slots.
+Each file begins with a header page that says whose it is; slots follow. Not thread-safe except for
+reading and writing slots.
 """
 
 from __future__ import annotations
@@ -19,17 +19,54 @@ from pathlib import Path
 
 from kvrecall.block import FORMAT_VERSION
 from kvrecall.pool.disk.index import ROW_BYTES, WAL_BYTES
-from kvrecall.pool.disk.io import FileIo
 from kvrecall.pool.slots import ALIGNMENT, SlotClass
 
 _LOG = logging.getLogger(__name__)
-_SHIFT = 40
+_OFFSET_BITS = 40
 _VERSION = FORMAT_VERSION * 100 + 1  # of the files, not of the index
 _MAGIC = b"kvrecall"
 _HEADER = struct.Struct("<8sI16sIQQ")  # magic, version, pool id, number, slot bytes, slots
 _GIB = 1 << 30
 INDEX_BASE_BYTES = WAL_BYTES + (256 << 10)
 """What the index takes before its first row: its log and the empty file."""
+
+
+def address_of(slab: int, offset: int = 0) -> int:
+    """Address of the slot at a byte offset in the file of a slab, of which this is the number."""
+    return slab << _OFFSET_BITS | offset
+
+
+def slab_of(address: int) -> int:
+    """Number of the slab that holds ``address``."""
+    return address >> _OFFSET_BITS
+
+
+def offset_of(address: int) -> int:
+    """Byte offset of ``address`` in the file of its slab."""
+    return address & (1 << _OFFSET_BITS) - 1
+
+
+class FileIo:
+    """Plain system calls. Subclass it to inject faults. All may raise OSError."""
+
+    def open(self, path: Path, direct: bool) -> int:
+        """Opens a slab for reading and writing, creating it with mode 0600."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        return os.open(path, flags | (os.O_DIRECT if direct else 0), 0o600)
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        """Reserves the file's room on the medium."""
+        os.posix_fallocate(fd, 0, nbytes)
+
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.pwritev(fd, buffers, offset)
+
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Bytes read; less than asked means that the file ends there."""
+        return os.preadv(fd, buffers, offset)
+
+    def sync(self, fd: int) -> None:
+        os.fdatasync(fd)
 
 
 class SlabLost(OSError):
@@ -56,7 +93,7 @@ class Slab:
     @property
     def base(self) -> int:
         """Address of its first slot."""
-        return self.number << _SHIFT | ALIGNMENT
+        return address_of(self.number, ALIGNMENT)
 
     def check(self) -> None:
         """Raises SlabLost if the file is not there in full."""
@@ -101,12 +138,11 @@ class SlabStore:
         slots = sum(slab.slots for slab in self._slabs.values())
         return INDEX_BASE_BYTES + slots * ROW_BYTES
 
-    def numbers(self) -> list[int]:
-        return list(self._slabs)
+    def slab(self, number: int) -> Slab | None:
+        return self._slabs.get(number)
 
-    def slab(self, address: int) -> Slab | None:
-        """The slab that holds ``address``."""
-        return self._slabs.get(address >> _SHIFT)
+    def slabs(self) -> list[Slab]:
+        return list(self._slabs.values())
 
     def slot_class(self, slot_bytes: int) -> SlotClass:
         if slot_bytes not in self._classes:
@@ -152,7 +188,7 @@ class SlabStore:
 
     def is_slot(self, address: int, nbytes: int) -> bool:
         """Whether ``address`` is a slot of an open slab that can hold ``nbytes``."""
-        slab = self.slab(address)
+        slab = self.slab(slab_of(address))
         if slab is None or not 0 < nbytes <= slab.slot_bytes:
             return False
         place, rest = divmod(address - slab.base, slab.slot_bytes)
@@ -260,7 +296,7 @@ class SlabStore:
         try:
             slab.check()
             expected = sum(len(buffer) for buffer in buffers)
-            if self._io.write(slab.fd, buffers, address & (1 << _SHIFT) - 1) != expected:
+            if self._io.write(slab.fd, buffers, offset_of(address)) != expected:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
             self._leave(slab)
@@ -270,7 +306,7 @@ class SlabStore:
         that fails, SlabLost if the file is gone."""
         slab = self._enter(address)
         try:
-            got = self._io.read(slab.fd, buffers, address & (1 << _SHIFT) - 1)
+            got = self._io.read(slab.fd, buffers, offset_of(address))
             slab.check()
             return got
         finally:
@@ -292,7 +328,7 @@ class SlabStore:
 
     def _enter(self, address: int) -> Slab:
         with self._lock:
-            slab = self.slab(address)
+            slab = self.slab(slab_of(address))
             if slab is None:
                 raise SlabLost(errno.EIO, "the slab is gone")
             slab.busy += 1

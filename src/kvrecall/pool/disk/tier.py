@@ -8,27 +8,23 @@ import logging
 import queue
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.config import DEFAULT_POLICY, DiskConfig, PoolTerms, Watermarks
 from kvrecall.errors import ConfigError, TierError
-from kvrecall.pool.accounts import TenantUse
 from kvrecall.pool.base import TierStats
 from kvrecall.pool.disk.catalog import Catalog
-from kvrecall.pool.disk.checker import Checker
+from kvrecall.pool.disk.codec import BlockCodec, Plain
 from kvrecall.pool.disk.flusher import Flusher
 from kvrecall.pool.disk.folder import FolderLock, check_room
 from kvrecall.pool.disk.index import MAX_ROWS, WAL_BYTES, Index, Row, aside_bytes
-from kvrecall.pool.disk.io import FileIo
-from kvrecall.pool.disk.ledger import Ledger
-from kvrecall.pool.disk.reader import Readers
+from kvrecall.pool.disk.reader import DiskCounters, Readers
 from kvrecall.pool.disk.reclaimer import Reclaimer
-from kvrecall.pool.disk.seal import Checksum, Seal
-from kvrecall.pool.disk.slabs import INDEX_BASE_BYTES, SlabStore
+from kvrecall.pool.disk.slabs import INDEX_BASE_BYTES, FileIo, SlabStore, slab_of
 from kvrecall.pool.eviction import make_policy
-from kvrecall.pool.held import Held
+from kvrecall.pool.residents import BlockInfo, TenantUse
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier, ended
 
@@ -53,12 +49,12 @@ class DiskTier(Tier):
         policy: str = DEFAULT_POLICY,
         io: FileIo | None = None,
         clock: Callable[[], float] = time.time,
-        seal: Seal | None = None,
+        codec: BlockCodec | None = None,
         terms: PoolTerms | None = None,
     ) -> None:
         """Opens or makes the folder. TierError if it cannot be used; nothing is changed then.
 
-        ``seal`` (default: a checksum): see ``_admit`` for folders that were written with another.
+        ``codec`` (default: a checksum): see ``_admit`` for folders that were written with another.
         """
         if config.capacity_bytes < _LEAST_BYTES:
             raise TierError(
@@ -69,7 +65,7 @@ class DiskTier(Tier):
         self._config = config
         self._capacity_bytes = config.capacity_bytes
         self._terms = terms or PoolTerms()
-        self._seal = seal or Checksum()
+        self._codec = codec or Plain()
         with contextlib.ExitStack() as undo:
             self._lock = FolderLock(config.path)
             undo.callback(self._lock.release)
@@ -78,7 +74,7 @@ class DiskTier(Tier):
             except (OSError, sqlite3.Error) as error:
                 raise TierError(f"disk_path: {config.path}: {error}") from error
             undo.pop_all()
-        self._ledger = Ledger()
+        self._counters = DiskCounters()
         self._done: queue.Queue[Done] = queue.Queue()
         self._closed = False
         self._sizes = {ns.digest: nbytes for ns, nbytes in self._index.namespaces()}
@@ -86,22 +82,22 @@ class DiskTier(Tier):
         self._flusher.start()
 
     def _make_workers(self) -> None:
-        config, ledger, done = self._config, self._ledger, self._done.put
+        config, counters, done = self._config, self._counters, self._done.put
         marks = Watermarks(config.high_watermark, config.low_watermark)
-        self._reclaimer = Reclaimer(self._catalog, self._store, self._index, ledger, marks)
+        self._reclaimer = Reclaimer(self._catalog, self._store, self._index, counters, marks)
         self._flusher = Flusher(
             self._catalog,
             self._store,
             self._index,
-            ledger,
+            counters,
             self._reclaimer,
             config.max_queued_bytes,
             done,
-            self._seal,
+            self._codec,
         )
         lost = self._flusher.report_lost
         self._readers = Readers(
-            config.readers, self._catalog, self._store, ledger, done, lost, self._seal
+            config.readers, self._catalog, self._store, counters, done, lost, self._codec
         )
 
     def register(self, namespace: Namespace, block_bytes: int) -> None:
@@ -110,7 +106,7 @@ class DiskTier(Tier):
             return
         self._sizes[namespace.digest] = block_bytes
         if known is None:
-            self._catalog.resize(self._capacity_bytes // slot_bytes_of(block_bytes))
+            self._catalog.resize_policy(self._capacity_bytes // slot_bytes_of(block_bytes))
         else:
             self._catalog.forget_namespace(namespace.digest, but_of=block_bytes)
         self._flusher.register(namespace, block_bytes)
@@ -142,20 +138,22 @@ class DiskTier(Tier):
         self._catalog.forget_all()
 
     def stats(self) -> TierStats:
-        refused, evicted = self._catalog.over_quota
+        accounts = self._catalog.accounts
         return dataclasses.replace(
-            self._ledger.stats(self._capacity_bytes, self._catalog.used_bytes, len(self._catalog)),
+            self._counters.stats(
+                self._capacity_bytes, self._catalog.used_bytes, len(self._catalog)
+            ),
             evictions=self._catalog.evictions,
             pinned_bytes=self._catalog.pinned_bytes,
-            over_quota=refused,
-            quota_evictions=evicted,
+            over_quota=accounts.refused,
+            quota_evictions=accounts.evicted,
         )
 
     def histograms(self) -> dict[str, Buckets]:
-        return self._ledger.histograms()
+        return self._counters.histograms()
 
     def queued(self) -> tuple[int, int]:
-        return (self._flusher.pending, self._ledger.reading)
+        return (self._flusher.pending, self._counters.reading)
 
     @property
     def is_direct(self) -> bool:
@@ -163,9 +161,9 @@ class DiskTier(Tier):
         return self._store.is_direct
 
     @property
-    def seal(self) -> Seal:
+    def codec(self) -> BlockCodec:
         """How blocks lie in the slabs."""
-        return self._seal
+        return self._codec
 
     def namespaces(self) -> list[tuple[Namespace, int]]:
         """Namespaces known when the tier was opened, with the bytes of their blocks."""
@@ -187,20 +185,20 @@ class DiskTier(Tier):
 
     # -- administration --------------------------------------------------------------------
 
-    def pin(self, keys: Sequence[BlockKey]) -> None:
-        self._catalog.keep(keys)
+    def pin(self, keys: Collection[BlockKey]) -> None:
+        self._catalog.pin(keys)
 
-    def unpin(self, keys: Sequence[BlockKey]) -> None:
-        self._catalog.unkeep(keys)
+    def unpin(self, keys: Collection[BlockKey]) -> None:
+        self._catalog.unpin(keys)
 
     def wait_pins_durable(self, timeout_s: float) -> bool:
         """Waits until what is pinned now will be after a restart. False if that does not come."""
         self._flusher.hurry()
-        return self._flusher.wait_keeps(timeout_s)
+        return self._flusher.wait_pins_noted(timeout_s)
 
     def pinned_keys(self) -> frozenset[BlockKey]:
         """Keys that are pinned, of blocks that are here or not."""
-        return self._catalog.kept()
+        return self._catalog.pinned_keys()
 
     @property
     def pinned_bytes(self) -> int:
@@ -209,29 +207,25 @@ class DiskTier(Tier):
     @property
     def pin_limit(self) -> int:
         """Bytes that pinned blocks may take."""
-        return int(self._terms.pin_limit * self._capacity_bytes)
+        return self._catalog.pin_limit
 
     @property
     def path(self) -> Path:
         """The folder."""
         return self._config.path
 
-    def held(self, unused_since: float | None = None) -> list[Held]:
+    def blocks(self, unused_since: float | None = None) -> list[BlockInfo]:
         """Every block, or those not used since that wall-clock second."""
-        return self._catalog.held(unused_since)
+        return self._catalog.infos(unused_since)
 
-    def uses(self) -> list[TenantUse]:
+    def tenants(self) -> list[TenantUse]:
         """Tenants in the tier."""
-        return self._catalog.uses()
+        return self._catalog.tenants()
 
     def check(self, keys: Sequence[BlockKey]) -> Iterator[tuple[BlockKey, Outcome]]:
         """Reads blocks beside the loads, which go first, and checks them; drops the damaged.
         MISS: it is gone. Blocks; a pass over a medium that is used."""
-        checker = Checker(
-            self._catalog, self._store, self._ledger, self._seal, self._flusher.report_lost
-        )
-        placed = self._catalog.in_order(keys)
-        return ((key, checker.check(key)) for key in placed)
+        return self._readers.check(keys)
 
     def resize(self, capacity_bytes: int) -> None:
         """Sets the limit. Shrinking goes on in the background, see ``surplus_bytes``. ConfigError
@@ -276,23 +270,18 @@ class DiskTier(Tier):
         self._store = SlabStore(path, limit, self._index.pool_id, io, self._config.direct_io)
         undo.callback(self._store.close)
         rows = list(self._index.rows())
-        self._catalog = Catalog(
-            policy,
-            self._capacity(rows),
-            clock,
-            self._terms.tenants,
-            lambda: self._capacity_bytes,
-        )
+        blocks = self._capacity(rows)
+        self._catalog = Catalog(policy, blocks, lambda: self._capacity_bytes, clock, self._terms)
         self._recover(rows)
         self._index.reserve(self._store.index_bytes - WAL_BYTES)
 
     def _admit(self) -> None:
-        """Sees to it that what lies in the folder fits the seal. TierError if a key is missing;
+        """Sees to it that what lies in the folder fits the codec. TierError if a key is missing;
         blocks that lie there as they are go when there is a key now, before anything is stored."""
-        if self._index.is_sealed == self._seal.hides:
+        if self._index.is_sealed == self._codec.encrypts:
             return
         path = self._config.path
-        if not self._seal.hides:
+        if not self._codec.encrypts:
             raise TierError(
                 f"disk_path: {path} holds blocks sealed with a key; set encryption_key_file, or "
                 "delete the folder to go on without encryption"
@@ -314,16 +303,16 @@ class DiskTier(Tier):
         self._known = self._index.namespaces()
         used: dict[int, list[int]] = {}
         for row in rows:
-            used.setdefault(row.address >> 40, []).append(row.address)
+            used.setdefault(slab_of(row.address), []).append(row.address)
         missing = self._store.recover(used)
         if missing:
             _LOG.warning("disk tier: %d slabs are missing or damaged", len(missing))
         missing += self._shrink(used)
         good: dict[BlockKey, Row] = {}
         bad: list[int] = []
-        strange = 0  # sealed with a key that is not given (any more)
+        strange = 0  # encrypted with a key that is not given (any more)
         for row in rows:
-            known = self._seal.knows(row.proof)
+            known = self._codec.knows(row.tag)
             strange += not known
             if row.key in good or not known or not self._store.is_slot(row.address, row.nbytes):
                 bad.append(row.address)
@@ -337,9 +326,9 @@ class DiskTier(Tier):
                 len(rows),
                 self._config.path,
             )
-        places: dict[int, list[int]] = {number: [] for number in self._store.numbers()}
+        places: dict[int, list[int]] = {slab.number: [] for slab in self._store.slabs()}
         for row in good.values():
-            places[row.address >> 40].append(row.address)
+            places[slab_of(row.address)].append(row.address)
         for start in range(0, len(bad), MAX_ROWS):
             self._index.delete(bad[start : start + MAX_ROWS])
         for number, addresses in places.items():
@@ -356,9 +345,9 @@ class DiskTier(Tier):
     def _shrink(self, used: dict[int, list[int]]) -> list[int]:
         """Gives up the emptiest slabs while the tier is above its (lowered) limit."""
         given_up: list[int] = []
-        for number in sorted(self._store.numbers(), key=lambda n: len(used[n])):
+        for slab in sorted(self._store.slabs(), key=lambda slab: len(used[slab.number])):
             if self._store.file_bytes + self._store.index_bytes <= self._store.limit_bytes:
                 break
-            self._store.remove(number)
-            given_up.append(number)
+            self._store.remove(slab.number)
+            given_up.append(slab.number)
         return given_up

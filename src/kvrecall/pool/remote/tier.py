@@ -17,8 +17,7 @@ import xxhash
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
 from kvrecall.config import RemoteConfig
 from kvrecall.pool.base import TierStats
-from kvrecall.pool.histogram import Histogram
-from kvrecall.pool.ledger import TierLedger
+from kvrecall.pool.counters import Histogram, TierCounters
 from kvrecall.pool.remote.calls import BatchSize, CallQueue, CircuitBreaker
 from kvrecall.pool.remote.existence import Belief, ExistenceCache
 from kvrecall.pool.remote.store import Parcel, Store
@@ -41,7 +40,7 @@ _HEADER = struct.Struct("<4sIQ16s16s16x")  # magic, version, nbytes, digest of t
 assert _HEADER.size == HEADER_BYTES
 
 
-class _RemoteLedger(TierLedger):
+class _RemoteLedger(TierCounters):
     """Counters of one remote tier. Thread-safe."""
 
     def __init__(self) -> None:
@@ -287,7 +286,7 @@ class RemoteTier(Tier):
         try:
             self._store.close()
         except Exception as error:  # noqa: BLE001 - a store may raise anything
-            self._ledger.complain(f"closing the store failed: {_text(error)}")
+            self._ledger.warn(f"closing the store failed: {_text(error)}")
 
     # -- the threads -----------------------------------------------------------------------
 
@@ -374,7 +373,7 @@ class RemoteTier(Tier):
                     outcomes[key] = Outcome.CORRUPT
         corrupt = [key for key, outcome in outcomes.items() if outcome is Outcome.CORRUPT]
         if corrupt:
-            self._ledger.complain(f"{len(corrupt)} blocks are dropped: their bytes are wrong")
+            self._ledger.warn(f"{len(corrupt)} blocks are dropped: their bytes are wrong")
             self.drop(corrupt)
 
     def _is_hopeless(self, key: BlockKey) -> bool:
@@ -449,7 +448,7 @@ class RemoteTier(Tier):
         except Exception as error:  # noqa: BLE001 - a store may raise anything
             self._ledger.failed()
             if self._breaker.failed():
-                self._ledger.complain(
+                self._ledger.warn(
                     f"{what} failed, the store is left alone for a while and blocks are computed: "
                     f"{_text(error)}"
                 )

@@ -34,9 +34,9 @@ from kvrecall.errors import ConfigError, KvrecallError, TierError
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.cipher import read_cipher
 from kvrecall.pool.disk import DiskTier
+from kvrecall.pool.disk.codec import BlockCodec, Locked, Plain, make_codec
 from kvrecall.pool.disk.folder import FolderHeld, own_bytes
 from kvrecall.pool.disk.index import INDEX_NAME, is_sealed
-from kvrecall.pool.disk.seal import Checksum, Seal, Shut, make_seal
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.inventory import SORTS, By, Inventory, Listing, OnProgress, Overview
@@ -509,7 +509,7 @@ class FolderAdmin(Admin):
         terms = PoolTerms(pin_limit=1.0)  # the pool's own limit is of a size not known here
         config = DiskConfig(path, _present_size(path))
         try:
-            disk = DiskTier(config, seal=_seal_for(path, key_file), terms=terms)
+            disk = DiskTier(config, codec=_seal_for(path, key_file), terms=terms)
         except FolderHeld as error:
             raise TierError(
                 f"{error}. A pool in an engine's own process cannot be administered while it "
@@ -525,11 +525,11 @@ class FolderAdmin(Admin):
         self._pool.close()
 
 
-def _seal_for(path: Path, key_file: Path | None) -> Seal:
+def _seal_for(path: Path, key_file: Path | None) -> BlockCodec:
     """One that changes nothing in the folder."""
     if not is_sealed(path):
-        return Checksum()
-    return Shut() if key_file is None else make_seal(read_cipher(key_file))
+        return Plain()
+    return Locked() if key_file is None else make_codec(read_cipher(key_file))
 
 
 def _present_size(path: Path) -> int:

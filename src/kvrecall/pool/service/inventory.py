@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, TierName
 from kvrecall.errors import ConfigError
-from kvrecall.pool.accounts import TenantUse
 from kvrecall.pool.base import PoolStats
-from kvrecall.pool.held import Held
 from kvrecall.pool.pool import Pool
+from kvrecall.pool.residents import BlockInfo, TenantUse
 from kvrecall.pool.service.prefix_tree import PrefixTree, prefix_trees
 from kvrecall.pool.tier import Outcome
 
@@ -159,7 +158,7 @@ class Inventory:
 
     def __init__(self, pool: Pool, overview: Callable[[], Overview] | None = None) -> None:
         """``overview``: of the service that has the pool."""
-        self._admin = pool.steward
+        self._admin = pool.admin
         self._pool = pool
         self._overview = overview
 
@@ -170,7 +169,7 @@ class Inventory:
 
     # -- what is there ---------------------------------------------------------------------
 
-    def select(self, query: Query) -> list[Held]:
+    def select(self, query: Query) -> list[BlockInfo]:
         """The blocks that fit; one in two tiers is named twice."""
         if query.tier not in ("", TierName.HOST, TierName.DISK):
             raise ConfigError(f"--tier: {query.tier!r} is none; say host or disk")
@@ -223,7 +222,7 @@ class Inventory:
         held = self.select(query)
         known = self._namespaces()
         inner = {block.parent for block in held} if by is By.CHAIN else set()
-        groups: dict[str, list[Held]] = {}
+        groups: dict[str, list[BlockInfo]] = {}
         if by is By.NAMESPACE and query == Query():
             groups = {digest.hex(): [] for digest in known}  # also those with nothing left
         for block in held:
@@ -252,8 +251,8 @@ class Inventory:
     def tenants(self) -> tuple[tuple[TenantView, ...], int]:
         """Tenants that hold most, and how many there are."""
         disk_tier = self._admin.disk
-        host = {use.tenant: use for use in self._admin.host_uses()}
-        disk = {use.tenant: use for use in disk_tier.uses()} if disk_tier is not None else {}
+        host = {use.tenant: use for use in self._pool.host_tenants()}
+        disk = {use.tenant: use for use in disk_tier.tenants()} if disk_tier is not None else {}
         views = [
             _tenant_view(tenant, host.get(tenant), disk.get(tenant)) for tenant in {**host, **disk}
         ]
@@ -291,7 +290,7 @@ class Inventory:
             checked += outcome is not Outcome.MISS
             if outcome in (Outcome.CORRUPT, Outcome.ERROR):
                 damaged += 1
-                self._admin.damaged(key)
+                self._pool.lost_below([key])
             if time.monotonic() - told > _PROGRESS_S:
                 told = time.monotonic()
                 progress(checked, len(keys), damaged)
@@ -305,14 +304,14 @@ class Inventory:
         if disk_bytes is not None and disk is None:
             raise ConfigError("disk: this pool has no disk tier; start it with disk_path")
         if host_bytes is not None:
-            self._admin.resize_host(host_bytes)
+            self._pool.resize_host(host_bytes)
         if disk_bytes is not None and disk is not None:
             disk.resize(disk_bytes)
 
     def surplus(self) -> int:
         """Bytes that are still to go after ``resize``."""
         disk = self._admin.disk
-        return self._admin.host_surplus() + (0 if disk is None else disk.surplus_bytes)
+        return self._pool.host_surplus() + (0 if disk is None else disk.surplus_bytes)
 
     def _namespaces(self) -> dict[bytes, _Known]:
         """Every namespace that was registered or has blocks on disk, by its digest."""
@@ -324,7 +323,7 @@ class Inventory:
         }
 
 
-def _prefix_of(name: str, held: Collection[Held]) -> set[BlockKey]:
+def _prefix_of(name: str, held: Collection[BlockInfo]) -> set[BlockKey]:
     """The block whose hex name begins with ``name`` (or goes on so after its namespace), with all
     it hangs on."""
     name = name.lower()
@@ -347,7 +346,7 @@ def _prefix_of(name: str, held: Collection[Held]) -> set[BlockKey]:
 def _row(
     by: By,
     name: str,
-    blocks: Sequence[Held],
+    blocks: Sequence[BlockInfo],
     known: Mapping[bytes, _Known],
     now: float,
 ) -> Row:

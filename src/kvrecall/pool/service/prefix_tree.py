@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Tenant, TierName
-from kvrecall.pool.held import Held
+from kvrecall.pool.residents import BlockInfo
 
 MAX_BLOCKS = 200_000
 """With more blocks in a pool its trees are not built: they would hold up its engines."""
@@ -68,11 +68,11 @@ class _Block:
 
 
 def prefix_trees(
-    held: Sequence[Held], known: Mapping[bytes, tuple[str, int]], now: float, limit: int = 300
+    held: Sequence[BlockInfo], known: Mapping[bytes, tuple[str, int]], now: float, limit: int = 300
 ) -> tuple[PrefixTree, ...]:
     """The trees of these blocks, largest first. ``known``: by a namespace's digest, what a person
     calls it and the bytes of its blocks."""
-    groups: dict[tuple[bytes, Tenant], list[Held]] = {}
+    groups: dict[tuple[bytes, Tenant], list[BlockInfo]] = {}
     for block in held:
         groups.setdefault((block.key[:NAMESPACE_BYTES], block.tenant), []).append(block)
     budget = max(1, limit // max(1, len(groups)))
@@ -98,7 +98,7 @@ def prefix_trees(
     return tuple(sorted(trees, key=lambda tree: -(tree.host_bytes + tree.disk_bytes)))
 
 
-def _roots(held: Sequence[Held]) -> list[_Block]:
+def _roots(held: Sequence[BlockInfo]) -> list[_Block]:
     """The blocks joined to their parents; those without one."""
     blocks: dict[BlockKey, _Block] = {}
     for one in held:

@@ -38,7 +38,7 @@ from kvrecall.lab.bench.tiers.stores import (
     make_durable,
 )
 from kvrecall.lab.engines.server import Progress
-from kvrecall.pool.disk.seal import Checksum
+from kvrecall.pool.disk.codec import Plain
 
 PHASES = ("put", "durable", "cold", "warm")
 """``durable``: puts and the wait until all is on the medium. ``cold``: gets after the page cache
@@ -103,7 +103,7 @@ CANDIDATES = (
     Candidate(
         "kvrecall disk", _DISK, True,
         "the disk tier as it is: XXH3 verified, direct I/O, a put ends when it is durable",
-        lambda w: DiskStore(w.folder, w.nbytes, w.block_bytes, Checksum()),
+        lambda w: DiskStore(w.folder, w.nbytes, w.block_bytes, Plain()),
     ),
     Candidate(
         "kvrecall disk, no checksums", _DISK, False, "only here: the price of the checksum",

@@ -18,7 +18,7 @@ from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.lab.bench.pool import NAMESPACE, await_all
 from kvrecall.pool.base import RecallState, Verdict
 from kvrecall.pool.disk import DiskTier
-from kvrecall.pool.disk.seal import Checksum, Seal
+from kvrecall.pool.disk.codec import BlockCodec, Plain
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.tier import Get, Outcome, Put
 
@@ -198,18 +198,18 @@ class PlainFiles(Store):
         return
 
 
-class Unchecked(Checksum):
+class Unchecked(Plain):
     """Blocks as they are, and nothing to tell whether they still are. Only to show what the
     checksum costs: no pool can be set to this."""
 
-    _PROOF = bytes(16)
+    _TAG = bytes(16)
 
-    def write(self, puts: Sequence[Put], proofs: dict[BlockKey, bytes]) -> Sequence[memoryview]:
-        proofs.update((put.key, self._PROOF) for put in puts)
+    def encode(self, puts: Sequence[Put], tags: dict[BlockKey, bytes]) -> Sequence[memoryview]:
+        tags.update((put.key, self._TAG) for put in puts)
         return [put.data for put in puts]
 
-    def open(
-        self, key: BlockKey, nbytes: int, proof: bytes, read: memoryview, slot: memoryview
+    def decode(
+        self, key: BlockKey, nbytes: int, tag: bytes, read: memoryview, slot: memoryview
     ) -> bool:
         return True
 
@@ -249,10 +249,10 @@ class HostStore(Store):
 class DiskStore(Store):
     """The disk tier alone, between memory and its slab files. A put ends when it is durable."""
 
-    def __init__(self, folder: Path, nbytes: int, block_bytes: int, seal: Seal) -> None:
+    def __init__(self, folder: Path, nbytes: int, block_bytes: int, codec: BlockCodec) -> None:
         self._bytes = block_bytes
         config = DiskConfig(folder, nbytes * 2 + (64 << 20), max_queued_bytes=nbytes)
-        self._tier = DiskTier(config, seal=seal)
+        self._tier = DiskTier(config, codec=codec)
         self._tier.register(NAMESPACE, block_bytes)
 
     def put(self, names: Sequence[bytes], blocks: Sequence[memoryview]) -> None:

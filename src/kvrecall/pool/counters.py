@@ -1,20 +1,48 @@
-"""The book-keeping that tiers below the host have in common: counters, latencies, complaints."""
+"""What tiers below the host count: operations, bytes, latencies, failures."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from bisect import bisect_left
 
 from kvrecall.pool.base import TierStats
-from kvrecall.pool.histogram import Histogram
 from kvrecall.pool.tier import Buckets, Outcome
 
 _LOG = logging.getLogger(__name__)
-_SILENCE_S = 10.0  # between two complaints
+_SILENCE_S = 10.0  # between two warnings
+_BOUNDS = tuple(
+    base * 10.0**power for power in range(-4, 2) for base in (1.0, 2.5, 5.0)
+)  # 0.1 ms to 50 s
 
 
-class TierLedger:
+class Histogram:
+    """Counts of seconds in fixed buckets. One writer at a time; readers may look any time."""
+
+    __slots__ = ("_counts", "count", "total")
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(_BOUNDS) + 1)
+        self.count = 0
+        self.total = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(_BOUNDS, seconds)] += 1
+        self.count += 1
+        self.total += seconds
+
+    def buckets(self) -> Buckets:
+        """``(upper bound in seconds, how many were at most that)``, ascending, up to infinity."""
+        rows: list[tuple[float, int]] = []
+        below = 0
+        for bound, count in zip((*_BOUNDS, float("inf")), self._counts, strict=True):
+            below += count
+            rows.append((round(bound, 6), below))
+        return tuple(rows)
+
+
+class TierCounters:
     """Counters of the tier called ``name``. Thread-safe."""
 
     def __init__(self, name: str) -> None:
@@ -73,8 +101,8 @@ class TierLedger:
         with self._changed:
             self._errors += 1
 
-    def complain(self, what: str) -> None:
-        """Tells the log what went wrong, unless it was told something just now."""
+    def warn(self, what: str) -> None:
+        """Logs what went wrong, unless something was logged just now."""
         now = time.monotonic()
         with self._changed:
             if now < self._silent_until:

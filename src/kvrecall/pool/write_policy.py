@@ -1,5 +1,5 @@
-"""When committed blocks are written to the tier below: at once, at the last moment, or once they
-have shown to be wanted."""
+"""When committed blocks are written to a tier below: at once, at the last moment, or once they
+are known to be wanted."""
 
 from __future__ import annotations
 
@@ -12,23 +12,29 @@ from kvrecall.block import BlockKey
 from kvrecall.config import PoolTerms, Watermarks
 from kvrecall.pool.eviction.lru import LruPolicy
 from kvrecall.pool.host import Block
+from kvrecall.pool.tier import Tier
 
 STORE_TRIES = 3
 """How often storing a block below may fail before it is left alone."""
 _DUE_AT_ONCE = 512
 _REMEMBER = 131_072  # keys; about 20 MB
 _LIKELY = 0.5  # chance of being used again from which a block is written at first sight
+_PAUSE_S = 1.0  # after the remote tier took nothing
 
 
 class WritePolicy(ABC):
     """Says which blocks of the host are to be stored below, and when.
 
-    Owner: one pool; used under its lock; never waits. What it names and is stored already, or on
-    its way, is passed over. ``flush`` stores what it is asked for whatever a policy says.
+    Owner: one pool's writer; used under the pool's lock; never waits. The writer passes over what
+    is stored already, or on its way, and stores what is flushed whatever a policy says.
     """
 
     name: ClassVar[str]
     unwritten_bytes = 0
+
+    def __contains__(self, key: BlockKey) -> bool:
+        """Whether the block is dirty: its write is pending."""
+        return False
 
     @abstractmethod
     def committed(self, blocks: Sequence[Block]) -> Sequence[Block]:
@@ -54,9 +60,12 @@ class WritePolicy(ABC):
     def settled(self, key: BlockKey) -> None:
         """The block was stored, or has left the host."""
 
-    def rest(self) -> Sequence[BlockKey]:
+    def rest(self, blocks: Mapping[BlockKey, Block]) -> Sequence[Block]:
         """Those to store before the pool closes."""
         return ()
+
+    def pause(self) -> None:  # noqa: B027
+        """The tier took nothing of what was due."""
 
 
 class WriteThrough(WritePolicy):
@@ -71,7 +80,19 @@ class WriteThrough(WritePolicy):
         return blocks
 
     def settled(self, key: BlockKey) -> None:
-        """Nothing is kept back."""
+        """No block is dirty here."""
+
+
+class WriteNever(WritePolicy):
+    """No block: of a remote tier that gets every block together with the near one."""
+
+    name: ClassVar[str] = "never"
+
+    def committed(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        return ()
+
+    def settled(self, key: BlockKey) -> None:
+        """No block is dirty here."""
 
 
 class WriteBack(WritePolicy):
@@ -87,7 +108,6 @@ class WriteBack(WritePolicy):
         self._writing = False
 
     def __contains__(self, key: BlockKey) -> bool:
-        """Whether the block is kept back."""
         return key in self._sizes
 
     def committed(self, blocks: Sequence[Block]) -> Sequence[Block]:
@@ -120,7 +140,7 @@ class WriteBack(WritePolicy):
                 self.settled(key)  # left alone
                 continue
             surplus -= block.slot_bytes
-            if not block.pins:
+            if not block.io_refs:
                 found.append(block)
         self._writing = surplus > 0
         return found
@@ -131,8 +151,45 @@ class WriteBack(WritePolicy):
             self._order.remove(key)
             self.unwritten_bytes -= nbytes
 
-    def rest(self) -> Sequence[BlockKey]:
-        return list(self._sizes)
+    def rest(self, blocks: Mapping[BlockKey, Block]) -> Sequence[Block]:
+        return [blocks[key] for key in self._sizes]
+
+
+class RemoteWriteBack(WriteBack):
+    """Writes each block to the remote tier when it is about to leave the host, the pool closes, or
+    too much is dirty. A block is offered to the remote tier once: what that does not take then, it
+    never gets, as nothing here waits for it."""
+
+    def __init__(self, remote: Tier, marks: Watermarks, monotonic: Callable[[], float]) -> None:
+        super().__init__(marks)
+        self._remote = remote
+        self._monotonic = monotonic
+        self._not_before = float("-inf")
+
+    def leaving(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        return self._lacking([block for block in blocks if block.key in self])
+
+    def due(self, blocks: Mapping[BlockKey, Block], host_bytes: int) -> Sequence[Block]:
+        if self._monotonic() < self._not_before:
+            return ()
+        return self._lacking(super().due(blocks, host_bytes))
+
+    def rest(self, blocks: Mapping[BlockKey, Block]) -> Sequence[Block]:
+        idle = [block for block in super().rest(blocks) if not block.io_refs]
+        return self._lacking(idle)[:_DUE_AT_ONCE]
+
+    def pause(self) -> None:
+        self._not_before = self._monotonic() + _PAUSE_S
+
+    def _lacking(self, blocks: Sequence[Block]) -> list[Block]:
+        """Those that are not known to be in the remote tier; the others are settled."""
+        lacking: list[Block] = []
+        for block in blocks:
+            if self._remote.contains(block.key):
+                self.settled(block.key)
+            else:
+                lacking.append(block)
+        return lacking
 
 
 class WriteSelective(WritePolicy):

@@ -1,0 +1,134 @@
+"""The administration of a pool: what is in it, what is pinned, dropped, expired."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING
+
+from kvrecall.block import BlockKey, TierName
+from kvrecall.config import PoolTerms
+from kvrecall.errors import ConfigError
+from kvrecall.pool.disk import DiskTier
+from kvrecall.pool.residents import BlockInfo
+
+if TYPE_CHECKING:
+    from kvrecall.pool.pool import Pool
+
+_AT_ONCE = 1000  # blocks, so that engines are answered in between
+_EXPIRY_S = 60.0
+_GIB = 1 << 30
+
+
+class PoolAdmin:
+    """Works on the host and the disk of one pool, from any thread. Calls hold the pool's lock for
+    milliseconds at most, however many blocks they are about."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        disk: DiskTier | None,
+        terms: PoolTerms,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.pool = pool
+        self.disk = disk
+        """The pool's disk tier, if it has one."""
+        self._terms = terms
+        self._clock = clock
+        ages = [t.ttl_s for t in terms.tenants.all if t.ttl_s is not None]
+        self._expiry_s = min([_EXPIRY_S, *(age / 4 for age in ages)]) if ages else None
+        self._expire_at = float("-inf")
+
+    def blocks(self) -> list[BlockInfo]:
+        """Every block in every local tier: one in both is named twice."""
+        return self.pool.host_blocks() + ([] if self.disk is None else self.disk.blocks())
+
+    # -- dropping --------------------------------------------------------------------------
+
+    def drop(self, keys: Collection[BlockKey]) -> None:
+        """Drops blocks from every tier, pinned ones too; leased ones stay in the host."""
+        for part in _parts(keys, from_the_end=True):
+            self._unpin(part)
+            self.pool.drop(part)
+
+    def expire(self) -> None:
+        """Drops what was not used for longer than its tenant's TTL, if it is time to look."""
+        now = time.monotonic()
+        if self._expiry_s is None or now < self._expire_at:
+            return
+        self._expire_at = now + self._expiry_s
+        self.drop(self._expired(self._clock()))
+
+    def _expired(self, now: float) -> set[BlockKey]:
+        """Keys of blocks that are too old in every tier they are in."""
+        rules = self._terms.tenants
+        youngest = min(terms.ttl_s for terms in rules.all if terms.ttl_s is not None)
+        idle = self.pool.host_blocks(now - youngest)
+        idle += [] if self.disk is None else self.disk.blocks(now - youngest)
+        old: dict[BlockKey, int] = {}
+        pinned = set()
+        for block in idle:
+            ttl_s = rules.of(block.tenant).ttl_s
+            if block.pinned:
+                pinned.add(block.key)
+            elif ttl_s is not None and now - block.used > ttl_s:
+                old[block.key] = old.get(block.key, 0) + 1
+        return {
+            key
+            for key, tiers in old.items()
+            if key not in pinned and tiers == self._tiers_with(key)
+        }
+
+    def _tiers_with(self, key: BlockKey) -> int:
+        on_disk = self.disk is not None and self.disk.contains(key)
+        return int(self.pool.is_in_host(key)) + int(on_disk)
+
+    # -- pins ------------------------------------------------------------------------------
+
+    def pin(self, keys: Collection[BlockKey]) -> None:
+        """Keeps blocks from being evicted, expired and dropped for a limit, in the tiers they
+        are in and those they come to. All or none: ConfigError if they are too many for a tier.
+        """
+        wanted = frozenset(keys)
+        more = [block for block in self.blocks() if block.key in wanted and not block.pinned]
+        _check_pins(more, TierName.HOST, *self.pool.pin_room())
+        if self.disk is not None:
+            _check_pins(more, TierName.DISK, self.disk.pinned_bytes, self.disk.pin_limit)
+        for part in _parts(wanted):
+            self.pool.pin(part)
+            if self.disk is not None:
+                self.disk.pin(part)
+        self._wait_durable()
+
+    def unpin(self, keys: Collection[BlockKey]) -> None:
+        """Takes ``pin`` back."""
+        for part in _parts(keys):
+            self._unpin(part)
+        self._wait_durable()
+
+    def _unpin(self, keys: Collection[BlockKey]) -> None:
+        self.pool.unpin(keys)
+        if self.disk is not None:
+            self.disk.unpin(keys)
+
+    def _wait_durable(self) -> None:
+        if self.disk is not None and not self.disk.wait_pins_durable(10.0):
+            raise ConfigError("the disk does not answer: what was pinned may not survive a restart")
+
+
+def _check_pins(more: Iterable[BlockInfo], tier: TierName, pinned: int, limit: int) -> None:
+    nbytes = sum(block.slot_bytes for block in more if block.tier is tier)
+    if nbytes and pinned + nbytes > limit:
+        raise ConfigError(
+            f"pin: {nbytes / _GIB:.3f} GiB more would make {(pinned + nbytes) / _GIB:.3f} GiB "
+            f"pinned in the {tier}, and its pin_limit is {limit / _GIB:.3f} GiB; unpin something, "
+            "or raise pin_limit"
+        )
+
+
+def _parts(keys: Collection[BlockKey], from_the_end: bool = False) -> Iterable[list[BlockKey]]:
+    rest = list(keys)
+    starts = range(0, len(rest), _AT_ONCE)
+    for start in reversed(starts) if from_the_end else starts:
+        yield rest[start : start + _AT_ONCE]

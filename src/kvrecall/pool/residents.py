@@ -1,0 +1,517 @@
+"""Which blocks a tier holds: who uses them, which go first, which an operator pinned, and how much
+each tenant has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from kvrecall.block import SHARED, BlockKey, Tenant, TierName
+from kvrecall.config import Amount, PoolTerms, TenantTerms
+from kvrecall.pool.eviction import EvictionPolicy, make_policy
+from kvrecall.pool.eviction.lru import LruPolicy
+from kvrecall.pool.slots import slot_bytes_of
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInfo:
+    """A block in one tier when it was listed. ``used``: wall-clock second of its last use."""
+
+    key: BlockKey
+    tier: TierName
+    tenant: Tenant
+    parent: BlockKey | None
+    depth: int
+    slot_bytes: int
+    used: float
+    pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TenantUse:
+    """One tenant's part of a tier. ``limit_bytes`` is None where there is none; ``refused`` and
+    ``evicted`` count blocks since the tenant last came to the tier, for its limit's sake."""
+
+    tenant: Tenant
+    used_bytes: int
+    limit_bytes: int | None
+    refused: int
+    evicted: int
+
+
+class Resident:
+    """A block in a tier. Only the ``Residents`` it belongs to changes it."""
+
+    __slots__ = (
+        "depth",
+        "extent",
+        "io_refs",
+        "key",
+        "leases",
+        "nbytes",
+        "parent",
+        "pinned",
+        "slot_bytes",
+        "tenant",
+        "used",
+    )
+
+    def __init__(
+        self,
+        key: BlockKey,
+        parent: BlockKey | None,
+        depth: int,
+        nbytes: int,
+        tenant: Tenant = SHARED,
+    ) -> None:
+        self.key = key
+        self.parent = parent
+        self.depth = depth
+        self.nbytes = nbytes
+        self.slot_bytes = slot_bytes_of(nbytes)
+        self.tenant = tenant
+        self.extent: Extent | None = None  # None: not visible in the tier
+        self.leases = 0  # recalls that use the slot
+        self.io_refs = 0  # reads or writes of the slot under way
+        self.pinned = False  # an operator asked to keep it
+        self.used = 0.0  # wall-clock second of the last use
+
+    def info(self, tier: TierName) -> BlockInfo:
+        return BlockInfo(
+            self.key,
+            tier,
+            self.tenant,
+            self.parent,
+            self.depth,
+            self.slot_bytes,
+            self.used,
+            self.pinned,
+        )
+
+
+R = TypeVar("R", bound=Resident)
+
+
+class Extent:
+    """The blocks in one stretch of slots of one size, which the tier can only give up as a whole:
+    an extent of the arena, or a slab of the disk."""
+
+    __slots__ = ("base", "blocks", "fixed", "pinned", "slot_bytes")
+
+    def __init__(self, base: int, slot_bytes: int) -> None:
+        self.base = base
+        self.slot_bytes = slot_bytes
+        self.blocks: dict[BlockKey, Resident] = {}
+        self.fixed = 0  # blocks that cannot be evicted now: leased, with I/O under way, or pinned
+        self.pinned = 0
+
+
+class Residents(Generic[R]):
+    """The visible blocks of one tier. Not thread-safe; never waits.
+
+    A block is *idle* if it is neither leased nor pinned and no I/O of it is under way; only idle
+    blocks are evicted. The eviction policy does not know pinned blocks, and is told to hold the
+    others that are not idle once it came across them: nothing here costs more the more blocks are
+    leased.
+
+    Tenants may be bounded to shares of the tier. Then each tenant's blocks are also kept in an
+    order of their own (least recently used, suffixes before prefixes), so that a tenant at its
+    limit gives up its own coldest block without a search among those of all others.
+    """
+
+    def __init__(
+        self,
+        tier: TierName,
+        policy: str,
+        capacity_blocks: int,
+        capacity_bytes: Callable[[], int],
+        clock: Callable[[], float],
+        terms: PoolTerms,
+    ) -> None:
+        """``capacity_bytes()`` is what shares of tenants and of pinned blocks are taken of;
+        ``clock`` is the wall clock."""
+        self.blocks: dict[BlockKey, R] = {}
+        self.pins: set[BlockKey] = set()  # keys an operator pinned, of blocks here or not
+        self.pinned_bytes = 0
+        self.evictions = 0
+        self.leases = 0
+        self.idle: Counter[int] = Counter()  # blocks by slot size
+        self._tier = tier
+        self._policy_name = policy
+        self._policy: EvictionPolicy = make_policy(policy, max(1, capacity_blocks))
+        self._capacity_bytes = capacity_bytes
+        self._clock = clock
+        self._now = float("-inf")
+        self._terms = terms
+        self._extents: dict[int, Extent] = {}
+        self._held: set[BlockKey] = set()  # those the policy was told to hold
+        amounts = [self._amount(rules) for rules in terms.tenants.all]
+        self.accounts = Accounts(any(amount is not None for amount in amounts), self.limit_of)
+
+    def now(self) -> float:
+        """The wall clock, except that it stands still while the system's clock is set back."""
+        self._now = max(self._now, self._clock())
+        return self._now
+
+    def resize_policy(self, capacity_blocks: int) -> None:
+        """Fits the policy to a tier of so many blocks, if nothing is in it yet."""
+        if not self.blocks:
+            self._policy = make_policy(self._policy_name, max(1, capacity_blocks))
+
+    # -- coming and going ------------------------------------------------------------------
+
+    def insert(self, block: R, base: int, used: float, pinned: bool) -> None:
+        """Makes a block visible whose slot lies in the extent at ``base``. ``used``: when it was
+        used last, at most ``now()``."""
+        self.blocks[block.key] = block
+        block.used = used
+        extent = self._extents.get(base)
+        if extent is None:
+            extent = self._extents[base] = Extent(base, block.slot_bytes)
+        extent.blocks[block.key] = block
+        block.extent = extent
+        if pinned:
+            self._set_pinned(block, extent, 1)
+        else:
+            self._make_evictable(block, used)
+            self._count_idle(block, 1)
+
+    def remove(self, key: BlockKey) -> R:
+        """Makes a block invisible; its slot is the caller's to free, after I/O under way."""
+        block = self.blocks.pop(key)
+        extent = block.extent
+        assert extent is not None
+        if block.pinned:
+            self._set_pinned(block, extent, -1)
+        else:
+            self._policy.remove(key)
+            self.accounts.leave(block.tenant, key)
+            self._held.discard(key)
+            if block.leases or block.io_refs:
+                extent.fixed -= 1
+            else:
+                self._count_idle(block, -1)
+        self._leave_extent(block, extent)
+        return block
+
+    def replace(self, old: R, new: R, base: int) -> None:
+        """``new`` is the same block in a slot of another extent. I/O of ``old`` may go on."""
+        extent = old.extent
+        assert extent is not None
+        if (old.leases or old.io_refs) and not old.pinned:
+            extent.fixed -= 1
+            self._count_idle(new, 1)
+            self._release_held(old)
+        if old.pinned:
+            extent.fixed -= 1
+            extent.pinned -= 1
+        self._leave_extent(old, extent)
+        self.blocks[new.key] = new
+        place = self._extents.get(base)
+        if place is None:
+            place = self._extents[base] = Extent(base, new.slot_bytes)
+        place.blocks[new.key] = new
+        place.fixed += new.pinned
+        place.pinned += new.pinned
+        new.extent = place
+
+    def _leave_extent(self, block: R, extent: Extent) -> None:
+        del extent.blocks[block.key]
+        if not extent.blocks:
+            del self._extents[extent.base]
+        block.extent = None
+
+    def _make_evictable(self, block: R, used: float) -> None:
+        self._policy.insert(block.key, block.parent, block.depth, used)
+        self.accounts.join(block.tenant, block.key, block.parent)
+
+    def touch(self, chain: Sequence[BlockKey], stale_s: float = 0.0) -> list[R]:
+        """A request used ``chain`` (prefix first). Returns those blocks whose last use was noted
+        ``stale_s`` seconds ago or longer; it is noted anew."""
+        now, get = self.now(), self.blocks.get
+        self._policy.access(chain, now)
+        last: R | None = None
+        noted: list[R] = []
+        for key in chain:
+            block = get(key)
+            if block is not None:
+                last = block
+                if now - block.used >= stale_s:
+                    block.used = now
+                    noted.append(block)
+        if last is not None:
+            self.accounts.access(last.tenant, chain)
+        return noted
+
+    # -- in use ----------------------------------------------------------------------------
+
+    def lease(self, block: R) -> None:
+        block.leases += 1
+        self.leases += 1
+        if block.leases + block.io_refs == 1:
+            self._fix(block)
+
+    def unlease(self, blocks: Iterable[R]) -> None:
+        for block in blocks:
+            block.leases -= 1
+            self.leases -= 1
+            if not (block.leases or block.io_refs):
+                self._loosen(block)
+
+    def begin_io(self, block: R) -> None:
+        """The slot is being read or written; it is not used for anything else before ``end_io``."""
+        block.io_refs += 1
+        if block.leases + block.io_refs == 1:
+            self._fix(block)
+
+    def end_io(self, block: R) -> None:
+        block.io_refs -= 1
+        if not (block.leases or block.io_refs):
+            self._loosen(block)
+
+    def _fix(self, block: R) -> None:
+        if block.extent is not None and not block.pinned:
+            block.extent.fixed += 1
+            self._count_idle(block, -1)
+
+    def _loosen(self, block: R) -> None:
+        if block.extent is not None and not block.pinned:
+            block.extent.fixed -= 1
+            self._count_idle(block, 1)
+            if block.key in self._held:
+                self._release_held(block)
+
+    def _hold(self, blocks: Iterable[R]) -> None:
+        """The orders need not look at these again before they are idle."""
+        for block in blocks:
+            self._held.add(block.key)
+            self._policy.hold(block.key)
+            self.accounts.hold(block.tenant, block.key)
+
+    def _release_held(self, block: R) -> None:
+        self._held.discard(block.key)
+        self._policy.release(block.key)
+        self.accounts.release(block.tenant, block.key)
+
+    def _count_idle(self, block: R, change: int) -> None:
+        self.idle[block.slot_bytes] += change
+
+    # -- pinned by an operator -------------------------------------------------------------
+
+    @property
+    def pin_limit(self) -> int:
+        """Bytes that pinned blocks may take."""
+        return int(self._terms.pin_limit * self._capacity_bytes())
+
+    def may_pin(self, block: R) -> bool:
+        """Whether the block, which is to be pinned, fits within ``pin_limit``."""
+        return self.pinned_bytes + block.slot_bytes <= self.pin_limit
+
+    def pin(self, keys: Iterable[BlockKey]) -> list[R]:
+        """Blocks of these keys, here or to come, are not evicted, as far as ``pin_limit`` allows.
+        Returns those that are pinned now and were not."""
+        changed: list[R] = []
+        for key in keys:
+            self.pins.add(key)
+            block = self.blocks.get(key)
+            if block is not None and not block.pinned and self.may_pin(block):
+                assert block.extent is not None
+                self._policy.remove(key)
+                self.accounts.leave(block.tenant, key)
+                self._held.discard(key)
+                if block.leases or block.io_refs:
+                    block.extent.fixed -= 1
+                else:
+                    self._count_idle(block, -1)
+                self._set_pinned(block, block.extent, 1)
+                changed.append(block)
+        return changed
+
+    def unpin(self, keys: Iterable[BlockKey]) -> list[R]:
+        """Takes ``pin`` back. Returns those blocks that were pinned."""
+        changed: list[R] = []
+        for key in keys:
+            self.pins.discard(key)
+            block = self.blocks.get(key)
+            if block is not None and block.pinned:
+                assert block.extent is not None
+                self._set_pinned(block, block.extent, -1)
+                self._make_evictable(block, self.now())
+                if block.leases or block.io_refs:
+                    block.extent.fixed += 1
+                else:
+                    self._count_idle(block, 1)
+                changed.append(block)
+        return changed
+
+    def _set_pinned(self, block: R, extent: Extent, change: int) -> None:
+        block.pinned = change > 0
+        self.pinned_bytes += change * block.slot_bytes
+        extent.pinned += change
+        extent.fixed += change
+
+    # -- which go --------------------------------------------------------------------------
+
+    def victims(
+        self,
+        count: int,
+        slot_bytes: int | None = None,
+        wanted: Callable[[R], bool] | None = None,
+    ) -> list[R]:
+        """Up to ``count`` idle blocks (of a slot size, that are ``wanted``), the least valuable
+        first. Nothing is removed."""
+        blocks = self.blocks
+        busy: list[R] = []
+
+        def evictable(key: BlockKey) -> bool:
+            block = blocks[key]
+            if block.leases or block.io_refs:
+                busy.append(block)
+                return False
+            if slot_bytes is not None and block.slot_bytes != slot_bytes:
+                return False
+            return wanted is None or wanted(block)
+
+        keys = self._policy.victims(count, evictable, self.now())
+        self._hold(busy)
+        return [blocks[key] for key in keys]
+
+    def victims_of(
+        self, tenant: Tenant, nbytes: int, wanted: Callable[[R], bool] | None = None
+    ) -> list[R]:
+        """A bounded tenant's idle blocks, coldest first, until they have ``nbytes`` bytes."""
+        found: list[R] = []
+        busy: list[R] = []
+        for key in self.accounts.oldest(tenant):
+            if nbytes <= 0:
+                break
+            block = self.blocks[key]
+            if block.leases or block.io_refs:
+                busy.append(block)
+            elif wanted is None or wanted(block):
+                found.append(block)
+                nbytes -= block.slot_bytes
+        self._hold(busy)
+        return found
+
+    def admits(self, key: BlockKey, parent: BlockKey | None, depth: int) -> bool:
+        """Whether the policy wants the block at the price of another. Asked when full."""
+        return self._policy.admit(key, parent, depth, self.now())
+
+    def chance(self, key: BlockKey) -> float | None:
+        """How likely the policy thinks it that the block is used again; None: it cannot tell."""
+        return self._policy.chance(key, self.now())
+
+    def limit_of(self, tenant: Tenant) -> int | None:
+        """Bytes the tenant may hold; None if it is not bounded."""
+        amount = self._amount(self._terms.tenants.of(tenant))
+        return None if amount is None else amount.of(self._capacity_bytes())
+
+    def _amount(self, terms: TenantTerms) -> Amount | None:
+        return terms.host if self._tier is TierName.HOST else terms.disk
+
+
+class _Account:
+    __slots__ = ("evicted", "order", "refused", "used_bytes")
+
+    def __init__(self, order: LruPolicy | None) -> None:
+        self.used_bytes = 0
+        self.refused = 0
+        self.evicted = 0
+        self.order = order
+
+
+class Accounts:
+    """How much of a tier each tenant holds, and if tenants are ``bounded``, in which order it
+    gives that up. Not thread-safe; never waits."""
+
+    def __init__(self, bounded: bool, limit_of: Callable[[Tenant], int | None]) -> None:
+        self._bounded = bounded
+        self._limit_of = limit_of
+        self._accounts: dict[Tenant, _Account] = {}
+        self.refused = 0
+        self.evicted = 0
+
+    def charge(self, tenant: Tenant, nbytes: int) -> None:
+        """The tenant got that much room."""
+        account = self._accounts.get(tenant)
+        if account is None:
+            account = _Account(LruPolicy() if self._bounded else None)
+            self._accounts[tenant] = account
+        account.used_bytes += nbytes
+
+    def refund(self, tenant: Tenant, nbytes: int) -> None:
+        """The tenant gave that much back; one that holds nothing any more is forgotten."""
+        account = self._accounts[tenant]
+        account.used_bytes -= nbytes
+        if not account.used_bytes:
+            del self._accounts[tenant]
+
+    def excess(self, tenant: Tenant, nbytes: int) -> int:
+        """By how much ``nbytes`` more would be above the tenant's limit; 0 if they would not."""
+        limit = self._limit_of(tenant) if self._bounded else None
+        if limit is None:
+            return 0
+        account = self._accounts.get(tenant)
+        used = 0 if account is None else account.used_bytes
+        return max(0, used + nbytes - limit)
+
+    def refuse(self, tenant: Tenant, blocks: int) -> None:
+        """Blocks were not taken for the sake of the limit."""
+        self.refused += blocks
+        if tenant in self._accounts:
+            self._accounts[tenant].refused += blocks
+
+    def evict(self, tenant: Tenant, blocks: int) -> None:
+        """Blocks were evicted for the sake of the limit."""
+        self.evicted += blocks
+        if tenant in self._accounts:
+            self._accounts[tenant].evicted += blocks
+
+    def join(self, tenant: Tenant, key: BlockKey, parent: BlockKey | None) -> None:
+        """A block of the tenant, which is charged for it, joins its order."""
+        if order := self._order(tenant):
+            order.insert(key, parent, 0, 0.0)
+
+    def leave(self, tenant: Tenant, key: BlockKey) -> None:
+        if order := self._order(tenant):
+            order.remove(key)
+
+    def access(self, tenant: Tenant, chain: Sequence[BlockKey]) -> None:
+        """A request of the tenant used ``chain``."""
+        if order := self._order(tenant):
+            order.access(chain, 0.0)
+
+    def hold(self, tenant: Tenant, key: BlockKey) -> None:
+        if order := self._order(tenant):
+            order.hold(key)
+
+    def release(self, tenant: Tenant, key: BlockKey) -> None:
+        if order := self._order(tenant):
+            order.release(key)
+
+    def oldest(self, tenant: Tenant) -> Iterator[BlockKey]:
+        """The tenant's blocks in the order in which it gives them up."""
+        order = self._order(tenant)
+        return iter(()) if order is None else order.oldest()
+
+    def _order(self, tenant: Tenant) -> LruPolicy | None:
+        if not self._bounded:
+            return None
+        account = self._accounts.get(tenant)
+        return None if account is None else account.order
+
+    def uses(self) -> list[TenantUse]:
+        """Tenants that hold something."""
+        return [
+            TenantUse(
+                tenant,
+                account.used_bytes,
+                self._limit_of(tenant) if self._bounded else None,
+                account.refused,
+                account.evicted,
+            )
+            for tenant, account in self._accounts.items()
+        ]

@@ -1,0 +1,227 @@
+"""The writer: stores blocks of the host in the tier below, when the write policies say so."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+from kvrecall.block import BlockKey
+from kvrecall.pool.arena import Arena
+from kvrecall.pool.host import Block, HostStore
+from kvrecall.pool.tier import Done, NullTier, Outcome, Put, PutVerdict, Tier
+from kvrecall.pool.write_policy import STORE_TRIES, WritePolicy
+
+_NEVER = 1 << 62
+_STALLED_S = 1.0  # without the end of a write
+_OFFERED_SHARE = 0.25
+
+
+class Writer:
+    """Queues puts of host blocks and takes their ends. Used under its pool's lock; never waits.
+
+    A block may be dirty in two ways: not in the tier below that counts (``policy`` knows when it
+    is written), and not in a remote tier beyond it that is written back (``remote_policy``). For
+    the remote tier a put is an *offer*: ``Put.shared``.
+    """
+
+    def __init__(
+        self,
+        host: HostStore,
+        below: Tier,
+        arena: Arena,
+        policy: WritePolicy,
+        remote_policy: WritePolicy | None,
+        monotonic: Callable[[], float],
+    ) -> None:
+        """``remote_policy``: None if every put is for all tiers."""
+        self._host = host
+        self._below = below
+        self._arena = arena
+        self._policy = policy
+        self._remote_policy = remote_policy
+        self._monotonic = monotonic
+        self._writing: dict[BlockKey, Block] = {}
+        self._offered: set[BlockKey] = set()  # of those, the ones that are offers
+        self._offered_bytes = 0
+        self._wrote_at = float("-inf")  # when a write ended, or the first of those under way began
+        self._full_at = _NEVER  # puts that were queued when the tier last had no room for more
+        self.has_below = not isinstance(below, NullTier)
+
+    @property
+    def unwritten_bytes(self) -> int:
+        """Bytes in the host that the write policy keeps back."""
+        return self._policy.unwritten_bytes
+
+    def is_durable(self, key: BlockKey) -> bool:
+        """Whether the block is in the tier below that counts."""
+        return self._below.contains(key) and self._below.tier_of(key) is self._below.name
+
+    def is_clean(self, block: Block) -> bool:
+        """Whether nothing is left to write before the block is evicted."""
+        return block.stored and not self._is_owed(block.key)
+
+    def _is_owed(self, key: BlockKey) -> bool:
+        """Whether the block is to be offered to the remote tier yet."""
+        return self._remote_policy is not None and key in self._remote_policy
+
+    # -- what happens to blocks ------------------------------------------------------------
+
+    def committed(self, blocks: Sequence[Block]) -> None:
+        """Blocks became visible."""
+        if self.has_below:
+            if self._remote_policy is not None:
+                self._remote_policy.committed(blocks)
+            self.store(self._policy.committed(blocks))
+
+    def touched(self, chain: Sequence[BlockKey]) -> None:
+        """A request asked for ``chain``."""
+        wanted = self._policy.asked(chain)
+        if self._remote_policy is not None:
+            self._remote_policy.asked(chain)
+        blocks = self._host.blocks
+        self._store_missing([blocks[key] for key in wanted if key in blocks])
+
+    def recalled(self, blocks: Sequence[Block]) -> None:
+        """Blocks of the host are in use."""
+        self._store_missing(self._policy.recalled(blocks))
+
+    def lost(self, blocks: Sequence[Block]) -> None:
+        """Blocks are no longer below: they are stored when used next."""
+        for block in blocks:
+            self._host.set_stored(block, False)
+        self._policy.committed(blocks)
+
+    def withdrawn(self, block: Block) -> None:
+        """The block left the host."""
+        self._policy.settled(block.key)
+        if self._remote_policy is not None:
+            self._remote_policy.settled(block.key)
+
+    def leaving(self, blocks: Sequence[Block]) -> frozenset[BlockKey]:
+        """Stores those of ``blocks``, which are about to be evicted, that are dirty. Returns those
+        that must stay until that is done. No block must on account of a tier that takes no more
+        and has not ended a write for a while, or of a remote one that takes no more: what is lost
+        then is counted as shed."""
+        if not self.has_below:
+            return frozenset()
+        wanted = self._policy.leaving([block for block in blocks if not block.stored])
+        remote = self._remote_policy
+        offers = [] if remote is None else self._offerable(remote.leaving(blocks))
+        self.store(offers, offering=True)
+        self.store(wanted)
+        now = self._monotonic()
+        stalled = bool(self._writing) and now - self._wrote_at > _STALLED_S
+        staying = [b.key for b in wanted if b.io_refs or not (b.stored or stalled)]
+        return frozenset(staying + [b.key for b in offers if b.io_refs])
+
+    def _offerable(self, blocks: Sequence[Block]) -> list[Block]:
+        """The first of ``blocks``, so few that room for new ones need not wait for a remote tier:
+        with those under way a share of the smallest limit."""
+        left = int(_OFFERED_SHARE * self._host.least_limit) - self._offered_bytes
+        sizes = itertools.accumulate(block.slot_bytes for block in blocks)
+        return [block for block, size in zip(blocks, sizes, strict=True) if size <= left]
+
+    # -- storing ---------------------------------------------------------------------------
+
+    def store_due(self) -> None:
+        """Stores what the policies want to be stored by now."""
+        if not self.has_below:
+            return
+        blocks, host = self._host.blocks, self._host
+        self.store(self._policy.due(blocks, host.slots.limit_bytes))
+        if self._remote_policy is not None:
+            offers = self._offerable(self._remote_policy.due(blocks, host.least_limit))
+            self.store(offers, offering=True)
+            if offers and not any(block.io_refs for block in offers):
+                self._remote_policy.pause()
+
+    def store_rest(self) -> bool:
+        """Stores what was kept back, before the pool closes. False if nothing of it is left, or
+        the tier below takes no more."""
+        if not self.has_below:
+            return False
+        blocks = self._host.blocks
+        offers = self._remote_policy.rest(blocks) if self._remote_policy is not None else ()
+        self.store(offers, offering=True)
+        rest = self._policy.rest(blocks)
+        self._store_missing(rest)
+        return bool(rest or offers) and self._below.queued()[0] > 0
+
+    def store_until_durable(self, keys: Sequence[BlockKey]) -> list[BlockKey] | None:
+        """Of ``keys`` those not durable yet, queued again if they were shed. None if one of them
+        cannot become durable."""
+        waiting: list[BlockKey] = []
+        again: list[Block] = []
+        for key in keys:
+            if self.is_durable(key):
+                continue
+            waiting.append(key)
+            if key in self._writing:
+                continue
+            block = self._host.blocks.get(key)
+            if block is None or block.tries >= STORE_TRIES:
+                return None
+            again.append(block)
+        queued = self._below.queued()[0]
+        if again and (queued < self._full_at or not queued):
+            self.store(again)
+            refused = any(block.key not in self._writing and not block.stored for block in again)
+            if refused and not queued:
+                return None  # not for want of room in the queue
+            self._full_at = self._below.queued()[0] if refused else _NEVER
+        return waiting
+
+    def _store_missing(self, blocks: Iterable[Block]) -> None:
+        """Stores those of ``blocks`` that are not, unless it failed too often."""
+        self.store([b for b in blocks if not (b.stored or b.io_refs or b.tries >= STORE_TRIES)])
+
+    def store(self, blocks: Sequence[Block], offering: bool = False) -> None:
+        """Queues committed blocks, a chain prefix first, to be stored below. Passes over keys of
+        which an older block is still being stored. ``offering``: in the remote tier, too, even if
+        that is written back."""
+        blocks = [block for block in blocks if block.key not in self._writing]
+        if not (self.has_below and blocks):
+            return
+        shared = offering or self._remote_policy is None
+        puts = [
+            Put(
+                b.key,
+                b.parent,
+                b.depth,
+                self._arena.view(b.offset, b.slot_bytes),
+                b.nbytes,
+                b.tenant,
+                shared,
+            )
+            for b in blocks
+        ]
+        if not self._writing:
+            self._wrote_at = self._monotonic()
+        for block, verdict in zip(blocks, self._below.submit_put(puts), strict=True):
+            if verdict is PutVerdict.QUEUED:
+                self._host.begin_io(block)
+                self._writing[block.key] = block
+                if offering:
+                    self._offered.add(block.key)
+                    self._offered_bytes += block.slot_bytes
+            elif verdict is PutVerdict.PRESENT and self.is_durable(block.key):
+                self._host.set_stored(block, True)
+                self._policy.settled(block.key)
+
+    def ended(self, done: Done) -> None:
+        """A put is done."""
+        block = self._writing.pop(done.key)
+        self._wrote_at = self._monotonic()
+        self._host.end_io(block)
+        if done.key in self._offered:
+            self._offered.discard(done.key)
+            self._offered_bytes -= block.slot_bytes
+            if self._remote_policy is not None:
+                self._remote_policy.settled(done.key)
+        if done.outcome is Outcome.STORED:
+            self._host.set_stored(block, True)
+            self._policy.settled(block.key)
+        else:
+            self._host.count_failure(block)
+        if block.extent is None:  # withdrawn meanwhile
+            self._host.free(block)

@@ -1,0 +1,125 @@
+"""A pool whose blocks cannot be evicted refuses without looking at them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.clocks import ManualClock
+from support.disks import FaultyIo
+
+from kvrecall.block import BlockKey
+from kvrecall.config import DiskConfig, PoolConfig, PoolTerms, Watermarks
+from kvrecall.pool import Pool
+from kvrecall.pool.arena import Arena
+from kvrecall.pool.base import Verdict
+from kvrecall.pool.disk import DiskTier
+from kvrecall.pool.eviction import POLICY_NAMES, make_policy
+from kvrecall.testing.blocks import chain, namespace, wait_until
+
+SPACE, OTHER = namespace(), namespace("other")
+BLOCK = 4096
+BLOCKS = 600
+MIB = 1 << 20
+
+
+@pytest.fixture
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[BlockKey]:
+    """The blocks that policies ask about when they look for victims."""
+    looked: list[BlockKey] = []
+
+    def patch(kind: type, real: Callable[..., list[BlockKey]]) -> None:
+        def victims(
+            self: object, count: int, evictable: Callable[[BlockKey], bool], now: float
+        ) -> list[BlockKey]:
+            def asked(key: BlockKey) -> bool:
+                looked.append(key)
+                return evictable(key)
+
+            return real(self, count, asked, now)
+
+        monkeypatch.setattr(kind, "victims", victims)
+
+    for kind in {type(make_policy(name, 1)) for name in POLICY_NAMES}:
+        patch(kind, kind.victims)
+    return looked
+
+
+def save(pool: Pool, keys: list[BlockKey]) -> Counter[Verdict]:
+    answers = pool.reserve(keys)
+    pool.commit([k for k, a in zip(keys, answers, strict=True) if a.verdict is Verdict.RESERVED])
+    return Counter(answer.verdict for answer in answers)
+
+
+@pytest.fixture(params=POLICY_NAMES)
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    with Pool.open(PoolConfig(BLOCKS * BLOCK, policy=request.param)) as pool:
+        pool.register(SPACE, BLOCK)
+        pool.register(OTHER, 3 * BLOCK)
+        yield pool
+
+
+def test_a_refusal_looks_at_no_leased_block(pool: Pool, looked_at: list[BlockKey]) -> None:
+    keys = chain(SPACE, BLOCKS)
+    assert save(pool, keys) == {Verdict.RESERVED: BLOCKS}
+    tickets = [pool.acquire(keys[: BLOCKS // 2], 60.0), pool.acquire(keys, 60.0)]
+    for name in ("a", "b"):
+        assert save(pool, chain(SPACE, 5, name)) == {Verdict.REFUSED: 5}
+        assert save(pool, chain(OTHER, 5, name)) == {Verdict.REFUSED: 5}
+    assert looked_at == []
+    pool.release(tickets[1])
+    assert save(pool, chain(SPACE, 5, "c")) == {Verdict.RESERVED: 5}
+
+
+def test_a_search_for_victims_passes_a_leased_block_once(
+    pool: Pool, looked_at: list[BlockKey]
+) -> None:
+    leased, idle = chain(SPACE, BLOCKS - 50, "leased"), chain(SPACE, 50, "idle")
+    save(pool, leased)
+    save(pool, idle)
+    ticket = pool.acquire(leased, 60.0)
+    for number in range(20):
+        assert save(pool, chain(SPACE, 1, str(number))) == {Verdict.RESERVED: 1}
+    looks = Counter(looked_at)
+    assert max(looks[key] for key in leased) <= 2  # hazard asks lru, which asks the pool
+    assert pool.find(leased).blocks == len(leased)
+    pool.release(ticket)
+    assert save(pool, chain(SPACE, BLOCKS, "all")) == {Verdict.RESERVED: BLOCKS}
+
+
+def test_room_of_leased_blocks_of_another_size_is_not_looked_at(
+    pool: Pool, looked_at: list[BlockKey]
+) -> None:
+    large, small = chain(OTHER, 100), chain(SPACE, BLOCKS - 300)
+    save(pool, large)
+    save(pool, small)
+    ticket = pool.acquire(large, 60.0)
+    idle = pool.acquire(small, 60.0)
+    assert save(pool, chain(OTHER, 3, "more")) == {Verdict.REFUSED: 3}
+    assert looked_at == []
+    pool.release(idle)
+    assert save(pool, chain(OTHER, 3, "more")) == {Verdict.RESERVED: 3}
+    assert pool.find(large).blocks == 100
+    pool.release(ticket)
+
+
+def test_a_refusal_looks_at_few_dirty_blocks(tmp_path: Path, looked_at: list[BlockKey]) -> None:
+    """Written back to a disk that hangs, so that what is dirty cannot go."""
+    io = FaultyIo()
+    io.gate.clear()
+    clock = ManualClock()
+    config = DiskConfig(tmp_path, 16 * MIB, max_queued_bytes=100 * BLOCK)
+    terms = PoolTerms("back", unwritten_marks=Watermarks(1.0, 1.0))
+    arena = Arena.create(BLOCKS * BLOCK)
+    with Pool(arena, DiskTier(config, io=io), "lru", monotonic=clock, terms=terms) as pool:
+        pool.register(SPACE, BLOCK)
+        save(pool, chain(SPACE, BLOCKS))
+        try:
+            for number in range(20):
+                assert save(pool, chain(SPACE, 5, str(number))) == {Verdict.REFUSED: 5}
+            assert len(looked_at) <= 20 * (5 + 16) + 100  # and those being written, once
+        finally:
+            io.gate.set()
+        wait_until(lambda: save(pool, chain(SPACE, 5, "now"))[Verdict.REFUSED] == 0)
