@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -51,8 +52,14 @@ class TestCascadeOverASlowStore(TierContract):
 class Host:
     """A host's remote tier, with a bench to move blocks."""
 
-    def __init__(self, store: MemoryStore, call_deadline_s: float = 5.0) -> None:
-        self.tier = RemoteTier(store, RemoteConfig("memory", call_deadline_s=call_deadline_s))
+    def __init__(
+        self,
+        store: MemoryStore,
+        call_deadline_s: float = 5.0,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        config = RemoteConfig("memory", call_deadline_s=call_deadline_s)
+        self.tier = RemoteTier(store, config, monotonic)
         self.tier.register(NAMESPACE, BLOCK_BYTES)
         self.bench = Bench(self.tier)
 
@@ -198,12 +205,26 @@ def test_after_an_outage_nothing_is_taken_for_granted(host: Host, store: MemoryS
     assert len(store.values) == 3
 
 
-def test_a_store_that_hangs_costs_no_call_any_time(other: Host, store: MemoryStore) -> None:
-    keys = chain(NAMESPACE, 30)
-    other.bench.put(keys[:10])
+@pytest.fixture
+def overdue(store: MemoryStore) -> Iterator[Host]:
+    """A host with 10 blocks in the store, whose get of the first hangs there."""
+    clock = ManualClock()
+    host = Host(store, monotonic=clock)
+    keys = chain(NAMESPACE, 10)
+    host.bench.put(keys)
     store.gate.clear()
-    other.bench.submit_get(keys[:1])
-    wait_until(lambda: not other.tier.contains(keys[0]))  # the call is overdue
+    host.bench.submit_get(keys[:1])
+    wait_until(lambda: store.calls[-1][0] == "get")
+    assert host.tier.contains(keys[0])
+    clock.advance(5.1)
+    assert not host.tier.contains(keys[0])
+    yield host
+    store.gate.set()
+    host.tier.close()
+
+
+def test_a_store_that_hangs_costs_no_call_any_time(overdue: Host, store: MemoryStore) -> None:
+    other, keys = overdue, chain(NAMESPACE, 30)
     assert other.tier.ask(keys)
     assert other.bench.submit_put(keys[20:], base=50) == [PutVerdict.SHED] * 10
     store.gate.set()
@@ -211,16 +232,11 @@ def test_a_store_that_hangs_costs_no_call_any_time(other: Host, store: MemorySto
     wait_until(lambda: other.tier.contains(keys[0]))
 
 
-def test_memory_is_owed_until_a_hung_call_returns(other: Host, store: MemoryStore) -> None:
-    keys = chain(NAMESPACE, 2)
-    other.bench.put(keys)
-    store.gate.clear()
-    other.bench.submit_get(keys[:1])
-    wait_until(lambda: not other.tier.contains(keys[0]))
-    assert other.tier.poll() == []
-    assert other.tier.queued() == (0, 1)
+def test_memory_is_owed_until_a_hung_call_returns(overdue: Host, store: MemoryStore) -> None:
+    assert overdue.tier.poll() == []
+    assert overdue.tier.queued() == (0, 1)
     store.gate.set()
-    other.bench.collect(keys[:1])
+    overdue.bench.collect(chain(NAMESPACE, 1))
 
 
 def test_closing_does_not_wait_for_a_store_that_hangs(store: MemoryStore) -> None:

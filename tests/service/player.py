@@ -63,7 +63,6 @@ class Seen:
     wrong: int = 0
     cuts: int = 0
     lost_loads: int = 0
-    slowest_s: float = 0.0
 
     @property
     def is_enough(self) -> bool:
@@ -82,7 +81,6 @@ class Engine:
 
     def step(self) -> None:
         loads: list[tuple[int, list[BlockKey], tuple[int, ...]]] = []
-        began = time.monotonic()
         self._match()
         for ticket, keys in list(self.open.items()):
             recall = self.client.poll(ticket)
@@ -92,7 +90,6 @@ class Engine:
         stores = self._save() if self.dice.random() < 0.5 else []
         handle = self.client.arena_handle()
         stores += self._save()
-        self.seen.slowest_s = max(self.seen.slowest_s, time.monotonic() - began)
         if self.dice.random() < 0.3:
             time.sleep(self.dice.random() * 0.01)  # the forward pass
         if self.dice.random() < 0.02:

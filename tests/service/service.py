@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import resource
+import functools
+import json
+import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from kvrecall.lab.processes import as_child
@@ -15,96 +16,129 @@ from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.inventory import Overview
 
 MIB = 1 << 20
-SERVE = """
-import sys
+TEMPLATE = """
+import json, os, resource, sys
 from pathlib import Path
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.pool.service.endpoint import serve
-folder, host = Path(sys.argv[1]), int(sys.argv[2])
-serve(
-    PoolConfig(host, DiskConfig(folder / "disk", 256 << 20)),
-    folder / "pool.sock",
-    lambda pool: print("ready", flush=True),
-)
+
+def run(folder, host_bytes, max_files):
+    if max_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
+    folder = Path(folder)
+    serve(
+        PoolConfig(host_bytes, DiskConfig(folder / "disk", 256 << 20)),
+        folder / "pool.sock",
+        lambda pool: print("ready", flush=True),
+    )
+
+children = set()
+for line in sys.stdin:
+    order, *words = json.loads(line)
+    if order == "start":
+        child = os.fork()
+        if not child:
+            status = 1
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            try:
+                run(*words)
+                status = 0
+            finally:
+                if status:
+                    sys.excepthook(*sys.exc_info())
+                    print("failed", flush=True)
+                os._exit(status)
+        children.add(child)
+        print(child, flush=True)
+    else:
+        children.discard(words[0])
+        print(os.waitstatus_to_exitcode(os.waitpid(words[0], 0)[1]), flush=True)
+for child in children:
+    os.kill(child, 9)
 """
+
+
+class Template:
+    """A process that has imported the service, and forks: a start takes it no second."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            as_child(sys.executable, "-c", TEMPLATE),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def start(self, *words: object) -> int:
+        """The process of a service that listens."""
+        pid = int(self._ask("start", *words))
+        assert self._line() == "ready"
+        return pid
+
+    def wait(self, pid: int) -> int:
+        return int(self._ask("wait", pid))
+
+    def _ask(self, *words: object) -> str:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(words) + "\n")
+        self._process.stdin.flush()
+        return self._line()
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+
+template = functools.cache(Template)
 
 
 class Service:
     """``kvrecall pool serve`` in a folder of its own, with a disk."""
 
-    def __init__(
-        self, folder: Path, host_bytes: int = 32 * MIB, most_files: int | None = None
-    ) -> None:
+    def __init__(self, folder: Path, host_bytes: int = 32 * MIB, max_files: int = 0) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
         folder.chmod(0o700)
         self.folder = folder
         self.socket = folder / "pool.sock"
         self._host_bytes = host_bytes
-        self._most_files = most_files
+        self._max_files = max_files
+        self._runs = False
         self.start()
 
     def start(self) -> None:
-        self.process = subprocess.Popen(
-            as_child(sys.executable, "-c", SERVE, str(self.folder), str(self._host_bytes)),
-            stdout=subprocess.PIPE,
-            text=True,
-            preexec_fn=self._bound_files if self._most_files else None,
-        )
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "ready\n"
-
-    def _bound_files(self) -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (self._most_files, self._most_files))
+        self.pid = template().start(str(self.folder), self._host_bytes, self._max_files)
+        self._runs = True
 
     def kill(self) -> None:
         """kill -9"""
-        self.process.kill()
-        self.process.wait()
+        if self._runs:
+            os.kill(self.pid, signal.SIGKILL)
+            self._wait()
 
     def stop(self) -> int:
         """SIGTERM; the exit status."""
-        self.process.terminate()
-        return self.process.wait(60)
+        os.kill(self.pid, signal.SIGTERM)
+        return self._wait()
+
+    def _wait(self) -> int:
+        self._runs = False
+        return template().wait(self.pid)
 
     def pause(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
+        os.kill(self.pid, signal.SIGCONT)
 
-    def client(self, call_timeout_s: float = 10.0) -> ServiceClient:
+    def client(self, call_timeout_s: float = 60.0) -> ServiceClient:
         return ServiceClient(self.socket, call_timeout_s)
 
     def look(self) -> Overview:
-        with ServiceAdmin(self.socket) as admin:
+        with ServiceAdmin(self.socket, 60.0) as admin:
             return admin.do(Stat())
 
     def __enter__(self) -> Service:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.send_signal(signal.SIGCONT)
         self.kill()
-
-
-class Stopwatch:
-    """The calls it was put around. A machine may stand still in one or two of them: what every
-    call costs shows in the third longest."""
-
-    def __init__(self) -> None:
-        self._seconds: list[float] = []
-
-    @property
-    def longest(self) -> float:
-        return max(self._seconds)
-
-    @property
-    def third_longest(self) -> float:
-        return sorted(self._seconds)[-3]
-
-    def __enter__(self) -> Stopwatch:
-        self._began = time.monotonic()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._seconds.append(time.monotonic() - self._began)

@@ -44,7 +44,7 @@ def service(tmp_path: Path) -> Iterator[ServiceThread]:
     quota = PoolTerms(tenants=TenantRules(TenantTerms(Amount(16 * MIB), Amount(share=0.5))))
     config = PoolConfig(32 * MIB, DiskConfig(tmp_path / "disk", 64 * MIB), terms=quota)
     service = ServiceThread(config, tmp_path / "sock")
-    client = ServiceClient(tmp_path / "sock", call_timeout_s=5.0)
+    client = ServiceClient(tmp_path / "sock", call_timeout_s=60.0)
     for name in (ONE, TWO):
         client.register(name, SIZE)
     engine = Engine(client, SIZE)
@@ -175,7 +175,7 @@ def test_a_host_that_grows_under_its_engines(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     config = PoolConfig(4 * MIB, host_most_bytes=16 * MIB)
     service = ServiceThread(config, tmp_path / "sock")
-    client = ServiceClient(tmp_path / "sock", call_timeout_s=5.0)
+    client = ServiceClient(tmp_path / "sock", call_timeout_s=60.0)
     client.register(ONE, SIZE)
     engine = Engine(client, SIZE)
     keys = chain(ONE, 150)
@@ -295,7 +295,7 @@ def test_settings_of_tenants() -> None:
 def test_tenants_through_the_service_share_the_arena_by_quota(
     at: tuple[object, ...], service: ServiceThread
 ) -> None:
-    client = ServiceClient(Path(str(at[1])), call_timeout_s=5.0)
+    client = ServiceClient(Path(str(at[1])), call_timeout_s=60.0)
     client.register(ONE, SIZE)
     engine = Engine(client, SIZE)
     for number in range(80):

@@ -30,7 +30,7 @@ class OwnService(ServiceClient):
         folder = self.folder = Path(tempfile.mkdtemp(prefix="kvrecall-test-"))
         config = PoolConfig(host_bytes, disk, terms=terms or PoolTerms())
         self.service = ServiceThread(config, folder / "pool.sock")
-        super().__init__(folder / "pool.sock", call_timeout_s=5.0)
+        super().__init__(folder / "pool.sock", call_timeout_s=60.0)
 
     def close(self) -> None:
         super().close()

@@ -22,6 +22,7 @@ from kvrecall.config import (
     TenantTerms,
 )
 from kvrecall.errors import ConfigError
+from kvrecall.pool.base import Verdict
 from kvrecall.pool.open import open_pool
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service.client import ServiceClient
@@ -80,13 +81,13 @@ def test_a_second_service_is_refused_and_a_dead_ones_socket_replaced(
         second = pool("serve", *options, *disk)
         assert second.exit_code == 1
         assert text in second.stderr
-        assert str(service.process.pid) in second.stderr
+        assert str(service.pid) in second.stderr
         assert second.stderr.count("\n") == 1
-    assert service.look().pid == service.process.pid
+    assert service.look().pid == service.pid
     service.kill()
     assert service.socket.exists()
     service.start()
-    assert service.look().pid == service.process.pid
+    assert service.look().pid == service.pid
 
 
 def test_serve_reads_pool_json(tmp_path: Path) -> None:
@@ -177,6 +178,23 @@ def test_verify_finds_and_drops_damage(service: Service, offline: bool) -> None:
         assert "in use by process" in held.stderr
 
 
+def test_many_blocks_are_one_message(service: Service) -> None:
+    client = service.client()
+    client.register(ONE, SIZES[ONE])
+    keys = chain(ONE, 1000)
+
+    def requests() -> int:
+        return max(view.requests for view in service.look().clients)
+
+    before = requests()
+    client.find(keys)
+    client.release(client.acquire(keys[:8], 1.0))
+    client.reserve(keys[:8])
+    client.commit(keys[:8])
+    wait_until(lambda: requests() == before + 5)
+    client.close()
+
+
 def test_one_engines_clear_leaves_the_others_blocks(service: Service) -> None:
     fill(service)
     one, two = service.client(), service.client()
@@ -217,13 +235,12 @@ def test_a_namespace_too_large_for_the_arena_is_named(service: Service) -> None:
 def test_blocks_that_are_not_used_expire(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     disk = DiskConfig(tmp_path / "disk", 64 << 20)
-    terms = PoolTerms(tenants=TenantRules(TenantTerms(ttl_s=3.0)))
+    terms = PoolTerms(tenants=TenantRules(TenantTerms(ttl_s=1.0)))
     service = ServiceThread(PoolConfig(16 << 20, disk, terms=terms), tmp_path / "sock")
-    client = ServiceClient(tmp_path / "sock", call_timeout_s=5.0)
+    client = ServiceClient(tmp_path / "sock", call_timeout_s=60.0)
     client.register(ONE, SIZES[ONE])
     engine = Engine(client, SIZES[ONE])
-    engine.save(chain(ONE, 10))
-    assert client.find(chain(ONE, 10)).blocks == 10
+    assert engine.save(chain(ONE, 10)) == {Verdict.RESERVED: 10}
     wait_until(lambda: client.find(chain(ONE, 10)).blocks == 0)
     engine.close()
     client.close()

@@ -95,11 +95,13 @@ class CallQueue(Generic[T]):
         call: Callable[[list[T]], None],
         limit: Callable[[], int],
         size_of: Callable[[T], int],
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """A batch has items of up to ``limit()`` by ``size_of``, at least one."""
         self._call = call
         self._limit = limit
         self._size_of = size_of
+        self._monotonic = monotonic
         self._changed = threading.Condition()
         self._queue: deque[T] = deque()
         self._began: dict[int, float] = {}  # thread -> when its batch began
@@ -127,7 +129,7 @@ class CallQueue(Generic[T]):
         """Whether some batch has been under way for that long."""
         if not self._began:
             return False
-        since = time.monotonic() - for_s
+        since = self._monotonic() - for_s
         return any(began < since for began in list(self._began.values()))
 
     def close(self, deadline_s: float) -> bool:
@@ -160,5 +162,5 @@ class CallQueue(Generic[T]):
                     break
                 batch.append(self._queue.popleft())
             if batch:
-                self._began[me] = time.monotonic()
+                self._began[me] = self._monotonic()
         return batch

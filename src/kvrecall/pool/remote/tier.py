@@ -123,6 +123,7 @@ class RemoteTier(Tier):
             self._call_puts,
             lambda: self._put_size.nbytes,
             lambda item: item.put.nbytes,
+            monotonic,
         )
         self._gets: CallQueue[_Fetching] = CallQueue(
             "remote-get",
@@ -130,12 +131,13 @@ class RemoteTier(Tier):
             self._call_gets,
             lambda: self._get_size.nbytes,
             lambda item: item.nbytes,
+            monotonic,
         )
         self._looks: CallQueue[tuple[BlockKey, ...]] = CallQueue(
-            "remote-look", 1, self._call_looks, lambda: _NAMES_AT_ONCE, len
+            "remote-look", 1, self._call_looks, lambda: _NAMES_AT_ONCE, len, monotonic
         )
         self._drops: CallQueue[BlockKey] = CallQueue(
-            "remote-drop", 1, self._call_drops, lambda: _NAMES_AT_ONCE, lambda _: 1
+            "remote-drop", 1, self._call_drops, lambda: _NAMES_AT_ONCE, lambda _: 1, monotonic
         )
 
     def register(self, namespace: Namespace, block_bytes: int) -> None:

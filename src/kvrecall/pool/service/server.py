@@ -109,20 +109,18 @@ class Server:
     async def _serve(self) -> None:
         self._listener.setblocking(False)
         self.loop.add_reader(self._listener, self._accept)
-        stopped = asyncio.ensure_future(self._stopped.wait())
-        reaping = asyncio.ensure_future(self.reaper.run())
-        try:
-            await asyncio.wait((stopped, reaping), return_when=asyncio.FIRST_COMPLETED)
-            if reaping.done():
-                reaping.result()  # raises
-        finally:
-            reaping.cancel()
-            self.loop.remove_reader(self._listener)
-            connections = list(self._connections)
-            await asyncio.gather(*(connection.task for connection in connections))
-            for connection in connections:
-                connection.end()
-            await asyncio.sleep(0)  # lets go of their sockets
+        tasks = [self.loop.create_task(work) for work in (self._stopped.wait(), self.reaper.run())]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        self.loop.remove_reader(self._listener)
+        connections = list(self._connections)
+        await asyncio.gather(*(connection.task for connection in connections))
+        for connection in connections:
+            connection.end()
+        for task in tasks:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, Exception):
+                raise result
 
     # -- connections -----------------------------------------------------------------------
 
