@@ -203,7 +203,7 @@ def test_the_heat_map_is_a_picture(tmp_path: Path) -> None:
         (["--share", "20"], "not in (0, 1]"),
         (["--share", "x"], "no number"),
         (["--digest-tokens", "24"], "does not divide"),
-        (["--digest", "hash"], "one of mean, deviation, bounds"),
+        (["--digest", "hash"], "one of mean, bounds"),
         (["--lengths", "1M"], "1M"),
         (["--lengths", "256K"], "max_position_embeddings 131072"),
         (["--dense-boundary", "100000"], "leaves all lengths dense"),
