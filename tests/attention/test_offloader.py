@@ -22,9 +22,10 @@ from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.attention.split import Gate
 from kvrecall.block import Namespace
 from kvrecall.config import RecallSettings
-from kvrecall.engines.vllm import compat
 from kvrecall.engines.vllm.attention.offloader import PATIENCE, Offloader
 from kvrecall.engines.vllm.attention.spec import OffloadableSpec
+from kvrecall.engines.vllm.compat.attention import override_kv_cache_spec
+from kvrecall.engines.vllm.compat.scheduler import block_manager
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
 from kvrecall.engines.vllm.connector.wire import (
     EngineFacts,
@@ -54,7 +55,7 @@ class Bench:
     """A scheduler around vLLM's block manager, whose workers store at once what they are told."""
 
     def __init__(self, pool: PoolClient, blocks: int) -> None:
-        compat.override_kv_cache_spec(lambda layer: None)
+        override_kv_cache_spec(lambda layer: None)
         init_none_hash(sha256_cbor)
         self.pool = pool
         spec = OffloadableSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.float32)
@@ -72,7 +73,7 @@ class Bench:
         states, trusted = self.side.state_of, self.side.trusted
         self.keeper = Offloader(pool, SETTINGS, BLOCK, gate, 1.0, states, trusted)
         self.side.offloader = self.keeper
-        compat.block_manager(self.manager).keeper = self.keeper
+        block_manager(self.manager).keeper = self.keeper
         self.orders: OffloadOrders | None = None
         self.loads: list[Load] = []
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.engines.vllm import compat
+from kvrecall.engines.vllm.attention import checks
 from kvrecall.engines.vllm.attention.activity import Activity, ActivityLog
 from kvrecall.engines.vllm.attention.attending import RetrievalAttention
 from kvrecall.engines.vllm.attention.checks import (
@@ -241,7 +241,7 @@ def test_on_a_gpu_nothing_leaves_for_a_pool_service(monkeypatch: pytest.MonkeyPa
     """Whose memory goes with it, page-locked or not."""
     served = pooled({"backend": "service"})
     require_engine(served, RetrievalSettings())
-    monkeypatch.setattr(compat, "is_on_cpu", lambda: False)
+    monkeypatch.setattr(checks, "is_on_cpu", lambda: False)
     require_engine(pooled({"host_size": "1GiB"}), RetrievalSettings())
     with pytest.raises(EngineError, match="memory of a service"):
         require_engine(served, RetrievalSettings())

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from kvrecall.engines.vllm.compat import LayerPlacement
+from kvrecall.engines.vllm.compat.config import LayerPlacement
 from kvrecall.engines.vllm.connector import copier as copier_module
 from kvrecall.engines.vllm.connector.copier import InlineCopier, Run, runs_of
 from kvrecall.engines.vllm.connector.pages import pages_of

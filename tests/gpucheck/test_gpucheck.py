@@ -139,7 +139,7 @@ def test_the_exit_status(outcomes: list[Outcome], plain: int, required: int) -> 
     ("version", "said"),
     [
         ("not installed", "vLLM is not installed"),
-        ("0.25.1", "vLLM 0.25.1 is installed; kvrecall is for 0.26 to 0.32"),
+        ("0.31.0", "vLLM 0.31.0 is installed; kvrecall is for 0.32"),
         ("0.33.0rc1+cu130", "kvrecall is for"),
     ],
 )
@@ -155,7 +155,7 @@ def test_without_an_engine(version: str, said: str, monkeypatch: pytest.MonkeyPa
     assert CliRunner().invoke(cli.app, ["--require"]).exit_code == 1
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.32.0+cpu"])
+@pytest.mark.parametrize("version", ["0.32.1", "0.32.0+cpu"])
 def test_with_an_engine(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "engine_version", lambda: version)
     assert cli.without_engine() is None

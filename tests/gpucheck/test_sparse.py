@@ -313,19 +313,6 @@ def test_what_servers_on_a_gpu_are_started_with_is_what_vllm_takes(name: str) ->
     assert args.attention_backend == ("TRITON_ATTN" if name == "float32" else "FLASH_ATTN")
 
 
-@pytest.mark.engine
-def test_retrieval_is_checked_with_the_vllm_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvrecall.engines.vllm import compat
-
-    for version, said in ((f"{compat.TESTED_VERSION}.1+cu130", ""), ("0.31.0", "is for vLLM 0.32")):
-        monkeypatch.setattr(cli, "engine_version", lambda version=version: version)
-        assert said in cli.without_retrieval()
-        assert bool(said) == bool(cli.without_retrieval())
-    skipped = list(cli._retrieval(True, quiet))
-    assert [each.check for each in skipped] == ["retrieval tokens", "decode, engine", "sequences"]
-    assert {each.state for each in skipped} == {State.SKIP}
-
-
 def crowded(monkeypatch: pytest.MonkeyPatch, **told: Any) -> Outcome:
     """The outcome for engines that give these figures, of dense and of retrieval."""
     ran = []

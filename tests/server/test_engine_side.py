@@ -194,7 +194,7 @@ def test_an_engine_core_ends_with_its_parent() -> None:
     """A parent that is killed takes the process that called ``end_with_parent`` with it."""
     code = (
         "import multiprocessing as m, time\n"
-        "from kvrecall.engines.vllm.compat.orphan import end_with_parent\n"
+        "from kvrecall.engines.vllm.compat.parent import end_with_parent\n"
         "def core():\n    end_with_parent()\n    time.sleep(600)\n"
         "child = m.get_context('fork').Process(target=core)\n"
         "child.start()\nprint(child.pid, flush=True)\ntime.sleep(600)\n"

@@ -17,6 +17,9 @@ __all__ = ["RecallConnector"]
 def __getattr__(name: str) -> Any:
     """Loads the connector on first use: importing this room must not import vLLM."""
     if name == "RecallConnector":
+        from kvrecall.engines.vllm.compat.versions import require_version
+
+        require_version()
         from kvrecall.engines.vllm.connector.connector import RecallConnector
 
         return RecallConnector

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvrecall.engines.vllm.compat.versions import SUPPORTED, minor
 from kvrecall.errors import KvrecallError
 from kvrecall.lab.bench.concurrency import Load
 from kvrecall.lab.bench.report import engine_version, machine
@@ -21,9 +22,6 @@ from kvrecall.lab.gpu_check.outcome import Outcome, State, reason
 from kvrecall.lab.gpu_check.part import run_part
 
 app = typer.Typer(add_completion=False)
-
-SUPPORTED = ((0, 26), (0, 32))
-"""vLLM's first and last minor version that kvrecall is written for."""
 
 _DEVICE = "cuda"
 _NOTHING = "; nothing was checked"
@@ -106,25 +104,10 @@ def _outcomes(quick: bool, progress: Callable[[str], None]) -> Iterator[Outcome]
 
 def _retrieval(quick: bool, progress: Callable[[str], None]) -> Iterator[Outcome]:
     """Whole engines with retrieval attention."""
-    hindrance = without_retrieval()
-    if hindrance:
-        for name in ("retrieval tokens", "decode, engine", "sequences"):
-            yield Outcome(name, State.SKIP, hindrance)
-        return
     yield retrieval_tokens(_DEVICE, progress)
     contexts = _DECODE_CONTEXTS[: 1 if quick else None]
     yield decode_engine(contexts, LARGE, _DEVICE, progress)
     yield crowded(_QUICK_LOAD if quick else _LOAD, SHALLOW, _DEVICE, progress)
-
-
-def without_retrieval() -> str:
-    """Why retrieval attention is not checked with this vLLM, for which it is not written; nothing
-    if it is."""
-    written = ".".join(map(str, SUPPORTED[1]))
-    version = engine_version()
-    if ".".join(version.split("+")[0].split(".")[:2]) == written:
-        return ""
-    return f"retrieval attention is for vLLM {written}, and this is {version}"
 
 
 def without_engine() -> Outcome | None:
@@ -132,11 +115,8 @@ def without_engine() -> Outcome | None:
     version = engine_version()
     if version == "not installed":
         return Outcome("device", State.SKIP, "vLLM is not installed here")
-    first, last = SUPPORTED
-    major, minor = (int(part) for part in version.split("+")[0].split(".")[:2])
-    if not first <= (major, minor) <= last:
-        allowed = " to ".join(".".join(map(str, each)) for each in SUPPORTED)
-        note = f"vLLM {version} is installed; kvrecall is for {allowed}"
+    if minor(version) != SUPPORTED:
+        note = f"vLLM {version} is installed; kvrecall is for {SUPPORTED}"
         return Outcome("device", State.SKIP, note)
     return None
 

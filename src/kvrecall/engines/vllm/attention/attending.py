@@ -45,7 +45,7 @@ class RetrievalAttention(ABC, Generic[Whole]):
 
     @property
     def approximation(self) -> str:
-        """What KV computed while decoding depends on beside the weights; see compat.kernel_of."""
+        """What KV computed while decoding depends on beside the weights."""
         return approximation_of(self._settings)
 
     def bind(

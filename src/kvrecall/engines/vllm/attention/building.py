@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from kvrecall.attention.settings import Regime, RetrievalSettings
-from kvrecall.engines.vllm import compat
 from kvrecall.engines.vllm.attention import checks
 from kvrecall.engines.vllm.attention.activity import ACTIVITY, ActivityLog
 from kvrecall.engines.vllm.attention.attending import RetrievalAttention
@@ -23,6 +22,7 @@ from kvrecall.engines.vllm.attention.recalled import OffloadedSequence
 from kvrecall.engines.vllm.attention.rows import RowKernel
 from kvrecall.engines.vllm.attention.steps import BatchRow, StepPlanner
 from kvrecall.engines.vllm.attention.work import AwayRow, AwayRows, DenseRest, Work
+from kvrecall.engines.vllm.compat import config
 from kvrecall.errors import EngineError
 
 logger = logging.getLogger("vllm.kvrecall")
@@ -69,12 +69,12 @@ class RetrievalBuilding(ABC):
         self._settings = settings
         self._freshness = Freshness(self.block_size)
         self._planner = StepPlanner(settings, self._kernel, self._freshness, ACTIVITY)
-        most = compat.most_blocks_of_sequences(self.vllm_config, self.block_size)
+        most = config.most_blocks_of_sequences(self.vllm_config, self.block_size)
         in_step = self._kernel.device.type == "cpu"
         pages = (settings.dense_layers + 1) * most
         self._offload = Offload(self._freshness, ACTIVITY, pages, in_step)
         for name, impl in self._layers.items():
-            number = compat.layer_index(name)
+            number = config.layer_index(name)
             whole, layer = self.make_whole(), None
             if whole is not None:
                 self._offload.add_whole(name, whole)

@@ -9,7 +9,7 @@ import logging
 from typing import Any
 
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.engines.vllm import compat
+from kvrecall.engines.vllm.compat.config import is_on_cpu
 from kvrecall.errors import EngineError
 
 logger = logging.getLogger("vllm.kvrecall")
@@ -95,7 +95,7 @@ def offload_hindrance(vllm_config: Any) -> str | None:
     if transfer is None or transfer.kv_connector != "RecallConnector":
         return "it has no pool to keep them in (use RecallConnector)"
     extra = transfer.kv_connector_extra_config or {}
-    if extra.get("backend") == "service" and not compat.is_on_cpu():
+    if extra.get("backend") == "service" and not is_on_cpu():
         return "a GPU cannot read on in the memory of a service that ends (keep the pool in it)"
     if parallel.pipeline_parallel_size > 1:
         return "steps of a pipeline overlap (use tensor parallelism)"
@@ -115,5 +115,5 @@ def wrong_backend(layer: Any) -> EngineError:
     if type(layer).__name__.startswith("MLA"):
         return _refusal("latent attention (MLA)", "serve a model with ordinary attention")
     name = layer.attn_backend.get_name()
-    ours = CPU_BACKENDS if compat.is_on_cpu() else CUDA_BACKENDS
+    ours = CPU_BACKENDS if is_on_cpu() else CUDA_BACKENDS
     return _refusal(f"the attention backend {name}", f"pass --attention-backend {min(ours)}")

@@ -34,14 +34,14 @@ def register() -> None:
     weights.register()  # who names this plug-in in VLLM_PLUGINS may not name the others
     if not asked_for(os.environ):
         return
-    from kvrecall.engines.vllm import compat
+    from kvrecall.engines.vllm.compat import attention, config, scheduler
 
     RetrievalSettings.from_environ(os.environ)  # what is wrong there is told at once
     _on[:] = [True]
-    compat.require_attention()
-    compat.override_attention(CPU_BACKENDS if compat.is_on_cpu() else CUDA_BACKENDS)
-    compat.override_kv_cache_spec(require_retrieval)
-    compat.begin_lost_anew()
+    attention.require_attention()
+    attention.override_attention(CPU_BACKENDS if config.is_on_cpu() else CUDA_BACKENDS)
+    attention.override_kv_cache_spec(require_retrieval)
+    scheduler.reschedule_lost()
 
 
 def asked_for(environ: Mapping[str, str]) -> bool:

@@ -4,7 +4,7 @@ For a second after each message they look again and again, and give the processo
 ``sched_yield`` in between. On few cores that takes the processor from those who compute, and where
 one process is alone on its core with it, some kernels (Linux 6.18 here) lose count of whose turn it
 is: other threads that are ready to run stood for up to 78 s (docs/log.md). A sleep of a microsecond
-costs a step some 0.1 ms and takes nothing from anybody.
+costs a step some 0.1 ms and leaves the processor to the others.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, MutableMapping
-from typing import Any
 
+from kvrecall.engines.vllm.compat import patches
 from kvrecall.errors import ConfigError
 
 SWITCH = "KVRECALL_WAITS"
@@ -50,11 +50,7 @@ def _sleep_on_cpus() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        from vllm.distributed.device_communicators import shm_broadcast
-
-        module: Any = shm_broadcast
-        if hasattr(module, "sched_yield"):  # otherwise this vLLM waits in another way
-            module.sched_yield = _sleep
+        patches.install("sleep", lambda plain: _sleep)
 
 
 def _sleep() -> None:

@@ -22,12 +22,11 @@ from kvrecall.attention.split import DEVICE_OVERHEAD_BYTES, OVERHEAD_BYTES, Gate
 from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.config import RecallSettings
 from kvrecall.engines.fingerprint import default_memory
-from kvrecall.engines.vllm import compat
 from kvrecall.engines.vllm.attention.checks import offload_hindrance
 from kvrecall.engines.vllm.attention.offloader import Offloader
 from kvrecall.engines.vllm.attention.plugin import active_settings, asked_for, require_on
-from kvrecall.engines.vllm.compat import seeds, waits
-from kvrecall.engines.vllm.compat.orphan import end_with_parent
+from kvrecall.engines.vllm.compat import config, loading, runner, scheduler, waits
+from kvrecall.engines.vllm.compat.parent import end_with_parent
 from kvrecall.engines.vllm.connector.metrics import PoolWatch, RecallPromMetrics, RecallStats
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
@@ -78,18 +77,18 @@ class RecallConnector(KVConnectorBase_V1):
         self._pool: PoolClient | None = None
         self._endpoint: AdminEndpoint | None = None
         self._watch = PoolWatch()
-        compat.require_supported(vllm_config, kv_cache_config)
+        config.require_supported(vllm_config, kv_cache_config)
         require_on(vllm_config, os.environ)
         waits.install()
         if role is KVConnectorRole.WORKER:
-            seeds.install()
-            compat.hand_orders_first(vllm_config)
+            runner.mend_seeds()
+            runner.hand_orders_first(vllm_config)
             self._worker = RecallWorker(vllm_config, kv_cache_config)
-            compat.show_model(vllm_config, self._worker.see_model)
+            loading.show_model(vllm_config, self._worker.see_model)
         else:
             if multiprocessing.current_process().name.startswith("EngineCore"):
                 end_with_parent()
-            compat.begin_lost_anew()
+            scheduler.reschedule_lost()
             self._settings = _settings_of(vllm_config)
             self._weights = weights_of(vllm_config)
             _warn_if_hopeless(vllm_config)
@@ -188,18 +187,18 @@ class RecallConnector(KVConnectorBase_V1):
             return
         assert self._pool is not None
         settings = active_settings(self._vllm_config)
-        overhead = OVERHEAD_BYTES if compat.is_on_cpu() else DEVICE_OVERHEAD_BYTES
+        overhead = OVERHEAD_BYTES if config.is_on_cpu() else DEVICE_OVERHEAD_BYTES
         offloader = Offloader(
             self._pool,
             settings,
             facts.block_size,
-            Gate(settings, compat.layer_token_bytes(self._kv_cache_config), overhead),
+            Gate(settings, config.layer_token_bytes(self._kv_cache_config), overhead),
             self._settings.pool.load_deadline_s,
             self._s.state_of,
             self._s.trusted,
         )
         self._s.offloader = offloader
-        compat.block_manager(self._kv_cache_manager).keeper = offloader
+        scheduler.block_manager(self._kv_cache_manager).keeper = offloader
 
     def _facts(self, shards: list[Shard]) -> EngineFacts:
         parallel = self._vllm_config.parallel_config
@@ -209,14 +208,14 @@ class RecallConnector(KVConnectorBase_V1):
                 f"{len(shards)} of {ranks} ranks told what they hold of a block; kvrecall supports "
                 "tensor and pipeline parallel engines whose ranks all report"
             )
-        replicas = compat.kv_replicas(self._kv_cache_config)
+        replicas = config.kv_replicas(self._kv_cache_config)
         return EngineFacts(
-            block_size=compat.group_block_size(self._kv_cache_config),
-            hash_block_size=compat.hash_block_size(self._vllm_config, self._kv_cache_config),
+            block_size=config.group_block_size(self._kv_cache_config),
+            hash_block_size=config.hash_block_size(self._vllm_config, self._kv_cache_config),
             block_bytes=sum(shard.nbytes for shard in shards) // replicas + ORIGIN_BYTES,
             ranks=ranks,
             copies_in_step=all(shard.copies_in_step for shard in shards),
-            frees_while_running=compat.freed_while_running(self._kv_cache_config),
+            frees_while_running=config.freed_while_running(self._kv_cache_config),
             recalls=self._may_recall(),
             least_token_seconds=max(shard.token_seconds for shard in shards),
             exact_blocks=self._exact_blocks(),
@@ -227,12 +226,12 @@ class RecallConnector(KVConnectorBase_V1):
         as a sequence of one block has none to leave out."""
         if not asked_for(os.environ):
             return ALL_BLOCKS
-        size = compat.group_block_size(self._kv_cache_config)
+        size = config.group_block_size(self._kv_cache_config)
         return max(1, active_settings(self._vllm_config).dense_boundary // size)
 
     def _may_recall(self) -> bool:
         """vLLM guards blocks against loads that overtake a step under way only in consumers."""
-        if compat.loads_are_ordered(self._vllm_config):
+        if config.loads_are_ordered(self._vllm_config):
             return True
         logger.warning(
             "kvrecall: this kv_producer overlaps steps, in which vLLM allows no loads: it saves "
@@ -400,7 +399,7 @@ def _check_room(host: int, facts: EngineFacts, max_model_len: int) -> None:
 
 def _warn_if_hopeless(vllm_config: Any) -> None:
     algo = vllm_config.cache_config.prefix_caching_hash_algo
-    if compat.root_seed_is_random(algo):
+    if config.root_seed_is_random(algo):
         logger.warning(
             "kvrecall: NOTHING CAN HIT AFTER A RESTART: block hashes of %s start from a random "
             "seed in every process. Pass --prefix-caching-hash-algo sha256_cbor, or set "

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrecall.engines.vllm.compat import LayerPlacement
+from kvrecall.engines.vllm.compat.config import LayerPlacement
 from kvrecall.errors import EngineError
 
 

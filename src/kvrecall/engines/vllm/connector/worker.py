@@ -15,6 +15,7 @@ import torch
 
 from kvrecall.engines.vllm import compat
 from kvrecall.engines.vllm.attention.recalled import Records
+from kvrecall.engines.vllm.compat import config
 from kvrecall.engines.vllm.connector.compare import Deviation, deviation
 from kvrecall.engines.vllm.connector.copier import make_copier
 from kvrecall.engines.vllm.connector.costs import least_token_seconds
@@ -56,12 +57,12 @@ class RecallWorker:
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Takes the device KV cache: one tensor a layer."""
-        placements = compat.layer_placements(self._kv_cache_config)
+        placements = config.layer_placements(self._kv_cache_config)
         self._layers = pages_of(
             kv_caches,
             placements,
             self._kv_cache_config.num_blocks,
-            compat.fp8_type(self._vllm_config),
+            config.fp8_type(self._vllm_config),
         )
         beside = compat.digest_pages(self._vllm_config).items()
         digests = (Pages(name, rows, f"{tuple(rows.shape[1:])} bytes") for name, rows in beside)
@@ -70,10 +71,10 @@ class RecallWorker:
     def shard(self) -> Shard:
         """What this rank holds of a block. All ranks must be asked at once: they confer."""
         layers = tuple(ShardLayer(page.name, page.page_bytes, page.layout) for page in self._pages)
-        kernel = compat.kernel_of(self._vllm_config, tuple(page.name for page in self._layers))
+        kernel = config.kernel_of(self._vllm_config, tuple(page.name for page in self._layers))
         device = self._pages[0].rows.device
         self._offset = self._shard_offset()
-        flops, hidden = compat.prompt_token_work(self._vllm_config)
+        flops, hidden = config.prompt_token_work(self._vllm_config)
         dtype = self._vllm_config.model_config.dtype
         least = least_token_seconds(flops, hidden, dtype, str(device))
         loaded = None if self._model is None else LoadedModel.of(self._model)
@@ -142,7 +143,7 @@ class RecallWorker:
                 torch.from_numpy(memory),
                 copy.block_ids,
                 copy.offsets,
-                compat.is_deterministic(),
+                config.is_deterministic(),
             )
         self._report.compared[comparison.number] = 1, found
         if comparison.repeated and not found.within:
@@ -152,7 +153,7 @@ class RecallWorker:
         """Called before the step writes any device block or builds attention metadata.
 
         Does nothing the second time for the same orders: with Model Runner V2 both
-        ``compat.hand_orders_first`` and vLLM call it.
+        ``compat.runner.hand_orders_first`` and vLLM call it.
         """
         if orders is self._applied:
             return
@@ -213,11 +214,11 @@ class RecallWorker:
 
     def _writes_shard(self) -> bool:
         """Of ranks that hold identical KV, the first writes it."""
-        return compat.tensor_rank() % compat.kv_replicas(self._kv_cache_config) == 0
+        return config.tensor_rank() % config.kv_replicas(self._kv_cache_config) == 0
 
     def _shard_offset(self) -> int:
         """Where this rank's bytes start in a block's record: after those of the ranks before it
         that hold different KV."""
         nbytes = sum(page.page_bytes for page in self._pages)
-        replicas = compat.kv_replicas(self._kv_cache_config)
-        return compat.shard_position(nbytes, replicas)
+        replicas = config.kv_replicas(self._kv_cache_config)
+        return config.shard_position(nbytes, replicas)

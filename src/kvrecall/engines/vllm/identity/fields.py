@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import vllm.envs as envs
 
-from kvrecall.engines.vllm import compat
+from kvrecall.engines.vllm.compat.loading import draft_model
 
 
 class Fate(enum.Enum):
@@ -745,7 +745,7 @@ def _digest(texts: Mapping[str, str]) -> str:
 
 
 def _has_draft(root: Any) -> bool:
-    return compat.draft_model(root) is not None
+    return draft_model(root) is not None
 
 
 def _is_moe(root: Any) -> bool:

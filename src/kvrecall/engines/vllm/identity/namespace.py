@@ -13,7 +13,8 @@ from typing import Any
 
 from kvrecall.block import Namespace
 from kvrecall.engines.fingerprint import Fingerprint, Memory
-from kvrecall.engines.vllm import compat
+from kvrecall.engines.vllm.compat import config
+from kvrecall.engines.vllm.compat.versions import engine_version
 from kvrecall.engines.vllm.connector.wire import Shard
 from kvrecall.engines.vllm.identity import fields
 
@@ -34,7 +35,7 @@ def namespace_of(
     cache = vllm_config.cache_config
     parallel = vllm_config.parallel_config
     parts = {
-        "engine": f"vllm {compat.engine_version()}",
+        "engine": f"vllm {engine_version()}",
         "weights": weights,
         "architecture": config_text(model.hf_config),
         "loaded": _loaded_text(vllm_config, shards),
@@ -42,15 +43,15 @@ def namespace_of(
         "environment": _text(fields.environment()),
         "dtype": str(model.dtype),
         "kv_dtype": str(cache.cache_dtype),
-        "block_size": str(compat.group_block_size(kv_cache_config)),
+        "block_size": str(config.group_block_size(kv_cache_config)),
         "kernel": "; ".join(sorted({shard.kernel for shard in shards})),
         "tensor_parallel": str(parallel.tensor_parallel_size),
         "pipeline_parallel": str(parallel.pipeline_parallel_size),
-        "kv_replicas": str(compat.kv_replicas(kv_cache_config)),
+        "kv_replicas": str(config.kv_replicas(kv_cache_config)),
         "layout": json.dumps(
             [[(layer.name, layer.layout) for layer in shard.layers] for shard in shards]
         ),
-        "hash": f"{cache.prefix_caching_hash_algo} seed {compat.root_seed()}",
+        "hash": f"{cache.prefix_caching_hash_algo} seed {config.root_seed()}",
         "python": hash_dialect(cache.prefix_caching_hash_algo),
         "byte_order": sys.byteorder,
     }

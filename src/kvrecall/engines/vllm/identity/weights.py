@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from kvrecall.engines.fingerprint import FileState, Fingerprint, Memory, default_memory
-from kvrecall.engines.vllm import compat
+from kvrecall.engines.vllm.compat import loading
 
 logger = logging.getLogger("vllm.kvrecall")
 
@@ -86,7 +86,7 @@ class Weights:
 
     def _models(self) -> list[_Model]:
         load = self._config.load_config
-        configs = [self._config.model_config, compat.draft_model(self._config)]
+        configs = [self._config.model_config, loading.draft_model(self._config)]
         for place, config in enumerate(configs):
             if config is not None and place not in self._found:
                 model = _model(config, load)
@@ -143,7 +143,7 @@ def _model(model_config: Any, load_config: Any) -> _Model:
     path = Path(name)
     if path.exists():
         return _Model(name, path, code)
-    folder = compat.hub_snapshot(model_config, load_config)
+    folder = loading.hub_snapshot(model_config, load_config)
     if folder is None:
         return _Model(name, None, code, True, "it is neither a local folder nor in the hub's cache")
     return _Model(name, folder, code, True)
@@ -168,4 +168,4 @@ def weights_of(vllm_config: Any) -> Weights:
 def register() -> None:
     """The ``vllm.general_plugins`` entry point: engines with our connector read their weights for
     a fingerprint while they load."""
-    compat.before_loading(begin)
+    loading.before_loading(begin)

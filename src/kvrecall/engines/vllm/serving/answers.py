@@ -9,7 +9,6 @@ reply object is given one more attribute, and of a stream only the usage chunk i
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, cast
@@ -20,12 +19,10 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse, PromptTokenUsageInfo
 from vllm.outputs import RequestOutput
 
-from kvrecall.engines.base import MAX_SEQUENCES, Limits, RecallSplit
+from kvrecall.engines.base import MAX_SEQUENCES, REPORT, Limits, RecallSplit
+from kvrecall.engines.vllm.compat.serving import handler_as
 from kvrecall.engines.vllm.serving import ranking
 from kvrecall.engines.vllm.serving.splits import BOARD
-
-REPORT = "kvrecall"
-"""Key of the connector's report in ``kv_transfer_params``."""
 
 
 class Ledger:
@@ -239,18 +236,9 @@ def recall_completion(
     handler: OpenAIServingCompletion, limits: Limits, pooled: bool
 ) -> RecallCompletion:
     """``handler`` as a RecallCompletion. ``pooled`` says whether a connector is in use."""
-    return cast(RecallCompletion, _retyped(handler, RecallCompletion, limits, pooled))
+    return handler_as(handler, RecallCompletion, limits=limits, pooled=pooled)
 
 
 def recall_chat(handler: OpenAIServingChat, limits: Limits, pooled: bool) -> RecallChat:
     """``handler`` as a RecallChat."""
-    return cast(RecallChat, _retyped(handler, RecallChat, limits, pooled))
-
-
-def _retyped(handler: Any, kind: type[Any], limits: Limits, pooled: bool) -> Any:
-    """A copy of ``handler`` of the subclass ``kind``: vLLM has configured it, with two dozen
-    arguments that change from version to version, and nothing of that is to be repeated here."""
-    twin = copy.copy(handler)
-    twin.__class__ = kind
-    twin.limits, twin.pooled = limits, pooled
-    return twin
+    return handler_as(handler, RecallChat, limits=limits, pooled=pooled)

@@ -42,7 +42,9 @@ from vllm.v1.executor import Executor
 from kvrecall.config import RecallSettings, default_socket, split_for_service
 from kvrecall.engines.base import Engine, Limits, Role, ServeSpec
 from kvrecall.engines.vllm.attention import plugin
-from kvrecall.engines.vllm.compat import orphan, seeds, waits
+from kvrecall.engines.vllm.compat import waits
+from kvrecall.engines.vllm.compat.parent import end_engine_cores_with_parent
+from kvrecall.engines.vllm.compat.runner import ask_for_seeds
 from kvrecall.engines.vllm.serving import listeners
 from kvrecall.engines.vllm.serving.answers import recall_chat, recall_completion
 from kvrecall.engines.vllm.serving.client import ServedLLM
@@ -75,7 +77,7 @@ def serve(spec: ServeSpec, attach: Attach) -> int:
     gives 1. Raises EngineError when vLLM does not accept the settings or does not start.
     """
     cli_env_setup()
-    orphan.install()
+    end_engine_cores_with_parent()
     spec = replace(spec, recall=_askable(spec))
     if spec.retrieval:
         plugin.ask(os.environ)
@@ -184,7 +186,7 @@ def _cpu_environment(ranks: int) -> None:
     if shutil.which("g++") is None:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", str(ranks))
-    seeds.ask(os.environ)
+    ask_for_seeds(os.environ)
     waits.ask(os.environ)
 
 

@@ -19,6 +19,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvrecall.engines.base import Limits
+from kvrecall.engines.vllm.compat.serving import note_outputs
 from kvrecall.engines.vllm.serving import guard, ranking
 from kvrecall.engines.vllm.serving.journal import Journal
 from kvrecall.engines.vllm.serving.steps import Steps
@@ -65,7 +66,7 @@ class ServedLLM(AsyncLLM):
         self.journal = Journal()
         self.steps = Steps()
         super().__init__(*args, **kwargs)
-        self.steps.watch(self.engine_core)
+        note_outputs(self.engine_core, self.steps.note)
 
     async def end_all(self) -> None:
         """Ends all requests, now and those that come; the engine then has little time to close."""

@@ -26,17 +26,6 @@ class Steps:
         self._sizes: dict[int, deque[tuple[float, int]]] = {}  # by engine; time and sequences
         self._tokens: deque[tuple[float, int, int]] = deque()  # time, of prompts, of answers
 
-    def watch(self, core: Any) -> None:
-        """Notes from now on all that ``core``, vLLM's client of its engines, gets of them."""
-        fetch = core.get_output_async
-
-        async def noted() -> Any:
-            outputs = await fetch()
-            self.note(outputs)
-            return outputs
-
-        core.get_output_async = noted
-
     def note(self, outputs: Any) -> None:
         """Takes the outputs of one step of one engine (vLLM's EngineCoreOutputs)."""
         given = [output for output in outputs.outputs if output.new_token_ids]

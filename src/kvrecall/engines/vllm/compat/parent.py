@@ -15,6 +15,8 @@ from typing import Any
 
 from vllm.v1.engine.core import EngineCoreProc
 
+from kvrecall.engines.vllm.compat.patches import install
+
 _run_engine_core = EngineCoreProc.run_engine_core
 
 
@@ -29,15 +31,16 @@ def end_with_parent() -> None:
         parent.join()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=watch, name="kvrecall-orphan-watch", daemon=True).start()
+    threading.Thread(target=watch, name="kvrecall-parent-watch", daemon=True).start()
 
 
 def run_engine_core(*args: Any, **kwargs: Any) -> None:
-    """vLLM's engine core process, ending with its parent."""
+    """vLLM's engine core process, ending with its parent. Of this module, so that a process that
+    is spawned finds it."""
     end_with_parent()
     _run_engine_core(*args, **kwargs)
 
 
-def install() -> None:
-    """Has vLLM start its engine cores by ``run_engine_core``. Idempotent."""
-    EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
+def end_engine_cores_with_parent() -> None:
+    """Has vLLM start its engine cores by ``run_engine_core``."""
+    install("end-with-parent", lambda plain: run_engine_core)

@@ -1,0 +1,58 @@
+"""Retrieval attention in place of vLLM's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvrecall.engines.vllm.compat.config import is_on_cpu
+from kvrecall.engines.vllm.compat.patches import install
+from kvrecall.engines.vllm.compat.versions import SUPPORTED, engine_version
+from kvrecall.errors import EngineError
+
+
+def require_attention() -> None:
+    """Raises EngineError where retrieval attention cannot run."""
+    from vllm.platforms import current_platform
+
+    if not (is_on_cpu() or current_platform.is_cuda()):
+        raise EngineError(
+            "retrieval attention runs on vLLM's CPU and CUDA platforms, and this is "
+            f"{current_platform.device_name}; take `retrieval` out of VLLM_PLUGINS"
+        )
+    if engine_version() != SUPPORTED:
+        raise EngineError(
+            f"retrieval attention was built for vLLM {SUPPORTED}, and this is "
+            f"{engine_version()}; take `retrieval` out of VLLM_PLUGINS"
+        )
+
+
+def override_attention(ours: Mapping[str, str]) -> None:
+    """Puts classes, told by their paths, in place of vLLM's attention backends of these names."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    for name, path in ours.items():
+        register_backend(AttentionBackendEnum[name], path)
+
+
+def override_kv_cache_spec(require: Callable[[Any], None]) -> None:
+    """Full-attention layers get a spec whose blocks may leave the device. Others keep theirs.
+    ``require``: raises for a layer that is not to be served."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    from kvrecall.engines.vllm.attention.spec import OffloadableSpec, OffloadManager
+
+    KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(OffloadableSpec, OffloadManager, FullAttentionSpec)
+
+    def make(plain: Any) -> Any:
+        def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
+            require(self)
+            made = plain(self, vllm_config)
+            return OffloadableSpec.of(made) if type(made) is FullAttentionSpec else made
+
+        return get_kv_cache_spec
+
+    install("offloadable-spec", make)
+    install("refuse-mla", lambda plain: lambda self, vllm_config: require(self))

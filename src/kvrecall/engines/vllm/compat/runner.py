@@ -1,0 +1,89 @@
+"""vLLM's model runners: when they call the connector, and requests with a ``seed`` on a CPU."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import numpy as np
+
+from kvrecall.engines.vllm.compat.patches import install
+
+SEEDS = "KVRECALL_SEEDS"
+"""``1``: seeds work also in engines without this project's connector."""
+
+
+def hand_orders_first(vllm_config: Any) -> None:
+    """Makes Model Runner V2 give the connector a step's orders before the step touches a device
+    block or builds attention metadata, as V1 does.
+
+    V2 itself calls ``handle_preemptions`` only just before the forward pass. It still does, so the
+    connector gets the same orders twice. Dummy runs and warm-up have no orders.
+    """
+    if not getattr(vllm_config, "use_v2_model_runner", False):
+        return
+    import torch
+    from vllm.distributed import kv_transfer
+
+    from kvrecall.engines.vllm.connector.wire import StepOrders
+
+    def make(plain: Any) -> Any:
+        @torch.inference_mode()
+        def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            orders = scheduler_output.kv_connector_metadata
+            if isinstance(orders, StepOrders) and kv_transfer.has_kv_transfer_group():
+                kv_transfer.get_kv_transfer_group().handle_preemptions(orders)
+            return plain(self, scheduler_output, *args, **kwargs)
+
+        return execute_model
+
+    install("orders-first", make)
+
+
+def register_seeds() -> None:
+    """The ``vllm.general_plugins`` entry point ``seeds``: acts in workers, if it was asked for."""
+    is_worker = "Worker" in multiprocessing.current_process().name
+    if is_worker and os.environ.get(SEEDS) == "1":
+        mend_seeds()
+
+
+def ask_for_seeds(environ: MutableMapping[str, str]) -> None:
+    """Asks for it in processes yet to be started, if nothing was asked for."""
+    environ.setdefault(SEEDS, "1")
+
+
+def mend_seeds() -> None:
+    """Has this process's model runner take samples back as a CPU can. Nothing elsewhere.
+
+    In a prefill of several steps vLLM 0.32 samples at the end of each and takes that back by the
+    offset of the request's random generator. Generators of a CPU have no offset: the first such
+    request ends the engine, and with it all others.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        install("seeds", _without_offsets)
+
+
+def _without_offsets(own: Callable[..., Any]) -> Callable[..., Any]:
+    """``own``, which does not see the generators of requests that are still being prefilled.
+
+    Before its first token a request's generator begins anew, so that tokens do not depend on how
+    the prefill was cut. One that was preempted has drawn before: its generator goes on.
+    """
+
+    def bookkeeping(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = runner.input_batch
+        prefilling = np.nonzero(runner.discard_request_mask.np[: batch.num_reqs])[0].tolist()
+        held = {at: batch.generators.pop(at) for at in prefilling if at in batch.generators}
+        for at, generator in held.items():
+            if not runner.requests[batch.req_ids[at]].output_token_ids:
+                generator.manual_seed(generator.initial_seed())
+        try:
+            return own(runner, *args, **kwargs)
+        finally:
+            batch.generators.update(held)
+
+    return bookkeeping

@@ -1,0 +1,68 @@
+"""vLLM's scheduler and block manager: what the connector interface does not reach."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from kvrecall.engines.vllm.compat.patches import install
+
+
+def reschedule_lost() -> None:
+    """Has vLLM's scheduler preempt requests that the workers report as lost, before it looks at
+    what the step computed of them, which is dropped. They are computed anew. If the workers report
+    that loaded blocks are wrong, all running requests begin anew, with an empty device cache, and
+    loads under way count as failed."""
+    from kvrecall.engines.vllm.connector.wire import StepReport
+
+    doomed: set[str] = set()  # requests whose loads, when they end, were in vain
+
+    def make(plain: Any) -> Any:
+        def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+            transfers = model_runner_output.kv_connector_output
+            report = transfers.kv_connector_worker_meta if transfers is not None else None
+            if isinstance(report, StepReport):
+                for request_id in report.lost:
+                    _preempt(self, self.requests.get(request_id))
+                if report.refuted:
+                    doomed.update(_preempt_all(self))
+            if doomed and transfers is not None and transfers.finished_recving:
+                ended = doomed & transfers.finished_recving
+                transfers.failed_recving = (transfers.failed_recving or set()) | ended
+                doomed.difference_update(ended)
+            return plain(self, scheduler_output, model_runner_output)
+
+        return update_from_output
+
+    install("reschedule", make)
+
+
+def _preempt(scheduler: Any, request: Any) -> None:
+    """As vLLM's ``reset_prefix_cache`` does it with running requests."""
+    if request is None or request not in scheduler.running:
+        return
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+    scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+
+
+def _preempt_all(scheduler: Any) -> set[str]:
+    """Preempts what runs and empties the device's prefix cache, also of blocks that are in use.
+    Returns the requests that are being loaded."""
+    now = time.monotonic()
+    while scheduler.running:
+        scheduler._preempt_request(scheduler.running.pop(), now, drop_stale_output=True)
+    scheduler.prev_step_scheduled_req_ids.clear()
+    manager = scheduler.kv_cache_manager
+    manager.evict_blocks(set(range(manager.block_pool.num_gpu_blocks)))
+    return {
+        request_id
+        for request_id, request in scheduler.requests.items()
+        if request.status.name == "WAITING_FOR_REMOTE_KVS"
+    }
+
+
+def block_manager(kv_cache_manager: Any) -> Any:
+    """The manager of the engine's one KV group."""
+    (manager,) = kv_cache_manager.coordinator.single_type_managers
+    return manager

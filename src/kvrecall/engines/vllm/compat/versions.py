@@ -1,0 +1,50 @@
+"""Which vLLM kvrecall is for. The one place that says it; pyproject.toml and the docs agree
+(tests/engine/test_compat.py)."""
+
+from __future__ import annotations
+
+import logging
+
+from kvrecall.errors import EngineError
+
+SUPPORTED = "0.32"
+"""The minor version that everything is built and tested against."""
+
+logger = logging.getLogger("vllm.kvrecall")
+
+
+def minor(version: str) -> str:
+    """``major.minor`` of a version such as ``0.32.1+cu130``."""
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def engine_version() -> str:
+    """``major.minor`` of the installed vLLM."""
+    import vllm
+
+    return minor(str(vllm.__version__))
+
+
+def require_version() -> None:
+    """Raises EngineError for a vLLM that lacks what the connector is written against; warns of one
+    that was not tested."""
+    import vllm
+
+    installed = engine_version()
+    is_source = "dev" in str(vllm.__version__)  # numbered from the last tag found, if any
+    if _order(installed) < _order(SUPPORTED) and not is_source:
+        raise EngineError(
+            f"kvrecall is for vLLM {SUPPORTED}, and this is {installed}, which lacks parts of the "
+            f"connector interface; install vllm {SUPPORTED}"
+        )
+    if installed != SUPPORTED:
+        logger.warning(
+            "kvrecall: built and tested for vLLM %s, and this is %s, where it is untested",
+            SUPPORTED,
+            installed,
+        )
+
+
+def _order(version: str) -> tuple[int, ...]:
+    digits = ("".join(filter(str.isdigit, part)) for part in version.split("."))
+    return tuple(int(part or 0) for part in digits)

