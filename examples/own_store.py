@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvrecall.pool.remote.store import Parcel
+from kvrecall.pool.remote.store import Object
 
 DEFAULTS = {"host": "127.0.0.1", "port": 6379, "password": "", "ttl": 0, "timeout": 4.0}
 
@@ -29,14 +29,14 @@ class RedisStore:
     def exists(self, names: Sequence[str]) -> list[bool]:
         return [answer == 1 for answer in self._ask((b"EXISTS", n.encode()) for n in names)]
 
-    def put(self, parcels: Sequence[Parcel]) -> list[bool]:
+    def put(self, objects: Sequence[Object]) -> list[bool]:
         expiry = (b"EX", b"%d" % self._options["ttl"]) if self._options["ttl"] else ()
-        sets = ((b"SET", p.name.encode(), b"".join(p.parts), *expiry) for p in parcels)
+        sets = ((b"SET", p.name.encode(), b"".join(p.parts), *expiry) for p in objects)
         return [answer == b"OK" for answer in self._ask(sets)]
 
-    def get(self, parcels: Sequence[Parcel]) -> list[bool]:
-        answers = self._ask((b"GET", parcel.name.encode()) for parcel in parcels)
-        return [_fill(parcel, value) for parcel, value in zip(parcels, answers, strict=True)]
+    def get(self, objects: Sequence[Object]) -> list[bool]:
+        answers = self._ask((b"GET", item.name.encode()) for item in objects)
+        return [_fill(item, value) for item, value in zip(objects, answers, strict=True)]
 
     def remove(self, names: Sequence[str]) -> None:
         self._ask((b"UNLINK", name.encode()) for name in names)
@@ -89,10 +89,10 @@ class _Connection:
         self._socket.close()
 
 
-def _fill(parcel: Parcel, value: bytes | None) -> bool:
-    fits = value is not None and len(value) == parcel.nbytes
+def _fill(item: Object, value: bytes | None) -> bool:
+    fits = value is not None and len(value) == item.nbytes
     at = 0
-    for part in parcel.parts if fits else ():
+    for part in item.parts if fits else ():
         part[:] = value[at : at + part.nbytes]
         at += part.nbytes
     return fits

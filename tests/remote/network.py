@@ -87,7 +87,7 @@ class Network:
         return ["ip", "netns", "exec", self.space(host)]
 
     def cut(self, host: int) -> None:
-        """What is sent to or from the host is lost from now on; nobody is told."""
+        """What is sent to or from the host is lost from now on, without notice."""
         ip("-n", self._hub, "link", "set", f"port{host}", "nomaster")
 
     def mend(self, host: int) -> None:

@@ -20,7 +20,7 @@ from kvrecall.pool.arena import Arena
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
 from kvrecall.pool.remote.mooncake.master import MasterFlags, check_master
-from kvrecall.pool.remote.store import Parcel
+from kvrecall.pool.remote.store import Object
 from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.pool.tier import Outcome, Tier
 from kvrecall.testing.blocks import chain, wait_until
@@ -66,11 +66,11 @@ class Apart:
     def exists(self, names: Sequence[str]) -> list[bool]:
         return self._store.exists(self._own(names))
 
-    def put(self, parcels: Sequence[Parcel]) -> list[bool]:
-        return self._store.put([Parcel(self._prefix + p.name, p.parts) for p in parcels])
+    def put(self, objects: Sequence[Object]) -> list[bool]:
+        return self._store.put([Object(self._prefix + p.name, p.parts) for p in objects])
 
-    def get(self, parcels: Sequence[Parcel]) -> list[bool]:
-        return self._store.get([Parcel(self._prefix + p.name, p.parts) for p in parcels])
+    def get(self, objects: Sequence[Object]) -> list[bool]:
+        return self._store.get([Object(self._prefix + p.name, p.parts) for p in objects])
 
     def remove(self, names: Sequence[str]) -> None:
         self._store.remove(self._own(names))
@@ -130,7 +130,7 @@ def test_one_node_gets_what_another_put_and_what_is_not_the_block_goes(nodes: li
 
     wait_until(lambda: not store.exists([name_of(keys[0])])[0])
     parts = (memoryview(bytearray(64)), nodes[0].arena.view(0, BLOCK_BYTES))
-    assert store.put([Parcel(name_of(keys[0]), parts)]) == [True]
+    assert store.put([Object(name_of(keys[0]), parts)]) == [True]
     assert benches[1].get(keys[:2]) == [Outcome.CORRUPT, Outcome.LOADED]
     for tier in tiers:
         tier.close()
@@ -285,8 +285,8 @@ def test_a_client_that_is_killed_is_replaced(lone: Master, tmp_path: Path) -> No
     node = Node(lone)
     store = node.store
     node.arena.memory[:4096] = bytes(range(256)) * 16
-    parcel = Parcel("one", (memoryview(bytearray(64)), node.arena.view(0, 4096)))
-    assert store.put([parcel]) == [True]
+    item = Object("one", (memoryview(bytearray(64)), node.arena.view(0, 4096)))
+    assert store.put([item]) == [True]
     client = store._client
     assert client is not None
     assert "client_process" in " ".join(psutil.Process(client._process.pid).cmdline())
@@ -294,7 +294,7 @@ def test_a_client_that_is_killed_is_replaced(lone: Master, tmp_path: Path) -> No
 
     def is_put_again() -> bool:
         try:
-            return store.put([parcel]) == [True]
+            return store.put([item]) == [True]
         except TierError:
             return False
 
@@ -311,19 +311,19 @@ def test_thousands_of_small_values_in_one_call_are_all_moved(lone: Master) -> No
     count = ARENA_BYTES // 4096 // 2
     heads = [bytearray(number.to_bytes(64, "big")) for number in range(count)]
 
-    def parcels(first: int) -> list[Parcel]:
+    def objects(first: int) -> list[Object]:
         views = (node.arena.view((first + n) * 4096, 4096) for n in range(count))
         return [
-            Parcel(f"small.{n}", (memoryview(head), view))
+            Object(f"small.{n}", (memoryview(head), view))
             for n, (head, view) in enumerate(zip(heads, views, strict=True))
         ]
 
     half = count * 4096
     node.arena.view(0, half)[:] = os.urandom(half)
-    assert all(node.store.put(parcels(0)))
+    assert all(node.store.put(objects(0)))
     for head in heads:
         head[:] = bytes(64)
-    assert all(node.store.get(parcels(count)))
+    assert all(node.store.get(objects(count)))
     assert bytes(node.arena.view(half, half)) == bytes(node.arena.view(0, half))
     assert [int.from_bytes(head, "big") for head in heads] == list(range(count))
     node.close()

@@ -39,7 +39,7 @@ ANN, EVE = tenant_of("ann"), tenant_of("eve")
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[ServiceThread]:
-    """Ann has 10 blocks of one model; Eve two chains of 5 of another, as has nobody."""
+    """Ann has 10 blocks of one model; Eve two chains of 5 of another, and no tenant one."""
     tmp_path.chmod(0o700)
     quota = PoolTerms(tenants=TenantRules(TenantTerms(Amount(16 * MIB), Amount(share=0.5))))
     config = PoolConfig(32 * MIB, DiskConfig(tmp_path / "disk", 64 * MIB), terms=quota)

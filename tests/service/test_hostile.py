@@ -226,7 +226,7 @@ def test_another_version_is_refused_by_name(path: Path, tmp_path: Path) -> None:
     assert "run the same version" in refusal.reason
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_other_users_are_refused(path: Path, healthy: ServiceClient) -> None:
     code = (
         "import os, socket, sys; os.setgid(65534); os.setuid(65534)\n"
@@ -458,7 +458,7 @@ def test_a_service_that_names_bytes_outside_of_its_arena(tmp_path: Path, offset:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
-def test_files_of_somebody_else_are_not_used(tmp_path: Path) -> None:
+def test_files_of_another_user_are_not_used(tmp_path: Path) -> None:
     disk = DiskConfig(tmp_path / "disk", 16 * MIB)
     DiskTier(disk).close()
     (disk.path / "index.sqlite").chmod(0o644)

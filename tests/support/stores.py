@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from kvrecall.pool.remote.store import Parcel
+from kvrecall.pool.remote.store import Object
 
 
 class MemoryStore:
@@ -32,22 +32,22 @@ class MemoryStore:
         self._begin("exists", len(names))
         return [name in self.values for name in names]
 
-    def put(self, parcels: Sequence[Parcel]) -> list[bool]:
-        self._begin("put", len(parcels))
-        for parcel in parcels:
-            self.values.setdefault(parcel.name, b"".join(parcel.parts))
-        return [True] * len(parcels)
+    def put(self, objects: Sequence[Object]) -> list[bool]:
+        self._begin("put", len(objects))
+        for item in objects:
+            self.values.setdefault(item.name, b"".join(item.parts))
+        return [True] * len(objects)
 
-    def get(self, parcels: Sequence[Parcel]) -> list[bool]:
-        self._begin("get", len(parcels))
-        return [self._fill(parcel) for parcel in parcels]
+    def get(self, objects: Sequence[Object]) -> list[bool]:
+        self._begin("get", len(objects))
+        return [self._fill(item) for item in objects]
 
-    def _fill(self, parcel: Parcel) -> bool:
-        value = self.values.get(parcel.name)
-        if value is None or len(value) != parcel.nbytes:
+    def _fill(self, item: Object) -> bool:
+        value = self.values.get(item.name)
+        if value is None or len(value) != item.nbytes:
             return False
         at = 0
-        for part in parcel.parts:
+        for part in item.parts:
             part[:] = value[at : at + part.nbytes]
             at += part.nbytes
         return True

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvrecall.pool.arena import Arena
-from kvrecall.pool.remote.store import Parcel, Store
+from kvrecall.pool.remote.store import Object, Store
 
 HEADER_BYTES = 64
 VALUE_BYTES = 20_000
@@ -34,7 +34,7 @@ def value(name: str, nbytes: int) -> bytes:
 
 
 class Counter:
-    """A store, and memory attached to it with room for parcels."""
+    """A store, and memory attached to it with room for objects."""
 
     def __init__(self, store: Store, memory: memoryview | None = None) -> None:
         """``memory``: what was attached to the store already (4 MiB or more)."""
@@ -51,34 +51,34 @@ class Counter:
         if self._arena is not None:
             self._arena.close()
 
-    def empty(self, some: Sequence[str], nbytes: int = VALUE_BYTES, base: int = 0) -> list[Parcel]:
+    def empty(self, some: Sequence[str], nbytes: int = VALUE_BYTES, base: int = 0) -> list[Object]:
         """Room for the values of ``some``: a header of its own, the rest in slots ``base`` on."""
         return [
-            Parcel(name, (memoryview(bytearray(HEADER_BYTES)), self._room(base + at, nbytes)))
+            Object(name, (memoryview(bytearray(HEADER_BYTES)), self._room(base + at, nbytes)))
             for at, name in enumerate(some)
         ]
 
-    def filled(self, some: Sequence[str], nbytes: int = VALUE_BYTES, base: int = 0) -> list[Parcel]:
-        parcels = self.empty(some, nbytes, base)
-        for parcel in parcels:
-            data = value(parcel.name, nbytes)
-            parcel.parts[0][:] = data[:HEADER_BYTES]
-            parcel.parts[1][:] = data[HEADER_BYTES:]
-        return parcels
+    def filled(self, some: Sequence[str], nbytes: int = VALUE_BYTES, base: int = 0) -> list[Object]:
+        objects = self.empty(some, nbytes, base)
+        for item in objects:
+            data = value(item.name, nbytes)
+            item.parts[0][:] = data[:HEADER_BYTES]
+            item.parts[1][:] = data[HEADER_BYTES:]
+        return objects
 
     def put(self, some: Sequence[str], nbytes: int = VALUE_BYTES, base: int = 0) -> list[bool]:
         return self.store.put(self.filled(some, nbytes, base))
 
     def get(self, some: Sequence[str], nbytes: int = VALUE_BYTES, base: int = 0) -> list[bool]:
         """Gets values; those that are there must be right."""
-        parcels = self.empty(some, nbytes, base)
-        for parcel in parcels:
-            parcel.parts[1][:] = bytes(parcel.parts[1].nbytes)
-        found = self.store.get(parcels)
-        assert len(found) == len(parcels)
-        for parcel, is_there in zip(parcels, found, strict=True):
+        objects = self.empty(some, nbytes, base)
+        for item in objects:
+            item.parts[1][:] = bytes(item.parts[1].nbytes)
+        found = self.store.get(objects)
+        assert len(found) == len(objects)
+        for item, is_there in zip(objects, found, strict=True):
             if is_there:
-                assert b"".join(parcel.parts) == value(parcel.name, nbytes)
+                assert b"".join(item.parts) == value(item.name, nbytes)
         return found
 
     def _room(self, slot: int, nbytes: int) -> memoryview:
@@ -182,11 +182,11 @@ class StoreContract:
             assert counter.get(some, nbytes) == [True]
 
     def test_one_part_only(self, counter: Counter) -> None:
-        parcel = counter.filled(names(1, "one"))[0]
-        assert counter.store.put([Parcel("one", parcel.parts[1:])]) == [True]
+        item = counter.filled(names(1, "one"))[0]
+        assert counter.store.put([Object("one", item.parts[1:])]) == [True]
         into = counter.empty(names(1, "one"), base=1)[0].parts[1]
-        assert counter.store.get([Parcel("one", (into,))]) == [True]
-        assert into == parcel.parts[1]
+        assert counter.store.get([Object("one", (into,))]) == [True]
+        assert into == item.parts[1]
 
     def test_a_thousand_questions_in_one_call(self, counter: Counter) -> None:
         some = names(1000, "thousand")

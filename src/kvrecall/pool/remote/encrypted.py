@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from kvrecall.pool.cipher import PROOF_BYTES, Cipher
-from kvrecall.pool.remote.store import Parcel, Store
+from kvrecall.pool.remote.store import Object, Store
 
 _LOG = logging.getLogger(__name__)
 _SECTIONS = 4  # calls that have encrypted values in hand at once; others wait
@@ -56,9 +56,9 @@ class EncryptedStore:
         answers = self._inner.exists([_encrypted_name(name, key) for key in keys for name in names])
         return [any(answers[place :: len(names)]) for place in range(len(names))]
 
-    def put(self, parcels: Sequence[Parcel]) -> list[bool]:
+    def put(self, objects: Sequence[Object]) -> list[bool]:
         stored: list[bool] = []
-        for batch in self._batches(parcels):
+        for batch in self._batches(objects):
             if not self._fits(batch[0]):
                 stored.append(False)
                 continue
@@ -66,11 +66,11 @@ class EncryptedStore:
                 stored += self._inner.put(self._encrypt(batch, section))
         return stored
 
-    def get(self, parcels: Sequence[Parcel]) -> list[bool]:
-        found = [False] * len(parcels)
+    def get(self, objects: Sequence[Object]) -> list[bool]:
+        found = [False] * len(objects)
         for key in self._cipher.key_ids:
             missing = [place for place, is_there in enumerate(found) if not is_there]
-            answers = self._get([parcels[place] for place in missing], key)
+            answers = self._get([objects[place] for place in missing], key)
             for place, is_there in zip(missing, answers, strict=True):
                 found[place] = is_there
         return found
@@ -87,61 +87,61 @@ class EncryptedStore:
 
     # -- inside ----------------------------------------------------------------------------
 
-    def _encrypt(self, parcels: Sequence[Parcel], section: memoryview) -> list[Parcel]:
+    def _encrypt(self, objects: Sequence[Object], section: memoryview) -> list[Object]:
         encrypted = []
-        for parcel, parts in self._places(parcels, section):
-            label = _label(parcel)
-            tag = bytearray(self._cipher.seal(label, parcel.parts, parts))
-            name = _encrypted_name(parcel.name, self._cipher.key_id)
-            encrypted.append(Parcel(name, (memoryview(tag), *parts)))
+        for item, parts in self._places(objects, section):
+            label = _label(item)
+            tag = bytearray(self._cipher.seal(label, item.parts, parts))
+            name = _encrypted_name(item.name, self._cipher.key_id)
+            encrypted.append(Object(name, (memoryview(tag), *parts)))
         return encrypted
 
-    def _get(self, parcels: Sequence[Parcel], key: str) -> list[bool]:
+    def _get(self, objects: Sequence[Object], key: str) -> list[bool]:
         found: list[bool] = []
-        for batch in self._batches(parcels):
+        for batch in self._batches(objects):
             if not self._fits(batch[0]):
                 found.append(False)
                 continue
             with self._section() as section:
                 encrypted = [
-                    Parcel(
-                        _encrypted_name(parcel.name, key),
+                    Object(
+                        _encrypted_name(item.name, key),
                         (memoryview(bytearray(PROOF_BYTES)), *parts),
                     )
-                    for parcel, parts in self._places(batch, section)
+                    for item, parts in self._places(batch, section)
                 ]
                 answers = self._inner.get(encrypted)
                 found += [
-                    is_there and self._decrypt(parcel, value)
-                    for parcel, value, is_there in zip(batch, encrypted, answers, strict=True)
+                    is_there and self._decrypt(item, value)
+                    for item, value, is_there in zip(batch, encrypted, answers, strict=True)
                 ]
         return found
 
-    def _decrypt(self, parcel: Parcel, encrypted: Parcel) -> bool:
+    def _decrypt(self, item: Object, encrypted: Object) -> bool:
         tag, *parts = encrypted.parts
-        return self._cipher.open(_label(parcel), bytes(tag), parts, parcel.parts)
+        return self._cipher.open(_label(item), bytes(tag), parts, item.parts)
 
-    def _batches(self, parcels: Sequence[Parcel]) -> Iterator[list[Parcel]]:
-        """Parcels that fit a section together; one that does not fit any is alone."""
-        batch: list[Parcel] = []
+    def _batches(self, objects: Sequence[Object]) -> Iterator[list[Object]]:
+        """Objects that fit a section together; one that does not fit any is alone."""
+        batch: list[Object] = []
         size = 0
-        for parcel in parcels:
-            size += parcel.nbytes
+        for item in objects:
+            size += item.nbytes
             if batch and size > self._section_bytes:
                 yield batch
-                batch, size = [], parcel.nbytes
-            batch.append(parcel)
+                batch, size = [], item.nbytes
+            batch.append(item)
         if batch:
             yield batch
 
-    def _fits(self, parcel: Parcel) -> bool:
-        if parcel.nbytes <= self._section_bytes:
+    def _fits(self, item: Object) -> bool:
+        if item.nbytes <= self._section_bytes:
             return True
         if not self._told:
             self._told = True
             _LOG.error(
                 "remote tier: blocks of %d bytes are not stored with encryption; at most %d",
-                parcel.nbytes,
+                item.nbytes,
                 self._section_bytes,
             )
         return False
@@ -156,24 +156,24 @@ class EncryptedStore:
 
     @staticmethod
     def _places(
-        parcels: Sequence[Parcel], section: memoryview
-    ) -> Iterator[tuple[Parcel, list[memoryview]]]:
-        """Each parcel with memory for its encrypted parts."""
+        objects: Sequence[Object], section: memoryview
+    ) -> Iterator[tuple[Object, list[memoryview]]]:
+        """Each object with memory for its encrypted parts."""
         begin = 0
-        for parcel in parcels:
+        for item in objects:
             places = []
-            for part in parcel.parts:
+            for part in item.parts:
                 if part.nbytes <= _SMALL_BYTES:
                     places.append(memoryview(bytearray(part.nbytes)))
                 else:
                     places.append(section[begin : begin + part.nbytes])
                     begin += part.nbytes
-            yield parcel, places
+            yield item, places
 
 
 def _encrypted_name(name: str, key: str) -> str:
     return f"{name}-{key}"
 
 
-def _label(parcel: Parcel) -> bytes:
-    return f"{parcel.name}/{parcel.nbytes}".encode()
+def _label(item: Object) -> bytes:
+    return f"{item.name}/{item.nbytes}".encode()

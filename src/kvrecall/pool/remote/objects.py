@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import ipaddress
 import re
 import threading
@@ -15,9 +16,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvrecall.config import allowed_by
 from kvrecall.errors import ConfigError, TierError
-from kvrecall.pool.remote.options import Options
-from kvrecall.pool.remote.store import Parcel
+from kvrecall.pool.remote.store import Object
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -28,51 +31,80 @@ _PAGE = 1000  # objects a listing gives in one round trip
 _LARGE_FOR_S = 300.0  # how long a folder that was too large to list is taken for large
 
 
-def make_store(options: Mapping[str, object]) -> ObjectStore:
-    """The store of ``{"kind": "objects", "url": ...}``. ConfigError if an option is wrong.
+class _Options(BaseModel):
+    """Options of ``{"kind": "objects", "url": ...}``."""
 
-    url          s3://bucket/prefix, gs://bucket/prefix, az://container/prefix,
-                 file:///directory (made if need be, the owner's alone), memory:///
-    endpoint     of an S3-compatible server, https://host:port
-    region       of the bucket; stores that have none take any
-    concurrency  requests under way at once, default 64 (a directory: 8)
-    timeout      seconds for one request, default 4
-    retries      of a request that failed, default 2
-    allow_plaintext  true: also http:// to another machine
-    options      what else the service needs, by obstore's names (docs/object-store.md); keys and
-                 tokens are better left to the environment or the machine's role
-    """
-    taken = Options(options, "remote")
-    url = taken.text("url")
-    scheme = urlsplit(url).scheme
+    model_config = ConfigDict(strict=True)
+
+    url: str = Field(min_length=1)
+    """s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, file:///directory (made if
+    need be, the owner's alone), memory:///"""
+    endpoint: str | None = None
+    """Of an S3-compatible server, https://host:port."""
+    region: str | None = None
+    """Of the bucket; stores that have none take any."""
+    concurrency: int | None = Field(None, ge=1, le=512)
+    """Requests under way at once, default 64 (a directory: 8)."""
+    timeout: float = Field(4.0, ge=0.05, le=600)
+    """Seconds for one request."""
+    retries: int = Field(2, ge=0, le=20)
+    """Of a request that failed."""
+    allow_plaintext: bool = False
+    """Also http:// to another machine."""
+    options: dict[str, str] = {}
+    """What else the service needs, by obstore's names (docs/object-store.md); keys and tokens are
+    better left to the environment or the machine's role."""
+
+
+def _read(raw: Mapping[str, object]) -> _Options:
+    """Raises ConfigError. ``options`` may hold secrets: errors show their names only."""
+    known = _Options.model_fields
+    for name in raw:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+            raise ConfigError(f"remote: unknown option {name!r}; {hint}")
+    try:
+        return _Options.model_validate(dict(raw))
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        name = str(detail["loc"][0])
+        allowed = allowed_by(detail, known[name])
+        if detail["type"] == "missing":
+            raise ConfigError(f"remote: {name} is missing") from None
+        if name == "options":
+            raise ConfigError(f"remote: {'.'.join(map(str, detail['loc']))}: {allowed}") from None
+        raise ConfigError(f"remote: {name} is {raw[name]!r}; {allowed}") from None
+
+
+def make_store(options: Mapping[str, object]) -> ObjectStore:
+    """The store of ``{"kind": "objects", "url": ...}``. ConfigError if an option is wrong."""
+    taken = _read(options)
+    scheme = urlsplit(taken.url).scheme
     if scheme not in _SCHEMES:
         forms = ", ".join(f"{name}://" for name in _SCHEMES)
-        raise ConfigError(f"remote: url is {url!r}; it must begin with one of {forms}")
-    concurrency = taken.whole("concurrency", 8 if scheme in ("file", "memory") else 64, 1, 512)
-    timeout = taken.number("timeout", 4.0, 0.05, 600.0)
-    retries = taken.whole("retries", 2, 0, 20)
-    plaintext = taken.flag("allow_plaintext", False)
-    config = taken.mapping("options")
-    for name in ("endpoint", "region"):
-        if taken.has(name):
-            config[name] = taken.text(name)
-    taken.end()
+        raise ConfigError(f"remote: url is {taken.url!r}; it must begin with one of {forms}")
+    config = dict(taken.options)
+    config |= {k: v for k in ("endpoint", "region") if (v := getattr(taken, k)) is not None}
     if scheme in ("file", "memory"):
         if config:
             raise ConfigError(f"remote: {', '.join(config)}: no effect with a {scheme} url")
-        backend = _local(url) if scheme == "file" else _obstore().store.MemoryStore()
-        return ObjectStore(backend, concurrency, lists=False)
-    plain = _speaks_plaintext(config, plaintext)
-    client = {"timeout": timedelta(seconds=timeout), "allow_http": plain}
-    client["connect_timeout"] = timedelta(seconds=min(2.0, timeout))
-    retry = {"max_retries": retries, "retry_timeout": timedelta(seconds=timeout)}
+        backend = _local(taken.url) if scheme == "file" else _obstore().store.MemoryStore()
+        return ObjectStore(backend, taken.concurrency or 8, lists=False)
+    timeout = timedelta(seconds=taken.timeout)
+    client = {
+        "timeout": timeout,
+        "connect_timeout": min(timeout, timedelta(seconds=2)),
+        "allow_http": _speaks_plaintext(config, taken.allow_plaintext),
+    }
+    retry = {"max_retries": taken.retries, "retry_timeout": timeout}
     try:
         backend = _obstore().store.from_url(
-            url, config=config, client_options=client, retry_config=retry
+            taken.url, config=config, client_options=client, retry_config=retry
         )
     except Exception as error:  # noqa: BLE001 - the library's own, ValueError and others
-        raise ConfigError(f"remote: url {url}: {_first_line(error)}") from None
-    return ObjectStore(backend, concurrency, lists=True)
+        raise ConfigError(f"remote: url {taken.url}: {_first_line(error)}") from None
+    return ObjectStore(backend, taken.concurrency or 64, lists=True)
 
 
 class ObjectStore:
@@ -115,12 +147,12 @@ class ObjectStore:
         known.update(self._where(self._is_there, list(asked)))
         return [path in known for path in paths]
 
-    def put(self, parcels: Sequence[Parcel]) -> list[bool]:
-        self._each(self._put, parcels)
-        return [True] * len(parcels)
+    def put(self, objects: Sequence[Object]) -> list[bool]:
+        self._each(self._put, objects)
+        return [True] * len(objects)
 
-    def get(self, parcels: Sequence[Parcel]) -> list[bool]:
-        return self._each(self._get, parcels)
+    def get(self, objects: Sequence[Object]) -> list[bool]:
+        return self._each(self._get, objects)
 
     def remove(self, names: Sequence[str]) -> None:
         paths = [path_of(name) for name in names]
@@ -142,24 +174,24 @@ class ObjectStore:
             return False
         return True
 
-    def _put(self, parcel: Parcel) -> None:
-        parts = parcel.parts
+    def _put(self, item: Object) -> None:
+        parts = item.parts
         data = parts[0] if len(parts) == 1 else b"".join(parts)
         # In one request: visible as a whole, and nothing half uploaded is ever left behind.
-        self._api.put(self._backend, path_of(parcel.name), data, use_multipart=False)
+        self._api.put(self._backend, path_of(item.name), data, use_multipart=False)
 
-    def _get(self, parcel: Parcel) -> bool:
+    def _get(self, item: Object) -> bool:
         try:
-            result = self._api.get(self._backend, path_of(parcel.name))
-            if result.meta["size"] != parcel.nbytes:
+            result = self._api.get(self._backend, path_of(item.name))
+            if result.meta["size"] != item.nbytes:
                 return False
             data = memoryview(result.bytes())
         except FileNotFoundError:
             return False
-        if data.nbytes != parcel.nbytes:
+        if data.nbytes != item.nbytes:
             return False
         at = 0
-        for part in parcel.parts:
+        for part in item.parts:
             part[:] = data[at : at + part.nbytes]
             at += part.nbytes
         return True
@@ -172,7 +204,7 @@ class ObjectStore:
 
     def _each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """Does it for all items at once, as far as ``concurrency`` allows. The first error is
-        raised, but not before nobody works on any item any more."""
+        raised, but only when no thread works on any item any more."""
         if len(items) == 1:
             return [_named(work, items[0])]
         futures: list[Future[R]] = [self._threads.submit(_named, work, item) for item in items]

@@ -14,7 +14,7 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class Object:
     """A value to put, or room for one to get: ``name`` and the pieces its bytes lie in, in order.
 
     ``name``: up to 200 characters of ``[A-Za-z0-9._-]``, the first a letter or digit; safe in a
@@ -39,20 +39,20 @@ class Store(Protocol):
     """
 
     def attach(self, memory: memoryview) -> None:
-        """``memory`` (bytes) will hold the parts of parcels. Called once, first; for stores that
+        """``memory`` (bytes) will hold the parts of objects. Called once, first; for stores that
         register memory with a device or a transport. It outlives ``close``. It maps a memory file
         (memfd) whose descriptor this process holds, so that another process can map it, too."""
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         """Which of ``names`` can be got, in one round trip where the store has one. A hint."""
 
-    def put(self, parcels: Sequence[Parcel]) -> list[bool]:
+    def put(self, objects: Sequence[Object]) -> list[bool]:
         """Stores values; which of them are there now. A name that is there already is True:
         names are digests of content, the bytes are the same. Never visible in part."""
 
-    def get(self, parcels: Sequence[Parcel]) -> list[bool]:
-        """Fills the parts of each parcel; False for a name that is not there or a value of
-        another size than ``parcel.nbytes``, whose parts may hold anything then."""
+    def get(self, objects: Sequence[Object]) -> list[bool]:
+        """Fills the parts of each of ``objects``; False for a name that is not there or a value of
+        another size than ``item.nbytes``, whose parts may hold anything then."""
 
     def remove(self, names: Sequence[str]) -> None:
         """Forgets values, as far as the store can; names not there are ignored."""

@@ -20,7 +20,7 @@ from kvrecall.pool.base import TierStats
 from kvrecall.pool.counters import Histogram, TierCounters
 from kvrecall.pool.remote.calls import BatchSize, CallQueue, CircuitBreaker
 from kvrecall.pool.remote.existence import Belief, ExistenceCache
-from kvrecall.pool.remote.store import Parcel, Store
+from kvrecall.pool.remote.store import Object, Store
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier, ended
 
@@ -296,13 +296,13 @@ class RemoteTier(Tier):
         live = [item for item in batch if item.wanted and not item.ended]
         stored: dict[BlockKey, bool] = {}
         if live and not self._breaker.is_open:
-            parcels = []
+            objects = []
             for item in live:
                 data = item.put.data[: item.put.nbytes]
                 header = memoryview(header_of(item.put.key, data))
-                parcels.append(Parcel(name_of(item.put.key), (header, data)))
+                objects.append(Object(name_of(item.put.key), (header, data)))
             began = time.monotonic()
-            answers = self._ask_store("put", lambda: self._store.put(parcels), len(parcels))
+            answers = self._ask_store("put", lambda: self._store.put(objects), len(objects))
             stored = dict(zip((item.put.key for item in live), answers, strict=False))
             nbytes = sum(item.put.nbytes for item in live if stored.get(item.put.key))
             seconds = time.monotonic() - began
@@ -337,12 +337,12 @@ class RemoteTier(Tier):
         live = [item for item in batch if not item.ended]
         if live and not self._closed and not self._breaker.is_open:
             headers = [bytearray(HEADER_BYTES) for _ in live]
-            parcels = [
-                Parcel(name_of(i.get.key), (memoryview(header), i.get.into[: i.nbytes]))
+            objects = [
+                Object(name_of(i.get.key), (memoryview(header), i.get.into[: i.nbytes]))
                 for i, header in zip(live, headers, strict=True)
             ]
             began = time.monotonic()
-            answers = self._ask_store("get", lambda: self._store.get(parcels), len(parcels))
+            answers = self._ask_store("get", lambda: self._store.get(objects), len(objects))
             for item, header, is_there in zip(live, headers, answers, strict=False):
                 outcomes[item.get.key] = self._judged(item, header, is_there)
             loaded = [i for i in live if outcomes.get(i.get.key) is Outcome.LOADED]

@@ -465,7 +465,7 @@ class ServiceClient:
             return
 
     def _adopt(self) -> None:
-        """Goes over to a new connection if there is one and nobody could mix the arenas."""
+        """Goes over to a new connection if there is one and no caller could mix the arenas."""
         if self._next is None or self._unsent or self._closed.is_set():
             return
         old, self._life, self._next = self._life, self._next, None

@@ -132,7 +132,7 @@ class Link:
                         raise
         except LinkLate:
             with self._changed:
-                came = self._replies.pop(number, None) is not None  # while nobody looked
+                came = self._replies.pop(number, None) is not None  # in the meantime
                 if sent and not (slow or came) and self._owed is None:
                     self._owed, self._owed_since = number, time.monotonic()
             raise LinkLate(str(number)) from None
@@ -157,7 +157,7 @@ class Link:
         return True
 
     def fail(self, reason: str) -> None:
-        """Gives the connection up; whoever waits gets LinkLost. Idempotent, from any thread."""
+        """Gives the connection up; callers that wait get LinkLost. Idempotent, from any thread."""
         with self._changed:
             if not self._lost:
                 self._lost = reason

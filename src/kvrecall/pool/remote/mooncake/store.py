@@ -19,10 +19,10 @@ from kvrecall.pool.remote.mooncake.client import (
     Request,
 )
 from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
-from kvrecall.pool.remote.store import Parcel
+from kvrecall.pool.remote.store import Object
 
 _AT_ONCE = 512
-"""Parcels in one call. Mooncake's client queues some 1,000 transfers to a host, of all calls
+"""Objects in one call. Mooncake's client queues some 1,000 transfers to a host, of all calls
 together; it fails those beyond, and may not answer at all."""
 assert 4 * _AT_ONCE * SMALL_BYTES <= BUFFER_BYTES
 _SETUP_S = 30.0
@@ -72,26 +72,26 @@ class MooncakeStore:
     def exists(self, names: Sequence[str]) -> list[bool]:
         return [code == 1 for code in self._call(Request("exists", list(names))).codes]
 
-    def put(self, parcels: Sequence[Parcel]) -> list[bool]:
+    def put(self, objects: Sequence[Object]) -> list[bool]:
         there: list[bool] = []
-        for some in _parts(parcels):
-            values = [[self._piece(part) for part in parcel.parts] for parcel in some]
-            request = Request("put", [parcel.name for parcel in some], values)
+        for some in _parts(objects):
+            values = [[self._piece(part) for part in item.parts] for item in some]
+            request = Request("put", [item.name for item in some], values)
             with self._putting:
                 reply = self._call(request)
             there += [code == 0 for code in reply.codes]
         return there
 
-    def get(self, parcels: Sequence[Parcel]) -> list[bool]:
+    def get(self, objects: Sequence[Object]) -> list[bool]:
         there: list[bool] = []
-        for some in _parts(parcels):
-            values = [[_wanted(self._piece(part)) for part in parcel.parts] for parcel in some]
-            request = Request("get", [parcel.name for parcel in some], values)
+        for some in _parts(objects):
+            values = [[_wanted(self._piece(part)) for part in item.parts] for item in some]
+            request = Request("get", [item.name for item in some], values)
             with self._getting:
                 reply = self._call(request)
-            for parcel, code, smalls in zip(some, reply.codes, reply.smalls, strict=True):
-                there.append(code == parcel.nbytes)
-                _fill(parcel, smalls)
+            for item, code, smalls in zip(some, reply.codes, reply.smalls, strict=True):
+                there.append(code == item.nbytes)
+                _fill(item, smalls)
         return there
 
     def remove(self, names: Sequence[str]) -> None:
@@ -158,13 +158,13 @@ def _wanted(piece: Piece) -> Piece:
     return len(piece) if isinstance(piece, bytes) else piece
 
 
-def _fill(parcel: Parcel, smalls: Sequence[bytes]) -> None:
+def _fill(item: Object, smalls: Sequence[bytes]) -> None:
     rest = iter(smalls)
-    for part in parcel.parts:
+    for part in item.parts:
         if part.nbytes <= SMALL_BYTES:
             part[:] = next(rest)
 
 
-def _parts(parcels: Sequence[Parcel]) -> Iterator[Sequence[Parcel]]:
-    for start in range(0, len(parcels), _AT_ONCE):
-        yield parcels[start : start + _AT_ONCE]
+def _parts(objects: Sequence[Object]) -> Iterator[Sequence[Object]]:
+    for start in range(0, len(objects), _AT_ONCE):
+        yield objects[start : start + _AT_ONCE]
