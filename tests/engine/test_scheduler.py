@@ -217,6 +217,24 @@ def test_no_room_is_no_error(pool: Pool) -> None:
     assert bench.matched(bench.request("again", 16 * 400)) == len(stored(orders)) * BLOCK
 
 
+def test_a_request_that_was_refused_room_does_not_ask_in_every_step(pool: Pool) -> None:
+    bench = Bench(pool)
+    taken = [Namespace.of({"other": "1"}).key(bytes([n // 256, n % 256])) for n in range(256)]
+    pool.register(Namespace.of({"other": "1"}), 4096)
+    pool.reserve(taken)  # being filled: cannot be evicted
+    request = bench.request("r", 16 * 100)
+    asked = [bench.side.tally.counts["blocks_refused"]]
+    for _ in range(40):
+        bench.step(request, BLOCK)
+        asked.append(bench.side.tally.counts["blocks_refused"])
+    steps = [step for step in range(40) if asked[step + 1] > asked[step]]
+    assert steps == [0, 2, 6, 14, 30]
+    pool.abandon(taken)
+    saved = [block for _ in range(16) for block in stored(bench.step(request, BLOCK))]
+    assert saved == list(range(1, len(saved) + 1))
+    assert len(saved) > 40
+
+
 def test_an_unknown_adapter_is_not_pooled(pool: Pool) -> None:
     bench = Bench(pool)
     plain = bench.request("plain", 40)

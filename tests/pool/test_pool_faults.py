@@ -135,9 +135,7 @@ def test_stores_that_fail_are_tried_again_but_not_for_ever(start: Start) -> None
     engine = start(tier, by_hand=False)
     tier.faults.shed = {KEYS[3]}
     engine.save(KEYS)
-    began = time.monotonic()
-    assert not engine.pool.flush(KEYS, 60.0)
-    assert time.monotonic() - began < 30
+    assert not engine.pool.flush(KEYS, 3600.0), "it gives up long before"
     assert engine.pool.flush(KEYS[:3], 60.0)
     tier.faults.shed = set()
     assert engine.pool.find(KEYS).blocks == 10

@@ -180,8 +180,10 @@ class RequestState:
     since when the pool has been asking another host for them (seconds of the scheduler side's
     clock). ``load``: from a match until the engine has given it device blocks. ``computes``: it
     loads nothing, as a load failed or is audited. ``saved``: leading blocks of the chain that are
-    in the pool or on their way; ``closed``: nothing more of it can be saved. ``touched``: the pool
-    knows that its chain is in use. ``reported``: the API process knows where its prompt comes from.
+    in the pool or on their way; ``closed``: nothing more of it can be saved; ``passes``: how many
+    steps pass before it asks for room again, and ``passes_next`` after the last refusal.
+    ``touched``: the pool knows that its chain is in use. ``reported``: the API process knows where
+    its prompt comes from.
     """
 
     request: Any
@@ -195,6 +197,8 @@ class RequestState:
     computes: bool = False
     saved: int = 0
     closed: bool = False
+    passes: int = 0
+    passes_next: int = 0
     open_stores: set[int] = field(default_factory=set)
     touched: bool = False
     reported: bool = False

@@ -14,6 +14,7 @@ from kvrecall.pool.base import PoolClient, Verdict
 
 logger = logging.getLogger("vllm.kvrecall")
 
+_MOST_PASSED_OVER = 15  # steps in which a request that was refused room is not saved
 FLUSH_DEADLINE_S = 30.0
 """Longest a reply waits for its blocks to be durable when ``async_write`` is off."""
 
@@ -56,11 +57,15 @@ class Saver:
 
     def save(self, state: RequestState, upto: int, ids: Sequence[int] | None = None) -> bool:
         """Orders stores for the blocks of the chain up to ``upto`` that the pool lacks; whether
-        there were any. ``ids`` stands in place of ``block_ids``.
+        there were any. ``ids`` stands in place of ``block_ids``, at the end of a request. A request
+        that was refused room asks again after 1, 3, 7, then every 15 calls.
 
         Those blocks hold final tokens only: rejected speculation lies behind ``num_tokens``.
         """
         if state.closed or state.namespace is None or upto <= state.saved:
+            return False
+        if ids is None and state.passes > 0:
+            state.passes -= 1
             return False
         keys = state.keys(upto)
         new = keys[state.saved :]
@@ -71,6 +76,9 @@ class Saver:
         parent = keys[state.saved - 1] if state.saved else None
         answers = list(zip(new, self._pool.reserve(new, parent, state.tenant), strict=True))
         rows: list[tuple[BlockKey, int, int]] = []
+        refused = any(reservation.verdict is Verdict.REFUSED for _, reservation in answers)
+        state.passes_next = min(2 * state.passes_next + 1, _MOST_PASSED_OVER) if refused else 0
+        state.passes = state.passes_next
         for key, reservation in answers:
             if reservation.verdict is Verdict.REFUSED:
                 self._tally.counts["blocks_refused"] += 1
