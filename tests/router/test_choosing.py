@@ -7,11 +7,9 @@ import json
 import pytest
 
 from kvrecall.errors import ConfigError
-from kvrecall.router.accounts import Account
-from kvrecall.router.chooser import Chooser
-from kvrecall.router.instance import Fleet
-from kvrecall.router.prefiller import prompt_only
+from kvrecall.router.fleet import Fleet
 from kvrecall.router.prefixes import CHUNK_BYTES, PrefixMap, Prompt, prompt_of
+from kvrecall.router.router import Completion, prompt_only
 from kvrecall.router.settings import base_url, instances
 
 TEXT = "".join(f"line {number} of a text that repeats nothing\n" for number in range(200))
@@ -23,8 +21,8 @@ def prompt(text: str, **more: object) -> Prompt:
     return made
 
 
-def fleet(decode: int = 3) -> Fleet:
-    made = Fleet(["http://p:1"], [f"http://d{number}:1" for number in range(decode)])
+def fleet(imbalance: int = 4) -> Fleet:
+    made = Fleet(["http://p:1"], [f"http://d{number}:1" for number in range(3)], imbalance)
     for instance in made.all:
         instance.healthy = True
     return made
@@ -61,55 +59,57 @@ def test_forms_of_prompts() -> None:
 
 
 def test_the_instance_that_holds_most_is_chosen_unless_it_is_much_busier() -> None:
-    all_ = fleet()
+    all_ = fleet(imbalance=2)
     first, second, third = all_.decode
-    prefixes = PrefixMap()
-    chooser = Chooser(all_, prefixes, imbalance=2)
-    prefixes.note(prompt(TEXT[: 4 * CHUNK_BYTES]), second)
-    prefixes.note(prompt(TEXT), third)
-    assert prefixes.held(prompt(TEXT), all_.decode) == {
-        first: 0,
-        second: 4,
-        third: len(TEXT) // CHUNK_BYTES,
+    all_.computed(second, prompt(TEXT[: 4 * CHUNK_BYTES]))
+    all_.computed(third, prompt(TEXT))
+    assert all_.prefixes.held(prompt(TEXT), [first.bit, second.bit, third.bit]) == {
+        first.bit: 0,
+        second.bit: 4,
+        third.bit: len(TEXT) // CHUNK_BYTES,
     }
-    order = chooser.for_decode(prompt(TEXT))
-    assert order == [third, second, first, all_.prefill[0]]
+    assert all_.best_for_decode(prompt(TEXT)) == [third, second, first, all_.prefill[0]]
     third.inflight = 2
-    assert chooser.for_decode(prompt(TEXT))[0] is third
+    assert all_.best_for_decode(prompt(TEXT))[0] is third
     third.inflight = 3
-    assert chooser.for_decode(prompt(TEXT))[:3] == [second, first, third]
+    assert all_.best_for_decode(prompt(TEXT))[:3] == [second, first, third]
     second.healthy = False
-    assert second not in chooser.for_decode(prompt(TEXT))
+    assert second not in all_.best_for_decode(prompt(TEXT))
 
 
 def test_equals_take_turns() -> None:
     all_ = fleet()
-    chooser = Chooser(all_, PrefixMap(), imbalance=4)
-    firsts = {chooser.for_decode(None)[0].name for _ in range(3)}
+    assert {all_.best_for_prefill(None)[0].name} == {"p:1"}
+    firsts = {all_.best_for_decode(None)[0].name for _ in range(3)}
     assert len(firsts) == 3
 
 
 def test_new_tokens() -> None:
     all_ = fleet()
-    prefixes = PrefixMap()
-    chooser = Chooser(all_, prefixes, imbalance=4)
     asked = prompt_of({"prompt": list(range(10_000, 12_000))})
     assert asked is not None
-    assert chooser.new_tokens(asked) == 2000
-    prefixes.note(asked, all_.prefill[0])
-    assert chooser.new_tokens(asked) == 0
-    prefixes.forget(all_.prefill[0])
-    assert chooser.new_tokens(asked) == 2000
-    assert len(prefixes) == 0
+    assert all_.new_tokens(asked) == 2000
+    all_.computed(all_.prefill[0], asked)
+    assert all_.new_tokens(asked) == 0
+    all_.lost(all_.prefill[0], "gone")
+    assert all_.new_tokens(asked) == 2000
+    assert len(all_.prefixes) == 0
+
+
+def test_an_instance_is_down_after_two_failed_probes() -> None:
+    all_ = fleet()
+    one = all_.decode[0]
+    for well, healthy in ((False, True), (True, True), (False, True), (False, False), (True, True)):
+        all_.probed(one, well)
+        assert one.healthy is healthy
 
 
 def test_the_map_is_bounded_and_keeps_heads_longest() -> None:
-    all_ = fleet()
     prefixes = PrefixMap(remembered=10)
     long = prompt(TEXT)
-    prefixes.note(long, all_.decode[0])
+    prefixes.note(long, 1)
     assert len(prefixes) == 10
-    assert prefixes.held(long, all_.decode)[all_.decode[0]] == 10
+    assert prefixes.held(long, [1]) == {1: 10}
 
 
 def test_a_prompt_for_a_prefill_instance() -> None:
@@ -142,17 +142,18 @@ def test_a_prompt_for_a_prefill_instance() -> None:
 
 
 def test_usage_over_both_instances() -> None:
-    account = Account(prefill_split={"device": 128, "host": 0, "computed": 72})
+    split = {"device": 128, "host": 0, "computed": 72}
+    request = Completion("/v1/completions", {}, {}, None, prefill_split=split)
     event = b'data: {"choices":[],"usage":{"prompt_tokens":200,"prompt_tokens_details":'
     event += b'{"cached_tokens":128,"recall":{"host":128,"computed":72}}}}\n\n'
-    told = json.loads(account.complete_event(event)[6:])["usage"]["prompt_tokens_details"]
+    told = json.loads(request.complete_event(event)[6:])["usage"]["prompt_tokens_details"]
     assert told == {
         "cached_tokens": 128,
         "recall": {"host": 128, "computed": 72},
         "prefill": {"device": 128, "host": 0, "computed": 72},
     }
     for other in (b"data: [DONE]\n\n", b': x\n\ndata: "usage":{ \n\n', b'data: {"usage":{\n\n'):
-        assert account.complete_event(other) == other
+        assert request.complete_event(other) == other
 
 
 def test_addresses() -> None:

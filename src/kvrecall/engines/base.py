@@ -17,6 +17,9 @@ from kvrecall.engines.insight import Insight
 REPORT = "kvrecall"
 """Key in ``kv_transfer_params`` of a reply: prompt tokens by where they came from."""
 
+RECALL_HEADER = "x-kvrecall"
+"""Reply header with the same, for replies whose body has no place for it, and from the router."""
+
 HANDOVER = "kvrecall_handover"
 """Key in ``kv_transfer_params``, of a prefill instance's reply and the decode instance's request:
 which part of the prompt lies in the pool."""

@@ -8,8 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvrecall.router.instance import Fleet
-from kvrecall.router.prefixes import PrefixMap
+from kvrecall.router.fleet import Fleet
 
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
@@ -17,9 +16,8 @@ _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 class _State(Collector):
     """Gauges read from the fleet when they are scraped."""
 
-    def __init__(self, fleet: Fleet, prefixes: PrefixMap) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._prefixes = prefixes
 
     def collect(self) -> Iterator[Metric]:
         up = GaugeMetricFamily(
@@ -35,16 +33,16 @@ class _State(Collector):
         yield up
         yield inflight
         yield GaugeMetricFamily(
-            "kvrecall_router_prefixes", "Prefix hashes remembered.", value=len(self._prefixes)
+            "kvrecall_router_prefixes", "Prefix hashes remembered.", value=len(self._fleet.prefixes)
         )
 
 
 class RouterMetrics:
     """The router's counters, in a registry of their own."""
 
-    def __init__(self, fleet: Fleet, prefixes: PrefixMap) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_State(fleet, prefixes))
+        self._registry.register(_State(fleet))
         self.requests = self._counter("requests", "Requests by outcome.", "outcome")
         self.prefills = self._counter("prefills", "Prompts by what became of them.", "outcome")
         self.failures = self._counter(

@@ -14,8 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvrecall.router.instance import Instance
-
 CHUNK_BYTES = 256
 _BYTES_PER_TOKEN = 4  # of text: for estimates
 _MOST_CHUNKS = 8192
@@ -71,7 +69,8 @@ def _chain(root: bytes, text: bytes) -> Iterable[bytes]:
 
 
 class PrefixMap:
-    """Prefix hash -> the instances that were given it; the least recently used are forgotten."""
+    """Prefix hash -> the holders that were given it, a bit each; the least recently used prefixes
+    are forgotten."""
 
     def __init__(self, remembered: int = _REMEMBERED) -> None:
         self._masks: OrderedDict[bytes, int] = OrderedDict()
@@ -80,32 +79,26 @@ class PrefixMap:
     def __len__(self) -> int:
         return len(self._masks)
 
-    def note(self, prompt: Prompt | None, instance: Instance) -> None:
-        """``instance`` has computed or loaded ``prompt``."""
+    def note(self, prompt: Prompt | None, bit: int) -> None:
+        """The holder ``bit`` has all of ``prompt``."""
         for digest in reversed(prompt.prefixes if prompt else ()):  # heads are forgotten last
-            self._masks[digest] = self._masks.get(digest, 0) | instance.bit
+            self._masks[digest] = self._masks.get(digest, 0) | bit
             self._masks.move_to_end(digest)
         while len(self._masks) > self._remembered:
             self._masks.popitem(last=False)
 
-    def held(self, prompt: Prompt | None, among: Sequence[Instance]) -> dict[Instance, int]:
-        """Chunks at the beginning of ``prompt`` that each instance holds."""
-        lengths = dict.fromkeys(among, 0)
-        alive = sum(instance.bit for instance in among)
+    def held(self, prompt: Prompt | None, bits: Sequence[int]) -> dict[int, int]:
+        """Chunks at the beginning of ``prompt`` that each holder has."""
+        lengths = dict.fromkeys(bits, 0)
+        alive = sum(bits)
         for count, digest in enumerate(prompt.prefixes if prompt else (), start=1):
             alive &= self._masks.get(digest, 0)
             if not alive:
                 break
-            for instance in among:
-                if alive & instance.bit:
-                    lengths[instance] = count
+            lengths |= {bit: count for bit in bits if alive & bit}
         return lengths
 
-    def forget(self, instance: Instance) -> None:
-        """``instance`` has lost its memory."""
-        for digest, mask in list(self._masks.items()):
-            left = mask & ~instance.bit
-            if left:
-                self._masks[digest] = left
-            else:
-                del self._masks[digest]
+    def forget(self, bit: int) -> None:
+        """The holder has lost its memory."""
+        kept = ((digest, mask & ~bit) for digest, mask in self._masks.items())
+        self._masks = OrderedDict((digest, mask) for digest, mask in kept if mask)

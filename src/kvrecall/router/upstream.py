@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from kvrecall.router.instance import Instance
+from kvrecall.router.fleet import Instance
 from kvrecall.router.settings import RouterSettings
 
 _END = b"\n\n"

@@ -7,11 +7,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from fastapi import Request
 from starlette.responses import StreamingResponse
 
-from kvrecall.engines.base import GenerateError, GenerateRequest, Generator, Update
+from kvrecall.engines.base import (
+    RECALL_HEADER,
+    GenerateError,
+    GenerateRequest,
+    Generator,
+    Update,
+)
 from kvrecall.server.replies import ReplyError, event, while_connected
-
-RECALL_HEADER = "x-kvrecall"
-"""Reply header with the recall split, for replies whose body has no place for it."""
 
 Updates = AsyncGenerator[Update, None]
 

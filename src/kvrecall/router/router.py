@@ -1,0 +1,301 @@
+"""A completion's way: its prompt to a prefill instance, its answer from a decode instance that
+finds the prompt's blocks in the pool, and the reply to the client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from kvrecall.engines.base import HANDOVER, RECALL_HEADER, REPORT
+from kvrecall.router.fleet import Fleet, Instance
+from kvrecall.router.metrics import RouterMetrics
+from kvrecall.router.prefixes import Prompt
+from kvrecall.router.settings import RouterSettings
+from kvrecall.router.upstream import Answer, InstanceFailedError, Stream, Upstream
+
+log = logging.getLogger("kvrecall.router")
+
+SOURCES = ("device", "host", "disk", "remote", "unspecified", "computed")
+
+_ANSWER_FIELDS = (
+    "stream stream_options max_completion_tokens min_tokens n best_of use_beam_search logprobs "
+    "top_logprobs prompt_logprobs echo suffix stop stop_token_ids include_stop_str_in_output "
+    "response_format structured_outputs logit_bias kv_transfer_params"
+).split()
+"""Fields of a request that say how to answer, not what the prompt is."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """One request under way: what the client asks, which instances served it, and from where each
+    took the prompt's tokens (source -> tokens).
+
+    ``headers`` are those that are passed on. ``prompt`` is None if it is in no form that can be
+    compared with others. ``outcome`` says how a stream ended.
+    """
+
+    path: str
+    body: Mapping[str, Any]
+    headers: Mapping[str, str]
+    prompt: Prompt | None
+    prefill: Instance | None = None
+    decode: Instance | None = None
+    prefill_split: dict[str, int] = field(default_factory=dict)
+    decode_split: dict[str, int] = field(default_factory=dict)
+    outcome: str = "cancelled"
+
+    def header(self) -> str:
+        """``x-kvrecall``: instances, and what is known by now of where tokens came from."""
+        words = []
+        for role, instance, split in (
+            ("prefill", self.prefill, self.prefill_split),
+            ("decode", self.decode, self.decode_split),
+        ):
+            if instance is not None:
+                words.append(f"{role}={instance.name}")
+                words += [f"{role}.{name}={count}" for name, count in split.items()]
+        return ";".join(words)
+
+    def complete_usage(self, usage: dict[str, Any]) -> None:
+        """Completes the usage object of the decode instance's reply.
+
+        ``cached_tokens`` becomes what no instance computed for this request: to the decode
+        instance, everything the prefill instance has just computed looks cached.
+        """
+        details = usage.get("prompt_tokens_details") or {}
+        self.decode_split = split_of(details.get("recall"))
+        if self.prefill_split:
+            cached = sum(self.prefill_split.values()) - self.prefill_split.get("computed", 0)
+            details = {**details, "cached_tokens": cached, "prefill": dict(self.prefill_split)}
+        if details:
+            usage["prompt_tokens_details"] = details
+
+    def complete_event(self, event: bytes) -> bytes:
+        """``event`` of a stream, its usage completed if it has one."""
+        if b'"usage":{' not in event or not event.startswith(b"data: "):
+            return event
+        try:
+            chunk = json.loads(event[6:])
+        except ValueError:
+            return event
+        if not isinstance(chunk, dict) or not isinstance(chunk.get("usage"), dict):
+            return event
+        self.complete_usage(chunk["usage"])
+        return f"data: {_compact(chunk)}\n\n".encode()
+
+
+def split_of(value: object) -> dict[str, int]:
+    """Tokens by source from what an instance said of itself; empty if it said nothing."""
+    if not isinstance(value, Mapping):
+        return {}
+    return {name: value[name] for name in SOURCES if type(value.get(name)) is int}
+
+
+def prompt_only(body: Mapping[str, Any]) -> dict[str, Any]:
+    """``body`` for a prefill instance: the same prompt, one token of an answer."""
+    asked = {name: value for name, value in body.items() if name not in _ANSWER_FIELDS}
+    asked |= {"max_tokens": 1, "temperature": 0.0}
+    if "messages" in body:
+        asked["max_completion_tokens"] = 1
+    if body.get("tool_choice") not in (None, "auto", "none"):
+        asked["tool_choice"] = "none"  # no answer is wanted, so none of a certain form
+    return asked
+
+
+def error_response(status: int, message: str, kind: str = "router_error") -> Response:
+    """An error in OpenAI's form."""
+    body = {"error": {"message": message, "type": kind, "code": status}}
+    headers = {"retry-after": "1"} if status == 503 else {}
+    return Response(json.dumps(body), status, headers, "application/json")
+
+
+class Router:
+    """Serves completions with the instances of a fleet."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
+        self.fleet = Fleet(settings.prefill, settings.decode, settings.imbalance)
+        self.metrics = RouterMetrics(self.fleet)
+        self.upstream = Upstream(settings)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncGenerator[None, None]:
+        """Probes instances for as long as the context lasts; the first round is over when it
+        begins."""
+        async with self.upstream:
+            await self._probe_all()
+            task = asyncio.create_task(self._probe_on())
+            try:
+                yield
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def _probe_on(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.probe_every_s)
+            await self._probe_all()
+
+    async def _probe_all(self) -> None:
+        async def probe(instance: Instance) -> None:
+            self.fleet.probed(instance, await self.upstream.probe(instance))
+
+        await asyncio.gather(*map(probe, self.fleet.all))
+
+    async def serve(self, request: Completion, held: contextlib.ExitStack) -> Response:
+        """The reply for the client. ``held`` is closed when the reply has ended."""
+        outcome, handover = await self._prefill(request)
+        self.metrics.prefills.labels(outcome).inc()
+        if handover:
+            given = request.body.get("kv_transfer_params")
+            params = {**(given if isinstance(given, dict) else {}), HANDOVER: handover}
+            request.body = {**request.body, "kv_transfer_params": params}
+        return await self._decode(request, held)
+
+    async def _prefill(self, request: Completion) -> tuple[str, Any]:
+        """Has a prefill instance compute the prompt. Returns the outcome and, for the decode
+        instance, which part lies in the pool. If no prefill instance takes the prompt, which is no
+        error, the decode instance computes it."""
+        prompt = request.prompt
+        if prompt is None or request.body.get("prompt_logprobs") is not None:
+            return "unsuitable", None
+        if self.fleet.new_tokens(prompt) < self._settings.prefill_min_tokens:
+            return "short", None
+        candidates = self.fleet.best_for_prefill(prompt)[: self._settings.retries + 1]
+        for attempt, instance in enumerate(candidates):
+            if attempt:
+                self.metrics.retries.labels("prefill").inc()
+            began = time.monotonic()
+            try:
+                with instance.busy():
+                    answer = await self.upstream.ask(
+                        instance, request.path, prompt_only(request.body), request.headers
+                    )
+            except InstanceFailedError as error:
+                self._failed("prefill", instance, error)
+                continue
+            self.metrics.prefill_seconds.observe(time.monotonic() - began)
+            if answer.status != 200:
+                return "refused", None  # the decode instance will say what is wrong with it
+            params = answer.json().get("kv_transfer_params") or {}
+            request.prefill = instance
+            request.prefill_split = split_of(params.get(REPORT))
+            self._served("prefill", instance, prompt)
+            self.metrics.count_tokens("prefill", request.prefill_split)
+            return "done", params.get(HANDOVER)
+        return ("failed" if candidates else "none_up"), None
+
+    async def _decode(self, request: Completion, held: contextlib.ExitStack) -> Response:
+        """The answer of a decode instance. Instances that fail before the first byte are passed
+        over, ``retries`` times."""
+        began = time.monotonic()
+        failure: InstanceFailedError | None = None
+        ask = self.upstream.stream if request.body.get("stream") else self.upstream.ask
+        candidates = self.fleet.best_for_decode(request.prompt)[: self._settings.retries + 1]
+        for attempt, instance in enumerate(candidates):
+            if attempt:
+                self.metrics.retries.labels("decode").inc()
+            try:
+                with contextlib.ExitStack() as busy:
+                    busy.enter_context(instance.busy())
+                    got = await ask(instance, request.path, request.body, request.headers)
+                    held.push(busy.pop_all())
+            except InstanceFailedError as error:
+                self._failed("decode", instance, error)
+                failure = error
+                continue
+            self._served("decode", instance, request.prompt)
+            request.decode = instance
+            self.metrics.first_byte_seconds.observe(time.monotonic() - began)
+            if isinstance(got, Stream):
+                return self._streamed(request, instance, got, held)
+            return self._whole(request, got)
+        self.metrics.requests.labels("failed").inc()
+        if failure is None:
+            return error_response(503, "no instance is up", "service_unavailable")
+        if failure.reply is not None:
+            return Response(failure.reply.content, failure.reply.status, None, "application/json")
+        return error_response(502, f"no instance could serve the request: {failure}")
+
+    def _served(self, role: str, instance: Instance, prompt: Prompt | None) -> None:
+        held = "held" if self.fleet.holds(instance, prompt) else "new"
+        self.metrics.affinity.labels(role, held).inc()
+        self.fleet.computed(instance, prompt)
+
+    def _failed(self, role: str, instance: Instance, error: InstanceFailedError) -> None:
+        self.metrics.failures.labels(role, instance.name).inc()
+        if error.gone:
+            self.fleet.lost(instance, str(error))
+        else:
+            log.warning("%s instance %s: %s", role, instance.url, error)
+
+    def _whole(self, request: Completion, answer: Answer) -> Response:
+        content, body = answer.content, answer.json()
+        if answer.status == 200 and isinstance(body.get("usage"), dict):
+            request.complete_usage(body["usage"])
+            self.metrics.count_tokens("decode", request.decode_split)
+            content = _compact(body).encode()
+        self.metrics.requests.labels("ok" if answer.status == 200 else "refused").inc()
+        return Response(
+            content, answer.status, {RECALL_HEADER: request.header()}, answer.media_type
+        )
+
+    def _streamed(
+        self,
+        request: Completion,
+        instance: Instance,
+        stream: Stream,
+        held: contextlib.ExitStack,
+    ) -> Response:
+        async def events() -> AsyncGenerator[bytes, None]:
+            try:
+                yield request.complete_event(stream.first)
+                async for event in stream.rest():
+                    yield request.complete_event(event)
+                request.outcome = "ok"
+            except httpx.HTTPError as error:
+                request.outcome = "broken"
+                why = str(error) or type(error).__name__
+                self._failed("decode", instance, InstanceFailedError(why, gone=True))
+                told = {"message": f"{instance.name} broke off", "type": "router_error"}
+                yield f"data: {json.dumps({'error': told | {'code': 502}})}\n\n".encode()
+
+        def ended() -> None:
+            self.metrics.requests.labels(request.outcome).inc()
+            self.metrics.count_tokens("decode", request.decode_split)
+
+        response = _StreamedReply(events(), stream, request.header())
+        response.held = held.pop_all()
+        response.held.callback(ended)
+        return response
+
+
+class _StreamedReply(StreamingResponse):
+    """A stream that gives back what it holds however it ends, even before it began."""
+
+    def __init__(self, events: AsyncIterator[bytes], stream: Stream, header: str) -> None:
+        headers = {RECALL_HEADER: header, "cache-control": "no-cache"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._stream = stream
+        self.held = contextlib.ExitStack()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self.held:
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                await self._stream.close()
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
