@@ -54,7 +54,7 @@ def test_defaults() -> None:
         ({"disk_path": "/x"}, ["disk_size", "hard limit"]),
         ({"disk_size": "4GiB"}, ["disk_size", "disk_path"]),
         ({"disk_path": 7, "disk_size": 1}, ["disk_path", "7", "string"]),
-        ({"async_write": "yes"}, ["async_write", "'yes'", "true, false"]),
+        ({"async_write": "yes"}, ["async_write", "'yes'", "true or false"]),
         ({"load_or_compute": "never"}, ["load_or_compute", "never", "auto, load"]),
         ({"load_deadline": 0}, ["load_deadline", "above 0"]),
         ({"load_deadline": "soon"}, ["load_deadline", "number"]),

@@ -609,7 +609,7 @@ _TYPES = {
     "string_type": "must be a string",
     "int_type": "must be a whole number",
     "float_type": "must be a number",
-    "bool_type": "allowed: true, false",
+    "bool_type": "must be true or false",
     "list_type": "must be a list",
     "dict_type": "must be an object",
     "mapping_type": "must be an object",

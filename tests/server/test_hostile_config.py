@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvrecall.errors import ConfigError
-from kvrecall.server.mindie.explaining import explain
-from kvrecall.server.mindie.planning import plan_config
-from kvrecall.server.mindie.reading import Problems
+from kvrecall.server.mindie.check import explain
+from kvrecall.server.mindie.planner import plan_config
+from kvrecall.server.mindie.reader import Problems
 
 from .configs import backend, model, right, server, write
 

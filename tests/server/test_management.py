@@ -15,11 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvrecall.engines.base import Fault, GenerateError, Listener, Load, Role, ServeSpec
 from kvrecall.server import descriptions
 from kvrecall.server.application import attach_all
-from kvrecall.server.figures import MindieFigures
 from kvrecall.server.management import management_router
+from kvrecall.server.metrics import MetricsVector, MindieMetrics
 from kvrecall.server.plan import Plan, Plane
 from kvrecall.server.replies import ReplyError
-from kvrecall.server.vector import MetricsVector
 
 from .fake import IDLE, INFO, FakeEngine
 
@@ -176,7 +175,7 @@ def test_a_probe_that_had_to_wait(works: bool) -> None:
     steps = iter([1.0, 2.0 if works else 1.0])
     registry = CollectorRegistry()
 
-    class Steps(MindieFigures):
+    class Steps(MindieMetrics):
         def work_done(self) -> float:
             return next(steps)
 
@@ -289,7 +288,7 @@ def test_figures_under_mindies_names() -> None:
         prompt_throughput=120.5,
         generation_throughput=30,
     )
-    told = samples(MindieFigures("m", lambda: load, families().collect), load)
+    told = samples(MindieMetrics("m", lambda: load, families().collect), load)
     assert told["num_requests_running"] == 4
     assert told["prompt_tokens_total"] == 1000
     assert told["avg_prompt_throughput_toks_per_s"] == 120.5
@@ -311,7 +310,7 @@ def test_figures_under_mindies_names() -> None:
 MINDIE = ["TTFT", "TBT", "waitingInferRequestNum", "processingInferRequestNum", "remainBlocks"]
 
 
-def samples(figures: MindieFigures, load: Load) -> dict[str, float]:
+def samples(figures: MindieMetrics, load: Load) -> dict[str, float]:
     """name -> value of a vector, ``name/tier`` where a sample has a tier; its form is checked."""
     told = MetricsVector(figures, lambda: load, "127.0.0.2:1026").told()
     assert told.pop("resultType") == "vector"
@@ -332,7 +331,7 @@ def test_averages_are_of_the_last_requests() -> None:
     registry = CollectorRegistry()
     name = "vllm:time_to_first_token_seconds"
     first = Histogram(name, "", registry=registry, buckets=(1,))
-    vector = MetricsVector(MindieFigures("m", lambda: IDLE, registry.collect), lambda: IDLE, "x")
+    vector = MetricsVector(MindieMetrics("m", lambda: IDLE, registry.collect), lambda: IDLE, "x")
 
     def average(seconds: float, count: int) -> str:
         for _ in range(count):

@@ -11,10 +11,9 @@ import pytest
 
 from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import parse_json
-from kvrecall.server.mindie.fields import Effect, effect_of
-from kvrecall.server.mindie.planning import plan_config
-from kvrecall.server.mindie.reading import Problems, validate
-from kvrecall.server.mindie.schema import MindieConfig
+from kvrecall.server.mindie.planner import plan_config
+from kvrecall.server.mindie.reader import Problems, validate
+from kvrecall.server.mindie.schema import Effect, MindieConfig, effect_of
 from kvrecall.server.plan import Plan
 
 from .configs import Json, backend, deploy, model, right, schedule, server, write
@@ -57,12 +56,12 @@ WRONG: list[tuple[Spoil, list[str]]] = [
     (lambda c: server(c).update(maxLinkNum=5000), ["maxLinkNum is 5000", "1 to 4096"]),
     (lambda c: server(c).update(tokenTimeout=0), ["tokenTimeout is 0", "1 to 3600"]),
     (lambda c: server(c).update(maxRequestLength=101), ["is 101", "1 to 100"]),
-    (lambda c: server(c).update(openAiSupport="x"), ["openAiSupport is 'x'", "'vllm'"]),
+    (lambda c: server(c).update(openAiSupport="x"), ["openAiSupport is 'x'", "vllm, openai"]),
     (lambda c: schedule(c).update(cacheBlockSize=100), ["is 100", "multiples of 16"]),
     (lambda c: schedule(c).update(cacheBlockSize=256), ["is 256", "1 to 128"]),
-    (lambda c: schedule(c).update(templateType="Pure"), ["'Standard' or 'Mix'"]),
+    (lambda c: schedule(c).update(templateType="Pure"), ["Standard, Mix"]),
     (lambda c: schedule(c).update(maxN=8193), ["maxN is 8193", "1 to 8192"]),
-    (lambda c: deploy(c).update(truncation=2), ["truncation is 2", "-1, 0 or 1"]),
+    (lambda c: deploy(c).update(truncation=2), ["truncation is 2", "-1, 0, 1"]),
     (lambda c: deploy(c).update(ModelConfig=[]), ["ModelConfig is []", "not be empty"]),
     (lambda c: model(c).update(npuMemSize=0), [f"{MODEL}.npuMemSize is 0", "-1 (automatic)"]),
     (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvrecall.errors import ConfigError
-from kvrecall.server.mindie.planning import plan_config
+from kvrecall.server.mindie.planner import plan_config
 from kvrecall.server.plan import Plan, Plane
 
 from .configs import right, server, write

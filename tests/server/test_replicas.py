@@ -17,7 +17,7 @@ import pytest
 
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.lab.ports import free_port
-from kvrecall.pool.service.admin import ServiceAdmin
+from kvrecall.pool.service.admin import ServiceAdmin, Stat
 from kvrecall.pool.service.child import ChildService
 
 from .live import LiveServer, all_gone
@@ -75,7 +75,7 @@ def test_a_replica_recalls_what_another_computed(server: LiveServer) -> None:
 @pytest.mark.engine
 def test_sizes_are_limits_of_all_replicas_together(server: LiveServer) -> None:
     with ServiceAdmin(server.folder / "pool" / "pool.sock") as admin:
-        overview = admin.look()
+        overview = admin.do(Stat())
     capacities = {tier.name: tier.capacity_bytes for tier in overview.stats.tiers}
     assert capacities == {"host": HOST, "disk": DISK}
     assert len({client.pid for client in overview.clients} - {os.getpid()}) == 2
@@ -97,7 +97,7 @@ def test_a_child_service_ends_when_it_is_closed(tmp_path: Path) -> None:
     child = ChildService({"host_size": "1MiB", "socket": str(socket)})
     process = psutil.Process(child.pid)
     with ServiceAdmin(socket) as admin:
-        assert admin.look().stats.tiers[0].capacity_bytes == 1 << 20
+        assert admin.do(Stat()).stats.tiers[0].capacity_bytes == 1 << 20
     child.close()
     assert not process.is_running()
     assert not socket.exists()

@@ -277,10 +277,10 @@ class Engine(Generator, Protocol):
         effect on one that has ended."""
 
 
-MAX_N = 128
+DEFAULT_MAX_N = 128
 """Sequences one request may ask for where nothing else is configured; MindIE's default of maxN."""
 
-MOST_N = 8192
+MAX_N_LIMIT = 8192
 """The most that can be configured, as in MindIE."""
 
 MAX_SEQUENCES = 1024
@@ -297,7 +297,7 @@ class Limits:
     max_input_tokens: int = 0
     truncation: Literal["error", "left", "right"] = "error"  # for prompts beyond max_input_tokens
     max_new_tokens: int = 0
-    max_n: int = MAX_N  # of n, best_of and the width of a beam
+    max_n: int = DEFAULT_MAX_N  # of n, best_of and the width of a beam
 
 
 class Tls(Protocol):

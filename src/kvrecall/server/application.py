@@ -12,14 +12,14 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrecall.engines.base import Engine
-from kvrecall.server.bounds import Bounds, Closed
 from kvrecall.server.dashboard.routes import dashboard_router
-from kvrecall.server.figures import MindieFigures
 from kvrecall.server.management import management_router
+from kvrecall.server.metrics import MindieMetrics
 from kvrecall.server.plan import Plan, Plane
-from kvrecall.server.replies import ReplyError, error_body
+from kvrecall.server.replies import ReplyError
 from kvrecall.server.routes import business_router
 
 _MANAGEMENT_PATHS = ("/health", "/load")  # of vLLM's application
@@ -35,12 +35,12 @@ def attach_all(app: FastAPI, engine: Engine, plan: Plan) -> Mapping[str, FastAPI
     apps = {listener.name: _application() for listener in plan.spec.listeners}
     management = apps.get(plan.home(Plane.MANAGEMENT), app)
     metrics = apps.get(plan.home(Plane.METRICS), app)
-    figures = MindieFigures(engine.info.names[0], engine.load)
+    mindie = MindieMetrics(engine.info.names[0], engine.load)
 
     _include_first(app, business_router(engine, plan))
-    _include_first(management, management_router(engine, plan, figures))
+    _include_first(management, management_router(engine, plan, mindie))
     _include_first(management, dashboard_router(engine.insight))
-    metrics.router.routes.insert(0, _metrics_route(figures))
+    metrics.router.routes.insert(0, _metrics_route(mindie))
     for each in (app, *apps.values()):
         _complete(each, plan)
     closed: tuple[str, ...] = (
@@ -67,7 +67,7 @@ def _application() -> FastAPI:
 
 
 def _complete(app: FastAPI, plan: Plan) -> None:
-    """MindIE's error body for what nobody serves, and the bounds."""
+    """MindIE's error body for paths that are not served, and the bounds."""
     app.add_exception_handler(ReplyError, _reply_error)
     app.add_exception_handler(HTTPException, _no_such_path)
     if RequestValidationError not in app.exception_handlers:
@@ -77,9 +77,9 @@ def _complete(app: FastAPI, plan: Plan) -> None:
     )
 
 
-def _metrics_route(figures: MindieFigures) -> Route:
+def _metrics_route(mindie: MindieMetrics) -> Route:
     own = CollectorRegistry(auto_describe=False)
-    own.register(figures)
+    own.register(mindie)
 
     async def metrics(_: Request) -> Response:
         page = generate_latest(REGISTRY) + generate_latest(own)
@@ -96,15 +96,90 @@ async def _reply_error(_: Request, error: Exception) -> Response:
 async def _no_such_path(request: Request, error: Exception) -> Response:
     """404 and 405 of the router itself; errors of vLLM's routes keep vLLM's form."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    return JSONResponse(
-        error_body(error.status_code, message),
-        status_code=error.status_code,
-        headers=error.headers,
-    )
+    told = ReplyError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    return JSONResponse(told.body(), error.status_code, error.headers)
 
 
 async def _unreadable(_: Request, error: Any) -> Response:
     problem = error.errors()[0]
     field = ".".join(str(part) for part in problem["loc"])
     return ReplyError(422, f"{field}: {problem['msg']}").response()
+
+
+class Closed:
+    """Answers 404 to all that begins with one of ``prefixes``, which another address serves."""
+
+    def __init__(self, app: ASGIApp, prefixes: tuple[str, ...]) -> None:
+        self._app = app
+        self._prefixes = prefixes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(self._prefixes):
+            error = ReplyError(404, f"{scope['path']} is on another address of this server")
+            await error.response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+class _TooLargeError(Exception):
+    pass
+
+
+class Bounds:
+    """Answers 413 to a body of more than ``max_body_bytes`` and 503 to requests on more than
+    ``max_links`` open connections. Bodies without a length are counted as they come."""
+
+    def __init__(self, app: ASGIApp, owner: FastAPI, max_body_bytes: int, max_links: int) -> None:
+        self._app = app
+        self._owner = owner
+        self._max_body = max_body_bytes
+        self._max_links = max_links
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if self._links() > self._max_links:
+            error = ReplyError(503, f"more than {self._max_links} open connections (maxLinkNum)")
+            await error.response()(scope, receive, send)
+            return
+        length = dict(scope["headers"]).get(b"content-length", b"")
+        if length.isdigit() and int(length) > self._max_body:
+            await self._too_large().response()(scope, receive, send)
+            return
+        await self._bounded(scope, receive, send)
+
+    async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the application on a body that is cut off, with 413, when it grows too large."""
+        received, started = 0, False
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            if message["type"] == "http.request":
+                received += len(message.get("body", b""))
+                if received > self._max_body:
+                    raise _TooLargeError
+            return message
+
+        async def noted(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, counted, noted)
+        except _TooLargeError:
+            if started:
+                raise
+            await self._too_large().response()(scope, receive, send)
+
+    def _links(self) -> int:
+        """Open connections, this one included; 0 where the HTTP server does not say."""
+        server = getattr(self._owner.state, "server", None)
+        return len(server.server_state.connections) if server is not None else 0
+
+    def _too_large(self) -> ReplyError:
+        return ReplyError(
+            413, f"the body is larger than {self._max_body / 2**20:g} MB (maxRequestLength)"
+        )

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvrecall.config import default_socket, help_of
-from kvrecall.engines.base import MAX_N, MOST_N, Role
+from kvrecall.engines.base import DEFAULT_MAX_N, MAX_N_LIMIT, Role
 from kvrecall.errors import ConfigError, KvrecallError
 from kvrecall.server import launch
 from kvrecall.server.plan import Plan
@@ -35,7 +35,7 @@ _PoolConfig = Annotated[
 ]
 _Port = Annotated[int, _option("Port to listen on.", min=1, max=65535)]
 _MaxN = Annotated[
-    int, _option("Most sequences of a request: n, best_of, beams.", _ENGINE, min=1, max=MOST_N)
+    int, _option("Most sequences of a request: n, best_of, beams.", _ENGINE, min=1, max=MAX_N_LIMIT)
 ]
 _AsyncWrite = Annotated[
     bool | None,
@@ -94,7 +94,7 @@ def serve(
         str | None, _option("Device KV cache: 2GiB [CPU: a quarter of what is free]", _ENGINE)
     ] = None,
     enforce_eager: _Eager = None,
-    max_n: _MaxN = MAX_N,
+    max_n: _MaxN = DEFAULT_MAX_N,
 ) -> None:
     """Serve a model: OpenAI and MindIE/TGI routes, with recall from the pool."""
     raise typer.Exit(_run(_asked(locals()), config))
@@ -152,7 +152,7 @@ def config_check(
     every: Annotated[bool, typer.Option("--all", help="Also fields that are not given.")] = False,
 ) -> None:
     """Say what each field of a config.json does here, and what is wrong with it."""
-    from kvrecall.server.mindie.explaining import explain
+    from kvrecall.server.mindie.check import explain
 
     raise typer.Exit(explain(file, every))
 
@@ -160,7 +160,7 @@ def config_check(
 @config_app.command("example")
 def config_example() -> None:
     """Print a minimal config.json."""
-    from kvrecall.server.mindie.explaining import EXAMPLE
+    from kvrecall.server.mindie.check import EXAMPLE
 
     typer.echo(EXAMPLE, nl=False)
 
@@ -170,7 +170,7 @@ def _plan_config(config: Path, asked: launch.Asked) -> Plan:
         raise ConfigError(
             "--config comes alone but for --role: MODEL and the other options are in the file"
         )
-    from kvrecall.server.mindie.planning import plan_config
+    from kvrecall.server.mindie.planner import plan_config
 
     plan = plan_config(config)
     return replace(plan, spec=replace(plan.spec, role=asked.role))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvrecall.config import RecallSettings, parse_size
-from kvrecall.engines.base import MAX_N, Limits, Role, ServeSpec
+from kvrecall.engines.base import DEFAULT_MAX_N, Limits, Role, ServeSpec
 from kvrecall.errors import ConfigError, EngineError
 from kvrecall.jsonfile import read_object
 from kvrecall.server import preflight
@@ -40,7 +40,7 @@ class Asked:
     extra_args: tuple[str, ...] = ()
     role: Role = Role.BOTH
     retrieval: bool = False
-    max_n: int = MAX_N
+    max_n: int = DEFAULT_MAX_N
 
 
 def plan_model(asked: Asked) -> Plan:

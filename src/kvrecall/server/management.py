@@ -13,12 +13,10 @@ from starlette.responses import JSONResponse, Response
 
 from kvrecall.engines.base import Engine, GenerateRequest, Sampling
 from kvrecall.server import descriptions
-from kvrecall.server.answering import whole
-from kvrecall.server.figures import MindieFigures
+from kvrecall.server.metrics import MetricsVector, MindieMetrics
 from kvrecall.server.plan import SHUTDOWN_TIMEOUT_S, Plan, Plane
-from kvrecall.server.replies import ReplyError
+from kvrecall.server.replies import ReplyError, whole
 from kvrecall.server.routes import check_model
-from kvrecall.server.vector import MetricsVector
 
 log = logging.getLogger("kvrecall.server")
 
@@ -75,14 +73,14 @@ class Stopping:
             await asyncio.sleep(_POLL_S)
 
 
-def management_router(engine: Engine, plan: Plan, figures: MindieFigures) -> APIRouter:
+def management_router(engine: Engine, plan: Plan, metrics: MindieMetrics) -> APIRouter:
     """All of the management plane but the dashboard."""
     router = APIRouter(tags=["management"])
-    _add_health(router, engine, figures)
+    _add_health(router, engine, metrics)
     _add_description(router, engine, plan)
     stopping = Stopping(engine)
 
-    vector = MetricsVector(figures, engine.load, plan.address(Plane.MANAGEMENT))
+    vector = MetricsVector(metrics, engine.load, plan.address(Plane.MANAGEMENT))
 
     @router.get("/metrics-json")
     async def metrics_json() -> Response:
@@ -99,7 +97,7 @@ def management_router(engine: Engine, plan: Plan, figures: MindieFigures) -> API
     return router
 
 
-def _add_health(router: APIRouter, engine: Engine, figures: MindieFigures) -> None:
+def _add_health(router: APIRouter, engine: Engine, metrics: MindieMetrics) -> None:
     @router.get("/health")
     async def health() -> Response:
         await _check_alive(engine)
@@ -126,13 +124,13 @@ def _add_health(router: APIRouter, engine: Engine, figures: MindieFigures) -> No
 
     @router.get("/health/timed")
     async def timed(request: Request) -> Response:
-        return await _probe(request, engine, figures, _PROBE_LIMIT_S)
+        return await _probe(request, engine, metrics, _PROBE_LIMIT_S)
 
     @router.get("/health/timed-{seconds:int}")
     async def timed_within(request: Request, seconds: int) -> Response:
         if not 1 <= seconds <= _PROBE_LIMIT_S:
             raise ReplyError(422, f"the time is {seconds} s; allowed: 1 to {_PROBE_LIMIT_S}")
-        return await _probe(request, engine, figures, seconds)
+        return await _probe(request, engine, metrics, seconds)
 
 
 async def _check_alive(engine: Engine) -> None:
@@ -155,7 +153,7 @@ async def _check_ready(engine: Engine) -> None:
 
 
 async def _probe(
-    request: Request, engine: Engine, figures: MindieFigures, limit_s: int
+    request: Request, engine: Engine, metrics: MindieMetrics, limit_s: int
 ) -> Response:
     """Computes one token, as a request of its own, within the limit. A server that is so busy
     with others that this one had to wait is well, as in MindIE: what it did meanwhile shows it."""
@@ -166,11 +164,11 @@ async def _probe(
         priority=-5,
         timeout_s=limit_s,
     )
-    before = figures.work_done()
+    before = metrics.work_done()
     try:
         await whole(request, engine, probe)
     except ReplyError as error:
-        if error.status != _OUT_OF_TIME or figures.work_done() <= before:
+        if error.status != _OUT_OF_TIME or metrics.work_done() <= before:
             raise
     return JSONResponse({"status": "healthy"})
 

@@ -1,19 +1,27 @@
-"""Error replies in MindIE's form, and small pieces every route uses."""
+"""Bodies in and replies out: MindIE's errors, whole answers and streams that have begun well."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, StreamingResponse
 
-from kvrecall.engines.base import Fault, GenerateError
+from kvrecall.engines.base import (
+    RECALL_HEADER,
+    Fault,
+    GenerateError,
+    GenerateRequest,
+    Generator,
+    Update,
+)
 
 T = TypeVar("T")
+Updates = AsyncGenerator[Update, None]
 
 ERROR_TYPES = {
     404: "NotFoundError",
@@ -25,7 +33,7 @@ ERROR_TYPES = {
     503: "Service Unavailable",
 }
 
-_GONE = "the client closed the connection"  # seen by nobody
+_GONE = "the client closed the connection"  # never sent
 _STATUS = {
     Fault.INPUT: 422,
     Fault.UNKNOWN: 404,
@@ -47,32 +55,21 @@ class ReplyError(Exception):
         return cls(_STATUS[error.fault], str(error))
 
     def body(self) -> dict[str, str]:
-        return error_body(self.status, str(self))
+        """MindIE's error object. What a client sent may be in the message, lone surrogates too."""
+        message = str(self).encode("utf-8", "backslashreplace").decode()
+        return {"error": message, "error_type": ERROR_TYPES.get(self.status, "Error")}
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), status_code=self.status)
-
-
-def error_body(status: int, message: str) -> dict[str, str]:
-    """MindIE's error object. What a client sent may be in the message, lone surrogates too."""
-    message = message.encode("utf-8", "backslashreplace").decode()
-    return {"error": message, "error_type": ERROR_TYPES.get(status, "Error")}
-
-
-def event(value: object) -> str:
-    """A server-sent event with ``value`` as JSON."""
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
 async def json_object(request: Request) -> dict[str, Any]:
     """The request's body, a JSON object. Raises ReplyError 422, and 499 when the client goes away
     before its end."""
     try:
-        raw = await request.body()
+        value = json.loads(await request.body())
     except ClientDisconnect as error:
         raise ReplyError(499, _GONE) from error
-    try:
-        value = json.loads(raw)
     except (ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, json.JSONDecodeError) else "not readable as JSON"
         raise ReplyError(422, f"the body is not JSON: {reason}") from error
@@ -83,8 +80,13 @@ async def json_object(request: Request) -> dict[str, Any]:
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of ``work``, which is cancelled when the client goes away (499, unseen)."""
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnect(request))
+    gone = asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -96,6 +98,73 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+async def whole(request: Request, generator: Generator, asked: GenerateRequest) -> list[Update]:
+    """All of an answer, one update for each sequence; aborted when the client goes away.
+
+    Raises ReplyError.
+    """
+
+    async def gathered(updates: Updates) -> list[Update]:
+        try:
+            return [update async for update in updates] or [_nothing()]
+        except GenerateError as error:
+            raise ReplyError.of(error) from error
+        finally:
+            await updates.aclose()
+
+    return await while_connected(request, gathered(generator.generate(asked)))
+
+
+async def begun(
+    request: Request, generator: Generator, asked: GenerateRequest
+) -> tuple[Update, Updates]:
+    """The first update of a stream and those that follow. Raises ReplyError: what fails before
+    the first update still has an HTTP status."""
+    updates = generator.generate(asked)
+
+    async def first() -> Update:
+        try:
+            return await anext(updates)
+        except GenerateError as error:
+            raise ReplyError.of(error) from error
+        except StopAsyncIteration:
+            return _nothing()
+
+    try:
+        return await while_connected(request, first()), updates
+    except ReplyError:
+        await updates.aclose()
+        raise
+
+
+def _nothing() -> Update:
+    raise ReplyError(424, "the engine ended the request without output")
+
+
+def streamed(
+    first: Update,
+    updates: Updates,
+    written: Callable[[Update], Iterable[object]],
+    frame: Callable[[object], str],
+    headers: dict[str, str],
+) -> StreamingResponse:
+    """What ``written`` makes of each update, in frames; a failure is the last of them."""
+
+    async def frames() -> AsyncIterator[str]:
+        try:
+            for made in written(first):
+                yield frame(made)
+            async for update in updates:
+                for made in written(update):
+                    yield frame(made)
+        except GenerateError as error:
+            yield frame(ReplyError.of(error).body())
+        finally:
+            await updates.aclose()
+
+    return StreamingResponse(frames(), media_type="text/event-stream", headers=headers)
+
+
+def recall_header(update: Update) -> dict[str, str]:
+    counts = update.split.as_dict()
+    return {RECALL_HEADER: ";".join(f"{name}={count}" for name, count in counts.items())}

@@ -3,22 +3,26 @@ forms of a request."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import AsyncGenerator
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
-from kvrecall.engines.base import Engine, GenerateError, Generator
-from kvrecall.server import descriptions, infer, prompt_form, tgi, triton
-from kvrecall.server.answering import begun, events, recall_header, whole
-from kvrecall.server.naming import Named, RequestNames
-from kvrecall.server.parameters import Strict, ignored_header, parsed
+from kvrecall.engines.base import Engine, GenerateError, GenerateRequest, Generator, Update
+from kvrecall.server import descriptions
+from kvrecall.server.forms.base import Form, Strict, described, parsed
+from kvrecall.server.forms.mindie import InferBody
+from kvrecall.server.forms.tgi import TgiBody
+from kvrecall.server.forms.triton import StopBody, TextBody, TokenBody
+from kvrecall.server.forms.vllm import PromptBody
 from kvrecall.server.plan import Plan
-from kvrecall.server.replies import ReplyError, json_object
-from kvrecall.server.schemas import described
+from kvrecall.server.replies import ReplyError, begun, json_object, recall_header, streamed, whole
 
-_TGI = described(tgi.TgiBody)
-_INFER = described(infer.InferBody)
+IGNORED_HEADER = "x-kvrecall-ignored"
+"""Reply header naming the parameters that were given and have no effect here."""
+
+
+_Running = dict[str, set[str]]  # name that clients gave -> ids of requests
 
 
 class TokenizerBody(Strict):
@@ -34,44 +38,68 @@ def business_router(engine: Engine, plan: Plan) -> APIRouter:
     _add_generate(router, engine)
     _add_infer(router, engine)
     _add_openai(router, engine)
-    _add_tokenizer(router, engine)
-    _add_triton(router, engine, plan, RequestNames())
+    _add_triton(router, engine, plan)
     return router
 
 
+def check_model(engine: Engine, model: str) -> None:
+    """Raises ReplyError 404 unless ``model`` is served."""
+    if model not in engine.info.names:
+        raise ReplyError(404, f"no model {model!r}; served: {', '.join(engine.info.names)}")
+
+
+async def _serve(request: Request, generator: Generator, body: Form, stream: bool) -> Response:
+    """The reply to a request in any form."""
+    asked = body.to_request(stream)
+    ignored = body.wanted.ignored()
+    headers = {IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
+    if not stream:
+        updates = await whole(request, generator, asked)
+        return JSONResponse(body.reply(asked, updates), headers=recall_header(updates[0]) | headers)
+    first, updates_after = await begun(request, generator, asked)
+    return streamed(first, updates_after, body.writer(asked), body.frame, headers)
+
+
 def _add_generate(router: APIRouter, engine: Engine) -> None:
-    @router.post("/generate", openapi_extra=described(tgi.TgiBody, prompt_form.PromptBody))
+    async def tgi(request: Request, stream: bool = False) -> Response:
+        raw = await json_object(request)
+        if raw.get("inputs") is None:
+            raise ReplyError(422, "the body needs inputs (TGI form) or prompt (vLLM form)")
+        body = parsed(TgiBody, raw)
+        return await _serve(request, engine, body, stream or bool(body.stream))
+
+    @router.post("/generate", openapi_extra=described(TgiBody, PromptBody))
     async def generate(request: Request) -> Response:
-        body = await json_object(request)
-        if body.get("prompt") is not None:
-            return await _serve_prompt(request, engine, body)
-        return await _serve_tgi(request, engine, body, body.get("stream") is True)
+        raw = await json_object(request)
+        if raw.get("prompt") is None:
+            return await tgi(request)
+        body = parsed(PromptBody, raw)
+        return await _serve(request, engine, body, body.stream)
 
-    @router.post("/generate_stream", openapi_extra=_TGI)
+    @router.post("/generate_stream", openapi_extra=described(TgiBody))
     async def generate_stream(request: Request) -> Response:
-        return await _serve_tgi(request, engine, await json_object(request), True)
+        return await tgi(request, stream=True)
 
-    @router.post("/", openapi_extra=_TGI)
+    @router.post("/", openapi_extra=described(TgiBody))
     async def compatible_generate(request: Request) -> Response:
-        body = await json_object(request)
-        return await _serve_tgi(request, engine, body, body.get("stream") is True)
+        return await tgi(request)
 
 
 def _add_infer(router: APIRouter, engine: Engine) -> None:
-    @router.post("/infer", openapi_extra=_INFER)
-    async def mindie_infer(request: Request) -> Response:
-        return await _serve_infer(request, engine, await json_object(request))
+    @router.post("/infer", openapi_extra=described(InferBody))
+    async def infer(request: Request) -> Response:
+        body = parsed(InferBody, await json_object(request))
+        return await _serve(request, engine, body, bool(body.stream))
 
-    @router.post("/infer_token", openapi_extra=_INFER)
+    @router.post("/infer_token", openapi_extra=described(InferBody))
     async def infer_token(request: Request) -> Response:
-        body = await json_object(request)
-        if body.get("input_id") is None:
+        if (await json_object(request)).get("input_id") is None:
             raise ReplyError(422, "the body needs input_id (token ids)")
-        return await _serve_infer(request, engine, body)
+        return await infer(request)
 
 
 def _add_openai(router: APIRouter, engine: Engine) -> None:
-    """What vLLM has not of the OpenAI routes that MindIE serves."""
+    """What MindIE serves of the OpenAI API and beside it, and vLLM does not."""
 
     @router.get("/v1/models/{model:path}")
     async def one_model(model: str) -> Response:
@@ -82,8 +110,6 @@ def _add_openai(router: APIRouter, engine: Engine) -> None:
         told = {"error": {**error, "param": "model", "code": 404}}  # OpenAI's form, as vLLM's
         return JSONResponse(told, status_code=404)
 
-
-def _add_tokenizer(router: APIRouter, engine: Engine) -> None:
     @router.post("/v1/tokenizer", openapi_extra=described(TokenizerBody))
     async def tokenizer(request: Request) -> Response:
         body = parsed(TokenizerBody, await json_object(request))
@@ -95,53 +121,77 @@ def _add_tokenizer(router: APIRouter, engine: Engine) -> None:
         return JSONResponse({"token_number": len(tokens), "tokens": shown})
 
 
-def _add_triton(router: APIRouter, engine: Engine, plan: Plan, names: RequestNames) -> None:
+class _Named:
+    """A generator whose requests run under the ``name`` a client gave, if any, so that stopInfer
+    finds their ids in ``running``. Several may share a name."""
+
+    def __init__(
+        self, generator: Generator, running: dict[str, set[str]], name: str | None
+    ) -> None:
+        self._generator, self._running, self._name = generator, running, name
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
+        """See Generator.generate."""
+        updates = self._generator.generate(request)
+        if self._name is not None:
+            self._running.setdefault(self._name, set()).add(request.request_id)
+        try:
+            async for update in updates:
+                yield update
+        finally:
+            await updates.aclose()
+            if self._name is not None:
+                ids = self._running[self._name]
+                ids.remove(request.request_id)
+                if not ids:
+                    del self._running[self._name]
+
+
+def _add_triton(router: APIRouter, engine: Engine, plan: Plan) -> None:
     @router.get("/v2")
     async def server() -> Response:
         return JSONResponse(descriptions.service(engine.info, plan))
 
+    running: _Running = {}
     versions = APIRouter(include_in_schema=False)  # there is but one version
-    for each, base in (
-        (versions, "/v2/models/{model:path}/versions/{version}"),
-        (router, "/v2/models/{model:path}"),
-    ):
-        _add_triton_at(each, base, engine, names)
-        _add_metadata_at(each, base, engine, plan)
-        if each is versions:
-            router.include_router(versions)
+    _add_triton_at(versions, "/v2/models/{model:path}/versions/{version}", engine, plan, running)
+    router.include_router(versions)
+    _add_triton_at(router, "/v2/models/{model:path}", engine, plan, running)
 
 
-def _add_triton_at(router: APIRouter, base: str, engine: Engine, names: RequestNames) -> None:
-    @router.post(f"{base}/generate", openapi_extra=described(triton.TextBody))
-    async def generate(request: Request, model: str) -> Response:
-        return await _serve_text(request, engine, names, model, None)
-
-    @router.post(f"{base}/generate_stream", openapi_extra=described(triton.TextBody))
-    async def generate_stream(request: Request, model: str) -> Response:
-        return await _serve_text(request, engine, names, model, True)
-
-    @router.post(f"{base}/infer", openapi_extra=described(triton.TokenBody))
-    async def infer_tensors(request: Request, model: str) -> Response:
+def _add_triton_at(
+    router: APIRouter, base: str, engine: Engine, plan: Plan, running: _Running
+) -> None:
+    async def text(request: Request, model: str, stream: bool) -> Response:
         check_model(engine, model)
-        body = parsed(triton.TokenBody, await json_object(request))
-        asked = triton.to_request(body, False)
-        (update,) = await whole(request, Named(engine, names, body.id), asked)
-        headers = recall_header(update) | ignored_header(body.wanted.ignored())
-        return JSONResponse(triton.token_reply(body, asked, update), headers=headers)
+        body = parsed(TextBody, await json_object(request)).of_model(model)
+        generator = _Named(engine, running, body.id)
+        return await _serve(request, generator, body, stream or bool(body.stream))
 
-    @router.post(f"{base}/stopInfer", openapi_extra=described(triton.StopBody))
+    @router.post(f"{base}/generate", openapi_extra=described(TextBody))
+    async def generate(request: Request, model: str) -> Response:
+        return await text(request, model, stream=False)
+
+    @router.post(f"{base}/generate_stream", openapi_extra=described(TextBody))
+    async def generate_stream(request: Request, model: str) -> Response:
+        return await text(request, model, stream=True)
+
+    @router.post(f"{base}/infer", openapi_extra=described(TokenBody))
+    async def infer(request: Request, model: str) -> Response:
+        check_model(engine, model)
+        body = parsed(TokenBody, await json_object(request))
+        return await _serve(request, _Named(engine, running, body.id), body, stream=False)
+
+    @router.post(f"{base}/stopInfer", openapi_extra=described(StopBody))
     async def stop_infer(request: Request, model: str) -> Response:
         check_model(engine, model)
-        body = parsed(triton.StopBody, await json_object(request))
-        running = names.running(body.id)
-        if not running:
+        body = parsed(StopBody, await json_object(request))
+        if not running.get(body.id):
             raise ReplyError(404, f"no request runs under the id {body.id!r}")
-        for request_id in running:
+        for request_id in tuple(running[body.id]):
             await engine.stop(request_id)
         return JSONResponse({"id": body.id})
 
-
-def _add_metadata_at(router: APIRouter, base: str, engine: Engine, plan: Plan) -> None:
     @router.get(f"{base}/config")
     async def model_config(model: str) -> Response:
         check_model(engine, model)
@@ -151,68 +201,3 @@ def _add_metadata_at(router: APIRouter, base: str, engine: Engine, plan: Plan) -
     async def model_metadata(model: str) -> Response:
         check_model(engine, model)
         return JSONResponse(descriptions.model(model))
-
-
-def check_model(engine: Engine, model: str) -> None:
-    """Raises ReplyError 404 unless ``model`` is served."""
-    if model not in engine.info.names:
-        raise ReplyError(404, f"no model {model!r}; served: {', '.join(engine.info.names)}")
-
-
-async def _serve_tgi(
-    request: Request, generator: Generator, raw: dict[str, Any], stream: bool
-) -> Response:
-    if raw.get("inputs") is None:
-        raise ReplyError(422, "the body needs inputs (TGI form) or prompt (vLLM form)")
-    body = parsed(tgi.TgiBody, raw)
-    asked = tgi.to_request(body, stream)
-    ignored = ignored_header(body.wanted.ignored())
-    if not stream:
-        updates = await whole(request, generator, asked)
-        return JSONResponse(tgi.reply(body, updates), headers=recall_header(updates[0]) | ignored)
-    first, updates_after = await begun(request, generator, asked)
-    return events(first, updates_after, tgi.EventWriter(body).events, ignored)
-
-
-async def _serve_prompt(request: Request, generator: Generator, raw: dict[str, Any]) -> Response:
-    body = parsed(prompt_form.PromptBody, raw)
-    asked = prompt_form.to_request(body)
-    ignored = ignored_header(body.ignored())
-    if not body.stream:
-        updates = sorted(await whole(request, generator, asked), key=lambda u: u.index)
-        texts = [body.prompt + update.text for update in updates]
-        return JSONResponse({"text": texts}, headers=recall_header(updates[0]) | ignored)
-    first, updates_after = await begun(request, generator, asked)
-    stream = prompt_form.chunks(body, first, updates_after)
-    return StreamingResponse(stream, media_type="text/event-stream", headers=ignored)
-
-
-async def _serve_infer(request: Request, generator: Generator, raw: dict[str, Any]) -> Response:
-    body = parsed(infer.InferBody, raw)
-    asked = infer.to_request(body)
-    ignored = ignored_header(body.wanted.ignored())
-    if not body.stream:
-        (update,) = await whole(request, generator, asked)
-        return JSONResponse(infer.reply(body, update), headers=recall_header(update) | ignored)
-    writer = infer.EventWriter(body)
-    first, updates = await begun(request, generator, asked)
-    return events(first, updates, writer.events, ignored)
-
-
-async def _serve_text(
-    request: Request, engine: Engine, names: RequestNames, model: str, stream: bool | None
-) -> Response:
-    """/v2's generate; ``stream`` None: as the body says."""
-    check_model(engine, model)
-    body = parsed(triton.TextBody, await json_object(request))
-    stream = bool(body.stream) if stream is None else stream
-    asked = triton.to_request(body, stream)
-    ignored = ignored_header(body.wanted.ignored())
-    named = Named(engine, names, body.id)
-    if not stream:
-        (update,) = await whole(request, named, asked)
-        headers = recall_header(update) | ignored
-        return JSONResponse(triton.text_reply(body, asked, model, update), headers=headers)
-    writer = triton.EventWriter(body, asked, model)
-    first, updates = await begun(request, named, asked)
-    return events(first, updates, writer.events, ignored)

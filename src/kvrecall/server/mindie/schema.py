@@ -7,23 +7,66 @@ says what it does in kvrecall; ``kvrecall config check`` prints it.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
-from kvrecall.engines.base import MOST_N
-from kvrecall.server.mindie.fields import (
-    Names,
-    Path,
-    Port,
-    Section,
-    acts,
-    idle,
-    partly,
-    retired,
-)
+from kvrecall.engines.base import MAX_N_LIMIT
+from kvrecall.jsonfile import JsonPath
 
-_ASCEND = "no Ascend runtime here"
+
+class Effect(StrEnum):
+    """What a field does in kvrecall."""
+
+    ACTS = "acts"
+    PARTLY = "partly"  # some values act, others are refused or without effect
+    NONE = "without effect"
+    RETIRED = "retired"
+
+
+class Section(BaseModel):
+    """A section of config.json. Types are strict, unknown keys are errors, values are frozen."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, populate_by_name=True)
+
+
+def acts(text: str, default: Any = ..., **bounds: Any) -> Any:
+    """A field that does what ``text`` says. Without a default it is required."""
+    return _field(Effect.ACTS, text, default, bounds)
+
+
+def partly(text: str, default: Any = ..., **bounds: Any) -> Any:
+    """A field of which only some values act; ``text`` says which."""
+    return _field(Effect.PARTLY, text, default, bounds)
+
+
+def idle(why: str, default: Any = None, **bounds: Any) -> Any:
+    """A field that is accepted and has no effect, because of ``why``."""
+    return _field(Effect.NONE, why, default, bounds)
+
+
+def retired(text: str) -> Any:
+    """A field that has gone; it is accepted with a warning."""
+    return _field(Effect.RETIRED, text, None, {})
+
+
+def effect_of(field: FieldInfo) -> Effect:
+    """What was declared of ``field``; sections, which are not declared, act."""
+    extra = field.json_schema_extra
+    return Effect(str(extra["effect"])) if isinstance(extra, dict) else Effect.ACTS
+
+
+def _field(effect: Effect, text: str, default: Any, bounds: dict[str, Any]) -> Any:
+    return Field(default, description=text, json_schema_extra={"effect": effect.value}, **bounds)
+
+
+Names = Annotated[list[str], Field(max_length=64)]
+Path = Annotated[str, Field(max_length=4096)]
+Port = Annotated[int, Field(ge=1024, le=65535)]
+
 _ONE_HOST = "MindIE's own inter-node protocol; vLLM brings its own"
 _SCHEDULER = "vLLM's scheduler has no such setting"
 _KEY_STORE = "keys are read as PEM files without MindIE's key store"
@@ -198,7 +241,7 @@ class ScheduleSection(Section):
         "most sequences of a request: n, best_of, beams; null = 128 or maxBatchSize, the less",
         None,
         ge=1,
-        le=MOST_N,
+        le=MAX_N_LIMIT,
     )
     enablePrefixCache: Any = retired("use plugin_params prefix_cache")
     enableSplit: bool | None = retired("use templateType Mix or plugin_params splitfuse")
@@ -306,3 +349,19 @@ class Plugins(Section):
         if len(speculative) > 1:
             raise ValueError(f"{' and '.join(sorted(speculative))} exclude each other")
         return self
+
+
+def fields_of(
+    section: BaseModel, path: JsonPath = ()
+) -> Iterator[tuple[JsonPath, Any, bool, FieldInfo]]:
+    """The fields of a section and of those below it, in the order of the schema: path, value,
+    whether it was given, declaration."""
+    for name, field in type(section).model_fields.items():
+        value: Any = getattr(section, name)
+        if isinstance(value, BaseModel):
+            yield from fields_of(value, (*path, name))
+        elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
+            for index, item in enumerate(value):
+                yield from fields_of(item, (*path, name, index))
+        elif field.json_schema_extra is not None:  # no section that was left out
+            yield (*path, name), value, name in section.model_fields_set, field

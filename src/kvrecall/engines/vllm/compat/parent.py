@@ -1,8 +1,9 @@
-"""An engine core that does not outlive the server that started it.
+"""An engine core, and a coordinator of several, that do not outlive the server that started them.
 
 When the API server of vLLM 0.32 is killed (``kill -9``, the OOM killer), its engine core stays,
 idle and unreachable, with all its memory and, in our case, the lock of the disk tier: the next
-server could not start. Workers end with their engine core by themselves.
+server could not start. The coordinator of data-parallel replicas stays too. Workers end with their
+engine core by themselves.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import signal
 import threading
 from typing import Any
 
+from vllm.v1.engine.coordinator import DPCoordinatorProc
 from vllm.v1.engine.core import EngineCoreProc
 
 from kvrecall.engines.vllm.compat.patches import install
 
 _run_engine_core = EngineCoreProc.run_engine_core
+_run_coordinator = DPCoordinatorProc.run_coordinator
 
 
 def end_with_parent() -> None:
@@ -41,6 +44,13 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
     _run_engine_core(*args, **kwargs)
 
 
+def run_coordinator(*args: Any, **kwargs: Any) -> None:
+    """vLLM's coordinator of data-parallel replicas, ending with its parent."""
+    end_with_parent()
+    _run_coordinator(*args, **kwargs)
+
+
 def end_engine_cores_with_parent() -> None:
-    """Has vLLM start its engine cores by ``run_engine_core``."""
+    """Has vLLM start its engine cores, and their coordinator, by the functions above."""
     install("end-with-parent", lambda plain: run_engine_core)
+    install("end-coordinator-with-parent", lambda plain: run_coordinator)

@@ -104,6 +104,13 @@ TABLE = (
         "vLLM's engine core watches its parent, as its workers do.",
     ),
     Patch(
+        "end-coordinator-with-parent",
+        "vllm.v1.engine.coordinator:DPCoordinatorProc.run_coordinator",
+        "As `end-with-parent`, for the coordinator of data-parallel replicas.",
+        "It would stay, idle.",
+        "vLLM's coordinator watches its parent.",
+    ),
+    Patch(
         "note-outputs",
         "vllm.v1.engine.core_client:AsyncMPClient.get_output_async",
         "The server sees each step's outputs, for throughputs and batch sizes.",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 from rich.console import Console
@@ -14,9 +12,9 @@ from rich.table import Table
 
 from kvrecall.errors import ConfigError, KvrecallError
 from kvrecall.jsonfile import JsonPath
-from kvrecall.server.mindie.fields import Effect, effect_of
-from kvrecall.server.mindie.planning import plan_config
-from kvrecall.server.mindie.reading import Problems, dotted, read_config
+from kvrecall.server.mindie.planner import plan_config
+from kvrecall.server.mindie.reader import Problems, dotted, read_config
+from kvrecall.server.mindie.schema import Effect, effect_of, fields_of
 from kvrecall.server.plan import Plan
 from kvrecall.server.preflight import check_model
 
@@ -86,37 +84,18 @@ def _console() -> Console:
 def _table(config: BaseModel, every: bool) -> Table:
     table = Table("field", "value", "here", "what it does")
     section: JsonPath | None = None
-    for path, value, effect, text in _rows(config, (), every):
+    for path, value, given, field in fields_of(config):
+        if not (given or every):
+            continue
         if path[:-1] != section:
             section = path[:-1]
             table.add_section()
             table.add_row(f"[bold]{escape(dotted(section)) or 'config.json'}[/]")
-        style = _STYLES[effect]
-        name = f"  {path[-1]}"
-        table.add_row(name, escape(value), f"[{style}]{effect.value}[/]", escape(text))
+        shown = str(value) if given else f"({value})" if value is not None else ""
+        effect, text = effect_of(field), field.description or ""
+        marked = f"[{_STYLES[effect]}]{effect.value}[/]"
+        table.add_row(f"  {path[-1]}", escape(shown), marked, escape(text))
     return table
-
-
-def _rows(
-    section: BaseModel, path: JsonPath, every: bool
-) -> Iterator[tuple[JsonPath, str, Effect, str]]:
-    """The given fields of all sections (``every``: all fields), in the order of the schema."""
-    for name, field in type(section).model_fields.items():
-        value: Any = getattr(section, name)
-        given = name in section.model_fields_set
-        if isinstance(value, BaseModel):
-            yield from _rows(value, (*path, name), every)
-        elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
-            for index, item in enumerate(value):
-                yield from _rows(item, (*path, name, index), every)
-        elif given or (every and not _is_section(field.annotation)):
-            shown = str(value) if given else f"({value})" if value is not None else ""
-            yield (*path, name), shown, effect_of(field), field.description or ""
-
-
-def _is_section(annotation: Any) -> bool:
-    kinds = get_args(annotation) if get_origin(annotation) is not None else (annotation,)
-    return any(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in kinds)
 
 
 def _print_plan(console: Console, plan: Plan) -> None:

@@ -1,4 +1,5 @@
-"""The metrics of the engine and the pool under MindIE's names, beside those of vLLM.
+"""The metrics of the engine and the pool under MindIE's names, beside those of vLLM, and in
+MindIE's JSON form (``GET /metrics-json``).
 
 Values are vLLM's and the connector's own, added up over the engines of the server; nothing is
 counted twice. The names are those of ``prometheus_metrics.cpp`` in Ascend/MindIE-LLM (April 2026).
@@ -9,6 +10,7 @@ that cannot be read, too many links) is in no figure.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import REGISTRY
@@ -21,6 +23,11 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from kvrecall.engines.base import Load
+from kvrecall.server.descriptions import free_blocks
+
+Json = dict[str, object]
+
+WINDOW = 1000  # requests that TTFT and TBT are averages of, as in MindIE
 
 _COUNTERS = {
     "prompt_tokens": "vllm:prompt_tokens",
@@ -45,7 +52,7 @@ _FAILED = ("abort", "error")
 _TIERS = ("device", "host", "disk", "remote")
 
 
-class MindieFigures(Collector):
+class MindieMetrics(Collector):
     """Collects vLLM's metrics and gives them again under MindIE's names, with ``model_name``."""
 
     def __init__(
@@ -164,3 +171,70 @@ def total_of(family: Metric, name: str) -> float:
 
 def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
+
+
+class MetricsVector:
+    """``metrics`` in MindIE's JSON form, a vector of samples of ``instance`` (host:port).
+
+    Five of MindIE's own come first (``JsonParse::JsonHttpMetrics`` in Ascend/MindIE-LLM, April
+    2026): TTFT and TBT, averages in whole milliseconds over the last requests, requests that wait
+    and are processed, and free blocks. Behind them stands what /metrics has under MindIE's names.
+    Values are strings, as there.
+    """
+
+    def __init__(self, metrics: MindieMetrics, load: Callable[[], Load], instance: str) -> None:
+        self._metrics = metrics
+        self._load = load
+        self._instance = instance
+        self._first = _Recent()
+        self._between = _Recent()
+
+    def told(self) -> Json:
+        """The whole reply."""
+        families = {family.name: family for family in self._metrics.collect()}
+        return {"resultType": "vector", "result": [*self._mindie(families), *self._rest(families)]}
+
+    def _mindie(self, families: Mapping[str, Metric]) -> Iterator[Json]:
+        load = self._load()
+        first = self._first.mean(families["time_to_first_token_seconds"])
+        between = self._between.mean(families["time_per_output_token_seconds"])
+        for name, value in (
+            ("TTFT", round(first * 1000)),
+            ("TBT", round(between * 1000)),
+            ("waitingInferRequestNum", load.waiting),
+            ("processingInferRequestNum", load.running),
+            ("remainBlocks", free_blocks(load)),
+        ):
+            yield self._sample(name, {}, str(value))
+
+    def _rest(self, families: Mapping[str, Metric]) -> Iterator[Json]:
+        for family in families.values():
+            for sample in family.samples:
+                if not sample.name.endswith(("_created", "_bucket")):
+                    yield self._sample(sample.name, sample.labels, _text(sample.value))
+
+    def _sample(self, name: str, labels: Mapping[str, str], value: str) -> Json:
+        metric = {"__name__": name, "job": "node", "instance": self._instance, **labels}
+        return {"metric": [metric], "value": value}
+
+
+class _Recent:
+    """The mean of a histogram's last values: since the latest question that is at least WINDOW
+    values ago, for only its running totals are known."""
+
+    def __init__(self) -> None:
+        self._asked: deque[tuple[float, float]] = deque([(0.0, 0.0)])
+
+    def mean(self, family: Metric) -> float:
+        count = total_of(family, f"{family.name}_count")
+        total = total_of(family, f"{family.name}_sum")
+        while len(self._asked) > 1 and self._asked[1][0] <= count - WINDOW:
+            self._asked.popleft()
+        before, sum_before = self._asked[0]
+        if count > self._asked[-1][0]:
+            self._asked.append((count, total))
+        return (total - sum_before) / (count - before) if count > before else 0.0
+
+
+def _text(value: float) -> str:
+    return str(int(value)) if value == int(value) else repr(value)

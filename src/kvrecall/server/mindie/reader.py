@@ -9,22 +9,13 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from kvrecall.config import allowed_by
 from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import Document, JsonPath, read_json
 from kvrecall.server.mindie.schema import MindieConfig
-
-_TYPES = {
-    "string_type": "must be a string",
-    "int_type": "must be a whole number",
-    "float_type": "must be a number",
-    "bool_type": "must be true or false",
-    "list_type": "must be a list",
-    "dict_type": "must be an object",
-    "model_type": "must be an object",
-    "model_attributes_type": "must be an object",
-}
 
 
 class Problems(ConfigError):
@@ -119,61 +110,26 @@ def _below(model: Any, part: int | str) -> Any:
 
 
 def _explained(detail: ErrorDetails, path: JsonPath, error: ValidationError) -> str:
-    kind, context = detail["type"], detail.get("ctx", {})
+    """What is wrong with the field at ``path``; of a field with alternatives, all that it may
+    be."""
+    kind = detail["type"]
     if kind == "missing":
         return "is required"
     if kind == "extra_forbidden":
-        return f"is not a field of {_section(path)}{_suggestion(path)}"
-    return f"is {_shown(detail['input'])}; {_allowed(kind, context, detail, path, error)}"
-
-
-def _allowed(
-    kind: str, context: dict[str, Any], detail: ErrorDetails, path: JsonPath, error: ValidationError
-) -> str:
-    if kind == "value_error":
-        return str(context["error"]).replace("\n", " ")
-    alternatives = [
-        other
+        return f"is not a field of {dotted(path[:-1]) or 'config.json'}{_suggestion(path)}"
+    allowed = [
+        allowed_by(other, _declared(path))
         for other in error.errors(include_url=False)
         if _existing(other["loc"], other["type"]) == path
     ]
-    if len(alternatives) > 1:
-        return " or ".join(dict.fromkeys(_one(other) for other in alternatives))
-    return _one(detail)
+    return f"is {_shown(detail['input'])}; {' or '.join(dict.fromkeys(allowed))}"
 
 
-def _one(detail: ErrorDetails) -> str:
-    kind, context = detail["type"], detail.get("ctx", {})
-    if kind in _TYPES:
-        return _TYPES[kind]
-    if kind == "literal_error":
-        return f"allowed: {context['expected']}"
-    if kind in ("greater_than_equal", "less_than_equal"):
-        return f"allowed: {_range(detail)}"
-    if kind in ("string_too_short", "too_short"):
-        return "must not be empty"
-    if kind in ("string_too_long", "too_long"):
-        return f"must have at most {context['max_length']} characters or items"
-    return detail["msg"]
-
-
-def _range(detail: ErrorDetails) -> str:
-    """The whole range of a number, both ends, where the schema has both."""
+def _declared(path: JsonPath) -> FieldInfo | None:
     model: Any = MindieConfig
-    field = None
-    for part in detail["loc"]:
-        if isinstance(part, str) and _is_key(model, part):
-            field = model.model_fields[part]
+    for part in path[:-1]:
         model = _below(model, part)
-    low = next((m.ge for m in field.metadata if hasattr(m, "ge")), None) if field else None
-    high = next((m.le for m in field.metadata if hasattr(m, "le")), None) if field else None
-    if low is not None and high is not None:
-        return f"{low} to {high}"
-    return f"at least {low}" if low is not None else f"at most {high}"
-
-
-def _section(path: JsonPath) -> str:
-    return dotted(path[:-1]) or "config.json"
+    return model.model_fields[path[-1]] if path and _is_key(model, str(path[-1])) else None
 
 
 def _suggestion(path: JsonPath) -> str:

@@ -1,24 +1,32 @@
-"""From a checked config.json to the plan of a server: its fields in vLLM's and the pool's terms."""
+"""From a checked config.json to the plan of a server: its fields in vLLM's and the pool's terms,
+and the three planes with their addresses and certificates."""
 
 from __future__ import annotations
 
+import ipaddress
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-from pydantic import BaseModel
+from typing import Literal
 
 from kvrecall.config import RecallSettings
-from kvrecall.engines.base import MAX_N, Limits, ServeSpec
+from kvrecall.engines.base import DEFAULT_MAX_N, Limits, Listener, ServeSpec
 from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import Document, JsonPath, read_object
 from kvrecall.pool.remote.mooncake import MooncakeSettings
-from kvrecall.server.mindie.fields import Effect, effect_of
-from kvrecall.server.mindie.planes import PlanePlanner
-from kvrecall.server.mindie.reading import dotted, problem, read_config
-from kvrecall.server.mindie.schema import MindieConfig, ModelSection, Plugins
-from kvrecall.server.plan import ENGINE_DEFAULTS, Plan
+from kvrecall.server.mindie.reader import dotted, problem, read_config
+from kvrecall.server.mindie.schema import (
+    Effect,
+    MindieConfig,
+    ModelSection,
+    Plugins,
+    ServerSection,
+    effect_of,
+    fields_of,
+)
+from kvrecall.server.plan import ENGINE_DEFAULTS, Plan, Plane
+from kvrecall.server.tls import TlsFiles
 
 _GIB = 1 << 30
 _SERVER = ("ServerConfig",)
@@ -39,11 +47,6 @@ def plan_config(path: Path) -> Plan:
     """The plan for ``kvrecall serve --config``. Raises ConfigError; changes nothing."""
     config, document = read_config(path)
     return _Planner(config, document, path.parent).plan()
-
-
-def without_effect(config: MindieConfig) -> list[tuple[JsonPath, str]]:
-    """The fields given in ``config`` that have no effect here, and why."""
-    return [(path, text) for path, effect, text in _given(config, ()) if effect is Effect.NONE]
 
 
 class _Planner:
@@ -124,14 +127,17 @@ class _Planner:
 
     def _report(self) -> None:
         by_reason: dict[str, list[str]] = {}
-        for path, why in without_effect(self._config):
-            by_reason.setdefault(why, []).append(dotted(path))
-        parts = [f"{', '.join(names)} ({why})" for why, names in by_reason.items()]
-        if parts:
-            self._notes.append("accepted without effect: " + "; ".join(parts))
-        for path, effect, text in _given(self._config, ()):
-            if effect is Effect.RETIRED:
+        for path, _, given, field in fields_of(self._config):
+            text = field.description or ""
+            if not given:
+                continue
+            if effect_of(field) is Effect.NONE:
+                by_reason.setdefault(text, []).append(dotted(path))
+            elif effect_of(field) is Effect.RETIRED:
                 self._warnings.append(f"{dotted(path)} is retired and ignored: {text}")
+        if by_reason:
+            parts = [f"{', '.join(names)} ({why})" for why, names in by_reason.items()]
+            self._notes.append("accepted without effect: " + "; ".join(parts))
         if self._backend.multiNodesInferEnabled:
             self._warnings.append(
                 "BackendConfig.multiNodesInferEnabled: this server uses the devices of this host; "
@@ -166,7 +172,7 @@ class _Planner:
                 (*_SCHEDULE, "maxN"),
                 f"is {most}; allowed: at most maxBatchSize, which is {batch}",
             )
-        return min(MAX_N, batch) if most is None else most
+        return min(DEFAULT_MAX_N, batch) if most is None else most
 
     # Engine
 
@@ -374,15 +380,149 @@ def _truncation(value: bool | int) -> Literal["error", "left", "right"]:
     return "left" if value == 1 else "error"
 
 
-def _given(section: BaseModel, path: JsonPath) -> Iterator[tuple[JsonPath, Effect, str]]:
-    """The fields that were given, in all sections, with their effects and texts."""
-    for name in section.model_fields_set:
-        value: Any = getattr(section, name)
-        field = type(section).model_fields[name]
-        if isinstance(value, BaseModel):
-            yield from _given(value, (*path, name))
-        elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
-            for index, item in enumerate(value):
-                yield from _given(item, (*path, name, index))
-        else:
-            yield (*path, name), effect_of(field), field.description or ""
+# The planes
+
+_PREFIXES = {Plane.BUSINESS: "tls", Plane.MANAGEMENT: "managementTls", Plane.METRICS: "metricsTls"}
+_LENDERS = {Plane.MANAGEMENT: Plane.BUSINESS, Plane.METRICS: Plane.MANAGEMENT}
+"""Whose certificates a plane uses that has none of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planes:
+    """The business plane's address and TLS, the further listeners, and who is served where."""
+
+    host: str
+    tls: TlsFiles | None
+    listeners: tuple[Listener, ...]
+    homes: Mapping[Plane, str]
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+class PlanePlanner:
+    """Works through ServerConfig. Planes with the same address and port share a listener."""
+
+    def __init__(self, server: ServerSection, document: Document, folder: Path) -> None:
+        self._server = server
+        self._document = document
+        self._folder = folder
+        self._warnings: list[str] = []
+
+    def planned(self) -> Planes:
+        """The planes. Raises ConfigError with the field it is about."""
+        server = self._server
+        host = self._address("ipAddress")
+        own = server.managementIpAddress is not None
+        other = self._address("managementIpAddress") if own else host
+        wanted = {
+            Plane.MANAGEMENT: (other, server.managementPort),
+            Plane.METRICS: (other, server.metricsPort),
+        }
+        sharing: dict[tuple[str, int], list[Plane]] = {}
+        for plane, address in wanted.items():
+            if address == (host, server.port):
+                continue
+            sharing.setdefault(address, []).append(plane)
+        self._warn_in_the_clear({host, *(address for address, _ in sharing)})
+        tls = self._tls(Plane.BUSINESS)
+        listeners = tuple(
+            Listener("+".join(planes), *address, self._tls(planes[0]))
+            for address, planes in sharing.items()
+        )
+        self._check_apart((host, server.port), listeners)
+        homes = {plane: "+".join(planes) for planes in sharing.values() for plane in planes}
+        notes = [
+            f"the {plane} plane shares the business plane's" for plane in wanted.keys() - homes
+        ]
+        return Planes(host, tls, listeners, homes, tuple(sorted(notes)), tuple(self._warnings))
+
+    def _address(self, name: str) -> str:
+        text: str = getattr(self._server, name)
+        path = (*_SERVER, name)
+        try:
+            address = ipaddress.ip_address(text)
+        except ValueError:
+            said = f"is {text!r}; it must be an IPv4 or IPv6 address"
+            raise problem(self._document, path, said) from None
+        if address.is_unspecified and not self._server.allowAllZeroIpListening:
+            raise problem(
+                self._document,
+                path,
+                f"is {text}, which listens on every network; allowed only with "
+                "ServerConfig.allowAllZeroIpListening true",
+            )
+        return text
+
+    def _check_apart(self, business: tuple[str, int], listeners: tuple[Listener, ...]) -> None:
+        """Planes on one port need one address: 0.0.0.0 takes the port of all others too."""
+        taken = [business]
+        for listener in listeners:
+            for host, port in taken:
+                whole = any(ipaddress.ip_address(h).is_unspecified for h in (host, listener.host))
+                if port == listener.port and whole:
+                    name = "managementPort" if listener.name.startswith("man") else "metricsPort"
+                    raise problem(
+                        self._document,
+                        (*_SERVER, name),
+                        f"is {port} on {listener.host}, which {host}:{port} already takes; "
+                        "choose another port, or the same address for both",
+                    )
+            taken.append((listener.host, listener.port))
+
+    def _warn_in_the_clear(self, hosts: set[str]) -> None:
+        if self._server.httpsEnabled:
+            return
+        if not all(ipaddress.ip_address(host).is_loopback for host in hosts):
+            self._warnings.append("httpsEnabled is false: requests travel in the clear")
+
+    def _tls(self, plane: Plane) -> TlsFiles | None:
+        """The certificates of a plane; None if nothing is encrypted."""
+        if not self._server.httpsEnabled:
+            return None
+        prefix = self._prefix(plane)
+        for name in ("Cert", "Pk", "CaFile"):
+            if not self._field(prefix, name):
+                said = "is required when httpsEnabled is true"
+                if prefix != "tls":
+                    said = f"is required beside {prefix}Cert"
+                raise problem(self._document, (*_SERVER, f"{prefix}{name}"), said)
+        files = self._files(prefix)
+        try:
+            self._warnings += [w for w in files.check() if w not in self._warnings]
+        except ConfigError as error:
+            at = "httpsEnabled" if prefix == "tls" else f"{prefix}Cert"
+            said = "is true" if prefix == "tls" else f"is {self._field(prefix, 'Cert')!r}"
+            raise problem(self._document, (*_SERVER, at), f"{said}; {error}") from error
+        return files
+
+    def _prefix(self, plane: Plane) -> str:
+        """The prefix of the fields that hold the certificates for ``plane``."""
+        prefix = _PREFIXES[plane]
+        own = any(self._field(prefix, name) for name in ("Cert", "Pk"))
+        return prefix if own or plane not in _LENDERS else self._prefix(_LENDERS[plane])
+
+    def _field(self, prefix: str, name: str) -> object:
+        return getattr(self._server, f"{prefix}{name}", None)
+
+    def _files(self, prefix: str) -> TlsFiles:
+        server = self._server
+        crl = self._field(prefix, "Crl")
+        revoked = [*_names(self._field(prefix, "CrlFiles")), *([str(crl)] if crl else [])]
+        folder = str(self._field(prefix, "CrlPath") or "")
+        return TlsFiles(
+            certificate=self._resolved(str(self._field(prefix, "Cert"))),
+            key=self._resolved(str(self._field(prefix, "Pk"))),
+            authorities=tuple(
+                self._resolved(server.tlsCaPath, name)
+                for name in _names(self._field(prefix, "CaFile"))
+            ),
+            revoked=tuple(self._resolved(folder, name) for name in revoked),
+        )
+
+    def _resolved(self, *parts: str) -> Path:
+        """A path of the file; relative ones lie beside the file."""
+        return self._folder.joinpath(*parts).absolute()
+
+
+def _names(value: object) -> list[str]:
+    return [str(name) for name in value] if isinstance(value, list) else []

@@ -1,0 +1,223 @@
+"""What all forms of a request have in common: how bodies are checked, the parameters TGI's and
+MindIE's own share, and the interface by which routes serve them."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from kvrecall.engines.base import GenerateRequest, Sampling, Token, Update
+from kvrecall.server.replies import ReplyError
+
+Json = dict[str, Any]
+
+MAX_NEW_TOKENS = 20
+_LOWEST_PRIORITY = 5
+
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Positive = Annotated[float, Field(gt=0, le=1e6)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Stops = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=1024)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(min_length=1)]
+Body = TypeVar("Body", bound=BaseModel)
+
+
+class Strict(BaseModel):
+    """Unknown fields and wrong types are errors. A single ``stop`` may stand without its list."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @field_validator("stop", mode="before", check_fields=False)
+    @classmethod
+    def _one_stop(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
+
+class Sampled(Strict):
+    """How to sample, as every form knows it. null stands for the default everywhere."""
+
+    repetition_penalty: Positive | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    top_p: Share | None = None
+    seed: Seed | None = None
+    stop: Stops | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: Annotated[int, Field(ge=1, le=_LOWEST_PRIORITY)] | None = None
+    timeout: Annotated[int, Field(ge=1, le=65535)] | None = None
+
+    def sampling(self, **more: Any) -> Sampling:
+        """How the engine is to sample; ``more`` are further fields of Sampling."""
+        skip = True if self.skip_special_tokens is None else self.skip_special_tokens
+        given: Json = {
+            "top_p": self.top_p,
+            "repetition_penalty": self.repetition_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+            "seed": self.seed,
+            "stop": tuple(self.stop or ()),
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "include_stop": bool(self.include_stop_str_in_output),
+            "ignore_eos": bool(self.ignore_eos),
+            "skip_special_tokens": skip,
+        }
+        return Sampling(**(given | more))
+
+    def ignored(self) -> list[str]:
+        """The fields that were given and have no effect."""
+        return []
+
+
+class Parameters(Sampled):
+    """``parameters`` of a request in TGI's form and those that follow it.
+
+    ``typical_p`` and ``watermark`` are accepted and have no effect, as in MindIE; a reply's
+    header says so. Of ``priority`` 1 is the highest, 5 the lowest and the default.
+    """
+
+    max_new_tokens: Count | None = None
+    do_sample: bool | None = None
+    temperature: Positive | None = None
+    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    typical_p: Share | None = None
+    details: bool | None = None
+    watermark: bool | None = None
+
+    without_effect: ClassVar[tuple[str, ...]] = ("watermark",)
+
+    @property
+    def samples(self) -> bool:
+        """do_sample decides; if it is not given, any sampling value means sampling."""
+        if self.do_sample is not None:
+            return self.do_sample
+        given = (self.temperature, self.top_k, self.top_p, self.typical_p)
+        return any(value is not None for value in given)
+
+    def ignored(self) -> list[str]:
+        found = ["typical_p"] if self.typical_p not in (None, 1) else []
+        return found + [name for name in self.without_effect if getattr(self, name)]
+
+    def sampling(self, **more: Any) -> Sampling:
+        given: Json = {
+            "max_tokens": self.max_new_tokens or MAX_NEW_TOKENS,
+            "temperature": (self.temperature or 1.0) if self.samples else 0.0,
+            "top_k": self.top_k if self.samples else None,
+            "top_p": self.top_p if self.samples else None,
+        }
+        return super().sampling(**(given | more))
+
+
+class Form(Strict):
+    """A request in one form. A route serves it with ``to_request`` and then ``reply``, or, as a
+    stream, ``writer`` and ``frame``."""
+
+    name: ClassVar[str]  # of the form, in ids of requests
+
+    @property
+    def wanted(self) -> Sampled:
+        """The request's parameters."""
+        raise NotImplementedError
+
+    def to_request(self, stream: bool) -> GenerateRequest:
+        """What the engine is to do. Raises ReplyError for what cannot be streamed."""
+        raise NotImplementedError
+
+    def reply(self, asked: GenerateRequest, updates: Sequence[Update]) -> Json:
+        """The reply to a request that is not streamed. ``updates`` hold everything, one for each
+        sequence, the best first."""
+        raise NotImplementedError
+
+    def writer(self, asked: GenerateRequest) -> Callable[[Update], Iterable[Json]]:
+        """What is sent for each update of a stream, in their order."""
+        raise NotImplementedError
+
+    @staticmethod
+    def frame(value: object) -> str:
+        """One JSON value in a stream: a server-sent event."""
+        return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+    def _request(
+        self, prompt: str | tuple[int, ...], sampling: Sampling, stream: bool, **more: Any
+    ) -> GenerateRequest:
+        return GenerateRequest(
+            request_id=f"{self.name}-{uuid.uuid4().hex}",
+            prompt=prompt,
+            sampling=sampling,
+            stream=stream,
+            priority=(self.wanted.priority or _LOWEST_PRIORITY) - _LOWEST_PRIORITY,
+            timeout_s=self.wanted.timeout or 0,
+            **more,
+        )
+
+
+def counted(update: Update, generated: int) -> Json:
+    """``details`` of an answer of ``generated`` tokens so far: how many, and where those of the
+    prompt came from. ``prompt_tokens`` and ``recall`` are ours."""
+    return {
+        "generated_tokens": generated,
+        "prompt_tokens": update.prompt_tokens,
+        "recall": update.split.as_dict(),
+    }
+
+
+def ended(update: Update, generated: int, seed: int | None) -> Json:
+    """``details`` of an answer that has ended."""
+    return {"finish_reason": update.finish, **counted(update, generated), "seed": seed}
+
+
+def token_ids(tokens: Iterable[Token]) -> list[int]:
+    return [token.id for token in tokens]
+
+
+def parsed(form: type[Body], raw: Mapping[str, Any]) -> Body:
+    """The request in ``raw``. Raises ReplyError 422 naming the first wrong field and what is
+    allowed."""
+    try:
+        return form.model_validate(raw)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_context=False)[0]
+    field = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        raise ReplyError(422, f"{field}: unknown field")
+    if problem["type"] == "missing":
+        raise ReplyError(422, f"{field}: required")
+    given = repr(problem["input"])
+    message = problem["msg"].removeprefix("Value error, ")
+    said = f"{message}, got {given if len(given) <= 80 else given[:80] + '...'}"
+    raise ReplyError(422, f"{field}: {said}" if field else said)
+
+
+@cache
+def described(*forms: type[BaseModel]) -> Json:
+    """``openapi_extra`` of a route whose body has one of these forms."""
+    schemas = [_inlined(form.model_json_schema()) for form in forms]
+    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _inlined(schema: Json) -> Json:
+    """``schema`` without ``$defs``: each reference is replaced by what it names. A reference in a
+    part of an OpenAPI document would be looked up in the whole of it."""
+    definitions = schema.get("$defs", {})
+
+    def resolved(part: Any) -> Any:
+        if isinstance(part, list):
+            return [resolved(item) for item in part]
+        if not isinstance(part, dict):
+            return part
+        if "$ref" in part:
+            return resolved(definitions[part["$ref"].rsplit("/", 1)[1]])
+        return {key: resolved(value) for key, value in part.items() if key != "$defs"}
+
+    found: Json = resolved(schema)
+    return found

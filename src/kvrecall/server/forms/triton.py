@@ -1,0 +1,200 @@
+"""Triton's forms, as MindIE serves them under /v2: texts (generate) and token ids (infer).
+
+Members are those of ``single_req_triton_{text,token}_infer_interface.cpp`` in Ascend/MindIE-LLM
+(April 2026) and of MindIE's documents of 2.1 to 2.3 (hiascend.com, mindie_service0009, 0084 and
+0089). Documents and source differ in where a token request's parameters stand, beside ``inputs``
+or within its one input: both work here. ``batch_size`` is that of each step, as in MindIE.
+``queue_wait_time`` (microseconds) is the wait until the first step only: what runs in vLLM is part
+of each step, and waits for none until it is preempted, of which vLLM tells no times. A token
+reply's ``parameters`` are ours.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from kvrecall.engines.base import GenerateRequest, Update
+from kvrecall.server.forms.base import (
+    Form,
+    Json,
+    Parameters,
+    Strict,
+    TokenIds,
+    counted,
+    token_ids,
+)
+
+RequestName = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\w.:-]+$")]
+
+
+class TritonParameters(Parameters):
+    """``parameters`` of a /v2 request."""
+
+    batch_size: Annotated[int, Field(ge=1)] | None = None
+    perf_stat: bool | None = None
+
+    without_effect: ClassVar[tuple[str, ...]] = ("watermark", "batch_size", "perf_stat")
+
+
+class _TritonForm(Form):
+    """What both forms have: a name by which the request can be stopped, and parameters."""
+
+    name = "v2"
+
+    id: RequestName | None = None
+    parameters: TritonParameters | None = None
+
+    @property
+    def wanted(self) -> TritonParameters:
+        return self.parameters or TritonParameters()
+
+
+class TextBody(_TritonForm):
+    """A request of /v2/models/{m}/generate[_stream]."""
+
+    text_input: Annotated[str, Field(min_length=1)]
+    stream: bool | None = None
+
+    _model: str = ""
+
+    def of_model(self, model: str) -> TextBody:
+        """The same, with the name of the model that the route has and replies repeat."""
+        self._model = model
+        return self
+
+    def to_request(self, stream: bool) -> GenerateRequest:
+        details = bool(self.wanted.details)
+        sampling = self.wanted.sampling(logprobs=stream or details)
+        return self._request(self.text_input, sampling, stream, paced=details)
+
+    def reply(self, asked: GenerateRequest, updates: Sequence[Update]) -> Json:
+        (update,) = updates
+        result = self._text(asked, update.text)
+        if self.wanted.details:
+            result["details"] = _details(update, len(update.tokens))
+        return result
+
+    def writer(
+        self, asked: GenerateRequest, clock: Callable[[], float] = time.monotonic
+    ) -> Callable[[Update], Iterator[Json]]:
+        """An event for each step; its times are milliseconds since the one before."""
+        since, count = clock(), 0
+
+        def written(update: Update) -> Iterator[Json]:
+            nonlocal since, count
+            took, since = round((clock() - since) * 1000, 3), clock()
+            first = count == 0
+            count += len(update.tokens)
+            made = self._text(asked, update.text)
+            if self.wanted.details:
+                made["details"] = _details(update, count, first)
+                made["prefill_time"] = took if first else None
+                made["decode_time"] = None if first else took
+            yield made
+
+        return written
+
+    def _text(self, asked: GenerateRequest, text: str) -> Json:
+        return {
+            "id": self.id or asked.request_id,
+            "model_name": self._model,
+            "model_version": None,
+            "text_output": text,
+        }
+
+
+class Tensor(Strict):
+    """The one input of a token request: ids in one row."""
+
+    name: str
+    shape: Annotated[list[int], Field(min_length=1, max_length=2)]
+    datatype: Literal["UINT32", "INT32", "INT64", "UINT64"]
+    data: TokenIds | Annotated[list[TokenIds], Field(min_length=1, max_length=1)]
+    parameters: TritonParameters | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        first = self.data[0]
+        return first if isinstance(first, list) else [int(str(item)) for item in self.data]
+
+    @model_validator(mode="after")
+    def _one_row(self) -> Tensor:
+        if self.shape[-1] != len(self.ids) or self.shape[:-1] not in ([], [1]):
+            raise ValueError(
+                f"shape is {self.shape}, but data holds one row of {len(self.ids)} ids"
+            )
+        return self
+
+
+class Output(Strict):
+    """A wanted output; there is one."""
+
+    name: str
+    parameters: dict[str, Any] | None = None
+
+
+class TokenBody(_TritonForm):
+    """A request of /v2/models/{m}/infer. It is never streamed."""
+
+    inputs: Annotated[list[Tensor], Field(min_length=1, max_length=1)]
+    outputs: Annotated[list[Output], Field(max_length=1)] | None = None
+
+    @property
+    def wanted(self) -> TritonParameters:
+        return self.parameters or self.inputs[0].parameters or TritonParameters()
+
+    @model_validator(mode="after")
+    def _one_place(self) -> TokenBody:
+        if self.parameters is not None and self.inputs[0].parameters is not None:
+            raise ValueError("parameters stand beside inputs or within its input, not in both")
+        return self
+
+    def to_request(self, stream: bool) -> GenerateRequest:
+        prompt, sampling = tuple(self.inputs[0].ids), self.wanted.sampling(logprobs=True)
+        return self._request(prompt, sampling, stream, paced=bool(self.wanted.details))
+
+    def reply(self, asked: GenerateRequest, updates: Sequence[Update]) -> Json:
+        """The ids of the answer's tokens, without those of the prompt."""
+        (update,) = updates
+        ids = token_ids(update.tokens)
+        name = (self.outputs[0].name if self.outputs else "") or "output0"
+        result: Json = {
+            "id": self.id or asked.request_id,
+            "outputs": [{"name": name, "shape": [1, len(ids)], "datatype": "UINT32", "data": ids}],
+        }
+        if self.wanted.details:
+            result["parameters"] = _details(update, len(ids))
+        return result
+
+
+class StopBody(Strict):
+    """A request of /v2/models/{m}/stopInfer."""
+
+    id: RequestName
+
+
+def _details(update: Update, generated: int, first: bool | None = None) -> Json:
+    """``finish_reason`` stands in the last update only. Of a whole answer (``first`` None) batches
+    and waits are lists, of an event numbers: of its own step, of whether it is the ``first``."""
+    sizes, queued = list(update.pace.batch_sizes), update.pace.queued_s
+    wait = None if queued is None else round(queued * 1e6)
+    if first is None:
+        pace: Json = {
+            "batch_size": sizes or None,
+            "queue_wait_time": None if wait is None else [wait],
+        }
+    else:
+        pace = {
+            "batch_size": sizes[-1] if sizes else None,
+            "queue_wait_time": wait if first else None,
+        }
+    return {
+        **({} if update.finish is None else {"finish_reason": update.finish}),
+        **counted(update, generated),
+        **dict.fromkeys(("first_token_cost", "decode_cost")),  # null in MindIE too
+        **pace,
+    }
