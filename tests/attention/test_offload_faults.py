@@ -11,7 +11,7 @@ import pytest
 from engine.engine import Engine, EngineFailed, prompt_of
 from engine.exactness import push_out_of_host
 
-from kvrecall.lab.chaos.damage import stored
+from kvrecall.lab.chaos.faults import stored_blocks
 from kvrecall.pool.slots import slot_bytes_of
 
 from .test_engine import EXTENSION, activity, spent
@@ -184,7 +184,7 @@ def test_blocks_damaged_on_disk_after_they_left(away: Engine, setup: dict[str, A
 
 def damage(folder: Path, first: int) -> None:
     """Flips a bit of every block on disk, at its byte ``first``."""
-    for row in stored(folder, in_use=True):
+    for row in stored_blocks(folder, in_use=True):
         with (folder / f"slab-{row.slab:06d}.kv").open("r+b") as slab:
             slab.seek(row.offset + first)
             byte = slab.read(1)[0]

@@ -1,4 +1,4 @@
-"""What the run counted, and what follows from it."""
+"""Counts of a chaos run, and the verdict that follows from them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ FAULTS = ("wrong", "hung", "failed", "lost_committed", "leaked_bytes")
 """Each of these must be 0."""
 
 
-class Tally:
-    """Counts of a run. Thread-safe."""
+class Report:
+    """Counts of a run, and a line for each thing that must not happen and did. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -26,13 +26,13 @@ class Tally:
             self._counts[name] += count
 
     def fault(self, name: str, what: str, count: int = 1) -> None:
-        """Something that must not happen did."""
+        """Counts one of ``FAULTS``."""
         with self._lock:
             self._counts[name] += count
             self.faults.append(f"{name}: {what}")
 
     def rejoined(self, seconds: float) -> None:
-        """An engine was connected again so long after the service was ready."""
+        """An engine is connected again, so long after the service was ready."""
         with self._lock:
             self._rejoins.append(max(0.0, seconds))
 
@@ -41,19 +41,17 @@ class Tally:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing happened that must not, and something was asked at all."""
+        """Whether there are requests, and no faults."""
         return self["requests"] > 0 and not any(self[name] for name in FAULTS)
 
-    def summary(self) -> dict[str, Any]:
-        """The last line: the figures and faults, then whatever else was counted."""
+    def line(self, **more: Any) -> str:
+        """One line of JSON: figures and faults first, then whatever else was counted."""
         names = (*FIGURES, *FAULTS)
         with self._lock:
-            rest = {n: c for n, c in sorted(self._counts.items()) if n not in names}
+            others = {n: c for n, c in sorted(self._counts.items()) if n not in names}
             rejoins = {
                 "rejoins": len(self._rejoins),
                 "rejoin_s_max": round(max(self._rejoins, default=0.0), 2),
             }
-        return {**{name: self[name] for name in names}, **rest, **rejoins}
-
-    def line(self, **more: Any) -> str:
-        return json.dumps({**self.summary(), **more}, separators=(",", ":"))
+        told = {**{name: self[name] for name in names}, **others, **rejoins, **more}
+        return json.dumps(told, separators=(",", ":"))

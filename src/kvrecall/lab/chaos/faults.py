@@ -1,0 +1,301 @@
+"""What goes wrong on purpose: damage to the disk folder, and three threads that hurt the service,
+the engines and the files."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import shutil
+import sqlite3
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrecall.block import BlockKey
+from kvrecall.errors import TierError
+from kvrecall.lab.chaos.fleet import Fleet, Replica
+from kvrecall.lab.chaos.oracle import DurabilityOracle
+from kvrecall.lab.chaos.report import Report
+from kvrecall.lab.engines.service import ServiceProcess
+from kvrecall.pool.disk.index import INDEX_NAME
+
+_SLAB_SHIFT = 40
+_QUERY = (
+    "SELECT address, digest, hash, nbytes FROM blocks JOIN namespaces "
+    "ON namespaces.id = blocks.namespace"
+)
+_AIM_S = 4.0  # longest an engine is watched until it loads (or saves)
+
+
+# -- damage to a disk folder -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """A row of the index: where the bytes of a block lie."""
+
+    key: BlockKey
+    slab: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """``keys``: blocks that may be lost by it; ``count``: blocks or files that were hit."""
+
+    keys: frozenset[BlockKey]
+    count: int
+
+
+def stored_blocks(folder: Path, in_use: bool) -> list[StoredBlock]:
+    """Rows of the index of ``folder``. ``in_use``: a process has it open. Nothing is changed.
+    Empty where it cannot be read now."""
+    try:
+        with _connection(folder, in_use) as connection:
+            rows = connection.execute(_QUERY).fetchall()
+    except (sqlite3.Error, OSError):
+        return []
+    return [
+        StoredBlock(
+            BlockKey(bytes(digest) + bytes(name)),
+            address >> _SLAB_SHIFT,
+            address & (1 << _SLAB_SHIFT) - 1,
+            nbytes,
+        )
+        for address, digest, name, nbytes in rows
+    ]
+
+
+@contextmanager
+def _connection(folder: Path, in_use: bool) -> Iterator[sqlite3.Connection]:
+    """Of an index in use, a second reader; else of a copy, as the last one to close an index
+    would tidy it up."""
+    with tempfile.TemporaryDirectory(prefix="kvrecall-index-") as name:
+        source = folder
+        if not in_use:
+            source = Path(name)
+            for file in folder.glob(INDEX_NAME + "*"):
+                shutil.copyfile(file, source / file.name)
+        uri = f"file:{source / INDEX_NAME}?mode=ro"
+        with closing(sqlite3.connect(uri, uri=True, timeout=1.0)) as connection:
+            yield connection
+
+
+class DiskFaults:
+    """Damages the disk tier in ``folder``: flips bytes, cuts files short, deletes them. It reads
+    the tier's index to hit blocks rather than free slots, and to know which. Deterministic for a
+    given folder and dice. ``slab_share``: of the damage, that which costs a whole slab."""
+
+    def __init__(self, folder: Path, dice: random.Random, slab_share: float = 0.12) -> None:
+        self._folder = folder
+        self._slab_share = slab_share
+        self._dice = dice
+
+    def inject(self, in_use: bool) -> Damage | None:
+        """Damages something; None if there is nothing (any more). ``in_use`` as in
+        ``stored_blocks``."""
+        rows = stored_blocks(self._folder, in_use)
+        if not rows:
+            return None
+        whole_slab = self._dice.random() < self._slab_share
+        damage = self._cut(rows) if whole_slab else self._flip(rows)
+        if damage is None:
+            return None
+        # A slot may have been given to another block between the look and the damage.
+        now = {(row.slab, row.offset): row for row in stored_blocks(self._folder, in_use)}
+        hit = {(row.slab, row.offset) for row in rows if row.key in damage.keys}
+        later = {now[place].key for place in hit if place in now}
+        if whole_slab:
+            slabs = {slab for slab, _ in hit}
+            later |= {row.key for row in now.values() if row.slab in slabs}
+        return Damage(damage.keys | later, damage.count)
+
+    def _flip(self, rows: list[StoredBlock]) -> Damage | None:
+        keys = set()
+        for row in self._dice.sample(rows, min(len(rows), self._dice.randint(1, 4))):
+            try:
+                fd = os.open(self._path(row.slab), os.O_RDWR)
+            except FileNotFoundError:
+                continue
+            try:
+                for _ in range(self._dice.randint(1, 3)):
+                    if self._alter(fd, row):
+                        keys.add(row.key)
+                os.fdatasync(fd)
+            finally:
+                os.close(fd)
+        return Damage(frozenset(keys), len(keys)) if keys else None
+
+    def _alter(self, fd: int, row: StoredBlock) -> bool:
+        """Changes a byte of a block, or all of up to two pages, as a torn or misplaced write
+        would. A changed byte is seldom seen in what a model says; pages are."""
+        length = 1 if self._dice.random() < 0.5 else min(row.nbytes, 2 * mmap.PAGESIZE)
+        place = row.offset + self._dice.randrange(row.nbytes - length + 1)
+        old = os.pread(fd, length, place)
+        new = bytes(byte ^ self._dice.randrange(1, 256) for byte in old)
+        return os.pwrite(fd, new, place) > 0
+
+    def _cut(self, rows: list[StoredBlock]) -> Damage | None:
+        """Shortens or deletes a slab: the tier then gives up all of its blocks."""
+        slab = self._dice.choice(sorted({row.slab for row in rows}))
+        path = self._path(slab)
+        try:
+            if self._dice.random() < 0.5:
+                path.unlink()
+            else:
+                os.truncate(path, self._dice.randrange(path.stat().st_size))
+        except FileNotFoundError:
+            return None
+        return Damage(frozenset(row.key for row in rows if row.slab == slab), 1)
+
+    def _path(self, slab: int) -> Path:
+        return self._folder / f"slab-{slab:06d}.kv"
+
+
+# -- faults while engines run ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Intervals:
+    """Mean seconds between faults of a kind."""
+
+    service_s: float = 9.0
+    engine_s: float = 15.0
+    disk_s: float = 4.0
+
+
+class FaultInjector:
+    """Threads that inject faults from ``start`` to ``stop``. An exception in one is a fault of the
+    run."""
+
+    def __init__(
+        self,
+        service: ServiceProcess,
+        fleet: Fleet,
+        oracle: DurabilityOracle,
+        report: Report,
+        seed: int,
+        intervals: Intervals,
+    ) -> None:
+        self._service = service
+        self._fleet = fleet
+        self._oracle = oracle
+        self._report = report
+        self._disk = DiskFaults(service.disk, random.Random(f"disk {seed}"))
+        self._stop = threading.Event()
+        self._service_lock = threading.Lock()  # held to start, stop or damage the service
+        kinds = (
+            (self._hurt_service, "service", intervals.service_s),
+            (self._hurt_engine, "engine", intervals.engine_s),
+            (self._hurt_files, "disk", intervals.disk_s),
+        )
+        self._threads = [
+            threading.Thread(target=self._repeat, args=(act, random.Random(f"{name} {seed}"), mean))
+            for act, name, mean in kinds
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Ends the threads; the service runs afterwards, unless it cannot be started."""
+        self._stop.set()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+
+    def _repeat(
+        self, act: Callable[[random.Random], None], dice: random.Random, mean_s: float
+    ) -> None:
+        try:
+            while not self._stop.wait(dice.uniform(0.5, 1.5) * mean_s):
+                act(dice)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the run is not clean
+            self._report.fault("failed", f"{act.__name__}: {type(error).__name__}: {error}")
+
+    def _hurt_service(self, dice: random.Random) -> None:
+        with self._service_lock:
+            self._oracle.observe()
+            kind = dice.random()
+            if kind < 0.15:
+                self._report.add("service_stalls")
+                self._service.stall(dice.uniform(0.05, 4.0), self._stop)
+                return
+            if kind < 0.25:
+                self._report.add("service_stops")
+                if not self._service.stop():
+                    self._report.fault("hung", "the service did not end on SIGTERM")
+            else:
+                self._service.kill()
+                self._report.add("service_kills")
+            self._restart_service(dice)
+
+    def _restart_service(self, dice: random.Random) -> None:
+        """Sometimes after damage to its files, or after a while; then looks for losses: durable
+        blocks must be there, unless they were evicted, in an earlier life of the service (there was
+        no row any more when it died) or since, while engines go on saving."""
+        evictions = self._oracle.evictions
+        rows = {row.key for row in stored_blocks(self._service.disk, in_use=False)}
+        if dice.random() < 0.4:
+            self._damage(in_use=False)
+        if dice.random() < 0.7:
+            self._stop.wait(dice.uniform(0.1, 3.0))
+        self._service.start()
+        self._report.add("service_starts")
+        if not self._oracle.wait_joined():
+            self._report.fault("hung", "the durability oracle did not join the service again")
+            return
+        missing = self._oracle.missing()
+        self._oracle.observe()
+        gone = {key for key in missing if key not in rows} if self._oracle.evictions else set()
+        lost = [key for key in missing if key not in gone]
+        self._oracle.evicted(missing)
+        if len(lost) > self._oracle.evictions - evictions:
+            had = sum(key in rows for key in lost)
+            what = f"{len(lost)} durable blocks are gone, {had} of them had a row in the index"
+            self._report.fault("lost_committed", what, len(lost))
+
+    def _hurt_engine(self, dice: random.Random) -> None:
+        """Kills an engine, two times of three while it loads or saves."""
+        ready = [one for one in self._fleet.replicas if one.ready and not one.doomed]
+        if not ready:
+            return
+        replica = dice.choice(ready)
+        aim = dice.choice(("loading", "saving", "any"))
+        if aim != "any":
+            self._await(replica, aim)
+        self._fleet.kill(replica, dice.choice(("engine", "engine", "group", "worker")))
+
+    def _await(self, replica: Replica, aim: str) -> None:
+        """Waits until the engine loads from the pool (or saves to it), as the service sees it."""
+        process = replica.process
+        until = time.monotonic() + _AIM_S
+        while process is not None and time.monotonic() < until and not self._stop.is_set():
+            try:
+                clients = self._service.look(1.0).clients
+            except TierError:
+                time.sleep(0.05)
+                continue
+            for client in clients:
+                busy = client.tickets if aim == "loading" else client.reserved
+                if busy and client.pid == process.pid and not client.lost:
+                    self._report.add(f"killed_while_{aim}")
+                    return
+            time.sleep(0.002)
+
+    def _hurt_files(self, _: random.Random) -> None:
+        with self._service_lock:
+            self._damage(in_use=True)
+
+    def _damage(self, in_use: bool) -> None:
+        damage = self._disk.inject(in_use)
+        if damage is not None:
+            self._oracle.damaged(damage.keys)
+            self._report.add("corruptions", damage.count)

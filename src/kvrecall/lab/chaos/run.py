@@ -1,0 +1,222 @@
+"""One run: a pool service, engines on it, questions, faults, and the leak check at the end."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvrecall.errors import KvrecallError, TierError
+from kvrecall.lab.chaos import leaks
+from kvrecall.lab.chaos.faults import FaultInjector, Intervals, stored_blocks
+from kvrecall.lab.chaos.fleet import Fleet
+from kvrecall.lab.chaos.oracle import Conversations, DurabilityOracle
+from kvrecall.lab.chaos.report import FAULTS, FIGURES, Report
+from kvrecall.lab.engines.engine import EngineProcess, OnLine
+from kvrecall.lab.engines.service import ServiceProcess
+from kvrecall.lab.models import write_model
+from kvrecall.pool.disk.folder import own_bytes
+from kvrecall.pool.disk.index import INDEX_NAME
+from kvrecall.pool.service.admin import FolderAdmin
+from kvrecall.pool.service.views import Query
+
+_DRAIN_S = 240.0
+_SAY_S = 5.0
+_LENGTH = 2048  # tokens, longest sequence
+_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines share the cores; so small a model needs one
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a run is made of. The host tier and the device cache are small, so that blocks move
+    all the time; the disk holds everything unless it is made small, too. The faults end after
+    ``seconds``, or when ``enough`` says so of the report."""
+
+    seconds: float = 120.0
+    seed: int = 0
+    engines: int = 2
+    conversations: int = 30
+    turns: int = 4
+    host_bytes: int = 24 << 20
+    disk_bytes: int = 1 << 30
+    device_blocks: int = 44
+    intervals: Intervals = field(default_factory=Intervals)
+    enough: Callable[[Report], bool] = lambda report: False
+
+
+class ChaosRun:
+    """Runs once. ``folder`` is empty, short (it holds sockets) and removed by the caller."""
+
+    def __init__(self, settings: Settings, folder: Path, progress: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._progress = progress
+        self.report = Report()
+        self._tmp = folder / "tmp"
+        self._started: list[EngineProcess] = []
+        self._told = 0  # faults
+
+    def run(self) -> Report:
+        """Everything; whatever happens, no process is left. Raises KvrecallError if it cannot
+        start."""
+        settings = self._settings
+        self._tmp.mkdir(mode=0o700)
+        write_model(
+            self._folder / "model", hidden=128, layers=3, heads=4, kv_heads=1, dtype="float32",
+            max_position=_LENGTH, seed=7,
+        )  # fmt: skip
+        service = ServiceProcess(self._folder / "s", settings.host_bytes, settings.disk_bytes)
+        with ExitStack() as ending:
+            ending.callback(self._end_engines)
+            ending.callback(service.kill)
+            service.start()
+            oracle = DurabilityOracle(service.socket)
+            ending.callback(oracle.close)
+            oracle.wait_joined()
+            fleet = self._fleet(service, oracle, self._conversations())
+            ending.callback(fleet.end, True)
+            faults = FaultInjector(
+                service, fleet, oracle, self.report, settings.seed, settings.intervals
+            )
+            ending.callback(faults.stop)
+            self._answer(fleet, faults, service)
+            self._check(fleet, oracle, service)
+        return self.report
+
+    def _conversations(self) -> Conversations:
+        self._progress("reference: an engine without a pool answers everything")
+        settings = self._settings
+        reference = self._engine("reference", enable_prefix_caching=False, max_num_seqs=32)
+        try:
+            reference.wait_ready()
+            dice = random.Random(f"library {settings.seed}")
+            return Conversations.played(
+                dice, settings.conversations, settings.turns, reference.answers, self._progress
+            )
+        finally:
+            reference.end()
+
+    def _fleet(
+        self, service: ServiceProcess, oracle: DurabilityOracle, conversations: Conversations
+    ) -> Fleet:
+        settings = self._settings
+        dice = random.Random(f"settings {settings.seed}")
+
+        def start(number: int, life: int, heard: OnLine) -> EngineProcess:
+            pool = {
+                "backend": "service",
+                "socket": str(service.socket),
+                "load_or_compute": dice.choice(("auto", "load", "load")),
+                "async_write": dice.random() < 0.85,
+            }
+            return self._engine(
+                f"engine-{number}-{life}", heard, pool=pool, max_num_seqs=4,
+                num_gpu_blocks_override=settings.device_blocks,
+            )  # fmt: skip
+
+        load = random.Random(f"load {settings.seed}")
+        return Fleet(settings.engines, start, conversations, self.report, load, oracle, service)
+
+    def _engine(self, name: str, heard: OnLine | None = None, **options: Any) -> EngineProcess:
+        setup: Mapping[str, Any] = {
+            "model": str(self._folder / "model"),
+            "max_model_len": _LENGTH,
+            "dtype": "float32",  # vLLM would make it bfloat16, which drifts with the batch
+            "max_num_batched_tokens": 512,
+            "env": {"TMPDIR": str(self._tmp), **_ENVIRONMENT},
+            **options,
+        }
+        process = EngineProcess(name, setup, self._folder / f"{name}.log", heard)
+        self._started.append(process)
+        return process
+
+    def _answer(self, fleet: Fleet, faults: FaultInjector, service: ServiceProcess) -> None:
+        self._progress(f"{self._settings.engines} engines start")
+        while not fleet.is_ready:
+            fleet.tend()
+            time.sleep(0.1)
+            if self.report["failed"]:
+                raise KvrecallError(f"an engine does not start: {self.report.faults[0]}")
+        self._progress(f"{self._settings.seconds:.0f} seconds of faults begin")
+        faults.start()
+        self._tend(fleet, self._settings.seconds, lambda: self._settings.enough(self.report))
+        faults.stop()
+        self._progress("no more faults; what is in flight is finished")
+        fleet.drain()
+        if not service.is_alive:
+            service.start()
+        self._tend(fleet, _DRAIN_S, lambda: fleet.is_idle)
+        if not fleet.is_idle:
+            fleet.give_up_waiting()
+
+    def _tend(self, fleet: Fleet, seconds: float, done: Callable[[], bool]) -> None:
+        until = time.monotonic() + seconds
+        said = time.monotonic()
+        while time.monotonic() < until and not done():
+            fleet.tend()
+            self._tell_faults()
+            time.sleep(0.05)
+            if time.monotonic() - said > _SAY_S:
+                said = time.monotonic()
+                counts = [f"{name} {self.report[name]}" for name in FIGURES]
+                counts += [f"{n.upper()} {self.report[n]}" for n in FAULTS if self.report[n]]
+                self._progress(f"{max(0.0, until - said):4.0f} s left: {', '.join(counts)}")
+
+    def _tell_faults(self) -> None:
+        for fault in self.report.faults[self._told :]:
+            self._progress(f"FAULT {fault}")
+            self._told += 1
+
+    def _check(self, fleet: Fleet, oracle: DurabilityOracle, service: ServiceProcess) -> None:
+        """Ends everything, counts what is left, and re-reads every block on disk: the damaged ones
+        must be those that the run damaged."""
+        self._progress("everything ends; what is left is counted")
+        report = self.report
+        fleet.end(by_force=False)
+        oracle.close()
+        report.add("durable_blocks", oracle.durable)
+        report.add("disk_evictions", oracle.evictions)
+        try:
+            held, words = leaks.slots_held(service)
+            if held:
+                report.fault("leaked_bytes", f"the idle service counts {words}", held * 4096)
+        except TierError as error:
+            report.fault("failed", f"the idle service does not answer: {error}")
+        if not service.stop():
+            report.fault("hung", "the service did not end on SIGTERM")
+        self._end_engines()
+        for arena, pid in leaks.arenas_held(oracle.arenas):
+            report.fault("leaked_bytes", f"process {pid} holds an arena", arena.nbytes)
+        for file in (*fleet.left_in_shared_memory(), *self._tmp.glob("kvrecall*")):
+            report.fault("leaked_bytes", f"{file} is left", leaks.size_of(file))
+        if (service.disk / INDEX_NAME).exists():
+            before = {row.key for row in stored_blocks(service.disk, in_use=False)}
+            with FolderAdmin(service.disk) as admin:
+                verified, damaged = admin.verify(Query(), lambda *_: None)
+            report.add("blocks_verified", verified)
+            report.add("blocks_found_damaged", damaged)
+            after = {row.key for row in stored_blocks(service.disk, in_use=False)}
+            if strange := oracle.undamaged(before - after):
+                what = f"{len(strange)} blocks on disk are damaged, and not by the run"
+                report.fault("lost_committed", what, len(strange))
+            for file, nbytes in leaks.stray_files(service):
+                report.fault("leaked_bytes", f"{file} belongs to nothing", nbytes)
+            over = own_bytes(service.disk) - self._settings.disk_bytes
+            if over > 0:
+                report.fault("leaked_bytes", "the disk tier is larger than disk_size", over)
+        self._tell_faults()
+
+    def _end_engines(self) -> None:
+        """Forces the end of engines that are still there, however the run ended."""
+        for process in self._started:
+            if process.is_alive:
+                process.kill()
+                process.bury()
