@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvrecall.lab.engines.engine import Answer, Question
 
 from kvrecall.block import BlockKey
 from kvrecall.lab.chaos import leaks
 from kvrecall.lab.chaos.faults import DiskFaults, stored_blocks
 from kvrecall.lab.chaos.oracle import Conversations, DurabilityOracle, Turn, sure_part
 from kvrecall.lab.chaos.report import FAULTS, FIGURES, Report
+from kvrecall.lab.engines.engine import Answer, Question
 from kvrecall.lab.engines.service import ServiceProcess
 from kvrecall.lab.processes import as_child
 from kvrecall.pool.disk.folder import own_bytes
