@@ -1,31 +1,36 @@
-"""``python -m kvrecall.lab.demo`` plays the demo; ``serve`` stays up; ``mooncake`` plays the remote
-tier's."""
+"""``python -m kvrecall.lab.demo`` shows the tiers; ``mooncake`` shows the remote store; ``serve``
+starts a server that stays up."""
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, NoReturn
 
+import httpx
 import typer
 from rich.console import Console
 
 from kvrecall.errors import KvrecallError
-from kvrecall.lab.demo import staying
-from kvrecall.lab.demo.mooncake import MooncakePlay, MooncakeVerdict
-from kvrecall.lab.demo.play import Play, Stage, Verdict
-from kvrecall.lab.demo.shot import require_browser
+from kvrecall.lab.command import progress_of, unwind_on_signals
+from kvrecall.lab.demo.mooncake import MooncakeDemo, MooncakeVerdict
+from kvrecall.lab.demo.prompts import TURN_1
+from kvrecall.lab.demo.tiers import Subject, TierDemo, Verdict, require_browser
+from kvrecall.lab.engines.child import server_environment
 
 SHOT = Path("docs/images/dashboard.png")
+POOL = Path("var/pool")
 TRAINED = Path(__file__).resolve().parents[4] / "models" / "recall-tiny"
 
 app = typer.Typer(add_completion=False)
-
+_progress = progress_of("demo")
 
 _Model = Annotated[Path | None, typer.Option(help="Model folder to use.")]
 _Characters = Annotated[
@@ -34,32 +39,22 @@ _Characters = Annotated[
 ]
 
 
-def _stage(model: Path | None, folder: Path, characters: int | None) -> Stage:
+def _subject(model: Path | None, folder: Path, characters: int | None) -> Subject:
     """The model asked for, else the trained example model, else one with random weights."""
     chosen = model or (TRAINED if (TRAINED / "model.safetensors").exists() else None)
     if chosen is not None:
-        return Stage(chosen, characters or 72_000, max_model_len=32_768)
+        return Subject(chosen, characters or 72_000, max_model_len=32_768)
     from kvrecall.lab.models import write_model
 
     # Bytes for tokens, and wider than the trained model: a shorter text takes as long.
     path = write_model(folder / "random-qwen3", hidden=512, layers=6, heads=8, dtype="float32")
-    return Stage(path, min(characters or 8_000, 8_000), max_model_len=10_240)
-
-
-def _progress(line: str) -> None:
-    print(f"demo: {line}", file=sys.stderr, flush=True)
-
-
-def _terminated(number: int, _: FrameType | None) -> None:
-    sys.exit(128 + number)  # unwinds: servers are stopped, the folder is removed
+    return Subject(path, min(characters or 8_000, 8_000), max_model_len=10_240)
 
 
 @contextmanager
-def _theatre() -> Iterator[Path]:
-    """A folder that is gone afterwards. What stops the play within is said in a line, and the
-    process's status."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _terminated)
+def _folder() -> Iterator[Path]:
+    """A folder that is removed afterwards. What fails within is one line and an exit status."""
+    unwind_on_signals()
     with tempfile.TemporaryDirectory(prefix="kvrecall-demo-") as name:
         try:
             yield Path(name)
@@ -78,7 +73,7 @@ def _end(verdict: Verdict | MooncakeVerdict) -> NoReturn:
 
 
 @app.callback(invoke_without_command=True)
-def demo(
+def tiers(
     context: typer.Context,
     model: _Model = None,
     characters: _Characters = None,
@@ -89,30 +84,70 @@ def demo(
     """Shows recall from device, host and disk, and that no token changes by it."""
     if context.invoked_subcommand is not None:
         return
-    with _theatre() as folder:
+    with _folder() as folder:
         if shot:
             require_browser()
-        stage = _stage(model, folder, characters)
-        play = Play(stage, folder, _progress, SHOT if shot else None)
-        play.run()
-    _end(Verdict(play.rows, stage.model.name))
+        subject = _subject(model, folder, characters)
+        demo = TierDemo(subject, folder, _progress, SHOT if shot else None)
+        demo.run()
+    _end(Verdict(demo.rows, subject.model.name))
 
 
 @app.command("mooncake")
-def mooncake(
-    model: _Model = None,
-    characters: _Characters = None,
-) -> None:
+def mooncake(model: _Model = None, characters: _Characters = None) -> None:
     """Shows recall by one server of what another stored in Mooncake Store, and that the loss of
     its master fails no request and changes no token."""
-    with _theatre() as folder:
-        stage = _stage(model, folder, characters)
-        play = MooncakePlay(stage.model, stage.characters, folder, _progress)
-        play.run()
-    _end(MooncakeVerdict(play))
+    with _folder() as folder:
+        subject = _subject(model, folder, characters)
+        demo = MooncakeDemo(subject.model, subject.characters, folder, _progress)
+        demo.run()
+    _end(MooncakeVerdict(demo))
 
 
-app.command("serve")(staying.serve)
+@app.command("serve")
+def serve(
+    model: Annotated[
+        Path | None, typer.Argument(help="Model folder; default: the example model.")
+    ] = None,
+    port: Annotated[int, typer.Option(help="Port on the loopback interface.")] = 8000,
+) -> None:
+    """Starts kvrecall serve with a pool in var/pool and prints what to send it."""
+    launch = [sys.executable, "-c", "from kvrecall.cli import main; main()", "serve"]
+    options = ["--port", str(port), "--host-size", "1GiB", "--disk-size", "4GiB"]
+    command = [*launch, *([str(model)] if model else []), *options, "--disk-path", str(POOL)]
+    POOL.mkdir(parents=True, exist_ok=True)
+    process = subprocess.Popen(command, env=server_environment())
+    # Ctrl-C reaches the server directly (same terminal); it ends in order and we with it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: process.terminate())
+    while process.poll() is None and not _is_healthy(port):
+        time.sleep(0.5)
+    if process.poll() is None:
+        address = f"http://127.0.0.1:{port}/dashboard"
+        typer.echo(
+            f"\nReady. Send it, twice:\n\n{request(port)}\n\n"
+            f"Its dashboard: {address}\n\nCtrl-C ends it.",
+            err=True,
+        )
+    raise typer.Exit(process.wait())
+
+
+def request(port: int) -> str:
+    """The curl command to send; sent again, all whole blocks of its prompt are recalled."""
+    body = {"inputs": TURN_1, "parameters": {"max_new_tokens": 20, "details": True}}
+    return (
+        f"curl -s http://127.0.0.1:{port}/generate -H 'Content-Type: application/json' "
+        f"-d '{json.dumps(body)}'"
+    )
+
+
+def _is_healthy(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).status_code == 200
+    except httpx.TransportError:
+        return False
+
 
 if __name__ == "__main__":
     app()

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import httpx
 from rich.console import Console
-from rich.table import Table
 
 from kvrecall.errors import EngineError
 from kvrecall.lab.bench.report import engine_version
-from kvrecall.lab.demo.play import ANSWER_TOKENS, WARM_UP
 from kvrecall.lab.demo.prompts import TURN_2, long_question
+from kvrecall.lab.demo.tiers import ANSWER_TOKENS, WARM_UP, answers_table, print_line
 from kvrecall.lab.engines.server import Answer, Progress, ServerProcess
 from kvrecall.lab.masters import Master
 
@@ -35,7 +34,7 @@ class Ask:
     answer: Answer
 
 
-class MooncakePlay:
+class MooncakeDemo:
     """Runs the demo in a folder of its own, which the caller removes."""
 
     def __init__(self, model: Path, characters: int, folder: Path, progress: Progress) -> None:
@@ -115,12 +114,12 @@ class MooncakePlay:
 
 
 class MooncakeVerdict:
-    """What the requests of a finished play show."""
+    """What the requests of a finished demo show."""
 
-    def __init__(self, play: MooncakePlay) -> None:
-        self._play = play
+    def __init__(self, demo: MooncakeDemo) -> None:
+        self._demo = demo
         self._first: dict[str, Answer] = {}
-        for ask in play.asks:
+        for ask in demo.asks:
             self._first.setdefault(ask.text, ask.answer)
 
     def equal(self, ask: Ask) -> bool:
@@ -130,47 +129,35 @@ class MooncakeVerdict:
     def summary(self) -> dict[str, object]:
         """The last line. ``ok``: equal tokens, no failed request, and the store was hit before
         and after the restart of its master."""
-        play = self._play
-        equal = bool(play.asks) and all(map(self.equal, play.asks))
+        demo = self._demo
+        equal = bool(demo.asks) and all(map(self.equal, demo.asks))
         before = _remote(self._asks("stored by A"))
         after = _remote(self._asks("master restarted"))
-        ok = equal and before > 0 and after > 0 and play.master_restarted and not play.failed
+        ok = equal and before > 0 and after > 0 and demo.master_restarted and not demo.failed
         return {
             "ok": ok,
             "tokens_equal": equal,
-            "remote_hit_tokens": _remote(play.asks),
-            "engines": play.engines,
+            "remote_hit_tokens": _remote(demo.asks),
+            "engines": demo.engines,
             "ttft_recompute_s": _ttft(self._asks("new")),
             "ttft_remote_s": _ttft(self._asks("stored by A")),
-            "master_restarted": play.master_restarted,
-            "requests_failed": play.failed,
+            "master_restarted": demo.master_restarted,
+            "requests_failed": demo.failed,
         }
 
     def _asks(self, when: str) -> list[Ask]:
-        return [ask for ask in self._play.asks if ask.when == when]
+        return [ask for ask in self._demo.asks if ask.when == when]
 
     def print(self, console: Console) -> None:
         """The table for people, and the line of JSON."""
-        table = Table(title=f"two servers over Mooncake Store, vLLM {engine_version()}")
-        for name in ("request", "server", "when"):
-            table.add_column(name)
-        for name in ("prompt", "device", "host", "remote", "computed", "first token", "tokens"):
-            table.add_column(name, justify="right")
-        for ask in self._play.asks:
-            recalled = ask.answer.recalled
-            counts = (recalled.get(k, 0) for k in ("device", "host", "remote", "computed"))
-            table.add_row(
-                ask.text,
-                ask.server,
-                ask.when,
-                str(ask.answer.prompt_tokens),
-                *map(str, counts),
-                f"{ask.answer.ttft_s:.3f} s",
-                "equal" if self.equal(ask) else "[red]DIFFER[/red]",
-            )
-        console.print(table)
-        line = json.dumps(self.summary(), separators=(",", ":"))
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        rows = [
+            ((ask.text, ask.server, ask.when), ask.answer, self.equal(ask))
+            for ask in self._demo.asks
+        ]
+        title = f"two servers over Mooncake Store, vLLM {engine_version()}"
+        labels, tiers = ("request", "server", "when"), ("device", "host", "remote")
+        console.print(answers_table(title, labels, tiers, rows))
+        print_line(console, self.summary())
 
 
 def _remote(asks: Sequence[Ask]) -> int:

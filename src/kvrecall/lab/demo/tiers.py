@@ -1,9 +1,10 @@
-"""The demo: the same requests without a pool, from the device, from the host, from disk."""
+"""The demo of the tiers: the same requests without a pool, from the device, the host, the disk."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +12,8 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from kvrecall.errors import EngineError
+from kvrecall.errors import ConfigError, EngineError
 from kvrecall.lab.bench.report import engine_version
-from kvrecall.lab.demo import shot
 from kvrecall.lab.demo.prompts import ANSWER, TURN_1, TURN_2, long_question
 from kvrecall.lab.engines.server import Answer, Progress, ServerProcess
 
@@ -21,19 +21,25 @@ ANSWER_TOKENS = 32
 WARM_UP = "One request before the others, so that no first-time cost is in their times. " * 20
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """What to run: a model, a text of so many characters, and room for its tokens.
+_SIZES = ("--host-size", "1GiB", "--disk-size", "2GiB")
+_DEVICE = ("--kv-cache-memory-bytes", "1GiB")
+"""Host and device hold everything that the demo computes."""
 
-    ``host_size`` and ``device_size`` hold everything the demo computes.
-    """
+_FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
+    "--disable-background-networking --disable-component-update"
+).split()
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+_BROWSER_MS = 60_000
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model, a text of so many characters for it, and the longest sequence it serves."""
 
     model: Path
     characters: int
     max_model_len: int
-    host_size: str = "1GiB"
-    disk_size: str = "2GiB"
-    device_size: str = "1GiB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +51,21 @@ class Row:
     answer: Answer
 
 
-class Play:
-    """Runs the demo in a folder of its own, which the caller removes."""
+class TierDemo:
+    """Runs in a folder of its own, which the caller removes. ``picture``: where to put one of the
+    dashboard; None: nowhere."""
 
     def __init__(
-        self, stage: Stage, folder: Path, progress: Progress, picture: Path | None = None
+        self, subject: Subject, folder: Path, progress: Progress, picture: Path | None = None
     ) -> None:
-        """``picture``: where to put one of the dashboard; None: nowhere."""
         self._picture = picture
-        self._stage = stage
+        self._subject = subject
         self._folder = folder
         self._progress = progress
         self._prompts = {
             "conversation, turn 1": TURN_1,
             "conversation, turn 2": TURN_2,
-            "long text": long_question(stage.characters),
+            "long text": long_question(subject.characters),
         }
         self.rows: list[Row] = []
 
@@ -78,20 +84,18 @@ class Play:
             server.forget_device()
             self._ask(server, "device cache emptied", ["conversation, turn 2", "long text"])
             if self._picture is not None:
-                shot.take(dashboard, self._picture)
+                take_picture(dashboard, self._picture)
                 self._progress(f"  a picture of the dashboard is in {self._picture}")
         self._progress("3/3 the server process again: its memory is gone, its disk is not")
         with self._server("again.log", pool=True) as server:
             self._ask(server, "server restarted", ["conversation, turn 2", "long text"])
 
     def _server(self, log: str, pool: bool) -> ServerProcess:
-        stage = self._stage
-        arguments = [str(stage.model), "--served-model-name", stage.model.name]
-        arguments += ["--dtype", "float32", "--max-model-len", str(stage.max_model_len)]
-        arguments += ["--kv-cache-memory-bytes", stage.device_size]
+        model = self._subject.model
+        arguments = [str(model), "--served-model-name", model.name, "--dtype", "float32", *_DEVICE]
+        arguments += ["--max-model-len", str(self._subject.max_model_len)]
         if pool:
-            arguments += ["--host-size", stage.host_size, "--disk-size", stage.disk_size]
-            arguments += ["--disk-path", str(self._folder / "pool")]
+            arguments += [*_SIZES, "--disk-path", str(self._folder / "pool")]
         else:
             arguments += ["--no-pool", "--", "--no-enable-prefix-caching"]
         return ServerProcess(arguments, self._folder / log, self._progress)
@@ -109,7 +113,7 @@ class Play:
 
 
 class Verdict:
-    """What the rows of a finished play show."""
+    """What the rows of a finished demo show."""
 
     def __init__(self, rows: Sequence[Row], model: str) -> None:
         self._rows = rows
@@ -155,22 +159,9 @@ class Verdict:
 
     def print(self, console: Console) -> None:
         """The table for people, what the answers were, and the line of JSON."""
-        table = Table(title=f"{self._model} on vLLM {engine_version()}")
-        for name in ("request", "server"):
-            table.add_column(name)
-        for name in ("prompt", "device", "host", "disk", "computed", "first token", "tokens"):
-            table.add_column(name, justify="right")
-        for row in self._rows:
-            recalled = row.answer.recalled
-            counts = (recalled.get(k, 0) for k in ("device", "host", "disk", "computed"))
-            table.add_row(
-                row.request,
-                row.memory,
-                str(row.answer.prompt_tokens),
-                *map(str, counts),
-                f"{row.answer.ttft_s:.3f} s",
-                "equal" if self.equal(row) else "[red]DIFFER[/red]",
-            )
+        rows = [((row.request, row.memory), row.answer, self.equal(row)) for row in self._rows]
+        title = f"{self._model} on vLLM {engine_version()}"
+        table = answers_table(title, ("request", "server"), ("device", "host", "disk"), rows)
         console.print(table)
         console.print("device, host, disk, computed: where each prompt's tokens came from")
         hits = [r.answer.logprobs for r in self._rows if self._is_hit(r)]
@@ -180,5 +171,64 @@ class Verdict:
         verdict = "right, each time" if self._right() else "not what the text says"
         said = answer[0] if answer else ""
         console.print(f"answer over the long text: {said!r}, {verdict}", markup=False)
-        line = json.dumps(self.summary(), separators=(",", ":"))
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        print_line(console, self.summary())
+
+
+def answers_table(
+    title: str,
+    labels: Sequence[str],
+    tiers: Sequence[str],
+    rows: Iterable[tuple[Sequence[str], Answer, bool]],
+) -> Table:
+    """A row for each answer: its labels, tokens by ``tiers``, and whether its tokens are equal."""
+    table = Table(title=title)
+    for name in labels:
+        table.add_column(name)
+    for name in ("prompt", *tiers, "computed", "first token", "tokens"):
+        table.add_column(name, justify="right")
+    for texts, answer, equal in rows:
+        counts = (str(answer.recalled.get(name, 0)) for name in (*tiers, "computed"))
+        first = f"{answer.ttft_s:.3f} s"
+        verdict = "equal" if equal else "[red]DIFFER[/red]"
+        table.add_row(*texts, str(answer.prompt_tokens), *counts, first, verdict)
+    return table
+
+
+def print_line(console: Console, summary: dict[str, object]) -> None:
+    """The line of JSON, however narrow the console is."""
+    line = json.dumps(summary, separators=(",", ":"))
+    console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def require_browser() -> None:
+    """Raises ConfigError if no picture can be taken here."""
+    try:
+        import playwright.sync_api  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError("SHOT=1 needs playwright: pip install 'kvrecall[dev]'") from error
+    if _browser() is None:
+        raise ConfigError(f"SHOT=1 needs a browser: one of {', '.join(_BROWSERS)}")
+
+
+def _browser() -> str | None:
+    return next((path for name in _BROWSERS if (path := shutil.which(name))), None)
+
+
+def take_picture(url: str, path: Path, width: int = 1360, height: int = 900) -> None:
+    """Writes what the dashboard at ``url`` shows to ``path``, a PNG. Raises EngineError."""
+    from playwright.sync_api import Error, sync_playwright
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=_browser(), args=_FLAGS)
+            page = browser.new_page(
+                viewport={"width": width, "height": height}, color_scheme="light"
+            )
+            page.goto(url)
+            page.wait_for_selector("#recall svg", timeout=_BROWSER_MS)
+            page.wait_for_selector("#tree .row", timeout=_BROWSER_MS)
+            page.screenshot(path=path, full_page=True)
+            browser.close()
+    except Error as error:
+        raise EngineError(f"no picture of {url}: {error.message.splitlines()[0]}") from error
