@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvrecall.lab.gpu_check import attention, cli, copies, engine
+from kvrecall.lab.gpu_check import attention, cli, copies, servers
 from kvrecall.lab.gpu_check.outcome import CheckError, Outcome, State
 from kvrecall.lab.gpu_check.part import run_part
 
@@ -91,9 +91,11 @@ def test_fetches_that_are_wrong_are_seen(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.engine
 def test_bandwidth_is_told_against_a_plain_copy() -> None:
-    told = copies.bandwidth(4, 2, 1 << 16)
-    assert set(told) == {"restore_gb_s", "scattered_gb_s", "plain_copy_gb_s", "restore_to_plain"}
-    assert all(value > 0 for value in told.values())
+    outcome = run_part("bandwidth", "cpu", quick=True)
+    assert outcome.state is State.PASS, outcome.note
+    names = {"restore_gb_s", "scattered_gb_s", "plain_copy_gb_s", "restore_to_plain"}
+    assert set(outcome.figures) == names
+    assert all(value > 0 for value in outcome.figures.values())
 
 
 def test_the_search_on_the_cpu() -> None:
@@ -165,7 +167,7 @@ def test_with_an_engine(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.engine
 def test_a_form_on_the_cpu() -> None:
     """What runs on a GPU for each form: three answers of two servers, token for token."""
-    outcome = cli.tokens("eager", quiet, 64 << 20)
+    outcome = cli.tried("tokens", quiet, lambda: servers.check_tokens("eager", quiet, 64 << 20))
     assert outcome.state is State.PASS, outcome.note
     assert outcome.figures["recalled"] == {"device": 2560, "host": 2560, "disk": 2560}
 
@@ -173,9 +175,9 @@ def test_a_form_on_the_cpu() -> None:
 @pytest.mark.long
 @pytest.mark.engine
 def test_first_tokens_on_the_cpu() -> None:
-    told = engine.first_token((512,), engine.SMALL, 1, quiet, ("kvrecall",))
-    assert set(told["kvrecall"]["512"]) == {"computed", "device", "host"}
-    assert all(seconds > 0 for seconds in told["kvrecall"]["512"].values())
+    _, told = servers.measure_first_token((512,), servers.SMALL, 1, quiet, ("kvrecall",))
+    assert set(told["seconds"]["kvrecall"]["512"]) == {"computed", "device", "host"}
+    assert all(seconds > 0 for seconds in told["seconds"]["kvrecall"]["512"].values())
 
 
 @pytest.mark.engine
@@ -183,7 +185,7 @@ def test_what_the_peer_is_started_with_is_what_vllm_takes() -> None:
     from kvrecall.engines.base import ServeSpec
     from kvrecall.engines.vllm.serving.app import parse_args
 
-    words = engine._connected("OffloadingConnector", 1 << 30)
+    words = servers.host_memory_options("OffloadingConnector", 1 << 30)
     extra = tuple(words[words.index("--") + 1 :])
     args = parse_args(ServeSpec("model", "127.0.0.1", 1, {}, extra_args=extra))
     config = args.kv_transfer_config

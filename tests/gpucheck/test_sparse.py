@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,12 @@ from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.errors import EngineError
 from kvrecall.lab.bench.concurrency import Load
 from kvrecall.lab.engines.server import Answer
-from kvrecall.lab.gpu_check import attention, cli, sequences, sparse
-from kvrecall.lab.gpu_check.models import SMALL
+from kvrecall.lab.gpu_check import attention, cli, servers
 from kvrecall.lab.gpu_check.outcome import CheckError, Outcome, State, reason
-from kvrecall.lab.gpu_check.sparse import Told
+from kvrecall.lab.gpu_check.servers import SMALL, Replies
 
 CPU = torch.device("cpu")
-DENSE = Told((1, 2, 3), (1, 2, 3), 0, 0)
+DENSE = Replies((1, 2, 3), (1, 2, 3), 0, 0)
 LOAD = Load(2048, 3, 6, 1)
 ACTIVE = {"steps_sparse": 5, "blocks_offloaded": 9, "blocks_loaded": 2, "blocks_hit": 6}
 IDLE = dict.fromkeys(ACTIVE, 0)
@@ -43,6 +43,19 @@ def quiet(_: str) -> None:
     pass
 
 
+def retrieval_tokens(device: str, progress: Any, *more: Any) -> Outcome:
+    check = partial(servers.check_retrieval_tokens, device, progress, *more)
+    return cli.tried("retrieval tokens", progress, check)
+
+
+def decode(*arguments: Any) -> Outcome:
+    return cli.tried("decode, engine", quiet, partial(servers.measure_decode, *arguments))
+
+
+def sequences(*arguments: Any) -> Outcome:
+    return cli.tried("sequences", quiet, partial(servers.measure_sequences, *arguments))
+
+
 def shifted(blocks: torch.Tensor) -> torch.Tensor:
     return (blocks + 1) % 64
 
@@ -51,8 +64,7 @@ class Shifted(attention.ExactSelector):
     """Chooses the blocks after those it should."""
 
     def choose(self, *args: Any, **more: Any) -> Any:
-        choice = super().choose(*args, **more)
-        return dataclasses.replace(choice, blocks=shifted(choice.blocks))
+        return shifted(super().choose(*args, **more))
 
 
 def every_second(right: Callable[..., Any], wrong: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,7 +161,7 @@ def test_a_decoded_token_is_timed_with_coded_digests(monkeypatch: pytest.MonkeyP
 @pytest.mark.long
 @pytest.mark.engine
 def test_sequences_off_the_device_on_the_cpu() -> None:
-    outcome = cli.crowded(LOAD, SMALL, "cpu", quiet, ("retrieval",))
+    outcome = sequences(LOAD, SMALL, "cpu", quiet, ("retrieval",))
     assert outcome.state is State.PASS, outcome.note
     assert outcome.figures["retrieval"]["at_once"] == 3
 
@@ -158,9 +170,9 @@ def test_sequences_off_the_device_on_the_cpu() -> None:
 @pytest.mark.engine
 def test_all_of_it_on_the_cpu() -> None:
     outcomes = [
-        cli.retrieval_tokens("cpu", quiet, 64 << 20),
-        cli.decode_engine((2048,), SMALL, "cpu", quiet, sparse.SCALED),
-        cli.crowded(LOAD, SMALL, "cpu", quiet),
+        retrieval_tokens("cpu", quiet, 64 << 20),
+        decode((2048,), SMALL, "cpu", quiet, servers.SCALED),
+        sequences(LOAD, SMALL, "cpu", quiet),
     ]
     assert [each.state for each in outcomes] == [State.PASS] * 3, outcomes
     few = outcomes[0].figures["blocks"]["0.3"]
@@ -175,7 +187,7 @@ def test_all_of_it_on_the_cpu() -> None:
 @pytest.mark.engine
 def test_sequences_that_the_engine_refuses_fail_with_its_words() -> None:
     load = dataclasses.replace(LOAD, options={"kv_cache_dtype": "fp8"})
-    outcome = cli.crowded(load, SMALL, "cpu", quiet, ("retrieval",))
+    outcome = sequences(load, SMALL, "cpu", quiet, ("retrieval",))
     assert outcome.state is State.FAIL
     assert outcome.note.startswith("retrieval attention does not work with kv_cache_dtype=fp8; ")
 
@@ -183,19 +195,19 @@ def test_sequences_that_the_engine_refuses_fail_with_its_words() -> None:
 @pytest.mark.parametrize(
     ("sparse_one", "share", "said"),
     [
-        (Told((1, 2, 4), (1, 2, 4), 9, 9), 1.0, r"than dense attention: \(1, 2, 4\) instead of"),
-        (Told((1, 2, 3), (1, 2, 4), 9, 9), 1.0, "asked again, retrieval of 1.0 of the blocks"),
-        (Told((5, 6, 7), (5, 6, 8), 9, 3), 0.3, "asked again, retrieval of 0.3 of the blocks"),
-        (Told((1, 2, 3), (1, 2, 3), 0, 0), 1.0, "retrieval did not act"),
-        (Told((1, 2, 3), (1, 2, 3), 9, 8), 1.0, "of 9 blocks only 8 were chosen"),
-        (Told((1, 2, 3), (1, 2, 3), 9, 9), 0.3, "all of 9 blocks were chosen, not 0.3"),
+        (Replies((1, 2, 4), (1, 2, 4), 9, 9), 1.0, r"than dense attention: \(1, 2, 4\) instead of"),
+        (Replies((1, 2, 3), (1, 2, 4), 9, 9), 1.0, "asked again, retrieval of 1.0 of the blocks"),
+        (Replies((5, 6, 7), (5, 6, 8), 9, 3), 0.3, "asked again, retrieval of 0.3 of the blocks"),
+        (Replies((1, 2, 3), (1, 2, 3), 0, 0), 1.0, "retrieval did not act"),
+        (Replies((1, 2, 3), (1, 2, 3), 9, 8), 1.0, "of 9 blocks only 8 were chosen"),
+        (Replies((1, 2, 3), (1, 2, 3), 9, 9), 0.3, "all of 9 blocks were chosen, not 0.3"),
     ],
 )
-def test_wrong_tokens_and_counts_are_seen(sparse_one: Told, share: float, said: str) -> None:
-    sparse.require_right(DENSE, Told((1, 2, 3), (1, 2, 3), 9, 9), 1.0)
-    sparse.require_right(DENSE, Told((5, 6, 7), (5, 6, 7), 9, 3), 0.3)
+def test_wrong_tokens_and_counts_are_seen(sparse_one: Replies, share: float, said: str) -> None:
+    servers.require_right(DENSE, Replies((1, 2, 3), (1, 2, 3), 9, 9), 1.0)
+    servers.require_right(DENSE, Replies((5, 6, 7), (5, 6, 7), 9, 3), 0.3)
     with pytest.raises(CheckError, match=said):
-        sparse.require_right(DENSE, sparse_one, share)
+        servers.require_right(DENSE, sparse_one, share)
 
 
 class Server:
@@ -235,7 +247,7 @@ class Server:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> type[Server]:
     Here = type("Here", (Server,), {"started": []})
-    monkeypatch.setattr(sparse, "ServerProcess", Here)
+    monkeypatch.setattr(servers, "ServerProcess", Here)
     monkeypatch.setenv("VLLM_RETRIEVAL_DIGEST", "mean")  # of whoever runs the check
     monkeypatch.setenv("VLLM_PLUGINS", "retrieval")
     monkeypatch.setenv("KVRECALL_RETRIEVAL", "1")
@@ -247,7 +259,7 @@ def settings(environ: Mapping[str, str]) -> RetrievalSettings:
 
 
 def test_servers_on_a_gpu_are_told_what_to_compare(server: type[Server]) -> None:
-    outcome = cli.retrieval_tokens("cuda", quiet)
+    outcome = retrieval_tokens("cuda", quiet)
     assert outcome.state is State.PASS, outcome.note
     assert outcome.figures["blocks"]["0.3"] == {"considered": 100, "selected": 30}
     (dense, plain), *others = server.started
@@ -267,7 +279,7 @@ def test_servers_on_a_gpu_are_told_what_to_compare(server: type[Server]) -> None
 
 
 def test_a_decoded_token_is_what_comes_after_the_first(server: type[Server]) -> None:
-    told = sparse.decode_seconds((4096, 8192), SMALL, "cuda", quiet)
+    told = servers.measure_decode((4096, 8192), SMALL, "cuda", quiet)[1]["seconds"]
     assert told == {name: {"4096": 0.5, "8192": 0.5} for name in ("dense", "retrieval")}
     (dense, _), (words, environ) = server.started
     assert words == [*dense[: dense.index("--")], "--retrieval", *dense[dense.index("--") :]]
@@ -279,9 +291,9 @@ def test_a_decoded_token_is_what_comes_after_the_first(server: type[Server]) -> 
 def test_servers_that_do_not_do_what_they_should_are_seen(server: type[Server]) -> None:
     server.faulty = True
     outcomes = [
-        cli.decode_engine((4096,), SMALL, "cpu", quiet),
-        cli.decode_engine((4096,), SMALL, "cpu", quiet, None, ("retrieval",)),
-        cli.retrieval_tokens("cpu", quiet),
+        decode((4096,), SMALL, "cpu", quiet),
+        decode((4096,), SMALL, "cpu", quiet, None, ("retrieval",)),
+        retrieval_tokens("cpu", quiet),
     ]
     assert [each.state for each in outcomes] == [State.FAIL] * 3
     assert [each.note for each in outcomes] == [
@@ -294,7 +306,7 @@ def test_servers_that_do_not_do_what_they_should_are_seen(server: type[Server]) 
 def test_a_server_that_dies_is_a_failed_check(server: type[Server]) -> None:
     server.dies = True
     said: list[str] = []
-    outcome = cli.retrieval_tokens("cpu", said.append)
+    outcome = retrieval_tokens("cpu", said.append)
     assert (outcome.state, outcome.note) == (State.FAIL, "peer closed connection")
     assert said[-1] == "peer closed connection"
 
@@ -305,9 +317,9 @@ def test_what_servers_on_a_gpu_are_started_with_is_what_vllm_takes(name: str) ->
     from kvrecall.engines.base import ServeSpec
     from kvrecall.engines.vllm.serving.app import parse_args
 
-    words = sparse.decode_words(Path("model"), 4096, SMALL, "cuda", True)
+    words = servers.decode_options(Path("model"), 4096, SMALL, "cuda", True)
     if name == "float32":
-        words = sparse.token_words("cuda", True)
+        words = servers.token_options("cuda", True)
     extra = tuple(words[words.index("--") + 1 :])
     args = parse_args(ServeSpec("model", "127.0.0.1", 1, {}, extra_args=extra))
     assert args.attention_backend == ("TRITON_ATTN" if name == "float32" else "FLASH_ATTN")
@@ -326,8 +338,8 @@ def crowded(monkeypatch: pytest.MonkeyPatch, **told: Any) -> Outcome:
             raise found
         return found
 
-    monkeypatch.setattr(sequences.concurrency, "run", run)
-    return cli.crowded(LOAD, SMALL, "cuda", quiet)
+    monkeypatch.setattr(servers.concurrency, "run", run)
+    return sequences(LOAD, SMALL, "cuda", quiet)
 
 
 def test_sequences_are_told_for_both_engines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,7 +368,7 @@ def test_sequences_that_mean_nothing_fail(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_sequences_on_a_gpu_are_computed_and_not_scheduled_ahead() -> None:
-    assert sequences.options_on("cuda") == {
+    assert servers.sequence_options("cuda") == {
         "load_format": "dummy",
         "async_scheduling": False,
         "attention_backend": "FLASH_ATTN",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import httpx
 import typer
@@ -16,8 +17,7 @@ from kvrecall.engines.vllm.compat.versions import SUPPORTED, minor
 from kvrecall.errors import KvrecallError
 from kvrecall.lab.bench.concurrency import Load
 from kvrecall.lab.bench.report import engine_version, machine
-from kvrecall.lab.gpu_check import engine, sequences, sparse
-from kvrecall.lab.gpu_check.models import LARGE, SHALLOW, Shape
+from kvrecall.lab.gpu_check import servers
 from kvrecall.lab.gpu_check.outcome import Outcome, State, reason
 from kvrecall.lab.gpu_check.part import run_part
 
@@ -95,19 +95,19 @@ def _outcomes(quick: bool, progress: Callable[[str], None]) -> Iterator[Outcome]
     for name in _PARTS:
         progress(f"{name} ...")
         yield run_part(name, _DEVICE, quick)
-    forms = ["piecewise"] if quick else list(engine.FORMS)
-    yield from (tokens(name, progress) for name in forms)
-    contexts = _QUICK_CONTEXTS if quick else _CONTEXTS
-    yield _first_token(contexts, 2 if quick else 5, progress)
-    yield from _retrieval(quick, progress)
-
-
-def _retrieval(quick: bool, progress: Callable[[str], None]) -> Iterator[Outcome]:
-    """Whole engines with retrieval attention."""
-    yield retrieval_tokens(_DEVICE, progress)
+    for form in ["piecewise"] if quick else list(servers.FORMS):
+        yield tried(f"tokens, {form}", progress, partial(servers.check_tokens, form, progress))
+    contexts, repetitions = (_QUICK_CONTEXTS, 2) if quick else (_CONTEXTS, 5)
+    first = partial(servers.measure_first_token, contexts, servers.LARGE, repetitions, progress)
+    yield tried("first token", progress, first)
+    tokens = partial(servers.check_retrieval_tokens, _DEVICE, progress)
+    yield tried("retrieval tokens", progress, tokens)
     contexts = _DECODE_CONTEXTS[: 1 if quick else None]
-    yield decode_engine(contexts, LARGE, _DEVICE, progress)
-    yield crowded(_QUICK_LOAD if quick else _LOAD, SHALLOW, _DEVICE, progress)
+    decode = partial(servers.measure_decode, contexts, servers.LARGE, _DEVICE, progress)
+    yield tried("decode, engine", progress, decode)
+    load = _QUICK_LOAD if quick else _LOAD
+    sequences = partial(servers.measure_sequences, load, servers.SHALLOW, _DEVICE, progress)
+    yield tried("sequences", progress, sequences)
 
 
 def without_engine() -> Outcome | None:
@@ -121,102 +121,10 @@ def without_engine() -> Outcome | None:
     return None
 
 
-def tokens(form: str, progress: Callable[[str], None], device_bytes: int = 256 << 20) -> Outcome:
-    """Whether a server of this form recalls what it computed."""
-
-    def check() -> tuple[str, Mapping[str, Any]]:
-        recalled = engine.check_form(form, progress, device_bytes)
-        split = ", ".join(f"{count} from {tier}" for tier, count in recalled.items())
-        return f"equal: {split}", {"recalled": recalled}
-
-    return _tried(f"tokens, {form}", progress, check)
-
-
-def retrieval_tokens(
-    device: str,
-    progress: Callable[[str], None],
-    device_bytes: int = 256 << 20,
-    shares: tuple[float, ...] = sparse.SHARES,
+def tried(
+    name: str, progress: Callable[[str], None], check: Callable[[], servers.Finding]
 ) -> Outcome:
-    """Whether servers with retrieval attention answer as they must."""
-
-    def check() -> tuple[str, Mapping[str, Any]]:
-        found = sparse.check_tokens(device, progress, device_bytes, shares)
-        chosen = ", ".join(f"{one['selected']} of {one['considered']}" for one in found.values())
-        note = f"those of dense attention, or the same twice: {chosen} blocks chosen"
-        return note, {"blocks": found}
-
-    return _tried("retrieval tokens", progress, check)
-
-
-def decode_engine(
-    contexts: tuple[int, ...],
-    shape: Shape,
-    device: str,
-    progress: Callable[[str], None],
-    scaled: Mapping[str, str] | None = None,
-    engines: tuple[str, ...] = sparse.ENGINES,
-) -> Outcome:
-    """What a decoded token takes in a whole engine, dense and by retrieval."""
-
-    def check() -> tuple[str, Mapping[str, Any]]:
-        told = sparse.decode_seconds(contexts, shape, device, progress, scaled, engines)
-        note = "; ".join(
-            f"{name}: " + ", ".join(f"{int(c) // 1024}K {each[c] * 1e3:.2f} ms" for c in each)
-            for name, each in told.items()
-        )
-        return f"a decoded token, {note}", {"seconds": told}
-
-    return _tried("decode, engine", progress, check)
-
-
-def crowded(
-    load: Load,
-    shape: Shape,
-    device: str,
-    progress: Callable[[str], None],
-    engines: tuple[str, ...] = sequences.ENGINES,
-) -> Outcome:
-    """How many long sequences decode at once, dense and by retrieval."""
-
-    def check() -> tuple[str, Mapping[str, Any]]:
-        told = sequences.measure_sequences(load, shape, device, progress, engines)
-        note = "; ".join(
-            f"{name}: {one['at_once']} at once, {one['decode_tokens_per_s']} tokens/s decoding"
-            for name, one in told.items()
-        )
-        where = f"{load.context} tokens each, {load.device_blocks} blocks on the device"
-        asked = {
-            "context": load.context,
-            "device_blocks": load.device_blocks,
-            "asked": load.sequences,
-        }
-        return f"{note} ({where})", {**told, **asked}
-
-    return _tried("sequences", progress, check)
-
-
-def _first_token(
-    contexts: tuple[int, ...], repetitions: int, progress: Callable[[str], None]
-) -> Outcome:
-    def check() -> tuple[str, Mapping[str, Any]]:
-        told = engine.first_token(contexts, LARGE, repetitions, progress)
-        note = "; ".join(
-            f"{name}: "
-            + ", ".join(f"{int(c) // 1024}K {one['host']:.3f} s" for c, one in each.items())
-            for name, each in told.items()
-        )
-        return f"from host memory, {note}", {"seconds": told}
-
-    return _tried("first token", progress, check)
-
-
-def _tried(
-    name: str,
-    progress: Callable[[str], None],
-    check: Callable[[], tuple[str, Mapping[str, Any]]],
-) -> Outcome:
-    """``check`` gives a note and figures. A server that dies while it is asked is a failed check;
+    """The outcome of ``check``. A server that dies while it is asked is a failed check;
     all that an error says goes to ``progress``."""
     progress(f"{name} ...")
     try:

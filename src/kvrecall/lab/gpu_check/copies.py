@@ -1,5 +1,5 @@
 """Copies between device memory and the pinned arena: every byte, on awkward rows, in both layouts,
-while the device is busy; and how fast they are against a plain copy over the same bus."""
+while the device is busy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from kvrecall.attention.kernels.device import Piece, move
 from kvrecall.engines.vllm.connector.copier import Copier, make_copier
 from kvrecall.engines.vllm.connector.pages import Pages
 from kvrecall.engines.vllm.connector.wire import Copy
-from kvrecall.lab.bench.restore import measure_bandwidth
 from kvrecall.lab.gpu_check.outcome import CheckError
 from kvrecall.pool.arena import Arena
 
@@ -78,12 +77,6 @@ def check_fetches(device: torch.device, blocks: int = 64, page_bytes: int = 1 <<
     copier.drain()
     if not torch.equal(pages.rows.cpu(), want.view(blocks + 1, page_bytes)):
         raise CheckError("a kernel fetched other bytes from the arena than lie there")
-
-
-def bandwidth(blocks: int, layers: int, block_bytes: int) -> dict[str, float]:
-    """GB/s of a restore, in order and scattered, and of one plain copy of the same bytes from the
-    same pinned memory, in turns: the bus as this very run finds it."""
-    return measure_bandwidth(blocks, layers, block_bytes)
 
 
 def _round(

@@ -73,10 +73,11 @@ def _copies(device: str, quick: bool) -> Outcome:
 
 
 def _bandwidth(device: str, quick: bool) -> Outcome:
-    from kvrecall.lab.gpu_check import copies
+    from kvrecall.lab.bench.restore import measure_bandwidth
 
+    # in order and scattered, in turns with a plain copy: the bus as this very run finds it
     sizes = (8, 4, 1 << 20) if quick else (128, 32, 16 << 20)
-    told = copies.bandwidth(*sizes)
+    told = measure_bandwidth(*sizes)
     note = (
         f"restore {told['restore_gb_s']} GB/s, scattered {told['scattered_gb_s']}, plain copy "
         f"{told['plain_copy_gb_s']}: {told['restore_to_plain']} of the bus"

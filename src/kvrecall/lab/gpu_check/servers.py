@@ -1,0 +1,429 @@
+"""Whole engines on the device: the same tokens from every tier and by every attention, and times
+beside vLLM's own. A check returns its finding: a note for people, and figures. All raise CheckError
+for what is not as it must be, and EngineError for an engine that fails."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvrecall.attention.settings import PREFIX
+from kvrecall.engines.vllm.attention.plugin import SWITCH
+from kvrecall.lab.bench import concurrency
+from kvrecall.lab.bench.concurrency import Load
+from kvrecall.lab.bench.model import BLOCK, Texts
+from kvrecall.lab.bench.report import percentiles
+from kvrecall.lab.engines.child import server_environment
+from kvrecall.lab.engines.server import Answer, Progress, ServerProcess
+from kvrecall.lab.gpu_check.outcome import CheckError
+from kvrecall.lab.models import write_model
+
+Finding = tuple[str, Mapping[str, Any]]
+
+FORMS: Mapping[str, Sequence[str]] = {
+    "eager": ("--enforce-eager",),
+    "graphs": ("--no-enforce-eager",),
+    "piecewise": (
+        "--no-enforce-eager",
+        "--",
+        "--compilation-config",
+        '{"cudagraph_mode": "PIECEWISE"}',
+    ),
+    "fp8": ("--enforce-eager", "--kv-cache-dtype", "fp8"),
+}
+"""Ways to run a model, by options of ``kvrecall serve``."""
+
+DEVICE_BYTES = 256 << 20
+"""Of KV cache, for small models."""
+
+ENGINES = ("dense", "retrieval")
+SHARES = (1.0, 0.3)
+"""Of the blocks. Of the second it is only asked that the answer is the same again."""
+
+OPEN = {PREFIX + "OFFLOAD_BOUNDARY": str(1 << 30), PREFIX + "GATE": "0"}
+"""Whatever the length, sequences past the dense boundary are sparse and stay on the device."""
+
+SCALED = {
+    **OPEN,
+    PREFIX + "INIT_TOKENS_NUM": "128",
+    PREFIX + "LOCAL_TOKENS_NUM": "256",
+    PREFIX + "DENSE_BOUNDARY": "1024",
+    PREFIX + "DENSE_LAYERS": "1",
+    PREFIX + "LEAST_BLOCKS": "1",
+}
+"""By which a prompt of 20 blocks is long."""
+
+_PROMPT = 20 * BLOCK
+_DECODED = 24
+_EXACT = {"TRITON_F32_DEFAULT": "ieee"}
+"""Without it vLLM's own kernel rounds factors to ten bits on a GPU, and ours does not."""
+_LIMIT_S = 1800.0
+
+
+# -- models ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Llama-like model of random weights."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Of KV cache a token, bfloat16."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+
+SMALL = Shape(256, 4, 4, 2, 64)
+LARGE = Shape(4096, 32, 32, 8, 128)
+"""6.2 billion weights, and the KV cache of an 8B model: 128 KiB a token."""
+SHALLOW = Shape(4096, 8, 32, 8, 128)
+"""A quarter of its layers: 32 KiB a token, so that many long sequences fit the host's memory."""
+
+
+@contextmanager
+def _model_folder(shape: Shape, longest: int, weights: bool) -> Iterator[tuple[Path, Path]]:
+    """A folder for logs, and a model in it; without ``weights`` only its description, at the size
+    of ``shape``."""
+    with tempfile.TemporaryDirectory(prefix="kvrecall-gpu-check-") as name:
+        folder = Path(name)
+        sizes: dict[str, Any] = asdict(shape if weights else SMALL)
+        path = write_model(folder / "model", "llama", max_position=longest, **sizes)
+        if not weights:
+            config = json.loads((path / "config.json").read_text()) | {
+                "hidden_size": shape.hidden,
+                "intermediate_size": 3 * shape.hidden,
+                "num_hidden_layers": shape.layers,
+                "num_attention_heads": shape.heads,
+                "num_key_value_heads": shape.kv_heads,
+                "head_dim": shape.head_dim,
+            }
+            (path / "config.json").write_text(json.dumps(config))
+            (path / "model.safetensors").unlink()
+        yield folder, path
+
+
+# -- recall ----------------------------------------------------------------------------------
+
+
+def check_tokens(form: str, progress: Progress, device_bytes: int = DEVICE_BYTES) -> Finding:
+    """One way to run a model: an answer from host memory and, after a restart, from disk is token
+    for token that from the device, which is vLLM's own prefix cache. Figures: prompt tokens
+    recalled by tier. To the computed answer none is compared: a hit and a computed prompt take
+    other kernels, and random weights in 16 bits make other tokens of that, pool or not.
+    """
+    with _model_folder(SMALL, 8192, weights=True) as (folder, path):
+        # So small a model computes as fast as it loads: whatever is found is loaded.
+        pool = folder / "pool.json"
+        pool.write_text(json.dumps({"load_or_compute": "load", "load_deadline": 60}))
+        words = [str(path), "--kv-cache-memory-bytes", str(device_bytes), "--host-size", "256MiB"]
+        words += ["--disk-path", str(folder / "disk"), "--disk-size", "1GiB"]
+        words += ["--pool-config", str(pool), *FORMS[form]]
+        texts = Texts()
+        document, other = texts.document(_PROMPT + 16), texts.document(4 * BLOCK + 16)
+        with ServerProcess(words, folder / "server.log", progress) as server:
+            server.ask(other, 1)
+            server.ask(document, _DECODED)
+            device = server.ask(document, _DECODED)
+            server.settle()
+            server.forget_device()
+            host = server.ask(document, _DECODED)
+            server.settle()
+        with ServerProcess(words, folder / "again.log", progress) as server:
+            server.ask(other, 1)  # the first hit after a start is audited
+            disk = server.ask(document, _DECODED)
+    found = {}
+    for tier, answer in (("device", device), ("host", host), ("disk", disk)):
+        if answer.tokens != device.tokens:
+            raise CheckError(
+                f"other tokens from {tier}: {answer.tokens} instead of {device.tokens}"
+            )
+        found[tier] = answer.recalled.get(tier, 0)
+        if found[tier] < _PROMPT:
+            raise CheckError(
+                f"{found[tier]} of {_PROMPT} tokens came from {tier}: {answer.recalled}"
+            )
+    split = ", ".join(f"{count} from {tier}" for tier, count in found.items())
+    return f"equal: {split}", {"recalled": found}
+
+
+def measure_first_token(
+    contexts: Sequence[int],
+    shape: Shape,
+    repetitions: int,
+    progress: Progress,
+    connectors: Sequence[str] = ("kvrecall", "OffloadingConnector"),
+) -> Finding:
+    """Median seconds to the first token of prompts of ``contexts`` tokens, by connector and source:
+    computed, from the device, and from host memory after the device's cache was emptied. The
+    weights are random and made in place, the same for both."""
+    longest = max(contexts)
+    told: dict[str, dict[str, dict[str, float]]] = {}
+    with _model_folder(shape, longest + 1024, weights=False) as (folder, path):
+        words = [str(path), "--max-model-len", str(longest + 512), "--block-size", str(BLOCK)]
+        for name in connectors:
+            progress(f"{name}: starting")
+            options = host_memory_options(name, 3 * longest * shape.token_bytes)
+            with ServerProcess([*words, *options], folder / "server.log", progress) as server:
+                texts = Texts()
+                server.ask(texts.document(4 * BLOCK), 2)
+                told[name] = {}
+                for context in contexts:
+                    times: dict[str, list[float]] = {"computed": [], "device": [], "host": []}
+                    for _ in range(repetitions):
+                        document = texts.document(context)
+                        times["computed"].append(server.ask(document, 2).ttft_s)
+                        times["device"].append(server.ask(document, 2).ttft_s)
+                        if name == "kvrecall":
+                            server.settle()
+                        server.forget_device()
+                        times["host"].append(server.ask(document, 2).ttft_s)
+                        server.forget_device()
+                    medians = {source: percentiles(some)["p50"] for source, some in times.items()}
+                    told[name][str(context)] = medians
+                    progress(f"  {context} tokens: {medians}")
+    note = "; ".join(
+        f"{name}: " + ", ".join(f"{int(c) // 1024}K {one['host']:.3f} s" for c, one in each.items())
+        for name, each in told.items()
+    )
+    return f"from host memory, {note}", {"seconds": told}
+
+
+def host_memory_options(connector: str, host_bytes: int) -> list[str]:
+    """Options of ``kvrecall serve`` for host memory behind this connector."""
+    dummy = ["--", "--load-format", "dummy"]
+    if connector == "kvrecall":
+        return ["--host-size", str(host_bytes), *dummy]
+    theirs = {
+        "kv_connector": connector,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": host_bytes},
+    }
+    return ["--no-pool", *dummy, "--kv-transfer-config", json.dumps(theirs)]
+
+
+# -- retrieval attention ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Replies:
+    """Tokens of two answers to one prompt, and the blocks that were considered and chosen."""
+
+    first: tuple[int, ...]
+    again: tuple[int, ...]
+    considered: int
+    selected: int
+
+
+def check_retrieval_tokens(
+    device: str,
+    progress: Progress,
+    device_bytes: int = DEVICE_BYTES,
+    shares: Sequence[float] = SHARES,
+) -> Finding:
+    """A server without retrieval and one for each share, as they are run by default: retrieval of
+    every block gives the tokens of dense attention, retrieval of few the same tokens twice.
+    Figures: blocks considered and chosen, by share. In 32 bits on a GPU: random weights in 16 make
+    other tokens with another kernel, be it right or not.
+    """
+    with _model_folder(SMALL, 8192, weights=True) as (folder, path):
+        words = [str(path), "--kv-cache-memory-bytes", str(device_bytes), "--host-size", "256MiB"]
+        document = Texts().document(_PROMPT + 16)
+
+        def ask(share: float | None) -> Replies:
+            log = folder / f"{share}.log"
+            settings = {} if share is None else {**SCALED, PREFIX + "TOPK_PERCENT": str(share)}
+            options = token_options(device, share is not None)
+            progress(f"  {'dense' if share is None else f'a share of {share}'}: starting")
+            environment = _environment(settings)
+            with ServerProcess([*words, *options], log, progress, environment) as server:
+                server.ask(document, _DECODED)
+                first, again = (server.ask(document, _DECODED).tokens for _ in range(2))
+                return Replies(first, again, *_blocks(server))
+
+        dense = ask(None)
+        found = {}
+        for share in shares:
+            sparse = ask(share)
+            require_right(dense, sparse, share)
+            found[str(share)] = {"considered": sparse.considered, "selected": sparse.selected}
+    chosen = ", ".join(f"{one['selected']} of {one['considered']}" for one in found.values())
+    note = f"those of dense attention, or the same twice: {chosen} blocks chosen"
+    return note, {"blocks": found}
+
+
+def token_options(device: str, sparse: bool) -> list[str]:
+    """Of ``kvrecall serve``. Of vLLM's backends for GPUs with retrieval, FlashAttention does not
+    take 32 bits."""
+    words = ["--retrieval"] if sparse else []
+    if device == "cpu":
+        return words
+    return [*words, "--dtype", "float32", "--", "--attention-backend", "TRITON_ATTN"]
+
+
+def require_right(dense: Replies, sparse: Replies, share: float) -> None:
+    """Raises CheckError if retrieval of this share of the blocks is not as it must be."""
+    if sparse.first != sparse.again:
+        raise CheckError(
+            f"asked again, retrieval of {share} of the blocks gives other tokens: "
+            f"{sparse.again} instead of {sparse.first}"
+        )
+    if not sparse.selected:
+        raise CheckError(f"retrieval did not act: of {sparse.considered} blocks none was chosen")
+    if share < 1 and sparse.selected >= sparse.considered:
+        raise CheckError(f"all of {sparse.considered} blocks were chosen, not {share} of them")
+    if share == 1 and sparse.selected != sparse.considered:
+        raise CheckError(f"of {sparse.considered} blocks only {sparse.selected} were chosen")
+    if share == 1 and sparse.first != dense.first:
+        raise CheckError(
+            f"retrieval of every block gives other tokens than dense attention: {sparse.first} "
+            f"instead of {dense.first}"
+        )
+
+
+def measure_decode(
+    contexts: Sequence[int],
+    shape: Shape,
+    device: str,
+    progress: Progress,
+    scaled: Mapping[str, str] | None = None,
+    engines: Sequence[str] = ENGINES,
+    repetitions: int = 3,
+) -> Finding:
+    """Median seconds a decoded token of one request takes behind prompts of ``contexts`` tokens,
+    dense and by retrieval, one server after the other: without the gate, which reckons with what
+    this tells. ``scaled``: settings in place of the default ones. The weights are random and made
+    in place, the same for both."""
+    longest = max(contexts) + 512
+    told: dict[str, dict[str, float]] = {}
+    with _model_folder(shape, longest + 512, weights=False) as (folder, path):
+        for name in engines:
+            progress(f"  {name}: starting")
+            sparse = name == "retrieval"
+            words = decode_options(path, longest, shape, device, sparse)
+            environment = _environment({**OPEN, **(scaled or {})} if sparse else {})
+            with ServerProcess(words, folder / f"{name}.log", progress, environment) as server:
+                told[name] = {}
+                for context in contexts:
+                    document = Texts(context).document(context)
+                    server.ask(document, 2)  # computes the prompt
+                    server.ask(document, 64)  # compiles what is left to compile
+                    server.settle()
+                    answers = [server.ask(document, 64) for _ in range(repetitions)]
+                    told[name][str(context)] = percentiles(list(map(_token_s, answers)))["p50"]
+                    if (_blocks(server)[1] > 0) != sparse:
+                        acted = "did not act" if sparse else "acted"
+                        raise CheckError(f"{name}, {context} tokens: retrieval {acted}")
+            progress(f"  {told[name]}")
+    note = "; ".join(
+        f"{name}: " + ", ".join(f"{int(c) // 1024}K {each[c] * 1e3:.2f} ms" for c in each)
+        for name, each in told.items()
+    )
+    return f"a decoded token, {note}", {"seconds": told}
+
+
+def decode_options(path: Path, longest: int, shape: Shape, device: str, sparse: bool) -> list[str]:
+    """Of ``kvrecall serve``. Room for one sequence, so that the device has some for digests; a
+    small pool, as nothing is to be found in it. FlashAttention is what retrieval stands in for on
+    a GPU, whatever vLLM would choose."""
+    room = int(1.25 * longest) * shape.token_bytes
+    words = [str(path), "--max-model-len", str(longest), "--block-size", str(BLOCK)]
+    words += ["--kv-cache-memory-bytes", str(room), "--host-size", "1GiB"]
+    words += ["--retrieval"] if sparse else []
+    words += ["--", "--load-format", "dummy"]
+    return words if device == "cpu" else [*words, "--attention-backend", "FLASH_ATTN"]
+
+
+def _token_s(answer: Answer) -> float:
+    return (answer.last_s - answer.ttft_s) / max(1, len(answer.tokens) - 1)
+
+
+def _blocks(server: ServerProcess) -> tuple[int, int]:
+    """Blocks that retrieval considered and selected so far."""
+    server.ask("settle", 4)  # metrics move with engine steps
+    considered, selected = (
+        int(server.metric(f"kvrecall_retrieval_blocks_{name}_total"))
+        for name in ("considered", "selected")
+    )
+    return considered, selected
+
+
+def _environment(ours: Mapping[str, str]) -> dict[str, str]:
+    """A server's, with no settings of retrieval but these."""
+    theirs = {
+        name: text
+        for name, text in server_environment().items()
+        if not name.startswith(PREFIX) and name not in (SWITCH, "VLLM_PLUGINS")
+    }
+    return {**theirs, **_EXACT, **ours}
+
+
+# -- many sequences --------------------------------------------------------------------------
+
+
+def measure_sequences(
+    load: Load, shape: Shape, device: str, progress: Progress, engines: Sequence[str] = ENGINES
+) -> Finding:
+    """How many long sequences decode at once in a fixed device cache, and how fast: dense, and by
+    retrieval with their middle blocks off the device. Both compute all prompts and have the same
+    pool. Settings of retrieval are those of 65,536 tokens scaled to the context, without the gate.
+    """
+    told: dict[str, Any] = {}
+    with _model_folder(shape, load.context + load.decoded, weights=False) as (_, path):
+        asked = replace(load, options={**sequence_options(device), **load.options})
+        sparse = {**concurrency.scaled(load.context), PREFIX + "GATE": "0"}
+        for name in engines:
+            progress(f"  {name}: {load.sequences} sequences of {load.context} tokens")
+            variables = {} if name == "dense" else sparse
+            figures = concurrency.run(asked, path, shape.token_bytes, variables, _LIMIT_S)
+            told[name] = _sequence_figures(name, load, figures)
+            progress(f"  {told[name]}")
+    note = "; ".join(
+        f"{name}: {one['at_once']} at once, {one['decode_tokens_per_s']} tokens/s decoding"
+        for name, one in told.items()
+    )
+    where = f"{load.context} tokens each, {load.device_blocks} blocks on the device"
+    asked_for = {"device_blocks": load.device_blocks, "asked": load.sequences}
+    return f"{note} ({where})", {**told, "context": load.context, **asked_for}
+
+
+def sequence_options(device: str) -> dict[str, object]:
+    """Options of the engine: prompts are computed with weights made in place, a step at a time."""
+    options: dict[str, object] = {"load_format": "dummy", "async_scheduling": False}
+    if device != "cpu":
+        options["attention_backend"] = "FLASH_ATTN"
+    return options
+
+
+def _sequence_figures(name: str, load: Load, figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises CheckError if these figures do not mean anything."""
+    want = load.sequences * load.decoded
+    if figures["tokens"] != want:
+        raise CheckError(f"{name}: {figures['tokens']} of {want} tokens were decoded")
+    did = figures["activity"]
+    if name == "dense" and did["steps_sparse"]:
+        raise CheckError("dense: retrieval acted")
+    if name != "dense" and not (did["blocks_offloaded"] and did["blocks_loaded"]):
+        raise CheckError(
+            f"offload did not act: {did['blocks_offloaded']} blocks left the device and "
+            f"{did['blocks_loaded']} were recalled"
+        )
+    chosen = did["blocks_hit"] + did["blocks_loaded"]
+    decode_s = max(figures["decode_seconds"], 1e-9)
+    return {
+        "at_once": figures["at_once"],
+        "decode_tokens_per_s": round(figures["decode_tokens"] / decode_s, 3),
+        "tokens_per_s": round(figures["tokens"] / figures["seconds"], 3),
+        "preemptions": figures["preemptions"],
+        "found_in_slots": round(did["blocks_hit"] / chosen, 4) if chosen else None,
+    }
