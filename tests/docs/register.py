@@ -93,10 +93,10 @@ _BENCH: Mapping[str, Kind] = {
 _SIZING: Mapping[str, Kind] = {
     "kvrecall plan": Runs(swaps=(("/models/", "models/"),), before=scenes.llama),
     "kvrecall simulate": Runs(swaps=_TRACE, before=scenes.trace, says="hit_rate"),
-    "python -m kvrecall.simulate.study rates": Runs(
+    "python -m bench.eviction rates": Runs(
         swaps=_TRACE, more=" conversation variant", before=scenes.trace
     ),
-    "python -m kvrecall.simulate.study cost": Runs(more=" 2000"),
+    "python -m bench.eviction cost": Runs(more=" 2000"),
 }
 _MODEL = "models/recall-tiny"
 _MODELS: Mapping[str, Kind] = {

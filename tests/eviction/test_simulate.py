@@ -9,9 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvrecall.errors import ConfigError
-from kvrecall.simulate.clairvoyant import clairvoyant_hits
 from kvrecall.simulate.cli import app
-from kvrecall.simulate.replay import TierSpec, replay
+from kvrecall.simulate.replay import TierSpec, clairvoyant_hits, replay
 from kvrecall.simulate.trace import Trace, TraceError, read_trace, trace_of
 from kvrecall.simulate.workload import WORKLOADS, doubled, make_workload, part, thinned
 

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from kvrecall.errors import ConfigError
 from kvrecall.plan.cli import app
-from kvrecall.plan.links import links_of
 from kvrecall.plan.model import read_shape
+from kvrecall.plan.sizing import links_of
 from kvrecall.simulate.cli import app as simulate
 
 ROOT = Path(__file__).parents[2]

@@ -12,20 +12,21 @@ from rich.table import Table
 
 from kvrecall.config import DEFAULT_POLICY, parse_size
 from kvrecall.errors import ConfigError
-from kvrecall.plan.links import Links, links_of
 from kvrecall.plan.model import ModelShape, read_shape
 from kvrecall.plan.sizing import (
     BreakEven,
+    Links,
     Site,
     TierPlan,
     Use,
     break_even,
+    links_of,
     settings_of,
     tiers_of,
     with_trace,
 )
 from kvrecall.pool.eviction import make_policy
-from kvrecall.simulate.amounts import of_bytes
+from kvrecall.simulate.cli import format_bytes
 from kvrecall.simulate.trace import read_trace
 
 app = typer.Typer(add_completion=False)
@@ -204,4 +205,4 @@ def _print(report: dict[str, object], console: Console, rate_given: bool) -> Non
 
 
 def _amount(value: object) -> str:
-    return of_bytes(float(value))  # type: ignore[arg-type]
+    return format_bytes(float(value))  # type: ignore[arg-type]

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvrecall.errors import ConfigError
-from kvrecall.plan.links import Links
 from kvrecall.plan.model import ModelShape
 from kvrecall.pool.disk.index import ROW_BYTES
 from kvrecall.pool.slots import slot_bytes_of
@@ -14,6 +13,11 @@ from kvrecall.simulate.replay import TierSpec, replay
 from kvrecall.simulate.trace import Trace
 
 TRACE_BLOCK_TOKENS = 512
+LINK_BYTES = 4 * 10**6
+MOST_LINKS = 512
+STEP = 0.01  # of the memory factor
+STEP_BYTES = 600 * 10**6  # device memory that a step gives back
+MOST_STEPS = 4
 _DISK_SHARE = 0.95  # of the disk tier before it evicts
 
 
@@ -43,6 +47,31 @@ class Use:
     context: int
     sessions: int
     block_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Device memory that links between cards take, after Ascend's rules for pooled KV (HCCL), and
+    how far to lower the memory factor for them."""
+
+    cards: int
+    links: int
+    nbytes: int
+    lower_by: float
+    too_many: bool  # more than can stay connected: links are cut and made again
+
+    def factor(self, now: float) -> float:
+        return round(now - self.lower_by, 4)
+
+
+def links_of(cards: int, will_grow: bool = False) -> Links:
+    """For ``cards`` cards (dies) that pool together. ``will_grow``: more may join while it runs,
+    so the room for as many links as there can be is kept free."""
+    wanted = max(0, cards - 1)
+    links = min(wanted, MOST_LINKS)
+    nbytes = links * LINK_BYTES
+    steps = MOST_STEPS if will_grow else min(MOST_STEPS, -(-nbytes // STEP_BYTES))
+    return Links(cards, links, nbytes, round(steps * STEP, 4), wanted >= MOST_LINKS)
 
 
 @dataclass(frozen=True, slots=True)

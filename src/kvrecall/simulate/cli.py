@@ -18,15 +18,14 @@ from rich.table import Table
 from kvrecall.config import DEFAULT_POLICY, parse_size
 from kvrecall.errors import ConfigError
 from kvrecall.pool.eviction import POLICY_NAMES, make_policy
-from kvrecall.simulate import amounts
-from kvrecall.simulate.clairvoyant import clairvoyant_hits
-from kvrecall.simulate.replay import Outcome, TierCount, TierSpec, replay
+from kvrecall.simulate.replay import Outcome, TierCount, TierSpec, clairvoyant_hits, replay
 from kvrecall.simulate.trace import Trace, TraceError, read_trace
 from kvrecall.simulate.workload import WORKLOADS, make_workload
 
 app = typer.Typer(add_completion=False)
 
 SYNTHETIC = "synthetic:"
+_UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 @app.command()
@@ -168,7 +167,7 @@ def _print_tables(report: _Report) -> None:
         table.add_column(heading, justify=justify, no_wrap=True)
     for outcome in report.outcomes:
         for tier, rate, bound in report.rates(outcome):
-            moved = (tier.reads, tier.writes, tier.evictions, tier.bypassed)
+            moved = (tier.hits, tier.writes, tier.evictions, tier.bypassed)
             table.add_row(
                 outcome.policy, tier.name, f"{tier.capacity:,}", f"{tier.hits:,}",
                 f"{rate:.4f}", f"{bound:.4f}", f"{rate / bound:.0%}" if bound else "-",
@@ -180,7 +179,7 @@ def _print_tables(report: _Report) -> None:
 
 
 def _amount(blocks: int, block_bytes: int) -> str:
-    return amounts.of_bytes(blocks * block_bytes) if block_bytes else f"{blocks:,}"
+    return format_bytes(blocks * block_bytes) if block_bytes else f"{blocks:,}"
 
 
 def _summary(report: _Report, policy: str) -> dict[str, object]:
@@ -221,12 +220,21 @@ def _tier_row(tier: TierCount, rate: float, bound: float, block_bytes: int) -> d
         "hits": tier.hits,
         "hit_rate_up_to_here": round(rate, 6),
         "clairvoyant_up_to_here": round(bound, 6),
-        "read_blocks": tier.reads,
+        "read_blocks": tier.hits,
         "written_blocks": tier.writes,
         "evicted_blocks": tier.evictions,
         "bypassed_blocks": tier.bypassed,
     }
     if block_bytes:
-        row["read_bytes"] = tier.reads * block_bytes
+        row["read_bytes"] = tier.hits * block_bytes
         row["written_bytes"] = tier.writes * block_bytes
     return row
+
+
+def format_bytes(nbytes: float) -> str:
+    """Decimal units, four digits at most before the next unit: ``9,999 MB``, ``10 GB``."""
+    amount, units = float(nbytes), list(_UNITS)
+    while amount >= 10_000.0 and len(units) > 1:
+        amount /= 1000.0
+        del units[0]
+    return f"{amount:,.0f} {units[0]}"

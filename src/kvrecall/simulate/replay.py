@@ -1,12 +1,13 @@
-"""Replays a trace against tiers under a policy and counts strict-prefix hits and blocks moved."""
+"""Replays a trace against tiers under a policy, and bounds what any policy could have hit."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvrecall.block import BlockKey
-from kvrecall.pool.eviction import EvictionPolicy, make_policy
+from kvrecall.pool.eviction import make_policy
 from kvrecall.simulate.trace import Trace
 
 
@@ -18,18 +19,17 @@ class TierSpec:
     capacity: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TierCount:
     """What a tier did, in blocks. ``hits`` are the blocks served from here (nearest tier first),
     ``bypassed`` those that the policy did not admit."""
 
     name: str
     capacity: int
-    hits: int
-    reads: int
-    writes: int
-    evictions: int
-    bypassed: int
+    hits: int = 0
+    writes: int = 0
+    evictions: int = 0
+    bypassed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,69 +50,40 @@ class Outcome:
         return self.hits / self.accesses if self.accesses else 0.0
 
 
-@dataclass(slots=True)
 class _Tier:
-    """Residents of one tier and its counters."""
+    """Residents of one tier, and what it did. ``picky``: the policy may refuse new blocks."""
 
-    spec: TierSpec
-    policy_name: str
-    picky: bool  # whether the policy may refuse new blocks
-    policy: EvictionPolicy = field(init=False)
-    resident: set[BlockKey] = field(default_factory=set)
-    hits: int = 0
-    reads: int = 0
-    writes: int = 0
-    evictions: int = 0
-    bypassed: int = 0
-
-    def __post_init__(self) -> None:
-        self.policy = make_policy(self.policy_name, self.spec.capacity)
+    def __init__(self, spec: TierSpec, policy: str, picky: bool) -> None:
+        self.policy = make_policy(policy, spec.capacity)
+        self.picky = picky
+        self.resident: set[BlockKey] = set()
+        self.count = TierCount(spec.name, spec.capacity)
 
     def fill(self, chain: Sequence[BlockKey], now: float) -> None:
         """Stores what is missing of ``chain``, prefix first, until there is no room for more.
         The chain's own blocks are leased meanwhile: they are not evicted for each other."""
-        resident, policy = self.resident, self.policy
+        resident, policy, count = self.resident, self.policy, self.count
         leased = frozenset(chain)
         parent: BlockKey | None = None
         for depth, key in enumerate(chain):
             if key not in resident:
-                if len(resident) >= self.spec.capacity and not self._make_room(
-                    key, parent, depth, now, leased
-                ):
-                    self.bypassed += sum(1 for left in chain[depth:] if left not in resident)
-                    return
+                if len(resident) >= count.capacity:
+                    admitted = not self.picky or policy.admit(key, parent, depth, now)
+                    victims = (
+                        policy.victims(1, lambda block: block not in leased, now)
+                        if admitted
+                        else []
+                    )
+                    if not victims:
+                        count.bypassed += sum(1 for left in chain[depth:] if left not in resident)
+                        return
+                    policy.remove(victims[0])
+                    resident.remove(victims[0])
+                    count.evictions += 1
                 resident.add(key)
                 policy.insert(key, parent, depth, now)
-                self.writes += 1
+                count.writes += 1
             parent = key
-
-    def _make_room(
-        self,
-        key: BlockKey,
-        parent: BlockKey | None,
-        depth: int,
-        now: float,
-        leased: frozenset[BlockKey],
-    ) -> bool:
-        if self.picky and not self.policy.admit(key, parent, depth, now):
-            return False
-        victims = self.policy.victims(1, lambda block: block not in leased, now)
-        for victim in victims:
-            self.policy.remove(victim)
-            self.resident.remove(victim)
-            self.evictions += 1
-        return bool(victims)
-
-    def count(self) -> TierCount:
-        return TierCount(
-            self.spec.name,
-            self.spec.capacity,
-            self.hits,
-            self.reads,
-            self.writes,
-            self.evictions,
-            self.bypassed,
-        )
 
 
 def replay(
@@ -139,9 +110,59 @@ def replay(
             room = next((room for room in rooms if key in room.resident), None)
             if room is None:
                 break
-            room.hits += 1
-            room.reads += 1
+            room.count.hits += 1
         for room in rooms:
             room.policy.access(chain, request.now)
             room.fill(chain, request.now)
-    return Outcome(policy, len(trace.requests), accesses, tuple(room.count() for room in rooms))
+    return Outcome(policy, len(trace.requests), accesses, tuple(room.count for room in rooms))
+
+
+def clairvoyant_hits(
+    trace: Trace, capacity: int, advance: Callable[[], None] = lambda: None
+) -> int:
+    """Strict-prefix block hits of the best possible cache of ``capacity`` blocks. Exact.
+
+    Rules of the game: blocks appear only by being computed (no prefetch); after each request the
+    cache keeps any ``capacity`` of the blocks it had and the blocks of the request, so a block
+    may be bypassed; a request hits block i if blocks 0..i are all there.
+
+    Keeping a block from one use to the next is an interval; a choice of intervals is feasible if
+    no more than ``capacity`` overlap anywhere. Giving up the interval that ends last whenever
+    there are too many is optimal (Belady 1966, with bypass: McFarling 1992; as a schedule of
+    intervals on k machines: Faigle & Nawijn 1995). That ignores the prefix rule, so it bounds
+    from above; and since a prefix is used again no later than what hangs on it, breaking ties at
+    the deeper block keeps the cache closed under prefixes, so the bound is reached.
+
+    ``advance`` is called once a request (progress).
+    """
+    rows = _next_uses(trace)
+    resident: dict[BlockKey, int] = {}  # block -> request that uses it next
+    farthest: list[tuple[int, int, BlockKey]] = []  # heap of (-next use, -depth, block), lazy
+    hits = 0
+    for request, nexts in zip(trace.requests, rows, strict=True):
+        advance()
+        prefix = True
+        for depth, (key, following) in enumerate(zip(request.chain, nexts, strict=True)):
+            prefix = resident.pop(key, -1) >= 0 and prefix
+            hits += prefix
+            if following >= 0:
+                resident[key] = following
+                heapq.heappush(farthest, (-following, -depth, key))
+        while len(resident) > capacity:
+            following, _, key = heapq.heappop(farthest)
+            if resident.get(key) == -following:
+                del resident[key]
+    return hits
+
+
+def _next_uses(trace: Trace) -> list[list[int]]:
+    """For each block of each request the index of the next request with it, -1 if none."""
+    upcoming: dict[BlockKey, int] = {}
+    rows: list[list[int]] = []
+    for index in range(len(trace.requests) - 1, -1, -1):
+        chain = trace.requests[index].chain
+        rows.append([upcoming.get(key, -1) for key in chain])
+        for key in chain:
+            upcoming[key] = index
+    rows.reverse()
+    return rows

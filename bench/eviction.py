@@ -1,6 +1,6 @@
 """The measurements of docs/eviction.md.
 
-``python -m kvrecall.simulate.study rates TRACE [KIND ...]``, kinds as in ``_CAPACITIES``, and
+``python -m bench.eviction rates TRACE [KIND ...]``, kinds as in ``_CAPACITIES``, and
 ``... study cost [CAPACITY]``.
 """
 
@@ -14,8 +14,7 @@ from pathlib import Path
 
 from kvrecall.block import BlockKey
 from kvrecall.pool.eviction import POLICY_NAMES, EvictionPolicy, make_policy
-from kvrecall.simulate.clairvoyant import clairvoyant_hits
-from kvrecall.simulate.replay import TierSpec, replay
+from kvrecall.simulate.replay import TierSpec, clairvoyant_hits, replay
 from kvrecall.simulate.trace import Trace, block_key, read_trace
 from kvrecall.simulate.workload import WORKLOADS, doubled, make_workload, part, thinned
 
@@ -145,7 +144,7 @@ def main(words: Sequence[str]) -> None:
         case ["cost", capacity] if capacity.isdecimal():
             cost(int(capacity))
         case _:
-            sys.exit("usage: python -m kvrecall.simulate.study rates TRACE [KIND ...] | cost [N]")
+            sys.exit("usage: python -m bench.eviction rates TRACE [KIND ...] | cost [N]")
 
 
 if __name__ == "__main__":
