@@ -25,19 +25,21 @@ from kvrecall.lab.identity.trial import (
     _unfairness,
     sure_tokens,
 )
-from kvrecall.lab.models import read_shape, write_lora, write_model
-from kvrecall.lab.processes import as_child
-from kvrecall.lab.variants import (
+from kvrecall.lab.models import (
     ADAPTER,
     WEIGHTS,
+    read_shape,
     write_changed,
     write_indexed,
     write_kv_scales,
     write_links,
     write_llama4,
+    write_lora,
+    write_model,
     write_over,
     write_phi3,
 )
+from kvrecall.lab.processes import as_child
 
 TINY = {"hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32}
 

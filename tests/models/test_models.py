@@ -155,7 +155,7 @@ def test_the_command_writes_a_model(tmp_path: Path) -> None:
     from kvrecall.lab import models
 
     app = typer.Typer()
-    app.command()(models._main)
+    app.command()(models.write_model)
     arguments = [str(tmp_path / "m"), "--architecture", "llama", "--hidden", "64", "--layers", "1"]
     assert CliRunner().invoke(app, arguments).exit_code == 0
     assert json.loads((tmp_path / "m" / "config.json").read_text())["hidden_size"] == 64

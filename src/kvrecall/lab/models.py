@@ -1,4 +1,5 @@
-"""Writes small models in Hugging Face's folder format: random weights, byte-level tokenizer.
+"""Writes small models in Hugging Face's folder format: random weights, byte-level tokenizer; and
+folders that differ from another in one thing.
 
 They stand in for real models where only the machinery matters: every name and shape is that of
 the real architecture, so that vLLM and transformers load them. The weights are scaled such that
@@ -6,7 +7,10 @@ greedy output depends on the whole prompt (attention is neither flat nor on one 
 block adds as much to the residual stream as lies there), since equality of outputs is what they
 are used to prove. Special tokens have no logit worth choosing: greedy output never ends early.
 
-``python -m kvrecall.lab.models PATH --architecture qwen3`` writes one.
+``python -m kvrecall.lab.models PATH --architecture qwen3`` writes one. The functions that take a
+folder written by ``write_model`` return the path of a new one, in another form (W8A8, LoRA), with
+one thing changed, or of a family whose KV depends on more than weights and tokens: Phi-3 (long rope
+factors), Llama 4 (attention temperature), BLIP-2 (images), fp8 scales, code in the folder.
 """
 
 from __future__ import annotations
@@ -14,17 +18,26 @@ from __future__ import annotations
 import enum
 import json
 import math
+import os
+import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+
+Tensors = dict[str, Tensor]
+
+WEIGHTS = "model.safetensors"
+ADAPTER = "adapter_model.safetensors"
+LONG_ROPE_FROM = 512
+"""Phi-3: engines that serve longer sequences use the long factors."""
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 _EOS = 258  # <|im_end|>
@@ -125,7 +138,7 @@ _DEEPSEEK: dict[str, object] = {
 
 
 def write_model(
-    path: str | Path,
+    path: Path,
     architecture: str = "qwen3",
     *,
     hidden: int = 256,
@@ -151,19 +164,17 @@ def write_model(
     shape = ModelShape(
         family, hidden, layers, heads, kv_heads, head_dim, vocab, max_position, dtype
     )
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = dict(_Weights(shape, seed).tensors())
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    _write_json(folder / "config.json", shape.config())
-    _write_json(folder / "generation_config.json", {"eos_token_id": _EOS, "pad_token_id": _PAD})
-    _write_tokenizer(folder, max_position)
-    return folder
+    path.mkdir(parents=True, exist_ok=True)
+    _save(dict(_Weights(shape, seed).tensors()), path / WEIGHTS)
+    _write(path / "config.json", shape.config())
+    _write(path / "generation_config.json", {"eos_token_id": _EOS, "pad_token_id": _PAD})
+    _write_tokenizer(path, max_position)
+    return path
 
 
-def read_shape(folder: str | Path) -> ModelShape:
+def read_shape(folder: Path) -> ModelShape:
     """The shape of a model that ``write_model`` wrote."""
-    config = json.loads((Path(folder) / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
     return ModelShape(
         Architecture(config["model_type"]),
         config["hidden_size"],
@@ -261,64 +272,112 @@ class _Weights:
         return torch.ones(size, dtype=self._dtype)
 
 
-def write_w8a8(path: str | Path, source: str | Path) -> Path:
-    """Writes an int8 form of the model ``source``, in the compressed-tensors format.
+# -- forms and changes -----------------------------------------------------------------------
+
+
+def write_changed(
+    path: Path,
+    source: Path,
+    tensors: Callable[[Tensors], None] | None = None,
+    config: Mapping[str, object] | None = None,
+    file: str = WEIGHTS,
+    note_bytes: int = 0,
+) -> Path:
+    """A copy of ``source``, a model or an adapter. ``tensors`` changes in place what ``file``
+    holds, whose header then has a note of ``note_bytes``; ``config`` adds settings."""
+    shutil.copytree(source, path, dirs_exist_ok=True)
+    if tensors is not None:
+        weights = load_file(source / file)
+        tensors(weights)
+        _save(weights, path / file, note_bytes)
+    if config is not None:
+        _update(path / "config.json", config)
+    return path
+
+
+def write_links(path: Path, source: Path) -> Path:
+    """A folder of links to the files of ``source``, as the hub's cache has them."""
+    path.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        (path / file.name).symlink_to(file.resolve())
+    return path
+
+
+def write_over(folder: Path, source: Path) -> None:
+    """Overwrites the files of ``folder`` with those of ``source``; their times stay."""
+    for file in folder.iterdir():
+        if file.is_file():
+            before = file.stat()
+            shutil.copyfile(source / file.name, file)
+            os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def write_indexed(path: Path, sources: Mapping[str, Path], winner: str) -> Path:
+    """The weights of several models in one folder, each in a file ``model-NAME.safetensors``, and
+    an index by which vLLM loads those of ``winner``. The rest is that of ``winner``."""
+    shutil.copytree(sources[winner], path, dirs_exist_ok=True)
+    (path / WEIGHTS).unlink()
+    for name, source in sources.items():
+        shutil.copyfile(source / WEIGHTS, path / f"model-{name}.safetensors")
+    names = load_file(sources[winner] / WEIGHTS)
+    index = {
+        "metadata": {"total_size": sum(one.nbytes for one in names.values())},
+        "weight_map": dict.fromkeys(sorted(names), f"model-{winner}.safetensors"),
+    }
+    _write(path / "model.safetensors.index.json", index)
+    return path
+
+
+def write_w8a8(path: Path, source: Path) -> Path:
+    """An int8 form of the model ``source``, in the compressed-tensors format.
 
     Every linear layer but the head has symmetric int8 weights with a scale for each output
     channel; activations are quantised per token while running.
     """
-    folder, origin = Path(path), Path(source)
-    shutil.copytree(origin, folder, dirs_exist_ok=True)
-    weights: dict[str, Tensor] = {}
-    for name, tensor in load_file(origin / "model.safetensors").items():
-        if not name.endswith("_proj.weight"):
-            weights[name] = tensor
-            continue
-        wide = tensor.float()
-        scale = wide.abs().amax(dim=1, keepdim=True) / 127
-        weights[name] = (wide / scale).round().clamp(-128, 127).to(torch.int8)
-        weights[f"{name}_scale"] = scale
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((origin / "config.json").read_text())
+
+    def quantise(weights: Tensors) -> None:
+        for name in [name for name in weights if name.endswith("_proj.weight")]:
+            wide = weights[name].float()
+            scale = wide.abs().amax(dim=1, keepdim=True) / 127
+            weights[name] = (wide / scale).round().clamp(-128, 127).to(torch.int8)
+            weights[f"{name}_scale"] = scale
+
     integers = {"num_bits": 8, "type": "int", "symmetric": True}
-    config["quantization_config"] = {
+    group = {
+        "targets": ["Linear"],
+        "weights": integers | {"strategy": "channel", "dynamic": False},
+        "input_activations": integers | {"strategy": "token", "dynamic": True},
+    }
+    quantization = {
         "quant_method": "compressed-tensors",
         "format": "int-quantized",
         "quantization_status": "compressed",
         "ignore": ["lm_head"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": integers | {"strategy": "channel", "dynamic": False},
-                "input_activations": integers | {"strategy": "token", "dynamic": True},
-            }
-        },
+        "config_groups": {"group_0": group},
     }
-    _write_json(folder / "config.json", config)
-    return folder
+    return write_changed(path, source, quantise, {"quantization_config": quantization})
 
 
-def write_lora(path: str | Path, base: str | Path, *, rank: int = 8, seed: int = 0) -> Path:
+def write_lora(path: Path, base: Path, *, rank: int = 8, seed: int = 0) -> Path:
     """Writes a PEFT adapter for the model ``base`` on its query, key, value and output layers.
 
     Its weights are as large as the base's own, so that answers with and without it, and those of
     two seeds, differ. Not for deepseek_v3.
     """
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    random = torch.Generator().manual_seed(seed)
+    dice = torch.Generator().manual_seed(seed)
     weights: dict[str, Tensor] = {}
-    for name, tensor in load_file(Path(base) / "model.safetensors").items():
+    for name, tensor in load_file(base / WEIGHTS).items():
         module = name.removesuffix(".weight")
         if name == module or module.rpartition(".")[2] not in targets:
             continue
         rows, columns = tensor.shape
-        down = torch.randn(rank, columns, generator=random) / columns**0.5
-        up = torch.randn(rows, rank, generator=random) / rank**0.5
+        down = torch.randn(rank, columns, generator=dice) / columns**0.5
+        up = torch.randn(rows, rank, generator=dice) / rank**0.5
         weights[f"base_model.model.{module}.lora_A.weight"] = down.to(tensor.dtype)
         weights[f"base_model.model.{module}.lora_B.weight"] = up.to(tensor.dtype)
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    path.mkdir(parents=True, exist_ok=True)
+    _save(weights, path / ADAPTER)
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -330,8 +389,281 @@ def write_lora(path: str | Path, base: str | Path, *, rank: int = 8, seed: int =
         "target_modules": targets,
         "inference_mode": True,
     }
-    _write_json(folder / "adapter_config.json", settings)
-    return folder
+    _write(path / "adapter_config.json", settings)
+    return path
+
+
+_CODE = '''"""Qwen3 whose embeddings are turned by some places."""
+
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
+
+PLACES = {places}
+
+
+class TurnedConfig(Qwen3Config):
+    model_type = "{model_type}"
+
+
+class TurnedModel(Qwen3Model):
+    config_class = TurnedConfig
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        **kwargs,
+    ):
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        return super().forward(
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds.roll(PLACES, dims=-1),
+            **kwargs,
+        )
+
+
+class TurnedForCausalLM(Qwen3ForCausalLM):
+    config_class = TurnedConfig
+'''
+
+
+def write_code(path: Path, source: Path, places: int, *, needed: bool = True) -> Path:
+    """A Qwen3 folder with a ``modeling_turned.py`` that turns embeddings by ``places``.
+
+    ``needed``: the architecture is the file's own, which vLLM runs by its Transformers backend with
+    ``trust_remote_code``. Else the folder keeps its architecture, so that vLLM serves it with its
+    own code and the file is dead.
+    """
+    shutil.copytree(source, path, dirs_exist_ok=True)
+    model_type = "turned" if needed else "qwen3"
+    code = _CODE.format(places=places, model_type=model_type)
+    (path / "modeling_turned.py").write_text(code)
+    names = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
+    auto = {key: f"modeling_turned.Turned{name}" for key, name in names.items()}
+    settings: dict[str, object] = {"auto_map": auto}
+    if needed:
+        settings |= {"architectures": ["TurnedForCausalLM"], "model_type": model_type}
+    _update(path / "config.json", settings)
+    return path
+
+
+def write_phi3(path: Path, source: Path) -> Path:
+    """A Phi-3 with long and short rope factors, of the weights of a Llama."""
+    shape = read_shape(source)
+
+    def fuse(weights: Tensors) -> None:
+        for layer in range(shape.layers):
+            place = f"model.layers.{layer}"
+            for fused, parts in (
+                ("self_attn.qkv_proj", [f"self_attn.{name}_proj" for name in "qkv"]),
+                ("mlp.gate_up_proj", ["mlp.gate_proj", "mlp.up_proj"]),
+            ):
+                rows = [weights.pop(f"{place}.{part}.weight") for part in parts]
+                weights[f"{place}.{fused}.weight"] = torch.cat(rows)
+
+    half = shape.head_dim // 2
+    config = {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "original_max_position_embeddings": LONG_ROPE_FROM,
+        "rope_theta": 1e4,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0 + 0.02 * place for place in range(half)],
+            "long_factor": [1.0 + 0.5 * place for place in range(half)],
+        },
+    }
+    return write_changed(path, source, fuse, config)
+
+
+def write_llama4(path: Path, source: Path) -> Path:
+    """A dense Llama 4 (text) of the weights of a Llama. Every other layer has no rope, and its
+    attention temperature, where it is tuned, changes every 16 tokens."""
+    shape = read_shape(source)
+
+    def rename(weights: Tensors) -> None:
+        for name in [name for name in weights if ".mlp." in name]:
+            weights[name.replace(".mlp.", ".feed_forward.")] = weights.pop(name)
+
+    config = {
+        "architectures": ["Llama4ForCausalLM"],
+        "model_type": "llama4_text",
+        "intermediate_size_mlp": shape.intermediate,
+        "interleave_moe_layer_step": 0,
+        "moe_layers": [],
+        "num_local_experts": 1,
+        "no_rope_layers": [(layer + 1) % 2 for layer in range(shape.layers)],
+        "layer_types": ["full_attention"] * shape.layers,
+        "attention_chunk_size": None,
+        "floor_scale": 16,
+        "attn_scale": 0.5,
+        "max_position_embeddings": 2 * shape.max_position,
+    }
+    return write_changed(path, source, rename, config)
+
+
+def write_kv_scales(path: Path, source: Path, scale: float) -> Path:
+    """A copy whose checkpoint brings this scale for keys and values kept as fp8."""
+
+    def add(weights: Tensors) -> None:
+        for layer in range(read_shape(source).layers):
+            for name in ("k_scale", "v_scale"):
+                weights[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor([scale])
+
+    scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "quantization_status": "frozen",
+        "config_groups": {},
+        "ignore": [],
+        "kv_cache_scheme": scheme | {"dynamic": False},
+    }
+    return write_changed(path, source, add, {"quantization_config": quantization})
+
+
+PICTURE = 56  # pixels a side
+_PATCH = 14
+_QUERIES = 16
+_VISION = 64
+"""A picture's tokens are ``_QUERIES``; what sees it is ``_VISION`` wide."""
+
+
+def write_blip2(path: Path, source: Path, seed: int = 0) -> Path:
+    """A BLIP-2 whose language model is the Llama ``source``. A picture is 16 tokens."""
+    shape = read_shape(source)
+    seen = {"hidden_size": _VISION, "intermediate_size": 2 * _VISION, "num_hidden_layers": 2}
+    seen |= {"num_attention_heads": 2}
+    image_token = _first_free_token(source)
+    config = {
+        "architectures": ["Blip2ForConditionalGeneration"],
+        "model_type": "blip-2",
+        "image_token_index": image_token,
+        "num_query_tokens": _QUERIES,
+        "text_config": json.loads((source / "config.json").read_text()),
+        "vision_config": {
+            "model_type": "blip_2_vision_model",
+            "image_size": PICTURE,
+            "patch_size": _PATCH,
+            **seen,
+        },
+        "qformer_config": {
+            "model_type": "blip_2_qformer",
+            "encoder_hidden_size": _VISION,
+            "vocab_size": shape.vocab,
+            **seen,
+        },
+        "torch_dtype": shape.dtype,
+    }
+    weights = _eyes(shape, seed)
+    for name, tensor in load_file(source / WEIGHTS).items():
+        weights[f"language_model.{name}"] = tensor
+    shutil.copytree(source, path, dirs_exist_ok=True)
+    _save(weights, path / WEIGHTS)
+    _write(path / "config.json", config)
+    _add_special_token(path / "tokenizer.json", image_token, "<image>")
+    processor: dict[str, object] = {"processor_class": "Blip2Processor"}
+    _write(path / "processor_config.json", processor | {"num_query_tokens": _QUERIES})
+    pixels = {
+        "image_processor_type": "BlipImageProcessor",
+        "size": {"height": PICTURE, "width": PICTURE},
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "do_convert_rgb": True,
+        "rescale_factor": 1 / 255,
+        "resample": 3,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    _write(path / "preprocessor_config.json", processor | pixels)
+    return path
+
+
+def write_picture(path: Path, seed: int) -> Path:
+    """A picture of noise that no other seed gives, as PNG."""
+    from PIL import Image
+
+    size = (PICTURE, PICTURE)
+    Image.frombytes("RGB", size, random.Random(seed).randbytes(3 * PICTURE**2)).save(path)
+    return path
+
+
+def _eyes(shape: ModelShape, seed: int) -> Tensors:
+    """BLIP-2's weights beside those of its language model, by their names in a checkpoint."""
+    dice = torch.Generator().manual_seed(seed)
+    dtype: torch.dtype = getattr(torch, shape.dtype)
+
+    def matrix(*size: int, gain: float = 1.0) -> Tensor:
+        columns = torch.empty(size)[0].numel()
+        drawn = torch.empty(size).normal_(0.0, gain / columns**0.5, generator=dice)
+        return drawn.to(dtype)
+
+    def linear(name: str, rows: int, columns: int, gain: float = 1.0) -> Tensors:
+        weight = matrix(rows, columns, gain=gain)
+        return {f"{name}.weight": weight, f"{name}.bias": torch.zeros(rows, dtype=dtype)}
+
+    def norm(name: str) -> Tensors:
+        ones, zeros = torch.ones(_VISION, dtype=dtype), torch.zeros(_VISION, dtype=dtype)
+        return {f"{name}.weight": ones, f"{name}.bias": zeros}
+
+    wide, patches = 2 * _VISION, (PICTURE // _PATCH) ** 2
+    place = "vision_model.embeddings"
+    weights = {
+        "query_tokens": matrix(1, _QUERIES, _VISION, gain=_QUERIES**0.5 * _VISION**0.5),
+        f"{place}.class_embedding": matrix(1, 1, _VISION),
+        f"{place}.position_embedding": matrix(1, patches + 1, _VISION),
+        f"{place}.patch_embedding.weight": matrix(_VISION, 3, _PATCH, _PATCH, gain=3.0),
+        f"{place}.patch_embedding.bias": torch.zeros(_VISION, dtype=dtype),
+    }
+    for layer in range(2):
+        place = f"vision_model.encoder.layers.{layer}"
+        weights |= linear(f"{place}.self_attn.qkv", 3 * _VISION, _VISION)
+        weights |= linear(f"{place}.self_attn.projection", _VISION, _VISION)
+        weights |= linear(f"{place}.mlp.fc1", wide, _VISION)
+        weights |= linear(f"{place}.mlp.fc2", _VISION, wide)
+        weights |= norm(f"{place}.layer_norm1") | norm(f"{place}.layer_norm2")
+        place = f"qformer.encoder.layer.{layer}"
+        for attention in ("attention", "crossattention")[: 2 - layer]:  # every other one crosses
+            for part in ("attention.query", "attention.key", "attention.value", "output.dense"):
+                weights |= linear(f"{place}.{attention}.{part}", _VISION, _VISION)
+            weights |= norm(f"{place}.{attention}.output.LayerNorm")
+        weights |= linear(f"{place}.intermediate_query.dense", wide, _VISION)
+        weights |= linear(f"{place}.output_query.dense", _VISION, wide)
+        weights |= norm(f"{place}.output_query.LayerNorm")
+    weights |= norm("vision_model.post_layernorm") | norm("qformer.layernorm")
+    return weights | linear("language_projection", shape.hidden, _VISION, gain=2.0)
+
+
+def _first_free_token(source: Path) -> int:
+    added = json.loads((source / "tokenizer.json").read_text())["added_tokens"]
+    return 1 + max(int(token["id"]) for token in added)
+
+
+def _add_special_token(path: Path, number: int, text: str) -> None:
+    tokenizer = json.loads(path.read_text())
+    tokens = tokenizer["added_tokens"]
+    tokens.append({**tokens[-1], "id": number, "content": text})
+    path.write_text(json.dumps(tokenizer))
+
+
+def _save(weights: Tensors, path: Path, note_bytes: int = 0) -> None:
+    whole = {name: tensor.contiguous() for name, tensor in weights.items()}
+    note = {"note": " " * note_bytes} if note_bytes else {}
+    save_file(whole, path, metadata={"format": "pt", **note})
+
+
+def _update(path: Path, settings: Mapping[str, object]) -> None:
+    known: dict[str, Any] = json.loads(path.read_text())
+    _write(path, known | dict(settings))
+
+
+def _write(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def _write_tokenizer(folder: Path, max_position: int) -> None:
@@ -351,43 +683,9 @@ def _write_tokenizer(folder: Path, max_position: int) -> None:
         "pad_token": "<|pad|>",
         "chat_template": CHAT_TEMPLATE,
     }
-    _write_json(folder / "tokenizer_config.json", settings)
+    _write(folder / "tokenizer_config.json", settings)
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 
 
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
-
-
-def _main(
-    path: Annotated[Path, typer.Argument(help="Folder to write.")],
-    architecture: Annotated[Architecture, typer.Option()] = Architecture.QWEN3,
-    hidden: int = 256,
-    layers: int = 4,
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 64,
-    vocab: int = 512,
-    max_position: int = 32768,
-    seed: int = 0,
-    dtype: str = "bfloat16",
-) -> None:
-    """Writes a small model with random weights and a byte-level tokenizer."""
-    write_model(
-        path,
-        architecture.value,
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocab=vocab,
-        max_position=max_position,
-        seed=seed,
-        dtype=dtype,
-    )
-    typer.echo(path)
-
-
 if __name__ == "__main__":
-    typer.run(_main)
+    typer.run(write_model)

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.lab.identity.setups import Setup, Shelf
-from kvrecall.lab.models import write_lora
-from kvrecall.lab.variants import (
+from kvrecall.lab.models import (
     ADAPTER,
     LONG_ROPE_FROM,
     Tensors,
@@ -25,6 +24,7 @@ from kvrecall.lab.variants import (
     write_kv_scales,
     write_links,
     write_llama4,
+    write_lora,
     write_phi3,
     write_picture,
 )

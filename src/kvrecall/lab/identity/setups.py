@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.lab.identity.prompts import BLOCK
-from kvrecall.lab.models import write_model
-from kvrecall.lab.variants import write_over
+from kvrecall.lab.models import write_model, write_over
 
 _OPTIONS: Mapping[str, Any] = {
     "dtype": "float32",
