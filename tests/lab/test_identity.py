@@ -13,10 +13,9 @@ import pytest
 from safetensors.torch import load_file
 
 from kvrecall.lab.engines.engine import Answer
-from kvrecall.lab.identity.engines import Life, Said
+from kvrecall.lab.identity.engines import Life, Reply
 from kvrecall.lab.identity.pairs import BLIND, EQUAL, OTHER, PAIRS, Kv
-from kvrecall.lab.identity.prompts import BLOCK, Prompts
-from kvrecall.lab.identity.setups import Setup, Shelf
+from kvrecall.lab.identity.setups import BLOCK, Prompts, Setup, Shelf
 from kvrecall.lab.identity.trial import (
     LEAST_TOLERANCE,
     Reference,
@@ -57,29 +56,29 @@ def reference(truth: Answer | None = None, noise: float = 0.0) -> Reference:
     return Reference({"known-1": truth or answer()}, noise)
 
 
-def said(answer: Answer, own: int = 0) -> Said:
-    return Said("known-1", answer, own)
+def reply(answer: Answer, own: int = 0) -> Reply:
+    return Reply("known-1", answer, own)
 
 
 def test_a_wrong_token_and_a_wrong_score_are_seen() -> None:
     truth = reference()
-    assert truth.fault(said(answer())) == ""
-    assert "[1, 2, 9]" in truth.fault(said(answer((1, 2, 9))))
-    assert truth.fault(said(answer(scores=(-0.1, -0.2, -0.30001)))) == ""
-    assert "off by" in truth.fault(said(answer(scores=(-0.1, -0.2, -0.301))))
+    assert truth.fault(reply(answer())) == ""
+    assert "[1, 2, 9]" in truth.fault(reply(answer((1, 2, 9))))
+    assert truth.fault(reply(answer(scores=(-0.1, -0.2, -0.30001)))) == ""
+    assert "off by" in truth.fault(reply(answer(scores=(-0.1, -0.2, -0.301))))
 
 
 def test_after_an_ambiguous_token_nothing_is_compared() -> None:
     truth = answer(gaps=(1.0, LEAST_TOLERANCE, 1.0))
     assert sure_tokens(truth, LEAST_TOLERANCE) == 1
-    assert reference(truth).fault(said(answer((1, 7, 8), (-0.1, -5.0, -5.0)))) == ""
-    assert reference(truth).fault(said(answer((7, 2, 3))))
+    assert reference(truth).fault(reply(answer((1, 7, 8), (-0.1, -5.0, -5.0)))) == ""
+    assert reference(truth).fault(reply(answer((7, 2, 3))))
 
 
 def test_the_tolerance_is_what_cutting_the_prompt_does() -> None:
-    computed = [said(answer())]
+    computed = [reply(answer())]
     assert Reference.of(computed, computed).tolerance == LEAST_TOLERANCE
-    moved = [said(answer(scores=(-0.1, -0.21, -0.3)))]
+    moved = [reply(answer(scores=(-0.1, -0.21, -0.3)))]
     assert Reference.of(computed, moved).tolerance == pytest.approx(0.04)
 
 
@@ -103,15 +102,15 @@ def test_only_what_another_engine_saved_is_foreign() -> None:
     assert prompts.shared_tokens("twig-1", prompts.known, BLOCK) == 0
     assert max(len(text) for text in prompts.texts.values()) < 3 * BLOCK + 100
     recalled = answer(device=9, host=2 * BLOCK, disk=BLOCK, computed=5)
-    assert said(recalled).foreign == 3 * BLOCK
-    assert said(recalled, 3 * BLOCK).foreign == 0
-    assert said(recalled, 2 * BLOCK).foreign == BLOCK
+    assert reply(recalled).foreign == 3 * BLOCK
+    assert reply(recalled, 3 * BLOCK).foreign == 0
+    assert reply(recalled, 2 * BLOCK).foreign == BLOCK
 
 
 def test_a_recall_of_other_kv_is_wrong_even_if_the_reply_is_right() -> None:
     other, equal = (Verdict(next(p for p in PAIRS if p.kv is kv)) for kv in (Kv.OTHER, Kv.EQUAL))
     for verdict in (other, equal):
-        _judge("B", Life([said(answer(disk=BLOCK))]), reference(), verdict)
+        _judge("B", Life([reply(answer(disk=BLOCK))]), reference(), verdict)
     assert "128 tokens of the other's KV" in other.wrong[0]
     assert not equal.wrong
 
@@ -126,9 +125,9 @@ def test_a_verdict_names_its_faults() -> None:
     assert "although the KV is right" in replace(equal, caught=1).faults[0]
     assert replace(equal, unfair="it is not").faults == ["unfair: it is not"]
     assert Verdict(OTHER[0], failed="no engine").faults == ["failed: no engine"]
-    blind = Verdict(BLIND[0], caught=1, told=True)
+    blind = Verdict(BLIND[0], caught=1, logged=True)
     assert blind.faults == []
-    assert replace(blind, told=False).faults == ["not caught by the audit"]
+    assert replace(blind, logged=False).faults == ["not caught by the audit"]
     assert replace(blind, caught=0).faults == ["not caught by the audit"]
     assert len(replace(blind, wrong=["a reply"]).faults) == 2
 

@@ -5,33 +5,23 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import signal
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
 
+from kvrecall.lab.command import progress_of, unwind_on_signals
 from kvrecall.lab.identity.pairs import PAIRS, Kv, Pair
 from kvrecall.lab.identity.trial import Laboratory, Verdict
 
 app = typer.Typer(add_completion=False)
 
 _FAULTS_SHOWN = 3
-
-
-def _progress(line: str) -> None:
-    print(f"identity: {time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
-
-
-def _terminated(number: int, _: FrameType | None) -> None:
-    _progress(f"ended by {signal.Signals(number).name}")
-    sys.exit(128 + number)  # unwinds: engines are ended, the folder is removed
+_progress = progress_of("identity")
 
 
 @app.command()
@@ -56,9 +46,7 @@ def identity(
         for pair in PAIRS:
             typer.echo(f"{pair.name:26} {_kind(pair):6} {pair.about}")
         return
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _terminated)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell ignores it
+    unwind_on_signals()
     chosen = _chosen(only or [])
     folder = Path(tempfile.mkdtemp(prefix="kvrecall-identity-"))
     _progress(f"{len(chosen)} pairs, {jobs} engines at a time, in {folder}")

@@ -13,8 +13,7 @@ from typing import Any
 from kvrecall.errors import EngineError
 from kvrecall.lab.engines.engine import HOST, Answer, EngineProcess, Question
 from kvrecall.lab.identity import blindfold
-from kvrecall.lab.identity.prompts import ANSWER_TOKENS, Prompts
-from kvrecall.lab.identity.setups import Setup
+from kvrecall.lab.identity.setups import ANSWER_TOKENS, Prompts, Setup
 
 _POOL = {
     "host_size": "256MiB",
@@ -27,7 +26,7 @@ _POOL_TIERS = ("host", "disk", "remote")
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Reply:
     """An answer to the prompt ``name``. ``own``: tokens of the prompt's beginning that this engine
     had computed or asked for before, in this life or an earlier one."""
 
@@ -50,20 +49,20 @@ class Said:
 class Life:
     """An engine from start to end. ``asked``: prompts of its earlier lives and of this one.
 
-    ``audits`` and ``caught``, audits that failed: as its counters say at the end; ``told``: whether
+    ``audits`` and ``caught``, audits that failed: as its counters say at the end; ``logged``: whether
     its log speaks of a failed one.
     """
 
-    said: list[Said] = field(default_factory=list)
+    replies: list[Reply] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
     audits: int = 0
     caught: int = 0
-    told: bool = False
+    logged: bool = False
 
     @property
     def foreign(self) -> int:
         """Prompt tokens from the pool that another engine must have saved."""
-        return sum(said.foreign for said in self.said)
+        return sum(reply.foreign for reply in self.replies)
 
 
 class Engines:
@@ -95,23 +94,23 @@ class Engines:
             for name in plan:
                 own = prompts.shared_tokens(name, life.asked, setup.block_size)
                 engine.forget_device()
-                life.said.append(Said(name, _ask(engine, setup, prompts, name), own))
+                life.replies.append(Reply(name, _ask(engine, setup, prompts, name), own))
                 life.asked.append(name)
             counters = engine.metrics()
             life.audits = int(counters.get("kvrecall_audits_total", 0))
             life.caught = int(counters.get("kvrecall_audits_failed_total", 0))
-            life.told = _log_tells_of_failed_audit(engine.log)
+            life.logged = _log_has_failed_audit(engine.log)
         return life
 
-    def alone(self, label: str, setup: Setup, prompts: Prompts) -> tuple[list[Said], list[Said]]:
+    def alone(self, label: str, setup: Setup, prompts: Prompts) -> tuple[list[Reply], list[Reply]]:
         """Answers of the engine without a pool: to every prompt computed whole, and continued from
         the engine's own device cache. Raises EngineError."""
         computed, continued = [], []
         with self._engine(label, setup) as engine:
             for name in prompts.texts:
                 engine.forget_device()
-                computed.append(Said(name, _ask(engine, setup, prompts, name), 0))
-                continued.append(Said(name, _ask(engine, setup, prompts, name), 0))
+                computed.append(Reply(name, _ask(engine, setup, prompts, name), 0))
+                continued.append(Reply(name, _ask(engine, setup, prompts, name), 0))
         return computed, continued
 
     def stop(self) -> None:
@@ -163,6 +162,6 @@ def _ask(engine: EngineProcess, setup: Setup, prompts: Prompts, name: str) -> An
     return answer
 
 
-def _log_tells_of_failed_audit(log: Path) -> bool:
+def _log_has_failed_audit(log: Path) -> bool:
     lines = log.read_text(errors="replace").lower().splitlines()
     return any("kvrecall" in line and "audit failed" in line for line in lines)

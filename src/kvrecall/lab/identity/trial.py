@@ -13,10 +13,9 @@ from typing import Generic, TypeVar
 
 from kvrecall.errors import EngineError
 from kvrecall.lab.engines.engine import Answer
-from kvrecall.lab.identity.engines import Engines, Life, Said
+from kvrecall.lab.identity.engines import Engines, Life, Reply
 from kvrecall.lab.identity.pairs import Kv, Pair
-from kvrecall.lab.identity.prompts import Prompts
-from kvrecall.lab.identity.setups import Setup, Shelf
+from kvrecall.lab.identity.setups import Prompts, Setup, Shelf
 
 LEAST_TOLERANCE = 1e-4
 NOISE_MARGIN = 4.0
@@ -41,8 +40,8 @@ class Reference:
     noise: float
 
     @classmethod
-    def of(cls, computed: Sequence[Said], continued: Sequence[Said]) -> Reference:
-        answers = {said.name: said.answer for said in computed}
+    def of(cls, computed: Sequence[Reply], continued: Sequence[Reply]) -> Reference:
+        answers = {reply.name: reply.answer for reply in computed}
         return cls(answers, max(distance(answers[one.name], one.answer) for one in continued))
 
     @property
@@ -50,13 +49,13 @@ class Reference:
         """How far right replies may lie from these, in log-probability."""
         return max(LEAST_TOLERANCE, NOISE_MARGIN * self.noise)
 
-    def fault(self, said: Said) -> str:
+    def fault(self, reply: Reply) -> str:
         """What is wrong with an answer; empty if nothing is.
 
         Tokens are compared up to the first whose lead over the second choice is within what the
         tolerance may turn; with other tokens before it, later ones answer another question.
         """
-        truth, answer = self.answers[said.name], said.answer
+        truth, answer = self.answers[reply.name], reply.answer
         off = self._off(truth, answer)
         if off == math.inf:
             return f"{list(answer.tokens)} instead of {list(truth.tokens)}"
@@ -102,7 +101,7 @@ class Verdict:
     tokens recalled by the second engine of the first one's, and the other way round. ``silent``:
     prompts of which an engine never recalled anything, not even what it had saved itself, so that
     its pool may not have worked at all; not for blind pairs. ``audits``, ``caught``: of all lives,
-    and ``told`` whether a log speaks of it. ``noise``: as of ``Reference``. ``contrast``: least
+    and ``logged`` whether a log speaks of it. ``noise``: as of ``Reference``. ``contrast``: least
     distance between replies of the two engines, each without a pool. ``failed``: why there is no
     verdict.
     """
@@ -114,7 +113,7 @@ class Verdict:
     silent: list[str] = field(default_factory=list)
     audits: int = 0
     caught: int = 0
-    told: bool = False
+    logged: bool = False
     replies: int = 0
     noise: float = 0.0
     contrast: float = 0.0
@@ -129,7 +128,7 @@ class Verdict:
     @property
     def is_caught(self) -> bool:
         """The audit spoke, in the counters and the log, and every reply was right."""
-        return self.caught > 0 and self.told and not self.wrong
+        return self.caught > 0 and self.logged and not self.wrong
 
     @property
     def faults(self) -> list[str]:
@@ -257,20 +256,20 @@ def _unfairness(pair: Pair, contrast: Mapping[str, float], tolerance: float) -> 
 
 
 def _judge(who: str, life: Life, alone: Reference, verdict: Verdict) -> None:
-    for said in life.said:
-        if fault := alone.fault(said):
-            verdict.wrong.append(f"{who}, {said.name}: {fault} ({said.recalled} tokens recalled)")
-        elif verdict.pair.kv is Kv.OTHER and said.foreign:
-            verdict.wrong.append(f"{who}, {said.name}: {said.foreign} tokens of the other's KV")
-    verdict.replies += len(life.said)
+    for reply in life.replies:
+        if fault := alone.fault(reply):
+            verdict.wrong.append(f"{who}, {reply.name}: {fault} ({reply.recalled} tokens recalled)")
+        elif verdict.pair.kv is Kv.OTHER and reply.foreign:
+            verdict.wrong.append(f"{who}, {reply.name}: {reply.foreign} tokens of the other's KV")
+    verdict.replies += len(life.replies)
     verdict.audits += life.audits
     verdict.caught += life.caught
-    verdict.told |= life.told
+    verdict.logged |= life.logged
 
 
 def _never_recalled(life: Life) -> list[str]:
-    recalled = {said.name for said in life.said if said.recalled}
-    return sorted({said.name for said in life.said} - recalled)
+    recalled = {reply.name for reply in life.replies if reply.recalled}
+    return sorted({reply.name for reply in life.replies} - recalled)
 
 
 class _Once(Generic[_T]):
