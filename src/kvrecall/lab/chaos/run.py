@@ -21,8 +21,7 @@ from kvrecall.lab.engines.service import ServiceProcess
 from kvrecall.lab.models import write_model
 from kvrecall.pool.disk.folder import own_bytes
 from kvrecall.pool.disk.index import INDEX_NAME
-from kvrecall.pool.service.admin import FolderAdmin
-from kvrecall.pool.service.views import Query
+from kvrecall.pool.service.admin import FolderAdmin, Verify
 
 _DRAIN_S = 240.0
 _SAY_S = 5.0
@@ -200,9 +199,9 @@ class ChaosRun:
         if (service.disk / INDEX_NAME).exists():
             before = {row.key for row in stored_blocks(service.disk, in_use=False)}
             with FolderAdmin(service.disk) as admin:
-                verified, damaged = admin.verify(Query(), lambda *_: None)
-            report.add("blocks_verified", verified)
-            report.add("blocks_found_damaged", damaged)
+                verified = admin.do(Verify())
+            report.add("blocks_verified", verified.checked)
+            report.add("blocks_found_damaged", verified.damaged)
             after = {row.key for row in stored_blocks(service.disk, in_use=False)}
             if strange := oracle.undamaged(before - after):
                 what = f"{len(strange)} blocks on disk are damaged, and not by the run"

@@ -49,8 +49,8 @@ class Reply:
 class Life:
     """An engine from start to end. ``asked``: prompts of its earlier lives and of this one.
 
-    ``audits`` and ``caught``, audits that failed: as its counters say at the end; ``logged``: whether
-    its log speaks of a failed one.
+    ``audits`` and ``caught``, audits that failed: as its counters say at the end; ``logged``:
+    whether its log speaks of a failed one.
     """
 
     replies: list[Reply] = field(default_factory=list)
