@@ -102,8 +102,8 @@ def _outcomes(quick: bool, progress: Callable[[str], None]) -> Iterator[Outcome]
     yield tried("first token", progress, first)
     tokens = partial(servers.check_retrieval_tokens, _DEVICE, progress)
     yield tried("retrieval tokens", progress, tokens)
-    contexts = _DECODE_CONTEXTS[: 1 if quick else None]
-    decode = partial(servers.measure_decode, contexts, servers.LARGE, _DEVICE, progress)
+    lengths = _DECODE_CONTEXTS[: 1 if quick else None]
+    decode = partial(servers.measure_decode, lengths, servers.LARGE, _DEVICE, progress)
     yield tried("decode, engine", progress, decode)
     load = _QUICK_LOAD if quick else _LOAD
     sequences = partial(servers.measure_sequences, load, servers.SHALLOW, _DEVICE, progress)
