@@ -16,11 +16,13 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
 
 import msgspec
 import typer
+from rich.console import RenderableType
 
 from kvrecall.config import (
     DiskConfig,
@@ -39,13 +41,11 @@ from kvrecall.pool.disk.folder import FolderHeld, own_bytes
 from kvrecall.pool.disk.index import INDEX_NAME, is_sealed
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import protocol as p
+from kvrecall.pool.service import tables
 from kvrecall.pool.service.inventory import SORTS, By, Inventory, Listing, OnProgress, Overview
 from kvrecall.pool.service.inventory import Query as Query
 from kvrecall.pool.service.link import Link, LinkLate, LinkLost
 from kvrecall.pool.service.prefix_tree import PrefixTree
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 R = TypeVar("R")
 
@@ -55,33 +55,46 @@ _RESIZE_LOOK_S = 0.2
 
 Socket = Annotated[Path, typer.Option(help="The service's socket.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_Folder = Annotated[
-    Path | None,
-    typer.Option("--disk-path", help="Instead of a service: a disk folder that no pool uses."),
-]
-_KeyFile = Annotated[
-    Path | None,
-    typer.Option("--encryption-key-file", help="Of a folder whose blocks are encrypted."),
-]
-_Namespaces = Annotated[
-    list[str] | None,
-    typer.Option("--namespace", "-n", help="Only this one: its digest or the beginning of it."),
-]
-_Models = Annotated[
-    list[str] | None,
-    typer.Option("--model", "-m", help="Only models whose description holds this text."),
-]
-_Tenants = Annotated[
-    list[str] | None,
-    typer.Option("--tenant", "-t", help="Only this one: as `ls --by tenant` prints, or salt:SALT."),
-]
-_OlderThan = Annotated[
-    str | None, typer.Option(help="Only blocks not used for so long: 90m, 12h, 7d.")
-]
-_Block = Annotated[
-    str, typer.Option("--block", help="Only the prefix that ends with this block (ls --by chain).")
-]
 _Size = Annotated[str | None, typer.Option(help="A size such as 50GiB.")]
+_FOLDER = {
+    "disk_path": Annotated[
+        Path | None, typer.Option(help="Instead of a service: a disk folder that no pool uses.")
+    ],
+    "encryption_key_file": Annotated[
+        Path | None, typer.Option(help="Of a folder whose blocks are encrypted.")
+    ],
+}
+_QUERY = {
+    "namespace": Annotated[
+        list[str] | None,
+        typer.Option("--namespace", "-n", help="Only this one: its digest or the beginning of it."),
+    ],
+    "model": Annotated[
+        list[str] | None,
+        typer.Option("--model", "-m", help="Only models whose description holds this text."),
+    ],
+    "tenant": Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tenant", "-t", help="Only this one: as `ls --by tenant` prints, or salt:SALT."
+        ),
+    ],
+    "block": Annotated[
+        str | None, typer.Option(help="Only the prefix that ends with this block (ls --by chain).")
+    ],
+    "tier": Annotated[str | None, typer.Option(help="Only blocks there: host or disk.")],
+    "older_than": Annotated[
+        str | None, typer.Option(help="Only blocks not used for so long: 90m, 12h, 7d.")
+    ],
+    "younger_than": Annotated[
+        str | None, typer.Option(help="Only blocks used since: 90m, 12h, 7d.")
+    ],
+    "pinned": Annotated[
+        bool | None, typer.Option("--pinned/--not-pinned", help="Only blocks that are (not).")
+    ],
+}
+"""Options that say which blocks are meant; all default to None."""
+_WHOSE = ("namespace", "model", "tenant")
 
 commands = typer.Typer()
 """The commands below that have options."""
@@ -108,52 +121,47 @@ class Command(msgspec.Struct, Generic[R], frozen=True, array_like=True):
         return 0
 
 
-def command(make: Callable[..., Command[Any]]) -> Callable[..., Command[Any]]:
-    """Adds a function that makes a command from options to the command line."""
-    made = inspect.signature(make, eval_str=True)
-    kind: type[Command[Any]] = made.return_annotation
-    common: dict[str, tuple[Any, Any]] = {"socket": (Socket, DEFAULT_SOCKET), "json": (Json, False)}
-    if kind.on_folder:
-        common["disk_path"] = _Folder, None
-        common["encryption_key_file"] = _KeyFile, None
+def command(*which: str) -> Callable[[Callable[..., Command[Any]]], None]:
+    """Adds a function that makes a command from options to the command line. With ``which``, names
+    of options in ``_QUERY``, its first argument is the query that they make."""
 
-    def run(
-        socket: Path,
-        json: bool,
-        disk_path: Path | None = None,
-        encryption_key_file: Path | None = None,
-        **options: Any,
-    ) -> None:
-        from kvrecall.pool.service import tables
+    def add(make: Callable[..., Command[Any]]) -> None:
+        own = inspect.signature(make, eval_str=True)
+        kind: type[Command[Any]] = own.return_annotation
+        given: list[tuple[str, Any, Any]] = [("socket", Socket, DEFAULT_SOCKET)]
+        given += [(name, _FOLDER[name], None) for name in _FOLDER if kind.on_folder]
+        given += [(name, _QUERY[name], None) for name in which]
+        given += [(one.name, one.annotation, one.default) for one in own.parameters.values()]
+        given += [("json", Json, False)]
 
-        with errors_shown():
-            order = make(**options)
-            admin: Admin
-            if disk_path is None:
-                admin = ServiceAdmin(socket)
-            else:
-                admin = FolderAdmin(disk_path, encryption_key_file)
-            with admin, tables.progress(order.progress, shown=not json) as progress:
-                result = admin.do(order, progress)
-            if json:
-                typer.echo(msgspec.json.encode(result).decode())
-            else:
-                tables.print_out(order.show(result))
-            status = order.status(result)
-        if status:
-            raise typer.Exit(status)
+        def run(socket: Path, json: bool, **options: Any) -> None:
+            with errors_shown():
+                folder, key_file = (options.pop(name, None) for name in _FOLDER)
+                query = {name: options.pop(name) for name in which}
+                order = make(*([_query(**query)] if which else []), **options)
+                open_admin = ServiceAdmin(socket) if not folder else FolderAdmin(folder, key_file)
+                with open_admin as admin, tables.progress(order.progress, not json) as progress:
+                    result = admin.do(order, progress)
+                if json:
+                    typer.echo(msgspec.json.encode(result).decode())
+                else:
+                    tables.print_out(order.show(result))
+                status = order.status(result)
+            if status:
+                raise typer.Exit(status)
 
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters = [
-        inspect.Parameter(name, keyword, default=default, annotation=annotation)
-        for name, (annotation, default) in common.items()
-    ]
-    parameters += [one.replace(kind=keyword) for one in made.parameters.values()]
-    run.__signature__ = made.replace(parameters=parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {one.name: one.annotation for one in parameters}
-    run.__doc__ = make.__doc__
-    commands.command(make.__name__.strip("_"))(run)
-    return make
+        taken = [one for one in given if one[0] != "query"]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        run.__signature__ = own.replace(  # type: ignore[attr-defined]
+            parameters=[
+                inspect.Parameter(name, keyword, default=default, annotation=annotation)
+                for name, annotation, default in taken
+            ]
+        )
+        run.__annotations__ = {name: annotation for name, annotation, _ in taken}
+        commands.command(make.__name__, help=inspect.getdoc(make))(run)
+
+    return add
 
 
 @contextlib.contextmanager
@@ -202,30 +210,17 @@ class List(Command[Listing], frozen=True):
         return inventory.listing(self.query, self.by, self.sort, self.limit)
 
     def show(self, result: Listing) -> RenderableType:
-        from kvrecall.pool.service import tables
-
         return tables.listing(result)
 
 
-@command
+@command(*_QUERY)
 def ls(
+    query: Query,
     by: Annotated[By, typer.Option(help="What the rows are.")] = By.NAMESPACE,
-    namespace: _Namespaces = None,
-    model: _Models = None,
-    tenant: _Tenants = None,
-    tier: Annotated[str, typer.Option(help="Only blocks there: host or disk.")] = "",
-    older_than: _OlderThan = None,
-    younger_than: Annotated[
-        str | None, typer.Option(help="Only blocks used since: 90m, 12h, 7d.")
-    ] = None,
-    pinned: Annotated[
-        bool | None, typer.Option("--pinned/--not-pinned", help="Only blocks that are (not).")
-    ] = None,
     sort: Annotated[str, typer.Option(help=f"One of: {', '.join(SORTS)}.")] = "size",
     limit: Annotated[int, typer.Option(min=1, help="Rows at most (10,000).")] = 100,
 ) -> List:
     """List what is in the pool."""
-    query = _query(namespace, model, tenant, "", older_than, tier, younger_than, pinned)
     return List(query, by, sort, limit)
 
 
@@ -251,10 +246,10 @@ class Verify(Command[Verified], frozen=True):
         return int(result.damaged > 0)
 
 
-@command
-def verify(namespace: _Namespaces = None, model: _Models = None, tenant: _Tenants = None) -> Verify:
+@command(*_WHOSE)
+def verify(query: Query) -> Verify:
     """Read and check every block on disk; drop the damaged. Ends with 1 if there were any."""
-    return Verify(_query(namespace, model, tenant))
+    return Verify(query)
 
 
 # -- dropping -----------------------------------------------------------------------------------
@@ -282,24 +277,20 @@ class Drop(Command[Dropped], frozen=True):
         return f"{result.dropped} blocks dropped{kept}"
 
 
-@command
+@command(*_WHOSE, "older_than")
 def drop(
-    namespace: _Namespaces = None,
-    model: _Models = None,
-    tenant: _Tenants = None,
-    older_than: _OlderThan = None,
-    pinned: Annotated[bool, typer.Option("--with-pinned", help="Pinned blocks, too.")] = False,
+    query: Query,
+    with_pinned: Annotated[bool, typer.Option("--with-pinned", help="Pinned blocks, too.")] = False,
 ) -> Drop:
     """Drop blocks by namespace, model, tenant and age: those that fit all that is said."""
-    query = _query(namespace, model, tenant, "", older_than)
     if query == Query():
         raise ConfigError(
             "say what to drop: --namespace, --model, --tenant, --older-than; or use: pool clear"
         )
-    return Drop(query, pinned)
+    return Drop(query, with_pinned)
 
 
-@command
+@command()
 def clear() -> Drop:
     """Drop every block that is not in use, pinned or not."""
     return Drop(Query(), True)
@@ -324,34 +315,25 @@ class Pin(Command[Pinned], frozen=True):
         return Pinned(*inventory.pin(self.query, self.on))
 
     def show(self, result: Pinned) -> str:
-        from kvrecall.pool.service import tables
-
         word = "pinned" if self.on else "unpinned"
         return f"{result.blocks} blocks ({tables.size(result.bytes)}) {word}"
 
 
-@command
-def pin(
-    namespace: _Namespaces = None,
-    model: _Models = None,
-    tenant: _Tenants = None,
-    block: _Block = "",
-) -> Pin:
+@command(*_WHOSE, "block")
+def pin(query: Query) -> Pin:
     """Keep blocks that are there now from being evicted or expired, also after a restart."""
-    return Pin(_some(_query(namespace, model, tenant, block)), True)
+    return Pin(_some(query), True)
 
 
-@command
+@command(*_WHOSE, "block")
 def unpin(
-    namespace: _Namespaces = None,
-    model: _Models = None,
-    tenant: _Tenants = None,
-    block: _Block = "",
+    query: Query,
     everything: Annotated[bool, typer.Option("--all", help="Whatever is pinned.")] = False,
 ) -> Pin:
     """Let pinned blocks be evicted again."""
-    pinned = True if everything else None
-    return Pin(_some(_query(namespace, model, tenant, block, pinned=pinned)), False)
+    if everything:
+        query = replace(query, pinned=True)
+    return Pin(_some(query), False)
 
 
 def _some(query: Query) -> Query:
@@ -391,7 +373,7 @@ class Resize(Command[Resized], frozen=True):
         return "done; set host_size and disk_size as well to keep it after a restart"
 
 
-@command
+@command()
 def resize(host: _Size = None, disk: _Size = None) -> Resize:
     """Change how much memory and disk a running service uses, until it is started again.
 
@@ -411,21 +393,21 @@ def _size(text: str | None, name: str) -> int | None:
 
 
 def _query(
-    namespaces: list[str] | None,
-    models: list[str] | None,
-    tenants: list[str] | None,
-    block: str = "",
+    namespace: list[str] | None = None,
+    model: list[str] | None = None,
+    tenant: list[str] | None = None,
+    block: str | None = None,
+    tier: str | None = None,
     older_than: str | None = None,
-    tier: str = "",
     younger_than: str | None = None,
     pinned: bool | None = None,
 ) -> Query:
     return Query(
-        namespaces=tuple(namespaces or ()),
-        models=tuple(models or ()),
-        tenants=tuple(parse_tenant(name, "--tenant") for name in tenants or ()),
-        block=block,
-        tier=tier,
+        namespaces=tuple(namespace or ()),
+        models=tuple(model or ()),
+        tenants=tuple(parse_tenant(name, "--tenant") for name in tenant or ()),
+        block=block or "",
+        tier=tier or "",
         older_than_s=None if older_than is None else parse_age(older_than, "--older-than"),
         younger_than_s=None if younger_than is None else parse_age(younger_than, "--younger-than"),
         pinned=pinned,

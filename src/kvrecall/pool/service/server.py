@@ -158,9 +158,15 @@ class Server:
             return
         connection = Connection(self, peer)
         self._connections.add(connection)
-        connection.task = self.loop.create_task(
-            self.loop.connect_accepted_socket(lambda: connection, sock)
-        )
+        connection.task = self.loop.create_task(self._connect(connection, sock))
+
+    async def _connect(self, connection: Connection, sock: socket.socket) -> None:
+        try:
+            await self.loop.connect_accepted_socket(lambda: connection, sock)
+        except OSError as error:
+            _LOG.warning("pool service: cannot serve a connection: %s", error.strerror)
+            sock.close()
+            connection.connection_lost(error)
 
     def _pause_accepting(self, error: OSError) -> None:
         """No connection can be taken now (too many open files, say), and the listening socket
@@ -238,7 +244,7 @@ class Server:
 class Connection(asyncio.Protocol):
     """One client's socket. Used by the loop only."""
 
-    task: asyncio.Task[object]  # makes the transport
+    task: asyncio.Task[None]  # makes the transport
 
     def __init__(self, server: Server, peer: Peer) -> None:
         """Raises ProcessLookupError if the client has ended, OSError if no file is left."""
