@@ -70,7 +70,7 @@ def test_timeouts(
 ) -> None:
     from vllm.sampling_params import SamplingParams
 
-    from kvrecall.engines.vllm.serving.client import AsyncLLM, RequestTimeoutError, ServedLLM
+    from kvrecall.engines.vllm.serving.served_llm import AsyncLLM, RequestTimeoutError, ServedLLM
 
     seen: list[str] = []
     monkeypatch.setattr(AsyncLLM, "generate", outputs(*delays, seen=seen))
@@ -79,7 +79,7 @@ def test_timeouts(
         def __del__(self) -> None:
             """There is nothing to shut down."""
 
-    class NoJournal:
+    class NoLog:
         """The outputs here are numbers, of which there is nothing to note."""
 
         def watch(self, request_id: str, outputs: Any) -> Any:
@@ -87,7 +87,7 @@ def test_timeouts(
 
     engine = object.__new__(Engine)
     engine.limits = limits
-    engine.journal = NoJournal()
+    engine.request_log = NoLog()
 
     async def run(told: list[Any]) -> None:
         async for output in engine.generate("prompt", SamplingParams(), "r"):
@@ -118,7 +118,7 @@ def test_timeouts(
     ],
 )
 def test_text_over_tokens(text: str, decoded: list[str], special: str, parts: list[str]) -> None:
-    from kvrecall.engines.vllm.serving.generator import _spread
+    from kvrecall.engines.vllm.serving.engine import _spread
 
     flags = [char == "s" for char in special]
     assert _spread(text, decoded, flags) == parts
@@ -126,7 +126,7 @@ def test_text_over_tokens(text: str, decoded: list[str], special: str, parts: li
 
 
 def test_ledger_adds_prompts_and_counts_sequences_once() -> None:
-    from kvrecall.engines.vllm.serving.answers import Ledger
+    from kvrecall.engines.vllm.serving.openai_handlers import Ledger
 
     def output(key: str, prompt: int, cached: int, report: object = None) -> Any:
         return SimpleNamespace(
@@ -151,7 +151,7 @@ def test_ledger_adds_prompts_and_counts_sequences_once() -> None:
 
 def test_a_request_is_not_shorter_than_the_wait_for_its_first_token() -> None:
     """vLLM counts that from the arrival, which is before a long prompt is made tokens."""
-    from kvrecall.engines.vllm.serving.journal import Journal
+    from kvrecall.engines.vllm.serving.request_log import RequestLog
 
     arrived = time.time() - 5
     stats = SimpleNamespace(arrival_time=arrived, num_generation_tokens=1, first_token_latency=5.0)
@@ -163,12 +163,12 @@ def test_a_request_is_not_shorter_than_the_wait_for_its_first_token() -> None:
         yield output
 
     async def run() -> None:
-        async for _ in journal.watch("r", outputs()):
+        async for _ in requests.watch("r", outputs()):
             pass
 
-    journal = Journal()
+    requests = RequestLog()
     asyncio.run(run())
-    (view,) = journal.since(0)
+    (view,) = requests.since(0)
     assert view.began == arrived
     assert view.ended - view.began >= view.ttft_s
 
@@ -239,14 +239,14 @@ def structured(wanted: dict[str, Any]) -> Any:
 def test_schemas_that_would_take_all_memory_are_refused(wanted: dict[str, Any]) -> None:
     from vllm.exceptions import VLLMValidationError
 
-    from kvrecall.engines.vllm.serving import guard
+    from kvrecall.engines.vllm.serving import request_checks
 
     with pytest.raises(VLLMValidationError, match="100000 items together"):
-        guard.check(structured(wanted))
+        request_checks.check(structured(wanted))
 
 
 @pytest.mark.parametrize("wanted", SERVED, ids=lambda v: str(v)[:60])
 def test_other_schemas_are_left_to_vllm(wanted: dict[str, Any]) -> None:
-    from kvrecall.engines.vllm.serving import guard
+    from kvrecall.engines.vllm.serving import request_checks
 
-    guard.check(structured(wanted))
+    request_checks.check(structured(wanted))

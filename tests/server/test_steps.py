@@ -57,11 +57,13 @@ def test_throughputs_are_of_the_last_seconds() -> None:
 
 
 def test_what_the_engines_send_is_noted_and_passed_on() -> None:
+    from kvrecall.engines.vllm.compat.serving import note_outputs
+
     class Core:
         async def get_output_async(self) -> Any:
             return step(7.0, 1, 1)
 
     steps, core = Steps(), Core()
-    steps.watch(core)
+    note_outputs(core, steps.note)
     assert asyncio.run(core.get_output_async()).timestamp == 7.0
     assert steps.sizes(7.0, 7.0) == (2,)

@@ -24,7 +24,7 @@ from kvrecall.engines.vllm.attention.rows import RowKernel
 from kvrecall.engines.vllm.attention.seals import SEAL_BYTES, broken, seals_of
 from kvrecall.engines.vllm.attention.steps import SparseSequence, SparseStep
 from kvrecall.engines.vllm.connector.wire import Departure
-from kvrecall.engines.vllm.serving.warmth import WORKER
+from kvrecall.engines.vllm.serving.heat import WORKER_HEAT
 
 SEEN_EVERY = 16
 """Of so many sparse steps it is noted in one where blocks were chosen."""
@@ -215,7 +215,7 @@ class RetrievalLayer:
         """Notes, now and then, which of the middle blocks were chosen: ``[kv_heads, chosen]``."""
         if self._number is not None and self._activity.steps_sparse % SEEN_EVERY == 1:
             middle = np.arange(split.init, split.local)
-            WORKER.note(self._number, middle, chosen.cpu().numpy() + split.init, split.blocks)
+            WORKER_HEAT.note(self._number, middle, chosen.cpu().numpy() + split.init, split.blocks)
 
     def _digests_of(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         """As they are kept: int8 ``[blocks, kv_heads, rows, width]``."""

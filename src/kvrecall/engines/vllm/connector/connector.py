@@ -42,7 +42,7 @@ from kvrecall.engines.vllm.connector.worker import RecallWorker
 from kvrecall.engines.vllm.identity import fields
 from kvrecall.engines.vllm.identity.namespace import Adapters, namespace_of
 from kvrecall.engines.vllm.identity.weights import weights_of
-from kvrecall.engines.vllm.serving import warmth
+from kvrecall.engines.vllm.serving.heat import WORKER_HEAT
 from kvrecall.errors import ConfigError, EngineError, KvrecallError
 from kvrecall.pool.base import PoolClient
 from kvrecall.pool.open import open_pool
@@ -315,7 +315,7 @@ class RecallConnector(KVConnectorBase_V1):
 
     def get_kv_connector_stats(self) -> RecallStats | None:
         if self._worker is not None:
-            did, heat = self._worker.attention_counts(), warmth.WORKER.take()
+            did, heat = self._worker.attention_counts(), WORKER_HEAT.take()
             return RecallStats.of(did, {}, heat=heat) if did else None
         if self._scheduler is None or self._pool is None:
             return None

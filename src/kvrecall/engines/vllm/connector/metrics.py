@@ -18,9 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from kvrecall.engines.vllm.connector.wire import StepReport
-from kvrecall.engines.vllm.serving import warmth
-from kvrecall.engines.vllm.serving.splits import BOARD
-from kvrecall.engines.vllm.serving.warmth import Warmth
+from kvrecall.engines.vllm.serving.heat import SERVER_HEAT, HeatTotals
+from kvrecall.engines.vllm.serving.prompt_sources import PROMPT_SOURCES
 from kvrecall.pool.base import PoolStats
 
 SOURCES = ("device", "host", "disk", "remote", "computed")
@@ -167,7 +166,7 @@ class RecallStats(KVConnectorStats):
             counts[name] = counts.get(name, 0) + amount
         gauges = {**self.data.get("gauges", {}), **other.data.get("gauges", {})}
         splits = {**self.data.get("splits", {}), **other.data.get("splits", {})}
-        heat = Warmth()
+        heat = HeatTotals()
         for payload in (self, other):
             heat.add(payload.data.get("heat", {}))
         return RecallStats.of(counts, gauges, splits, heat.take())
@@ -227,8 +226,8 @@ class RecallPromMetrics(KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Feeds one payload of ``RecallStats``. ``label:metric`` names a labelled metric."""
         for request_id, split in transfer_stats_data.get("splits", {}).items():
-            BOARD.post(request_id, split)
-        warmth.BOARD.add(transfer_stats_data.get("heat", {}))
+            PROMPT_SOURCES.post(request_id, split)
+        SERVER_HEAT.add(transfer_stats_data.get("heat", {}))
         labels = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
         for name, amount in transfer_stats_data.get("counts", {}).items():
             label, _, metric = name.rpartition(":")

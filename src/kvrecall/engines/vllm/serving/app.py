@@ -46,9 +46,9 @@ from kvrecall.engines.vllm.compat import waits
 from kvrecall.engines.vllm.compat.parent import end_engine_cores_with_parent
 from kvrecall.engines.vllm.compat.runner import ask_for_seeds
 from kvrecall.engines.vllm.serving import listeners
-from kvrecall.engines.vllm.serving.answers import recall_chat, recall_completion
-from kvrecall.engines.vllm.serving.client import ServedLLM
-from kvrecall.engines.vllm.serving.generator import VllmEngine
+from kvrecall.engines.vllm.serving.engine import VllmEngine
+from kvrecall.engines.vllm.serving.openai_handlers import recall_chat, recall_completion
+from kvrecall.engines.vllm.serving.served_llm import ServedLLM
 from kvrecall.errors import ConfigError, EngineError
 from kvrecall.pool.service.child import ChildService
 

@@ -16,7 +16,7 @@ PLACES = 24
 """Parts of equal length that a context is divided into."""
 
 
-class Warmth:
+class HeatTotals:
     """Running totals by layer, ``[2, PLACES]`` each: considered and selected. Not thread-safe."""
 
     def __init__(self) -> None:
@@ -57,8 +57,8 @@ def _by_place(numbers: _Counts, blocks: int) -> _Counts:
     return np.bincount(numbers.astype(np.int64) * PLACES // blocks, minlength=PLACES)
 
 
-WORKER = Warmth()
+WORKER_HEAT = HeatTotals()
 """A worker process's own counts, until they are taken."""
 
-BOARD = Warmth()
-"""In the API process, the sum of what its workers told."""
+SERVER_HEAT = HeatTotals()
+"""In the API process, the sum over its workers."""

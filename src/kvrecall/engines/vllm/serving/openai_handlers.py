@@ -4,7 +4,7 @@ The connector reports per finished request ``kv_transfer_params["kvrecall"]`` (t
 The handlers below are vLLM's own with that report added to ``usage.prompt_tokens_details`` as
 ``recall``. They override few methods, whose outputs they take apart as little as possible: a
 reply object is given one more attribute, and of a stream only the usage chunk is rewritten.
-``best_of``, a field vLLM dropped and would pass over in silence, goes to the engine (ranking.py).
+``best_of``, a field vLLM dropped and would pass over in silence, goes to the engine (best_of.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm.outputs import RequestOutput
 from kvrecall.engines.base import MAX_SEQUENCES, REPORT, Limits, RecallSplit
 from kvrecall.engines.vllm.compat.serving import handler_as
 from kvrecall.engines.vllm.serving import ranking
-from kvrecall.engines.vllm.serving.splits import BOARD
+from kvrecall.engines.vllm.serving.prompt_sources import PROMPT_SOURCES
 
 
 class Ledger:
@@ -58,7 +58,7 @@ class Ledger:
             return None
         parts = [
             RecallSplit.of_report(
-                self._reports.get(key) or BOARD.find(key),
+                self._reports.get(key) or PROMPT_SOURCES.find(key),
                 self._prompts.get(key, 0),
                 self._cached.get(key, 0),
                 self._pooled,

@@ -41,14 +41,14 @@ from kvrecall.engines.base import (
     Update,
 )
 from kvrecall.engines.vllm.serving import ranking
-from kvrecall.engines.vllm.serving.answers import Ledger, RecallCompletion
-from kvrecall.engines.vllm.serving.client import (
+from kvrecall.engines.vllm.serving.openai_handlers import Ledger, RecallCompletion
+from kvrecall.engines.vllm.serving.request_log import VllmInsight
+from kvrecall.engines.vllm.serving.served_llm import (
     STOPPED,
     RequestTimeoutError,
     ServedLLM,
     with_timeout,
 )
-from kvrecall.engines.vllm.serving.journal import VllmInsight
 
 
 class VllmEngine:
@@ -68,7 +68,7 @@ class VllmEngine:
         self._special = frozenset(handler.renderer.tokenizer.all_special_ids)
         self._stopped: set[str] = set()
         self.info = _info(engine, handler)
-        self.insight = VllmInsight(engine, engine.journal, self.info.names[0], pool_socket)
+        self.insight = VllmInsight(engine, engine.request_log, self.info.names[0], pool_socket)
 
     @property
     def draining(self) -> bool:

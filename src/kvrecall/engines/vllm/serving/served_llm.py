@@ -20,8 +20,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvrecall.engines.base import Limits
 from kvrecall.engines.vllm.compat.serving import note_outputs
-from kvrecall.engines.vllm.serving import guard, ranking
-from kvrecall.engines.vllm.serving.journal import Journal
+from kvrecall.engines.vllm.serving import ranking, request_checks
+from kvrecall.engines.vllm.serving.request_log import RequestLog
 from kvrecall.engines.vllm.serving.steps import Steps
 
 _TIMEOUT = "kvrecall_timeout"
@@ -63,7 +63,7 @@ class ServedLLM(AsyncLLM):
     _closed: bool = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.journal = Journal()
+        self.request_log = RequestLog()
         self.steps = Steps()
         super().__init__(*args, **kwargs)
         note_outputs(self.engine_core, self.steps.note)
@@ -117,22 +117,22 @@ class ServedLLM(AsyncLLM):
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """As AsyncLLM.generate; raises RequestTimeoutError when a step or the whole takes too
-        long, and VLLMValidationError for what guard.py refuses. The request is then aborted in
-        the engine."""
+        long, and VLLMValidationError for what request_checks.py refuses. The request is then
+        aborted in the engine."""
         wanted = sampling_params
         if self.ended:  # a step of a beam search, or what waited for its prompt's tokens
             raise GracefulHTTPError(STOPPED, HTTPStatus.SERVICE_UNAVAILABLE)
-        guard.check(wanted)
+        request_checks.check(wanted)
         best_of = ranking.asked(wanted)
         if best_of is not None:
             self._check_count("best_of", best_of)
             sampling_params = ranking.widened(wanted, best_of)
         outputs = super().generate(prompt, sampling_params, request_id, **kwargs)
         timed = self.timed(outputs, _own_timeout(wanted.extra_args))
-        watched = self.journal.watch(request_id, timed)
+        watched = self.request_log.watch(request_id, timed)
         try:
             async for output in watched:
-                guard.check_output(output, wanted)
+                request_checks.check_output(output, wanted)
                 yield output if best_of is None else ranking.ranked(output, wanted)
         finally:
             await watched.aclose()

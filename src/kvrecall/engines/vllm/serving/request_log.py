@@ -13,13 +13,13 @@ from vllm.outputs import RequestOutput
 
 from kvrecall.engines.base import REPORT
 from kvrecall.engines.insight import Heat, Phase, RequestView
-from kvrecall.engines.vllm.serving import warmth
-from kvrecall.engines.vllm.serving.splits import BOARD
+from kvrecall.engines.vllm.serving.heat import SERVER_HEAT
+from kvrecall.engines.vllm.serving.prompt_sources import PROMPT_SOURCES
 
 _REMEMBERED = 500
 
 
-class Journal:
+class RequestLog:
     """Notes the requests that pass ``watch``. Used by the API process's loop only."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ def _view(request_id: str, phase: Phase, began: float, last: RequestOutput | Non
         prompt_tokens=len(last.prompt_token_ids or ()) if last is not None else 0,
         output_tokens=int(stats.num_generation_tokens) if stats is not None else None,
         ttft_s=float(stats.first_token_latency) if stats is not None else 0.0,
-        split=_split(report or BOARD.find(request_id), last),
+        split=_split(report or PROMPT_SOURCES.find(request_id), last),
     )
 
 
@@ -78,9 +78,9 @@ def _split(report: Mapping[str, int] | None, last: RequestOutput | None) -> Mapp
 class VllmInsight:
     """See ``Insight``; over vLLM's async engine."""
 
-    def __init__(self, engine: Any, journal: Journal, model: str, socket: Path | None) -> None:
+    def __init__(self, engine: Any, requests: RequestLog, model: str, socket: Path | None) -> None:
         self._engine = engine
-        self._journal = journal
+        self._requests = requests
         self._model = model
         self._socket = socket
 
@@ -105,15 +105,15 @@ class VllmInsight:
         return [_live(state) for state in states[-most:]], len(states)
 
     def ended(self, since: float) -> Sequence[RequestView]:
-        return self._journal.since(since)
+        return self._requests.since(since)
 
     def heat(self) -> Heat | None:
-        return warmth.BOARD.heat()
+        return SERVER_HEAT.heat()
 
 
 def _live(state: Any) -> RequestView:
     stats = state.stats
-    split = BOARD.find(state.external_req_id or state.request_id)
+    split = PROMPT_SOURCES.find(state.external_req_id or state.request_id)
     return RequestView(
         id=str(state.external_req_id or state.request_id),
         phase=Phase.PREFILL if state.is_prefilling else Phase.DECODE,

@@ -1,4 +1,4 @@
-"""Where requests' prompts came from, told to the API process as soon as it is known.
+"""Where requests' prompt tokens came from, in the API process as soon as it is known.
 
 vLLM hands a connector's last word on a request to the API process only when the *engine* ends it;
 a stop string is found outside the engine, which then merely aborts the request. So the split of
@@ -16,7 +16,7 @@ _CHILD = re.compile(r"^\d+_")  # one of several samples of a request
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$")  # vLLM's own, to make ids unique
 
 
-class SplitBoard:
+class PromptSources:
     """The latest splits by request, as many as can be under way at once. Not thread-safe."""
 
     def __init__(self, remembered: int = _REMEMBERED) -> None:
@@ -36,5 +36,5 @@ class SplitBoard:
         return self._splits.get(_CHILD.sub("", request_id))
 
 
-BOARD = SplitBoard()
+PROMPT_SOURCES = PromptSources()
 """The board of this (API) process."""
