@@ -167,7 +167,7 @@ def test_a_report_compares_and_says_whether_retrieval_acted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("selected", "words"), [({"retrieval": 0}, "did not act"), ({"retrieval": None}, "cannot be")]
+    ("selected", "words"), [({"retrieval": 0}, "did not act"), ({"retrieval": None}, "is unknown")]
 )
 def test_retrieval_that_did_not_act_is_an_error(
     selected: dict[str, int | None], words: str

@@ -1,4 +1,4 @@
-"""Ports for servers: nobody is given one that another was given."""
+"""Ports for servers: none is given out twice."""
 
 from __future__ import annotations
 

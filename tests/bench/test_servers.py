@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .telling import told
+from .commands import figures_of
 
 pytestmark = pytest.mark.engine
 
@@ -16,20 +16,20 @@ pytestmark = pytest.mark.engine
 def test_restore() -> None:
     """It fails by itself where a prefix came from another tier than meant: of shorter ones a
     part is still in memory."""
-    figures = told("restore", "--tokens", "4096", "--repetitions", "1")
+    figures = figures_of("restore", "--tokens", "4096", "--repetitions", "1")
     assert set(figures["ttft_s"]) == {"computed", "device", "host", "disk"}
     assert all(times["p50"] > 0 for times in figures["ttft_s"].values())
 
 
 @pytest.mark.longest
 def test_overhead() -> None:
-    figures = told("overhead", "--tokens", "512", "--rounds", "1")
+    figures = figures_of("overhead", "--tokens", "512", "--rounds", "1")
     assert all(times["p50"] > 0 for times in figures["tokens_per_s"].values())
 
 
 @pytest.mark.longest
 def test_throttle() -> None:
-    figures = told("throttle", "--tokens", "512", "--repetitions", "1")
+    figures = figures_of("throttle", "--tokens", "512", "--repetitions", "1")
     assert len(figures["ratios"]) > 1
     assert all(ratio["p50"] > 0 for ratio in figures["ratios"].values())
 
@@ -45,7 +45,7 @@ def test_replay(tmp_path: Path) -> None:
             for at, ids in enumerate(prompts)
         )
     )  # fmt: skip
-    figures = told(
+    figures = figures_of(
         *("replay", str(trace), "--requests", "4", "--seconds", "2", "--every", "1"),
         *("--block-tokens", "128", "--variants", "host"),
     )

@@ -14,7 +14,7 @@ from kvrecall.lab.bench.serving import deployments, measure
 from kvrecall.lab.bench.serving.deployments import HOST, servers
 from kvrecall.lab.bench.serving.workload import conversations, replay
 
-from .telling import told
+from .commands import figures_of
 
 
 def test_conversations_come_from_the_seed() -> None:
@@ -95,7 +95,7 @@ def test_a_pool_recalls_what_the_device_forgot(monkeypatch: pytest.MonkeyPatch) 
     # The device gets what the longest prompt needs, twice.
     monkeypatch.setattr(measure, "Capacity", partial(measure.Capacity, device=0.0, host=4.0))
     words = "--sessions 3 --turns 3 --seed 3 --variants host,disk --budget 1"
-    figures = told("chat", *words.split())
+    figures = figures_of("chat", *words.split())
     assert figures["absent"] == {"disk": "no time: 1 seconds for all"}
     found = figures["variants"]["host"]
     assert found["requests"] == 9

@@ -37,8 +37,8 @@ def _remote() -> Report:
 
 
 def _chat() -> Report:
-    told = Sample(0.5, 1.0, 24, {"device": 100, "host": 300, "computed": 100}, "")
-    figures = serving._figures(Run([told] * 3, 2.0))
+    sample = Sample(0.5, 1.0, 24, {"device": 100, "host": 300, "computed": 100}, "")
+    figures = serving._figures(Run([sample] * 3, 2.0))
     absent = {"lmcache": "EngineError: LMCache is not installed"}
     variants = named(["host", "lmcache"])
     return serving._report(conversations(3, 1), variants, {"host": figures}, absent, 1 << 20)

@@ -1,4 +1,4 @@
-"""The benchmark of raw tiers: who can run does, is compared byte by byte; who cannot is told."""
+"""The benchmark of raw tiers: what can run does, compared byte by byte; what cannot is listed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _refuse(space: Workspace) -> Store:
     raise StoreError("not on this machine")
 
 
-def test_who_cannot_run_or_brings_other_bytes_is_told_with_the_reason(tmp_path: Path) -> None:
+def test_what_cannot_run_or_brings_other_bytes_is_listed_with_the_reason(tmp_path: Path) -> None:
     liar = Candidate(
         "liar",
         Medium.MEMORY,

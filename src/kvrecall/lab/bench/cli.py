@@ -268,7 +268,7 @@ def needle(
         int | None,
         typer.Option(help="Texts a length at most. Default: one for eight of each task.", min=1),
     ] = None,
-    depths: Annotated[int, typer.Option(help="Parts of the text told apart.", min=1, max=50)] = 10,
+    depths: Annotated[int, typer.Option(help="Parts of the text, by depth.", min=1, max=50)] = 10,
     seed: Annotated[int, typer.Option(help="Another seed makes other texts.")] = SEED,
     ask: Annotated[
         PromptStyle | None,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,11 +22,11 @@ from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.errors import EngineError
 from kvrecall.lab.bench.model import BLOCK, TAIL, BenchModel, Texts
 from kvrecall.lab.bench.report import Report
-from kvrecall.lab.disks import ThrottledIo
 from kvrecall.lab.engines.engine import Answer, EngineProcess, Question
 from kvrecall.lab.engines.server import Progress
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.disk import DiskTier
+from kvrecall.pool.disk.slabs import FileIo
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service.endpoint import ServiceThread
 from kvrecall.testing.blocks import chain
@@ -56,6 +57,31 @@ class Sample:
     @property
     def ratio(self) -> float:
         return self.hit_s / self.computed_s
+
+
+class ThrottledIo(FileIo):
+    """A disk that reads ``bytes_per_s`` (0: as fast as it can), all readers together. After
+    ``slow_after`` more bytes it reads ``then_bytes_per_s``. May be changed while in use."""
+
+    def __init__(self) -> None:
+        self.bytes_per_s = 0.0
+        self.then_bytes_per_s = 0.0
+        self.slow_after: int | None = None
+        self._one = threading.Lock()
+
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        got = super().read(fd, buffers, offset)
+        with self._one:
+            if self.slow_after is not None:
+                self.slow_after -= got
+                if self.slow_after < 0:
+                    self.bytes_per_s, self.slow_after = self.then_bytes_per_s, None
+            left, at = float(got), time.monotonic()
+            while self.bytes_per_s and left > 0:
+                time.sleep(min(0.01, left / self.bytes_per_s))
+                now = time.monotonic()
+                left, at = left - (now - at) * self.bytes_per_s, now
+        return got
 
 
 class _Bench:

@@ -229,7 +229,7 @@ class EngineProcess(ChildProcess):
         return in_order
 
     def bury(self, family: Sequence[psutil.Process] = ()) -> None:
-        """Waits for the end of a process that was told to, and of its ``family``; then forces."""
+        """Waits for the end of a process, and of its ``family``; then ends them by force."""
         assert self._process is not None
         end_all(family, 20.0)
         self.kill()

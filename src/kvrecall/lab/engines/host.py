@@ -1,4 +1,4 @@
-"""A process that hosts one real vLLM engine and is told what to do by lines of JSON.
+"""A process that hosts one real vLLM engine and takes orders as lines of JSON.
 
 ``python -m kvrecall.lab.engines.host``: its first line on stdin is the set-up (arguments of
 ``vllm.LLM``, with the pool's settings under ``pool``), every other an order:

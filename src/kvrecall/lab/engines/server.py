@@ -19,7 +19,7 @@ from kvrecall.lab.processes import kvrecall
 START_TIMEOUT_S = 600.0
 SETTLE_TIMEOUT_S = 60.0
 _CAUSE = 150
-"""Lines of a log that hold why a worker of the engine failed, below which its end is told twice."""
+"""Lines at the end of a log that hold why a worker of the engine failed."""
 
 Progress = Callable[[str], None]
 

@@ -1,4 +1,4 @@
-"""What was right, so counted that chance and difference are told apart: report and heat map."""
+"""What was right, with intervals and sign tests: the report and the heat map."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Results:
             count = self.selected.get(variant.name)
             if variant.retrieval and count is None:
                 raise KvrecallError(
-                    "whether retrieval acted cannot be told: the server's metrics hold no "
+                    "whether retrieval acted is unknown: the server's metrics hold no "
                     "kvrecall_retrieval_* counters (they come with RecallConnector)"
                 )
             if variant.retrieval and not count:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from kvrecall.lab.bench import cli
 
 
-def told(*words: str) -> dict[str, Any]:
+def figures_of(*words: str) -> dict[str, Any]:
     """Its line of JSON; it must have ended well."""
     done = CliRunner().invoke(cli.app, [*words, "--json"])
     assert done.exit_code == 0, done.output

@@ -45,7 +45,7 @@ def test_a_child_ends_with_a_parent_that_is_killed(program: str, tmp_path: Path)
 
 
 def _ended(process: psutil.Process, seconds: float) -> bool:
-    """Whether it ends within that time; one that nobody has waited for has ended too."""
+    """Whether it ends within that time; a zombie has ended too."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         try:
