@@ -36,7 +36,7 @@ def main(orders: Connection, log: str, environment: Mapping[str, str]) -> None:
     setup = json.loads(orders.recv_bytes())
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(setup.pop("kv_space_gib", 1))
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler side lives here
-    if "prelude" in setup:  # a module of the tests to be imported before vLLM
+    if "prelude" in setup:  # a module of the tests to be imported before an engine is made
         importlib.import_module(setup.pop("prelude"))
     answer(orders, lambda: Host(setup))
     host = Host.instance

@@ -30,12 +30,12 @@ class EngineFailed(Exception):
 
 class Engine:
     """A real vLLM engine in a process of its own: forked from one that has only imported vLLM,
-    which takes four fifths of an engine's start; a fresh one if ``prelude`` comes before vLLM."""
+    which takes four fifths of an engine's start; a fresh one where variables change imports."""
 
     def __init__(self, log: Path, **setup: Any) -> None:
         self.log = log
         given: dict[str, str] = setup.pop("env", {})
-        cold = "prelude" in setup or any(name.startswith(_READ_AT_IMPORT) for name in given)
+        cold = any(name.startswith(_READ_AT_IMPORT) for name in given)
         context = _COLD if cold else _WARM
         self._orders, orders = context.Pipe()
         environment = {**os.environ, **given}
