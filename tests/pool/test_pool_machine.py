@@ -27,8 +27,8 @@ class CountedMachine(PoolMachine):
         assert disk is not None
         with self.pool._changed:
             _count(self.pool._host)
-            stored = [b.slot_bytes for b in self.pool._host.blocks.values() if b.stored and idle(b)]
-            assert +self.pool._host.idle_stored == Counter(stored)
+            stored = [b.slot_bytes for b in self.pool._host.blocks.values() if b.stored]
+            assert +self.pool._host.stored == Counter(stored)
         with disk._catalog._lock:
             _count(disk._catalog)
 
@@ -39,7 +39,10 @@ def idle(block: Resident) -> bool:
 
 def _count(residents: Residents[Any]) -> None:
     blocks: list[Resident] = list(residents.blocks.values())
-    assert +residents.idle == Counter(b.slot_bytes for b in blocks if idle(b))
+    sizes = {block.slot_bytes for block in blocks if idle(block)}
+    for size in {block.slot_bytes for block in blocks}:
+        assert residents.has_idle(size) == (size in sizes)
+        assert residents.has_idle(size, others=True) == bool(sizes - {size})
     assert residents.pinned_bytes == sum(b.slot_bytes for b in blocks if b.pinned)
     extents = residents._extents.values()
     assert sum(len(extent.blocks) for extent in extents) == len(blocks)

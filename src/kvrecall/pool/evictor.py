@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvrecall.block import SHARED, BlockKey, Tenant
 from kvrecall.config import PoolTerms
@@ -108,14 +108,13 @@ class Evictor:
 
     def _make_room(self, slot_bytes: int, count: int) -> bool:
         """Evicts for ``count`` slots of that size. False if nothing could be evicted."""
-        idle = self._host.idle
         cold: list[Block] = []
-        if any(blocks for size, blocks in idle.items() if size != slot_bytes):
+        if self._host.has_idle(slot_bytes, others=True):
             cold = self._host.victims(max(64, count))
             others = sum(block.slot_bytes != slot_bytes for block in cold)
             if others * 2 > len(cold) and self._take_over(slot_bytes, cold):
                 return True
-        if idle[slot_bytes] and self._evict_own(slot_bytes, count):
+        if self._host.has_idle(slot_bytes) and self._evict_own(slot_bytes, count):
             return True
         return bool(cold) and self._take_over(slot_bytes, cold)
 
@@ -128,7 +127,7 @@ class Evictor:
             victims.sort(key=lambda block: not writer.is_clean(block))
         if self._evict(victims[:count]):
             return True
-        if not host.idle_stored[slot_bytes]:
+        if not (victims and host.stored[slot_bytes]):
             return False
         # Whatever is cold is on its way down now; what is there already goes in its stead, and
         # last what is only to be offered to the remote tier yet.
@@ -158,10 +157,12 @@ class Evictor:
     def _evict(self, blocks: Sequence[Block], offer: bool = True) -> int:
         """Evicts idle blocks, but those that have to be written before (without ``offer``: to the
         tier that counts only). Returns how many."""
-        clean = self._writer.is_clean if offer else (lambda block: block.stored)
-        dirty = [block for block in blocks if not clean(block)]
-        staying = self._writer.leaving(dirty) if dirty else frozenset()
-        going = [block for block in blocks if block.key not in staying]
+        writer = self._writer
+        staying: Collection[BlockKey] = ()
+        if writer.has_below:
+            dirty = [b for b in blocks if not (writer.is_clean(b) if offer else b.stored)]
+            staying = writer.leaving(dirty) if dirty else ()
+        going = [block for block in blocks if block.key not in staying] if staying else blocks
         for block in going:
             self._withdraw(block)
             self._host.free(block)
@@ -169,5 +170,5 @@ class Evictor:
         return len(going)
 
     def _withdraw(self, block: Block) -> None:
-        self._host.remove(block.key)
+        self._host.withdraw(block)
         self._writer.withdrawn(block)

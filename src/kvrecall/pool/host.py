@@ -44,7 +44,7 @@ class HostStore(Residents[Block]):
         blocks = max(1, slots.limit_bytes >> 20)
         super().__init__(TierName.HOST, policy, blocks, lambda: slots.limit_bytes, clock, terms)
         self.slots = slots
-        self.idle_stored: Counter[int] = Counter()  # idle blocks that are below, by slot size
+        self.stored: Counter[int] = Counter()  # visible blocks that are below, by slot size
 
     def take(self, slot_bytes: int, count: int, tenant: Tenant) -> list[int]:
         """Offsets of up to ``count`` slots that are free now, on a tenant's account."""
@@ -63,23 +63,24 @@ class HostStore(Residents[Block]):
         base = self.slots.extent_of(block.slot_bytes, block.offset)
         pinned = block.key in self.pins and self.may_pin(block)
         self.insert(block, base, self.now(), pinned)
+        if block.stored:
+            self.stored[block.slot_bytes] += 1
+
+    def withdraw(self, block: Block) -> None:
+        """Makes a block invisible; its slot is the caller's to free, after a write under way."""
+        self.remove(block.key)
+        if block.stored:
+            self.stored[block.slot_bytes] -= 1
 
     def set_stored(self, block: Block, stored: bool) -> None:
         """Notes whether the tier below has the block."""
-        if block.stored != stored:
-            block.stored = stored
-            idle = not (block.leases or block.io_refs or block.pinned)
-            if idle and block.extent is not None:
-                self.idle_stored[block.slot_bytes] += 1 if stored else -1
+        if block.extent is not None:
+            self.stored[block.slot_bytes] += stored - block.stored
+        block.stored = stored
 
     def count_failure(self, block: Block) -> None:
         """Notes that the block could not be stored below."""
         block.tries += 1
-
-    def _count_idle(self, block: Block, change: int) -> None:
-        super()._count_idle(block, change)
-        if block.stored:
-            self.idle_stored[block.slot_bytes] += change
 
     def extents_to_empty(self, slot_bytes: int) -> dict[int, Extent]:
         """Extents of other size classes, by base, whose slots all hold idle blocks."""

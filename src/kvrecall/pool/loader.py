@@ -232,6 +232,6 @@ class Loader:
             self._host.publish(block)
             for ticket, place in waiters:
                 if ticket.fill(place, block):
-                    self._host.lease(block)
+                    self._host.lease((block,))
         else:
             self._host.free(block)

@@ -251,8 +251,7 @@ class Pool:
                 if not (key in blocks or key in filling or holds(key)):
                     new.setdefault(self._size_of(key), {}).setdefault(key, place)
             held = [blocks[key] for key in keys if key in blocks] if new else []
-            for block in held:  # not to be evicted for their own suffix
-                self._host.lease(block)
+            self._host.lease(held)  # not to be evicted for their own suffix
             depth = self._depth_of(parent)
             for nbytes, places in new.items():
                 made = [
@@ -486,13 +485,13 @@ class Pool:
         for key in keys:
             block = blocks.get(key)
             if block is not None:
-                self._host.lease(block)
                 ticket.add(TierName.HOST, block)
                 present.append(block)
             elif answers and holds(key):
                 ticket.add(self._below.tier_of(key), None)
             else:
                 break
+        self._host.lease(present)
         self._writer.recalled(present)
 
     def _reap(self) -> None:

@@ -3,7 +3,6 @@ each tenant has."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -137,7 +136,6 @@ class Residents(Generic[R]):
         self.pinned_bytes = 0
         self.evictions = 0
         self.leases = 0
-        self.idle: Counter[int] = Counter()  # blocks by slot size
         self._tier = tier
         self._policy_name = policy
         self._policy: EvictionPolicy = make_policy(policy, max(1, capacity_blocks))
@@ -176,7 +174,6 @@ class Residents(Generic[R]):
             self._set_pinned(block, extent, 1)
         else:
             self._make_evictable(block, used)
-            self._count_idle(block, 1)
 
     def remove(self, key: BlockKey) -> R:
         """Makes a block invisible; its slot is the caller's to free, after I/O under way."""
@@ -187,13 +184,15 @@ class Residents(Generic[R]):
             self._set_pinned(block, extent, -1)
         else:
             self._policy.remove(key)
-            self.accounts.leave(block.tenant, key)
+            if self.accounts.is_bounded:
+                self.accounts.leave(block.tenant, key)
             self._held.discard(key)
             if block.leases or block.io_refs:
                 extent.fixed -= 1
-            else:
-                self._count_idle(block, -1)
-        self._leave_extent(block, extent)
+        del extent.blocks[key]
+        if not extent.blocks:
+            del self._extents[extent.base]
+        block.extent = None
         return block
 
     def replace(self, old: R, new: R, base: int) -> None:
@@ -202,12 +201,14 @@ class Residents(Generic[R]):
         assert extent is not None
         if (old.leases or old.io_refs) and not old.pinned:
             extent.fixed -= 1
-            self._count_idle(new, 1)
             self._release_held(old)
         if old.pinned:
             extent.fixed -= 1
             extent.pinned -= 1
-        self._leave_extent(old, extent)
+        del extent.blocks[old.key]
+        if not extent.blocks:
+            del self._extents[extent.base]
+        old.extent = None
         self.blocks[new.key] = new
         place = self._extents.get(base)
         if place is None:
@@ -217,15 +218,10 @@ class Residents(Generic[R]):
         place.pinned += new.pinned
         new.extent = place
 
-    def _leave_extent(self, block: R, extent: Extent) -> None:
-        del extent.blocks[block.key]
-        if not extent.blocks:
-            del self._extents[extent.base]
-        block.extent = None
-
     def _make_evictable(self, block: R, used: float) -> None:
         self._policy.insert(block.key, block.parent, block.depth, used)
-        self.accounts.join(block.tenant, block.key, block.parent)
+        if self.accounts.is_bounded:
+            self.accounts.join(block.tenant, block.key, block.parent)
 
     def touch(self, chain: Sequence[BlockKey], stale_s: float = 0.0) -> list[R]:
         """A request used ``chain`` (prefix first). Returns those blocks whose last use was noted
@@ -241,62 +237,64 @@ class Residents(Generic[R]):
                 if now - block.used >= stale_s:
                     block.used = now
                     noted.append(block)
-        if last is not None:
+        if last is not None and self.accounts.is_bounded:
             self.accounts.access(last.tenant, chain)
         return noted
 
     # -- in use ----------------------------------------------------------------------------
 
-    def lease(self, block: R) -> None:
-        block.leases += 1
-        self.leases += 1
-        if block.leases + block.io_refs == 1:
-            self._fix(block)
+    def lease(self, blocks: Sequence[R]) -> None:
+        """Visible blocks are in use."""
+        self.leases += len(blocks)
+        for block in blocks:
+            block.leases += 1
+            if block.leases == 1 and not (block.io_refs or block.pinned):
+                block.extent.fixed += 1  # type: ignore[union-attr]
 
-    def unlease(self, blocks: Iterable[R]) -> None:
+    def unlease(self, blocks: Sequence[R]) -> None:
+        """Gives leases back."""
+        self.leases -= len(blocks)
+        held = self._held
         for block in blocks:
             block.leases -= 1
-            self.leases -= 1
-            if not (block.leases or block.io_refs):
-                self._loosen(block)
+            if not (block.leases or block.io_refs or block.pinned):
+                block.extent.fixed -= 1  # type: ignore[union-attr]
+                if held and block.key in held:
+                    self._release_held(block)
 
     def begin_io(self, block: R) -> None:
         """The slot is being read or written; it is not used for anything else before ``end_io``."""
         block.io_refs += 1
-        if block.leases + block.io_refs == 1:
-            self._fix(block)
+        if block.io_refs == 1 and not (block.leases or block.pinned) and block.extent is not None:
+            block.extent.fixed += 1
 
     def end_io(self, block: R) -> None:
         block.io_refs -= 1
-        if not (block.leases or block.io_refs):
-            self._loosen(block)
-
-    def _fix(self, block: R) -> None:
-        if block.extent is not None and not block.pinned:
-            block.extent.fixed += 1
-            self._count_idle(block, -1)
-
-    def _loosen(self, block: R) -> None:
-        if block.extent is not None and not block.pinned:
+        if block.extent is not None and not (block.leases or block.io_refs or block.pinned):
             block.extent.fixed -= 1
-            self._count_idle(block, 1)
             if block.key in self._held:
                 self._release_held(block)
+
+    def has_idle(self, slot_bytes: int, others: bool = False) -> bool:
+        """Whether there is an idle block of that slot size, or of any other. Looks at the extents,
+        not at the blocks."""
+        return any(
+            extent.fixed < len(extent.blocks) and (extent.slot_bytes == slot_bytes) is not others
+            for extent in self._extents.values()
+        )
 
     def _hold(self, blocks: Iterable[R]) -> None:
         """The orders need not look at these again before they are idle."""
         for block in blocks:
             self._held.add(block.key)
             self._policy.hold(block.key)
-            self.accounts.hold(block.tenant, block.key)
+            if self.accounts.is_bounded:
+                self.accounts.hold(block.tenant, block.key)
 
     def _release_held(self, block: R) -> None:
         self._held.discard(block.key)
         self._policy.release(block.key)
         self.accounts.release(block.tenant, block.key)
-
-    def _count_idle(self, block: R, change: int) -> None:
-        self.idle[block.slot_bytes] += change
 
     # -- pinned by an operator -------------------------------------------------------------
 
@@ -323,8 +321,6 @@ class Residents(Generic[R]):
                 self._held.discard(key)
                 if block.leases or block.io_refs:
                     block.extent.fixed -= 1
-                else:
-                    self._count_idle(block, -1)
                 self._set_pinned(block, block.extent, 1)
                 changed.append(block)
         return changed
@@ -341,8 +337,6 @@ class Residents(Generic[R]):
                 self._make_evictable(block, self.now())
                 if block.leases or block.io_refs:
                     block.extent.fixed += 1
-                else:
-                    self._count_idle(block, 1)
                 changed.append(block)
         return changed
 
@@ -428,7 +422,7 @@ class Accounts:
     gives that up. Not thread-safe; never waits."""
 
     def __init__(self, bounded: bool, limit_of: Callable[[Tenant], int | None]) -> None:
-        self._bounded = bounded
+        self.is_bounded = bounded
         self._limit_of = limit_of
         self._accounts: dict[Tenant, _Account] = {}
         self.refused = 0
@@ -438,7 +432,7 @@ class Accounts:
         """The tenant got that much room."""
         account = self._accounts.get(tenant)
         if account is None:
-            account = _Account(LruPolicy() if self._bounded else None)
+            account = _Account(LruPolicy() if self.is_bounded else None)
             self._accounts[tenant] = account
         account.used_bytes += nbytes
 
@@ -451,7 +445,7 @@ class Accounts:
 
     def excess(self, tenant: Tenant, nbytes: int) -> int:
         """By how much ``nbytes`` more would be above the tenant's limit; 0 if they would not."""
-        limit = self._limit_of(tenant) if self._bounded else None
+        limit = self._limit_of(tenant) if self.is_bounded else None
         if limit is None:
             return 0
         account = self._accounts.get(tenant)
@@ -498,7 +492,7 @@ class Accounts:
         return iter(()) if order is None else order.oldest()
 
     def _order(self, tenant: Tenant) -> LruPolicy | None:
-        if not self._bounded:
+        if not self.is_bounded:
             return None
         account = self._accounts.get(tenant)
         return None if account is None else account.order
@@ -509,7 +503,7 @@ class Accounts:
             TenantUse(
                 tenant,
                 account.used_bytes,
-                self._limit_of(tenant) if self._bounded else None,
+                self._limit_of(tenant) if self.is_bounded else None,
                 account.refused,
                 account.evicted,
             )

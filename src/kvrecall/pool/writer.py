@@ -102,8 +102,6 @@ class Writer:
         that must stay until that is done. No block must on account of a tier that takes no more
         and has not ended a write for a while, or of a remote one that takes no more: what is lost
         then is counted as shed."""
-        if not self.has_below:
-            return frozenset()
         wanted = self._policy.leaving([block for block in blocks if not block.stored])
         remote = self._remote_policy
         offers = [] if remote is None else self._offerable(remote.leaving(blocks))
