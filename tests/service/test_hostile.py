@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvrecall import __version__
-from kvrecall.block import SHARED, TierName
+from kvrecall.block import SHARED, BlockKey, TierName
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.arena import Arena
@@ -336,6 +336,36 @@ def test_a_second_greeting_is_no_request(path: Path, healthy: ServiceClient) -> 
         sock.sendall(HELLO + HELLO)
         assert is_ended(sock)
     assert still_serves(healthy)
+
+
+def test_a_request_that_fails_costs_its_own_connection_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tmp_path.chmod(0o700)
+    service = ServiceThread(PoolConfig(16 * MIB), tmp_path / "pool.sock")
+    good, bad = (ServiceClient(tmp_path / "pool.sock", call_timeout_s=60.0) for _ in range(2))
+    for client in (good, bad):
+        client.register(NAMESPACE, 5000)
+    assert len(good.reserve(KEYS)) == 3
+    touch = service.pool.touch
+
+    def fail(keys: tuple[BlockKey, ...]) -> None:
+        if keys == OWN:
+            raise RuntimeError("a bug")
+        touch(keys)
+
+    monkeypatch.setattr(service.pool, "touch", fail)
+    lost = bad._life
+    bad.touch(OWN)
+    wait_until(lambda: lost is not None and lost.is_over)
+    assert "a bug" in caplog.text
+    good.touch(KEYS)
+    good.commit(KEYS)
+    assert good.find(KEYS).blocks == 3
+    wait_until(lambda: bad.find(KEYS).blocks == 3)  # it has rejoined
+    for client in (good, bad):
+        client.close()
+    service.close()
 
 
 def open_files(pid: int) -> int:

@@ -270,14 +270,14 @@ def test_wrong_bytes_never_under_load_and_kills(service: Service) -> None:
     for process in [*players, victim]:
         assert line_of(process) == "ready\n"
     for _ in range(2):
-        time.sleep(2.0)
+        time.sleep(1.0)
         service.kill()
         time.sleep(0.3)
         service.start()
-    time.sleep(1.0)
+    time.sleep(0.5)
     victim.kill()
     victim.wait()
-    time.sleep(1.5)
+    time.sleep(0.5)
     for process in players:
         assert process.stdin is not None
         process.stdin.write("enough\n")

@@ -343,7 +343,7 @@ class Connection(asyncio.Protocol):
         server = self._server
         match request:
             case p.Find():
-                found = session.find(request.keys)
+                found = server.pool.find(request.keys)
                 return p.FoundReply(request.number, p.pack_tiers(found.tiers), found.pending)
             case p.Acquire():
                 session.acquire(
@@ -364,7 +364,7 @@ class Connection(asyncio.Protocol):
             case p.Release():
                 session.release(request.ticket)
             case p.Touch():
-                session.touch(request.keys)
+                server.pool.touch(request.keys)
             case p.Reserve():
                 answers = session.reserve(
                     request.number, request.keys, request.parent, request.tenant

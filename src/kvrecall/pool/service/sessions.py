@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from kvrecall.block import NAMESPACE_BYTES, SHARED, BlockKey, Namespace, Tenant
-from kvrecall.pool.base import Found, Recall, RecallState, Reservation, Verdict
+from kvrecall.pool.base import Recall, RecallState, Reservation, Verdict
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service.peers import Peer, families_of, mappers_of, peer_of
 
@@ -65,9 +65,6 @@ class Session:
             self._known.add(namespace.digest)
             self.namespaces.add(namespace.digest)
 
-    def find(self, keys: Sequence[BlockKey]) -> Found:
-        return self._pool.find(keys)
-
     def acquire(
         self,
         ticket: int,
@@ -112,9 +109,6 @@ class Session:
 
     def cancel(self, number: int) -> None:
         self.abandon([key for key, by in self._filling.items() if by == number])
-
-    def touch(self, keys: Sequence[BlockKey]) -> None:
-        self._pool.touch(keys)
 
     def end_leases(self) -> None:
         for ticket in list(self._tickets):
