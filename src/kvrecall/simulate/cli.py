@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console, JustifyMethod
@@ -18,11 +17,14 @@ from rich.table import Table
 from kvrecall.config import DEFAULT_POLICY, parse_size
 from kvrecall.errors import ConfigError
 from kvrecall.pool.eviction import POLICY_NAMES, make_policy
-from kvrecall.simulate.replay import Outcome, TierCount, TierSpec, clairvoyant_hits, replay
+from kvrecall.simulate.replay import Outcome, TierSpec, clairvoyant_hits, replay
 from kvrecall.simulate.trace import Trace, TraceError, read_trace
 from kvrecall.simulate.workload import WORKLOADS, make_workload
 
 app = typer.Typer(add_completion=False)
+
+Row = dict[str, Any]
+"""A line of JSON, or a part of it."""
 
 SYNTHETIC = "synthetic:"
 _UNITS = ("B", "KB", "MB", "GB", "TB")
@@ -69,10 +71,10 @@ def simulate(
     except ConfigError as error:
         typer.echo(f"kvrecall simulate: {error}", err=True)
         raise typer.Exit(2) from None
-    report = _run(loaded, specs, names, size)
+    rows = _run(loaded, specs, names, size)
     if not as_json:
-        _print_tables(report)
-    typer.echo(json.dumps(_summary(report, policy)))
+        _print_table(rows, size)
+    typer.echo(json.dumps(_summary(rows, policy)))
 
 
 def parse_tiers(capacity_blocks: str, tiers: str) -> tuple[TierSpec, ...]:
@@ -108,36 +110,48 @@ def _load(trace: str) -> Trace:
     return read_trace(path)
 
 
-@dataclass(frozen=True, slots=True)
-class _Report:
-    """What was found: an outcome per policy; for each tier the most that it and the tiers before
-    it could have hit together."""
-
-    trace: Trace
-    outcomes: tuple[Outcome, ...]
-    bounds: tuple[float, ...]
-    block_bytes: int
-
-    @property
-    def bound(self) -> float:
-        return self.bounds[-1]
-
-    def rates(self, outcome: Outcome) -> Iterator[tuple[TierCount, float, float]]:
-        """Each tier with the hit rate up to and including it, and the bound of that."""
-        hits = 0
-        for tier, bound in zip(outcome.tiers, self.bounds, strict=True):
-            hits += tier.hits
-            yield tier, hits / outcome.accesses, bound
-
-
 def _run(
     trace: Trace, specs: Sequence[TierSpec], names: Sequence[str], block_bytes: int
-) -> _Report:
+) -> list[Row]:
+    """A row of JSON for each policy."""
     rooms = accumulate(spec.capacity for spec in specs)
     with _progress((len(names) + len(specs)) * len(trace.requests)) as advance:
-        bounds = tuple(clairvoyant_hits(trace, room, advance) / trace.blocks for room in rooms)
-        outcomes = tuple(replay(trace, specs, name, advance) for name in names)
-    return _Report(trace, outcomes, bounds, block_bytes)
+        bounds = [clairvoyant_hits(trace, room, advance) / trace.blocks for room in rooms]
+        outcomes = [replay(trace, specs, name, advance) for name in names]
+    return [_row(trace, outcome, bounds, block_bytes) for outcome in outcomes]
+
+
+def _row(trace: Trace, outcome: Outcome, bounds: Sequence[float], block_bytes: int) -> Row:
+    tiers = []
+    hits = 0
+    for tier, bound in zip(outcome.tiers, bounds, strict=True):
+        hits += tier.hits
+        row: Row = {
+            "tier": tier.name,
+            "capacity_blocks": tier.capacity,
+            "hits": tier.hits,
+            "hit_rate_up_to_here": round(hits / outcome.accesses, 6),
+            "clairvoyant_up_to_here": round(bound, 6),
+            "read_blocks": tier.hits,
+            "written_blocks": tier.writes,
+            "evicted_blocks": tier.evictions,
+            "bypassed_blocks": tier.bypassed,
+        }
+        if block_bytes:
+            row["read_bytes"] = tier.hits * block_bytes
+            row["written_bytes"] = tier.writes * block_bytes
+        tiers.append(row)
+    return {
+        "policy": outcome.policy,
+        "hit_rate": round(outcome.hit_rate, 6),
+        "clairvoyant": round(bounds[-1], 6),
+        "capacity_blocks": sum(tier.capacity for tier in outcome.tiers),
+        "trace": trace.name,
+        "requests": outcome.requests,
+        "blocks": outcome.accesses,
+        "hits": outcome.hits,
+        "tiers": tiers,
+    }
 
 
 @contextmanager
@@ -157,78 +171,43 @@ def _progress(steps: int) -> Iterator[Callable[[], None]]:
         yield advance
 
 
-def _print_tables(report: _Report) -> None:
-    first = report.outcomes[0]
-    title = f"{report.trace.name}: {first.requests:,} requests, {first.accesses:,} blocks"
-    table = Table(title=title)
+def _print_table(rows: Sequence[Row], block_bytes: int) -> None:
+    def amount(blocks: int) -> str:
+        return format_bytes(blocks * block_bytes) if block_bytes else f"{blocks:,}"
+
+    first = rows[0]
+    table = Table(
+        title=f"{first['trace']}: {first['requests']:,} requests, {first['blocks']:,} blocks"
+    )
     for heading in ("policy", "tier", "capacity", "hits", "hit rate", "clairvoyant", "of it",
                     "read", "written", "evicted", "bypassed"):  # fmt: skip
         justify: JustifyMethod = "left" if heading in ("policy", "tier") else "right"
         table.add_column(heading, justify=justify, no_wrap=True)
-    for outcome in report.outcomes:
-        for tier, rate, bound in report.rates(outcome):
-            moved = (tier.hits, tier.writes, tier.evictions, tier.bypassed)
+    for row in rows:
+        for tier in row["tiers"]:
+            rate, bound = tier["hit_rate_up_to_here"], tier["clairvoyant_up_to_here"]
+            moved = (tier[f"{name}_blocks"] for name in ("read", "written", "evicted", "bypassed"))
             table.add_row(
-                outcome.policy, tier.name, f"{tier.capacity:,}", f"{tier.hits:,}",
+                row["policy"], tier["tier"], f"{tier['capacity_blocks']:,}", f"{tier['hits']:,}",
                 f"{rate:.4f}", f"{bound:.4f}", f"{rate / bound:.0%}" if bound else "-",
-                *(_amount(blocks, report.block_bytes) for blocks in moved),
+                *map(amount, moved),
             )  # fmt: skip
-    if len(report.bounds) > 1:
+    if len(first["tiers"]) > 1:
         table.caption = "hit rate and clairvoyant: of the tier and those before it together"
     Console(width=max(120, Console().width)).print(table)
 
 
-def _amount(blocks: int, block_bytes: int) -> str:
-    return format_bytes(blocks * block_bytes) if block_bytes else f"{blocks:,}"
-
-
-def _summary(report: _Report, policy: str) -> dict[str, object]:
-    rows = [_row(report, outcome) for outcome in report.outcomes]
+def _summary(rows: Sequence[Row], policy: str) -> Row:
     if policy != "all":
         return rows[0]
-    best = max(report.outcomes, key=lambda outcome: outcome.hit_rate)
+    best = max(rows, key=lambda row: float(row["hit_rate"]))
     return {
         "policy": "all",
-        "best": best.policy,
-        "hit_rate": round(best.hit_rate, 6),
-        "clairvoyant": round(report.bound, 6),
-        "policies": rows,
+        "best": best["policy"],
+        "hit_rate": best["hit_rate"],
+        "clairvoyant": best["clairvoyant"],
+        "policies": list(rows),
     }
-
-
-def _row(report: _Report, outcome: Outcome) -> dict[str, object]:
-    return {
-        "policy": outcome.policy,
-        "hit_rate": round(outcome.hit_rate, 6),
-        "clairvoyant": round(report.bound, 6),
-        "capacity_blocks": sum(tier.capacity for tier in outcome.tiers),
-        "trace": report.trace.name,
-        "requests": outcome.requests,
-        "blocks": outcome.accesses,
-        "hits": outcome.hits,
-        "tiers": [
-            _tier_row(tier, rate, bound, report.block_bytes)
-            for tier, rate, bound in report.rates(outcome)
-        ],
-    }
-
-
-def _tier_row(tier: TierCount, rate: float, bound: float, block_bytes: int) -> dict[str, object]:
-    row: dict[str, object] = {
-        "tier": tier.name,
-        "capacity_blocks": tier.capacity,
-        "hits": tier.hits,
-        "hit_rate_up_to_here": round(rate, 6),
-        "clairvoyant_up_to_here": round(bound, 6),
-        "read_blocks": tier.hits,
-        "written_blocks": tier.writes,
-        "evicted_blocks": tier.evictions,
-        "bypassed_blocks": tier.bypassed,
-    }
-    if block_bytes:
-        row["read_bytes"] = tier.hits * block_bytes
-        row["written_bytes"] = tier.writes * block_bytes
-    return row
 
 
 def format_bytes(nbytes: float) -> str:
