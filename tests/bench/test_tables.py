@@ -73,7 +73,7 @@ def run() -> dict[str, Any]:
     }
     step = {"command": "kvrecall bench", "took_s": 1.0, "load_before": 0.5}
     results = {
-        name: {**step, "bias": "", **json.loads(json.dumps(report.figures))}
+        name: {**step, "bias": "", **machine(), **json.loads(json.dumps(report.figures))}
         for name, report in reports.items()
     }
     facts = {"machine": machine(), "versions": {"vllm": "0.32.0"}, "date": "2026-11-21T17:00"}

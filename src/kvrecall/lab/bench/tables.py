@@ -75,25 +75,20 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[st
         yield "| " + " | ".join(row) + " |"
 
 
-def _of(
-    name: str,
-) -> Callable[[Callable[[Run, Figures], Iterator[str]]], Callable[[Run], Iterator[str]]]:
+def _of(name: str, make: Callable[[Figures], Iterator[str]]) -> Callable[[Run], Iterator[str]]:
     """For tables of one step's figures: where there are none, why there are none."""
 
-    def wrap(make: Callable[[Run, Figures], Iterator[str]]) -> Callable[[Run], Iterator[str]]:
-        def table(run: Run) -> Iterator[str]:
-            found = run["results"].get(name)
-            if found is None:
-                where = "`bench/results/latest.json`"
-                yield f"Not part of the run in {where}; `make bench` measures it."
-            elif "error" in found:
-                yield f"Not measured: {found['error']}."
-            else:
-                yield from make(run, found)
+    def table(run: Run) -> Iterator[str]:
+        found = run["results"].get(name)
+        if found is None:
+            where = "`bench/results/latest.json`"
+            yield f"Not part of the run in {where}; `make bench` measures it."
+        elif "error" in found:
+            yield f"Not measured: {found['error']}."
+        else:
+            yield from make(found)
 
-        return table
-
-    return wrap
+    return table
 
 
 def machine(run: Run) -> Iterator[str]:
@@ -133,19 +128,8 @@ def steps(run: Run) -> Iterator[str]:
     yield from _table(("command", "seconds", "load before", "outcome"), rows)
 
 
-@_of("chat")
-def chat(_: Run, found: Figures) -> Iterator[str]:
-    """Conversations: a line a variant of the server."""
-    yield from _serving(found)
-
-
-@_of("replay")
-def replay(_: Run, found: Figures) -> Iterator[str]:
-    """The same for a slice of a trace."""
-    yield from _serving(found)
-
-
-def _serving(found: Figures) -> Iterator[str]:
+def serving(found: Figures) -> Iterator[str]:
+    """Conversations, or a slice of a trace: a line a deployment."""
     rows = [
         (
             SERVED.get(variant, variant),
@@ -183,11 +167,10 @@ SERVED = {
     "two": "kvrecall: two engines, a pool each",
     "service": "kvrecall: two engines, one pool service",
 }
-"""Variants of the serving benchmarks in words."""
+"""Deployments of the serving benchmarks in words."""
 
 
-@_of("tiers")
-def tiers(_: Run, found: Figures) -> Iterator[str]:
+def tiers(found: Figures) -> Iterator[str]:
     """Bandwidths of memory and disk tiers, each with its limit."""
     short = ("memory", "put GB/s", "get, first", "get, again", "ms a request p50 / p95 / p99")
     yield from _table(short, list(_stores(found["stores"], "memory", ("put", "cold", "warm"))))
@@ -217,8 +200,7 @@ def _stores(
         yield (f"**{name}**" if one["limit"] else name, *checks, *rates, waits)
 
 
-@_of("restore")
-def restore(_: Run, found: Figures) -> Iterator[str]:
+def restore(found: Figures) -> Iterator[str]:
     """Milliseconds to the first token, by where the prefix lay."""
     times = found["ttft_s"]
     device, computed = times["device"]["p50"], times["computed"]["p50"]
@@ -264,9 +246,8 @@ def decode(run: Run) -> Iterator[str]:
     yield from _table((*columns, "ratio", "ratio, blocks off the device"), rows)
 
 
-@_of("needle")
-def needle(_: Run, found: Figures) -> Iterator[str]:
-    """Right answers of each arm by length."""
+def needle(found: Figures) -> Iterator[str]:
+    """Right answers of each variant by length."""
     arms = {"dense": found["dense"], **{arm["name"]: arm["results"] for arm in found["arms"]}}
     rows = []
     for name, scores in arms.items():
@@ -314,8 +295,7 @@ def _ms(seconds: Mapping[str, float]) -> str:
     return f"{seconds['p50'] * 1e3:.2f} ms"
 
 
-@_of("chat")
-def summary(run: Run, found: Figures) -> Iterator[str]:
+def summary(found: Figures) -> Iterator[str]:
     """For the README: what a first token waits for, by where its prompt lies."""
     rows = [
         (
@@ -329,7 +309,7 @@ def summary(run: Run, found: Figures) -> Iterator[str]:
     columns = ("served with", "prompt tokens recalled", "first token, median", "p95")
     yield from _table((*columns, "prompt tokens a second"), rows)
     yield ""
-    yield f"{found['story'][0].upper()}{found['story'][1:]}, on {run['machine']['cores']} cores."
+    yield f"{found['story'][0].upper()}{found['story'][1:]}, on {found['cores']} cores."
 
 
 _PICTURES: Mapping[str, tuple[str, str]] = {
@@ -345,14 +325,14 @@ TABLES: Mapping[str, Callable[[Run], Iterator[str]]] = {
     "machine": machine,
     "bias": bias,
     "steps": steps,
-    "summary": summary,
-    "chat": chat,
-    "replay": replay,
-    "tiers": tiers,
+    "summary": _of("chat", summary),
+    "chat": _of("chat", serving),
+    "replay": _of("replay", serving),
+    "tiers": _of("tiers", tiers),
     "pool": pool,
-    "restore": restore,
+    "restore": _of("restore", restore),
     "decode": decode,
-    "needle": needle,
+    "needle": _of("needle", needle),
 }
 
 
