@@ -185,7 +185,7 @@ def test_hazard_memory_is_bounded() -> None:
     assert len(policy._ghosts) <= 100
     assert sum(len(queue) for queue in policy._by_bin) <= 110
     assert len(policy._memory) <= 500
-    for number in range(5000):  # nobody asks, blocks only come and go
+    for number in range(5000):  # no requests: blocks only come and go
         key = BlockKey(f"y{number}".encode())
         policy.insert(key, None, 0, 5000.0)
         policy.remove(key)

@@ -248,7 +248,7 @@ class Server:
 def server(monkeypatch: pytest.MonkeyPatch) -> type[Server]:
     Here = type("Here", (Server,), {"started": []})
     monkeypatch.setattr(servers, "ServerProcess", Here)
-    monkeypatch.setenv("VLLM_RETRIEVAL_DIGEST", "mean")  # of whoever runs the check
+    monkeypatch.setenv("VLLM_RETRIEVAL_DIGEST", "mean")  # of the shell that runs the check
     monkeypatch.setenv("VLLM_PLUGINS", "retrieval")
     monkeypatch.setenv("KVRECALL_RETRIEVAL", "1")
     return Here

@@ -137,7 +137,7 @@ def test_pairs_have_names_of_their_own() -> None:
     assert all(pair.blind for pair in BLIND)
 
 
-def test_equal_setups_are_equal_whoever_makes_them(tmp_path: Path) -> None:
+def test_equal_setups_have_equal_keys(tmp_path: Path) -> None:
     one, other = (Setup.of(tmp_path, dtype="float32") for _ in range(2))
     assert one.key == other.key
     assert one.key != Setup.of(tmp_path, dtype="bfloat16").key

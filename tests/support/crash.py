@@ -119,8 +119,8 @@ def survivors(folder: Path, oracle: Path, disk_bytes: int) -> tuple[int, int, in
     """Opens the folder and checks it against the oracle.
 
     Returns how many blocks had to survive, how many of those are lost, and how many blocks are
-    there that nobody committed. Raises AssertionError on wrong bytes, and where a block that was
-    pinned is lost or not pinned any more.
+    there that were never committed. Raises AssertionError on wrong bytes, and where a block that
+    was pinned is lost or not pinned any more.
     """
     lines = _lines(oracle)
     names = [line for line in lines if not line.endswith(" pinned")]

@@ -12,7 +12,7 @@ _claims: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """A TCP port that nobody uses now, on any address of this host.
+    """A TCP port that is free now, on every address of this host.
 
     Between this call and the server's start nothing comes in its way: the system gives outgoing
     connections ports above it, and no other process gets the port from here while this one

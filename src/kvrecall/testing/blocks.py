@@ -1,4 +1,4 @@
-"""Keys and bytes for tests: what a block holds follows from its key, so anybody can check it."""
+"""Keys and bytes for tests: the bytes of a block follow from its key."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ class PoolContract:
         engine = start(blocks=16, disk=False)
         keys = chain(NAMESPACE, 10)
         engine.save(keys)
-        ticket = engine.pool.acquire(keys, 10.0)
+        ticket = engine.pool.acquire(keys, 60.0)
         other = chain(NAMESPACE, 10, "other")
         assert engine.save(other) == {Verdict.RESERVED: 6, Verdict.REFUSED: 4}
         assert engine.save(chain(NAMESPACE, 10, "third"))[Verdict.RESERVED] == 6
@@ -294,7 +294,7 @@ class PoolContract:
         engine.close()
         engine.pool.close()
         engine = start()
-        tickets = [engine.pool.acquire(keys, 10.0) for _ in range(3)]
+        tickets = [engine.pool.acquire(keys, 60.0) for _ in range(3)]
         recalls = [engine.wait(ticket) for ticket in tickets]
         assert {recall.offsets for recall in recalls} == {recalls[0].offsets}
         assert len(recalls[0].offsets) == 10
@@ -312,7 +312,7 @@ class PoolContract:
         engine.close()
         engine.pool.close()
         engine = start(blocks=16)
-        engine.pool.release(engine.pool.acquire(keys, 10.0))
+        engine.pool.release(engine.pool.acquire(keys, 60.0))
         wait_until(lambda: engine.pool.find(keys).tiers == (TierName.HOST,) * 10)
         assert engine.pool.stats().leases == 0
         other = chain(NAMESPACE, 16, "other")
@@ -326,7 +326,7 @@ class PoolContract:
         engine = start(disk=disk)
         keys = chain(NAMESPACE, 20)
         engine.save(keys)
-        ticket = engine.pool.acquire(keys[:5], 10.0)
+        ticket = engine.pool.acquire(keys[:5], 60.0)
         engine.pool.clear()
         assert engine.pool.find(keys).tiers == (TierName.HOST,) * 5
         assert engine.pool.find(keys[5:]).blocks == 0

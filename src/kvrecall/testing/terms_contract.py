@@ -41,7 +41,7 @@ class TermsContract:
         return pool
 
     def admin(self, engine: Engine) -> PoolAdmin:
-        """The admin, when all that was told to the pool has come to it."""
+        """The admin of the pool, after everything sent to the pool before has arrived."""
         engine.pool.find(())
         return self.pool_of(engine.pool).admin
 
@@ -95,7 +95,7 @@ class TermsContract:
         engine = start(QUARTER, disk=False)
         keys = keys_of("leased", 10)
         engine.save(keys, ANN)
-        ticket = engine.pool.acquire(keys, 10.0, None, ANN)
+        ticket = engine.pool.acquire(keys, 60.0, None, ANN)
         assert engine.save(keys_of("more", 16), ANN)[Verdict.RESERVED] == 6
         engine.check(keys, engine.wait(ticket))
         engine.pool.release(ticket)
@@ -162,8 +162,13 @@ class TermsContract:
         engine = start(PoolTerms(tenants=rules), disk=False)
         kept, gone, pinned = keys_of("ann", 5), keys_of("bob", 5), keys_of("pinned", 5)
         engine.save(kept, ANN)
-        engine.save(pinned, BOB)
-        self.admin(engine).pin(pinned)
+
+        def are_pinned() -> bool:  # before they expire, which a busy machine may miss
+            engine.save(pinned, BOB)
+            self.admin(engine).pin(pinned)
+            return engine.pool.stats().tiers[0].pinned_bytes == 5 * SLOT_BYTES
+
+        wait_until(are_pinned)
         engine.save(gone, BOB)
         wait_until(lambda: engine.pool.find(gone).blocks == 0)
         assert engine.pool.find(kept).blocks == 5
@@ -259,7 +264,7 @@ class TermsContract:
         engine = start(PoolTerms(), blocks=32, disk=False)
         keys = keys_of("leased", 20)
         engine.save(keys)
-        ticket = engine.pool.acquire(keys, 10.0)
+        ticket = engine.pool.acquire(keys, 60.0)
         self.admin(engine).pool.resize_host(8 * SLOT_BYTES)
         engine.check(keys, engine.wait(ticket))
         assert self.admin(engine).pool.host_surplus() == 12 * SLOT_BYTES

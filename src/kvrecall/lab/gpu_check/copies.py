@@ -57,7 +57,7 @@ def check_order(device: torch.device, page_bytes: int = 1 << 20) -> None:
 
 
 def check_fetches(device: torch.device, blocks: int = 64, page_bytes: int = 1 << 14) -> None:
-    """A kernel that is told addresses fetches parts of blocks from the pinned arena, and writes
+    """A kernel fetches parts of blocks by address from the pinned arena, and writes
     nothing beside them. Raises CheckError."""
     chance = random.Random(0)
     memory = _arena(2 * blocks * page_bytes)
