@@ -26,13 +26,6 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("kvrecall")
 
-TOGETHER = {
-    "tests/server/test_clients.py": "the tiny server",
-    "tests/server/test_schemathesis.py": "the tiny server",
-}
-"""Files that one worker takes one after the other, as they share a server."""
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with engines come first, so that no worker is left with a long one at the end."""
     engines = {item.path for item in items if item.get_closest_marker("engine")}
@@ -46,8 +39,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return TOGETHER.get(file, file)
+            return nodeid.partition("::")[0]
 
     config.option.loadscopereorder = False
     return Files(config, log)

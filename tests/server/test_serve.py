@@ -302,12 +302,12 @@ LEFT: list[tuple[str, Json]] = [
 
 
 def test_the_engine_waits_asleep(server: LiveServer) -> None:
-    """While the worker computes its engine process leaves the processor to others."""
+    """While the worker computes its engine process leaves the processor to others: it gives it up
+    of its own accord in each step (one that spins is interrupted instead)."""
     core = server.engine_core()
-    before, began = sum(core.cpu_times()[:2]), time.monotonic()
+    before = core.num_ctx_switches().voluntary
     generate(server, "x", max_new_tokens=1000, ignore_eos=True)
-    seconds = sum(core.cpu_times()[:2]) - before
-    assert seconds < 0.5 * (time.monotonic() - began)  # 0.17 here; 0.65 if it spins
+    assert core.num_ctx_switches().voluntary - before >= 1000
 
 
 @pytest.mark.parametrize(("path", "body"), LEFT, ids=lambda v: str(v)[:60])
