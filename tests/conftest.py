@@ -26,6 +26,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("kvrecall")
 
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with engines come first, so that no worker is left with a long one at the end."""
     engines = {item.path for item in items if item.get_closest_marker("engine")}

@@ -119,9 +119,6 @@ class FakeEngine:
 class FakeInsight:
     """Nothing to be seen."""
 
-    model = "tiny"
-    pooled = False
-    pool_socket = None
     remembered = 500
 
     def live(self, most: int) -> tuple[list[RequestView], int]:

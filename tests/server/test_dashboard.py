@@ -21,7 +21,7 @@ from kvrecall.server.dashboard import history
 from kvrecall.server.dashboard.routes import dashboard_router
 
 from .browser import browsing
-from .fake import FakeInsight
+from .fake import FakeEngine
 from .live import LiveServer
 
 GRAFANA = Path(__file__).parents[2] / "examples" / "grafana.json"
@@ -53,7 +53,7 @@ def test_samples_are_read_from_the_metrics_and_bounded() -> None:
 
 def test_files_and_figures_without_an_engine() -> None:
     app = FastAPI()
-    app.include_router(dashboard_router(FakeInsight()))
+    app.include_router(dashboard_router(FakeEngine()))
     with TestClient(app) as client:
         page = client.get("/dashboard")
         assert page.headers["content-type"].startswith("text/html")

@@ -168,7 +168,7 @@ def test_a_request_is_not_shorter_than_the_wait_for_its_first_token() -> None:
 
     requests = RequestLog()
     asyncio.run(run())
-    (view,) = requests.since(0)
+    (view,) = requests.ended(0)
     assert view.began == arrived
     assert view.ended - view.began >= view.ttft_s
 

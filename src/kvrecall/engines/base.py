@@ -10,6 +10,7 @@ import ssl
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from pathlib import Path
 from typing import Literal, Protocol
 
 from kvrecall.engines.insight import Insight
@@ -237,6 +238,8 @@ class EngineInfo:
     blocks: int
     devices: int  # of the model: tensor x pipeline x data parallel
     version: str  # of the engine
+    pooled: bool = False
+    pool_socket: Path | None = None  # where the pool can be asked what is in it
 
 
 class Engine(Generator, Protocol):
@@ -247,7 +250,7 @@ class Engine(Generator, Protocol):
 
     @property
     def insight(self) -> Insight:
-        """For who watches it."""
+        """What it shows of itself while it runs."""
 
     def load(self) -> Load:
         """Does not wait."""

@@ -1,6 +1,6 @@
 """What an engine room shows of itself while it runs: its requests, and what retrieval chose.
 
-Plain values, read by whoever watches a server. No prompt and no answer is in them.
+Plain values, for the dashboard. No prompt and no answer is in them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Protocol
 
 
@@ -56,18 +55,6 @@ class Heat:
 
 class Insight(Protocol):
     """A running engine, to be watched. No method waits."""
-
-    @property
-    def model(self) -> str:
-        """The name requests ask for."""
-
-    @property
-    def pooled(self) -> bool:
-        """Whether there is a pool."""
-
-    @property
-    def pool_socket(self) -> Path | None:
-        """Where the pool can be asked what is in it; None if nowhere."""
 
     def live(self, most: int) -> tuple[Sequence[RequestView], int]:
         """Requests under way, at most so many, and how many there are."""

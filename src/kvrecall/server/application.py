@@ -39,7 +39,7 @@ def attach_all(app: FastAPI, engine: Engine, plan: Plan) -> Mapping[str, FastAPI
 
     _include_first(app, business_router(engine, plan))
     _include_first(management, management_router(engine, plan, mindie))
-    _include_first(management, dashboard_router(engine.insight))
+    _include_first(management, dashboard_router(engine))
     metrics.router.routes.insert(0, _metrics_route(mindie))
     for each in (app, *apps.values()):
         _complete(each, plan)

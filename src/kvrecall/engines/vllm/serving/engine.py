@@ -42,7 +42,6 @@ from kvrecall.engines.base import (
 )
 from kvrecall.engines.vllm.serving import ranking
 from kvrecall.engines.vllm.serving.openai_handlers import Ledger, RecallCompletion
-from kvrecall.engines.vllm.serving.request_log import VllmInsight
 from kvrecall.engines.vllm.serving.served_llm import (
     STOPPED,
     RequestTimeoutError,
@@ -67,8 +66,8 @@ class VllmEngine:
         self._limits = limits
         self._special = frozenset(handler.renderer.tokenizer.all_special_ids)
         self._stopped: set[str] = set()
-        self.info = _info(engine, handler)
-        self.insight = VllmInsight(engine, engine.request_log, self.info.names[0], pool_socket)
+        self.info = _info(engine, handler, pool_socket)
+        self.insight = engine.request_log
 
     @property
     def draining(self) -> bool:
@@ -298,7 +297,7 @@ async def _faults() -> AsyncIterator[None]:
         raise GenerateError(Fault.ENGINE, str(error) or "the engine failed") from error
 
 
-def _info(engine: ServedLLM, handler: RecallCompletion) -> EngineInfo:
+def _info(engine: ServedLLM, handler: RecallCompletion, pool_socket: Path | None) -> EngineInfo:
     config = engine.vllm_config
     parallel = config.parallel_config
     return EngineInfo(
@@ -313,6 +312,8 @@ def _info(engine: ServedLLM, handler: RecallCompletion) -> EngineInfo:
         blocks=config.cache_config.num_gpu_blocks or 0,
         devices=parallel.world_size * parallel.data_parallel_size,
         version=VLLM_VERSION,
+        pooled=config.kv_transfer_config is not None,
+        pool_socket=pool_socket,
     )
 
 

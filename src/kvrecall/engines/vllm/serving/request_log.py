@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from vllm.outputs import RequestOutput
@@ -16,14 +15,16 @@ from kvrecall.engines.insight import Heat, Phase, RequestView
 from kvrecall.engines.vllm.serving.heat import SERVER_HEAT
 from kvrecall.engines.vllm.serving.prompt_sources import PROMPT_SOURCES
 
-_REMEMBERED = 500
-
 
 class RequestLog:
-    """Notes the requests that pass ``watch``. Used by the API process's loop only."""
+    """The requests of ``engine`` (vLLM's AsyncLLM) that pass ``watch``; see ``Insight``. Used by
+    the API process's loop only."""
 
-    def __init__(self) -> None:
-        self._ended: deque[RequestView] = deque(maxlen=_REMEMBERED)
+    remembered = 500
+
+    def __init__(self, engine: Any = None) -> None:
+        self._engine = engine
+        self._ended: deque[RequestView] = deque(maxlen=self.remembered)
 
     async def watch(
         self, request_id: str, outputs: AsyncGenerator[RequestOutput, None]
@@ -46,9 +47,18 @@ class RequestLog:
             self._ended.append(_view(request_id, phase, began, last))
             await outputs.aclose()
 
-    def since(self, moment: float) -> list[RequestView]:
-        """Those that ended after ``moment`` (wall-clock seconds), oldest first."""
-        return [view for view in self._ended if view.ended > moment]
+    def live(self, most: int) -> tuple[Sequence[RequestView], int]:
+        """See Insight.live."""
+        states = list(self._engine.output_processor.request_states.values())
+        return [_live(state) for state in states[-most:]], len(states)
+
+    def ended(self, since: float) -> Sequence[RequestView]:
+        """See Insight.ended."""
+        return [view for view in self._ended if view.ended > since]
+
+    def heat(self) -> Heat | None:
+        """See Insight.heat."""
+        return SERVER_HEAT.heat()
 
 
 def _view(request_id: str, phase: Phase, began: float, last: RequestOutput | None) -> RequestView:
@@ -73,42 +83,6 @@ def _split(report: Mapping[str, int] | None, last: RequestOutput | None) -> Mapp
         return {}
     cached = last.num_cached_tokens
     return {"device": cached, "computed": len(last.prompt_token_ids or ()) - cached}
-
-
-class VllmInsight:
-    """See ``Insight``; over vLLM's async engine."""
-
-    def __init__(self, engine: Any, requests: RequestLog, model: str, socket: Path | None) -> None:
-        self._engine = engine
-        self._requests = requests
-        self._model = model
-        self._socket = socket
-
-    @property
-    def model(self) -> str:
-        return self._model
-
-    @property
-    def pooled(self) -> bool:
-        return self._engine.vllm_config.kv_transfer_config is not None
-
-    @property
-    def pool_socket(self) -> Path | None:
-        return self._socket
-
-    @property
-    def remembered(self) -> int:
-        return _REMEMBERED
-
-    def live(self, most: int) -> tuple[Sequence[RequestView], int]:
-        states = list(self._engine.output_processor.request_states.values())
-        return [_live(state) for state in states[-most:]], len(states)
-
-    def ended(self, since: float) -> Sequence[RequestView]:
-        return self._requests.since(since)
-
-    def heat(self) -> Heat | None:
-        return SERVER_HEAT.heat()
 
 
 def _live(state: Any) -> RequestView:

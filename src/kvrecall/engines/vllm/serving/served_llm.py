@@ -63,7 +63,7 @@ class ServedLLM(AsyncLLM):
     _closed: bool = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.request_log = RequestLog()
+        self.request_log = RequestLog(self)
         self.steps = Steps()
         super().__init__(*args, **kwargs)
         note_outputs(self.engine_core, self.steps.note)

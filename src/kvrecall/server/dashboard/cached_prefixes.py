@@ -1,14 +1,13 @@
-"""What is cached, asked of the pool: seldom, off the server's loop, and told to all that ask."""
+"""What is cached, for the page: asked of the pool seldom, off the server's loop."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from pathlib import Path
 from typing import Any
 
 from kvrecall.block import SHARED
-from kvrecall.engines.insight import Insight
+from kvrecall.engines.base import EngineInfo
 from kvrecall.errors import KvrecallError
 from kvrecall.pool.service.admin import PrefixTrees, ServiceAdmin
 from kvrecall.pool.service.prefix_tree import PrefixNode, PrefixTree
@@ -18,44 +17,40 @@ _SHARE = 0.02  # of the time at most, asking may take
 _TIMEOUT_S = 5.0
 
 
-class Trees:
-    """The pool's prefix trees, for the page."""
+class CachedPrefixes:
+    """The pool's prefix trees; an answer serves all pages that poll."""
 
-    def __init__(self, insight: Insight) -> None:
-        self._insight = insight
+    def __init__(self, info: EngineInfo) -> None:
+        self._info = info
         self._lock = asyncio.Lock()
-        self._told: dict[str, Any] = {}
+        self._answer: dict[str, Any] = {}
         self._good_until = float("-inf")
 
-    async def tell(self) -> dict[str, Any]:
+    async def answer(self) -> dict[str, Any]:
         """Model, tenant and prefixes as nested nodes; or ``empty``, why there are none."""
         async with self._lock:
             if time.monotonic() >= self._good_until:
                 began = time.monotonic()
-                self._told = await asyncio.to_thread(self._ask)
+                self._answer = await asyncio.to_thread(self._ask)
                 took = time.monotonic() - began
                 self._good_until = time.monotonic() + max(_FRESH_S, took / _SHARE)
-            return self._told
+            return self._answer
 
     def _ask(self) -> dict[str, Any]:
-        if not self._insight.pooled:
+        if not self._info.pooled:
             return _nothing("This server runs without a pool.")
-        socket = self._insight.pool_socket
+        socket = self._info.pool_socket
         if socket is None:
             return _nothing("The pool of this engine cannot be asked from outside.")
         try:
-            trees = _trees(socket)
+            with ServiceAdmin(socket, _TIMEOUT_S) as admin:
+                trees = admin.do(PrefixTrees())
         except KvrecallError as error:
-            return _nothing(f"The pool does not tell: {error}.")
+            return _nothing(f"The pool does not answer: {error}.")
         if not trees:
             return _nothing("Nothing is cached yet.")
         blocks = sum(tree.blocks for tree in trees)
         return {"roots": _roots(trees), "note": f"{blocks} blocks", "empty": ""}
-
-
-def _trees(socket: Path) -> tuple[PrefixTree, ...]:
-    with ServiceAdmin(socket, _TIMEOUT_S) as admin:
-        return admin.do(PrefixTrees())
 
 
 def _nothing(why: str) -> dict[str, Any]:
