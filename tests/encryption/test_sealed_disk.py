@@ -15,11 +15,10 @@ from kvrecall.block import BlockKey
 from kvrecall.config import DiskConfig, PoolConfig, RecallSettings
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool import Pool
-from kvrecall.pool.cipher import PROOF_BYTES, Cipher
+from kvrecall.pool.cipher import TAG_BYTES, Cipher, make_key_file, read_keys, rotate_key_file
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.codec import Encrypted
 from kvrecall.pool.disk.slabs import FileIo
-from kvrecall.pool.keyfile import make_key_file, read_keys, rotate_key_file
 from kvrecall.pool.service.cli import app
 from kvrecall.pool.tier import Outcome, Tier
 from kvrecall.testing.blocks import chain, content, wait_until
@@ -71,7 +70,7 @@ def test_a_block_opens_only_as_it_was_sealed() -> None:
     plain = memoryview(bytearray(random.Random(1).randbytes(5000)))
     sealed, opened = memoryview(bytearray(5000)), memoryview(bytearray(5000))
     proof = cipher.seal(b"label", [plain], [sealed])
-    assert len(proof) == PROOF_BYTES
+    assert len(proof) == TAG_BYTES
     assert cipher.open(b"label", proof, [sealed], [opened])
     assert opened == plain
     again = memoryview(bytearray(5000))
@@ -81,7 +80,7 @@ def test_a_block_opens_only_as_it_was_sealed() -> None:
     assert bytes(opened) == bytes(5000), "nothing unproven is left behind"
     assert not Cipher([NEW]).open(b"label", proof, [sealed], [opened])
     assert Cipher([NEW, OLD]).open(b"label", proof, [sealed], [opened])
-    for at in range(PROOF_BYTES):
+    for at in range(TAG_BYTES):
         assert not cipher.open(b"label", _flipped(proof, at), [sealed], [opened])
     for at in (0, 2500, 4999):
         sealed[at] ^= 1

@@ -10,8 +10,7 @@ from support.stores import SHARED, MemoryStore
 
 from kvrecall.config import PoolConfig, RemoteConfig
 from kvrecall.pool import Pool
-from kvrecall.pool.cipher import Cipher
-from kvrecall.pool.keyfile import make_key_file
+from kvrecall.pool.cipher import Cipher, make_key_file
 from kvrecall.pool.remote.encrypted import EncryptedStore
 from kvrecall.pool.remote.objects import make_store
 from kvrecall.pool.remote.store import Store

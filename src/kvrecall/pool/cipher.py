@@ -1,30 +1,35 @@
-"""AES-256-GCM over blocks: sealed under a fresh nonce, opened only by the right key."""
+"""AES-256-GCM over blocks: sealed under a fresh nonce, opened only by the right key; and the file
+the keys are in."""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import errno
 import hashlib
 import os
-from collections.abc import Sequence
+import secrets
+import stat
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvrecall.errors import ConfigError
-from kvrecall.pool.keyfile import read_keys
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
+KEY_BYTES = 32
+_MAX_BYTES = 64 << 10
+_WRITE = "write 64 hexadecimal digits or base64 of 32 bytes; `kvrecall pool key FILE` makes one"
 _ID_BYTES = 4
 _NONCE_BYTES = 12
-_TAG_BYTES = 16
-PROOF_BYTES = _ID_BYTES + _NONCE_BYTES + _TAG_BYTES
-"""Bytes of a proof: which key, the nonce, the tag."""
+_GCM_TAG_BYTES = 16
+TAG_BYTES = _ID_BYTES + _NONCE_BYTES + _GCM_TAG_BYTES
+"""Bytes of a block's tag: which key, the nonce, GCM's tag."""
 
 
 class Cipher:
     """Seals bytes with the first of its keys and opens them with any. Thread-safe.
 
-    A *proof* is what must be kept beside the sealed bytes, which have the length of the plain
+    A *tag* is what must be kept beside the sealed bytes, which have the length of the plain
     ones. ``label`` is bound to them (GCM's associated data): they open under the same only.
 
     Nonces are random, so a key should seal no more than 2**32 blocks; at a MiB a block that is
@@ -45,9 +50,9 @@ class Cipher:
         """Tells keys apart without telling anything about them: of the key that seals."""
         return self._first.hex()
 
-    def knows(self, proof: bytes) -> bool:
-        """Whether the key that made this proof is one of these."""
-        return len(proof) == PROOF_BYTES and proof[:_ID_BYTES] in self._keys
+    def knows(self, tag: bytes) -> bool:
+        """Whether the key that made this tag is one of these."""
+        return len(tag) == TAG_BYTES and tag[:_ID_BYTES] in self._keys
 
     @property
     def key_ids(self) -> list[str]:
@@ -56,30 +61,30 @@ class Cipher:
 
     def seal(self, label: bytes, data: Sequence[memoryview], into: Sequence[memoryview]) -> bytes:
         """Writes the sealed pieces of ``data`` into those of ``into`` (of the same lengths, other
-        memory); returns the proof of them all."""
+        memory); returns the tag of them all."""
         nonce = os.urandom(_NONCE_BYTES)
         encryptor = self._make(self._keys[self._first], nonce, None).encryptor()
         encryptor.authenticate_additional_data(label)
         for piece, place in zip(data, into, strict=True):
             encryptor.update_into(piece, place)
         encryptor.finalize()
-        tag: bytes = encryptor.tag
-        return self._first + nonce + tag
+        gcm_tag: bytes = encryptor.tag
+        return self._first + nonce + gcm_tag
 
     def open(
         self,
         label: bytes,
-        proof: bytes,
+        tag: bytes,
         data: Sequence[memoryview],
         into: Sequence[memoryview],
     ) -> bool:
         """Writes the plain pieces of ``data`` into ``into`` (as in ``seal``). False if they are
         not what was sealed under ``label``, or the key is none of these; bytes that were not
         proven are never left in ``into``."""
-        if not self.knows(proof):
+        if not self.knows(tag):
             return False
-        nonce, tag = proof[_ID_BYTES:-_TAG_BYTES], proof[-_TAG_BYTES:]
-        decryptor = self._make(self._keys[proof[:_ID_BYTES]], nonce, tag).decryptor()
+        nonce, gcm_tag = tag[_ID_BYTES:-_GCM_TAG_BYTES], tag[-_GCM_TAG_BYTES:]
+        decryptor = self._make(self._keys[tag[:_ID_BYTES]], nonce, gcm_tag).decryptor()
         decryptor.authenticate_additional_data(label)
         for piece, place in zip(data, into, strict=True):
             decryptor.update_into(piece, place)
@@ -117,3 +122,127 @@ def _library() -> Callable[[bytes, bytes, bytes | None], Any]:
 
 def _id_of(key: bytes) -> bytes:
     return hashlib.blake2b(key, digest_size=_ID_BYTES, person=b"kvrecall key id").digest()
+
+
+# -- the key file ------------------------------------------------------------------------
+
+
+def read_keys(path: Path, name: str = "encryption_key_file") -> tuple[bytes, ...]:
+    """The keys in a file: exactly 32 bytes, or text with one key a line, hexadecimal or base64
+    (empty lines and ``#`` comments are skipped). The first seals, all of them open.
+
+    ConfigError, which never shows a key, if it cannot be read, is not the owner's alone or holds
+    something else.
+    """
+    raw = _read_private(path, name)
+    if len(raw) == KEY_BYTES:
+        return (_checked(raw, f"{name}: {path}"),)
+    try:
+        lines = raw.decode("ascii").splitlines()
+    except UnicodeDecodeError:
+        raise ConfigError(
+            f"{name}: {path} holds {len(raw)} bytes that are no text; a binary key has {KEY_BYTES}"
+        ) from None
+    keys = [
+        _key_of(line.strip(), f"{name}: {path}:{number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
+    if not keys:
+        raise ConfigError(f"{name}: {path} holds no key; {_WRITE}")
+    return tuple(dict.fromkeys(keys))
+
+
+def make_key_file(path: Path) -> None:
+    """Writes a new random key to a new file of the owner's alone. ConfigError if it exists."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        raise ConfigError(
+            f"{path} exists and is left alone; name another file, or add --rotate to put a new "
+            "key before those in it"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be made: {error.strerror}") from error
+    _write(fd, (secrets.token_bytes(KEY_BYTES),))
+
+
+def rotate_key_file(path: Path) -> int:
+    """Puts a new key before those in the file, atomically; returns how many are in it now."""
+    keys = (secrets.token_bytes(KEY_BYTES), *read_keys(path, "key file"))
+    target = path.resolve()
+    fresh = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        _write(fd, keys)
+        os.replace(fresh, target)
+    except OSError as error:
+        fresh.unlink(missing_ok=True)
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+    return len(keys)
+
+
+def _write(fd: int, keys: tuple[bytes, ...]) -> None:
+    with os.fdopen(fd, "w", encoding="ascii") as file:
+        file.writelines(f"{key.hex()}\n" for key in keys)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_private(path: Path, name: str) -> bytes:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{name}: there is no file {path}; make one: kvrecall pool key {path}"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{name}: {path}: {error.strerror}") from error
+    try:
+        _check_private(os.fstat(fd), path, name)
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            raw = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        why = os.strerror(error.errno or errno.EIO)
+        raise ConfigError(f"{name}: {path} cannot be read: {why}") from error
+    finally:
+        os.close(fd)
+    if len(raw) > _MAX_BYTES:
+        raise ConfigError(f"{name}: {path} is larger than {_MAX_BYTES >> 10} KiB; it is no key")
+    return raw
+
+
+def _check_private(status: os.stat_result, path: Path, name: str) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{name}: {path} is not a file; {_WRITE}")
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o077:
+        raise ConfigError(
+            f"{name}: {path} has mode {mode:04o}, so others may read the key; run: chmod 600 {path}"
+        )
+    if status.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(
+            f"{name}: {path} belongs to user {status.st_uid}, who could change the key; it must "
+            f"belong to user {os.geteuid()} or to root"
+        )
+
+
+def _key_of(text: str, where: str) -> bytes:
+    """The key of one line. Errors tell its length only."""
+    try:
+        if len(text) == 2 * KEY_BYTES:
+            return _checked(bytes.fromhex(text), where)
+        key = base64.b64decode(text.replace("-", "+").replace("_", "/"), validate=True)
+    except (ValueError, binascii.Error):
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise ConfigError(f"{where}: these {len(text)} characters are no key; {_WRITE}")
+    return _checked(key, where)
+
+
+def _checked(key: bytes, where: str) -> bytes:
+    if len(set(key)) < KEY_BYTES // 4:
+        raise ConfigError(
+            f"{where}: this key is not random; `kvrecall pool key FILE` makes a good one"
+        )
+    return key

@@ -12,8 +12,8 @@ from pathlib import Path
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.arena import available_memory
+from kvrecall.pool.cipher import read_keys
 from kvrecall.pool.disk.folder import LOCK_NAME, check_room
-from kvrecall.pool.keyfile import read_keys
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _GIB = 1 << 30

@@ -17,10 +17,9 @@ from kvrecall.errors import TierError
 from kvrecall.lab.bench.report import Report, in_turns, timed
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import Verdict
-from kvrecall.pool.cipher import Cipher
+from kvrecall.pool.cipher import KEY_BYTES, Cipher
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.codec import Encrypted
-from kvrecall.pool.keyfile import KEY_BYTES
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Get, Outcome, Put, Tier

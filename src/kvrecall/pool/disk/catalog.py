@@ -93,11 +93,13 @@ class Catalog(Residents[Entry]):
     def recover(self, rows: Iterable[Row]) -> None:
         """Takes in what an earlier process left, least recently used first."""
         with self._lock:
-            now = self.now()
+            used = now = self.now()
             for row in rows:
                 if row.pinned:
                     self.pins.add(row.key)
-                self._take_in(row, min(float(row.used), now), row.pinned)
+                if row.used != used:
+                    used = min(float(row.used), now)  # one object for all rows of a second
+                self._take_in(row, used, row.pinned)
 
     def publish(self, rows: Iterable[Row]) -> None:
         """Makes durable blocks visible."""

@@ -9,7 +9,7 @@ import queue
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from kvrecall.pool.cipher import PROOF_BYTES, Cipher
+from kvrecall.pool.cipher import TAG_BYTES, Cipher
 from kvrecall.pool.remote.store import Object, Store
 
 _LOG = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class EncryptedStore:
                 encrypted = [
                     Object(
                         _encrypted_name(item.name, key),
-                        (memoryview(bytearray(PROOF_BYTES)), *parts),
+                        (memoryview(bytearray(TAG_BYTES)), *parts),
                     )
                     for item, parts in self._places(batch, section)
                 ]

@@ -16,7 +16,7 @@ from rich.live import Live
 from kvrecall.config import PoolConfig, help_of, service_settings
 from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import read_object
-from kvrecall.pool.keyfile import make_key_file, rotate_key_file
+from kvrecall.pool.cipher import make_key_file, rotate_key_file
 from kvrecall.pool.remote.mooncake.master import MasterFlags, check_master, run_master
 from kvrecall.pool.remote.mooncake.settings import split_address
 from kvrecall.pool.service import tables
