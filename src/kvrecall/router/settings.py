@@ -13,7 +13,7 @@ from kvrecall.errors import ConfigError
 class RouterSettings:
     """``prefill`` and ``decode``: base URLs of instances.
 
-    ``prefill_min_tokens``: prompts with fewer tokens that nobody holds go straight to a decode
+    ``prefill_min_tokens``: prompts with fewer tokens that no instance holds go straight to a decode
     instance. ``imbalance``: requests by which an instance may be busier than the idlest and still
     be chosen for the prefix it holds. ``retries``: further instances tried for a request, for each
     of the two roles.

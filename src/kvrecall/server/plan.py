@@ -19,7 +19,7 @@ ENGINE_DEFAULTS: Mapping[str, object] = {
     "scheduling-policy": "priority",  # requests without a priority are served as they come
     "shutdown-timeout": SHUTDOWN_TIMEOUT_S,
 }
-"""Engine options kvrecall sets where nobody asks otherwise (names as in ServeSpec.options)."""
+"""Engine options that kvrecall sets unless others are given (names as in ServeSpec.options)."""
 
 
 class Plane(StrEnum):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ipaddress
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +20,6 @@ from kvrecall.server.mindie.schema import (
     MindieConfig,
     ModelSection,
     Plugins,
-    ServerSection,
     effect_of,
     fields_of,
 )
@@ -39,6 +37,15 @@ _POOL = (*_BACKEND, "kvPoolConfig")
 _BACKENDS = ("embedded", "service", "mooncake")
 _OTHER_BACKENDS = ("memcache", "yuanrong")
 _ALLOWED_BACKENDS = "'' (no pool), 'embedded', 'service', 'mooncake'"
+_TLS_PREFIXES = {
+    Plane.BUSINESS: "tls",
+    Plane.MANAGEMENT: "managementTls",
+    Plane.METRICS: "metricsTls",
+}
+_TLS_LENDERS = {Plane.MANAGEMENT: Plane.BUSINESS, Plane.METRICS: Plane.MANAGEMENT}
+"""Whose certificates a plane uses that has none of its own."""
+_Planes = tuple[str, TlsFiles | None, tuple[Listener, ...], Mapping[Plane, str]]
+
 _NGRAM_TOKENS = 4
 _NGRAM_LOOKUP = 4
 
@@ -78,22 +85,20 @@ class _Planner:
         }
         recall = self._recall()
         server = self._server
-        planes = PlanePlanner(server, self._document, self._folder).planned()
-        self._notes += planes.notes
-        self._warnings += planes.warnings
+        host, tls, listeners, homes = self._planes()
         spec = ServeSpec(
             model=str(self._resolved(self._model.modelWeightPath)),
-            host=planes.host,
+            host=host,
             port=server.port,
             options=options,
             recall=recall,
             limits=self._limits(),
-            tls=planes.tls,
-            listeners=planes.listeners,
+            tls=tls,
+            listeners=listeners,
         )
         return Plan(
             spec,
-            homes=planes.homes,
+            homes=homes,
             max_body_bytes=server.maxRequestLength << 20,
             max_links=server.maxLinkNum,
             notes=tuple(self._notes),
@@ -113,14 +118,12 @@ class _Planner:
         )
         for path, value, allowed in checks:
             if value not in allowed:
-                raise problem(
-                    self._document,
+                raise self._wrong(
                     path,
                     f"is {value!r}; not available in this version, allowed: {allowed[0]!r}",
                 )
         if len(self._deploy.ModelConfig) > 1:
-            raise problem(
-                self._document,
+            raise self._wrong(
                 (*_DEPLOY, "ModelConfig", 1),
                 "is a second model; one server serves one model",
             )
@@ -154,7 +157,7 @@ class _Planner:
                 "maxSeqLen - 1"
             )
         if most < 1:
-            raise problem(self._document, (*_DEPLOY, "maxSeqLen"), "is 1; allowed: 2 or more")
+            raise self._wrong((*_DEPLOY, "maxSeqLen"), "is 1; allowed: 2 or more")
         return Limits(
             token_timeout_s=self._server.tokenTimeout,
             total_timeout_s=self._server.e2eTimeout,
@@ -167,8 +170,7 @@ class _Planner:
     def _most_sequences(self) -> int:
         most, batch = self._schedule.maxN, self._schedule.maxBatchSize
         if most is not None and most > batch:
-            raise problem(
-                self._document,
+            raise self._wrong(
                 (*_SCHEDULE, "maxN"),
                 f"is {most}; allowed: at most maxBatchSize, which is {batch}",
             )
@@ -181,10 +183,9 @@ class _Planner:
         folder = self._resolved(model.modelWeightPath)
         if not folder.is_dir():
             path = (*_MODEL, "modelWeightPath")
-            raise problem(self._document, path, f"is {str(folder)!r}; there is no such folder")
+            raise self._wrong(path, f"is {str(folder)!r}; there is no such folder")
         if model.npuMemSize != -1 and model.npuMemSize <= 0:
-            raise problem(
-                self._document,
+            raise self._wrong(
                 (*_MODEL, "npuMemSize"),
                 f"is {model.npuMemSize}; allowed: -1 (automatic) or more than 0",
             )
@@ -201,8 +202,7 @@ class _Planner:
         pp, dp = max(model.pp, 1), max(model.dp, 1)
         tp = model.tp if model.tp > 0 else max(model.worldSize // (pp * dp), 1)
         if tp * pp * dp != model.worldSize and not self._backend.multiNodesInferEnabled:
-            raise problem(
-                self._document,
+            raise self._wrong(
                 (*_MODEL, "worldSize"),
                 f"is {model.worldSize}, but tp x pp x dp is {tp} x {pp} x {dp} = {tp * pp * dp}",
             )
@@ -264,8 +264,7 @@ class _Planner:
             return
         keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers")
         if not any(described.get(key) for key in keys):
-            raise problem(
-                self._document,
+            raise self._wrong(
                 (*_MODEL, "plugin_params"),
                 "asks for mtp, but the model has no prediction layers (its config.json has no "
                 f"{keys[0]}); remove mtp",
@@ -295,23 +294,21 @@ class _Planner:
             return None
         path = (*_POOL, "backend")
         if pool.backend in _OTHER_BACKENDS:
-            raise problem(
-                self._document,
+            raise self._wrong(
                 path,
                 f"is {pool.backend!r}, which is not available in this version; allowed: "
                 + _ALLOWED_BACKENDS,
             )
         if pool.backend not in _BACKENDS:
             allowed = f"is {pool.backend!r}; allowed: {_ALLOWED_BACKENDS}"
-            raise problem(self._document, path, allowed)
+            raise self._wrong(path, allowed)
         if not pool.configPath:
             self._warnings.append(
                 "kvPoolConfig.backend is set but configPath is empty: pooling is off, as in MindIE"
             )
             return None
         if "prefix_cache" not in self._plugins.kinds:
-            raise problem(
-                self._document,
+            raise self._wrong(
                 (*_MODEL, "plugin_params") if self._model.plugin_params else _MODEL,
                 "has no prefix_cache, on which the KV pool builds; set "
                 r'"plugin_params": "{\"plugin_type\":\"prefix_cache\"}"',
@@ -323,15 +320,14 @@ class _Planner:
         file = self._resolved(pool.configPath)
         if not file.exists():
             path = (*_POOL, "configPath")
-            raise problem(self._document, path, f"is {str(file)!r}; there is no such file")
+            raise self._wrong(path, f"is {str(file)!r}; there is no such file")
         if pool.backend == "mooncake":
             return self._mooncake_settings(file)
         settings, document = read_object(file, "pool settings")
         if "asyncWrite" in pool.model_fields_set:
             given = settings.setdefault("async_write", pool.asyncWrite)
             if given is not pool.asyncWrite:
-                raise problem(
-                    self._document,
+                raise self._wrong(
                     (*_POOL, "asyncWrite"),
                     f"is {pool.asyncWrite}, but {document.where(('async_write',))} says {given!r}",
                 )
@@ -342,7 +338,7 @@ class _Planner:
         if (told := settings.get("backend", "embedded")) != pool.backend:
             path = (*_POOL, "backend")
             where = document.where(("backend",))
-            raise problem(self._document, path, f"is {pool.backend!r}, but {where} says {told!r}")
+            raise self._wrong(path, f"is {pool.backend!r}, but {where} says {told!r}")
         if embedded:
             self._default_host_size(settings)
         RecallSettings.from_mapping(settings, document.where_key)
@@ -361,7 +357,7 @@ class _Planner:
             MooncakeSettings.of(options)
         except ConfigError as error:
             path = (*_POOL, "configPath")
-            raise problem(self._document, path, f"is {str(file)!r}; {error}") from error
+            raise self._wrong(path, f"is {str(file)!r}; {error}") from error
         settings: dict[str, object] = {
             "remote": {"kind": "mooncake", **options},
             "async_write": pool.asyncWrite,
@@ -369,47 +365,11 @@ class _Planner:
         self._default_host_size(settings)
         return settings
 
-    def _resolved(self, *parts: str) -> Path:
-        """A path of the file; relative ones lie beside the file."""
-        return self._folder.joinpath(*parts).absolute()
+    # The planes
 
-
-def _truncation(value: bool | int) -> Literal["error", "left", "right"]:
-    if value is True or value == -1:
-        return "right"
-    return "left" if value == 1 else "error"
-
-
-# The planes
-
-_PREFIXES = {Plane.BUSINESS: "tls", Plane.MANAGEMENT: "managementTls", Plane.METRICS: "metricsTls"}
-_LENDERS = {Plane.MANAGEMENT: Plane.BUSINESS, Plane.METRICS: Plane.MANAGEMENT}
-"""Whose certificates a plane uses that has none of its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Planes:
-    """The business plane's address and TLS, the further listeners, and who is served where."""
-
-    host: str
-    tls: TlsFiles | None
-    listeners: tuple[Listener, ...]
-    homes: Mapping[Plane, str]
-    notes: tuple[str, ...]
-    warnings: tuple[str, ...]
-
-
-class PlanePlanner:
-    """Works through ServerConfig. Planes with the same address and port share a listener."""
-
-    def __init__(self, server: ServerSection, document: Document, folder: Path) -> None:
-        self._server = server
-        self._document = document
-        self._folder = folder
-        self._warnings: list[str] = []
-
-    def planned(self) -> Planes:
-        """The planes. Raises ConfigError with the field it is about."""
+    def _planes(self) -> _Planes:
+        """The business plane's address and TLS, the further listeners, and which plane is served
+        where. Planes with the same address and port share a listener."""
         server = self._server
         host = self._address("ipAddress")
         own = server.managementIpAddress is not None
@@ -424,17 +384,16 @@ class PlanePlanner:
                 continue
             sharing.setdefault(address, []).append(plane)
         self._warn_in_the_clear({host, *(address for address, _ in sharing)})
-        tls = self._tls(Plane.BUSINESS)
+        tls = self._tls_of(Plane.BUSINESS)
         listeners = tuple(
-            Listener("+".join(planes), *address, self._tls(planes[0]))
+            Listener("+".join(planes), *address, self._tls_of(planes[0]))
             for address, planes in sharing.items()
         )
         self._check_apart((host, server.port), listeners)
         homes = {plane: "+".join(planes) for planes in sharing.values() for plane in planes}
-        notes = [
-            f"the {plane} plane shares the business plane's" for plane in wanted.keys() - homes
-        ]
-        return Planes(host, tls, listeners, homes, tuple(sorted(notes)), tuple(self._warnings))
+        for plane in sorted(wanted.keys() - homes):
+            self._notes.append(f"the {plane} plane shares the business plane's")
+        return host, tls, listeners, homes
 
     def _address(self, name: str) -> str:
         text: str = getattr(self._server, name)
@@ -443,10 +402,9 @@ class PlanePlanner:
             address = ipaddress.ip_address(text)
         except ValueError:
             said = f"is {text!r}; it must be an IPv4 or IPv6 address"
-            raise problem(self._document, path, said) from None
+            raise self._wrong(path, said) from None
         if address.is_unspecified and not self._server.allowAllZeroIpListening:
-            raise problem(
-                self._document,
+            raise self._wrong(
                 path,
                 f"is {text}, which listens on every network; allowed only with "
                 "ServerConfig.allowAllZeroIpListening true",
@@ -461,8 +419,7 @@ class PlanePlanner:
                 whole = any(ipaddress.ip_address(h).is_unspecified for h in (host, listener.host))
                 if port == listener.port and whole:
                     name = "managementPort" if listener.name.startswith("man") else "metricsPort"
-                    raise problem(
-                        self._document,
+                    raise self._wrong(
                         (*_SERVER, name),
                         f"is {port} on {listener.host}, which {host}:{port} already takes; "
                         "choose another port, or the same address for both",
@@ -475,53 +432,62 @@ class PlanePlanner:
         if not all(ipaddress.ip_address(host).is_loopback for host in hosts):
             self._warnings.append("httpsEnabled is false: requests travel in the clear")
 
-    def _tls(self, plane: Plane) -> TlsFiles | None:
+    def _tls_of(self, plane: Plane) -> TlsFiles | None:
         """The certificates of a plane; None if nothing is encrypted."""
         if not self._server.httpsEnabled:
             return None
-        prefix = self._prefix(plane)
+        prefix = self._tls_prefix(plane)
         for name in ("Cert", "Pk", "CaFile"):
-            if not self._field(prefix, name):
+            if not self._tls_field(prefix, name):
                 said = "is required when httpsEnabled is true"
                 if prefix != "tls":
                     said = f"is required beside {prefix}Cert"
-                raise problem(self._document, (*_SERVER, f"{prefix}{name}"), said)
-        files = self._files(prefix)
+                raise self._wrong((*_SERVER, f"{prefix}{name}"), said)
+        files = self._tls_files(prefix)
         try:
             self._warnings += [w for w in files.check() if w not in self._warnings]
         except ConfigError as error:
             at = "httpsEnabled" if prefix == "tls" else f"{prefix}Cert"
-            said = "is true" if prefix == "tls" else f"is {self._field(prefix, 'Cert')!r}"
-            raise problem(self._document, (*_SERVER, at), f"{said}; {error}") from error
+            said = "is true" if prefix == "tls" else f"is {self._tls_field(prefix, 'Cert')!r}"
+            raise self._wrong((*_SERVER, at), f"{said}; {error}") from error
         return files
 
-    def _prefix(self, plane: Plane) -> str:
+    def _tls_prefix(self, plane: Plane) -> str:
         """The prefix of the fields that hold the certificates for ``plane``."""
-        prefix = _PREFIXES[plane]
-        own = any(self._field(prefix, name) for name in ("Cert", "Pk"))
-        return prefix if own or plane not in _LENDERS else self._prefix(_LENDERS[plane])
+        prefix = _TLS_PREFIXES[plane]
+        own = any(self._tls_field(prefix, name) for name in ("Cert", "Pk"))
+        return prefix if own or plane not in _TLS_LENDERS else self._tls_prefix(_TLS_LENDERS[plane])
 
-    def _field(self, prefix: str, name: str) -> object:
+    def _tls_field(self, prefix: str, name: str) -> object:
         return getattr(self._server, f"{prefix}{name}", None)
 
-    def _files(self, prefix: str) -> TlsFiles:
+    def _tls_files(self, prefix: str) -> TlsFiles:
         server = self._server
-        crl = self._field(prefix, "Crl")
-        revoked = [*_names(self._field(prefix, "CrlFiles")), *([str(crl)] if crl else [])]
-        folder = str(self._field(prefix, "CrlPath") or "")
+        crl = self._tls_field(prefix, "Crl")
+        revoked = [*_names(self._tls_field(prefix, "CrlFiles")), *([str(crl)] if crl else [])]
+        folder = str(self._tls_field(prefix, "CrlPath") or "")
         return TlsFiles(
-            certificate=self._resolved(str(self._field(prefix, "Cert"))),
-            key=self._resolved(str(self._field(prefix, "Pk"))),
+            certificate=self._resolved(str(self._tls_field(prefix, "Cert"))),
+            key=self._resolved(str(self._tls_field(prefix, "Pk"))),
             authorities=tuple(
                 self._resolved(server.tlsCaPath, name)
-                for name in _names(self._field(prefix, "CaFile"))
+                for name in _names(self._tls_field(prefix, "CaFile"))
             ),
             revoked=tuple(self._resolved(folder, name) for name in revoked),
         )
 
+    def _wrong(self, path: JsonPath, message: str) -> ConfigError:
+        return problem(self._document, path, message)
+
     def _resolved(self, *parts: str) -> Path:
         """A path of the file; relative ones lie beside the file."""
         return self._folder.joinpath(*parts).absolute()
+
+
+def _truncation(value: bool | int) -> Literal["error", "left", "right"]:
+    if value is True or value == -1:
+        return "right"
+    return "left" if value == 1 else "error"
 
 
 def _names(value: object) -> list[str]:

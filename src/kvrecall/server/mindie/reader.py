@@ -70,7 +70,7 @@ def dotted(path: JsonPath) -> str:
 
 
 def _lines(error: ValidationError, document: Document) -> Iterator[str]:
-    """One line a field: of several alternatives of a type only the field is told."""
+    """One line a field, also of a field with several alternatives."""
     told: set[JsonPath] = set()
     for detail in error.errors(include_url=False):
         path = _existing(detail["loc"], detail["type"])

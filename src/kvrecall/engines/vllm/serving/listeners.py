@@ -19,7 +19,7 @@ _LAST_BYTES_S = 2  # for connections to take what was sent before the server end
 
 
 def bound(listeners: Sequence[Listener]) -> dict[str, socket.socket]:
-    """A bound socket for each, by its name; nobody can take the address any more.
+    """A bound socket for each, by its name, so that the addresses are taken.
 
     Raises EngineError, with nothing left open.
     """
@@ -63,7 +63,7 @@ async def serving(
 
 
 def _config(listener: Listener, app: FastAPI, args: Namespace) -> uvicorn.Config:
-    """Loaded, so that what is wrong with it is told now and not to a task."""
+    """Loaded, so that it fails here and not in a task."""
     tls = listener.tls
     config = uvicorn.Config(
         app,
