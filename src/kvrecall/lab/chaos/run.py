@@ -16,7 +16,7 @@ from kvrecall.lab.chaos.faults import FaultInjector, Intervals, stored_blocks
 from kvrecall.lab.chaos.fleet import Fleet
 from kvrecall.lab.chaos.oracle import Conversations, DurabilityOracle
 from kvrecall.lab.chaos.report import FAULTS, FIGURES, Report
-from kvrecall.lab.engines.engine import EngineProcess, OnLine
+from kvrecall.lab.engines.engine import ONE_THREAD, EngineProcess, OnLine
 from kvrecall.lab.engines.service import ServiceProcess
 from kvrecall.lab.models import write_model
 from kvrecall.pool.disk.folder import own_bytes
@@ -26,11 +26,6 @@ from kvrecall.pool.service.admin import FolderAdmin, Verify
 _DRAIN_S = 240.0
 _SAY_S = 5.0
 _LENGTH = 2048  # tokens, longest sequence
-_ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines share the cores; so small a model needs one
-    "OMP_NUM_THREADS": "1",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +125,7 @@ class ChaosRun:
             "max_model_len": _LENGTH,
             "dtype": "float32",  # vLLM would make it bfloat16, which drifts with the batch
             "max_num_batched_tokens": 512,
-            "env": {"TMPDIR": str(self._tmp), **_ENVIRONMENT},
+            "env": {"TMPDIR": str(self._tmp), **ONE_THREAD},
             **options,
         }
         process = EngineProcess(name, setup, self._folder / f"{name}.log", heard)

@@ -23,6 +23,14 @@ from kvrecall.lab.engines.child import ChildProcess, end_all, server_environment
 START_S = 600.0
 """Longest an engine may take to start; busy machines are slow."""
 
+ONE_THREAD = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+"""Environment of a small engine that shares the cores with others: threads that wait for each other
+crawl."""
+
 HOST = "kvrecall.lab.engines.host"
 """The module that a process runs."""
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvrecall.lab.engines.engine import ONE_THREAD
 from kvrecall.lab.models import write_model, write_over
 
 BLOCK = 128
@@ -28,13 +29,6 @@ _OPTIONS: Mapping[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 2048,
 }
-
-_ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-}
-"""One thread an engine: several run at a time, and threads that wait for each other crawl."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +76,7 @@ class Setup:
 
     def arguments(self, cache: Path) -> dict[str, Any]:
         """Set-up of an engine process without a pool. ``cache``: a folder for what it remembers."""
-        environment = {**_ENVIRONMENT, "XDG_CACHE_HOME": str(cache)}
+        environment = {**ONE_THREAD, "XDG_CACHE_HOME": str(cache)}
         environment["HF_MODULES_CACHE"] = str(cache / "modules")
         return {"model": str(self.model), **_OPTIONS, **self.options, "env": environment}
 
