@@ -59,7 +59,7 @@ def _number(path: Path) -> int | None:
 def _check_memory(nbytes: int, cure: str) -> None:
     """Raises ConfigError if the machine has not so much memory to give."""
     room = available_memory()
-    room -= room // 20  # for everybody else
+    room -= room // 20  # for other programs
     if nbytes > room:
         raise ConfigError(
             f"host_size: {nbytes / _GIB:.2f} GiB is more than the {room / _GIB:.2f} GiB of "
@@ -76,10 +76,10 @@ class Arena:
     """A fixed number of bytes of anonymous shared memory.
 
     ``create`` makes one (the owner), ``attach`` maps another process's. The memory has no name
-    and is freed by the kernel with its last holder. Its size is sealed: nobody can shrink it under
-    a reader. Bytes below ``ready_bytes`` are backed by real pages, so touching them can neither
-    fault nor fail; a background thread raises ``ready_bytes`` to the owner's ``goal_bytes``. What
-    lies above is address space only, which takes no memory until ``grow``.
+    and is freed by the kernel with its last holder. Its size is sealed, so that it cannot shrink
+    under a reader. Bytes below ``ready_bytes`` are backed by real pages, so touching them can
+    neither fault nor fail; a background thread raises ``ready_bytes`` to the owner's
+    ``goal_bytes``. What lies above is address space only, which takes no memory until ``grow``.
 
     ``memory`` is the whole arena as a writable memoryview; for torch use
     ``torch.frombuffer(arena.memory, dtype=torch.uint8)`` and slice, for numpy ``array``.
@@ -156,7 +156,7 @@ class Arena:
         return np.frombuffer(self.memory, dtype=np.uint8)
 
     def wait_ready(self) -> None:
-        """Waits until every page up to ``goal_bytes`` is there (or cannot be had)."""
+        """Waits until every page up to ``goal_bytes`` is there, or the kernel has none left."""
         if self._filler is not None:
             self._filler.join()
 

@@ -81,7 +81,7 @@ class Verdict(enum.Enum):
     """Answer to a reservation."""
 
     RESERVED = "reserved"  # fill the slot, then commit or abandon
-    PRESENT = "present"  # the pool has it, or somebody is filling it
+    PRESENT = "present"  # the pool has it, or another caller is filling it
     REFUSED = "refused"  # no room, or shedding load; compute on, nothing is owed
 
 
@@ -197,7 +197,7 @@ class PoolClient(Protocol):
         """The chain ``keys`` (prefix first) was used: refreshes recency in every tier.
 
         Once per request, on arrival, with all its full blocks, in the pool or not: policies learn
-        from what was asked for in vain, too.
+        also from what was not there.
         """
 
     def flush(self, keys: Sequence[BlockKey], deadline_s: float) -> bool:

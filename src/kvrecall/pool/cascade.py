@@ -28,8 +28,9 @@ class Cascade(Tier):
     fetches it from the nearest that has it.
 
     The near tier decides: a put counts as it ended there, and ``name`` is its name. The far one is
-    a bonus: what it sheds or loses harms nobody. A put is done when both are done with its memory.
-    ``tier_of`` tells where a block is; one that is only in the far tier may be put again.
+    a bonus: what it sheds or loses is still in the near one. A put is done when
+    both are done with its memory. ``tier_of`` tells where a block is; one that is only in the far
+    tier may be put again.
     """
 
     def __init__(self, near: Tier, far: Tier) -> None:

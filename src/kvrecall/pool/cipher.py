@@ -100,7 +100,8 @@ class Cipher:
 
 
 def read_cipher(key_file: Path | None) -> Cipher | None:
-    """The cipher with the keys in a file; None without one. ConfigError if it cannot be had."""
+    """The cipher with the keys in a file; None without one. ConfigError if the
+    file or the library is missing or unfit."""
     return None if key_file is None else Cipher(read_keys(key_file))
 
 

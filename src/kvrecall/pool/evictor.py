@@ -18,8 +18,8 @@ class Evictor:
     """Gives out slots of the host, for which it evicts idle blocks. Used under its pool's lock;
     never waits: a dirty block whose write it has to begin stays until that has ended.
 
-    What cannot be had costs no walk over the blocks: those that are leased are not looked at, and
-    counts of idle ones tell beforehand whether there are any.
+    A refusal costs no walk over the blocks: leased ones are not looked at, and the extents tell
+    beforehand whether there are idle ones.
     """
 
     def __init__(self, host: HostStore, writer: Writer, terms: PoolTerms) -> None:

@@ -8,7 +8,7 @@ from kvrecall.pool.pool import Pool
 from kvrecall.pool.service.client import ServiceClient
 
 _STATS_AGE_S = 0.5
-"""An engine asks for statistics in every step; nobody looks at them as often."""
+"""An engine asks for statistics in every step; readers need them less often."""
 
 
 def open_pool(settings: RecallSettings) -> PoolClient:

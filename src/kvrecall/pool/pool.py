@@ -109,7 +109,7 @@ class Pool:
     @classmethod
     def open(cls, config: PoolConfig) -> Pool:
         """Opens the pool a configuration describes. Raises ConfigError or TierError, with nothing
-        left behind, if the memory or the disk cannot be had."""
+        left behind, if the memory or the disk is not available."""
         make_policy(config.policy, 1)  # before anything is touched
         cipher = read_cipher(config.encryption_key_file)
         with contextlib.ExitStack() as undo:

@@ -111,9 +111,8 @@ class Residents(Generic[R]):
     """The visible blocks of one tier. Not thread-safe; never waits.
 
     A block is *idle* if it is neither leased nor pinned and no I/O of it is under way; only idle
-    blocks are evicted. The eviction policy does not know pinned blocks, and is told to hold the
-    others that are not idle once it came across them: nothing here costs more the more blocks are
-    leased.
+    blocks are evicted. The eviction policy does not know pinned blocks, and holds the others that
+    are not idle once it has passed them, so that searches pass each of them once.
 
     Tenants may be bounded to shares of the tier. Then each tenant's blocks are also kept in an
     order of their own (least recently used, suffixes before prefixes), so that a tenant at its
@@ -144,7 +143,7 @@ class Residents(Generic[R]):
         self._now = float("-inf")
         self._terms = terms
         self._extents: dict[int, Extent] = {}
-        self._held: set[BlockKey] = set()  # those the policy was told to hold
+        self._held: set[BlockKey] = set()  # those the policy holds
         amounts = [self._amount(rules) for rules in terms.tenants.all]
         self.accounts = Accounts(any(amount is not None for amount in amounts), self.limit_of)
 

@@ -214,7 +214,7 @@ class SlotClass:
         return self.discard_extent(base)
 
     def discard_extent(self, base: int) -> int:
-        """Takes away an extent whose used slots nobody will give back; returns its length."""
+        """Takes away an extent whose used slots do not come back; returns its length."""
         length = self._extents.pop(base).slots * self.slot_bytes
         self._bases.remove(base)
         self._runs.remove_within(base, length)

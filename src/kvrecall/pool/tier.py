@@ -31,7 +31,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Get:
-    """A block to fetch ``into`` a slot (as ``Put.data``), which nobody else may use until the
+    """A block to fetch ``into`` a slot (as ``Put.data``), which is used for nothing else until the
     get is done. If it fails, the slot's content is undefined."""
 
     key: BlockKey
@@ -144,7 +144,7 @@ class Tier(ABC):
 def ended(done: queue.Queue[Done], timeout_s: float) -> list[Done]:
     """What a tier's threads have put into ``done``, as ``Tier.poll`` gives it.
 
-    No SimpleQueue: when somebody else takes what it woke up for at the end of its time, CPython's
+    No SimpleQueue: when another thread takes what it woke up for at the end of its time, CPython's
     (3.11) waits on without end.
     """
     taken: list[Done] = []

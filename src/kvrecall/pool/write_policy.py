@@ -205,7 +205,7 @@ class WriteSelective(WritePolicy):
         chance: Callable[[BlockKey], float | None] = lambda key: None,
         remember: int = _REMEMBER,
     ) -> None:
-        """``chance``: the likelihood that a block is used again, None if nobody knows."""
+        """``chance``: the likelihood that a block is used again, None if unknown."""
         self._chance = chance
         self._remember = remember
         self._sights: OrderedDict[BlockKey, int] = OrderedDict()

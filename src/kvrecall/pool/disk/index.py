@@ -267,7 +267,7 @@ class Index:
         return os.stat(self._path).st_size
 
     def is_in_place(self) -> bool:
-        """Whether the files are still where they were opened (nobody deleted or replaced them)."""
+        """Whether the files are still where they were opened (neither deleted nor replaced)."""
         try:
             inodes = [os.stat(file).st_ino for file in (self._path, self._log_path)]
         except FileNotFoundError:

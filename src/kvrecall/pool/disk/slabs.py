@@ -274,7 +274,7 @@ class SlabStore:
             os.close(folder)
 
     def remove(self, number: int) -> None:
-        """Deletes a slab. Its slots must be free (or it is lost and nobody gives them back)."""
+        """Deletes a slab. Its slots must be free (or it is lost and they do not come back)."""
         slab = self._slabs[number]
         slots = self.slot_class(slab.slot_bytes)
         if slab.base in slots.extents():

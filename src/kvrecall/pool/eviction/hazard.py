@@ -19,7 +19,7 @@ from kvrecall.pool.eviction.lru import LruPolicy
 _USES = (0, 0, 1, 2, 3, 3, 4, 4, 4, 4, 5)  # uses -> group; more uses: the last
 _CLASSES = 12  # group x (ended its request or not)
 _TICK = 0.25  # seconds; what happens within one counts as happening at once
-_SLACK = 8.0  # the same for blocks nobody asked for, as after a restart
+_SLACK = 8.0  # the same for blocks without a request, as after a restart
 _REFRESH = 64.0  # requests between two looks at the life table
 _FADE = 0.995  # what then stays of the old counts: half after 139 looks, about 9,000 requests
 _EVIDENCE = 4.0  # requests' worth of blocks that a class needs to be believed half
@@ -68,7 +68,7 @@ class _Cohort:
             self.runs.append([block])
 
     def trim(self) -> bool:
-        """Drops from the end of the first run who left. False if nobody is left at all."""
+        """Drops blocks that left from the end of the first run. False if no block is left."""
         runs = self.runs
         while runs:
             run = runs[0]

@@ -59,9 +59,9 @@ class LifeTable:
 
         Where evidence is thin, a bin leans with the weight of ``weight`` blocks on its class
         being to all blocks, at this age, as it is at all ages; and all blocks at this age on
-        being as they were one bin younger, to begin with a tenth used per bin. What nobody has
+        being as they were one bin younger, to begin with a tenth used per bin. What was never
         seen is thus taken to fade with age; but not from the first bin to the second, which is a
-        quarter as wide, so nobody should be ranked by these priors alone.
+        quarter as wide, so no block should be ranked by these priors alone.
         """
         return _gittins(self._hazard(weight), self.bins.widths)
 
@@ -89,7 +89,7 @@ def _gittins(hazard: Floats, widths: Floats) -> Floats:
     classes, bins = hazard.shape
     alive = np.ones((classes, bins + 1))
     np.cumprod(1.0 - hazard, axis=1, out=alive[:, 1:])
-    np.maximum(alive, 1e-12, out=alive)  # older than that: nobody is left, worth nothing
+    np.maximum(alive, 1e-12, out=alive)  # older than that: no block is left, worth nothing
     kept = np.zeros((classes, bins + 1))
     np.cumsum((alive[:, :-1] + alive[:, 1:]) * 0.5 * widths, axis=1, out=kept[:, 1:])
     hits = alive[:, :-1, None] - alive[:, None, 1:]
