@@ -95,7 +95,7 @@ class Host:
         from vllm import LLM
 
         pool = setup.pop("pool", None)
-        transfer = pool and {
+        transfer = {
             "kv_connector": "RecallConnector",
             "kv_connector_module_path": "kvrecall.engines.vllm",
             "kv_role": "kv_both",
@@ -108,7 +108,7 @@ class Host:
             "prefix_caching_hash_algo": "sha256_cbor",
             **setup,
         }
-        self._llm = LLM(**options, kv_transfer_config=transfer)
+        self._llm = LLM(**options, kv_transfer_config=None if pool is None else transfer)
         self._engine = self._llm.llm_engine
         self._core = self._engine.engine_core.engine_core
         self._orders = orders
