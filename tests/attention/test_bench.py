@@ -25,6 +25,7 @@ def test_figures() -> None:
     assert figures["selected_share"] == pytest.approx(0.2, abs=0.05)
 
 
+@pytest.mark.long
 def test_in_a_process_that_has_multiplied_nothing_yet() -> None:
     """A processor's tiles must be asked for before vLLM's kernel uses them."""
     begin = [sys.executable, "-c", "from kvrecall.cli import main; main()"]

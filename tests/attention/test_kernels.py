@@ -22,6 +22,7 @@ def test_they_are_right_in_tritons_interpreter(name: str) -> None:
     assert f"{CASES[name]} passed" in done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_they_compile_for_gpus_and_keep_to_their_registers(capability: int) -> None:
     """A program that spills to memory reads and writes more than the KV it attends to."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from typer.testing import CliRunner
 
 from kvrecall.lab.bench import cli
 
 
+@pytest.mark.long
 def test_every_part_is_measured() -> None:
     done = CliRunner().invoke(cli.app, ["service", "--blocks", "1000", "--repetitions", "1"])
     assert done.exit_code == 0, done.output
