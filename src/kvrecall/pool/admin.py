@@ -48,7 +48,7 @@ class PoolAdmin:
 
     def drop(self, keys: Collection[BlockKey]) -> None:
         """Drops blocks from every tier, pinned ones too; leased ones stay in the host."""
-        for part in _parts(keys, from_the_end=True):
+        for part in _parts(keys):
             self._unpin(part)
             self.pool.drop(part)
 
@@ -127,8 +127,7 @@ def _check_pins(more: Iterable[BlockInfo], tier: TierName, pinned: int, limit: i
         )
 
 
-def _parts(keys: Collection[BlockKey], from_the_end: bool = False) -> Iterable[list[BlockKey]]:
+def _parts(keys: Collection[BlockKey]) -> Iterable[list[BlockKey]]:
     rest = list(keys)
-    starts = range(0, len(rest), _AT_ONCE)
-    for start in reversed(starts) if from_the_end else starts:
+    for start in range(0, len(rest), _AT_ONCE):
         yield rest[start : start + _AT_ONCE]

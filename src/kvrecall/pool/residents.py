@@ -3,7 +3,8 @@ each tenant has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -182,9 +183,8 @@ class Residents(Generic[R]):
         if block.pinned:
             self._set_pinned(block, extent, -1)
         else:
-            self._policy.remove(key)
-            if self.accounts.is_bounded:
-                self.accounts.leave(block.tenant, key)
+            for order in self._orders(block.tenant):
+                order.remove(key)
             self._held.discard(key)
             if block.leases or block.io_refs:
                 extent.fixed -= 1
@@ -218,9 +218,12 @@ class Residents(Generic[R]):
         new.extent = place
 
     def _make_evictable(self, block: R, used: float) -> None:
-        self._policy.insert(block.key, block.parent, block.depth, used)
-        if self.accounts.is_bounded:
-            self.accounts.join(block.tenant, block.key, block.parent)
+        for order in self._orders(block.tenant):
+            order.insert(block.key, block.parent, block.depth, used)
+
+    def _orders(self, tenant: Tenant) -> tuple[EvictionPolicy, ...]:
+        """The orders that a block of the tenant, which is charged for it, stands in."""
+        return (self._policy, *self.accounts.order(tenant))
 
     def touch(self, chain: Sequence[BlockKey], stale_s: float = 0.0) -> list[R]:
         """A request used ``chain`` (prefix first). Returns those blocks whose last use was noted
@@ -236,8 +239,8 @@ class Residents(Generic[R]):
                 if now - block.used >= stale_s:
                     block.used = now
                     noted.append(block)
-        if last is not None and self.accounts.is_bounded:
-            self.accounts.access(last.tenant, chain)
+        for order in () if last is None else self.accounts.order(last.tenant):
+            order.access(chain, now)
         return noted
 
     # -- in use ----------------------------------------------------------------------------
@@ -286,14 +289,13 @@ class Residents(Generic[R]):
         """The orders need not look at these again before they are idle."""
         for block in blocks:
             self._held.add(block.key)
-            self._policy.hold(block.key)
-            if self.accounts.is_bounded:
-                self.accounts.hold(block.tenant, block.key)
+            for order in self._orders(block.tenant):
+                order.hold(block.key)
 
     def _release_held(self, block: R) -> None:
         self._held.discard(block.key)
-        self._policy.release(block.key)
-        self.accounts.release(block.tenant, block.key)
+        for order in self._orders(block.tenant):
+            order.release(block.key)
 
     # -- pinned by an operator -------------------------------------------------------------
 
@@ -315,8 +317,8 @@ class Residents(Generic[R]):
             block = self.blocks.get(key)
             if block is not None and not block.pinned and self.may_pin(block):
                 assert block.extent is not None
-                self._policy.remove(key)
-                self.accounts.leave(block.tenant, key)
+                for order in self._orders(block.tenant):
+                    order.remove(key)
                 self._held.discard(key)
                 if block.leases or block.io_refs:
                     block.extent.fixed -= 1
@@ -377,7 +379,9 @@ class Residents(Generic[R]):
         """A bounded tenant's idle blocks, coldest first, until they have ``nbytes`` bytes."""
         found: list[R] = []
         busy: list[R] = []
-        for key in self.accounts.oldest(tenant):
+        for key in itertools.chain.from_iterable(
+            order.oldest() for order in self.accounts.order(tenant)
+        ):
             if nbytes <= 0:
                 break
             block = self.blocks[key]
@@ -409,7 +413,7 @@ class Residents(Generic[R]):
 class _Account:
     __slots__ = ("evicted", "order", "refused", "used_bytes")
 
-    def __init__(self, order: LruPolicy | None) -> None:
+    def __init__(self, order: tuple[LruPolicy, ...]) -> None:
         self.used_bytes = 0
         self.refused = 0
         self.evicted = 0
@@ -431,8 +435,8 @@ class Accounts:
         """The tenant got that much room."""
         account = self._accounts.get(tenant)
         if account is None:
-            account = _Account(LruPolicy() if self.is_bounded else None)
-            self._accounts[tenant] = account
+            order = (LruPolicy(),) if self.is_bounded else ()
+            account = self._accounts[tenant] = _Account(order)
         account.used_bytes += nbytes
 
     def refund(self, tenant: Tenant, nbytes: int) -> None:
@@ -463,38 +467,12 @@ class Accounts:
         if tenant in self._accounts:
             self._accounts[tenant].evicted += blocks
 
-    def join(self, tenant: Tenant, key: BlockKey, parent: BlockKey | None) -> None:
-        """A block of the tenant, which is charged for it, joins its order."""
-        if order := self._order(tenant):
-            order.insert(key, parent, 0, 0.0)
-
-    def leave(self, tenant: Tenant, key: BlockKey) -> None:
-        if order := self._order(tenant):
-            order.remove(key)
-
-    def access(self, tenant: Tenant, chain: Sequence[BlockKey]) -> None:
-        """A request of the tenant used ``chain``."""
-        if order := self._order(tenant):
-            order.access(chain, 0.0)
-
-    def hold(self, tenant: Tenant, key: BlockKey) -> None:
-        if order := self._order(tenant):
-            order.hold(key)
-
-    def release(self, tenant: Tenant, key: BlockKey) -> None:
-        if order := self._order(tenant):
-            order.release(key)
-
-    def oldest(self, tenant: Tenant) -> Iterator[BlockKey]:
-        """The tenant's blocks in the order in which it gives them up."""
-        order = self._order(tenant)
-        return iter(()) if order is None else order.oldest()
-
-    def _order(self, tenant: Tenant) -> LruPolicy | None:
-        if not self.is_bounded:
-            return None
-        account = self._accounts.get(tenant)
-        return None if account is None else account.order
+    def order(self, tenant: Tenant) -> tuple[LruPolicy, ...]:
+        """The order in which the tenant gives up its blocks; none if tenants are not bounded, or
+        this one holds nothing."""
+        if not self.is_bounded or tenant not in self._accounts:
+            return ()
+        return self._accounts[tenant].order
 
     def uses(self) -> list[TenantUse]:
         """Tenants that hold something."""
