@@ -14,7 +14,9 @@ from kvrecall.server import launch
 
 def plan(tmp_path: Path, role: Role, recall: dict[str, Any] | None) -> Any:
     (tmp_path / "config.json").write_text("{}")
-    return launch.plan_model(launch.Asked(model=str(tmp_path), port=1, recall=recall, role=role))
+    return launch.plan_model(
+        launch.ServeOptions(model=str(tmp_path), port=1, recall=recall, role=role)
+    )
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])

@@ -169,7 +169,9 @@ def test_example_is_right_but_for_the_model(tmp_path: Path) -> None:
 def test_retrieval_is_asked_for_and_its_settings_checked(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = launch.plan_model(launch.Asked(model=str(model), port=free_port(), retrieval=True))
+    plan = launch.plan_model(
+        launch.ServeOptions(model=str(model), port=free_port(), retrieval=True)
+    )
     assert plan.spec.retrieval
     monkeypatch.setenv("VLLM_RETRIEVAL_TOPK_PERCENT", "20")
     with pytest.raises(ConfigError, match="VLLM_RETRIEVAL_TOPK_PERCENT is 20"):

@@ -97,7 +97,7 @@ def serve(
     max_n: _MaxN = DEFAULT_MAX_N,
 ) -> None:
     """Serve a model: OpenAI and MindIE/TGI routes, with recall from the pool."""
-    raise typer.Exit(_run(_asked(locals()), config))
+    raise typer.Exit(_run(_options_of(locals()), config))
 
 
 _POOL_OPTIONS = "host_size disk_path disk_size encryption_key_file async_write".split()
@@ -107,8 +107,8 @@ _ENGINE_OPTIONS = (
 ).split()
 
 
-def _asked(given: Mapping[str, Any]) -> launch.Asked:
-    """What was asked by the options of ``serve``, by their names."""
+def _options_of(given: Mapping[str, Any]) -> launch.ServeOptions:
+    """``ServeOptions`` from the options of ``serve``, by their names."""
     recall = {name: given[name] for name in _POOL_OPTIONS} | {
         "backend": "service" if given["pool_service"] or given["pool_socket"] else None,
         "socket": given["pool_socket"],
@@ -117,7 +117,7 @@ def _asked(given: Mapping[str, Any]) -> launch.Asked:
     model, words = given["model"], tuple(given["vllm_options"] or ())
     if model is not None and model.startswith("-"):  # kvrecall serve -- --vllm-option
         words, model = (model, *words), None
-    return launch.Asked(
+    return launch.ServeOptions(
         model=model,
         host=given["host"],
         port=given["port"],
@@ -131,7 +131,7 @@ def _asked(given: Mapping[str, Any]) -> launch.Asked:
     )
 
 
-def _run(asked: launch.Asked, config: Path | None) -> int:
+def _run(asked: launch.ServeOptions, config: Path | None) -> int:
     """Plans and serves; returns the exit status, after one line on what is wrong."""
     try:
         return launch.run(_plan_config(config, asked) if config else launch.plan_model(asked))
@@ -165,8 +165,8 @@ def config_example() -> None:
     typer.echo(EXAMPLE, nl=False)
 
 
-def _plan_config(config: Path, asked: launch.Asked) -> Plan:
-    if asked != launch.Asked(model=None, role=asked.role):
+def _plan_config(config: Path, asked: launch.ServeOptions) -> Plan:
+    if asked != launch.ServeOptions(model=None, role=asked.role):
         raise ConfigError(
             "--config comes alone but for --role: MODEL and the other options are in the file"
         )

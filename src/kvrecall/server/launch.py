@@ -1,4 +1,4 @@
-"""From what a person asked for to a running server: check, build the spec, run the engine."""
+"""From the options of a command to a running server: check, build the spec, run the engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OWN_OPTIONS = ("--host", "--port", _CONNECTOR, "--uds", "--config", "--headless
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ServeOptions:
     """What ``kvrecall serve MODEL`` was given. ``engine`` as ServeSpec.options.
 
     ``recall``: settings of the pool that were given as options, None for no pool.
@@ -43,7 +43,7 @@ class Asked:
     max_n: int = DEFAULT_MAX_N
 
 
-def plan_model(asked: Asked) -> Plan:
+def plan_model(asked: ServeOptions) -> Plan:
     """The plan for ``kvrecall serve MODEL``. Raises ConfigError."""
     for word in asked.extra_args:
         name = word.partition("=")[0].replace("_", "-")
@@ -68,7 +68,7 @@ def plan_model(asked: Asked) -> Plan:
     )
 
 
-def _pool_settings(asked: Asked) -> Mapping[str, object] | None:
+def _pool_settings(asked: ServeOptions) -> Mapping[str, object] | None:
     """The pool's settings: those of the file, under those given as options."""
     if asked.pool_config is None:
         return asked.recall
