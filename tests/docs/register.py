@@ -24,7 +24,7 @@ _MAKE: Mapping[str, Kind] = {
     "make test": ByItself(".ci/run", "make test"),
     "make test-all": ByItself("Makefile", "$(WORKERS) -m ''"),
     "make check": ByItself(".ci/run", "scripts/check static"),
-    "make chaos": Elsewhere("tests/chaos/test_chaos.py", '"--seconds", "12", "--seed", "4"'),
+    "make chaos": Elsewhere("tests/chaos/test_chaos.py", 'ChaosRun(settings, '),
     "make identity": Elsewhere(
         "tests/lab/test_identity.py", '"-m", "kvrecall.lab.identity", *words'
     ),
@@ -71,7 +71,7 @@ _POOL: Mapping[str, Kind] = {
     "kvrecall pool key": Runs(swaps=(("/etc/kvrecall/", ""),), after=scenes.of_the_owner_alone),
 }
 _BENCH: Mapping[str, Kind] = {
-    "kvrecall bench chat": Elsewhere("tests/bench/test_serving.py", 'told("chat", '),
+    "kvrecall bench chat": Elsewhere("tests/bench/test_serving.py", 'figures_of("chat", '),
     "kvrecall bench replay": Elsewhere("tests/bench/test_servers.py", '("replay", '),
     "kvrecall bench tiers": Runs(more=" --rounds 2 --requests 1"),
     "kvrecall bench restore": Elsewhere("tests/bench/test_servers.py", '"restore", '),
@@ -85,7 +85,7 @@ _BENCH: Mapping[str, Kind] = {
     ),
     "kvrecall bench decode": Elsewhere("tests/attention/test_bench.py", '["bench", "decode", '),
     "kvrecall bench regimes": Runs(more=" --rounds 3 --lengths 12K"),
-    "kvrecall bench crowd": Elsewhere("tests/bench/test_crowd.py", 'told("crowd", '),
+    "kvrecall bench crowd": Elsewhere("tests/bench/test_crowd.py", 'figures_of("crowd", '),
     "kvrecall bench needle": Elsewhere("tests/bench/test_needle_engine.py", '["bench", "needle", '),
     "kvrecall bench all": Runs(more=" --only lookup --add", before=scenes.repository),
     "kvrecall bench publish": Runs(before=scenes.repository, says="docs/benchmarks.md"),
