@@ -15,7 +15,10 @@ CASES = {"paged_cases.py": 41, "search_cases.py": 22, "device_cases.py": 41}
 """Tests of kernels, how many each file has."""
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long if "device" in name else []) for name in CASES],
+)
 def test_they_are_right_in_tritons_interpreter(name: str) -> None:
     done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name(name)))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
@@ -44,6 +47,5 @@ def run(*command: str, interpret: str = "1") -> subprocess.CompletedProcess[str]
         env={**os.environ, "TRITON_INTERPRET": interpret},
         capture_output=True,
         text=True,
-        timeout=600,
         check=False,
     )
