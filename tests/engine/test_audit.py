@@ -12,9 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvrecall.engines.vllm.connector.compare import Deviation, deviation
-from kvrecall.engines.vllm.connector.pages import Pages
-from kvrecall.engines.vllm.connector.wire import ORIGIN_BYTES, EngineFacts, StepOrders, StepReport
+from kvrecall.engines.vllm.connector.compare import deviation
+from kvrecall.engines.vllm.connector.copier import Pages
+from kvrecall.engines.vllm.connector.wire import (
+    ORIGIN_BYTES,
+    Deviation,
+    EngineFacts,
+    StepOrders,
+    StepReport,
+)
 from kvrecall.lab.models import write_lora
 from kvrecall.pool import Pool
 

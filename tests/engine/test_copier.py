@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kvrecall.engines.vllm.compat.config import LayerPlacement
-from kvrecall.engines.vllm.connector import copier as copier_module
-from kvrecall.engines.vllm.connector.copier import InlineCopier, Run, runs_of
-from kvrecall.engines.vllm.connector.pages import pages_of
+from kvrecall.engines.vllm.connector import device as device_module
+from kvrecall.engines.vllm.connector.copier import Copier, Pages, pages_of
+from kvrecall.engines.vllm.connector.device import Batch, StreamQueue
 from kvrecall.engines.vllm.connector.wire import Copy
 from kvrecall.errors import EngineError
 
@@ -30,25 +30,13 @@ def placements(names: list[str], page: int = PAGE, stride: int = PAGE) -> dict[s
     return dict.fromkeys(names, LayerPlacement(page, stride))
 
 
-def test_runs_merge_what_is_consecutive_on_both_sides() -> None:
-    copy = Copy((3, 4, 5, 9, 8, 0, 7), (0, 64, 128, 192, 256, 320, 384))
-    assert list(runs_of(copy)) == [
-        Run(3, 0, 64, 3),
-        Run(9, 192, 0, 1),
-        Run(8, 256, 0, 1),
-        Run(7, 384, 0, 1),
-    ]
-    assert list(runs_of(Copy((), ()))) == []
-    assert list(runs_of(Copy((0,), (0,)))) == []
-
-
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("shard_offset", [0, 512])
 @pytest.mark.parametrize("threads", [1, 2, 7])
 def test_blocks_come_back_as_they_were(
     layers: int, shard_offset: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copier_module, "_WORTH_SHARING", 1)
+    monkeypatch.setattr(device_module, "_WORTH_SHARING", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     device = caches(layers)
     before = {name: tensor.clone() for name, tensor in device.items()}
@@ -56,12 +44,15 @@ def test_blocks_come_back_as_they_were(
     slot = 4096
     assert layers * PAGE + shard_offset <= slot
     arena = torch.full((20 * slot,), 7, dtype=torch.uint8)
-    copier = InlineCopier(arena, pages, shard_offset)
+    copier = Copier(arena, pages, shard_offset)
     blocks = [1, 2, 3, 7, 6, 9]
     slots = [4, 5, 6, 0, 1, 13]
-    copy = Copy(tuple(blocks), tuple(slot * s for s in slots))
-    moved = copier.store(copy)
+    copy = Copy((*blocks, 0), (*(slot * s for s in slots), 0))  # the null block is left out
+    assert copier.store(copy) == len(blocks) * layers * PAGE
+    (moved,) = copier.stores.completed()
     assert moved.nbytes == len(blocks) * layers * PAGE
+    assert copier.stores.completed() == []
+    copy = Copy(copy.block_ids[:-1], copy.offsets[:-1])
     untouched = arena.view(20, slot)[[s for s in range(20) if s not in slots]]
     assert bool((untouched == 7).all()), "a copy wrote outside its slots"
     assert bool((arena.view(20, slot)[slots, layers * PAGE + shard_offset :] == 7).all())
@@ -75,6 +66,120 @@ def test_blocks_come_back_as_they_were(
             assert torch.equal(tensor[target], before[name][source])
         rest = [b for b in range(BLOCKS) if b not in blocks]
         assert bool((tensor[rest] == 0).all())
+
+
+def test_rows_that_are_not_one_run_are_copied_in_their_order() -> None:
+    """As digests lie: ``[kv_heads, blocks, bytes]`` on the device, a block's together in the pool,
+    here behind a layer's page."""
+    digests = torch.randint(0, 256, (3, BLOCKS, 2, 64), dtype=torch.uint8)
+    before = digests.clone()
+    pages = (
+        Pages("layer", torch.randint(0, 256, (BLOCKS, PAGE), dtype=torch.uint8), ""),
+        Pages("digests", digests.transpose(0, 1), ""),
+    )
+    arena = torch.zeros(4 * 8192, dtype=torch.uint8)
+    copier = Copier(arena, pages, 0)
+    copier.store(Copy((4, 2), (8192, 0)))
+    record = arena[8192 : 8192 + PAGE + 3 * 128]
+    assert torch.equal(record[PAGE:].view(3, 2, 64), before[:, 4])
+    digests.zero_()
+    copier.load(Copy((7,), (8192,)))
+    assert torch.equal(digests[:, 7], before[:, 4])
+
+
+def test_what_lies_outside_is_never_copied() -> None:
+    pages = pages_of(caches(1), placements(["layer0"]), BLOCKS)
+    copier = Copier(torch.zeros(4 * PAGE, dtype=torch.uint8), pages, 0)
+    for copy in (
+        Copy((1,), (3 * PAGE + 1,)),
+        Copy((1,), (-1,)),
+        Copy((BLOCKS,), (0,)),
+        Copy((-1,), (0,)),
+    ):
+        with pytest.raises(IndexError, match="lies outside"):
+            copier.load(copy)
+    assert copier.load(Copy((), ())) == copier.load(Copy((0,), (PAGE,))) == 0
+
+
+@pytest.mark.parametrize("layout", ["layers", "blocks"])
+def test_an_order_is_one_batch(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many blocks and layers; where a block's layers lie together they are one item."""
+    seen: list[Batch] = []
+    monkeypatch.setattr(Batch, "copy_here", lambda batch, *_: seen.append(batch))
+    if layout == "layers":
+        pages = pages_of(caches(3), placements([f"layer{i}" for i in range(3)]), BLOCKS)
+    else:
+        whole = torch.zeros(BLOCKS, 3, PAGE, dtype=torch.uint8)
+        pages = tuple(Pages(f"layer{i}", whole[:, i], "") for i in range(3))
+    copier = Copier(torch.zeros(1 << 16, dtype=torch.uint8), pages, 0)
+    copier.load(Copy((1, 5, 2), (0, 3 * PAGE, 6 * PAGE)))
+    (batch,) = seen
+    assert batch.nbytes == 9 * PAGE
+    assert len(batch.sizes) == (9 if layout == "layers" else 3)
+
+
+class Event:
+    """Of a stream that has done everything at once."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def record(self, _: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: object) -> float:
+        return 250.0
+
+
+class Stream:
+    def __init__(self, *_: object) -> None:
+        self.waited = 0
+
+    def wait_stream(self, _: object) -> None:
+        self.waited += 1
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_on_a_stream_an_order_is_one_call_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own batched copy, given contiguous addresses in host memory."""
+    calls: list[int] = []
+
+    def swap(sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor) -> None:
+        assert all(column.is_contiguous() for column in (sources, targets, sizes))
+        assert sources.dtype == targets.dtype == sizes.dtype == torch.int64
+        Batch(sources.numpy(), targets.numpy(), sizes.numpy()).copy_here()
+        calls.append(len(sizes))
+
+    ops = pytest.importorskip("vllm._custom_ops")
+    monkeypatch.setattr(ops, "swap_blocks_batch", swap)
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: None)
+    monkeypatch.setattr(device_module, "make_queue", StreamQueue)
+    device = caches(3)
+    before = {name: tensor.clone() for name, tensor in device.items()}
+    copier = Copier(
+        torch.zeros(1 << 16, dtype=torch.uint8),
+        pages_of(device, placements(list(device)), BLOCKS),
+        0,
+    )
+    copier.store(Copy((1, 5), (0, 4 * PAGE)))
+    copier.load(Copy((7, 8), (4 * PAGE, 0)))
+    assert calls == [6, 6]
+    assert copier.loads.completed() == [(6 * PAGE, 0.25)]
+    for name, tensor in device.items():
+        assert torch.equal(tensor[7], before[name][5])
+        assert torch.equal(tensor[8], before[name][1])
+    copier.load(Copy((), ()))
+    assert calls == [6, 6], "the driver takes no empty batch"
 
 
 def test_blocks_split_by_the_kernel_are_one_page() -> None:

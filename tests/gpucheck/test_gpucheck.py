@@ -46,7 +46,7 @@ def test_copies_on_the_cpu() -> None:
 def test_copies_that_are_wrong_are_seen(
     fault: Callable[..., Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = copies.make_copier
+    real = copies.Copier
 
     def faulty(memory: torch.Tensor, pages: Any, offset: int) -> Any:
         copier = real(memory, pages, offset)
@@ -61,7 +61,7 @@ def test_copies_that_are_wrong_are_seen(
         setattr(copier, "store" if inside else "load", wrong)
         return copier
 
-    monkeypatch.setattr(copies, "make_copier", faulty)
+    monkeypatch.setattr(copies, "Copier", faulty)
     # An arena of which the last slot is never used, so that a write there is always wrong.
     monkeypatch.setattr(copies.random.Random, "sample", lambda _, of, count: list(of)[:count])
     with pytest.raises(CheckError, match=said):

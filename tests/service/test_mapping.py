@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvrecall.engines.vllm.connector.copier import InlineCopier
-from kvrecall.engines.vllm.connector.mapping import ArenaMapping
-from kvrecall.engines.vllm.connector.pages import Pages
+from kvrecall.engines.vllm.connector.copier import ArenaMapping, Pages
 from kvrecall.engines.vllm.connector.wire import Copy
 from kvrecall.pool.base import ArenaHandle
 from kvrecall.pool.service.peers import mappers_of
@@ -30,8 +28,7 @@ def device() -> torch.Tensor:
 
 @pytest.fixture
 def mapping(device: torch.Tensor) -> Iterator[ArenaMapping]:
-    pages = (Pages("layer", device, ""),)
-    mapping = ArenaMapping(lambda view: InlineCopier(view, pages, 0))
+    mapping = ArenaMapping((Pages("layer", device, ""),), 0)
     yield mapping
     mapping.close()
 
@@ -43,12 +40,14 @@ def test_offsets_belong_to_the_arena_of_their_orders(
         one, two = first.client(), second.client()
         for number, client in enumerate((one, two), start=1):
             device[number] = number
-            assert mapping.store(client.arena_handle(), Copy((number,), (0,))) is not None
+            assert mapping.store(client.arena_handle(), Copy((number,), (0,)))
         for number, client in enumerate((one, two), start=1):
             device[0:1] = 0
-            assert mapping.load(client.arena_handle(), Copy((3,), (0,))) is not None
+            assert mapping.load(client.arena_handle(), Copy((3,), (0,)))
             assert (device[3] == number).all()
-        assert (mapping.loads_done(), mapping.stores_done()) == (2, 2)
+        loads, stores = mapping.completed()
+        assert [moved.nbytes for moved in (*loads, *stores)] == [PAGE] * 4
+        assert mapping.completed() == ([], [])
         one.close()
         two.close()
 
@@ -59,15 +58,15 @@ def test_arena_of_a_dead_service_is_let_go_and_takes_nothing(
     with Service(tmp_path) as service:
         client = service.client()
         handle = client.arena_handle()
-        assert mapping.store(handle, Copy((1,), (0,))) is not None
+        assert mapping.store(handle, Copy((1,), (0,)))
         assert mappers_of(handle.inode)
         service.kill()
         wait_until(lambda: not mappers_of(handle.inode))
-        assert mapping.load(handle, Copy((1,), (0,))) is None
-        assert mapping.store(handle, Copy((1,), (0,))) is None
+        assert not mapping.load(handle, Copy((1,), (0,)))
+        assert not mapping.store(handle, Copy((1,), (0,)))
         service.start()
         wait_until(lambda: client.arena_handle() != handle)
-        assert mapping.load(client.arena_handle(), Copy((1,), (0,))) is not None
+        assert mapping.load(client.arena_handle(), Copy((1,), (0,)))
         assert not np.asarray(device[1]).any()
         client.close()
 
@@ -80,6 +79,6 @@ def test_another_arena_under_the_same_numbers_is_not_taken_for_it(
         handle = client.arena_handle()
         stale: ArenaHandle = replace(handle, inode=handle.inode + 1)
         assert stale != handle
-        assert mapping.load(stale, Copy((1,), (0,))) is None
-        assert mapping.load(handle, Copy((1,), (0,))) is not None
+        assert not mapping.load(stale, Copy((1,), (0,)))
+        assert mapping.load(handle, Copy((1,), (0,)))
         client.close()

@@ -90,8 +90,7 @@ def measure_bandwidth(blocks: int, layers: int, block_bytes: int) -> dict[str, f
     """
     import torch
 
-    from kvrecall.engines.vllm.connector.copier import make_copier
-    from kvrecall.engines.vllm.connector.pages import Pages
+    from kvrecall.engines.vllm.connector.copier import Copier, Pages
     from kvrecall.engines.vllm.connector.wire import Copy
 
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
@@ -105,7 +104,7 @@ def measure_bandwidth(blocks: int, layers: int, block_bytes: int) -> dict[str, f
     arena.wait_ready()
     memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
     memory.fill_(1)
-    copier = make_copier(memory, pages, 0)
+    copier = Copier(memory, pages, 0)
     target = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     ids, offsets = range(1, blocks + 1), [place * block_bytes for place in range(blocks)]
     in_order = Copy(tuple(ids), tuple(offsets))

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from kvrecall.attention.kernels.device import Piece, move
-from kvrecall.engines.vllm.connector.copier import Copier, make_copier
-from kvrecall.engines.vllm.connector.pages import Pages
+from kvrecall.engines.vllm.connector.copier import Copier, Pages
 from kvrecall.engines.vllm.connector.wire import Copy
 from kvrecall.lab.gpu_check.outcome import CheckError
 from kvrecall.pool.arena import Arena
@@ -32,7 +31,7 @@ def check_copies(device: torch.device, blocks: int = 64, page_bytes: int = 1 << 
     for layout in LAYOUTS:
         memory = _arena(2 * blocks * _LAYERS * page_bytes)
         pages = _pages(device, layout, blocks, page_bytes)
-        copier = make_copier(memory, pages, 0)
+        copier = Copier(memory, pages, 0)
         for number in range(_ROUNDS):
             moved += _round(copier, pages, memory, f"{layout}, round {number}", number)
     return moved
@@ -43,7 +42,7 @@ def check_order(device: torch.device, page_bytes: int = 1 << 20) -> None:
     asked for. Raises CheckError."""
     memory = _arena(page_bytes)
     pages = _pages(device, "layers", 1, page_bytes, layers=1)
-    copier = make_copier(memory, pages, 0)
+    copier = Copier(memory, pages, 0)
     size = 2048 if device.type != "cpu" else 256
     work = torch.randn(size, size, device=device)
     for value in range(1, 9):
@@ -62,7 +61,7 @@ def check_fetches(device: torch.device, blocks: int = 64, page_bytes: int = 1 <<
     chance = random.Random(0)
     memory = _arena(2 * blocks * page_bytes)
     (pages,) = _pages(device, "layers", blocks, page_bytes, layers=1)
-    copier = make_copier(memory, (pages,), 0)
+    copier = Copier(memory, (pages,), 0)
     held = memory[: 2 * blocks * page_bytes].view(2 * blocks, page_bytes)
     held.copy_(torch.randint(0, 256, held.shape, dtype=torch.uint8))
     slots = chance.sample(range(2 * blocks), blocks // 2)
@@ -95,7 +94,7 @@ def _round(
     want = [page.rows[some].cpu() for page in pages]
     memory.fill_(255)
     _synchronize(pages[0].rows.device)
-    moved = copier.store(Copy(tuple(some), offsets)).nbytes
+    moved = copier.store(Copy(tuple(some), offsets))
     copier.drain()
     untouched = [s for s in range(memory.numel() // record) if s not in slots]
     if not bool((memory.view(-1, record)[untouched] == 255).all()):
@@ -104,7 +103,7 @@ def _round(
     for page in pages:
         page.rows.zero_()
     _synchronize(pages[0].rows.device)
-    moved += copier.load(Copy(tuple(others), offsets)).nbytes
+    moved += copier.load(Copy(tuple(others), offsets))
     copier.drain()
     for page, expected in zip(pages, want, strict=True):
         if not torch.equal(page.rows[others].cpu(), expected):

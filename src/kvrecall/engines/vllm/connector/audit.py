@@ -19,10 +19,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvrecall.block import Namespace
-from kvrecall.engines.vllm.connector.compare import Deviation
 from kvrecall.engines.vllm.connector.metrics import Tally
 from kvrecall.engines.vllm.connector.request import RequestState
-from kvrecall.engines.vllm.connector.wire import ORIGIN_BYTES, Comparison, Copy, EngineFacts
+from kvrecall.engines.vllm.connector.wire import (
+    ORIGIN_BYTES,
+    Comparison,
+    Copy,
+    Deviation,
+    EngineFacts,
+)
 from kvrecall.pool.base import PoolClient, RecallState
 
 logger = logging.getLogger("vllm.kvrecall")

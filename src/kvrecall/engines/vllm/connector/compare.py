@@ -8,13 +8,13 @@ their length. What noise was measured, and how far other models lie, is in docs/
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvrecall.engines.vllm.connector.pages import Pages
+from kvrecall.engines.vllm.connector.copier import Pages
+from kvrecall.engines.vllm.connector.wire import Deviation
 
 _VECTOR = 32  # elements; divides every head size, so that a vector lies within one key or value
 _QUANTILE = 0.9
@@ -33,38 +33,6 @@ what blocks that were decoded differ from the same blocks prefilled (docs/log.md
 
 _OPAQUE = (2.0**-3, 2.0**-3)  # bytes whose format is not known are taken as integers
 _MOST = 0.5  # vectors that have nothing to do with each other deviate by 1.4
-
-
-@dataclass(frozen=True, slots=True)
-class Deviation:
-    """What a comparison found.
-
-    ``blocks``: how many were compared; ``unequal``: in how many a byte differed. ``times``: the
-    largest deviation of a layer, as a multiple of its bound, in ``layer``; ``relative``: that
-    deviation itself. ``exact``: any unequal byte is too much.
-    """
-
-    blocks: int = 0
-    unequal: int = 0
-    times: float = 0.0
-    relative: float = 0.0
-    layer: str = ""
-    exact: bool = False
-
-    @property
-    def within(self) -> bool:
-        """Whether this is what the same model computes."""
-        return self.unequal == 0 or (self.times <= 1.0 and not self.exact)
-
-    def plus(self, other: Deviation, same_blocks: bool = False) -> Deviation:
-        """Both together. ``same_blocks``: they are of the same blocks on different ranks."""
-        worst = max(self, other, key=lambda one: one.times)
-        blocks, unequal = self.blocks + other.blocks, self.unequal + other.unequal
-        if same_blocks:
-            blocks = max(self.blocks, other.blocks)
-            unequal = max(self.unequal, other.unequal)
-        exact = self.exact or other.exact
-        return Deviation(blocks, unequal, worst.times, worst.relative, worst.layer, exact)
 
 
 def deviation(

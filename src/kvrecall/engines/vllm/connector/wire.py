@@ -14,7 +14,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvrecall.engines.vllm.connector.compare import Deviation
 from kvrecall.engines.vllm.identity.loaded import LoadedModel
 from kvrecall.pool.base import ArenaHandle
 
@@ -65,6 +64,38 @@ class Comparison:
     request_id: str
     copy: Copy
     repeated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """What a comparison found.
+
+    ``blocks``: how many were compared; ``unequal``: in how many a byte differed. ``times``: the
+    largest deviation of a layer, as a multiple of its bound, in ``layer``; ``relative``: that
+    deviation itself. ``exact``: any unequal byte is too much.
+    """
+
+    blocks: int = 0
+    unequal: int = 0
+    times: float = 0.0
+    relative: float = 0.0
+    layer: str = ""
+    exact: bool = False
+
+    @property
+    def within(self) -> bool:
+        """Whether this is what the same model computes."""
+        return self.unequal == 0 or (self.times <= 1.0 and not self.exact)
+
+    def plus(self, other: Deviation, same_blocks: bool = False) -> Deviation:
+        """Both together. ``same_blocks``: they are of the same blocks on different ranks."""
+        worst = max(self, other, key=lambda one: one.times)
+        blocks, unequal = self.blocks + other.blocks, self.unequal + other.unequal
+        if same_blocks:
+            blocks = max(self.blocks, other.blocks)
+            unequal = max(self.unequal, other.unequal)
+        exact = self.exact or other.exact
+        return Deviation(blocks, unequal, worst.times, worst.relative, worst.layer, exact)
 
 
 @dataclass(frozen=True, slots=True)

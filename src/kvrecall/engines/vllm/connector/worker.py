@@ -6,6 +6,7 @@ the engine's step.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
@@ -16,13 +17,13 @@ import torch
 from kvrecall.engines.vllm import compat
 from kvrecall.engines.vllm.attention.recalled import Records
 from kvrecall.engines.vllm.compat import config
-from kvrecall.engines.vllm.connector.compare import Deviation, deviation
-from kvrecall.engines.vllm.connector.copier import make_copier
+from kvrecall.engines.vllm.connector.compare import deviation
+from kvrecall.engines.vllm.connector.copier import ArenaMapping, Pages, pages_of
 from kvrecall.engines.vllm.connector.costs import least_token_seconds
-from kvrecall.engines.vllm.connector.mapping import ArenaMapping
-from kvrecall.engines.vllm.connector.pages import Pages, pages_of
+from kvrecall.engines.vllm.connector.device import make_queue
 from kvrecall.engines.vllm.connector.wire import (
     Comparison,
+    Deviation,
     Shard,
     ShardLayer,
     StepOrders,
@@ -41,13 +42,13 @@ class RecallWorker:
         self._kv_cache_config = kv_cache_config
         self._layers: tuple[Pages, ...] = ()
         self._pages: tuple[Pages, ...] = ()  # of the layers, then of their digests
-        self._arena = ArenaMapping(lambda view: make_copier(view, self._pages, self._offset))
         self._offset = 0
-        self._loading: list[tuple[int, str]] = []  # (ordinal of the load, request)
-        self._storing: list[tuple[int, int]] = []  # (ordinal of the store, store id)
+        self._mapping: ArenaMapping | None = None  # once ``shard`` has settled where it writes
+        self._loading: deque[str] = deque()  # requests, in the order of their loads
+        self._storing: deque[int] = deque()  # store ids, likewise
         self._releases: list[tuple[int, str]] = []  # (stores that must be done, request)
-        self._loads = 0
-        self._stores = 0
+        self._stores_begun = 0
+        self._stores_done = 0
         self._failed_loads: set[str] = set()
         self._report = StepReport()
         self._attention: Mapping[str, int] = {}
@@ -74,31 +75,32 @@ class RecallWorker:
         kernel = config.kernel_of(self._vllm_config, tuple(page.name for page in self._layers))
         device = self._pages[0].rows.device
         self._offset = self._shard_offset()
+        self._mapping = ArenaMapping(self._pages, self._offset)
         flops, hidden = config.prompt_token_work(self._vllm_config)
         dtype = self._vllm_config.model_config.dtype
         least = least_token_seconds(flops, hidden, dtype, str(device))
         loaded = None if self._model is None else LoadedModel.of(self._model)
         self._model = None
-        return Shard(layers, kernel, device.type == "cpu", least, loaded)
+        return Shard(layers, kernel, make_queue(device).in_step, least, loaded)
 
     def see_model(self, model: torch.nn.Module) -> None:
         """The model that this rank has loaded; to be told before ``shard``."""
         self._model = model
 
+    @property
+    def _arena(self) -> ArenaMapping:
+        assert self._mapping is not None, "the engine has not asked for this rank's shard yet"
+        return self._mapping
+
     def start_loads(self, orders: StepOrders) -> None:
         """Starts the step's loads."""
         for load in orders.loads:
             compat.note_overwritten(self._vllm_config, load.copy.block_ids)
-            moved = self._arena.load(orders.arena, load.copy)
-            if moved is None:
-                self._loading.append((self._loads, load.request_id))
+            if self._arena.load(orders.arena, load.copy):
+                compat.note_restored(self._vllm_config, load.copy.block_ids)
+                self._loading.append(load.request_id)
+            else:
                 self._failed_loads.add(load.request_id)
-                continue
-            compat.note_restored(self._vllm_config, load.copy.block_ids)
-            self._loads += 1
-            self._loading.append((self._loads, load.request_id))
-            self._report.loaded_bytes += moved.nbytes
-            self._report.load_seconds += moved.seconds
 
     def start_stores(self, orders: StepOrders) -> None:
         """Starts the step's stores; the forward pass has been submitted."""
@@ -107,17 +109,14 @@ class RecallWorker:
                 self._report.stored[store.store_id] = 1
                 continue
             compat.before_store(self._vllm_config, store.copy.block_ids)
-            moved = self._arena.store(orders.arena, store.copy)
-            if moved is None:
+            if self._arena.store(orders.arena, store.copy):
+                self._sign(orders, store)
+                self._storing.append(store.store_id)
+                self._stores_begun += 1
+            else:
                 self._report.stored[store.store_id] = 1
                 self._report.failed.add(store.store_id)
-                continue
-            self._sign(orders, store)
-            self._stores += 1
-            self._storing.append((self._stores, store.store_id))
-            self._report.stored_bytes += moved.nbytes
-            self._report.store_seconds += moved.seconds
-        self._releases.extend((self._stores, request_id) for request_id in orders.releases)
+        self._releases.extend((self._stores_begun, request_id) for request_id in orders.releases)
         for comparison in orders.comparisons:
             self._compare(orders.arena, comparison)
 
@@ -165,17 +164,22 @@ class RecallWorker:
 
     def finished(self) -> tuple[set[str], set[str], set[str]]:
         """Requests whose device blocks may be freed, whose load has ended, whose load failed."""
-        loads, stores = self._arena.loads_done(), self._arena.stores_done()
-        failed, self._failed_loads = self._failed_loads, set()
-        loaded = {request for at, request in self._loading if at <= loads} | failed
-        self._loading = [(at, request) for at, request in self._loading if request not in loaded]
-        released = {request for at, request in self._releases if at <= stores}
-        self._releases = [(at, request) for at, request in self._releases if at > stores]
-        for at, store_id in self._storing:
-            if at <= stores:
-                self._report.stored[store_id] = 1
-        self._storing = [(at, store_id) for at, store_id in self._storing if at > stores]
-        return released, loaded, failed
+        if self._mapping is None:
+            return set(), set(), set()
+        loads, stores = self._mapping.completed()
+        loaded = {self._loading.popleft() for _ in loads}
+        failed = self._failed_loads - set(self._loading)  # nothing is written there any more
+        self._failed_loads -= failed
+        for _ in stores:
+            self._report.stored[self._storing.popleft()] = 1
+        self._stores_done += len(stores)
+        released = {request for begun, request in self._releases if begun <= self._stores_done}
+        self._releases = [one for one in self._releases if one[1] not in released]
+        self._report.loaded_bytes += sum(moved.nbytes for moved in loads)
+        self._report.load_seconds += sum(moved.seconds for moved in loads)
+        self._report.stored_bytes += sum(moved.nbytes for moved in stores)
+        self._report.store_seconds += sum(moved.seconds for moved in stores)
+        return released, loaded | failed, failed
 
     def report(self) -> StepReport | None:
         """What happened since the last report; None if nothing did."""
@@ -190,7 +194,8 @@ class RecallWorker:
         return {f"retrieval_{name}": float(count) for name, count in new.items() if count}
 
     def close(self) -> None:
-        self._arena.close()
+        if self._mapping is not None:
+            self._mapping.close()
 
     def _offload(self, orders: StepOrders) -> None:
         """Tells the attention layers which sequences are off the device in part."""
