@@ -12,9 +12,9 @@ from collections import deque
 
 import torch
 
-from kvrecall.engines.vllm.connector import device, worker
+from kvrecall.engines.vllm.connector import queues, worker
 from kvrecall.engines.vllm.connector.connector import RecallConnector
-from kvrecall.engines.vllm.connector.device import Batch, CopyQueue, Moved
+from kvrecall.engines.vllm.connector.queues import Batch, CopyQueue, Moved
 
 PATIENCE = 3
 
@@ -59,4 +59,4 @@ class LateConnector(RecallConnector):
 
 
 if __name__ != "engine.late_copies":  # vLLM imports it by its path; tests that only use the queue
-    device.make_queue = worker.make_queue = make_queue
+    queues.make_queue = worker.make_queue = make_queue

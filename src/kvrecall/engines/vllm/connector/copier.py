@@ -2,7 +2,7 @@
 
 A block of a layer is a run of bytes, or several, whatever the backend packs into it (K and V, of
 all heads of the rank, fp8 or bf16): the pool moves bytes and never interprets them. An order is
-turned into addresses at once and is one batch of ``device``.
+turned into addresses at once and is one batch of a copy queue.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from kvrecall.engines.vllm.compat.config import LayerPlacement
-from kvrecall.engines.vllm.connector import device
-from kvrecall.engines.vllm.connector.device import Batch, Moved
+from kvrecall.engines.vllm.connector import queues
+from kvrecall.engines.vllm.connector.queues import Batch, Moved
 from kvrecall.engines.vllm.connector.wire import Copy
 from kvrecall.errors import EngineError, TierError
 from kvrecall.pool.arena import Arena
@@ -184,9 +184,9 @@ class Copier:
         self._places = np.array([run.at for run in runs])
         self._sizes = np.array([run.nbytes for run in runs])
         self._end = shard_offset + int(self._sizes.sum())
-        device.page_lock(arena, self._device)
-        self.loads = device.make_queue(self._device)
-        self.stores = device.make_queue(self._device)
+        queues.page_lock(arena, self._device)
+        self.loads = queues.make_queue(self._device)
+        self.stores = queues.make_queue(self._device)
 
     def load(self, copy: Copy) -> int:
         """Arena -> device; returns the bytes. Device blocks must not be in use."""
@@ -200,7 +200,7 @@ class Copier:
         self.stores.submit(Batch(on_device, in_arena, sizes))
         return int(sizes.sum())
 
-    def _columns(self, copy: Copy) -> tuple[device.Addresses, device.Addresses, device.Addresses]:
+    def _columns(self, copy: Copy) -> tuple[queues.Addresses, queues.Addresses, queues.Addresses]:
         """Addresses on the device and in the arena, and sizes, block by block. The null block (0)
         holds no tokens: left out."""
         blocks, offsets = np.array([copy.block_ids, copy.offsets], dtype=np.int64)
@@ -225,7 +225,7 @@ class Copier:
     def close(self) -> None:
         """Drains, and gives the arena back to the driver."""
         self.drain()
-        device.page_unlock(self._arena, self._device)
+        queues.page_unlock(self._arena, self._device)
 
 
 class ArenaMapping:

@@ -20,7 +20,7 @@ from kvrecall.engines.vllm.compat import config
 from kvrecall.engines.vllm.connector.compare import deviation
 from kvrecall.engines.vllm.connector.copier import ArenaMapping, Pages, pages_of
 from kvrecall.engines.vllm.connector.costs import least_token_seconds
-from kvrecall.engines.vllm.connector.device import make_queue
+from kvrecall.engines.vllm.connector.queues import make_queue
 from kvrecall.engines.vllm.connector.wire import (
     Comparison,
     Deviation,
