@@ -123,7 +123,13 @@ class Host:
         (output,) = self.llm.beam_search([{"prompt_token_ids": prompt}], params)
         return [beam.tokens for beam in output.sequences]
 
+    def settle(self) -> None:
+        """Steps on while blocks of ended requests are held, as an engine's own loop does."""
+        while self.engine().scheduler.has_requests():
+            self.llm.llm_engine.step()
+
     def forget_device(self) -> bool:
+        self.settle()
         return bool(self.llm.reset_prefix_cache())
 
     def forget_all(self) -> bool:
@@ -156,6 +162,7 @@ class Host:
 
     def flush(self, seconds: float = 60.0) -> bool:
         """Waits until all queued writes are on disk."""
+        self.settle()
         end = time.monotonic() + seconds
         while self.connector()._pool.stats().queued_writes and time.monotonic() < end:
             time.sleep(0.01)

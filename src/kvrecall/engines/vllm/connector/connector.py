@@ -27,7 +27,7 @@ from kvrecall.engines.vllm.attention.offloader import Offloader
 from kvrecall.engines.vllm.attention.plugin import active_settings, asked_for, require_on
 from kvrecall.engines.vllm.compat import config, loading, runner, scheduler, waits
 from kvrecall.engines.vllm.compat.parent import end_with_parent
-from kvrecall.engines.vllm.connector.metrics import PoolWatch, RecallPromMetrics, RecallStats
+from kvrecall.engines.vllm.connector.metrics import RecallPromMetrics, RecallStats
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
 from kvrecall.engines.vllm.connector.wire import (
@@ -76,7 +76,6 @@ class RecallConnector(KVConnectorBase_V1):
         self._worker: RecallWorker | None = None
         self._pool: PoolClient | None = None
         self._endpoint: AdminEndpoint | None = None
-        self._watch = PoolWatch()
         config.require_supported(vllm_config, kv_cache_config)
         require_on(vllm_config, os.environ)
         waits.install()
@@ -319,9 +318,8 @@ class RecallConnector(KVConnectorBase_V1):
             return RecallStats.of(did, {}, heat=heat) if did else None
         if self._scheduler is None or self._pool is None:
             return None
-        moved, gauges = self._watch.take(self._pool.stats())
+        gauges = self._scheduler.tally.watch(self._pool.stats())
         counts, splits = self._scheduler.tally.take()
-        counts |= moved
         return RecallStats.of(counts, gauges, splits) if counts or splits else None
 
     @classmethod

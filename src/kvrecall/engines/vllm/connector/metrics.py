@@ -98,6 +98,7 @@ class Tally:
     def __init__(self) -> None:
         self.counts: Counts[str] = Counts()
         self.splits: dict[str, dict[str, int]] = {}
+        self._totals: Counts[str] = Counts()  # of the pool, when they were last watched
 
     def count_request(self, sources: dict[str, int]) -> None:
         """Adds a finished request and where its prompt's KV came from (tokens)."""
@@ -110,33 +111,23 @@ class Tally:
         for name in ("loaded_bytes", "load_seconds", "stored_bytes", "store_seconds"):
             self.counts[name] += getattr(report, name)
 
+    def watch(self, stats: PoolStats) -> dict[str, float]:
+        """Adds what the pool's running totals have grown by; returns the gauges as they are."""
+        gauges: dict[str, float] = {name: getattr(stats, name) for name in POOL_GAUGES}
+        for tier in stats.tiers:
+            for name in TIER_COUNTERS:
+                label, total = f"{tier.name}:tier_{name}", getattr(tier, name)
+                self.counts[label] += total - self._totals[label]
+                self._totals[label] = total
+            for name in TIER_GAUGES:
+                gauges[f"{tier.name}:tier_{name}"] = float(getattr(tier, name))
+        return gauges
+
     def take(self) -> tuple[dict[str, float], dict[str, dict[str, int]]]:
         """The counts that moved, and the splits; starts anew."""
         counts, self.counts = self.counts, Counts()
         splits, self.splits = self.splits, {}
         return {name: amount for name, amount in counts.items() if amount}, splits
-
-
-class PoolWatch:
-    """Turns the pool's running totals into increments for Prometheus counters."""
-
-    def __init__(self) -> None:
-        self._last: dict[str, float] = {}
-
-    def take(self, stats: PoolStats) -> tuple[dict[str, float], dict[str, float]]:
-        """Increments of the counters since the last call, and the gauges as they are."""
-        counts: dict[str, float] = {}
-        gauges: dict[str, float] = {name: getattr(stats, name) for name in POOL_GAUGES}
-        for tier in stats.tiers:
-            for name in TIER_COUNTERS:
-                label = f"{tier.name}:tier_{name}"
-                value = float(getattr(tier, name))
-                if value != self._last.get(label, 0.0):
-                    counts[label] = value - self._last.get(label, 0.0)
-                    self._last[label] = value
-            for name in TIER_GAUGES:
-                gauges[f"{tier.name}:tier_{name}"] = float(getattr(tier, name))
-        return counts, gauges
 
 
 class RecallStats(KVConnectorStats):
@@ -196,32 +187,21 @@ class RecallPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        counter, gauge = metric_types[Counter], metric_types[Gauge]
-        tiered = [*labelnames, "tier"]
-        sources = [*labelnames, "source"]
-        self._counters = {
-            name: counter(name=f"kvrecall_{name}", documentation=text, labelnames=labelnames)
-            for name, text in COUNTERS.items()
-        }
-        self._labelled = {
-            f"tier_{name}": counter(
-                name=f"kvrecall_tier_{name}", documentation=text, labelnames=tiered
-            )
-            for name, text in TIER_COUNTERS.items()
-        }
-        self._labelled["prompt_tokens"] = counter(
-            name="kvrecall_prompt_tokens", documentation=PROMPT_TOKENS, labelnames=sources
-        )
-        self._gauges = {
-            name: gauge(name=f"kvrecall_{name}", documentation=text, labelnames=labelnames)
-            for name, text in POOL_GAUGES.items()
-        }
-        self._tier_gauges = {
-            f"tier_{name}": gauge(
-                name=f"kvrecall_tier_{name}", documentation=text, labelnames=tiered
-            )
-            for name, text in TIER_GAUGES.items()
-        }
+        self._metrics: dict[str, Any] = {}
+
+        def register(kind: Any, texts: Mapping[str, str], first: str = "", *labels: str) -> None:
+            for name, text in texts.items():
+                self._metrics[first + name] = metric_types[kind](
+                    name=f"kvrecall_{first}{name}",
+                    documentation=text,
+                    labelnames=[*labelnames, *labels],
+                )
+
+        register(Counter, COUNTERS)
+        register(Counter, {"prompt_tokens": PROMPT_TOKENS}, "", "source")
+        register(Counter, TIER_COUNTERS, "tier_", "tier")
+        register(Gauge, POOL_GAUGES)
+        register(Gauge, TIER_GAUGES, "tier_", "tier")
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Feeds one payload of ``RecallStats``. ``label:metric`` names a labelled metric."""
@@ -229,15 +209,8 @@ class RecallPromMetrics(KVConnectorPromMetrics):
             PROMPT_SOURCES.post(request_id, split)
         SERVER_HEAT.add(transfer_stats_data.get("heat", {}))
         labels = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
-        for name, amount in transfer_stats_data.get("counts", {}).items():
-            label, _, metric = name.rpartition(":")
-            if label:
-                self._labelled[metric].labels(*labels, label).inc(amount)
-            else:
-                self._counters[name].labels(*labels).inc(amount)
-        for name, value in transfer_stats_data.get("gauges", {}).items():
-            label, _, metric = name.rpartition(":")
-            if label:
-                self._tier_gauges[metric].labels(*labels, label).set(value)
-            else:
-                self._gauges[name].labels(*labels).set(value)
+        for section, act in (("counts", "inc"), ("gauges", "set")):
+            for name, value in transfer_stats_data.get(section, {}).items():
+                label, _, metric = name.rpartition(":")
+                series = self._metrics[metric].labels(*labels, *([label] if label else []))
+                getattr(series, act)(value)
