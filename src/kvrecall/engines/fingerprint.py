@@ -34,7 +34,7 @@ _NO_KV = frozenset(
         "training_args.bin optimizer.bin optimizer.pt scheduler.pt scaler.pt"
     ).split()
 )
-"""Files that decide which tokens a text has or how tokens are chosen, as blocks are told apart by
+"""Files that decide which tokens a text has or how tokens are chosen, as blocks differ by
 their tokens; and what training leaves behind, which vLLM does not load."""
 
 _CHUNK = 16 << 20

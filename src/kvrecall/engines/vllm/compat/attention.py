@@ -28,7 +28,7 @@ def require_attention() -> None:
 
 
 def override_attention(ours: Mapping[str, str]) -> None:
-    """Puts classes, told by their paths, in place of vLLM's attention backends of these names."""
+    """Puts classes, named by their paths, in place of vLLM's attention backends of these names."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     for name, path in ours.items():

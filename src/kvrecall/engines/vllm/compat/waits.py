@@ -29,7 +29,7 @@ def register() -> None:
 
 
 def install() -> None:
-    """Has this process of an engine with the connector sleep, unless it is told to spin."""
+    """Has this process of an engine with the connector sleep, unless the environment asks for spinning."""
     if _asked(os.environ) != "spin":
         _sleep_on_cpus()
 

@@ -53,7 +53,7 @@ class Belief:
 class _Audit:
     """A request that computes blocks which the pool has. ``repeated``: their origins were proved
     before. ``origins``: of the blocks whose comparison was ordered. ``left``: the others, by index
-    in the chain, offset and origin. ``open``: ranks that have not told of a comparison yet."""
+    in the chain, offset and origin. ``open``: ranks that have not reported a comparison yet."""
 
     request_id: str
     namespace: Namespace

@@ -96,7 +96,7 @@ class RecallConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache owes nobody a delivery: a lost save is a later miss."""
+        """False: a cache owes no delivery; a lost save is a later miss."""
         return False
 
     # ---- worker side --------------------------------------------------------------------
@@ -147,13 +147,14 @@ class RecallConnector(KVConnectorBase_V1):
 
     @property
     def _s(self) -> RecallScheduler:
-        assert self._scheduler is not None, "the workers have not told their shards yet"
+        assert self._scheduler is not None, "the workers have not shown their shards yet"
         return self._scheduler
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """The engine is up and every rank has told what it holds of a block: opens business."""
+        """Opens the scheduler side: the engine is up, and every rank has shown what it holds of a
+        block."""
         assert self._pool is not None
         shards = [metadata[rank] for rank in sorted(metadata)]
         assert all(isinstance(shard, Shard) for shard in shards)
@@ -204,7 +205,7 @@ class RecallConnector(KVConnectorBase_V1):
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         if len(shards) != ranks:
             raise EngineError(
-                f"{len(shards)} of {ranks} ranks told what they hold of a block; kvrecall supports "
+                f"{len(shards)} of {ranks} ranks show what they hold of a block; kvrecall supports "
                 "tensor and pipeline parallel engines whose ranks all report"
             )
         replicas = config.kv_replicas(self._kv_cache_config)
@@ -351,7 +352,7 @@ class RecallConnector(KVConnectorBase_V1):
 
 
 def _endpoint(pool: PoolClient, settings: RecallSettings) -> AdminEndpoint | None:
-    """Where an embedded pool can be asked; None if nowhere. That it cannot be set up is told and
+    """Where an embedded pool answers administration; None if nowhere. A failure is logged, and
     no reason not to serve."""
     if settings.admin_socket is None or not isinstance(pool, Pool):
         return None

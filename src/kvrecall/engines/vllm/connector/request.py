@@ -146,10 +146,10 @@ class Promise:
     ) -> Promise | None:
         """From a request's ``kv_transfer_params``; None if there is no receipt in them, or one
         that cannot be read (they come from outside)."""
-        told = params.get(HANDOVER) if isinstance(params, Mapping) else None
-        if not isinstance(told, Mapping):
+        given = params.get(HANDOVER) if isinstance(params, Mapping) else None
+        if not isinstance(given, Mapping):
             return None
-        tokens, namespace = told.get("tokens"), told.get("namespace")
+        tokens, namespace = given.get("tokens"), given.get("namespace")
         if type(tokens) is not int or tokens < block_size or not isinstance(namespace, str):
             return None
         return cls(tokens // block_size, namespace, patience_s, clock)

@@ -52,7 +52,7 @@ class RecallWorker:
         self._failed_loads: set[str] = set()
         self._report = StepReport()
         self._attention: Mapping[str, int] = {}
-        self._model: torch.nn.Module | None = None  # until ``shard`` has told of it
+        self._model: torch.nn.Module | None = None  # until ``shard`` has read it
         self._offloading = False
         self._applied: StepOrders | None = None
 
@@ -84,7 +84,7 @@ class RecallWorker:
         return Shard(layers, kernel, make_queue(device).in_step, least, loaded)
 
     def see_model(self, model: torch.nn.Module) -> None:
-        """The model that this rank has loaded; to be told before ``shard``."""
+        """Takes the model that this rank has loaded. Called before ``shard``."""
         self._model = model
 
     @property

@@ -19,7 +19,7 @@ from blake3 import blake3
 from torch import nn
 
 _VERSIONED = frozenset(("vllm", "torch", "kvrecall"))
-"""Packages whose code is told by the engine's version, which the namespace holds anyway."""
+"""Packages whose code the engine's version identifies, which the namespace holds anyway."""
 
 _LIMITS = re.compile(r"(^|_)(max|num)_|_len$|_tokens$|capacity|workspace|world|rank|device")
 """Attributes that hold sizes of buffers or places in a parallel group: they shape no byte."""

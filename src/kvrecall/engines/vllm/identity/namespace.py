@@ -112,11 +112,11 @@ class Adapters:
         self._unknown: set[tuple[int, str]] = set()  # which content is loaded cannot be known
 
     def is_known(self, lora_request: Any) -> bool:
-        """Whether ``identity`` can be told by now. Begins to read an adapter that is new."""
+        """Whether ``identity`` is known by now. Begins to read an adapter that is new."""
         return self._job(lora_request).is_over
 
     def identity(self, lora_request: Any) -> str | None:
-        """What tells the adapter's blocks from others; None if its content cannot be known.
+        """Identifies the adapter's blocks; None if its content cannot be known.
 
         The files of an adapter in use may be replaced while the engine keeps the old weights, or
         reloads it; from then on this adapter is not pooled, until it comes under a new id.

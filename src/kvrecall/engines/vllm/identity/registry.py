@@ -15,10 +15,10 @@ logger = logging.getLogger("vllm.kvrecall")
 
 
 class AdapterIdentity(Protocol):
-    """Tells adapters apart by their content."""
+    """Identifies adapters by their content."""
 
     def is_known(self, lora_request: Any) -> bool:
-        """Whether ``identity`` can be told by now; does not wait."""
+        """Whether ``identity`` is known by now; does not wait."""
 
     def identity(self, lora_request: Any) -> str | None:
         """Of the adapter's content; None if it cannot be known."""

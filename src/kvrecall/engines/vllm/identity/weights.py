@@ -25,7 +25,7 @@ _FROM_THE_FOLDER = frozenset(
 )
 """Load formats that read nothing but files of the model's folder."""
 
-_CLOCK_S = 1.5  # the kernel's time of a process's start is told in whole seconds since boot
+_CLOCK_S = 1.5  # the kernel counts a process's start in whole seconds since boot
 
 _early: dict[int, Weights] = {}  # by the id of the engine's configuration, until it is asked for
 
