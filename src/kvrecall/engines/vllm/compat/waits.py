@@ -29,7 +29,7 @@ def register() -> None:
 
 
 def install() -> None:
-    """Has this process of an engine with the connector sleep, unless the environment asks for spinning."""
+    """Has this process of an engine with the connector sleep, unless spinning is asked for."""
     if _asked(os.environ) != "spin":
         _sleep_on_cpus()
 
