@@ -1,0 +1,182 @@
+"""The worker side with the scheduler side and a real pool, without an engine: bytes of device
+blocks, with copies made in place and with copies as late as a stream may make them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.request import Request, RequestStatus
+
+from kvrecall.engines.vllm.compat.config import LayerPlacement
+from kvrecall.engines.vllm.connector import queues, worker
+from kvrecall.engines.vllm.connector.wire import ORIGIN_BYTES, StepOrders
+from kvrecall.engines.vllm.connector.worker import RecallWorker
+from kvrecall.pool import Pool
+from kvrecall.pool.base import NO_ARENA
+
+from . import late_copies
+from .test_scheduler import BLOCK, FACTS, Bench, pool
+
+__all__ = ["pool"]
+
+LAYERS, DEVICE_BLOCKS, PAGE = 2, 200, 512
+
+
+class Machine(Bench):
+    """A scheduler side and one worker, whose device blocks are rows of tensors."""
+
+    def __init__(self, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, answer in {
+            "layer_placements": {f"l{i}": LayerPlacement(PAGE, PAGE) for i in range(LAYERS)},
+            "fp8_type": None,
+            "kernel_of": "",
+            "prompt_token_work": (0.0, 0),
+            "shard_position": 0,
+            "kv_replicas": 1,
+            "tensor_rank": 0,
+        }.items():
+            monkeypatch.setattr(worker.config, name, lambda *_, answer=answer: answer)
+        forward = SimpleNamespace(static_forward_context={})
+        model = SimpleNamespace(dtype=torch.float32)
+        self.device = {
+            f"l{i}": torch.zeros(DEVICE_BLOCKS, PAGE, dtype=torch.uint8) for i in range(LAYERS)
+        }
+        self.worker = RecallWorker(
+            SimpleNamespace(compilation_config=forward, model_config=model),
+            SimpleNamespace(num_blocks=DEVICE_BLOCKS),
+        )
+        self.worker.register(self.device)
+        shard = self.worker.shard()
+        assert shard.nbytes == LAYERS * PAGE
+        nbytes = shard.nbytes + ORIGIN_BYTES
+        facts = replace(FACTS, block_bytes=nbytes, ranks=1, copies_in_step=shard.copies_in_step)
+        super().__init__(pool, facts)
+        self.late = not shard.copies_in_step
+        self.released: set[str] = set()
+
+    def run(self, orders: StepOrders, computes: dict[int, int]) -> set[str]:
+        """A step of the engine: what the worker is asked to do, and in between the forward pass,
+        which fills each of these blocks with a value. Returns the requests whose load has ended."""
+        self.worker.before_overwrite(orders)
+        self.worker.start_loads(orders)
+        for block, value in computes.items():
+            for rows in self.device.values():
+                rows[block] = value
+        self.worker.start_stores(orders)
+        released, loaded, failed = self.worker.finished()
+        self.side.reported(self.worker.report(), loaded, failed)
+        self.released |= released
+        return loaded
+
+    def idle(self) -> set[str]:
+        nothing = SimpleNamespace(num_scheduled_tokens={})
+        return self.run(self.side.orders(nothing, self.pool.arena_handle()), {})
+
+    def compute(self, name: str, values: list[int], first: int = 0) -> tuple[Request, bool]:
+        """A request of so many blocks and half a one, from its prefill to its end; whether its
+        device blocks must be held."""
+        request = self.request(name, len(values) * BLOCK + BLOCK // 2, first)
+        ids = self.blocks[name]
+        self.run(self.step(request, request.num_tokens), dict(zip(ids, values, strict=False)))
+        request.append_output_token_ids([5])
+        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        hold, _ = self.side.finished(request, ids)
+        return request, hold
+
+    def load(self, name: str, tokens: int, ids: list[int], first: int = 0) -> Request:
+        """Orders the load of what the pool has of a prompt, into these device blocks."""
+        request = self.request(name, tokens, first)
+        external, asynchronous = self.side.match(request, 0)
+        assert asynchronous
+        assert external == len(ids) * BLOCK
+        self.side.allocated(request, ids, external)
+        return request
+
+    def values(self, blocks: list[int]) -> list[set[int]]:
+        return [
+            {int(value) for rows in self.device.values() for value in rows[block].unique()}
+            for block in blocks
+        ]
+
+
+@pytest.fixture(params=["in place", "late"])
+def machine(
+    request: pytest.FixtureRequest, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Machine]:
+    if request.param == "late":
+        monkeypatch.setattr(queues, "make_queue", late_copies.make_queue)
+        monkeypatch.setattr(worker, "make_queue", late_copies.make_queue)
+    machine = Machine(pool, monkeypatch)
+    assert machine.late == (request.param == "late")
+    yield machine
+    machine.worker.close()
+
+
+def test_blocks_come_back_to_other_places_as_they_were(machine: Machine) -> None:
+    _, hold = machine.compute("first", [11, 12, 13])
+    assert hold == machine.late
+    for _ in range(late_copies.PATIENCE):
+        machine.idle()
+    assert machine.released == ({"first"} if machine.late else set())
+    for rows in machine.device.values():
+        rows.zero_()
+    machine.load("again", 3 * BLOCK + 1, [50, 60, 55])
+    steps, loaded = 1, machine.idle()
+    while not loaded:
+        steps, loaded = steps + 1, machine.idle()
+    assert loaded == {"again"}
+    assert steps == (late_copies.PATIENCE if machine.late else 1)
+    assert machine.values([50, 60, 55]) == [{11}, {12}, {13}]
+    assert machine.values([1, 2, 3, 51]) == [{0}] * 4
+    assert machine.pool.stats().leases == 0
+    assert machine.side.tally.counts["loaded_bytes"] == 3 * LAYERS * PAGE
+    assert machine.side.tally.counts["load_seconds"] > 0
+
+
+def test_nothing_is_found_before_its_copy_is_made(machine: Machine) -> None:
+    machine.compute("first", [11, 12, 13])
+    again = machine.request("again", 3 * BLOCK + 1)
+    assert machine.matched(again) == (0 if machine.late else 3 * BLOCK)
+
+
+def test_a_preempted_requests_blocks_are_read_before_they_are_overwritten(
+    machine: Machine,
+) -> None:
+    first = machine.request("first", 2 * BLOCK + 4)
+    machine.run(machine.step(first, first.num_tokens), {1: 21, 2: 22})
+    first.status = RequestStatus.PREEMPTED
+    other = machine.request("other", 2 * BLOCK + 4, first=500)  # gets the same device blocks
+    machine.run(machine.step(other, other.num_tokens), {1: 31, 2: 32})
+    for _ in range(late_copies.PATIENCE):
+        machine.idle()
+    machine.load("again", 2 * BLOCK + 1, [50, 51])
+    while not machine.idle():
+        continue
+    assert machine.values([50, 51]) == [{21}, {22}]
+
+
+def test_loads_end_in_their_order_and_one_that_cannot_be_made_fails(machine: Machine) -> None:
+    for name, values, first in (("first", [11, 12], 0), ("second", [21, 22], 500)):
+        machine.compute(name, values, first)
+        for _ in range(late_copies.PATIENCE):  # its device blocks are held until then
+            machine.idle()
+    machine.load("a", 2 * BLOCK + 1, [50, 51])
+    loaded = [machine.idle()]
+    machine.load("b", 2 * BLOCK + 1, [60, 61], first=500)
+    loaded.append(machine.idle())
+    machine.load("c", 2 * BLOCK + 1, [70, 71])
+    orders = machine.side.orders(SimpleNamespace(num_scheduled_tokens={}), NO_ARENA)
+    loaded.append(machine.run(orders, {}))
+    while {"a", "b", "c"} - set().union(*loaded):
+        loaded.append(machine.idle())
+    assert machine.values([50, 51, 60, 61]) == [{11}, {12}, {21}, {22}]
+    assert machine.side.tally.counts["loads_failed"] == 1
+    state: Any = machine.side.state_of("c")
+    assert state.computes
+    assert sum(name in each for each in loaded for name in "abc") == 3, "each is reported once"
+    assert machine.pool.stats().leases == 0
