@@ -127,6 +127,7 @@ def test_text_over_tokens(text: str, decoded: list[str], special: str, parts: li
 
 def test_ledger_adds_prompts_and_counts_sequences_once() -> None:
     from kvrecall.engines.vllm.serving.openai_handlers import Ledger
+    from kvrecall.engines.vllm.serving.reports import ConnectorReports
 
     def output(key: str, prompt: int, cached: int, report: object = None) -> Any:
         return SimpleNamespace(
@@ -136,7 +137,7 @@ def test_ledger_adds_prompts_and_counts_sequences_once() -> None:
             kv_transfer_params=report and {"kvrecall": report},
         )
 
-    ledger = Ledger(pooled=True)
+    ledger = Ledger(True, ConnectorReports())
     assert ledger.split() is None
     ledger.note(output("a", 300, 0))
     ledger.note(output("a", 300, 256, {"device": 0, "host": 0, "computed": 300}))
@@ -149,8 +150,28 @@ def test_ledger_adds_prompts_and_counts_sequences_once() -> None:
     }  # fmt: skip
 
 
+def test_splits_that_travel_with_statistics_are_found_by_the_names_of_the_api() -> None:
+    from vllm.v1.metrics.loggers import PerEngineStatLoggerAdapter
+
+    from kvrecall.engines.vllm.serving.reports import ConnectorReports
+
+    reports = ConnectorReports(remembered=2)
+    logger = PerEngineStatLoggerAdapter(None, [0], reports.stat_logger)
+    step = {"cmpl-a-0-0123abcd": {"host": 1}, "1_cmpl-b-89abcdef": {"host": 2}}
+    logger.record(SimpleNamespace(kv_connector_stats={"counts": {}, "splits": step}), None)
+    logger.record(None, None)
+    logger.log()
+    reports.take({"splits": {"0_cmpl-b-01234567": {"host": 3}}})
+    assert reports.split_of("cmpl-a-0") == {"host": 1}
+    assert reports.split_of("cmpl-b") == {"host": 2}, "of several samples the first counts"
+    reports.take({"splits": {"cmpl-c-01234567": {"host": 4}}})
+    assert reports.split_of("cmpl-a-0") is None, "the oldest is forgotten"
+    assert reports.heat.heat() is None
+
+
 def test_a_request_is_not_shorter_than_the_wait_for_its_first_token() -> None:
     """vLLM counts that from the arrival, which is before a long prompt is made tokens."""
+    from kvrecall.engines.vllm.serving.reports import ConnectorReports
     from kvrecall.engines.vllm.serving.request_log import RequestLog
 
     arrived = time.time() - 5
@@ -166,7 +187,7 @@ def test_a_request_is_not_shorter_than_the_wait_for_its_first_token() -> None:
         async for _ in requests.watch("r", outputs()):
             pass
 
-    requests = RequestLog()
+    requests = RequestLog(ConnectorReports())
     asyncio.run(run())
     (view,) = requests.ended(0)
     assert view.began == arrived

@@ -2,7 +2,7 @@
 
 vLLM carries a ``KVConnectorStats`` payload from the engine to the API process once a step; the
 payload holds increments of counters, current values of gauges, and for requests that began where
-their prompts come from (``splits.py``).
+their prompts come from (``serving/reports.py``).
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from kvrecall.engines.vllm.connector.wire import StepReport
-from kvrecall.engines.vllm.serving.heat import SERVER_HEAT, HeatTotals
-from kvrecall.engines.vllm.serving.prompt_sources import PROMPT_SOURCES
+from kvrecall.engines.vllm.serving.heat import HeatTotals
 from kvrecall.pool.base import PoolStats
 
 SOURCES = ("device", "host", "disk", "remote", "computed")
@@ -205,9 +204,6 @@ class RecallPromMetrics(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Feeds one payload of ``RecallStats``. ``label:metric`` names a labelled metric."""
-        for request_id, split in transfer_stats_data.get("splits", {}).items():
-            PROMPT_SOURCES.post(request_id, split)
-        SERVER_HEAT.add(transfer_stats_data.get("heat", {}))
         labels = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
         for section, act in (("counts", "inc"), ("gauges", "set")):
             for name, value in transfer_stats_data.get(section, {}).items():

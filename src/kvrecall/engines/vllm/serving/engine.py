@@ -132,7 +132,7 @@ class VllmEngine:
     async def _generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
         engine_input = await self._render(request)
         outputs = self._outputs(request, engine_input)
-        ledger = Ledger(self._handler.pooled)
+        ledger = self._handler.ledger()
         prompt_tokens = 0
         try:
             async for output in outputs:

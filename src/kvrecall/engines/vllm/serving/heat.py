@@ -59,6 +59,3 @@ def _by_place(numbers: _Counts, blocks: int) -> _Counts:
 
 WORKER_HEAT = HeatTotals()
 """A worker process's own counts, until they are taken."""
-
-SERVER_HEAT = HeatTotals()
-"""In the API process, the sum over its workers."""

@@ -22,17 +22,19 @@ from vllm.outputs import RequestOutput
 from kvrecall.engines.base import MAX_SEQUENCES, REPORT, Limits, RecallSplit
 from kvrecall.engines.vllm.compat.serving import handler_as
 from kvrecall.engines.vllm.serving import ranking
-from kvrecall.engines.vllm.serving.prompt_sources import PROMPT_SOURCES
+from kvrecall.engines.vllm.serving.reports import ConnectorReports
 
 
 class Ledger:
     """Adds up where the prompts of one HTTP request came from, from the outputs passing by."""
 
-    def __init__(self, pooled: bool) -> None:
+    def __init__(self, pooled: bool, reports: ConnectorReports) -> None:
+        """``pooled``: whether a connector is in use."""
         self._pooled = pooled
+        self._reports = reports
         self._prompts: dict[str, int] = {}
         self._cached: dict[str, int] = {}
-        self._reports: dict[str, dict[str, object]] = {}
+        self._told: dict[str, dict[str, object]] = {}
 
     def note(self, output: RequestOutput) -> None:
         """Takes what an output says. Of several sequences of a prompt the first one counts."""
@@ -43,7 +45,7 @@ class Ledger:
             self._cached.setdefault(key, output.num_cached_tokens)
         report = (output.kv_transfer_params or {}).get(REPORT)
         if isinstance(report, dict):
-            self._reports.setdefault(key, report)
+            self._told.setdefault(key, report)
 
     async def watch(self, outputs: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
         """Passes ``outputs`` (RequestOutput, or pairs ending in one) on, noting each."""
@@ -53,12 +55,12 @@ class Ledger:
 
     def split(self) -> RecallSplit | None:
         """The sum over the prompts; None if nothing is known (beam search reports nothing)."""
-        known = self._reports.keys() | self._cached.keys()
+        known = self._told.keys() | self._cached.keys()
         if not known:
             return None
         parts = [
             RecallSplit.of_report(
-                self._reports.get(key) or PROMPT_SOURCES.find(key),
+                self._told.get(key) or self._reports.split_of(key),
                 self._prompts.get(key, 0),
                 self._cached.get(key, 0),
                 self._pooled,
@@ -100,6 +102,10 @@ class _Bounded:
 
     limits: Limits
     pooled: bool
+
+    def ledger(self) -> Ledger:
+        """For one HTTP request."""
+        return Ledger(self.pooled, self.engine_client.reports)  # type: ignore[attr-defined]
 
     def _rank(self, request: Any) -> ErrorResponse | None:
         """Hands ``best_of`` on to the engine; an error if it is no number of sequences."""
@@ -174,7 +180,7 @@ class RecallCompletion(_Bounded, OpenAIServingCompletion):
     def request_output_to_completion_response(
         self, final_res_batch: list[RequestOutput], *args: Any, **kwargs: Any
     ) -> Any:
-        ledger = Ledger(self.pooled)
+        ledger = self.ledger()
         for output in final_res_batch:
             ledger.note(output)
         reply = super().request_output_to_completion_response(final_res_batch, *args, **kwargs)
@@ -184,7 +190,7 @@ class RecallCompletion(_Bounded, OpenAIServingCompletion):
     async def completion_stream_generator(
         self, request: Any, engine_inputs: Any, result_generator: Any, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[str, None]:
-        ledger = Ledger(self.pooled)
+        ledger = self.ledger()
         events = super().completion_stream_generator(
             request, engine_inputs, ledger.watch(result_generator), *args, **kwargs
         )
@@ -213,7 +219,7 @@ class RecallChat(_Bounded, OpenAIServingChat):
     async def chat_completion_full_generator(
         self, request: Any, result_generator: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        ledger = Ledger(self.pooled)
+        ledger = self.ledger()
         reply = await super().chat_completion_full_generator(
             request, ledger.watch(result_generator), *args, **kwargs
         )
@@ -224,7 +230,7 @@ class RecallChat(_Bounded, OpenAIServingChat):
     async def chat_completion_stream_generator(
         self, request: Any, result_generator: Any, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[str, None]:
-        ledger = Ledger(self.pooled)
+        ledger = self.ledger()
         events = super().chat_completion_stream_generator(
             request, ledger.watch(result_generator), *args, **kwargs
         )

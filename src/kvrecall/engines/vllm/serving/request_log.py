@@ -12,8 +12,7 @@ from vllm.outputs import RequestOutput
 
 from kvrecall.engines.base import REPORT
 from kvrecall.engines.insight import Heat, Phase, RequestView
-from kvrecall.engines.vllm.serving.heat import SERVER_HEAT
-from kvrecall.engines.vllm.serving.prompt_sources import PROMPT_SOURCES
+from kvrecall.engines.vllm.serving.reports import ConnectorReports
 
 
 class RequestLog:
@@ -22,7 +21,8 @@ class RequestLog:
 
     remembered = 500
 
-    def __init__(self, engine: Any = None) -> None:
+    def __init__(self, reports: ConnectorReports, engine: Any = None) -> None:
+        self._reports = reports
         self._engine = engine
         self._ended: deque[RequestView] = deque(maxlen=self.remembered)
 
@@ -44,13 +44,14 @@ class RequestLog:
             phase = Phase.FAILED
             raise
         finally:
-            self._ended.append(_view(request_id, phase, began, last))
+            split = self._reports.split_of(request_id)
+            self._ended.append(_view(request_id, phase, began, last, split))
             await outputs.aclose()
 
     def live(self, most: int) -> tuple[Sequence[RequestView], int]:
         """See Insight.live."""
         states = list(self._engine.output_processor.request_states.values())
-        return [_live(state) for state in states[-most:]], len(states)
+        return [_live(state, self._reports) for state in states[-most:]], len(states)
 
     def ended(self, since: float) -> Sequence[RequestView]:
         """See Insight.ended."""
@@ -58,10 +59,16 @@ class RequestLog:
 
     def heat(self) -> Heat | None:
         """See Insight.heat."""
-        return SERVER_HEAT.heat()
+        return self._reports.heat.heat()
 
 
-def _view(request_id: str, phase: Phase, began: float, last: RequestOutput | None) -> RequestView:
+def _view(
+    request_id: str,
+    phase: Phase,
+    began: float,
+    last: RequestOutput | None,
+    split: Mapping[str, int] | None,
+) -> RequestView:
     stats: Any = last.metrics if last is not None else None
     report = ((last.kv_transfer_params if last is not None else None) or {}).get(REPORT)
     return RequestView(
@@ -72,7 +79,7 @@ def _view(request_id: str, phase: Phase, began: float, last: RequestOutput | Non
         prompt_tokens=len(last.prompt_token_ids or ()) if last is not None else 0,
         output_tokens=int(stats.num_generation_tokens) if stats is not None else None,
         ttft_s=float(stats.first_token_latency) if stats is not None else 0.0,
-        split=_split(report or PROMPT_SOURCES.find(request_id), last),
+        split=_split(report or split, last),
     )
 
 
@@ -85,9 +92,9 @@ def _split(report: Mapping[str, int] | None, last: RequestOutput | None) -> Mapp
     return {"device": cached, "computed": len(last.prompt_token_ids or ()) - cached}
 
 
-def _live(state: Any) -> RequestView:
+def _live(state: Any, reports: ConnectorReports) -> RequestView:
     stats = state.stats
-    split = PROMPT_SOURCES.find(state.external_req_id or state.request_id)
+    split = reports.split_of(state.external_req_id or state.request_id)
     return RequestView(
         id=str(state.external_req_id or state.request_id),
         phase=Phase.PREFILL if state.is_prefilling else Phase.DECODE,

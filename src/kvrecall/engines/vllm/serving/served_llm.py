@@ -21,6 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from kvrecall.engines.base import Limits
 from kvrecall.engines.vllm.compat.serving import note_outputs
 from kvrecall.engines.vllm.serving import ranking, request_checks
+from kvrecall.engines.vllm.serving.reports import ConnectorReports
 from kvrecall.engines.vllm.serving.request_log import RequestLog
 from kvrecall.engines.vllm.serving.steps import Steps
 
@@ -63,8 +64,12 @@ class ServedLLM(AsyncLLM):
     _closed: bool = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.request_log = RequestLog(self)
+        self.reports = ConnectorReports()
+        self.request_log = RequestLog(self.reports, self)
         self.steps = Steps()
+        if kwargs.get("log_stats"):
+            loggers = kwargs.get("stat_loggers") or ()
+            kwargs["stat_loggers"] = [*loggers, self.reports.stat_logger]
         super().__init__(*args, **kwargs)
         note_outputs(self.engine_core, self.steps.note)
 
