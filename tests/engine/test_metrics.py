@@ -1,0 +1,65 @@
+"""What the connector counts, on its way to Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from kvrecall.config import RecallSettings
+from kvrecall.engines.vllm.connector.connector import RecallConnector
+from kvrecall.engines.vllm.connector.metrics import RecallStats, Tally
+from kvrecall.pool import Pool
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    with Pool.open(RecallSettings.from_mapping({"host_size": "1MiB"}).pool) as pool:
+        yield pool
+
+
+def test_counts_and_gauges_reach_prometheus_under_their_labels(pool: Pool) -> None:
+    registry = CollectorRegistry()
+    kinds: dict[Any, Any] = {
+        kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)
+    }
+    metrics = RecallConnector.build_prom_metrics(
+        SimpleNamespace(kv_transfer_config=None),
+        kinds,
+        ["engine"],
+        {0: ["0"]},  # type: ignore[arg-type]
+    )
+    tally = Tally()
+    tally.count_request({"host": 32, "computed": 8, "disk": 0})
+    tally.counts["audits"] += 1
+    for hits in (5, 12):
+        stats = pool.stats()
+        host = SimpleNamespace(**{name: getattr(stats.tiers[0], name) for name in TIER})
+        host.hits = hits
+        gauges = tally.watch(SimpleNamespace(tiers=[host], **POOL))  # type: ignore[arg-type]
+        counts, splits = tally.take()
+        assert "blocks_refused" not in counts, "what did not move is not sent"
+        metrics.observe(RecallStats.of(counts, gauges, splits).data, 0)
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"kvrecall_{name}", {"engine": "0", **labels})
+
+    assert value("requests_total") == 1
+    assert value("prompt_tokens_total", source="host") == 32
+    assert value("prompt_tokens_total", source="disk") is None
+    assert value("audits_total") == 1
+    assert value("tier_hits_total", tier="host") == 12, "increments of a running total"
+    assert value("tier_capacity_bytes", tier="host") == 1 << 20
+    assert value("leases") == 3
+    assert value("audits_failed_total") is None
+
+
+TIER = (
+    "name capacity_bytes used_bytes blocks hits reads read_bytes read_seconds writes write_bytes "
+    "write_seconds evictions dropped errors corrupt pinned_bytes over_quota quota_evictions"
+).split()
+POOL = {"leases": 3, "reserved": 0, "queued_writes": 0, "queued_reads": 0, "unwritten_bytes": 0}
