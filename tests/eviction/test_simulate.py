@@ -109,6 +109,7 @@ def test_hazard_closes_part_of_the_gap_of_the_conversation_trace(
     assert hits(conversation, "hazard", capacity) / conversation.blocks >= at_least
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(WORKLOADS))
 def test_hazard_holds_where_it_was_not_tuned(name: str) -> None:
     trace = part(make_workload(name, seed=7), 0.0, 0.5)

@@ -17,7 +17,7 @@ import pytest
 
 from .live import LiveServer
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 Json = dict[str, Any]
 PROMPT = "All work and no play makes Jack a dull boy. " * 8  # 352 tokens: 2 blocks and 96
