@@ -20,14 +20,12 @@ MIXED = [3100, 3500, 3900, 1500, 2000, 100]
 """Three offloaded, sparse, growing past the offload boundary, dense."""
 
 
-def settings(boundary: int, **changed: object) -> dict[str, str]:
-    more = {f"VLLM_RETRIEVAL_{name}": str(value) for name, value in changed.items()}
+def settings(boundary: int) -> dict[str, str]:
     return {
         **BOUNDARIES,
         "VLLM_PLUGINS": "retrieval",
         "VLLM_RETRIEVAL_TOPK_PERCENT": "0.2",
         "VLLM_RETRIEVAL_OFFLOAD_BOUNDARY": str(boundary),
-        **more,
     }
 
 
@@ -49,7 +47,7 @@ def on_device(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
 
 @pytest.fixture(scope="module")
 def away(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
-    return start(**setup, env=settings(2048, PREFETCH_PERCENT=0.05))
+    return start(**setup, env=settings(2048))
 
 
 @pytest.fixture(autouse=True)
@@ -72,9 +70,7 @@ def test_an_offloaded_sequence_decodes_as_on_the_device(on_device: Engine, away:
     assert chosen == did["blocks_selected"]
     assert did["blocks_hit"] > 0
     assert did["blocks_loaded"] > 0
-    assert did["blocks_prefetched"] > did["blocks_vain"] > 0
-    loaded = did["blocks_loaded"] + did["blocks_prefetched"]
-    assert did["bytes_loaded"] == loaded * BLOCK_BYTES
+    assert did["bytes_loaded"] == did["blocks_loaded"] * BLOCK_BYTES
     assert away.metrics()["kvrecall_retrieval_bytes_loaded_total"] > 0
     assert got["tokens"] == want["tokens"]
     assert got["logprobs"] == want["logprobs"]
