@@ -15,14 +15,14 @@ import torch
 from triton.backends import backends
 
 from kvrecall.attention import selection
-from kvrecall.engines.vllm.attention import plugin
+from kvrecall.engines.vllm.attention import checks
 
 # What vLLM looks at before it uses Triton: whether this build is for CPUs, and how new the GPU is.
 backends["cpu"] = SimpleNamespace(compiler=None, driver=SimpleNamespace(is_active=lambda: True))
 torch.cuda.get_device_capability = lambda device=None: (9, 0)
 
 NAME = os.environ["AS_GPU"]
-plugin.CPU_BACKENDS = {"CPU_ATTN": plugin.CUDA_BACKENDS[NAME]}
+checks.CPU_BACKENDS = {"CPU_ATTN": checks.CUDA_BACKENDS[NAME]}
 selection.on_device = lambda tensor: True
 
 from vllm import triton_utils  # noqa: E402

@@ -29,13 +29,11 @@ from attention.test_residency import (
 from kvrecall.attention import selection
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.attention.split import slots_of, split_of
-from kvrecall.engines.vllm.attention.layer import _blocks_of
-from kvrecall.engines.vllm.attention.recalled import OffloadedSequence, Records
-from kvrecall.engines.vllm.attention.rows import KernelShape
-from kvrecall.engines.vllm.attention.seals import broken, sums_of
-from kvrecall.engines.vllm.attention.staged import StagedLayer
-from kvrecall.engines.vllm.attention.steps import BatchRow
-from kvrecall.engines.vllm.attention.tritonkernel import TritonKernel
+from kvrecall.engines.vllm.attention.kernel import KernelShape
+from kvrecall.engines.vllm.attention.layer import _blocks_of, damaged_among, sums_of
+from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
+from kvrecall.engines.vllm.attention.step import BatchRow
+from kvrecall.engines.vllm.attention.triton_kernel import StagedLayer, TritonKernel
 from kvrecall.engines.vllm.connector.wire import Departure
 
 __all__ = [
@@ -151,11 +149,11 @@ def test_pages_are_read_in_the_order_of_the_caches_memory() -> None:
 
 def test_sums_tell_every_changed_byte() -> None:
     rows = torch.randint(-128, 128, (9, 2, 36), dtype=torch.int8)
-    seals = sums_of(rows)
-    assert seals.shape == (9, 8)
-    assert not (sums_of(rows) != seals).any()
+    sums = sums_of(rows)
+    assert sums.shape == (9, 8)
+    assert not (sums_of(rows) != sums).any()
     for at in range(72):
         changed = rows.clone()
         changed.view(9, -1)[:, at] ^= 1 << at % 8 if at % 8 < 7 else -128
-        assert (sums_of(changed) != seals).any(-1).all()
-    assert not broken(rows[:0], seals[:0]).any()
+        assert (sums_of(changed) != sums).any(-1).all()
+    assert not damaged_among(rows[:0], sums[:0]).any()

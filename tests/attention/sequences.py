@@ -8,12 +8,12 @@ import torch
 
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
-from kvrecall.engines.vllm.attention.dense import DenseLayer
-from kvrecall.engines.vllm.attention.freshness import Freshness
-from kvrecall.engines.vllm.attention.kernel import CpuKernel, write_tokens
+from kvrecall.engines.vllm.attention.cpu import CpuKernel, InPlaceLayer, write_tokens
+from kvrecall.engines.vllm.attention.group import RetrievalGroup
+from kvrecall.engines.vllm.attention.kernel import KernelShape, RowKernel
 from kvrecall.engines.vllm.attention.layer import RetrievalLayer
-from kvrecall.engines.vllm.attention.rows import KernelShape, RowKernel
-from kvrecall.engines.vllm.attention.steps import BatchRow, StepPlanner
+from kvrecall.engines.vllm.attention.step import BatchRow, StepPlanner
+from kvrecall.engines.vllm.serving.heat import HeatTotals
 from kvrecall.lab.engines.decode import isa_of
 
 BLOCK = 128
@@ -44,11 +44,13 @@ class Bench:
             (blocks, shape.kv_heads, BLOCK, 2 * shape.head_dim), 3.0, dtype=shape.dtype
         )
         self.activity = Activity()
-        self.freshness = Freshness(BLOCK)
+        self.group = RetrievalGroup(settings, BLOCK, self.activity, HeatTotals())
+        self.freshness = self.group.freshness
         self.kernel = self.make_kernel(shape)
         self.planner = StepPlanner(settings, self.kernel, self.freshness, self.activity)
         self.layer = RetrievalLayer(settings, self.kernel, self.activity)
-        self.whole = DenseLayer(shape)
+        self.whole = InPlaceLayer(shape)
+        self.group.add("layer", self.layer, None)
         self._free = torch.randperm(blocks - 1) + 1
         self._used = 0
 
@@ -68,7 +70,7 @@ class Bench:
         return made
 
     def take(self, count: int) -> torch.Tensor:
-        """Blocks that nobody uses."""
+        """Blocks that are free."""
         self._used += count
         return self._free[self._used - count : self._used]
 

@@ -11,8 +11,8 @@ import torch
 from kvrecall.attention.kernels.oracle import attended, attention
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.attention.split import split_of
-from kvrecall.engines.vllm.attention.rows import KernelShape
-from kvrecall.engines.vllm.attention.steps import BatchRow
+from kvrecall.engines.vllm.attention.kernel import KernelShape
+from kvrecall.engines.vllm.attention.step import BatchRow
 
 from .sequences import BLOCK, Bench, Sequence, shape_of
 

@@ -1,9 +1,8 @@
-"""What leaves the device, when, and at what price: the keeper with a real pool and vLLM's own block
-manager, without an engine."""
+"""What leaves the device, when, and at what price: the planner with a real pool and vLLM's own
+block manager, without an engine."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +21,11 @@ from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.attention.split import Gate
 from kvrecall.block import Namespace
 from kvrecall.config import RecallSettings
-from kvrecall.engines.vllm.attention.offloader import PATIENCE, Offloader
-from kvrecall.engines.vllm.attention.spec import OffloadableSpec
+from kvrecall.engines.vllm.attention.offload_scheduler import (
+    PATIENCE,
+    OffloadableSpec,
+    OffloadPlanner,
+)
 from kvrecall.engines.vllm.compat.attention import override_kv_cache_spec
 from kvrecall.engines.vllm.compat.scheduler import block_manager
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
@@ -36,6 +38,7 @@ from kvrecall.engines.vllm.connector.wire import (
 )
 from kvrecall.pool import Pool
 from kvrecall.pool.base import PoolClient
+from kvrecall.testing.blocks import wait_until
 
 BLOCK = 16
 FACTS = EngineFacts(BLOCK, BLOCK, 4096, 1, copies_in_step=True, frees_while_running=True)
@@ -71,9 +74,9 @@ class Bench:
         )
         gate = Gate(SETTINGS, 512)
         states, trusted = self.side.state_of, self.side.trusted
-        self.keeper = Offloader(pool, SETTINGS, BLOCK, gate, 1.0, states, trusted)
-        self.side.offloader = self.keeper
-        block_manager(self.manager).keeper = self.keeper
+        self.planner = OffloadPlanner(pool, SETTINGS, BLOCK, gate, 600.0, states, trusted)
+        self.side.offloader = self.planner
+        block_manager(self.manager).planner = self.planner
         self.orders: OffloadOrders | None = None
         self.loads: list[Load] = []
 
@@ -246,11 +249,9 @@ def test_what_went_to_the_disk_is_brought_back_first(tmp_path: Path) -> None:
         assert pool.flush(state.keys(25), 60.0)
         bench.end(bench.begun("other", 400, 1000))
         assert pool.stats().tiers[0].evictions > 0
-        for _ in range(200):
-            assert bench.decode(request)
-            if bench.orders is not None:
-                break
-            time.sleep(0.01)
+        assert bench.decode(request)
+        wait_until(lambda: pool.stats().queued_reads == 0)
+        wait_until(lambda: bench.orders is not None or not bench.decode(request))
         assert bench.orders is not None
         (left,) = bench.orders.departures
         assert len(set(left.offsets)) == len(left.block_ids) >= 15

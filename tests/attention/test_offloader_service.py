@@ -1,5 +1,5 @@
 """What leaves the device, and what does not, while the pool is a service's that is lost and comes
-back with another arena: the keeper and the scheduler side without an engine."""
+back with another arena: the planner and the scheduler side without an engine."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_claim_on_a_lost_service_is_no_hit(node: Node, tokens: int) -> None:
     looked_up(bench)
     bench.manager.block_pool.free_blocks(hog)
     assert bench.side.match(request, 0) == (0, False)
-    assert bench.keeper.expected("r") is None
+    assert bench.planner.left_in_pool("r") is None
     request.num_computed_tokens = 0
     bench.prefill(request)
     assert bench.loads == []

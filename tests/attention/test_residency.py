@@ -11,17 +11,16 @@ import torch
 from kvrecall.attention.residency import Admission, Residency
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.attention.split import slots_of, split_of
-from kvrecall.engines.vllm.attention.extent import Extent
-from kvrecall.engines.vllm.attention.kernel import attend, halves, schedule
-from kvrecall.engines.vllm.attention.offload import Offload
-from kvrecall.engines.vllm.attention.recalled import (
+from kvrecall.engines.vllm.attention.cpu import attend, halves, schedule
+from kvrecall.engines.vllm.attention.layer import CHECKSUM_BYTES
+from kvrecall.engines.vllm.attention.offloaded import (
+    Extent,
     OffloadedSequence,
     Records,
+    checksums_of_layer,
     digests_of_layer,
-    seals_of_layer,
 )
-from kvrecall.engines.vllm.attention.seals import SEAL_BYTES
-from kvrecall.engines.vllm.attention.steps import BatchRow
+from kvrecall.engines.vllm.attention.step import BatchRow
 from kvrecall.engines.vllm.connector.wire import Arrival, Departure, OffloadOrders
 from kvrecall.errors import EngineError
 from kvrecall.pool.arena import Arena
@@ -185,11 +184,11 @@ def test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits(
     want = bench.decode(sequence)
     split = split_of(3000, BLOCK, settings)
     ids = sequence.block_ids[split.init : split.local]
-    bench.layer.seal(ids)
+    bench.layer.sign(ids)
     parts = [
         bench.cache.view(100, -1).view(torch.uint8),
         bench.layer.digest_rows(bench.cache),
-        bench.layer.seal_rows(bench.cache),
+        bench.layer.checksum_rows(bench.cache),
     ]
     record = torch.cat([part[ids].reshape(split.middle, -1) for part in parts], 1).numpy()
     page = parts[0].shape[1]
@@ -200,16 +199,15 @@ def test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits(
     slots = bench.take(slots_of(split, split.middle, settings)[1])
     offsets = tuple(at * record.shape[1] for at in range(split.middle))
     arrival = Arrival("one", split.init, offsets, tuple(slots.tolist()))
-    offload = Offload(bench.freshness, bench.activity)
-    offload.add_sparse("layer", bench.layer)
+    bench.group.register({"layer": bench.cache})
     starts = {"layer": 0, digests_of_layer("layer"): page}
-    starts[seals_of_layer("layer")] = record.shape[1] - SEAL_BYTES
+    starts[checksums_of_layer("layer")] = record.shape[1] - CHECKSUM_BYTES
     records = Records(record.reshape(-1), starts)
     last = int(sequence.block_ids[-1])
     orders = OffloadOrders([], {last: "one"}, [], [arrival])
-    assert offload.take(orders, {"layer": bench.cache}, records) == set()
+    assert bench.group.take(orders, records) == set()
     assert bench.activity.digests_mended == len(damaged)
-    away = offload.sequence(last)
+    away = bench.group.sequence(last)
     assert away is not None
     table = sequence.block_ids.to(torch.int32)[None]
     table[0, split.init : split.local] = 0
@@ -229,17 +227,15 @@ def test_blocks_from_the_pool_are_chosen_by_the_digests_they_bring(share: float)
     sequence = bench.sequence(6000)
     want = bench.decode(sequence)
     full = sequence.block_ids[:-1]
-    bench.layer.seal(full)
+    bench.layer.sign(full)
     there = bench.take(len(full))
     for part in (
         bench.cache,
         bench.layer.digest_rows(bench.cache),
-        bench.layer.seal_rows(bench.cache),
+        bench.layer.checksum_rows(bench.cache),
     ):
         part[there] = part[full]
-    offload = Offload(bench.freshness, bench.activity)
-    offload.add_sparse("layer", bench.layer)
-    offload.restored(there.tolist())
+    bench.group.note_restored(there.tolist())
     before = bench.activity.blocks_digested
     moved = replace(sequence, block_ids=torch.cat([there, sequence.block_ids[-1:]]))
     assert torch.equal(bench.decode(moved), want)

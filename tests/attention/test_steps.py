@@ -12,19 +12,16 @@ import torch
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention import checks
 from kvrecall.engines.vllm.attention.activity import Activity, ActivityLog
-from kvrecall.engines.vllm.attention.attending import RetrievalAttention
 from kvrecall.engines.vllm.attention.checks import (
     require_block_size,
     require_engine,
     require_layer,
+    require_retrieval,
 )
-from kvrecall.engines.vllm.attention.freshness import Freshness
-from kvrecall.engines.vllm.attention.kernel import CpuKernel
-from kvrecall.engines.vllm.attention.packing import KeyReader
-from kvrecall.engines.vllm.attention.plugin import require_retrieval
-from kvrecall.engines.vllm.attention.rows import KernelShape
-from kvrecall.engines.vllm.attention.steps import BatchRow, StepPlanner
-from kvrecall.engines.vllm.attention.tritonkernel import TritonKernel
+from kvrecall.engines.vllm.attention.cpu import CpuKernel, KeyReader, RetrievalBackend
+from kvrecall.engines.vllm.attention.kernel import KernelShape
+from kvrecall.engines.vllm.attention.step import BatchRow, Freshness, StepPlanner
+from kvrecall.engines.vllm.attention.triton_kernel import TritonKernel
 from kvrecall.errors import EngineError
 
 from .sequences import shape_of
@@ -223,18 +220,24 @@ def test_blocks_that_the_device_kernel_cannot_read_are_refused() -> None:
         kernel.check(torch.zeros(3, 2, 32, 128, dtype=torch.float16))
 
 
+class Flex:
+    @staticmethod
+    def get_name() -> str:
+        return "FLEX"
+
+
 class MLAAttention:
-    impl = None
+    pass
 
 
 def test_layers_of_other_backends_are_refused() -> None:
     """They would be served densely, and nothing would say so."""
     with pytest.raises(EngineError, match="MLA"):
         require_retrieval(MLAAttention())
-    layer = SimpleNamespace(impl=None, attn_backend=SimpleNamespace(get_name=lambda: "FLEX"))
+    layer = SimpleNamespace(attn_backend=Flex)
     with pytest.raises(EngineError, match="backend FLEX; pass --attention-backend CPU_ATTN"):
         require_retrieval(layer)
-    require_retrieval(SimpleNamespace(impl=RetrievalAttention))
+    require_retrieval(SimpleNamespace(attn_backend=RetrievalBackend))
 
 
 def test_on_a_gpu_nothing_leaves_for_a_pool_service(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def _fill_pool(llm: Any) -> int:
     returns their bytes. Raises EngineError if the pool has no room."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    from kvrecall.engines.vllm.attention.rows import KernelShape
+    from kvrecall.engines.vllm.attention.kernel import KernelShape
 
     config = llm.llm_engine.vllm_config
     model, block = config.model_config, config.cache_config.block_size
@@ -128,7 +128,7 @@ def _random_records(
     """Blocks as the pool holds them, keys and values from a normal distribution, with digests by
     ``sparse`` if given: uint8 ``[blocks, bytes]``."""
     from kvrecall.engines.vllm.attention.activity import Activity
-    from kvrecall.engines.vllm.attention.kernel import CpuKernel
+    from kvrecall.engines.vllm.attention.cpu import CpuKernel
     from kvrecall.engines.vllm.attention.layer import RetrievalLayer
 
     size = (blocks, shape.kv_heads, shape.block_size, 2 * shape.head_dim)
@@ -139,7 +139,7 @@ def _random_records(
         for cache in caches[sparse.dense_layers :]:
             layer = RetrievalLayer(sparse, kernel, Activity())
             layer.digest(cache, torch.arange(blocks))
-            layer.seal(torch.arange(blocks))
+            layer.sign(torch.arange(blocks))
             pages.append(layer.digest_rows(cache).reshape(blocks, -1))
-            pages.append(layer.seal_rows(cache))
+            pages.append(layer.checksum_rows(cache))
     return torch.cat(pages, 1)

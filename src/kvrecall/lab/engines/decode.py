@@ -19,12 +19,11 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from kvrecall.attention.settings import Regime, RetrievalSettings
 from kvrecall.attention.split import Split, slots_of, split_of
 from kvrecall.engines.vllm.attention.activity import Activity
-from kvrecall.engines.vllm.attention.freshness import Freshness
-from kvrecall.engines.vllm.attention.kernel import CpuKernel, attend, halves, schedule
+from kvrecall.engines.vllm.attention.cpu import CpuKernel, attend, halves, schedule
+from kvrecall.engines.vllm.attention.kernel import KernelShape
 from kvrecall.engines.vllm.attention.layer import RetrievalLayer
-from kvrecall.engines.vllm.attention.recalled import OffloadedSequence, Records
-from kvrecall.engines.vllm.attention.rows import KernelShape
-from kvrecall.engines.vllm.attention.steps import BatchRow, SparseStep, StepPlanner
+from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
+from kvrecall.engines.vllm.attention.step import BatchRow, Freshness, SparseStep, StepPlanner
 from kvrecall.engines.vllm.connector.wire import Departure
 
 BLOCK = 128

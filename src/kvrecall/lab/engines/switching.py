@@ -7,6 +7,7 @@ from typing import Any
 
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import ActivityExtension
+from kvrecall.errors import EngineError
 
 
 class SwitchExtension(ActivityExtension):
@@ -20,10 +21,13 @@ class SwitchExtension(ActivityExtension):
 
     def retrieval_use(self, settings: str) -> dict[str, int]:
         """Decodes by these settings, the JSON of a RetrievalSettings' fields, from the next step
-        on. Returns the totals of this worker so far."""
+        on. Returns the totals of this worker so far. Not beside a connector: what it saves is named
+        after the settings of the start."""
+        if self.vllm_config.kv_transfer_config is not None:
+            raise EngineError("retrieval settings cannot change while a KV connector is in use")
         changed = RetrievalSettings(**json.loads(settings))
         for groups in self.model_runner.attn_groups:
             for group in groups:
                 for builder in group.metadata_builders:
-                    builder.use(changed)
+                    builder.bind(changed)
         return self.retrieval_activity()

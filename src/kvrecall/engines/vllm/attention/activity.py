@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 logger = logging.getLogger("vllm.kvrecall")
 
@@ -33,7 +34,7 @@ class Activity:
     blocks_digested: int = 0
     """Blocks whose digests were computed, once for all layers."""
     sequences_offloaded: int = 0
-    """Decoded tokens of sequences whose blocks were off the device in part."""
+    """Decoded tokens of partially offloaded sequences."""
     blocks_offloaded: int = 0
     """Blocks that left the device, once for all layers."""
     blocks_left: int = 0
@@ -55,8 +56,13 @@ class Activity:
         return asdict(self)
 
 
-ACTIVITY = Activity()
-"""This process's; a vLLM process holds one worker."""
+def totals_of(activities: Iterable[Activity]) -> dict[str, int]:
+    """Their sums."""
+    totals = Activity().totals()
+    for activity in activities:
+        for name, count in activity.totals().items():
+            totals[name] += count
+    return totals
 
 
 class ActivityLog:
@@ -91,6 +97,10 @@ class ActivityLog:
 class ActivityExtension:
     """A vLLM ``worker_extension_cls``: ``llm.collective_rpc("retrieval_activity")``."""
 
+    vllm_config: Any
+
     def retrieval_activity(self) -> dict[str, int]:
         """Totals of this worker."""
-        return ACTIVITY.totals()
+        from kvrecall.engines.vllm.attention.backend import retrieval_groups
+
+        return totals_of(group.activity for group in retrieval_groups(self.vllm_config))

@@ -1,63 +1,341 @@
-"""vLLM's CPU attention backend with retrieval."""
+"""Retrieval in vLLM's attention backends, whatever the platform: a metadata builder that plans
+every step once for all layers of a group, and the layers' attention. Both are mixed into classes of
+vLLM's.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Generic, TypeVar
 
 import torch
-from vllm.v1.attention.backends.cpu_attn import (
-    CPUAttentionBackend,
-    CPUAttentionBackendImpl,
-    CPUAttentionMetadataBuilder,
+from vllm.config import get_current_vllm_config
+
+from kvrecall.attention.settings import Regime, RetrievalSettings
+from kvrecall.engines.vllm.attention import checks
+from kvrecall.engines.vllm.attention.activity import Activity, ActivityLog
+from kvrecall.engines.vllm.attention.checks import offload_hindrance
+from kvrecall.engines.vllm.attention.group import RetrievalGroup, WholeLayer
+from kvrecall.engines.vllm.attention.kernel import RowKernel
+from kvrecall.engines.vllm.attention.layer import RetrievalLayer
+from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
+from kvrecall.engines.vllm.attention.plugin import active_settings
+from kvrecall.engines.vllm.attention.step import (
+    BatchRow,
+    DensePart,
+    OffloadedRow,
+    StepPlanner,
+    StepWork,
 )
+from kvrecall.engines.vllm.compat import config
+from kvrecall.engines.vllm.serving.heat import HeatTotals
 
-from kvrecall.engines.vllm.attention.attending import RetrievalAttention
-from kvrecall.engines.vllm.attention.building import RetrievalBuilding
-from kvrecall.engines.vllm.attention.dense import DenseLayer
-from kvrecall.engines.vllm.attention.kernel import CpuKernel
-from kvrecall.engines.vllm.attention.rows import KernelShape
-from kvrecall.engines.vllm.attention.work import AwayRow
+logger = logging.getLogger("vllm.kvrecall")
 
+Whole = TypeVar("Whole", bound=WholeLayer)
 
-class RetrievalBackend(CPUAttentionBackend):
-    """Registered in place of CPU_ATTN, and goes by its name: the KV bytes are the same."""
-
-    @staticmethod
-    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
-        return RetrievalImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
-        return RetrievalMetadataBuilder
+_RESIDENCE = ("offload_boundary", "cache_share")
+"""Settings that decide where blocks lie, not what is computed from them."""
 
 
-class RetrievalMetadataBuilder(RetrievalBuilding, CPUAttentionMetadataBuilder):
-    """Retrieval beside vLLM's dense metadata."""
+class RetrievalAttention(ABC, Generic[Whole]):
+    """One layer's attention: dense unless a sequence is decoded past the boundary. Mixed into an
+    attention implementation of vLLM's, before it."""
 
-    def make_kernel(self, kv_cache_spec: Any) -> CpuKernel:
-        shape = (self.num_heads, self.num_kv_heads, self.head_dim, self.block_size)
-        return CpuKernel(KernelShape(*shape, self.dtype, self.isa))
+    num_heads: int
+    head_size: int
+    scale: float
+    logits_soft_cap: float
 
-    def make_whole(self) -> DenseLayer:
-        return DenseLayer(self._kernel.shape)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        vllm_config = get_current_vllm_config()
+        self._settings = active_settings(vllm_config)
+        checks.require_engine(vllm_config, self._settings)
+        checks.require_layer(self)
+        self.group: RetrievalGroup | None = None
+        self._sparse: RetrievalLayer | None = None
+        self._whole: Whole | None = None
 
+    @property
+    def approximation(self) -> str:
+        """What KV computed while decoding depends on beside the weights."""
+        return approximation_of(self._settings)
 
-class RetrievalImpl(RetrievalAttention[DenseLayer], CPUAttentionBackendImpl):
-    """Retrieval over vLLM's dense attention."""
+    def bind(
+        self, group: RetrievalGroup, sparse: RetrievalLayer | None, whole: Whole | None
+    ) -> None:
+        """Takes this layer's parts, as ``RetrievalGroup.add`` does."""
+        self.group = group
+        self._sparse = sparse
+        self._whole = whole
 
-    def _attend_away(
+    def forward(
         self,
         layer: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        row: AwayRow,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As vLLM has it; tensors ``[tokens, heads, dim]``."""
+        work: StepWork | None = getattr(attn_metadata, "retrieval", None)
+        sparse = self._sparse
+        if work is None or not (work.offloaded or (work.step is not None and sparse is not None)):
+            return self._dense(
+                layer, query, key, value, kv_cache, attn_metadata, output,
+                output_scale, output_block_scale,
+            )  # fmt: skip
+        if sparse is not None and work.step is not None:
+            sparse.digest(kv_cache, work.step.stale)
+        if sparse is not None and work.sparse_tokens is None:
+            return self._dense(layer, query, key, value, kv_cache, attn_metadata, output)
+        beside = work.beside_offloaded if sparse is None else work.beside_sparse
+        if beside is not None:
+            tokens = beside.tokens
+            part = torch.empty_like(output[tokens])
+            self._dense(
+                layer, query[tokens], key[tokens], value[tokens], kv_cache, beside.metadata, part
+            )
+            output[tokens] = part
+        if sparse is not None and work.step is not None and work.step.sequences:
+            found = sparse.attend(
+                query[work.sparse_tokens], kv_cache, work.step, self.scale, self.logits_soft_cap
+            )
+            output[work.sparse_tokens] = found.view_as(output[work.sparse_tokens])
+        for row in work.offloaded:
+            if sparse is not None and not row.prefills:
+                continue
+            assert self._whole is not None
+            self._attend_offloaded(layer, query, key, value, kv_cache, row, output)
+            if sparse is not None:
+                self._whole.forget(row.sequence.key, memory=False)
+        return output
+
+    def _dense(self, *args: Any) -> torch.Tensor:
+        """vLLM's own attention."""
+        output: torch.Tensor = super().forward(*args)  # type: ignore[misc]
+        return output
+
+    @abstractmethod
+    def _attend_offloaded(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        row: OffloadedRow,
         output: torch.Tensor,
     ) -> None:
-        assert self._whole is not None
-        part = query[row.places].reshape(-1, self.num_heads, self.head_size).contiguous()
-        attended = self._whole.attend(
-            part, kv_cache, row.sequence, row.table, row.tokens, self.scale, self.logits_soft_cap
+        """Dense attention of a partially offloaded sequence."""
+
+
+class RetrievalBuilder(ABC):
+    """Mixed into a metadata builder of vLLM's, before it. The builder's metadata, of the whole
+    batch, is that of dense layers; its ``retrieval`` is the step's ``StepWork``."""
+
+    vllm_config: Any
+    block_size: int
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
+        self._kernel = self.make_kernel(kv_cache_spec)
+        self._layer_names = layer_names
+        self._activity = Activity()
+        self._heat = HeatTotals()
+        self._log = ActivityLog(self._activity)
+        self._hindrance = offload_hindrance(vllm_config)
+        self._told = False
+        self.bind(active_settings(vllm_config))
+
+    @abstractmethod
+    def make_kernel(self, kv_cache_spec: Any) -> RowKernel:
+        """What attends to chosen blocks on this platform."""
+
+    @abstractmethod
+    def make_whole(self) -> WholeLayer:
+        """A layer's dense attention over partially offloaded sequences."""
+
+    def bind(self, settings: RetrievalSettings) -> None:
+        """Makes the group's layers by these settings: without digests, and with no sequence
+        offloaded. Not while a connector holds the group that was bound before."""
+        checks.require_block_size(self.block_size, settings)
+        self._settings = settings
+        most = config.most_blocks_of_sequences(self.vllm_config, self.block_size)
+        self._group = group = RetrievalGroup(
+            settings,
+            self.block_size,
+            self._activity,
+            self._heat,
+            pages=(settings.dense_layers + 1) * most,
+            loads_in_step=self._kernel.device.type == "cpu",
         )
-        output[row.places] = attended.view_as(output[row.places])
+        self._planner = StepPlanner(settings, self._kernel, group.freshness, self._activity)
+        for name, impl in _attention_layers(self.vllm_config).items():
+            if name not in self._layer_names:
+                continue
+            number, whole, sparse = config.layer_index(name), self.make_whole(), None
+            if number >= settings.dense_layers:
+                sparse = RetrievalLayer(settings, self._kernel, self._activity, self._heat, number)
+            group.add(name, sparse, whole)
+            impl.bind(group, sparse, whole)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Any:
+        """vLLM's metadata with the step's work, if there is any beside dense attention."""
+        common = common_attn_metadata
+        metadata = super().build(common_prefix_len, common, fast_build)  # type: ignore[misc]
+        self._group.freshness.wrote_slots(common.slot_mapping[: common.num_actual_tokens])
+        rows = _rows_of(common)
+        if not any(row.tokens >= self._settings.dense_boundary for row in rows):
+            self._activity.steps += 1
+            return metadata
+        longest = -(-max(row.tokens for row in rows) // self.block_size)
+        table = common.block_table_tensor[:, :longest].cpu()
+        metadata.retrieval = self._work(common, rows, table)
+        return metadata
+
+    def _work(self, common: Any, rows: Sequence[BatchRow], table: torch.Tensor) -> StepWork:
+        """``table``: the batch's block table, on the host."""
+        offloaded: dict[int, OffloadedSequence] = {}
+        for at, row in enumerate(rows if not self._group.is_idle else ()):
+            if not row.query_tokens:  # padding
+                continue
+            last = int(table[at, (row.tokens - 1) // self.block_size])
+            sequence = self._group.sequence(last)
+            if sequence is not None:
+                offloaded[at] = sequence
+        step = self._planner.plan(rows, table, offloaded)
+        sparse = [] if step is None else [one.row for one in step.sequences]
+        if sparse:
+            self._warn_of_missing_offload(rows)
+            self._log.sparse_step()
+        if not sparse and not offloaded:
+            return StepWork(step)
+        starts = common.query_start_loc_cpu
+        places = starts[sparse].to(torch.int64).to(self._kernel.device)
+        beside_sparse = self._without({*sparse, *offloaded}, common, rows)
+        if not offloaded:
+            return StepWork(step, places, beside_sparse)
+        offloaded_rows = tuple(
+            OffloadedRow(
+                sequence,
+                slice(int(starts[at]), int(starts[at + 1])),
+                table[at],
+                rows[at].tokens,
+                not rows[at].decodes,
+                self.alone(common, rows, at),
+            )
+            for at, sequence in offloaded.items()
+        )
+        beside_offloaded = self._without(offloaded, common, rows)
+        return StepWork(step, places, beside_sparse, offloaded_rows, beside_offloaded)
+
+    def _without(
+        self, taken: Collection[int], common: Any, rows: Sequence[BatchRow]
+    ) -> DensePart | None:
+        """Describes the other requests of the batch by themselves."""
+        others = [at for at, row in enumerate(rows) if row.query_tokens and at not in taken]
+        return self.part(common, rows, others) if others else None
+
+    def part(
+        self,
+        common: Any,
+        rows: Sequence[BatchRow],
+        some: Sequence[int],
+        table: torch.Tensor | None = None,
+    ) -> DensePart:
+        """Describes some requests of the batch by themselves. ``table``: their blocks, if they are
+        not where the batch has them."""
+        starts = common.query_start_loc_cpu
+        lengths = [rows[at].query_tokens for at in some]
+        places = torch.cat([torch.arange(int(starts[at]), int(starts[at + 1])) for at in some])
+        device = self._kernel.device
+        there, tokens = torch.tensor(some, device=device), places.to(device)
+        bounds, flags = common.seq_lens_cpu_upper_bound, common.is_prefilling
+        first = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        part = common.replace(
+            query_start_loc=first.to(device),
+            query_start_loc_cpu=first,
+            seq_lens=common.seq_lens[there],
+            seq_lens_cpu_upper_bound=None if bounds is None else bounds[some],
+            is_prefilling=None if flags is None else flags[some],
+            num_reqs=len(some),
+            num_actual_tokens=sum(lengths),
+            max_query_len=max(lengths),
+            max_seq_len=max(rows[at].tokens for at in some),
+            block_table_tensor=common.block_table_tensor[there] if table is None else table,
+            slot_mapping=common.slot_mapping[tokens],
+            _num_computed_tokens_cache=None,
+            _token_to_req_indices_cache=None,
+        )
+        return DensePart(tokens, super().build(0, part))  # type: ignore[misc]
+
+    def alone(self, common: Any, rows: Sequence[BatchRow], at: int) -> Any:
+        """vLLM's metadata of a request whose blocks are to lie in their order, in a cache of their
+        own; None if that is not needed."""
+        return None
+
+    def _warn_of_missing_offload(self, rows: Sequence[BatchRow]) -> None:
+        """Says once in the log that a sequence past the offload boundary stays on the device."""
+        if self._told or self._hindrance is None:
+            return
+        if any(self._settings.regime(row.tokens) is Regime.OFFLOAD for row in rows):
+            self._told = True
+            logger.warning(
+                "kvrecall: sequences past VLLM_RETRIEVAL_OFFLOAD_BOUNDARY=%d are attended to "
+                "sparsely but stay on the device: this engine does not offload their blocks, as %s",
+                self._settings.offload_boundary,
+                self._hindrance,
+            )
+
+
+def retrieval_groups(vllm_config: Any) -> tuple[RetrievalGroup, ...]:
+    """The groups of this worker's retrieval layers; none before its metadata builders are made, and
+    where retrieval is off."""
+    groups = {
+        id(impl.group): impl.group
+        for impl in _attention_layers(vllm_config).values()
+        if impl.group is not None
+    }
+    return tuple(groups.values())
+
+
+def approximation_of(settings: RetrievalSettings) -> str:
+    """Names the settings that decide what sparse decoding computes."""
+    return ", ".join(
+        f"{field.name}={getattr(settings, field.name)}"
+        for field in fields(settings)
+        if field.name not in _RESIDENCE
+    )
+
+
+def _attention_layers(vllm_config: Any) -> Mapping[str, RetrievalAttention[Any]]:
+    """Ours, of the layers that vLLM knows by their names. Mamba layers have no ``impl``."""
+    layers = vllm_config.compilation_config.static_forward_context
+    impls = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
+    return {name: impl for name, impl in impls.items() if isinstance(impl, RetrievalAttention)}
+
+
+def _rows_of(common: Any) -> list[BatchRow]:
+    starts = common.query_start_loc_cpu.tolist()
+    # Without speculation, which is refused, the upper bounds are the lengths.
+    lengths = common.seq_lens_cpu_upper_bound
+    tokens = (common.seq_lens if lengths is None else lengths).tolist()
+    flags = common.is_prefilling
+    prefilling = [False] * common.num_reqs if flags is None else flags.tolist()
+    return [
+        BatchRow(starts[at + 1] - starts[at], tokens[at], bool(prefilling[at]))
+        for at in range(common.num_reqs)
+    ]

@@ -14,7 +14,20 @@ from kvrecall.errors import EngineError
 
 logger = logging.getLogger("vllm.kvrecall")
 
+_HERE = "kvrecall.engines.vllm.attention"
+CPU_BACKENDS = {"CPU_ATTN": f"{_HERE}.cpu.RetrievalBackend"}
+CUDA_BACKENDS = {
+    "FLASH_ATTN": f"{_HERE}.cuda.FlashBackend",
+    "TRITON_ATTN": f"{_HERE}.cuda.TritonBackend",
+}
+"""Our backends, by the names of those of vLLM that they take the place of."""
+
 _WAY_OUT = "or take `retrieval` out of VLLM_PLUGINS"
+
+
+def backends() -> dict[str, str]:
+    """Our backends on this platform."""
+    return CPU_BACKENDS if is_on_cpu() else CUDA_BACKENDS
 
 
 def require_engine(vllm_config: Any, settings: RetrievalSettings) -> None:
@@ -108,12 +121,12 @@ def _refusal(what: str, cure: str) -> EngineError:
     return EngineError(f"retrieval attention does not work with {what}; {cure}, {_WAY_OUT}")
 
 
-def wrong_backend(layer: Any) -> EngineError:
-    """What is said of a layer whose attention backend is not one of ours."""
-    from kvrecall.engines.vllm.attention.plugin import CPU_BACKENDS, CUDA_BACKENDS
-
+def require_retrieval(layer: Any) -> None:
+    """Raises EngineError for an attention layer whose backend is not one of ours: it would be
+    served densely all the same."""
     if type(layer).__name__.startswith("MLA"):
-        return _refusal("latent attention (MLA)", "serve a model with ordinary attention")
-    name = layer.attn_backend.get_name()
-    ours = CPU_BACKENDS if is_on_cpu() else CUDA_BACKENDS
-    return _refusal(f"the attention backend {name}", f"pass --attention-backend {min(ours)}")
+        raise _refusal("latent attention (MLA)", "serve a model with ordinary attention")
+    backend = layer.attn_backend
+    if f"{backend.__module__}.{backend.__name__}" not in backends().values():
+        cure = f"pass --attention-backend {min(backends())}"
+        raise _refusal(f"the attention backend {backend.get_name()}", cure)

@@ -23,16 +23,13 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from kvrecall.engines.vllm.attention.attending import RetrievalAttention
-from kvrecall.engines.vllm.attention.building import RetrievalBuilding
-from kvrecall.engines.vllm.attention.rows import KernelShape
-from kvrecall.engines.vllm.attention.staged import StagedLayer
-from kvrecall.engines.vllm.attention.steps import BatchRow
-from kvrecall.engines.vllm.attention.tritonkernel import TritonKernel
-from kvrecall.engines.vllm.attention.work import AwayRow
+from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
+from kvrecall.engines.vllm.attention.kernel import KernelShape
+from kvrecall.engines.vllm.attention.step import BatchRow, OffloadedRow
+from kvrecall.engines.vllm.attention.triton_kernel import StagedLayer, TritonKernel
 
 
-class DeviceBuilding(RetrievalBuilding):
+class DeviceBuilder(RetrievalBuilder):
     """Retrieval beside the dense metadata of a backend for GPUs."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
@@ -65,14 +62,14 @@ class DeviceBuilding(RetrievalBuilding):
 class DeviceAttention(RetrievalAttention[StagedLayer]):
     """Retrieval over the dense attention of a backend for GPUs."""
 
-    def _attend_away(
+    def _attend_offloaded(
         self,
         layer: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        row: AwayRow,
+        row: OffloadedRow,
         output: torch.Tensor,
     ) -> None:
         assert self._whole is not None
@@ -86,7 +83,7 @@ class DeviceAttention(RetrievalAttention[StagedLayer]):
         return False
 
 
-class FlashBuilder(DeviceBuilding, FlashAttentionMetadataBuilder):
+class FlashBuilder(DeviceBuilder, FlashAttentionMetadataBuilder):
     """With FlashAttention's metadata."""
 
 
@@ -106,7 +103,7 @@ class FlashBackend(FlashAttentionBackend):
         return FlashBuilder
 
 
-class TritonBuilder(DeviceBuilding, TritonAttentionMetadataBuilder):
+class TritonBuilder(DeviceBuilder, TritonAttentionMetadataBuilder):
     """With the metadata of vLLM's Triton attention."""
 
 

@@ -1,36 +1,48 @@
-"""One attention layer's digests, and its sparse attention over them."""
+"""One sparse layer: the digests of its blocks, the choice among them, and attention to the chosen.
+
+Digests have checksums. A block's bytes are checked when they come from a disk or from another host;
+in memory they are not, and are read once for every use. Digests are read once for a sequence's
+whole life, and a wrong one silently has the wrong blocks chosen; but they can be computed anew from
+the block's keys.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+import xxhash
 
 from kvrecall.attention.kernels import int8
-from kvrecall.attention.layout import Layout, encode
+from kvrecall.attention.layout import Layout, coded_width, encode
+from kvrecall.attention.residency import Flags, Ints, Residency
 from kvrecall.attention.selection import selector_of
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.attention.split import Split
 from kvrecall.engines.vllm.attention.activity import Activity
-from kvrecall.engines.vllm.attention.recalled import (
+from kvrecall.engines.vllm.attention.kernel import RowKernel, SlotWriter
+from kvrecall.engines.vllm.attention.offloaded import (
     OffloadedSequence,
-    RecalledBlocks,
+    checksums_of_layer,
     digests_of_layer,
-    seals_of_layer,
 )
-from kvrecall.engines.vllm.attention.room import DigestRoom, Digests
-from kvrecall.engines.vllm.attention.rows import RowKernel
-from kvrecall.engines.vllm.attention.seals import SEAL_BYTES, broken, seals_of
-from kvrecall.engines.vllm.attention.steps import SparseSequence, SparseStep
+from kvrecall.engines.vllm.attention.step import SparseStep
 from kvrecall.engines.vllm.connector.wire import Departure
-from kvrecall.engines.vllm.serving.heat import WORKER_HEAT
+from kvrecall.engines.vllm.serving.heat import HeatTotals
 
-SEEN_EVERY = 16
+CHECKSUM_BYTES = 8
+"""Of a block's digests, in a layer."""
+
+_SEEN_EVERY = 16
 """Of so many sparse steps it is noted in one where blocks were chosen."""
 
-AT_ONCE = 64
+_AT_ONCE = 64
 """Blocks unpacked at a time while digesting."""
+
+_SPARE = 64
+"""Blocks beyond those asked for, when there must be more room."""
+
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # of the golden ratio, as a signed number
 
 
 class RetrievalLayer:
@@ -45,9 +57,11 @@ class RetrievalLayer:
         settings: RetrievalSettings,
         kernel: RowKernel,
         activity: Activity,
-        number: int | None = None,
+        heat: HeatTotals | None = None,
+        number: int = 0,
     ) -> None:
-        """``number``: the layer's, under which it is told where it chose blocks; None: nowhere."""
+        """``heat``: notes where blocks are chosen, under the layer's ``number``."""
+        self._heat = heat
         self._number = number
         self._kernel = kernel
         self._shape = shape = kernel.shape
@@ -55,8 +69,8 @@ class RetrievalLayer:
         self._layout = Layout.of(settings, shape.block_size)
         self._selector = selector_of(settings, self._layout)
         int8.prepare()
-        self._room: DigestRoom | None = None
-        self._seals = torch.empty(0, SEAL_BYTES, dtype=torch.uint8)
+        self._store: DigestStore | None = None
+        self._checksums = torch.empty(0, CHECKSUM_BYTES, dtype=torch.uint8)
         self._head = torch.arange(shape.kv_heads, dtype=torch.int32, device=kernel.device)[:, None]
         self._recalled: dict[str, RecalledBlocks] = {}
 
@@ -64,23 +78,23 @@ class RetrievalLayer:
         """Computes the digests of these blocks from the keys they hold. Must be full blocks."""
         if not len(block_ids):
             return
-        room = self._room_for(kv_cache)
-        for ids in torch.split(block_ids.to(self._kernel.device), AT_ONCE):
-            room.write(ids, self._digests_of(kv_cache, ids).transpose(0, 1))
+        store = self._store_for(kv_cache)
+        for ids in torch.split(block_ids.to(self._kernel.device), _AT_ONCE):
+            store.write(ids, self._digests_of(kv_cache, ids).transpose(0, 1))
 
-    def seal(self, block_ids: torch.Tensor) -> None:
+    def sign(self, block_ids: torch.Tensor) -> None:
         """These blocks, whose digests are fresh, go to the pool: notes their digests' checksums."""
         ids = block_ids.to(self._kernel.device)
-        self._seals[ids] = seals_of(self._rows[:, ids].transpose(0, 1))
+        self._checksums[ids] = checksums_of(self._rows[:, ids].transpose(0, 1))
 
-    def unsealed(self, block_ids: torch.Tensor) -> torch.Tensor:
+    def damaged(self, block_ids: torch.Tensor) -> torch.Tensor:
         """Those of these blocks, which came from the pool, whose digests came damaged. The others'
         are taken."""
         ids = block_ids.to(self._kernel.device)
-        assert self._room is not None
-        self._room.wrote(ids)
-        rows = self._room.rows[:, ids].transpose(0, 1)
-        damaged = block_ids[broken(rows, self._seals[ids]).cpu()]
+        assert self._store is not None
+        self._store.wrote(ids)
+        rows = self._store.rows[:, ids].transpose(0, 1)
+        damaged = block_ids[damaged_among(rows, self._checksums[ids]).cpu()]
         self._activity.digests_mended += len(damaged)
         return damaged
 
@@ -92,9 +106,9 @@ class RetrievalLayer:
         name: str,
     ) -> None:
         """Keeps the digests of blocks that are about to leave the device. ``name``: the layer's."""
-        room = self._room_for(kv_cache)
+        store = self._store_for(kv_cache)
         recalled = self._recalled.setdefault(sequence.key, self._begin(sequence, kv_cache, name))
-        recalled.depart(room.rows[:, list(departure.block_ids)])
+        recalled.depart(store.rows[:, list(departure.block_ids)])
 
     def arrive(self, sequence: OffloadedSequence, kv_cache: torch.Tensor, name: str) -> None:
         """Takes the digests of a sequence that begins off the device from its blocks' records.
@@ -102,11 +116,12 @@ class RetrievalLayer:
         records, offsets = sequence.records, sequence.offsets
         heads, _, nbytes = self.digest_rows(kv_cache).transpose(0, 1).shape
         pages = records.pages(offsets, digests_of_layer(name), heads * nbytes)
-        seals = torch.from_numpy(records.pages(offsets, seals_of_layer(name), SEAL_BYTES))
+        signed = records.pages(offsets, checksums_of_layer(name), CHECKSUM_BYTES)
+        checksums = torch.from_numpy(signed)
         device = self._kernel.device
         stored = torch.from_numpy(pages).view(self._rows.dtype).to(device)
         stored = stored.view(len(pages), heads, *self._rows.shape[2:])
-        damaged = broken(stored, seals.to(device)).nonzero().flatten()
+        damaged = damaged_among(stored, checksums.to(device)).nonzero().flatten()
         if len(damaged):
             kept = records.pages(offsets[damaged.cpu().numpy()], name, kv_cache[0].nbytes)
             blocks = _blocks_of(torch.from_numpy(kept).to(device), kv_cache)
@@ -116,23 +131,23 @@ class RetrievalLayer:
         recalled = self._begin(sequence, kv_cache, name)
         recalled.depart(stored.transpose(0, 1))
         self._recalled[sequence.key] = recalled
-        self._activity.bytes_digests += pages.nbytes + seals.nbytes
+        self._activity.bytes_digests += pages.nbytes + checksums.nbytes
 
     def _begin(
         self, sequence: OffloadedSequence, kv_cache: torch.Tensor, name: str
     ) -> RecalledBlocks:
         """A sequence with nothing off the device yet."""
-        room = DigestRoom(self._kernel, self._layout)
-        return RecalledBlocks(sequence, self._kernel.writer(kv_cache), room, name, self._activity)
+        store = DigestStore(self._kernel, self._layout)
+        return RecalledBlocks(sequence, self._kernel.writer(kv_cache), store, name, self._activity)
 
     def digest_rows(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """The digests' bytes, a row a block: uint8 ``[blocks, kv_heads, bytes]``, a view."""
-        return self._room_for(kv_cache).rows.flatten(2).view(torch.uint8).transpose(0, 1)
+        return self._store_for(kv_cache).rows.flatten(2).view(torch.uint8).transpose(0, 1)
 
-    def seal_rows(self, kv_cache: torch.Tensor) -> torch.Tensor:
-        """The digests' checksums, a row a block: uint8 ``[blocks, SEAL_BYTES]``, not a copy."""
-        self._room_for(kv_cache)
-        return self._seals
+    def checksum_rows(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """The digests' checksums, a row a block: uint8 ``[blocks, CHECKSUM_BYTES]``, not a copy."""
+        self._store_for(kv_cache)
+        return self._checksums
 
     def forget(self, key: str) -> None:
         """The sequence is no more."""
@@ -158,64 +173,48 @@ class RetrievalLayer:
     def choose(self, query: torch.Tensor, step: SparseStep, scale: float) -> None:
         """Writes every sequence's chosen blocks into the step's table, as ``attend`` does.
 
-        ``query``: ``[sequences, heads, dim]``."""
+        ``query``: ``[sequences, heads, dim]``.
+        """
+        assert self._store is not None
         heads = self._shape.kv_heads
         grouped = query.reshape(-1, self._shape.group, self._shape.head_dim)
+        activity = self._activity
         for at, sequence in enumerate(step.sequences):
             rows = slice(at * heads, (at + 1) * heads)
-            split = sequence.split
-            choose = self._on_device if sequence.away is None else self._recall
-            ids = choose(grouped[rows], sequence, scale)
+            split, offloaded = sequence.split, sequence.offloaded
+            if offloaded is not None:
+                recalled = self._recalled[offloaded.key]
+                runs = [recalled.digests]
+                if offloaded.count < split.middle:
+                    runs.append(self._store.part(sequence.blocks[offloaded.count :]))
+            elif sequence.runs:
+                runs = [self._store.part(slice(first, end)) for first, end in sequence.runs]
+            else:
+                runs = [self._store.part(sequence.blocks[sequence.places])]
+            coarse = [run.coarse for run in runs if run.coarse is not None]
+            digests = [run.rows for run in runs]
+            chosen = self._selector.choose(
+                grouped[rows], digests, split.chosen, scale, coarse or None
+            )
+            if offloaded is None:
+                chosen = sequence.places[chosen]
+            # In the sequence's order, so that the sum does not depend on where the blocks lie.
+            places = chosen.sort(-1).values
+            ids = sequence.blocks[places]
+            if offloaded is not None:
+                left = places < offloaded.count
+                slots = recalled.fetch(places.cpu().numpy(), left.cpu().numpy())
+                into = offloaded.slots[torch.from_numpy(slots)].to(places.device)
+                ids = torch.where(left, into, ids)
             step.table[rows, split.init : split.init + split.chosen] = ids * heads + self._head
-            self._activity.layers_sparse += 1
-            self._activity.blocks_considered += split.middle * heads
-            self._activity.blocks_selected += split.chosen * heads
-            self._activity.blocks_attended += split.attended_blocks * heads
-
-    def _on_device(
-        self, query: torch.Tensor, sequence: SparseSequence, scale: float
-    ) -> torch.Tensor:
-        """Device blocks of those chosen: int32 ``[kv_heads, chosen]``."""
-        assert self._room is not None
-        if sequence.runs:
-            runs = [self._room.part(slice(first, end)) for first, end in sequence.runs]
-        else:
-            runs = [self._room.part(sequence.blocks[sequence.places])]
-        chosen = self._chosen(query, runs, sequence.split.chosen, scale)
-        # In the sequence's order, so that the sum does not depend on where the blocks lie.
-        places = sequence.places[chosen].sort(-1).values
-        self._see(places, sequence.split)
-        return sequence.blocks[places]
-
-    def _recall(self, query: torch.Tensor, sequence: SparseSequence, scale: float) -> torch.Tensor:
-        """As ``_on_device``, after loading what is missing of the blocks that have left."""
-        away = sequence.away
-        assert away is not None
-        recalled = self._recalled[away.key]
-        stayed = sequence.blocks[away.count :]
-        runs = [recalled.digests]
-        if len(stayed):
-            assert self._room is not None
-            runs.append(self._room.part(stayed))
-        places = self._chosen(query, runs, sequence.split.chosen, scale).sort(-1).values
-        self._see(places, sequence.split)
-        left = places < away.count
-        slots = recalled.fetch(places.cpu().numpy(), left.cpu().numpy())
-        into = away.slots[torch.from_numpy(slots)].to(places.device)
-        return torch.where(left, into, sequence.blocks[places])
-
-    def _chosen(
-        self, query: torch.Tensor, runs: Sequence[Digests], count: int, scale: float
-    ) -> torch.Tensor:
-        rows = [run.rows for run in runs]
-        coarse = [run.coarse for run in runs if run.coarse is not None]
-        return self._selector.choose(query, rows, count, scale, coarse or None)
-
-    def _see(self, chosen: torch.Tensor, split: Split) -> None:
-        """Notes, now and then, which of the middle blocks were chosen: ``[kv_heads, chosen]``."""
-        if self._number is not None and self._activity.steps_sparse % SEEN_EVERY == 1:
-            middle = np.arange(split.init, split.local)
-            WORKER_HEAT.note(self._number, middle, chosen.cpu().numpy() + split.init, split.blocks)
+            activity.layers_sparse += 1
+            activity.blocks_considered += split.middle * heads
+            activity.blocks_selected += split.chosen * heads
+            activity.blocks_attended += split.attended_blocks * heads
+            if self._heat is not None and activity.steps_sparse % _SEEN_EVERY == 1:
+                middle = np.arange(split.init, split.local)
+                seen = places.cpu().numpy() + split.init
+                self._heat.note(self._number, middle, seen, split.blocks)
 
     def _digests_of(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         """As they are kept: int8 ``[blocks, kv_heads, rows, width]``."""
@@ -224,16 +223,144 @@ class RetrievalLayer:
     @property
     def _rows(self) -> torch.Tensor:
         """Of all blocks on the device."""
-        assert self._room is not None
-        return self._room.rows
+        assert self._store is not None
+        return self._store.rows
 
-    def _room_for(self, kv_cache: torch.Tensor) -> DigestRoom:
-        if self._room is None:
+    def _store_for(self, kv_cache: torch.Tensor) -> DigestStore:
+        if self._store is None:
             blocks = len(kv_cache)
             self._kernel.check(kv_cache)
-            self._room = DigestRoom(self._kernel, self._layout, blocks)
-            self._seals = torch.empty(blocks, SEAL_BYTES, dtype=torch.uint8, device=kv_cache.device)
-        return self._room
+            self._store = DigestStore(self._kernel, self._layout, blocks)
+            self._checksums = torch.empty(
+                blocks, CHECKSUM_BYTES, dtype=torch.uint8, device=kv_cache.device
+            )
+        return self._store
+
+
+class RecalledBlocks:
+    """A partially offloaded sequence in one sparse layer: its digests, and the device slots it
+    recalls into. Owned by the worker's thread."""
+
+    def __init__(
+        self,
+        sequence: OffloadedSequence,
+        writer: SlotWriter,
+        digests: DigestStore,
+        layer: str,
+        activity: Activity,
+    ) -> None:
+        """``writer``: of this layer's cache; ``digests``: those of blocks that leave."""
+        self._sequence = sequence
+        self._writer = writer
+        self._memory = sequence.records.memory
+        self._at = sequence.records.layers[layer]
+        self._activity = activity
+        self._residency = Residency(len(digests.rows))
+        self._digests = digests
+        self._count = 0
+
+    @property
+    def digests(self) -> Digests:
+        """Of the blocks that left."""
+        return self._digests.part(slice(0, self._count))
+
+    def depart(self, digests: torch.Tensor) -> None:
+        """Takes the digests of the next blocks that leave, ``[kv_heads, blocks, rows, width]``; the
+        sequence names them by now."""
+        first, self._count = self._count, self._count + digests.shape[1]
+        self._digests.reach(self._count)
+        self._digests.write(torch.arange(first, self._count, device=digests.device), digests)
+        self._residency.grow(len(self._sequence.slots), self._count)
+
+    def fetch(self, blocks: Ints, wanted: Flags) -> Ints:
+        """Brings blocks to the device: places in the sequence's slots, valid until the next call.
+
+        ``blocks``: ``[kv_heads, count]``, those of a head distinct; only where ``wanted``.
+        """
+        admission = self._residency.admit(blocks, wanted)
+        self._activity.blocks_hit += admission.hits
+        self._activity.blocks_loaded += len(admission.heads)
+        pages = self._sequence.offsets[admission.blocks] + self._at
+        slots = self._sequence.slots.numpy()[admission.into].astype(np.int64)
+        self._writer.write(self._memory, pages, admission.heads, slots)
+        self._activity.bytes_loaded += self._writer.nbytes * len(slots)
+        return admission.slots
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """Of some blocks: int8 ``rows`` ``[kv_heads, blocks, rows, width]``, and a copy of their
+    ``coarse`` rows, side by side; None if there are none."""
+
+    rows: torch.Tensor
+    coarse: torch.Tensor | None
+
+
+class DigestStore:
+    """The digests of blocks, by their numbers, in one layer. On a CPU the system gives memory as it
+    is written."""
+
+    def __init__(self, kernel: RowKernel, layout: Layout, blocks: int = 0) -> None:
+        self._kernel = kernel
+        self._layout = layout
+        self._width = coded_width(layout.kind.parts * kernel.shape.head_dim)
+        self._blocks = blocks
+        self.rows = self._new(layout.rows)
+        self._coarse = self._new(layout.coarse) if layout.coarse else None
+
+    def write(self, block_ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """``rows``: ``[kv_heads, blocks, rows, width]``, coded."""
+        self.rows[:, block_ids] = rows
+        self.wrote(block_ids)
+
+    def wrote(self, block_ids: torch.Tensor) -> None:
+        """The rows of these blocks were written through a view."""
+        if self._coarse is not None:
+            self._coarse[:, block_ids] = self.rows[:, block_ids, self._layout.coarse_rows]
+
+    def part(self, blocks: slice | torch.Tensor) -> Digests:
+        """Of these blocks: a view for a slice, else a copy."""
+        coarse = None if self._coarse is None else self._coarse[:, blocks]
+        return Digests(self.rows[:, blocks], coarse)
+
+    def reach(self, blocks: int) -> None:
+        """There is room for at least so many blocks; those there are stay."""
+        if blocks <= self._blocks:
+            return
+        before, self._blocks = self._blocks, blocks + _SPARE
+        rows, coarse = self.rows, self._coarse
+        self.rows = self._new(self._layout.rows)
+        self.rows[:, :before] = rows
+        if coarse is not None:
+            self._coarse = self._new(self._layout.coarse)
+            self._coarse[:, :before] = coarse
+
+    def _new(self, rows: int) -> torch.Tensor:
+        return self._kernel.digests(self._blocks, rows, self._width)
+
+
+def checksums_of(rows: torch.Tensor) -> torch.Tensor:
+    """Of rows ``[blocks, ...]``: uint8 ``[blocks, CHECKSUM_BYTES]``."""
+    if not len(rows):
+        return torch.empty(0, CHECKSUM_BYTES, dtype=torch.uint8, device=rows.device)
+    if not rows.is_cpu:
+        return sums_of(rows)
+    bytes_of = rows.contiguous().view(len(rows), -1).view(torch.uint8).numpy()
+    sums = b"".join(xxhash.xxh3_64_digest(row) for row in bytes_of)
+    return torch.from_numpy(np.frombuffer(sums, np.uint8).copy()).view(len(rows), CHECKSUM_BYTES)
+
+
+def sums_of(rows: torch.Tensor) -> torch.Tensor:
+    """As ``checksums_of``, by what every device has: a sum of words, each times an odd number of
+    its place, modulo 2**64, so any one changed word is found. Bytes are a multiple of four."""
+    words = rows.contiguous().view(len(rows), -1).view(torch.int32).to(torch.int64)
+    places = torch.arange(1, 2 * words.shape[1], 2, device=rows.device) * _ODD
+    return (words * places).sum(1, keepdim=True).view(torch.uint8)
+
+
+def damaged_among(rows: torch.Tensor, checksums: torch.Tensor) -> torch.Tensor:
+    """Which of the rows do not match their checksums: bool ``[blocks]``."""
+    return (checksums_of(rows) != checksums).any(-1)
 
 
 def _blocks_of(pages: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -17,30 +17,21 @@ NAME = "retrieval"
 SWITCH = "KVRECALL_RETRIEVAL"
 """Set to 1 by ``kvrecall serve --retrieval``, for the engine's processes."""
 
-_HERE = "kvrecall.engines.vllm.attention"
-CPU_BACKENDS = {"CPU_ATTN": f"{_HERE}.backend.RetrievalBackend"}
-CUDA_BACKENDS = {
-    "FLASH_ATTN": f"{_HERE}.cuda.FlashBackend",
-    "TRITON_ATTN": f"{_HERE}.cuda.TritonBackend",
-}
-"""Ours, by the names of vLLM's that they take the place of."""
-_on: list[bool] = []
-
 
 def register() -> None:
     """Puts retrieval attention in place of vLLM's attention, if it was asked for."""
     from kvrecall.engines.vllm.identity import weights
 
-    weights.register()  # who names this plug-in in VLLM_PLUGINS may not name the others
+    weights.register()  # VLLM_PLUGINS may name this plug-in and not that one
     if not asked_for(os.environ):
         return
-    from kvrecall.engines.vllm.compat import attention, config, scheduler
+    from kvrecall.engines.vllm.attention import checks
+    from kvrecall.engines.vllm.compat import attention, scheduler
 
-    RetrievalSettings.from_environ(os.environ)  # what is wrong there is told at once
-    _on[:] = [True]
+    RetrievalSettings.from_environ(os.environ)  # raises ConfigError before the engine starts
     attention.require_attention()
-    attention.override_attention(CPU_BACKENDS if config.is_on_cpu() else CUDA_BACKENDS)
-    attention.override_kv_cache_spec(require_retrieval)
+    attention.override_attention(checks.backends())
+    attention.override_kv_cache_spec(checks.require_retrieval)
     scheduler.reschedule_lost()
 
 
@@ -63,20 +54,15 @@ def active_settings(vllm_config: Any) -> RetrievalSettings:
 
     Raises EngineError if retrieval is not on in this process, ConfigError for wrong settings.
     """
-    if not _on:
+    from kvrecall.engines.vllm.attention import checks
+    from kvrecall.engines.vllm.compat.attention import overrides_attention
+
+    if not overrides_attention(checks.backends()):
         raise EngineError(
             f"retrieval attention is not on in this process; name {NAME!r} in "
             "VLLM_PLUGINS before vLLM starts"
         )
     return settings_of(vllm_config, os.environ)
-
-
-def require_retrieval(layer: Any) -> None:
-    """Raises EngineError for an attention layer that would be served densely all the same."""
-    if not hasattr(layer.impl, "take_offload"):
-        from kvrecall.engines.vllm.attention.checks import wrong_backend
-
-        raise wrong_backend(layer)
 
 
 def settings_of(vllm_config: Any, environ: Mapping[str, str]) -> RetrievalSettings:

@@ -35,13 +35,20 @@ def override_attention(ours: Mapping[str, str]) -> None:
         register_backend(AttentionBackendEnum[name], path)
 
 
+def overrides_attention(ours: Mapping[str, str]) -> bool:
+    """Whether ``override_attention`` put these classes there, in this process."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return all(AttentionBackendEnum[name].get_path() == path for name, path in ours.items())
+
+
 def override_kv_cache_spec(require: Callable[[Any], None]) -> None:
     """Full-attention layers get a spec whose blocks may leave the device. Others keep theirs.
     ``require``: raises for a layer that is not to be served."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-    from kvrecall.engines.vllm.attention.spec import OffloadableSpec, OffloadManager
+    from kvrecall.engines.vllm.attention.offload_scheduler import OffloadableSpec, OffloadManager
 
     KVCacheSpecRegistry._ensure_registered()
     KVCacheSpecRegistry.register(OffloadableSpec, OffloadManager, FullAttentionSpec)

@@ -23,7 +23,7 @@ from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.config import RecallSettings
 from kvrecall.engines.fingerprint import default_memory
 from kvrecall.engines.vllm.attention.checks import offload_hindrance
-from kvrecall.engines.vllm.attention.offloader import Offloader
+from kvrecall.engines.vllm.attention.offload_scheduler import OffloadPlanner
 from kvrecall.engines.vllm.attention.plugin import active_settings, asked_for, require_on
 from kvrecall.engines.vllm.compat import config, loading, runner, scheduler, waits
 from kvrecall.engines.vllm.compat.parent import end_with_parent
@@ -42,7 +42,6 @@ from kvrecall.engines.vllm.connector.worker import RecallWorker
 from kvrecall.engines.vllm.identity import fields
 from kvrecall.engines.vllm.identity.namespace import Adapters, namespace_of
 from kvrecall.engines.vllm.identity.weights import weights_of
-from kvrecall.engines.vllm.serving.heat import WORKER_HEAT
 from kvrecall.errors import ConfigError, EngineError, KvrecallError
 from kvrecall.pool.base import PoolClient
 from kvrecall.pool.open import open_pool
@@ -188,7 +187,7 @@ class RecallConnector(KVConnectorBase_V1):
         assert self._pool is not None
         settings = active_settings(self._vllm_config)
         overhead = OVERHEAD_BYTES if config.is_on_cpu() else DEVICE_OVERHEAD_BYTES
-        offloader = Offloader(
+        offloader = OffloadPlanner(
             self._pool,
             settings,
             facts.block_size,
@@ -198,7 +197,7 @@ class RecallConnector(KVConnectorBase_V1):
             self._s.trusted,
         )
         self._s.offloader = offloader
-        scheduler.block_manager(self._kv_cache_manager).keeper = offloader
+        scheduler.block_manager(self._kv_cache_manager).planner = offloader
 
     def _facts(self, shards: list[Shard]) -> EngineFacts:
         parallel = self._vllm_config.parallel_config
@@ -315,7 +314,7 @@ class RecallConnector(KVConnectorBase_V1):
 
     def get_kv_connector_stats(self) -> RecallStats | None:
         if self._worker is not None:
-            did, heat = self._worker.attention_counts(), WORKER_HEAT.take()
+            did, heat = self._worker.attention_counts(), self._worker.attention_heat()
             return RecallStats.of(did, {}, heat=heat) if did else None
         if self._scheduler is None or self._pool is None:
             return None

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvrecall.engines.vllm import compat
-from kvrecall.engines.vllm.attention.recalled import Records
+from kvrecall.engines.vllm.attention.activity import totals_of
+from kvrecall.engines.vllm.attention.backend import retrieval_groups
+from kvrecall.engines.vllm.attention.group import RetrievalGroup
+from kvrecall.engines.vllm.attention.offloaded import Records
 from kvrecall.engines.vllm.compat import config
 from kvrecall.engines.vllm.connector.compare import deviation
 from kvrecall.engines.vllm.connector.copier import ArenaMapping, Pages, pages_of
@@ -31,6 +33,7 @@ from kvrecall.engines.vllm.connector.wire import (
     Store,
 )
 from kvrecall.engines.vllm.identity.loaded import LoadedModel
+from kvrecall.engines.vllm.serving.heat import HeatTotals
 from kvrecall.pool.base import ArenaHandle
 
 
@@ -51,7 +54,8 @@ class RecallWorker:
         self._stores_done = 0
         self._failed_loads: set[str] = set()
         self._report = StepReport()
-        self._attention: Mapping[str, int] = {}
+        self._retrieval: tuple[RetrievalGroup, ...] = ()
+        self._attention: Mapping[str, int] = {}  # their totals when they were last reported
         self._model: torch.nn.Module | None = None  # until ``shard`` has read it
         self._offloading = False
         self._applied: StepOrders | None = None
@@ -65,7 +69,8 @@ class RecallWorker:
             self._kv_cache_config.num_blocks,
             config.fp8_type(self._vllm_config),
         )
-        beside = compat.digest_pages(self._vllm_config).items()
+        self._retrieval = retrieval_groups(self._vllm_config)
+        beside = [page for group in self._retrieval for page in group.register(kv_caches).items()]
         digests = (Pages(name, rows, f"{tuple(rows.shape[1:])} bytes") for name, rows in beside)
         self._pages = (*self._layers, *digests)
 
@@ -95,9 +100,11 @@ class RecallWorker:
     def start_loads(self, orders: StepOrders) -> None:
         """Starts the step's loads."""
         for load in orders.loads:
-            compat.note_overwritten(self._vllm_config, load.copy.block_ids)
+            for group in self._retrieval:
+                group.note_overwritten(load.copy.block_ids)
             if self._arena.load(orders.arena, load.copy):
-                compat.note_restored(self._vllm_config, load.copy.block_ids)
+                for group in self._retrieval:
+                    group.note_restored(load.copy.block_ids)
                 self._loading.append(load.request_id)
             else:
                 self._failed_loads.add(load.request_id)
@@ -108,7 +115,8 @@ class RecallWorker:
             if not self._writes_shard():
                 self._report.stored[store.store_id] = 1
                 continue
-            compat.before_store(self._vllm_config, store.copy.block_ids)
+            for group in self._retrieval:
+                group.before_store(store.copy.block_ids)
             if self._arena.store(orders.arena, store.copy):
                 self._sign(orders, store)
                 self._storing.append(store.store_id)
@@ -188,10 +196,17 @@ class RecallWorker:
 
     def attention_counts(self) -> dict[str, float]:
         """What the attention layers did beyond attending, since the last call: increments."""
-        totals = compat.attention_activity(self._vllm_config)
+        totals = totals_of(group.activity for group in self._retrieval)
         new = {name: count - self._attention.get(name, 0) for name, count in totals.items()}
         self._attention = totals
         return {f"retrieval_{name}": float(count) for name, count in new.items() if count}
+
+    def attention_heat(self) -> dict[int, list[list[int]]]:
+        """Where in their contexts the attention layers chose blocks, since the last call."""
+        heat = HeatTotals()
+        for group in self._retrieval:
+            heat.add(group.heat.take())
+        return heat.take()
 
     def close(self) -> None:
         if self._mapping is not None:
@@ -203,7 +218,7 @@ class RecallWorker:
         self._offloading = offload is not None
         moves = offload is not None and bool(offload.arrivals or offload.departures)
         records = self._records(orders.arena) if moves else None
-        lost = compat.take_offload(self._vllm_config, offload, records)
+        lost = {one for group in self._retrieval for one in group.take(offload, records)}
         arriving = set() if offload is None else {one.request_id for one in offload.arrivals}
         self._failed_loads |= lost & arriving
         self._report.lost |= lost

@@ -55,7 +55,3 @@ class HeatTotals:
 
 def _by_place(numbers: _Counts, blocks: int) -> _Counts:
     return np.bincount(numbers.astype(np.int64) * PLACES // blocks, minlength=PLACES)
-
-
-WORKER_HEAT = HeatTotals()
-"""A worker process's own counts, until they are taken."""

@@ -1,21 +1,23 @@
-"""Plans a step: which of its sequences are attended to sparsely, and the block tables for that."""
+"""Plans a step, once for all layers: which sequences are attended to sparsely, what there is to do
+beside dense attention of the whole batch, and which digests must be computed first."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 
+from kvrecall.attention.residency import Ints
 from kvrecall.attention.settings import Regime, RetrievalSettings
 from kvrecall.attention.split import Gate, Split, split_of
 from kvrecall.engines.vllm.attention.activity import Activity
-from kvrecall.engines.vllm.attention.freshness import Freshness
-from kvrecall.engines.vllm.attention.recalled import OffloadedSequence
-from kvrecall.engines.vllm.attention.rows import RowKernel
+from kvrecall.engines.vllm.attention.kernel import RowKernel
+from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
 
 GATHER_RUNS = 16
 """Middle blocks in more runs than this are gathered before they are scored."""
@@ -41,7 +43,7 @@ class SparseSequence:
     ``row``: the request's place in the batch. ``blocks``: int32 ids of the middle blocks, in the
     sequence's order. Candidates are in the order of their ids: ``places`` says which of ``blocks``
     each is, ``runs`` gives their ids as half-open ranges, none if they are too scattered.
-    ``away``: if its leading middle blocks are off the device; their ids then mean nothing, and
+    ``offloaded``: if its leading middle blocks are off the device; their ids then mean nothing, and
     there are no ``places`` and ``runs``.
     """
 
@@ -50,7 +52,7 @@ class SparseSequence:
     blocks: torch.Tensor
     places: torch.Tensor
     runs: tuple[tuple[int, int], ...]
-    away: OffloadedSequence | None = None
+    offloaded: OffloadedSequence | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,93 @@ class SparseStep:
         return SparseStep(stale, sequences, table, seq_lens, starts, self.plan)
 
 
+@dataclass(frozen=True, slots=True)
+class DensePart:
+    """Requests of the batch that are attended to densely on the device, by themselves: ``tokens``
+    are their places in the batch, ``metadata`` is vLLM's."""
+
+    tokens: torch.Tensor
+    metadata: Any
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadedRow:
+    """A partially offloaded sequence of the batch. ``places``: of its tokens in the batch;
+    ``table``: its device blocks, on the host; ``tokens``: its length; ``prefills``: all layers
+    attend to it densely. ``metadata``: vLLM's of this sequence alone, whose blocks lie in their
+    order, where vLLM's kernel attends to it."""
+
+    sequence: OffloadedSequence
+    places: slice
+    table: torch.Tensor
+    tokens: int
+    prefills: bool
+    metadata: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What layers do in a step beside, or instead of, dense attention of the whole batch.
+
+    ``sparse_tokens``: places in the batch of the tokens of ``step``'s sequences; None if all of the
+    batch is attended to densely, on the device. ``beside_sparse``, ``beside_offloaded``: what a
+    sparse layer attends to densely on the device, and what a dense layer does where sequences are
+    ``offloaded``; None if nothing.
+    """
+
+    step: SparseStep | None
+    sparse_tokens: torch.Tensor | None = None
+    beside_sparse: DensePart | None = None
+    offloaded: tuple[OffloadedRow, ...] = ()
+    beside_offloaded: DensePart | None = None
+
+
+class Freshness:
+    """Which blocks' digests are those of the keys the blocks now hold: one flag a device block, for
+    all layers of a KV group. Owned by the worker's thread.
+
+    A digest is a function of a block's keys alone: whatever writes a block, be it the engine's
+    forward pass or a load from the pool, makes its digest stale, and a stale digest is computed
+    anew from the keys before it is next used.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._fresh = np.zeros(0, dtype=np.bool_)
+
+    def wrote_slots(self, slots: torch.Tensor) -> None:
+        """Tokens are being written at these slots; negative ones are padding."""
+        if len(self._fresh):
+            places = slots.cpu().numpy()
+            self._wrote(places[places >= 0] // self._block_size)
+
+    def wrote_blocks(self, block_ids: Iterable[int]) -> None:
+        """These blocks are being written."""
+        self._wrote(np.fromiter(block_ids, dtype=np.int64))
+
+    def restored_blocks(self, block_ids: Iterable[int]) -> None:
+        """These blocks were written, and their digests with them, in all layers."""
+        ids = np.fromiter(block_ids, dtype=np.int64)
+        self._reach(int(ids.max(initial=-1)))
+        self._fresh[ids] = True
+
+    def take_stale(self, block_ids: torch.Tensor) -> torch.Tensor:
+        """Those of the blocks that are stale, which the caller digests at once, in all layers.
+        int64, in the order given."""
+        ids = block_ids.numpy().astype(np.int64)
+        self._reach(int(ids.max(initial=-1)))
+        stale = ids[~self._fresh[ids]]
+        self._fresh[stale] = True
+        return torch.from_numpy(stale)
+
+    def _reach(self, most: int) -> None:
+        if most >= len(self._fresh):
+            self._fresh = np.pad(self._fresh, (0, 2 * most + 2 - len(self._fresh)))
+
+    def _wrote(self, ids: Ints) -> None:
+        self._fresh[ids[ids < len(self._fresh)]] = False
+
+
 class StepPlanner:
     """Plans the steps of one KV group."""
 
@@ -107,8 +196,8 @@ class StepPlanner:
     ) -> SparseStep | None:
         """The step's plan, None if nothing is to be done beside dense attention.
 
-        ``block_table``: int32 ``[requests, blocks]``, on the host. ``offloaded``: rows of sequences
-        that are off the device in part.
+        ``block_table``: int32 ``[requests, blocks]``, on the host. ``offloaded``: rows of partially
+        offloaded sequences.
         """
         self._activity.steps += 1
         stale = []
@@ -117,42 +206,33 @@ class StepPlanner:
             if self._settings.regime(row.tokens) is Regime.DENSE:
                 continue
             split = split_of(row.tokens, self._shape.block_size, self._settings)
-            away = offloaded.get(index)
-            if away is None and not self._gate.passes(row.tokens, split):
+            sequence = offloaded.get(index)
+            if sequence is None and not self._gate.passes(row.tokens, split):
                 self._activity.sequences_gated += row.decodes
                 continue
-            first = split.init + (away.count if away is not None else 0)
+            first = split.init + (sequence.count if sequence is not None else 0)
             full = row.tokens // self._shape.block_size
             stale.append(self._freshness.take_stale(block_table[index, first:full]))
-            if row.decodes and away is not None:
-                middle = block_table[index, split.init : split.local]
+            if not row.decodes:
+                continue
+            middle = block_table[index, split.init : split.local]
+            if sequence is None:
+                sequences.append(SparseSequence(index, split, middle, *_runs_of(middle)))
+            else:
                 none = torch.empty(0, dtype=torch.int64)
-                sequences.append(SparseSequence(index, split, middle, none, (), away))
+                sequences.append(SparseSequence(index, split, middle, none, (), sequence))
                 self._activity.sequences_offloaded += 1
-            elif row.decodes:
-                sequences.append(self._sequence(index, split, block_table[index]))
         if not stale:
             return None
         digested = torch.cat(stale)
         self._activity.blocks_digested += len(digested)
         if not sequences:
-            made = _only_digest(digested)
+            none = torch.empty(0, dtype=torch.int32)
+            made = SparseStep(digested, (), none, none, none, None)
             return made.on(self._kernel.device) if len(digested) else None
         self._activity.steps_sparse += 1
         self._activity.sequences_sparse += len(sequences)
         return self._step(digested, sequences, block_table)
-
-    def _sequence(self, row: int, split: Split, blocks: torch.Tensor) -> SparseSequence:
-        middle = blocks[split.init : split.local]
-        ids, places = middle.sort()
-        breaks = (ids.diff() != 1).nonzero().flatten().tolist()
-        runs: tuple[tuple[int, int], ...] = ()
-        if len(breaks) < GATHER_RUNS:
-            cuts = [0, *(at + 1 for at in breaks), split.middle]
-            first = ids[cuts[:-1]].tolist()
-            lengths = [end - begin for begin, end in pairwise(cuts)]
-            runs = tuple((a, a + n) for a, n in zip(first, lengths, strict=True))
-        return SparseSequence(row, split, middle, places, runs)
 
     def _step(
         self, stale: torch.Tensor, sequences: list[SparseSequence], block_table: torch.Tensor
@@ -178,6 +258,13 @@ class StepPlanner:
         return made.on(self._kernel.device)
 
 
-def _only_digest(stale: torch.Tensor) -> SparseStep:
-    none = torch.empty(0, dtype=torch.int32)
-    return SparseStep(stale, (), none, none, none, None)
+def _runs_of(middle: torch.Tensor) -> tuple[torch.Tensor, tuple[tuple[int, int], ...]]:
+    """``places`` and ``runs`` of a ``SparseSequence``."""
+    ids, places = middle.sort()
+    breaks = (ids.diff() != 1).nonzero().flatten().tolist()
+    if len(breaks) >= GATHER_RUNS:
+        return places, ()
+    cuts = [0, *(at + 1 for at in breaks), len(ids)]
+    first = ids[cuts[:-1]].tolist()
+    lengths = [end - begin for begin, end in pairwise(cuts)]
+    return places, tuple((a, a + n) for a, n in zip(first, lengths, strict=True))

@@ -1,9 +1,4 @@
-"""The arena, and pages of our own behind it, in one range of addresses.
-
-A kernel call takes one base address and reads blocks at multiples of one stride. Here the arena is
-mapped once more, read-only, with room behind it, and the stride is that of the arena's slots' least
-step: so one call reads blocks in the arena where they lie, beside others that are not in it.
-"""
+"""Partially offloaded sequences in a worker, and the arena as attention reads it."""
 
 from __future__ import annotations
 
@@ -11,11 +6,14 @@ import ctypes
 import errno
 import mmap
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from kvrecall.attention.residency import Ints
+from kvrecall.engines.vllm.attention.kernel import Bytes
 from kvrecall.errors import EngineError
 from kvrecall.pool.base import ArenaHandle
 from kvrecall.pool.slots import ALIGNMENT
@@ -37,12 +35,64 @@ _MAP_NORESERVE = 0x4000
 _FAILED = ctypes.c_void_p(-1).value
 
 
-class Extent:
-    """Pages of ``page_bytes``, of which a layer's block has one, at places told by numbers.
+@dataclass(frozen=True, slots=True)
+class Records:
+    """The arena as a worker reads it: uint8 ``memory``, where in a block's record each layer's
+    pages start (bytes), and what it is mapped by; None: nothing is attended to in place."""
 
-    A place counts steps of ``ALIGNMENT`` bytes from the arena's start. Own pages are numbered;
-    they take memory from when they are first written until they are given back. Owned by the
-    worker's thread.
+    memory: Bytes
+    layers: Mapping[str, int]
+    arena: ArenaHandle | None = None
+
+    def pages(self, offsets: Ints, layer: str, nbytes: int) -> Bytes:
+        """Copies of a layer's pages of these records: ``[records, nbytes]``."""
+        at = self.layers[layer]
+        pages = np.empty((len(offsets), nbytes), dtype=np.uint8)
+        for row, begin in zip(pages, (offsets + at).tolist(), strict=True):
+            row[:] = self.memory[begin : begin + nbytes]
+        return pages
+
+
+def digests_of_layer(name: str) -> str:
+    """What the pages that hold a layer's digests are called."""
+    return f"{name}.digests"
+
+
+def checksums_of_layer(name: str) -> str:
+    """What the pages that hold the checksums of a layer's digests are called."""
+    return f"{name}.checksums"
+
+
+@dataclass(slots=True)
+class OffloadedSequence:
+    """A partially offloaded sequence: its middle blocks ``[0, count)``, counted from block
+    ``init``, are off the device, in the arena of ``records`` at ``offsets``.
+
+    ``slots``: int32 device blocks that it recalls into; every layer and KV head has its own blocks
+    there. ``extent``: where layers attend to that arena in place; None: nowhere.
+    """
+
+    key: str
+    init: int
+    offsets: Ints
+    slots: torch.Tensor
+    records: Records
+    extent: Extent | None = None
+
+    @property
+    def count(self) -> int:
+        return len(self.offsets)
+
+
+class Extent:
+    """The arena, and pages of our own behind it, in one range of addresses.
+
+    A kernel call takes one base address and reads blocks at multiples of one stride. Here the arena
+    is mapped once more, read-only, with room behind it, and the stride is the least step between
+    the arena's slots: so one call reads blocks where they lie in the arena, beside others that are
+    not in it. A layer's block has a page of ``page_bytes``, at a place that counts steps of
+    ``ALIGNMENT`` bytes from the arena's start. Own pages are numbered; they take memory from when
+    they are first written until they are given back. Owned by the worker's thread.
     """
 
     def __init__(self, arena: ArenaHandle, page_bytes: int, pages: int) -> None:
@@ -59,7 +109,7 @@ class Extent:
         self._bytes = torch.from_numpy(np.ctypeslib.as_array(buffer))
 
     def take(self, count: int) -> list[int]:
-        """Own pages that nobody has. Raises EngineError if there are not so many."""
+        """Own pages that are free. Raises EngineError if there are not so many."""
         kept = max(0, len(self._free) - count)
         taken = self._free[kept:]
         del self._free[kept:]
@@ -98,7 +148,7 @@ class Extent:
         return self._bytes.view(like.dtype).as_strided(shape, steps, layer_at // size)
 
     def close(self) -> None:
-        """Unmaps everything; nothing it gave may be used any more."""
+        """Unmaps everything; no tensor of it may be used after that."""
         self._bytes = torch.empty(0, dtype=torch.uint8)
         _LIBC.munmap(self._address, self._nbytes)
 

@@ -1,0 +1,388 @@
+"""vLLM's CPU attention backend with retrieval, by rewritten block tables.
+
+The cache ``[blocks, kv_heads, tokens, 2 * dim]`` is viewed as ``[blocks * kv_heads, 1, ...]`` and
+every row is made a sequence of its own, of one KV head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import _custom_ops as ops
+from vllm import envs
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
+
+from kvrecall.attention.split import OVERHEAD_BYTES
+from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
+from kvrecall.engines.vllm.attention.kernel import Bytes, Ints, KernelShape, RowKernel
+from kvrecall.engines.vllm.attention.offloaded import Extent, OffloadedSequence
+from kvrecall.engines.vllm.attention.step import OffloadedRow
+from kvrecall.errors import EngineError
+from kvrecall.pool.slots import ALIGNMENT
+
+Pack = Callable[[torch.Tensor], torch.Tensor]
+"""Packs one block of one head: ``[tokens, dim]`` -> the elements of its half, flat."""
+
+
+def halves(kv_cache: torch.Tensor, whole: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Key and value cache as the kernel takes them: ``[blocks * kv_heads, 1, tokens, dim]``, or
+    ``[blocks, kv_heads, tokens, dim]`` if ``whole``."""
+    blocks, kv_heads, block_size, _ = kv_cache.shape
+    heads = (blocks, kv_heads) if whole else (blocks * kv_heads, 1)
+    keys, values = kv_cache.view(*heads, 2 * block_size, -1).chunk(2, dim=2)
+    return keys, values
+
+
+def schedule(
+    shape: KernelShape, seq_lens: torch.Tensor, starts: torch.Tensor, whole: bool = False
+) -> torch.Tensor:
+    """The kernel's work plan for one token a sequence. ``seq_lens``, ``starts``: int32.
+
+    ``whole``: sequences have all the heads, as in dense attention, instead of one KV head each.
+    """
+    plan: torch.Tensor = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(seq_lens),
+        num_heads=shape.heads if whole else shape.group,
+        num_kv_heads=shape.kv_heads if whole else 1,
+        head_dim=shape.head_dim,
+        seq_lens=seq_lens,
+        dtype=shape.dtype,
+        query_start_loc=starts,
+        causal=True,
+        sliding_window_size=-1,
+        isa=shape.isa,
+        enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+        dynamic_causal=None,
+        kv_cache_dtype="auto",
+    )
+    return plan
+
+
+def attend(
+    query: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    starts: torch.Tensor,
+    plan: torch.Tensor,
+    scale: float,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """Attention of one token a sequence over the blocks its row of the table names.
+
+    ``query``: contiguous ``[sequences, heads, dim]``; ``caches``: keys and values, from
+    ``halves``, with the sequences' KV heads; ``table``: int32 ``[sequences, width]``; ``seq_lens``:
+    int32, tokens in each row's blocks. Returns the query's shape.
+    """
+    keys, values = caches
+    output = torch.empty_like(query)
+    ops.cpu_attention_with_kv_cache(
+        query=query,
+        key_cache=keys,
+        value_cache=values,
+        output=output,
+        query_start_loc=starts,
+        seq_lens=seq_lens,
+        scale=scale,
+        causal=True,
+        alibi_slopes=None,
+        sliding_window=-1,
+        block_table=table,
+        softcap=softcap,
+        scheduler_metadata=plan,
+        s_aux=None,
+    )
+    return output
+
+
+def write_tokens(
+    shape: KernelShape,
+    kv_cache: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Packs keys and values ``[tokens, kv_heads, dim]`` into their slots of the cache."""
+    ops.cpu_attn_reshape_and_cache(keys, values, *halves(kv_cache, True), slots, shape.isa)
+
+
+def reader_of(shape: KernelShape) -> KeyReader:
+    """Reads keys packed for this shape. Raises EngineError if they cannot be read back."""
+    count = shape.block_size * shape.head_dim
+
+    def pack(ones: torch.Tensor) -> torch.Tensor:
+        block = torch.zeros(1, 1, shape.block_size, 2 * shape.head_dim, dtype=shape.dtype)
+        keys = ones[:, None].contiguous()
+        write_tokens(shape, block, keys, keys, torch.arange(shape.block_size))
+        return block.view(2, count)[0]
+
+    return KeyReader(shape.block_size, shape.head_dim, shape.dtype, pack)
+
+
+class HostWriter:
+    """Copies one after the other, where device memory is host memory."""
+
+    def __init__(self, kv_cache: torch.Tensor) -> None:
+        """``kv_cache``: contiguous."""
+        blocks, self._heads = kv_cache.shape[:2]
+        self._rows: Bytes = kv_cache.view(blocks * self._heads, -1).view(torch.uint8).numpy()
+        self.nbytes = self._rows.shape[1]
+
+    def write(self, memory: Bytes, pages: Ints, heads: Ints, slots: Ints) -> None:
+        rows = slots * self._heads + heads
+        begins = pages + heads * self.nbytes
+        for row, begin in zip(rows.tolist(), begins.tolist(), strict=True):
+            self._rows[row] = memory[begin : begin + self.nbytes]
+
+
+class CpuKernel(RowKernel):
+    """vLLM's CPU kernel."""
+
+    device = torch.device("cpu")
+    overhead_bytes = OVERHEAD_BYTES
+
+    def __init__(self, shape: KernelShape) -> None:
+        self.shape = shape
+
+    @cached_property
+    def keys(self) -> KeyReader:
+        return reader_of(self.shape)
+
+    def check(self, kv_cache: torch.Tensor) -> None:
+        if not kv_cache.is_contiguous():
+            raise EngineError(
+                f"retrieval attention needs each layer's KV cache in one piece; this one has shape "
+                f"{tuple(kv_cache.shape)} and strides {kv_cache.stride()}. Take `retrieval` out of "
+                "VLLM_PLUGINS"
+            )
+
+    def writer(self, kv_cache: torch.Tensor) -> HostWriter:
+        return HostWriter(kv_cache)
+
+    def digests(self, blocks: int, rows: int, width: int) -> torch.Tensor:
+        return torch.empty(self.shape.kv_heads, blocks, rows, width, dtype=torch.int8)
+
+    def plan(self, seq_lens: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        return schedule(self.shape, seq_lens, starts)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        starts: torch.Tensor,
+        plan: torch.Tensor,
+        scale: float,
+        softcap: float,
+    ) -> torch.Tensor:
+        return attend(query, halves(kv_cache), table, seq_lens, starts, plan, scale, softcap)
+
+
+class KeyReader:
+    """Unpacks the keys of blocks ``[blocks, kv_heads, tokens, 2 * dim]`` (keys, then values).
+
+    Their packing differs by instruction set. It is found out, not written down: vLLM's own kernel
+    packs blocks of zeros and ones that spell every element's index in binary. What cannot be read
+    back is refused at start.
+    """
+
+    def __init__(self, block_size: int, head_dim: int, dtype: torch.dtype, pack: Pack) -> None:
+        """Raises EngineError if ``pack`` is not a mere reordering of a block's elements."""
+        self._block_size = block_size
+        self._head_dim = head_dim
+        self._places = _places(block_size, head_dim, dtype, pack)
+        self._steps = _steps(self._places.view(block_size, head_dim))
+
+    def read(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+        """Keys of the blocks: ``[blocks, kv_heads, tokens, dim]``, of the cache's dtype."""
+        count = self._block_size * self._head_dim
+        packed = kv_cache.flatten(2)[..., :count].index_select(0, block_ids)
+        shape = (*packed.shape[:2], self._block_size, self._head_dim)
+        if self._steps is not None:
+            return packed.as_strided(shape, (packed.shape[1] * count, count, *self._steps))
+        return packed.index_select(-1, self._places).view(shape)
+
+
+def _places(block_size: int, head_dim: int, dtype: torch.dtype, pack: Pack) -> torch.Tensor:
+    """Where each element of a block lies among the packed ones: int64 ``[tokens * dim]``."""
+    count = block_size * head_dim
+    index = torch.arange(count)
+    element_at = torch.zeros(count, dtype=torch.int64)
+    for bit in range((count - 1).bit_length()):
+        ones = (index >> bit & 1).to(dtype).view(block_size, head_dim)
+        element_at |= (pack(ones) != 0).to(torch.int64) << bit
+    places = torch.empty_like(element_at)
+    if not torch.equal(element_at.sort().values, index):
+        raise EngineError(
+            f"the CPU kernel's packing of {block_size} keys of {head_dim} cannot be read back, "
+            "which retrieval attention needs; take `retrieval` out of VLLM_PLUGINS"
+        )
+    places[element_at] = index
+    return places
+
+
+def _steps(places: torch.Tensor) -> tuple[int, int] | None:
+    """The steps from token to token and from coordinate to coordinate, if they are even: then
+    keys are read as a view."""
+    token = int(places[1, 0] - places[0, 0]) if places.shape[0] > 1 else 1
+    coordinate = int(places[0, 1] - places[0, 0])
+    tokens = torch.arange(places.shape[0])[:, None] * token
+    even = tokens + torch.arange(places.shape[1]) * coordinate
+    return (token, coordinate) if torch.equal(places, even) else None
+
+
+class _Pages:
+    """Pages of one sequence's blocks in an extent. ``of``: each block's page, -1: none; ``done``:
+    which hold full blocks."""
+
+    def __init__(self, extent: Extent) -> None:
+        self.extent = extent
+        self.of = np.zeros(0, dtype=np.int64)
+        self.done = np.zeros(0, dtype=np.bool_)
+
+    def grow(self, count: int) -> None:
+        """There are now at least ``count`` blocks."""
+        more = count - len(self.of)
+        if more > 0:
+            self.of = np.pad(self.of, (0, more + 16), constant_values=-1)
+            self.done = np.pad(self.done, (0, more + 16))
+
+    def drop(self, first: int, end: int) -> list[int]:
+        """Pages of these blocks, which have none from now on."""
+        part = self.of[first:end]
+        had = part[part >= 0].tolist()
+        part[:] = -1
+        self.done[first:end] = False
+        return list(had)
+
+
+class InPlaceLayer:
+    """One layer's dense attention over partially offloaded sequences. Owned by the worker's thread.
+
+    It needs all of a sequence's keys. The kernel reads those that are off the device where they
+    lie, in the arena. The others must lie in the same range of addresses for that: they are copied
+    into pages behind the arena, a full block once.
+    """
+
+    in_place = True
+
+    def __init__(self, shape: KernelShape) -> None:
+        self._shape = shape
+        self._at = 0
+        self._pages: dict[str, _Pages] = {}
+
+    def place(self, layer_at: int) -> None:
+        """Where in a block's record this layer's page is."""
+        self._at = layer_at
+
+    def forget(self, key: str, memory: bool = True) -> None:
+        """Gives the sequence's pages back, and their ``memory`` if it is not needed again soon."""
+        pages = self._pages.pop(key, None)
+        if pages is not None:
+            pages.extent.give(pages.drop(0, len(pages.of)), memory)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        sequence: OffloadedSequence,
+        table: torch.Tensor,
+        tokens: int,
+        scale: float,
+        softcap: float = 0.0,
+    ) -> torch.Tensor:
+        """Attention of the sequence's last tokens, contiguous ``[tokens, heads, dim]``, over all
+        of its ``tokens`` before them and they themselves.
+
+        ``table``: its device blocks, those that are in the arena meaningless.
+        """
+        extent = sequence.extent
+        assert extent is not None
+        places = self._places(extent, kv_cache, sequence, table, tokens)
+        seq_lens = torch.tensor([tokens], dtype=torch.int32)
+        starts = torch.tensor([0, len(query)], dtype=torch.int32)
+        order = torch.from_numpy(places.astype(np.int32))[None]
+        plan = schedule(self._shape, seq_lens, starts, whole=True)
+        caches = halves(extent.blocks(self._at, kv_cache), whole=True)
+        return attend(query, caches, order, seq_lens, starts, plan, scale, softcap)
+
+    def _places(
+        self,
+        extent: Extent,
+        kv_cache: torch.Tensor,
+        sequence: OffloadedSequence,
+        table: torch.Tensor,
+        tokens: int,
+    ) -> Ints:
+        """Where the sequence's blocks lie in the extent, after copying those not in the arena."""
+        size = self._shape.block_size
+        blocks = -(-tokens // size)
+        first, end = sequence.init, sequence.init + sequence.count
+        pages = self._pages.setdefault(sequence.key, _Pages(extent))
+        pages.grow(blocks)
+        extent.give(pages.drop(first, end))
+        own = np.r_[0:first, end:blocks]
+        new = own[pages.of[own] < 0]
+        pages.of[new] = extent.take(len(new))
+        ids = table.numpy()
+        for block in own[~pages.done[own]].tolist():
+            page = extent.page(int(pages.of[block]), self._at)
+            page.copy_(kv_cache[int(ids[block])].view(-1).view(torch.uint8))
+        pages.done[own] = own < tokens // size
+        places = np.empty(blocks, dtype=np.int64)
+        places[first:end] = sequence.offsets // ALIGNMENT
+        places[own] = extent.places_of(pages.of[own], self._at)
+        return places
+
+
+class RetrievalBackend(CPUAttentionBackend):
+    """Registered in place of CPU_ATTN, and goes by its name: the KV bytes are the same."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        return RetrievalImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
+        return RetrievalMetadataBuilder
+
+
+class RetrievalMetadataBuilder(RetrievalBuilder, CPUAttentionMetadataBuilder):
+    """Retrieval beside vLLM's dense metadata."""
+
+    def make_kernel(self, kv_cache_spec: Any) -> CpuKernel:
+        shape = (self.num_heads, self.num_kv_heads, self.head_dim, self.block_size)
+        return CpuKernel(KernelShape(*shape, self.dtype, self.isa))
+
+    def make_whole(self) -> InPlaceLayer:
+        return InPlaceLayer(self._kernel.shape)
+
+
+class RetrievalImpl(RetrievalAttention[InPlaceLayer], CPUAttentionBackendImpl):
+    """Retrieval over vLLM's dense attention."""
+
+    def _attend_offloaded(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        row: OffloadedRow,
+        output: torch.Tensor,
+    ) -> None:
+        assert self._whole is not None
+        part = query[row.places].reshape(-1, self.num_heads, self.head_size).contiguous()
+        attended = self._whole.attend(
+            part, kv_cache, row.sequence, row.table, row.tokens, self.scale, self.logits_soft_cap
+        )
+        output[row.places] = attended.view_as(output[row.places])

@@ -1,0 +1,228 @@
+"""What the connector's worker side and the attention layers of a KV group tell each other."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.engines.vllm.attention.activity import Activity
+from kvrecall.engines.vllm.attention.layer import RetrievalLayer
+from kvrecall.engines.vllm.attention.offloaded import (
+    Extent,
+    OffloadedSequence,
+    Records,
+    checksums_of_layer,
+    digests_of_layer,
+)
+from kvrecall.engines.vllm.attention.step import Freshness
+from kvrecall.engines.vllm.connector.wire import Arrival, Departure, OffloadOrders
+from kvrecall.engines.vllm.serving.heat import HeatTotals
+from kvrecall.errors import EngineError
+from kvrecall.pool.base import ArenaHandle
+
+logger = logging.getLogger("vllm.kvrecall")
+
+
+class WholeLayer(Protocol):
+    """A layer's dense attention over partially offloaded sequences."""
+
+    in_place: bool
+    """Whether it reads the arena where it lies, by an ``Extent``."""
+
+    def place(self, layer_at: int) -> None:
+        """Where in a block's record this layer's page is."""
+
+    def forget(self, key: str, memory: bool = True) -> None:
+        """The sequence is no more, or was never known; with ``memory`` False it will be back in the
+        next step."""
+
+
+class RetrievalGroup:
+    """The retrieval layers of one KV group in a worker: which digests are fresh, and which
+    sequences are partially offloaded. Owned by the worker's thread.
+
+    The metadata builder makes it and adds the layers; the connector registers the KV caches, and
+    from then on reports every copy between the device and the pool.
+    """
+
+    def __init__(
+        self,
+        settings: RetrievalSettings,
+        block_size: int,
+        activity: Activity,
+        heat: HeatTotals,
+        pages: int = 0,
+        loads_in_step: bool = True,
+    ) -> None:
+        """``pages``: most that layers may need behind the arena; see ``Extent``.
+        ``loads_in_step``: whether loaded blocks lie there when ``note_restored`` is called."""
+        self.settings = settings
+        self.activity = activity
+        self.heat = heat
+        self.freshness = Freshness(block_size)
+        self._pages = pages
+        self._loads_in_step = loads_in_step
+        self._caches: Mapping[str, torch.Tensor] = {}
+        self._extents: dict[ArenaHandle, Extent] = {}
+        self._sparse: dict[str, RetrievalLayer] = {}
+        self._whole: dict[str, WholeLayer] = {}
+        self._sequences: dict[str, OffloadedSequence] = {}
+        self._rows: dict[int, str] = {}
+
+    # ---- as the metadata builder and the layers ask ---------------------------------------
+
+    def add(self, name: str, sparse: RetrievalLayer | None, whole: WholeLayer | None) -> None:
+        """``sparse``: None if the layer stays dense; ``whole``: None if nothing is offloaded."""
+        if sparse is not None:
+            self._sparse[name] = sparse
+        if whole is not None:
+            self._whole[name] = whole
+
+    def sequence(self, last_block: int) -> OffloadedSequence | None:
+        """The offloaded sequence whose last token of this step is written into that block."""
+        key = self._rows.get(last_block)
+        return None if key is None else self._sequences[key]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no sequence of this step is offloaded."""
+        return not self._rows
+
+    # ---- as the connector asks -----------------------------------------------------------
+
+    def register(self, caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Takes the device KV cache, one tensor a layer. Returns what the pool is to keep beside
+        the KV of the group: each sparse layer's digests and their checksums, a row a block."""
+        self._caches = caches
+        pages = {}
+        for name, layer in self._sparse.items():
+            pages[digests_of_layer(name)] = layer.digest_rows(caches[name])
+            pages[checksums_of_layer(name)] = layer.checksum_rows(caches[name])
+        return pages
+
+    def note_overwritten(self, block_ids: Iterable[int]) -> None:
+        """A load writes these blocks, behind the back of the engine's forward pass."""
+        self.freshness.wrote_blocks(block_ids)
+
+    def note_restored(self, block_ids: Iterable[int]) -> None:
+        """These blocks, or the null block, came from the pool with their digests. Those that came
+        damaged are stale; and all, where they are still on their way and cannot be looked at."""
+        if not self._loads_in_step:
+            return
+        real = torch.tensor([block for block in block_ids if block], dtype=torch.int64)
+        self.freshness.restored_blocks(real.tolist())
+        for sparse in self._sparse.values():
+            self.freshness.wrote_blocks(sparse.damaged(real).tolist())
+
+    def before_store(self, block_ids: Sequence[int]) -> None:
+        """These blocks go to the pool: computes what is stale of their digests, and signs them.
+        They are full, or the null block."""
+        real = torch.tensor([block for block in block_ids if block], dtype=torch.int64)
+        stale = self.freshness.take_stale(real)
+        self.activity.blocks_digested += len(stale)
+        for name, sparse in self._sparse.items():
+            sparse.digest(self._caches[name], stale)
+            sparse.sign(real)
+
+    def take(self, orders: OffloadOrders | None, records: Records | None) -> set[str]:
+        """Carries out a step's orders, before the step writes any device block.
+
+        ``records``: of the arena that holds what arrives and departs; None: it cannot be reached.
+        Returns the sequences for which the orders could not be carried out: their blocks are lost,
+        and what the step computes of them means nothing.
+        """
+        self._rows = {}
+        if orders is None:
+            return set()
+        for key in orders.ended:
+            self._forget(key)
+        lost = set()
+        for arrival in orders.arrivals:
+            if not self._arrive(arrival, records):
+                lost.add(arrival.request_id)
+        for departure in orders.departures:
+            if not self._depart(departure, records):
+                lost.add(departure.request_id)
+        self._rows = {block: key for block, key in orders.rows.items() if key in self._sequences}
+        return lost
+
+    def _begin(
+        self, order: Arrival | Departure, records: Records | None
+    ) -> OffloadedSequence | None:
+        """A sequence with nothing off the device yet. None if the arena is out of reach."""
+        if records is None:
+            return None
+        try:
+            extent = self._extent(records)
+        except EngineError as error:
+            logger.error("kvrecall: %s", error)
+            return None
+        none = torch.empty(0, dtype=torch.int32)
+        sequence = OffloadedSequence(
+            order.request_id, order.init, np.empty(0, np.int64), none, records, extent
+        )
+        self._sequences[sequence.key] = sequence
+        return sequence
+
+    def _extent(self, records: Records) -> Extent | None:
+        """Where layers attend to the arena in place; None if none does. Raises EngineError."""
+        if records.arena is None or not self._whole:
+            return None
+        for name, whole in self._whole.items():
+            whole.place(records.layers[name])
+        first, whole = next(iter(self._whole.items()))
+        if not whole.in_place:
+            return None
+        if records.arena not in self._extents:
+            page = self._caches[first][0].nbytes
+            self._extents[records.arena] = Extent(records.arena, page, self._pages)
+        return self._extents[records.arena]
+
+    def _forget(self, key: str) -> None:
+        """The sequence is no more. With the last one in an arena that arena is unmapped: its owner
+        may have died, and its memory be needed."""
+        gone = self._sequences.pop(key, None)
+        if gone is None:
+            return
+        for sparse in self._sparse.values():
+            sparse.forget(key)
+        for whole in self._whole.values():
+            whole.forget(key)
+        arena = gone.records.arena
+        if arena in self._extents and not any(
+            sequence.records.arena == arena for sequence in self._sequences.values()
+        ):
+            self._extents.pop(arena).close()
+
+    def _arrive(self, arrival: Arrival, records: Records | None) -> bool:
+        sequence = self._begin(arrival, records)
+        if sequence is None:
+            return False
+        sequence.offsets = np.array(arrival.offsets, dtype=np.int64)
+        sequence.slots = torch.tensor(arrival.slots, dtype=torch.int32)
+        self.activity.blocks_left += len(sequence.offsets)
+        for name, sparse in self._sparse.items():
+            sparse.arrive(sequence, self._caches[name], name)
+        return True
+
+    def _depart(self, departure: Departure, records: Records | None) -> bool:
+        sequence = self._sequences.get(departure.request_id)
+        if sequence is None:
+            sequence = self._begin(departure, records)
+        if sequence is None:
+            return False
+        added = np.array(departure.offsets, dtype=np.int64)
+        sequence.offsets = np.concatenate([sequence.offsets, added])
+        slots = torch.tensor(departure.slots, dtype=torch.int32)
+        sequence.slots = torch.cat([sequence.slots, slots])
+        self.activity.blocks_offloaded += len(added)
+        stale = self.freshness.take_stale(torch.tensor(departure.block_ids, dtype=torch.int32))
+        for name, sparse in self._sparse.items():
+            sparse.digest(self._caches[name], stale)
+            sparse.depart(sequence, departure, self._caches[name], name)
+        return True

@@ -1,0 +1,457 @@
+"""Scheduler side of offloading: which blocks of long sequences leave the device, and vLLM's block
+manager that gives them back.
+
+A block leaves when the pool holds it in the arena and a lease keeps it there. In exchange the
+sequence holds slots: device blocks of no token's own, into which the worker recalls what each layer
+and KV head needs. Lease and slots end with the sequence's stay in the batch: a preempted sequence
+comes back as any other, from the device's prefix cache and the pool. Middle blocks of a prefix that
+is found in the pool do not come to the device at all.
+
+A pool service may die, and another one take its place. What has left the device by then stays
+where it is: workers keep the dead one's arena mapped while sequences read it. Of such a sequence
+nothing more leaves, so that all that has lies in one arena.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from kvrecall.attention.settings import Regime, RetrievalSettings
+from kvrecall.attention.split import Gate, Split, slots_of, split_of
+from kvrecall.engines.vllm.connector.request import RequestState
+from kvrecall.engines.vllm.connector.wire import Arrival, Departure, OffloadOrders
+from kvrecall.pool.base import ArenaHandle, PoolClient, RecallState
+
+PATIENCE = 64
+"""Decoded tokens between two attempts to lease what the pool did not have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadableSpec(FullAttentionSpec):
+    """Full attention, as vLLM sees it."""
+
+    @classmethod
+    def of(cls, spec: FullAttentionSpec) -> OffloadableSpec:
+        return cls(**{field.name: getattr(spec, field.name) for field in fields(spec)})
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Blocks ``[first, end)`` of a sequence may leave the device. It then needs ``least`` slots,
+    and does better with ``slots``."""
+
+    first: int
+    end: int
+    least: int
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeftInPool:
+    """Blocks ``[first, end)`` of a sequence that begins stay in the pool, under a lease, instead of
+    coming to the device. It gets ``slots`` slots instead."""
+
+    first: int
+    end: int
+    slots: int
+
+
+@dataclass(slots=True)
+class _Offloaded:
+    """A sequence past the offload boundary. Its middle blocks are counted from ``init``.
+
+    ``offsets``: arena offsets of the leading middle blocks that are leased; ``gone``: how many of
+    them have left the device. ``retry_at``: the length from which to lease more. ``over``: nothing
+    more leaves, as the pool that has the others is gone.
+    """
+
+    init: int
+    tickets: list[int] = field(default_factory=list)
+    pending: int | None = None
+    offsets: list[int] = field(default_factory=list)
+    gone: int = 0
+    retry_at: int = 0
+    over: bool = False
+    left: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    arrives: bool = False
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.left or self.slots)
+
+
+class OffloadPlanner:
+    """Plans what leaves the device of one engine's long sequences. Called from the engine's thread
+    only."""
+
+    def __init__(
+        self,
+        pool: PoolClient,
+        settings: RetrievalSettings,
+        block_size: int,
+        gate: Gate,
+        deadline_s: float,
+        state_of: Callable[[str], RequestState | None],
+        trusted: Callable[[RequestState, Sequence[int]], int],
+    ) -> None:
+        """``gate``: that of the workers. ``state_of``: the scheduler side's of a request.
+        ``trusted``: how many of leased blocks, from the first on, may be read."""
+        self._pool = pool
+        self._settings = settings
+        self._block_size = block_size
+        self._gate = gate
+        self._deadline_s = deadline_s
+        self._state_of = state_of
+        self._trusted = trusted
+        self._sequences: dict[str, _Offloaded] = {}
+        self._expected: dict[str, tuple[_Offloaded, LeftInPool]] = {}
+        self._ended: list[str] = []
+        self._arena: ArenaHandle | None = None
+        self._out_of_reach: ArenaHandle | None = None
+
+    # ---- as the scheduler side asks ------------------------------------------------------
+
+    def expect(self, request_id: str, start: int, end: int) -> None:
+        """Blocks ``[start, end)`` of a request that begins lie in the arena and are about to be
+        loaded; those before are on the device. Leases what may stay there, if that is worth it."""
+        if request_id in self._expected:
+            if self._holds(self._expected[request_id][0]):
+                return
+            self.unexpect(request_id)
+        state = self._state_of(request_id)
+        if state is None or _is_open_ended(state) or not self._is_reachable:
+            return
+        split = self._split(state.request.num_tokens)
+        last = 0 if split is None else min(end, split.local)
+        if split is None or start >= last:
+            return
+        count = last - split.init
+        slots = slots_of(split, count, self._settings)[1]
+        if last < split.local and count <= 2 * slots:
+            return
+        keys = state.keys(last)
+        parent = keys[split.init - 1] if split.init else None
+        ticket = self._pool.acquire(keys[split.init :], self._deadline_s, parent, state.tenant)
+        recall = self._pool.poll(ticket)
+        if recall.state is RecallState.PENDING or len(recall.offsets) < count:
+            self._pool.release(ticket)  # what is on the device is not in the arena
+            return
+        sequence = _Offloaded(split.init, [ticket], offsets=list(recall.offsets), arrives=True)
+        self._expected[request_id] = sequence, LeftInPool(split.init, last, slots)
+
+    def unexpect(self, request_id: str) -> None:
+        """Nothing is about to be loaded for the request. It may not have been expected."""
+        sequence, _ = self._expected.pop(request_id, (None, None))
+        if sequence is not None:
+            self._release(sequence)
+
+    # ---- as vLLM's block manager asks ----------------------------------------------------
+
+    def left_in_pool(self, request_id: str) -> LeftInPool | None:
+        _, what = self._expected.get(request_id, (None, None))
+        return what
+
+    def arrived(self, request_id: str, slots: Sequence[int]) -> None:
+        sequence, _ = self._expected.pop(request_id)
+        sequence.gone = len(sequence.offsets)
+        sequence.slots.extend(slots)
+        self._sequences[request_id] = sequence
+
+    def review(self, request_id: str, tokens: int) -> Offload | None:
+        split = self._split(tokens)
+        state = self._state_of(request_id)
+        if split is None or state is None or not _decodes(state, tokens):
+            return None
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            sequence = self._sequences[request_id] = _Offloaded(split.init)
+        if sequence.over or not self._is_reachable:
+            return None
+        if sequence.gone < split.middle:
+            self._lease(sequence, state, split, tokens)
+        safe = min(len(sequence.offsets), split.middle)
+        least, slots = slots_of(split, safe, self._settings)
+        if safe <= sequence.gone or not (safe == split.middle or safe > 2 * slots):
+            return None
+        if not self._holds(sequence):
+            return None
+        return Offload(split.init + sequence.gone, split.init + safe, least, slots)
+
+    def left(self, request_id: str, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+        sequence = self._sequences[request_id]
+        sequence.left.extend(block_ids)
+        sequence.slots.extend(slots)
+        sequence.gone += len(block_ids)
+
+    def least_slots(self, request_id: str, tokens: int) -> int:
+        sequence = self._sequences.get(request_id)
+        if sequence is None or not sequence.gone:
+            return 0
+        split = split_of(tokens, self._block_size, self._settings)
+        return slots_of(split, sequence.gone, self._settings)[0]
+
+    def ended(self, request_id: str) -> None:
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
+            return
+        self._release(sequence)
+        if sequence.gone:
+            self._ended.append(request_id)
+
+    def _release(self, sequence: _Offloaded) -> None:
+        for ticket in [
+            *sequence.tickets,
+            *([] if sequence.pending is None else [sequence.pending]),
+        ]:
+            self._pool.release(ticket)
+
+    # ---- as the connector asks -----------------------------------------------------------
+
+    def out_of_reach(self) -> None:
+        """The workers cannot read the last step's arena: nothing more goes there."""
+        self._out_of_reach = self._arena
+
+    def orders(
+        self,
+        scheduled: Mapping[str, int],
+        block_ids: Callable[[str], Sequence[int]],
+        arena: ArenaHandle,
+    ) -> OffloadOrders | None:
+        """What the workers must know before the step, whose requests are ``scheduled``, and whose
+        orders name that arena."""
+        self._arena = arena
+        rows: dict[int, str] = {}
+        departures: list[Departure] = []
+        arrivals: list[Arrival] = []
+        for request_id, sequence in self._sequences.items():
+            if sequence.arrives:
+                arrivals.append(_arrival(request_id, sequence))
+            elif sequence.has_news:
+                departures.append(self._departure(request_id, sequence))
+            state = self._state_of(request_id)
+            if sequence.gone and state is not None and request_id in scheduled:
+                last = state.request.num_computed_tokens + scheduled[request_id] - 1
+                rows[block_ids(request_id)[last // self._block_size]] = request_id
+        ended, self._ended = self._ended, []
+        if not (departures or arrivals or rows or ended):
+            return None
+        return OffloadOrders(departures, rows, ended, arrivals)
+
+    def _departure(self, request_id: str, sequence: _Offloaded) -> Departure:
+        offsets = sequence.offsets[sequence.gone - len(sequence.left) : sequence.gone]
+        departure = Departure(
+            request_id, sequence.init, tuple(sequence.left), tuple(offsets), tuple(sequence.slots)
+        )
+        sequence.left, sequence.slots = [], []
+        return departure
+
+    # ---- leases --------------------------------------------------------------------------
+
+    def _split(self, tokens: int) -> Split | None:
+        """None unless sequences of that length leave the device."""
+        if self._settings.regime(tokens) is not Regime.OFFLOAD:
+            return None
+        split = split_of(tokens, self._block_size, self._settings)
+        return split if self._gate.passes(tokens, split) else None
+
+    @property
+    def _is_reachable(self) -> bool:
+        return self._out_of_reach is None or self._out_of_reach != self._arena
+
+    def _holds(self, sequence: _Offloaded) -> bool:
+        """Whether all that was leased is, so that its offsets are those of the step's arena. If
+        not, the pool that had it is gone: then what has not left is leased anew, if none has."""
+        if all(self._pool.poll(ticket).offsets for ticket in sequence.tickets):
+            return True
+        if sequence.gone:
+            sequence.over = True
+        else:
+            self._release(sequence)
+            sequence.tickets, sequence.pending, sequence.offsets = [], None, []
+        return False
+
+    def _lease(self, sequence: _Offloaded, state: RequestState, split: Split, tokens: int) -> None:
+        """Leases middle blocks beyond those leased already, as far as the pool has them."""
+        if sequence.pending is None:
+            first = split.init + len(sequence.offsets)
+            if first >= split.local or tokens < sequence.retry_at:
+                return
+            if not self._holds(sequence):
+                return
+            chain = state.keys(split.local)
+            parent = chain[first - 1] if 0 < first <= len(chain) else None
+            keys, deadline = chain[first:], self._deadline_s
+            sequence.pending = self._pool.acquire(keys, deadline, parent, state.tenant)
+        recall = self._pool.poll(sequence.pending)
+        if recall.state is RecallState.PENDING:
+            return
+        offsets = recall.offsets[: self._trusted(state, recall.offsets)]
+        if offsets:
+            sequence.tickets.append(sequence.pending)
+        else:
+            self._pool.release(sequence.pending)
+        sequence.pending = None
+        sequence.offsets.extend(offsets)
+        if split.init + len(sequence.offsets) < split.local:
+            sequence.retry_at = tokens + PATIENCE
+
+
+def _arrival(request_id: str, sequence: _Offloaded) -> Arrival:
+    arrival = Arrival(request_id, sequence.init, tuple(sequence.offsets), tuple(sequence.slots))
+    sequence.slots, sequence.arrives = [], False
+    return arrival
+
+
+def _decodes(state: RequestState, tokens: int) -> bool:
+    """Whether the request's next step is to compute one token that it has sampled."""
+    request = state.request
+    return (
+        request.status.name == "RUNNING"
+        and tokens == request.num_tokens > request.num_prompt_tokens
+        and not _is_open_ended(state)
+    )
+
+
+def _is_open_ended(state: RequestState) -> bool:
+    """Whether its prompt may go on after it was answered."""
+    return bool(getattr(state.request, "resumable", False))
+
+
+class OffloadManager(FullAttentionManager):
+    """vLLM's manager of full attention, which gives back what the planner says. Without one
+    nothing ever leaves the device."""
+
+    def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, **kwargs)
+        self.planner: OffloadPlanner | None = None
+        self._slots: dict[str, list[Any]] = {}
+
+    def remove_skipped_blocks(
+        self,
+        request_id: str,
+        processed_computed_tokens: int,
+        num_prompt_tokens: int | None = None,
+    ) -> None:
+        if self.planner is None or request_id not in self.req_to_blocks:
+            return
+        offload = self.planner.review(request_id, processed_computed_tokens + 1)
+        if offload is None:
+            return
+        leaving = self.req_to_blocks[request_id][offload.first : offload.end]
+        held = len(self._slots.get(request_id, ()))
+        room = self.block_pool.get_num_free_blocks() + sum(one.ref_cnt == 1 for one in leaving)
+        if room < offload.least - held:
+            return
+        ids = [block.block_id for block in leaving]
+        self._remove_blocks_in_range(request_id, offload.first, offload.end)
+        wanted = min(offload.slots - held, self.block_pool.get_num_free_blocks())
+        self.planner.left(request_id, ids, self._add_slots(request_id, wanted))
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[Any],
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> int:
+        blocks = super().get_num_blocks_to_allocate(
+            request_id,
+            num_tokens,
+            new_computed_blocks,
+            total_computed_tokens,
+            num_local_computed_tokens,
+            *args,
+            **kwargs,
+        )
+        external = total_computed_tokens - num_local_computed_tokens
+        left_in_pool = self._expected(request_id, external)
+        if left_in_pool is None:
+            return blocks + self._lacking(request_id, num_tokens)
+        unneeded = new_computed_blocks[left_in_pool.first : left_in_pool.end]
+        lacking = left_in_pool.end - max(left_in_pool.first, len(new_computed_blocks))
+        spared = lacking + self._get_num_evictable_blocks(unneeded)
+        return blocks - spared + left_in_pool.slots
+
+    def add_local_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[Any],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        left_in_pool = self._expected(request_id, num_external_computed_tokens)
+        found = list(new_computed_blocks)
+        if left_in_pool is not None:
+            gone = len(found[left_in_pool.first : left_in_pool.end])
+            found[left_in_pool.first : left_in_pool.end] = [self._null_block] * gone
+            self.block_pool.touch([block for block in found if not block.is_null])
+            self.req_to_blocks[request_id].extend(found)
+            self.num_cached_block[request_id] = len(found)
+            return
+        super().add_local_computed_blocks(
+            request_id, found, num_local_computed_tokens, num_external_computed_tokens
+        )
+
+    def allocate_external_computed_blocks(
+        self,
+        request_id: str,
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+        record_for_zeroing: bool = True,
+    ) -> None:
+        left_in_pool = self._expected(request_id, num_external_computed_tokens)
+        if left_in_pool is None:
+            super().allocate_external_computed_blocks(
+                request_id,
+                num_local_computed_tokens,
+                num_external_computed_tokens,
+                record_for_zeroing,
+            )
+            return
+        assert self.planner is not None
+        blocks = self.req_to_blocks[request_id]
+        total = (num_local_computed_tokens + num_external_computed_tokens) // self.block_size
+        blocks.extend(self.block_pool.get_new_blocks(max(0, left_in_pool.first - len(blocks))))
+        blocks.extend([self._null_block] * (left_in_pool.end - len(blocks)))
+        blocks.extend(self.block_pool.get_new_blocks(max(0, total - len(blocks))))
+        self.planner.arrived(request_id, self._add_slots(request_id, left_in_pool.slots))
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[Any]:
+        blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
+        lacking = self._lacking(request_id, num_tokens)
+        if lacking:
+            assert self.planner is not None
+            self.planner.left(request_id, (), self._add_slots(request_id, lacking))
+        return blocks
+
+    def pop_blocks_for_free(self, request_id: str) -> list[Any]:
+        blocks = super().pop_blocks_for_free(request_id)
+        if self.planner is not None:
+            self.planner.ended(request_id)
+        return [*blocks, *self._slots.pop(request_id, [])]
+
+    def _expected(self, request_id: str, external_tokens: int) -> LeftInPool | None:
+        if self.planner is None or external_tokens <= 0 or request_id in self._slots:
+            return None
+        return self.planner.left_in_pool(request_id)
+
+    def _lacking(self, request_id: str, tokens: int) -> int:
+        if self.planner is None or request_id not in self._slots:
+            return 0
+        return max(0, self.planner.least_slots(request_id, tokens) - len(self._slots[request_id]))
+
+    def _add_slots(self, request_id: str, count: int) -> list[int]:
+        new = self.block_pool.get_new_blocks(max(0, count))
+        self._slots.setdefault(request_id, []).extend(new)
+        return [block.block_id for block in new]
