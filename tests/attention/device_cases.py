@@ -103,12 +103,12 @@ def wipe(
         memory[offset + at : offset + at + page] = run.view(torch.uint8).numpy()
     free = bench.take(slots_of(split, gone, SETTINGS)[1])
     records = Records(memory, {"layer": at})
-    away = OffloadedSequence("one", split.init, offsets, free.to(torch.int32), records)
+    offloaded = OffloadedSequence("one", split.init, offsets, free.to(torch.int32), records)
     bench.layer.digest(bench.cache, bench.freshness.take_stale(ids))
     departure = Departure("one", split.init, tuple(ids.tolist()), tuple(offsets), tuple(free))
-    bench.layer.depart(away, departure, bench.cache, "layer")
+    bench.layer.depart(offloaded, departure, bench.cache, "layer")
     bench.cache[ids] = float("nan")
-    return away
+    return offloaded
 
 
 @pytest.mark.parametrize("tokens_first", [False, True])
@@ -125,9 +125,9 @@ def test_blocks_recalled_from_memory_give_the_same_bits(
     whole = bench.cache[blocks].clone()
     memory = np.zeros(60 * (bench.cache[0].nbytes + 512), dtype=np.uint8)
     gone = split_of(tokens, BLOCK, SETTINGS).middle - stay
-    away = wipe(bench, sequence, gone, memory, 256)
+    offloaded = wipe(bench, sequence, gone, memory, 256)
     table = blocks.to(torch.int32)[None]
-    step = bench.planner.plan([BatchRow(1, tokens, False)], table, {0: away})
+    step = bench.planner.plan([BatchRow(1, tokens, False)], table, {0: offloaded})
     assert step is not None
     for query, result in zip(queries, want, strict=True):
         got = bench.layer.attend(query[None], bench.cache, step, bench.shape.head_dim**-0.5)
@@ -135,7 +135,7 @@ def test_blocks_recalled_from_memory_give_the_same_bits(
     assert bench.activity.blocks_loaded > 0
     layer = StagedLayer()
     layer.place(256)
-    staged = layer.stage(bench.cache, away, table[0], tokens)
+    staged = layer.stage(bench.cache, offloaded, table[0], tokens)
     assert torch.equal(staged, whole)
     assert staged.stride()[1:] == bench.cache.stride()[1:]
 

@@ -57,18 +57,6 @@ def setup(model_folder: Callable[..., Path]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def dense(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
-    return start(**setup, **AS_GPU, env=INTERPRETED)
-
-
-@pytest.fixture(scope="module")
-def whole(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
-    """Sparse with every middle block chosen, in a device cache too small for the mixed batch."""
-    setup = {**setup, "num_gpu_blocks_override": 14}
-    return start(**setup, **AS_GPU, env={**retrieval(1.0), **INTERPRETED})
-
-
-@pytest.fixture(scope="module")
 def sparse(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
     pool = {"host_size": "64MiB", "load_or_compute": "load"}
     env = {**retrieval(0.3), **INTERPRETED, "VLLM_USE_V2_MODEL_RUNNER": "1"}
@@ -80,7 +68,7 @@ def sparse(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
     params=[("0", "TRITON_ATTN", "NHD"), ("1", "FLASH_ATTN", "HND")],
     ids=["V1", "V2-flash"],
 )
-def away(
+def offloaded(
     request: pytest.FixtureRequest, start: Callable[..., Engine], setup: dict[str, Any]
 ) -> Iterator[Engine]:
     """Long sequences leave the device in part, under either model runner. What the first request of
@@ -110,16 +98,6 @@ PREEMPTED: dict[str, Any] = {"prompts": prompts(), "after_steps": 3, "max_tokens
 
 def answers(engine: Engine) -> list[list[int]]:
     return tokens_of(engine.generate(prompts=prompts(), max_tokens=DECODED, ignore_eos=True))
-
-
-def test_the_share_of_all_gives_dense_tokens(dense: Engine, whole: Engine) -> None:
-    """In one batch of all regimes, for which the device has not room at once."""
-    want = answers(dense)
-    assert set(activity(dense).values()) == {0}
-    before = activity(whole)
-    assert answers(whole) == want
-    done = spent(whole, before)
-    assert done["blocks_selected"] == done["blocks_considered"] > 0
 
 
 def test_few_blocks_give_the_tokens_of_the_cpu_kernel(sparse: Engine, on_cpu: Engine) -> None:
@@ -158,29 +136,31 @@ def preempted(sparse: Engine) -> list[list[int]]:
 
 
 def test_sequences_off_the_device_decode_as_on_it(
-    undisturbed: list[list[int]], away: Engine
+    undisturbed: list[list[int]], offloaded: Engine
 ) -> None:
     """Beside others; then as prefixes from the pool, of which the middle stays there."""
     for again in (False, True):
-        assert away.forget_device()
-        before = activity(away)
-        assert answers(away) == undisturbed
-        did = spent(away, before)
+        assert offloaded.forget_device()
+        before = activity(offloaded)
+        assert answers(offloaded) == undisturbed
+        did = spent(offloaded, before)
         assert did["blocks_left" if again else "blocks_offloaded"] == MIDDLE
         assert did["sequences_offloaded"] == DECODED - 1
         assert did["sequences_sparse"] > did["sequences_offloaded"]
         assert did["blocks_hit"] > 0
         assert did["blocks_loaded"] > 0
         assert did["bytes_loaded"] == did["blocks_loaded"] * BLOCK * 2 * 32 * 4
-    assert away.pool_stats()["leases"] == 0
+    assert offloaded.pool_stats()["leases"] == 0
 
 
-def test_preempted_sequences_go_on_off_the_device(preempted: list[list[int]], away: Engine) -> None:
+def test_preempted_sequences_go_on_off_the_device(
+    preempted: list[list[int]], offloaded: Engine
+) -> None:
     """They come back from the pool, in which their middles stay, beside others."""
-    assert away.forget_all()
-    before = activity(away)
-    assert away.preempt_midway(**PREEMPTED) == preempted
-    did = spent(away, before)
+    assert offloaded.forget_all()
+    before = activity(offloaded)
+    assert offloaded.preempt_midway(**PREEMPTED) == preempted
+    did = spent(offloaded, before)
     assert did["blocks_offloaded"] == did["blocks_left"] == MIDDLE
     assert did["sequences_offloaded"] == DECODED - 2
-    assert away.pool_stats()["leases"] == 0
+    assert offloaded.pool_stats()["leases"] == 0

@@ -46,24 +46,26 @@ def on_device(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def away(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
+def offloaded(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
     return start(**setup, env=settings(2048))
 
 
 @pytest.fixture(autouse=True)
-def nothing_leaks(away: Engine) -> Iterator[None]:
+def nothing_leaks(offloaded: Engine) -> Iterator[None]:
     """Whatever a test does, all device blocks and leases are given back."""
     yield
-    assert away.free_blocks() == 89
-    assert away.pool_stats()["leases"] == 0
+    assert offloaded.free_blocks() == 89
+    assert offloaded.pool_stats()["leases"] == 0
 
 
-def test_an_offloaded_sequence_decodes_as_on_the_device(on_device: Engine, away: Engine) -> None:
+def test_an_offloaded_sequence_decodes_as_on_the_device(
+    on_device: Engine, offloaded: Engine
+) -> None:
     prompt = prompt_of(3000, 1)
     want = on_device.ask(prompt, max_tokens=80)
-    before = activity(away)
-    got = away.ask(prompt, max_tokens=80)
-    did = spent(away, before)
+    before = activity(offloaded)
+    got = offloaded.ask(prompt, max_tokens=80)
+    did = spent(offloaded, before)
     assert did["sequences_offloaded"] == did["sequences_sparse"] == 79
     assert did["blocks_offloaded"] == (3000 + 80 - 256) // 128 - 1
     chosen = did["blocks_hit"] + did["blocks_loaded"]
@@ -71,58 +73,58 @@ def test_an_offloaded_sequence_decodes_as_on_the_device(on_device: Engine, away:
     assert did["blocks_hit"] > 0
     assert did["blocks_loaded"] > 0
     assert did["bytes_loaded"] == did["blocks_loaded"] * BLOCK_BYTES
-    assert away.metrics()["kvrecall_retrieval_bytes_loaded_total"] > 0
+    assert offloaded.metrics()["kvrecall_retrieval_bytes_loaded_total"] > 0
     assert got["tokens"] == want["tokens"]
     assert got["logprobs"] == want["logprobs"]
 
 
-def test_the_freed_blocks_serve_others(on_device: Engine, away: Engine) -> None:
+def test_the_freed_blocks_serve_others(on_device: Engine, offloaded: Engine) -> None:
     """Five regimes in one batch, of 80 blocks to begin with and more than there are in the end."""
     prompts = [prompt_of(tokens, 10 + at) for at, tokens in enumerate(MIXED)]
     want = on_device.generate(prompts=prompts, max_tokens=70)
-    before, preempted = activity(away), away.preemptions()
-    got = away.generate(prompts=prompts, max_tokens=70)
-    did = spent(away, before)
+    before, preempted = activity(offloaded), offloaded.preemptions()
+    got = offloaded.generate(prompts=prompts, max_tokens=70)
+    did = spent(offloaded, before)
     assert tokens_of(got) == tokens_of(want)
-    assert away.preemptions() == preempted
+    assert offloaded.preemptions() == preempted
     assert did["sequences_offloaded"] > 3 * 69
     assert did["sequences_sparse"] > did["sequences_offloaded"]
 
 
-def test_preempted_and_brought_back_from_the_pool(on_device: Engine, away: Engine) -> None:
+def test_preempted_and_brought_back_from_the_pool(on_device: Engine, offloaded: Engine) -> None:
     ask: dict[str, Any] = {
         "prompts": [prompt_of(2800, 20), prompt_of(3300, 21)],
         "after_steps": 40,
         "max_tokens": 40,
     }
     want = on_device.preempt_midway(**ask)
-    before = activity(away)
-    assert away.preempt_midway(**ask) == want
-    did = spent(away, before)
+    before = activity(offloaded)
+    assert offloaded.preempt_midway(**ask) == want
+    did = spent(offloaded, before)
     middle = 2800 // 128 + 3300 // 128 - 8
     assert did["blocks_offloaded"] > middle, "those that left at first"
     assert did["blocks_left"] > middle, "and stayed in the pool when their sequences came back"
 
 
-def test_aborted_midway(away: Engine) -> None:
-    before = activity(away)
-    assert away.abort_midway(prompt=prompt_of(3000, 30), after_steps=12, max_tokens=100) == 0
-    assert spent(away, before)["blocks_offloaded"] > 0
+def test_aborted_midway(offloaded: Engine) -> None:
+    before = activity(offloaded)
+    assert offloaded.abort_midway(prompt=prompt_of(3000, 30), after_steps=12, max_tokens=100) == 0
+    assert spent(offloaded, before)["blocks_offloaded"] > 0
 
 
-def test_sequences_that_share_a_prefix(on_device: Engine, away: Engine) -> None:
+def test_sequences_that_share_a_prefix(on_device: Engine, offloaded: Engine) -> None:
     """Prompts that begin alike, two samples each, then the same again from the pool."""
     shared = prompt_of(2500, 40)
     prompts = [shared + prompt_of(tokens, 41 + tokens) for tokens in (5, 140)]
     ask = {"prompts": prompts, "n": 2, "max_tokens": 10, **SAMPLING}
     want = on_device.generate(**ask)
-    before = activity(away)
-    assert tokens_of(away.generate(**ask)) == tokens_of(want)
-    assert away.forget_device()
-    again = away.generate(**ask)
+    before = activity(offloaded)
+    assert tokens_of(offloaded.generate(**ask)) == tokens_of(want)
+    assert offloaded.forget_device()
+    again = offloaded.generate(**ask)
     assert tokens_of(again) == tokens_of(want)
     assert again[0]["from"]["host"] > 2400
-    did = spent(away, before)
+    did = spent(offloaded, before)
     assert did["sequences_offloaded"] == 2 * 4 * 9
     assert did["blocks_left"] >= 2 * (2500 - 256) // 128 - 2
 
@@ -133,19 +135,19 @@ DIGEST_BYTES = 3 * (2 * 8 * (2 * 64 + 4) + 8)
 
 @pytest.mark.parametrize("tail", [1, 100, 700])
 def test_of_a_prefix_in_the_pool_the_middle_stays_there(
-    on_device: Engine, away: Engine, tail: int
+    on_device: Engine, offloaded: Engine, tail: int
 ) -> None:
     """The same text with another question: in the prompt's last block, and blocks later."""
     text = prompt_of(128 * 25 + 5, 50)
     prompt = text + prompt_of(tail, 51 + tail)
-    for engine in (on_device, away):
+    for engine in (on_device, offloaded):
         engine.ask(text, max_tokens=1)
         assert engine.forget_device()
     want = on_device.ask(prompt, max_tokens=40)
-    before, loaded = activity(away), away.metrics()["kvrecall_loaded_bytes_total"]
-    got = away.ask(prompt, max_tokens=40)
-    did = spent(away, before)
-    loaded = away.metrics()["kvrecall_loaded_bytes_total"] - loaded
+    before, loaded = activity(offloaded), offloaded.metrics()["kvrecall_loaded_bytes_total"]
+    got = offloaded.ask(prompt, max_tokens=40)
+    did = spent(offloaded, before)
+    loaded = offloaded.metrics()["kvrecall_loaded_bytes_total"] - loaded
     middle = min(25, (len(prompt) - 256) // 128) - 1
     assert got["from"] == want["from"]
     assert got["from"]["host"] == 25 * 128
@@ -158,7 +160,9 @@ def test_of_a_prefix_in_the_pool_the_middle_stays_there(
     assert got["logprobs"] == want["logprobs"]
 
 
-def test_prefixes_in_the_pool_in_a_batch_that_preempts(on_device: Engine, away: Engine) -> None:
+def test_prefixes_in_the_pool_in_a_batch_that_preempts(
+    on_device: Engine, offloaded: Engine
+) -> None:
     """Prefixes that arrive beside sequences that prefill and decode, and are preempted midway."""
     texts = [prompt_of(tokens, 60 + at) for at, tokens in enumerate((2700, 3100, 3500))]
     ask: dict[str, Any] = {
@@ -170,21 +174,21 @@ def test_prefixes_in_the_pool_in_a_batch_that_preempts(on_device: Engine, away: 
         "max_tokens": 40,
     }
     results = []
-    for engine in (on_device, away):
+    for engine in (on_device, offloaded):
         engine.generate(prompts=texts, max_tokens=1)
         assert engine.forget_device()
         before = activity(engine)
         results.append(engine.preempt_midway(**ask))
     assert results[0] == results[1]
-    assert spent(away, before)["blocks_left"] > 2 * (2700 + 3100 + 3500) // 128 - 3 * 2 * 4
+    assert spent(offloaded, before)["blocks_left"] > 2 * (2700 + 3100 + 3500) // 128 - 3 * 2 * 4
 
 
-def test_aborted_while_it_arrives(away: Engine) -> None:
+def test_aborted_while_it_arrives(offloaded: Engine) -> None:
     prompt = prompt_of(3000, 90)
-    away.ask(prompt, max_tokens=1)
+    offloaded.ask(prompt, max_tokens=1)
     for steps in range(1, 5):
-        assert away.forget_device()
-        assert away.abort_midway(prompt=prompt, after_steps=steps, max_tokens=100) == 0
+        assert offloaded.forget_device()
+        assert offloaded.abort_midway(prompt=prompt, after_steps=steps, max_tokens=100) == 0
 
 
 @pytest.mark.long

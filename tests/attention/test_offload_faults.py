@@ -50,7 +50,7 @@ def setup(
 
 
 @pytest.fixture(scope="module")
-def away(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
+def offloaded(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
     return start(**setup)
 
 
@@ -76,59 +76,59 @@ def settled(engine: Engine) -> None:
     assert (stats["leases"], stats["reserved"]) == (0, 0)
 
 
-def test_a_full_disk(away: Engine) -> None:
+def test_a_full_disk(offloaded: Engine) -> None:
     """Blocks leave all the same: they are safe in the host while they are needed."""
     prompts = [prompt_of(3000, 1), prompt_of(3100, 2), prompt_of(3200, 3)]
-    want = [clean(away, prompt, 40) for prompt in prompts]
-    assert away.flush()
-    before, shed = activity(away), away.pool_stats()["tiers"]["disk"]["dropped"]
-    away.trouble(name="disk_full")
-    got = [away.ask(prompt, max_tokens=40) for prompt in prompts]
-    again = away.ask(prompts[0], max_tokens=40)
-    assert away.flush()
-    away.trouble(name="disk_well")
+    want = [clean(offloaded, prompt, 40) for prompt in prompts]
+    assert offloaded.flush()
+    before, shed = activity(offloaded), offloaded.pool_stats()["tiers"]["disk"]["dropped"]
+    offloaded.trouble(name="disk_full")
+    got = [offloaded.ask(prompt, max_tokens=40) for prompt in prompts]
+    again = offloaded.ask(prompts[0], max_tokens=40)
+    assert offloaded.flush()
+    offloaded.trouble(name="disk_well")
     for one, other in zip([*got, again], [*want, want[0]], strict=True):
         same(one, other)
-    assert spent(away, before)["sequences_offloaded"] == 4 * 39
-    tier = away.pool_stats()["tiers"]["disk"]
+    assert spent(offloaded, before)["sequences_offloaded"] == 4 * 39
+    tier = offloaded.pool_stats()["tiers"]["disk"]
     assert tier["dropped"] + tier["errors"] > shed
-    settled(away)
+    settled(offloaded)
 
 
-def test_no_room_in_the_host(away: Engine) -> None:
+def test_no_room_in_the_host(offloaded: Engine) -> None:
     """Nothing leaves until there is; then it does."""
     prompt = prompt_of(3000, 10)
-    want = clean(away, prompt, 100)
+    want = clean(offloaded, prompt, 100)
     for seed in (11, 12, 13):
-        away.ask(prompt_of(3000, seed), max_tokens=1)
-    assert away.forget_device()
-    away.trouble(name="hog")
-    before, refused = activity(away), away.pool_stats()["refused"]
+        offloaded.ask(prompt_of(3000, seed), max_tokens=1)
+    assert offloaded.forget_device()
+    offloaded.trouble(name="hog")
+    before, refused = activity(offloaded), offloaded.pool_stats()["refused"]
     same(
-        away.ask(prompt, max_tokens=40, salts=["none"]),
+        offloaded.ask(prompt, max_tokens=40, salts=["none"]),
         {k: v[:40] for k, v in want.items() if k in ("tokens", "logprobs")},
     )
-    assert spent(away, before)["blocks_offloaded"] == 0
-    assert away.pool_stats()["refused"] > refused
+    assert spent(offloaded, before)["blocks_offloaded"] == 0
+    assert offloaded.pool_stats()["refused"] > refused
     midway = {"name": "release"}
-    (got,) = away.decode_through(
+    (got,) = offloaded.decode_through(
         prompts=[prompt], after_steps=PREFILL + 9, trouble=midway, max_tokens=100, salt="some"
     )
     same(got, want)
-    did = spent(away, before)
+    did = spent(offloaded, before)
     assert did["blocks_offloaded"] > 15
     assert 20 < did["sequences_offloaded"] < 50
-    settled(away)
+    settled(offloaded)
 
 
 @pytest.mark.parametrize("trouble", ["clear", "drop", "shrink"])
-def test_the_pool_lets_go_while_a_sequence_decodes(away: Engine, trouble: str) -> None:
+def test_the_pool_lets_go_while_a_sequence_decodes(offloaded: Engine, trouble: str) -> None:
     """Not of what a sequence reads there."""
     prompt = prompt_of(3000, 20)
     salt = trouble
-    want = clean(away, prompt, 60)
-    before = activity(away)
-    (got,) = away.decode_through(
+    want = clean(offloaded, prompt, 60)
+    before = activity(offloaded)
+    (got,) = offloaded.decode_through(
         prompts=[prompt],
         after_steps=PREFILL + 15,
         trouble={"name": trouble},
@@ -136,50 +136,50 @@ def test_the_pool_lets_go_while_a_sequence_decodes(away: Engine, trouble: str) -
         salt=salt,
     )
     same(got, want)
-    assert spent(away, before)["sequences_offloaded"] == 59
-    settled(away)
-    assert away.forget_device()
-    same(away.ask(prompt, max_tokens=60, salts=[salt]), want)
-    settled(away)
+    assert spent(offloaded, before)["sequences_offloaded"] == 59
+    settled(offloaded)
+    assert offloaded.forget_device()
+    same(offloaded.ask(prompt, max_tokens=60, salts=[salt]), want)
+    settled(offloaded)
 
 
 @pytest.mark.parametrize("tokens", [3000, 1500])
-def test_digests_damaged_in_memory_are_computed_anew(away: Engine, tokens: int) -> None:
+def test_digests_damaged_in_memory_are_computed_anew(offloaded: Engine, tokens: int) -> None:
     """Of a prefix whose middle stays in the pool, and of one that is loaded whole."""
     prompt = prompt_of(tokens, 30 + tokens)
-    want = clean(away, prompt, 40)
-    away.ask(prompt, max_tokens=1)
-    assert away.forget_device()
-    away.trouble(name="damage_memory", first=KV_BYTES)
-    before = activity(away)
-    got = away.ask(prompt, max_tokens=40)
-    did = spent(away, before)
+    want = clean(offloaded, prompt, 40)
+    offloaded.ask(prompt, max_tokens=1)
+    assert offloaded.forget_device()
+    offloaded.trouble(name="damage_memory", first=KV_BYTES)
+    before = activity(offloaded)
+    got = offloaded.ask(prompt, max_tokens=40)
+    did = spent(offloaded, before)
     same(got, want)
     blocks = tokens // 128
     assert got["from"]["host"] == blocks * 128
     assert did["digests_mended"] == 3 * blocks
     assert (did["blocks_left"] > 0) == (tokens > 2048)
-    settled(away)
+    settled(offloaded)
 
 
-def test_blocks_damaged_on_disk_after_they_left(away: Engine, setup: dict[str, Any]) -> None:
+def test_blocks_damaged_on_disk_after_they_left(offloaded: Engine, setup: dict[str, Any]) -> None:
     """In their digests, and in their keys. The sequence that runs reads them in the host; later
     ones find that they are damaged, and compute them."""
     prompt = prompt_of(3000, 40)
-    want = clean(away, prompt, 40)
-    (got,) = away.decode_through(
+    want = clean(offloaded, prompt, 40)
+    (got,) = offloaded.decode_through(
         prompts=[prompt], after_steps=PREFILL + 15, trouble={"name": "disk_well"}, max_tokens=40
     )
     same(got, want)
     for part in (KV_BYTES, 0):
-        push_out_of_host(away, 40 + part, prompts=6)
-        corrupt = away.pool_stats()["tiers"]["disk"]["corrupt"]
+        push_out_of_host(offloaded, 40 + part, prompts=6)
+        corrupt = offloaded.pool_stats()["tiers"]["disk"]["corrupt"]
         damage(Path(setup["pool"]["disk_path"]), part)
-        again = away.ask(prompt, max_tokens=40)
+        again = offloaded.ask(prompt, max_tokens=40)
         same(again, want)
         assert again["from"]["disk"] == 0
-        assert away.pool_stats()["tiers"]["disk"]["corrupt"] > corrupt
-        settled(away)
+        assert offloaded.pool_stats()["tiers"]["disk"]["corrupt"] > corrupt
+        settled(offloaded)
 
 
 def damage(folder: Path, first: int) -> None:
@@ -192,34 +192,36 @@ def damage(folder: Path, first: int) -> None:
             slab.write(bytes([byte ^ 4]))
 
 
-def test_aborted_while_its_blocks_come_from_disk(away: Engine) -> None:
+def test_aborted_while_its_blocks_come_from_disk(offloaded: Engine) -> None:
     prompt = prompt_of(3000, 50)
-    want = clean(away, prompt, 20)
-    away.ask(prompt, max_tokens=1)
+    want = clean(offloaded, prompt, 20)
+    offloaded.ask(prompt, max_tokens=1)
     for steps in (1, 3, 9):
-        push_out_of_host(away, 50 + steps, prompts=6)
-        away.trouble(name="disk_slow", seconds=0.05)
-        assert away.abort_midway(prompt=prompt, after_steps=steps, max_tokens=50) == 0
-        away.trouble(name="disk_well")
-        settled(away)
-        assert away.forget_device()
-    same(away.ask(prompt, max_tokens=20), want)
-    settled(away)
+        push_out_of_host(offloaded, 50 + steps, prompts=6)
+        offloaded.trouble(name="disk_slow", seconds=0.05)
+        assert offloaded.abort_midway(prompt=prompt, after_steps=steps, max_tokens=50) == 0
+        offloaded.trouble(name="disk_well")
+        settled(offloaded)
+        assert offloaded.forget_device()
+    same(offloaded.ask(prompt, max_tokens=20), want)
+    settled(offloaded)
 
 
-def test_a_prefix_that_arrives_and_whose_load_fails(away: Engine, setup: dict[str, Any]) -> None:
+def test_a_prefix_that_arrives_and_whose_load_fails(
+    offloaded: Engine, setup: dict[str, Any]
+) -> None:
     """Its middle would have stayed in the pool; it is computed."""
     prompt = prompt_of(3000, 60)
-    want = clean(away, prompt, 20)
-    away.ask(prompt, max_tokens=1)
-    assert away.forget_device()
+    want = clean(offloaded, prompt, 20)
+    offloaded.ask(prompt, max_tokens=1)
+    assert offloaded.forget_device()
     flag = Path(setup["env"]["KVRECALL_TEST_FAIL"])
     flag.touch()
-    got = away.ask(prompt, max_tokens=20)
+    got = offloaded.ask(prompt, max_tokens=20)
     flag.unlink()
     same(got, want)
     assert got["from"]["computed"] == 3000
-    settled(away)
+    settled(offloaded)
 
 
 KILLED = prompt_of(3000, 70)
@@ -227,16 +229,16 @@ KILLED = prompt_of(3000, 70)
 
 @pytest.fixture(scope="module")
 def restarted(
-    start: Callable[..., Engine], setup: dict[str, Any], away: Engine
+    start: Callable[..., Engine], setup: dict[str, Any], offloaded: Engine
 ) -> tuple[Engine, dict[str, Any]]:
     """An engine on the folder of one that was killed while it decoded, and what that one would
     have said."""
-    want = clean(away, KILLED, 60)
+    want = clean(offloaded, KILLED, 60)
     with pytest.raises(EngineFailed, match="died"):
-        away.decode_through(
+        offloaded.decode_through(
             prompts=[KILLED], after_steps=PREFILL + 30, trouble={"name": "die"}, max_tokens=60
         )
-    away.process.join()
+    offloaded.process.join()
     pool = {**setup["pool"], "audit": "off"}  # its first hit is to be recalled
     return start(**{**setup, "pool": pool}), want
 

@@ -112,12 +112,12 @@ def offload(
     extent.take(70_000)  # so that places of pages lie beyond 2**31 elements
     records = Records(arena.array(), {"layer": LAYER_AT}, arena.handle())
     begins = np.array(offsets, dtype=np.int64)
-    away = OffloadedSequence("one", split.init, begins, free.to(torch.int32), records, extent)
+    offloaded = OffloadedSequence("one", split.init, begins, free.to(torch.int32), records, extent)
     bench.layer.digest(bench.cache, bench.freshness.take_stale(ids))
-    bench.layer.depart(away, departure, bench.cache, "layer")
+    bench.layer.depart(offloaded, departure, bench.cache, "layer")
     bench.whole.place(LAYER_AT)
     bench.cache[ids] = float("nan")
-    return away
+    return offloaded
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -132,15 +132,15 @@ def test_recalled_blocks_give_the_same_bits(tokens: int, stay: int, dtype: torch
     want = [bench.decode(replace(sequence, query=query)) for query in queries]
     dense = whole(bench, sequence, tokens)
     gone = split_of(tokens, BLOCK, settings).middle - stay
-    away = offload(bench, sequence, tokens, gone, settings)
+    offloaded = offload(bench, sequence, tokens, gone, settings)
     table = sequence.block_ids.to(torch.int32)[None]
-    planned = bench.planner.plan([BatchRow(1, tokens, False)], table, {0: away})
+    planned = bench.planner.plan([BatchRow(1, tokens, False)], table, {0: offloaded})
     assert planned is not None
     scale = bench.shape.head_dim**-0.5
     for query, result in zip(queries, want, strict=True):
         got = bench.layer.attend(query[None], bench.cache, planned, scale)
         assert torch.equal(got, result)
-    got = bench.whole.attend(sequence.query[None], bench.cache, away, table[0], tokens, scale)
+    got = bench.whole.attend(sequence.query[None], bench.cache, offloaded, table[0], tokens, scale)
     assert torch.equal(got, dense)
     assert bench.activity.blocks_loaded > 0
 
@@ -161,11 +161,11 @@ def test_tokens_computed_over_blocks_in_the_arena_give_the_same_bits(
         for (first, count), query in zip(pieces, queries, strict=True)
     ]
     gone = split_of(tokens - 150, BLOCK, SETTINGS).middle
-    away = offload(bench, sequence, tokens - 150, gone, SETTINGS)
+    offloaded = offload(bench, sequence, tokens - 150, gone, SETTINGS)
     table = sequence.block_ids.to(torch.int32)
     scale = bench.shape.head_dim**-0.5
     for (first, count), query, result in zip(pieces, queries, want, strict=True):
-        got = bench.whole.attend(query, bench.cache, away, table, first + count, scale)
+        got = bench.whole.attend(query, bench.cache, offloaded, table, first + count, scale)
         assert torch.equal(got, result)
 
 
@@ -207,11 +207,11 @@ def test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits(
     orders = OffloadOrders([], {last: "one"}, [], [arrival])
     assert bench.group.take(orders, records) == set()
     assert bench.activity.digests_mended == len(damaged)
-    away = bench.group.sequence(last)
-    assert away is not None
+    offloaded = bench.group.sequence(last)
+    assert offloaded is not None
     table = sequence.block_ids.to(torch.int32)[None]
     table[0, split.init : split.local] = 0
-    step = bench.planner.plan([BatchRow(1, 3000, False)], table, {0: away})
+    step = bench.planner.plan([BatchRow(1, 3000, False)], table, {0: offloaded})
     assert step is not None
     got = bench.layer.attend(sequence.query[None], bench.cache, step, bench.shape.head_dim**-0.5)
     assert torch.equal(got, want)

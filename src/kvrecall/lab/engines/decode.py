@@ -164,9 +164,9 @@ class _Trial:
         sequence, caches, table = self._depart(split)
         settings = replace(self._settings, gate=False, dense_boundary=0)
         planner = StepPlanner(settings, self._kernel, Freshness(BLOCK), Activity())
-        away = planner.plan(self._rows, table, {0: sequence})
+        offloaded = planner.plan(self._rows, table, {0: sequence})
         here = self._step()
-        assert away is not None
+        assert offloaded is not None
         assert here is not None
         seconds: list[float] = []
         error = 0.0
@@ -177,7 +177,7 @@ class _Trial:
             self._query = _next_query(self._query, cosine)
             for layer, small, cache in zip(self._layers, caches, self._caches, strict=True):
                 began = time.perf_counter()
-                got = layer.attend(self._query, small, away, self._scale)
+                got = layer.attend(self._query, small, offloaded, self._scale)
                 seconds.append(time.perf_counter() - began)
                 if at in (0, WARM_UP + rounds - 1):
                     want = layer.attend(self._query, cache, here, self._scale)

@@ -68,7 +68,8 @@ class RetrievalLayer:
         self._activity = activity
         self._layout = Layout.of(settings, shape.block_size)
         self._selector = selector_of(settings, self._layout)
-        int8.prepare()
+        if kernel.device.type == "cpu":
+            int8.prepare()
         self._store: DigestStore | None = None
         self._checksums = torch.empty(0, CHECKSUM_BYTES, dtype=torch.uint8)
         self._head = torch.arange(shape.kv_heads, dtype=torch.int32, device=kernel.device)[:, None]
