@@ -15,14 +15,12 @@ import torch
 from triton.backends import backends
 
 from kvrecall.attention import selection
-from kvrecall.engines.vllm.attention import checks
 
 # What vLLM looks at before it uses Triton: whether this build is for CPUs, and how new the GPU is.
 backends["cpu"] = SimpleNamespace(compiler=None, driver=SimpleNamespace(is_active=lambda: True))
 torch.cuda.get_device_capability = lambda device=None: (9, 0)
 
 NAME = os.environ["AS_GPU"]
-checks.CPU_BACKENDS = {"CPU_ATTN": checks.CUDA_BACKENDS[NAME]}
 selection.on_device = lambda tensor: True
 
 from vllm import triton_utils  # noqa: E402
@@ -36,6 +34,9 @@ from vllm.v1.attention.backends.registry import (  # noqa: E402
     register_backend,
 )
 
+from kvrecall.engines.vllm.attention import checks  # noqa: E402
+
+checks.CPU_BACKENDS = {"CPU_ATTN": checks.CUDA_BACKENDS[NAME]}
 register_backend(AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum[NAME].get_path())
 
 
