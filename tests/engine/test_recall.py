@@ -154,7 +154,7 @@ def test_a_seed_gives_the_same_tokens_however_the_prefill_is_cut(engine: Engine)
     computed = engine.ask(prompt, **sampling)["tokens"]
     assert engine.forget_device()
     recalled = engine.ask(prompt, **sampling)
-    assert hits(recalled) == (0, 9 * BLOCK, 0)
+    assert sum(hits(recalled)) == 9 * BLOCK  # the host is full: one of them may have gone to disk
     assert recalled["tokens"] == computed
     assert engine.forget_all()
     beside = engine.generate(prompts=[prompt_of(3 * BLOCK + 50, 72), prompt], **sampling)
