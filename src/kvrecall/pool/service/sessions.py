@@ -203,9 +203,11 @@ class Reaper:
     async def run(self) -> None:
         """Looks at processes when there is reason to, until it is cancelled."""
         while True:
+            tick = _ORPHANS_S if self._orphans else _FAMILIES_S
+            # Python 3.11's wait_for swallows a cancellation that comes together with the event.
             with contextlib.suppress(TimeoutError):
-                tick = _ORPHANS_S if self._orphans else _FAMILIES_S
-                await asyncio.wait_for(self._wake.wait(), tick)
+                async with asyncio.timeout(tick):
+                    await self._wake.wait()
             self._wake.clear()
             self._end_dead_leases()
             sessions = self._sessions()
