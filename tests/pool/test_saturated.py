@@ -10,7 +10,7 @@ import pytest
 from support.clocks import ManualClock
 from support.disks import FaultyIo
 
-from kvrecall.block import BlockKey
+from kvrecall.block import BlockKey, TierName
 from kvrecall.config import DiskConfig, PoolConfig, PoolTerms, Watermarks
 from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena
@@ -83,7 +83,8 @@ def test_a_search_for_victims_passes_a_leased_block_once(
     for number in range(20):
         assert save(pool, chain(SPACE, 1, str(number))) == {Verdict.RESERVED: 1}
     looks = Counter(looked_at)
-    assert max(looks[key] for key in leased) <= 2  # hazard asks lru, which asks the pool
+    # hazard asks lru, which asks the pool; fewer than 16 in one search are not worth holding
+    assert sum(looks[key] for key in leased) <= 2 * (len(leased) + 20 * 16)
     assert pool.find(leased).blocks == len(leased)
     pool.release(ticket)
     assert save(pool, chain(SPACE, BLOCKS, "all")) == {Verdict.RESERVED: BLOCKS}
@@ -119,7 +120,28 @@ def test_a_refusal_looks_at_few_dirty_blocks(tmp_path: Path, looked_at: list[Blo
         try:
             for number in range(20):
                 assert save(pool, chain(SPACE, 5, str(number))) == {Verdict.REFUSED: 5}
-            assert len(looked_at) <= 20 * (5 + 16) + 100  # and those being written, once
+            # and those being written once, but for a few in each search
+            assert len(looked_at) <= 20 * (5 + 16) + 100 + 20 * 16
         finally:
             io.gate.set()
         wait_until(lambda: save(pool, chain(SPACE, 5, "now"))[Verdict.REFUSED] == 0)
+
+
+def test_blocks_being_written_do_not_become_the_oldest(tmp_path: Path) -> None:
+    """A search that passes the youngest blocks while they are written leaves them the youngest."""
+    io = FaultyIo()
+    arena = Arena.create(20 * BLOCK)
+    with Pool(arena, DiskTier(DiskConfig(tmp_path, 16 * MIB), io=io), "lru") as pool:
+        pool.register(SPACE, BLOCK)
+        old, young = chain(SPACE, 10, "old"), chain(SPACE, 8, "young")
+        save(pool, old)
+        assert pool.flush(old, 60.0)
+        io.gate.clear()
+        try:
+            save(pool, young)
+            save(pool, chain(SPACE, 6, "more"))
+        finally:
+            io.gate.set()
+        assert pool.flush(young, 60.0)
+        assert save(pool, chain(SPACE, 6, "last")) == {Verdict.RESERVED: 6}
+        assert set(pool.find(young).tiers) == {TierName.HOST}

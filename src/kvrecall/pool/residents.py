@@ -15,6 +15,7 @@ from kvrecall.pool.eviction.lru import LruPolicy
 from kvrecall.pool.slots import slot_bytes_of
 
 _HELD_AT_ONCE = 4096  # about 4 ms
+_HELD_FROM = 16  # busy blocks passed in one search
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +290,10 @@ class Residents(Generic[R]):
 
     def _hold(self, blocks: Sequence[R]) -> None:
         """The orders need not look at these again before they are idle: the first of them, so that
-        no search takes much longer than without."""
+        no search takes much longer than without. What was held comes back as the oldest, so a few
+        that are in use, which may be the youngest, keep their places."""
+        if len(blocks) < _HELD_FROM:
+            return
         hold, held = self._policy.hold, self._held
         for block in blocks[:_HELD_AT_ONCE]:
             held.add(block.key)
