@@ -24,6 +24,7 @@ import vllm.envs as envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from kvrecall.engines.vllm import generated_page
 from kvrecall.engines.vllm.identity import fields
 from kvrecall.engines.vllm.identity.fields import Fate
 from kvrecall.lab.models import write_model
@@ -649,7 +650,7 @@ def test_no_limit_leaks_where_graphs_are_captured(model: str) -> None:
 
 def test_the_page_has_the_tables() -> None:
     page = (ROOT / "docs/identity.md").read_text()
-    written = page.partition(fields.BEGIN)[2].partition(fields.END)[0]
+    written = page.partition(fields.BEGIN)[2].partition(generated_page.END)[0]
     assert written.strip() == fields.as_markdown().strip(), (
         "docs/identity.md is behind; run "
         "`python -m kvrecall.engines.vllm.identity.fields docs/identity.md`"

@@ -11,8 +11,9 @@ import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from kvrecall.engines.vllm import generated_page
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,19 +192,8 @@ def as_markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-BEGIN, END = "<!-- begin: written by kvrecall.engines.vllm.compat.patches -->", "<!-- end -->"
-
-
-def _main(arguments: list[str]) -> None:
-    """Prints the table, or writes it into the page named."""
-    if not arguments:
-        sys.stdout.write(as_markdown())
-        return
-    page = Path(arguments[0])
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n\n{as_markdown()}\n{END}{after}")
+BEGIN = generated_page.begin_of("kvrecall.engines.vllm.compat.patches")
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1:])
+    generated_page.write(sys.argv[1:], BEGIN, as_markdown())

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import vllm.envs as envs
 
+from kvrecall.engines.vllm import generated_page
 from kvrecall.engines.vllm.compat.loading import draft_model
 
 
@@ -936,19 +937,8 @@ def _row(config: str, decision: Decision, fields: list[str]) -> str:
     return f"| `{config}` | {decision.fate.value} | {decision.reason} | {', '.join(fields)} |"
 
 
-BEGIN, END = "<!-- begin: written by kvrecall.engines.vllm.identity.fields -->", "<!-- end -->"
-
-
-def _main(arguments: list[str]) -> None:
-    """Prints the tables, or writes them into the page named."""
-    if not arguments:
-        sys.stdout.write(as_markdown())
-        return
-    page = Path(arguments[0])
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n\n{as_markdown()}\n{END}{after}")
+BEGIN = generated_page.begin_of("kvrecall.engines.vllm.identity.fields")
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1:])
+    generated_page.write(sys.argv[1:], BEGIN, as_markdown())
