@@ -443,9 +443,9 @@ def test_a_service_that_names_bytes_outside_of_its_arena(tmp_path: Path, offset:
         if isinstance(request, p.Register):
             return p.Done(request.number)
         if isinstance(request, p.Poll):
-            return p.RecallReply(request.number, True, (offset,), p.pack_tiers([TierName.HOST]))
+            return p.RecallReply(request.number, True, (offset,), p.TIERS.pack([TierName.HOST]))
         if isinstance(request, p.Reserve):
-            verdicts = p.pack_verdicts([Verdict.RESERVED])
+            verdicts = p.VERDICTS.pack([Verdict.RESERVED])
             return p.ReserveReply(request.number, verdicts, (offset,))
         return None
 
@@ -460,11 +460,8 @@ def test_a_service_that_names_bytes_outside_of_its_arena(tmp_path: Path, offset:
                     framer.feed(data)
                     for body in framer.take():
                         if not greeted:
-                            inode = os.fstat(handle.fd).st_ino
-                            said: p.Message | None = p.Welcome(
-                                p.PROTOCOL, "x", b"b" * 16, b"t" * 16, handle.pid, handle.fd,
-                                handle.nbytes, inode,
-                            )  # fmt: skip
+                            welcome = p.Welcome(p.PROTOCOL, "x", b"t" * 16, handle)
+                            said: p.Message | None = welcome
                             greeted = True
                         else:
                             said = replies(p.read_request(body))

@@ -24,6 +24,7 @@ import msgspec
 import typer
 from rich.console import RenderableType
 
+from kvrecall.block import TierName
 from kvrecall.config import (
     DiskConfig,
     PoolTerms,
@@ -46,12 +47,14 @@ from kvrecall.pool.service.inventory import SORTS, By, Inventory, Listing, OnPro
 from kvrecall.pool.service.inventory import Query as Query
 from kvrecall.pool.service.link import Link, LinkLate, LinkLost
 from kvrecall.pool.service.prefix_tree import PrefixTree
+from kvrecall.pool.tier import Outcome
 
 R = TypeVar("R")
 
 DEFAULT_SOCKET = default_socket()
 _PATIENCE_S = 30.0
 _RESIZE_LOOK_S = 0.2
+_PROGRESS_S = 0.1
 
 Socket = Annotated[Path, typer.Option(help="The service's socket.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -237,7 +240,22 @@ class Verify(Command[Verified], frozen=True):
     query: Query = Query()
 
     def run(self, inventory: Inventory, progress: OnProgress) -> Verified:
-        return Verified(*inventory.verify(self.query, progress))
+        disk = inventory.pool.admin.disk
+        if disk is None:
+            return Verified(0, 0)
+        keys = [b.key for b in inventory.select(self.query) if b.tier is TierName.DISK]
+        checked = damaged = 0
+        told = 0.0
+        for key, outcome in disk.check(keys):
+            checked += outcome is not Outcome.MISS
+            if outcome in (Outcome.CORRUPT, Outcome.ERROR):
+                damaged += 1
+                inventory.pool.lost_below([key])
+            if time.monotonic() - told > _PROGRESS_S:
+                told = time.monotonic()
+                progress(checked, len(keys))
+        progress(checked, len(keys))
+        return Verified(checked, damaged)
 
     def show(self, result: Verified) -> str:
         return f"{result.checked} blocks checked, {result.damaged} damaged (and dropped)"
@@ -263,14 +281,19 @@ class Dropped(msgspec.Struct, frozen=True):
 
 
 class Drop(Command[Dropped], frozen=True):
-    """Drops the blocks that fit, pinned ones only if ``pinned`` says so."""
+    """Drops the blocks that fit, pinned ones only if ``pinned`` says so. Leased blocks stay in the
+    host."""
 
     result = Dropped
     query: Query
     pinned: bool
 
     def run(self, inventory: Inventory, progress: OnProgress) -> Dropped:
-        return Dropped(*inventory.drop(self.query, self.pinned))
+        held = inventory.select(self.query)
+        kept = set() if self.pinned else {block.key for block in held if block.pinned}
+        keys = {block.key for block in held} - kept
+        inventory.pool.admin.drop(keys)
+        return Dropped(len(keys), len(kept))
 
     def show(self, result: Dropped) -> str:
         kept = f"; {result.pinned} pinned ones stay (--with-pinned)" if result.pinned else ""
@@ -300,6 +323,8 @@ def clear() -> Drop:
 
 
 class Pinned(msgspec.Struct, frozen=True):
+    """Each block is counted once, in however many tiers it is."""
+
     blocks: int
     bytes: int
 
@@ -312,7 +337,10 @@ class Pin(Command[Pinned], frozen=True):
     on: bool
 
     def run(self, inventory: Inventory, progress: OnProgress) -> Pinned:
-        return Pinned(*inventory.pin(self.query, self.on))
+        sizes = {block.key: block.slot_bytes for block in inventory.select(self.query)}
+        admin = inventory.pool.admin
+        (admin.pin if self.on else admin.unpin)(sizes.keys())
+        return Pinned(len(sizes), sum(sizes.values()))
 
     def show(self, result: Pinned) -> str:
         word = "pinned" if self.on else "unpinned"
@@ -360,12 +388,18 @@ class Resize(Command[Resized], frozen=True):
     disk_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)] | None
 
     def run(self, inventory: Inventory, progress: OnProgress) -> Resized:
-        inventory.resize(self.host_bytes, self.disk_bytes)
+        pool, disk = inventory.pool, inventory.pool.admin.disk
+        if self.disk_bytes is not None and disk is None:
+            raise ConfigError("disk: this pool has no disk tier; start it with disk_path")
+        if self.host_bytes is not None:
+            pool.resize_host(self.host_bytes)
+        if self.disk_bytes is not None and disk is not None:
+            disk.resize(self.disk_bytes)
         most = 0
         time.sleep(_RESIZE_LOOK_S)
-        while left := inventory.surplus():
+        while left := pool.host_surplus() + (0 if disk is None else disk.surplus_bytes):
             most = max(most, left)
-            progress(most - left, most, 0)
+            progress(most - left, most)
             time.sleep(_RESIZE_LOOK_S)
         return Resized(self.host_bytes, self.disk_bytes)
 
@@ -434,18 +468,18 @@ def command_of(name: str, fields: bytes) -> Command[Any]:
 class Admin(ABC):
     """Carries out commands on a pool. A context manager."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     @abstractmethod
     def do(self, command: Command[R], progress: OnProgress = lambda *_: None) -> R:
         """Carries it out. Blocks. Raises TierError; ConfigError if what is asked for cannot be."""
 
     @abstractmethod
     def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class ServiceAdmin(Admin):
@@ -462,10 +496,12 @@ class ServiceAdmin(Admin):
         name, fields = type(command).__name__, msgspec.msgpack.encode(command)
         try:
             reply = self._link.ask(
-                lambda number: p.Administer(number, name, fields),
-                _PATIENCE_S,
-                True,
-                lambda news: progress(news.done, news.total, news.damaged),
+                p.Administer,
+                name,
+                fields,
+                timeout_s=_PATIENCE_S,
+                slow=True,
+                on_progress=lambda news: progress(news.done, news.total),
             )
         except LinkLate as error:
             raise TierError(f"the pool service at {self._path} does not answer") from error

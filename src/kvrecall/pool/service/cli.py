@@ -42,6 +42,7 @@ _EVERY_S = 1.0
 
 @app.command()
 def serve(
+    context: typer.Context,
     config: Annotated[
         Path | None, typer.Option(help="pool.json with any setting; the options below win over it.")
     ] = None,
@@ -61,20 +62,9 @@ def serve(
     tenant_quota: Annotated[str | None, typer.Option(help=help_of("tenant_quota"))] = None,
 ) -> None:
     """Run the pool of this node for all its engines, until SIGTERM."""
-    options = {
-        "socket": socket,
-        "host_size": host_size,
-        "host_max_size": host_max_size,
-        "disk_path": disk_path,
-        "disk_size": disk_size,
-        "policy": policy,
-        "encryption_key_file": encryption_key_file,
-        "ttl": ttl,
-        "write_policy": write_policy,
-        "tenant_quota": tenant_quota,
-    }
     with errors_shown():
-        given: dict[str, Any] = {name: text for name, text in options.items() if text is not None}
+        given: dict[str, Any] = {k: v for k, v in context.params.items() if v is not None}
+        given.pop("config", None)
         if config is None:
             pool, path = service_settings(given, "options")
         else:

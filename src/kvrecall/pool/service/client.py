@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, TypeVarTuple
 
 from kvrecall.block import NAMESPACE_BYTES, SHARED, BlockKey, Namespace, Tenant
 from kvrecall.errors import ConfigError, TierError
@@ -44,6 +44,9 @@ from kvrecall.pool.base import (
 from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.link import Link, LinkLate, LinkLost
 from kvrecall.pool.slots import ALIGNMENT
+
+S = TypeVar("S", PoolStats, TierStats)
+Ts = TypeVarTuple("Ts")
 
 _LOG = logging.getLogger(__name__)
 _PENDING = Recall(RecallState.PENDING)
@@ -67,47 +70,37 @@ class _Totals:
     those of the present life. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._boot = b""
-        self._before: dict[tuple[str, str], float] = {}
-        self._seen: dict[tuple[str, str], float] = {}
+        self._boot = ""
+        self._before = PoolStats(())  # the sums when the present life began
+        self._tiers_before: dict[str, TierStats] = {}
         self.last = PoolStats(())
 
-    def add(self, boot: bytes, stats: PoolStats) -> PoolStats:
-        """``stats`` of the life ``boot``, with what earlier lives had counted."""
+    def add(self, boot: str, stats: PoolStats) -> None:
+        """``stats`` of the life ``boot``."""
         if boot != self._boot:
             self._boot = boot
-            self._before, self._seen = self._sums(), {}
-        tiers = []
-        for tier in stats.tiers:
-            counts = {name: getattr(tier, name) for name in _TIER_COUNTERS}
-            tiers.append(dataclasses.replace(tier, **self._plus(tier.name, counts)))
-        counts = {name: getattr(stats, name) for name in _POOL_COUNTERS}
-        self.last = dataclasses.replace(stats, tiers=tuple(tiers), **self._plus("", counts))
-        return self.last
+            self._before = self.last
+            self._tiers_before |= {tier.name: tier for tier in self.last.tiers}
+        tiers = tuple(
+            _plus(tier, self._tiers_before.get(tier.name), _TIER_COUNTERS) for tier in stats.tiers
+        )
+        self.last = dataclasses.replace(_plus(stats, self._before, _POOL_COUNTERS), tiers=tiers)
 
     def without_service(self) -> PoolStats:
         """The sums so far, with gauges at rest."""
         tiers = tuple(
             dataclasses.replace(t, used_bytes=0, blocks=0, pinned_bytes=0) for t in self.last.tiers
         )
-        return dataclasses.replace(
-            self.last,
-            tiers=tiers,
-            leases=0,
-            reserved=0,
-            queued_writes=0,
-            queued_reads=0,
-            unwritten_bytes=0,
-        )
+        counts = {name: getattr(self.last, name) for name in _POOL_COUNTERS}
+        return PoolStats(tiers, **counts, histograms=self.last.histograms)
 
-    def _plus(self, owner: str, counts: dict[str, float]) -> dict[str, Any]:
-        for name, value in counts.items():
-            self._seen[owner, name] = value
-        return {name: self._before.get((owner, name), 0) + v for name, v in counts.items()}
 
-    def _sums(self) -> dict[tuple[str, str], float]:
-        names = {*self._before, *self._seen}
-        return {name: self._before.get(name, 0) + self._seen.get(name, 0) for name in names}
+def _plus(now: S, before: S | None, counters: Sequence[str]) -> S:
+    """``now`` with what ``before`` had counted."""
+    if before is None:
+        return now
+    sums = {name: getattr(now, name) + getattr(before, name) for name in counters}
+    return dataclasses.replace(now, **sums)
 
 
 @dataclass(eq=False, slots=True)
@@ -115,11 +108,9 @@ class _Life:
     """A connection and what is open on it."""
 
     link: Link
-    handle: ArenaHandle
     knows: set[bytes]  # namespaces registered when it began
     tickets: set[int] = field(default_factory=set)
     keys: set[BlockKey] = field(default_factory=set)
-
     file: int = -1  # the arena's, opened when it is first read
 
     def read(self, offsets: Sequence[int], at: int, nbytes: int) -> list[bytes]:
@@ -140,8 +131,13 @@ class _Life:
             self.file = -1
 
     @property
-    def boot(self) -> bytes:
-        return self.link.welcome.boot
+    def handle(self) -> ArenaHandle:
+        return self.link.welcome.arena
+
+    @property
+    def boot(self) -> str:
+        """The life of the service."""
+        return self.handle.boot
 
     @property
     def is_over(self) -> bool:
@@ -216,7 +212,14 @@ class ServiceClient:
             before = self._names.get(namespace.digest)
             self._names[namespace.digest] = namespace, block_bytes
             life = self._current() or self._next
-        reply = self._ask(life, _registration(namespace, block_bytes), _GREETING_S)
+        reply = self._ask(
+            life,
+            p.Register,
+            namespace.digest,
+            namespace.parts,
+            block_bytes,
+            timeout_s=_GREETING_S,
+        )
         if isinstance(reply, p.Trouble):
             with self._lock:
                 if before is None:
@@ -232,10 +235,10 @@ class ServiceClient:
             self._adopt()
             life = self._current()
         wanted = tuple(keys[: p.MAX_KEYS])
-        reply = self._ask(life, lambda number: p.Find(number, wanted))
+        reply = self._ask(life, p.Find, wanted)
         if not isinstance(reply, p.FoundReply):
             return Found(())
-        return Found(p.unpack_tiers(reply.tiers)[: len(wanted)], reply.pending)
+        return Found(p.TIERS.unpack(reply.tiers)[: len(wanted)], reply.pending)
 
     def acquire(
         self,
@@ -264,12 +267,12 @@ class ServiceClient:
             if state.result is not None:
                 self._unsent |= bool(state.result.offsets)
                 return state.result
-        reply = self._ask(life, lambda number: p.Poll(number, ticket))
+        reply = self._ask(life, p.Poll, ticket)
         recall = _NOTHING
         if isinstance(reply, p.RecallReply):
             if not reply.ready:
                 return _PENDING
-            tiers = p.unpack_tiers(reply.tiers)
+            tiers = p.TIERS.unpack(reply.tiers)
             if len(tiers) == len(reply.offsets) and self._are_inside(life, reply.offsets):
                 recall = Recall(RecallState.READY, reply.offsets, tiers)
         with self._lock:
@@ -330,7 +333,7 @@ class ServiceClient:
         with self._lock:
             usable = life is self._life
             inside = self._are_inside(life, reply.offsets)
-            for key, verdict in zip(keys, p.unpack_verdicts(reply.verdicts), strict=False):
+            for key, verdict in zip(keys, p.VERDICTS.unpack(reply.verdicts), strict=False):
                 if verdict is not Verdict.RESERVED:
                     answers.append(_PRESENT if verdict is Verdict.PRESENT else _REFUSED)
                     continue
@@ -373,8 +376,8 @@ class ServiceClient:
         life = self._current()
         for part in _parts(keys):
             left = max(0.0, until - time.monotonic())
-            flush = _flushing(part, left)
-            reply = self._ask(life, flush, left + self._timeout_s, slow=True)
+            timeout_s = left + self._timeout_s
+            reply = self._ask(life, p.Flush, part, left, timeout_s=timeout_s, slow=True)
             if not (isinstance(reply, p.Flushed) and reply.durable):
                 return False
         return True
@@ -382,7 +385,7 @@ class ServiceClient:
     def clear(self) -> None:
         """Drops the blocks of the namespaces registered by this client; those of other engines
         on the service stay."""
-        self._ask(self._current(), p.Clear, _CLEAR_S, slow=True)
+        self._ask(self._current(), p.Clear, timeout_s=_CLEAR_S, slow=True)
 
     # -- the rest --------------------------------------------------------------------------
 
@@ -427,7 +430,8 @@ class ServiceClient:
     def _ask(
         self,
         life: _Life | None,
-        make: Callable[[int], p.Message],
+        kind: Callable[[int, *Ts], p.Message],
+        *fields: *Ts,
         timeout_s: float | None = None,
         slow: bool = False,
     ) -> p.Reply | None:
@@ -435,7 +439,7 @@ class ServiceClient:
         if life is None:
             return None
         try:
-            reply = life.link.ask(make, timeout_s or self._timeout_s, slow)
+            reply = life.link.ask(kind, *fields, timeout_s=timeout_s or self._timeout_s, slow=slow)
         except LinkLate:
             self._say(f"the pool service at {self._path} is late; not waiting for it")
             return None
@@ -495,7 +499,9 @@ class ServiceClient:
             while missing := self._names.keys() - done:
                 for digest in missing:
                     namespace, nbytes = self._names[digest]
-                    reply = link.ask(_registration(namespace, nbytes), _GREETING_S)
+                    reply = link.ask(
+                        p.Register, digest, namespace.parts, nbytes, timeout_s=_GREETING_S
+                    )
                     if isinstance(reply, p.Trouble):
                         _LOG.error("kvrecall: the pool service refuses blocks: %s", reply.text)
                     done.add(digest)
@@ -505,9 +511,7 @@ class ServiceClient:
         except LinkLost:
             link.close()
             raise
-        w = link.welcome
-        handle = ArenaHandle(w.pid, w.fd, w.nbytes, w.inode, w.boot.hex())
-        return _Life(link, handle, done)
+        return _Life(link, done)
 
     def _keep(self) -> None:
         """Thread: notices the end of a connection, and makes the next one."""
@@ -548,14 +552,6 @@ class ServiceClient:
         if text != self._said:
             self._said = text
             _LOG.warning("kvrecall: %s", text)
-
-
-def _registration(namespace: Namespace, block_bytes: int) -> Callable[[int], p.Message]:
-    return lambda number: p.Register(number, namespace.digest, namespace.parts, block_bytes)
-
-
-def _flushing(keys: tuple[BlockKey, ...], deadline_s: float) -> Callable[[int], p.Message]:
-    return lambda number: p.Flush(number, keys, deadline_s)
 
 
 def _parts(keys: Sequence[BlockKey]) -> Iterator[tuple[BlockKey, ...]]:

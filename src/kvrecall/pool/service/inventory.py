@@ -1,4 +1,4 @@
-"""What lies in a pool: chosen, listed, checked, dropped, pinned; and what an administrator sees."""
+"""What lies in a pool: chosen, listed, drawn as trees; and what an administrator sees."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from kvrecall.pool.base import PoolStats
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.residents import BlockInfo, TenantUse
 from kvrecall.pool.service.prefix_tree import PrefixTree, prefix_trees
-from kvrecall.pool.tier import Outcome
 
-_PROGRESS_S = 0.1
 _TENANTS_SHOWN = 200
 _MAX_ROWS = 10_000
 _SEE = "see: kvrecall pool ls"
 
-OnProgress = Callable[[int, int, int], None]
-"""Called with what is done, what there is to do, and blocks found damaged."""
+OnProgress = Callable[[int, int], None]
+"""Called with what is done and what there is to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +151,12 @@ _UNKNOWN = _Known("unknown", -1, {})
 
 
 class Inventory:
-    """Over a pool. Its methods block, the longest (``verify``) for as long as the disk takes; call
-    them outside of any loop. ConfigError if a query names what is not there."""
+    """Over a pool. Its methods block; call them outside of any loop. ConfigError if a query names
+    what is not there."""
 
     def __init__(self, pool: Pool, overview: Callable[[], Overview] | None = None) -> None:
         """``overview``: of the service that has the pool."""
-        self._admin = pool.admin
-        self._pool = pool
+        self.pool = pool
         self._overview = overview
 
     def overview(self) -> Overview:
@@ -173,7 +170,7 @@ class Inventory:
         """The blocks that fit; one in two tiers is named twice."""
         if query.tier not in ("", TierName.HOST, TierName.DISK):
             raise ConfigError(f"--tier: {query.tier!r} is none; say host or disk")
-        held = self._admin.blocks()
+        held = self.pool.admin.blocks()
         if query.block:
             prefix = _prefix_of(query.block, held)
             held = [block for block in held if block.key in prefix]
@@ -246,77 +243,35 @@ class Inventory:
     def prefix_trees(self, limit: int) -> tuple[PrefixTree, ...]:
         """What is there, as trees of at most ``limit`` nodes."""
         known = {digest: (one.model, one.block_bytes) for digest, one in self._namespaces().items()}
-        return prefix_trees(self._admin.blocks(), known, time.time(), limit)
+        return prefix_trees(self.pool.admin.blocks(), known, time.time(), limit)
 
     def tenants(self) -> tuple[tuple[TenantView, ...], int]:
         """Tenants that hold most, and how many there are."""
-        disk_tier = self._admin.disk
-        host = {use.tenant: use for use in self._pool.host_tenants()}
+        disk_tier = self.pool.admin.disk
+        host = {use.tenant: use for use in self.pool.host_tenants()}
         disk = {use.tenant: use for use in disk_tier.tenants()} if disk_tier is not None else {}
-        views = [
-            _tenant_view(tenant, host.get(tenant), disk.get(tenant)) for tenant in {**host, **disk}
-        ]
+        views = []
+        for tenant in {**host, **disk}:
+            uses = [tier.get(tenant, TenantUse(tenant, 0, None, 0, 0)) for tier in (host, disk)]
+            limits = [-1 if use.limit_bytes is None else use.limit_bytes for use in uses]
+            views.append(
+                TenantView(
+                    tenant,
+                    uses[0].used_bytes,
+                    limits[0],
+                    uses[1].used_bytes,
+                    limits[1],
+                    sum(use.refused for use in uses),
+                    sum(use.evicted for use in uses),
+                )
+            )
         views.sort(key=lambda view: (-(view.host_bytes + view.disk_bytes), view.tenant))
         return tuple(views[:_TENANTS_SHOWN]), len(views)
 
-    # -- what to do with it ----------------------------------------------------------------
-
-    def drop(self, query: Query, pinned: bool = False) -> tuple[int, int]:
-        """Drops the blocks that fit, pinned ones only if ``pinned`` says so. Leased blocks stay in
-        the host. Returns how many were dropped, and how many pinned ones were not."""
-        held = self.select(query)
-        kept = set() if pinned else {block.key for block in held if block.pinned}
-        keys = {block.key for block in held} - kept
-        self._admin.drop(keys)
-        return len(keys), len(kept)
-
-    def pin(self, query: Query, on: bool) -> tuple[int, int]:
-        """Pins, or unpins, the blocks that fit. Returns how many, and their bytes (each counted
-        once). ConfigError if they are too many to be pinned; none is then."""
-        sizes = {block.key: block.slot_bytes for block in self.select(query)}
-        (self._admin.pin if on else self._admin.unpin)(sizes.keys())
-        return len(sizes), sum(sizes.values())
-
-    def verify(self, query: Query, progress: OnProgress) -> tuple[int, int]:
-        """Reads every block on disk that fits and checks its bytes; the damaged are dropped.
-        Returns how many were checked, and how many damaged."""
-        disk = self._admin.disk
-        if disk is None:
-            return 0, 0
-        keys = [block.key for block in self.select(query) if block.tier is TierName.DISK]
-        checked = damaged = 0
-        told = 0.0
-        for key, outcome in disk.check(keys):
-            checked += outcome is not Outcome.MISS
-            if outcome in (Outcome.CORRUPT, Outcome.ERROR):
-                damaged += 1
-                self._pool.lost_below([key])
-            if time.monotonic() - told > _PROGRESS_S:
-                told = time.monotonic()
-                progress(checked, len(keys), damaged)
-        progress(checked, len(keys), damaged)
-        return checked, damaged
-
-    def resize(self, host_bytes: int | None, disk_bytes: int | None) -> None:
-        """Sets the sizes given. What has to go goes in the background; see ``surplus``.
-        ConfigError, with nothing changed, if that cannot be."""
-        disk = self._admin.disk
-        if disk_bytes is not None and disk is None:
-            raise ConfigError("disk: this pool has no disk tier; start it with disk_path")
-        if host_bytes is not None:
-            self._pool.resize_host(host_bytes)
-        if disk_bytes is not None and disk is not None:
-            disk.resize(disk_bytes)
-
-    def surplus(self) -> int:
-        """Bytes that are still to go after ``resize``."""
-        disk = self._admin.disk
-        return self._pool.host_surplus() + (0 if disk is None else disk.surplus_bytes)
-
     def _namespaces(self) -> dict[bytes, _Known]:
         """Every namespace that was registered or has blocks on disk, by its digest."""
-        disk = self._admin.disk
-        known = [*(disk.namespaces() if disk is not None else ()), *self._pool.namespaces()]
+        disk = self.pool.admin.disk
+        known = [*(disk.namespaces() if disk is not None else ()), *self.pool.namespaces()]
         return {
             namespace.digest: _Known(_model_of(namespace.parts), nbytes, dict(namespace.parts))
             for namespace, nbytes in known
@@ -392,20 +347,3 @@ def _model_of(parts: Iterable[tuple[str, str]]) -> str:
     if "adapter" in named:
         words.append(f"adapter {named['adapter'][:12]}")
     return " ".join(word for word in words if word) or "unknown"
-
-
-def _tenant_view(tenant: str, host: TenantUse | None, disk: TenantUse | None) -> TenantView:
-    both = [use for use in (host, disk) if use is not None]
-    return TenantView(
-        tenant,
-        host.used_bytes if host else 0,
-        _limit(host),
-        disk.used_bytes if disk else 0,
-        _limit(disk),
-        sum(use.refused for use in both),
-        sum(use.evicted for use in both),
-    )
-
-
-def _limit(use: TenantUse | None) -> int:
-    return -1 if use is None or use.limit_bytes is None else use.limit_bytes

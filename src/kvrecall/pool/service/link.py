@@ -11,10 +11,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVarTuple
 
 from kvrecall import __version__
 from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.peers import credentials
+
+Ts = TypeVarTuple("Ts")
 
 _CHUNK = 1 << 18
 _LATE_LIMIT_S = 3.0
@@ -100,19 +103,21 @@ class Link:
 
     def ask(
         self,
-        make: Callable[[int], p.Message],
+        kind: Callable[[int, *Ts], p.Message],
+        *fields: *Ts,
         timeout_s: float,
         slow: bool = False,
         on_progress: Callable[[p.Progress], None] | None = None,
     ) -> p.Reply:
-        """Sends ``make(number)`` and returns its reply. LinkLate or LinkLost if there is none.
+        """Sends ``kind(number, *fields)`` and returns its reply. Raises LinkLate or LinkLost if
+        there is none.
 
         ``slow``: the request takes the service time, so being late means nothing; its timeout is
         then counted from the last ``on_progress``, which is called for every Progress.
         """
         until = time.monotonic() + timeout_s
         number = next(self._numbers)
-        frame = p.frame_of(make(number))
+        frame = p.frame_of(kind(number, *fields))
         with self._changed:
             self._expected.add(number)
             if on_progress is not None:

@@ -13,19 +13,22 @@ within bounds. Nothing here can name a Python object (no pickle).
 
 from __future__ import annotations
 
+import enum
 import math
 import struct
-from collections.abc import Iterator, Sequence
-from typing import Annotated
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Generic, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from kvrecall.block import FORMAT_VERSION, NAMESPACE_BYTES, BlockKey, Tenant, TierName
 from kvrecall.errors import KvrecallError
-from kvrecall.pool.base import PoolStats, Verdict
+from kvrecall.pool.base import ArenaHandle, PoolStats, Verdict
 
-PROTOCOL = 100 * FORMAT_VERSION + 5
+E = TypeVar("E", bound=enum.Enum)
+
+PROTOCOL = 100 * FORMAT_VERSION + 6
 """Both sides must say the same. The format of blocks is part of it."""
 
 MAX_FRAME = 8 << 20
@@ -34,15 +37,32 @@ MAX_KEYS = 60_000
 MAX_SECONDS = 86_400.0
 
 _LENGTH = struct.Struct("<I")
-_TIERS = tuple(TierName)
-_TIER_CODES = {tier: code for code, tier in enumerate(_TIERS)}
-_VERDICTS = tuple(Verdict)
-_VERDICT_CODES = {verdict: code for code, verdict in enumerate(_VERDICTS)}
 
 
 class ProtocolError(KvrecallError):
     """The other side said something that is no message of this protocol."""
 
+
+class _Codes(Generic[E]):
+    """Members of an enumeration as bytes, one each."""
+
+    def __init__(self, kind: type[E]) -> None:
+        self._members = tuple(kind)
+        self._codes = {member: code for code, member in enumerate(self._members)}
+
+    def pack(self, members: Iterable[E]) -> bytes:
+        return bytes(map(self._codes.__getitem__, members))
+
+    def unpack(self, data: bytes) -> tuple[E, ...]:
+        return tuple(map(self._members.__getitem__, data))
+
+    def are_in(self, data: bytes) -> bool:
+        """Whether ``unpack`` takes them."""
+        return max(data, default=0) < len(self._members)
+
+
+TIERS = _Codes(TierName)
+VERDICTS = _Codes(Verdict)
 
 Key = Annotated[BlockKey, Meta(min_length=NAMESPACE_BYTES + 1, max_length=96)]
 Keys = Annotated[tuple[Key, ...], Meta(max_length=MAX_KEYS)]
@@ -185,17 +205,12 @@ Request = (
 
 
 class Welcome(Message, frozen=True, tag=64):
-    """``boot``: this life of the service. ``token``: this connection, a secret of its two ends.
-    ``inode``: of the arena's memory file."""
+    """``token``: this connection, a secret of its two ends."""
 
     protocol: int
     version: Text
-    boot: Token
     token: Token
-    pid: int
-    fd: int
-    nbytes: int
-    inode: int
+    arena: ArenaHandle
 
 
 class Refusal(Message, frozen=True, tag=65):
@@ -247,12 +262,11 @@ class StatsReply(Message, frozen=True, tag=72):
 
 
 class Progress(Message, frozen=True, tag=76):
-    """Of a command: what is done, what there is to do, and blocks found damaged."""
+    """Of a command: what is done, and what there is to do."""
 
     number: Number
     done: int
     total: int
-    damaged: int
 
 
 class Administered(Message, frozen=True, tag=77):
@@ -315,10 +329,9 @@ def read_reply(body: bytes) -> Reply:
         reply = _REPLY.decode(body)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ProtocolError(f"no reply: {error}") from error
-    codes = reply.tiers if isinstance(reply, FoundReply | RecallReply) else b""
-    if codes and max(codes) >= len(_TIERS):
+    if isinstance(reply, FoundReply | RecallReply) and not TIERS.are_in(reply.tiers):
         raise ProtocolError("no reply: an unknown tier")
-    if isinstance(reply, ReserveReply) and max(reply.verdicts, default=0) >= len(_VERDICTS):
+    if isinstance(reply, ReserveReply) and not VERDICTS.are_in(reply.verdicts):
         raise ProtocolError("no reply: an unknown verdict")
     return reply
 
@@ -355,23 +368,3 @@ class Framer:
                 yield bytes(buffer[begin:at])
         finally:
             del buffer[:at]
-
-
-def pack_tiers(tiers: Sequence[TierName]) -> bytes:
-    """A byte a block."""
-    return bytes(map(_TIER_CODES.__getitem__, tiers))
-
-
-def unpack_tiers(data: bytes) -> tuple[TierName, ...]:
-    """Reverses ``pack_tiers``. Raises IndexError for a byte that is no tier."""
-    return tuple(map(_TIERS.__getitem__, data))
-
-
-def pack_verdicts(verdicts: Sequence[Verdict]) -> bytes:
-    """A byte a block."""
-    return bytes(map(_VERDICT_CODES.__getitem__, verdicts))
-
-
-def unpack_verdicts(data: bytes) -> tuple[Verdict, ...]:
-    """Reverses ``pack_verdicts``. Raises IndexError for a byte that is no verdict."""
-    return tuple(map(_VERDICTS.__getitem__, data))

@@ -17,18 +17,16 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from kvrecall import __version__
-from kvrecall.block import Namespace
 from kvrecall.config import PoolConfig
 from kvrecall.errors import ConfigError
-from kvrecall.pool.base import RecallState, Verdict
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import protocol as p
-from kvrecall.pool.service.admin import command_of
+from kvrecall.pool.service.admin import Drop, command_of
 from kvrecall.pool.service.inventory import ClientView, Inventory, Overview, Query
 from kvrecall.pool.service.peers import Peer, credentials, peer_of
 from kvrecall.pool.service.sessions import Reaper, Session
@@ -75,8 +73,7 @@ class Server:
         self._listener = listener
         self._socket = str(listener.getsockname())
         self._began = time.monotonic()
-        self._boot = secrets.token_bytes(16)
-        self._arena = pool.arena_handle()
+        self._arena = replace(pool.arena_handle(), boot=secrets.token_hex(16))
         self._known: set[bytes] = set()
         self._connections: set[Connection] = set()
         self.reaper = Reaper(self._arena.inode, os.getpid(), self._sessions)
@@ -184,18 +181,7 @@ class Server:
             )
             return None
         session = Session(self.pool, connection.peer, self._known)
-        connection.send(
-            p.Welcome(
-                p.PROTOCOL,
-                __version__,
-                self._boot,
-                session.token,
-                self._arena.pid,
-                self._arena.fd,
-                self._arena.nbytes,
-                self._arena.inode,
-            )
-        )
+        connection.send(p.Welcome(p.PROTOCOL, __version__, session.token, self._arena))
         return session
 
     def forget(self, connection: Connection) -> None:
@@ -340,68 +326,20 @@ class Connection(asyncio.Protocol):
 
     def _answer(self, session: Session, request: p.Request) -> p.Message | None:
         """The reply; None if there is none, or a worker thread will send it."""
-        server = self._server
         match request:
-            case p.Find():
-                found = server.pool.find(request.keys)
-                return p.FoundReply(request.number, p.pack_tiers(found.tiers), found.pending)
-            case p.Acquire():
-                session.acquire(
-                    request.ticket,
-                    request.keys,
-                    request.deadline_s,
-                    request.parent,
-                    request.tenant,
-                )
-            case p.Poll():
-                recall = session.poll(request.ticket)
-                return p.RecallReply(
-                    request.number,
-                    recall.state is RecallState.READY,
-                    recall.offsets,
-                    p.pack_tiers(recall.tiers),
-                )
-            case p.Release():
-                session.release(request.ticket)
-            case p.Touch():
-                server.pool.touch(request.keys)
-            case p.Reserve():
-                answers = session.reserve(
-                    request.number, request.keys, request.parent, request.tenant
-                )
-                server.reaper.reserved(session)
-                return p.ReserveReply(
-                    request.number,
-                    p.pack_verdicts([answer.verdict for answer in answers]),
-                    tuple(a.offset for a in answers if a.verdict is Verdict.RESERVED),
-                )
-            case p.Commit():
-                session.commit(request.keys)
-            case p.Abandon():
-                session.abandon(request.keys)
-            case p.Cancel():
-                session.cancel(request.number)
-            case p.Stats():
-                return p.StatsReply(request.number, server.pool.stats())
-            case p.Register():
-                namespace = Namespace(request.digest, request.parts)
-                try:
-                    session.register(namespace, request.block_bytes)
-                except ConfigError as error:
-                    return p.Trouble(request.number, str(error))
-                return p.Done(request.number)
-            case p.Settle():
-                server.reaper.settle(request.token)
-            case p.Bye():
-                session.end()
-                return p.Done(request.number)
             case p.Flush():
                 return self._flush(request)
             case p.Clear():
                 return self._clear(request, session)
             case p.Administer():
                 return self._administer(request)
-        return None
+            case p.Settle(token):
+                self._server.reaper.settle(token)
+                return None
+        reply = session.answer(request)
+        if isinstance(request, p.Reserve):
+            self._server.reaper.reserved(session)
+        return reply
 
     def _flush(self, request: p.Flush) -> p.Message | None:
         if self._slow >= _MAX_SLOW:
@@ -419,7 +357,7 @@ class Connection(asyncio.Protocol):
 
         def clear() -> p.Message:
             if namespaces:
-                self._server.inventory.drop(Query(namespaces), pinned=True)
+                Drop(Query(namespaces), True).run(self._server.inventory, lambda *_: None)
             return p.Done(request.number)
 
         return self._later(self._server.admins, clear)
@@ -428,12 +366,12 @@ class Connection(asyncio.Protocol):
         server = self._server
         command = command_of(request.command, request.fields)
 
-        def progress(done: int, total: int, damaged: int) -> None:
+        def progress(done: int, total: int) -> None:
             if server.stopping.is_set() or not self.is_open:
                 raise Cancelled  # what was begun and needs no client goes on
             assert self._transport is not None
             if not self._transport.get_write_buffer_size():  # the client reads
-                news = p.Progress(request.number, done, total, damaged)
+                news = p.Progress(request.number, done, total)
                 server.loop.call_soon_threadsafe(self.send, news)
 
         def administer() -> p.Message:

@@ -11,9 +11,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from kvrecall.block import NAMESPACE_BYTES, SHARED, BlockKey, Namespace, Tenant
-from kvrecall.pool.base import Recall, RecallState, Reservation, Verdict
+from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace
+from kvrecall.errors import ConfigError
+from kvrecall.pool.base import Recall, RecallState, Verdict
 from kvrecall.pool.pool import Pool
+from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.peers import Peer, families_of, mappers_of, peer_of
 
 _LOG = logging.getLogger(__name__)
@@ -58,70 +60,84 @@ class Session:
         """Whether it holds nothing."""
         return not (self._tickets or self._filling)
 
-    def register(self, namespace: Namespace, block_bytes: int) -> None:
-        """Raises ConfigError."""
-        if len(self.namespaces) < _MAX_NAMESPACES:
-            self._pool.register(namespace, block_bytes)
-            self._known.add(namespace.digest)
-            self.namespaces.add(namespace.digest)
-
-    def acquire(
-        self,
-        ticket: int,
-        keys: Sequence[BlockKey],
-        deadline_s: float,
-        parent: BlockKey | None,
-        tenant: Tenant = SHARED,
-    ) -> None:
-        if ticket in self._tickets or len(self._tickets) >= _MAX_TICKETS or self._has_unknown(keys):
-            return  # its poll will find nothing
-        self._tickets[ticket] = self._pool.acquire(keys, deadline_s, parent, tenant)
-
-    def poll(self, ticket: int) -> Recall:
-        number = self._tickets.get(ticket)
-        return _NOTHING if number is None else self._pool.poll(number)
-
-    def release(self, ticket: int) -> None:
-        number = self._tickets.pop(ticket, None)
-        if number is not None:
-            self._pool.release(number)
-
-    def reserve(
-        self,
-        number: int,
-        keys: Sequence[BlockKey],
-        parent: BlockKey | None,
-        tenant: Tenant = SHARED,
-    ) -> tuple[Reservation, ...]:
-        if self._has_unknown(keys):
-            return (Reservation(Verdict.REFUSED),) * len(keys)
-        answers = self._pool.reserve(keys, parent, tenant)
-        for key, answer in zip(keys, answers, strict=True):
-            if answer.verdict is Verdict.RESERVED:
-                self._filling[key] = number
-        return answers
-
-    def commit(self, keys: Iterable[BlockKey]) -> None:
-        self._pool.commit([k for k in keys if self._filling.pop(k, None) is not None])
-
-    def abandon(self, keys: Iterable[BlockKey]) -> None:
-        self._pool.abandon([k for k in keys if self._filling.pop(k, None) is not None])
-
-    def cancel(self, number: int) -> None:
-        self.abandon([key for key, by in self._filling.items() if by == number])
+    def answer(self, request: p.Request) -> p.Message | None:
+        """Asks the pool, which answers at once. None if the request has no reply."""
+        pool = self._pool
+        match request:
+            case p.Find(number, keys):
+                found = pool.find(keys)
+                return p.FoundReply(number, p.TIERS.pack(found.tiers), found.pending)
+            case p.Acquire(ticket, keys):
+                is_new = ticket not in self._tickets and len(self._tickets) < _MAX_TICKETS
+                if is_new and self._knows(keys):  # if not, its poll will find nothing
+                    self._tickets[ticket] = pool.acquire(
+                        keys, request.deadline_s, request.parent, request.tenant
+                    )
+            case p.Poll(number, ticket):
+                held = self._tickets.get(ticket)
+                recall = _NOTHING if held is None else pool.poll(held)
+                is_ready = recall.state is RecallState.READY
+                return p.RecallReply(number, is_ready, recall.offsets, p.TIERS.pack(recall.tiers))
+            case p.Release(ticket):
+                self._release(ticket)
+            case p.Touch(keys):
+                pool.touch(keys)
+            case p.Reserve(number, keys):
+                if not self._knows(keys):
+                    return p.ReserveReply(
+                        number, p.VERDICTS.pack([Verdict.REFUSED] * len(keys)), ()
+                    )
+                answers = pool.reserve(keys, request.parent, request.tenant)
+                given = {
+                    key: answer.offset
+                    for key, answer in zip(keys, answers, strict=True)
+                    if answer.verdict is Verdict.RESERVED
+                }
+                self._filling.update(dict.fromkeys(given, number))
+                verdicts = p.VERDICTS.pack([answer.verdict for answer in answers])
+                return p.ReserveReply(number, verdicts, tuple(given.values()))
+            case p.Commit(keys):
+                pool.commit([key for key in keys if self._filling.pop(key, None) is not None])
+            case p.Abandon(keys):
+                self._abandon(keys)
+            case p.Cancel(number):
+                self._abandon([key for key, by in self._filling.items() if by == number])
+            case p.Stats(number):
+                return p.StatsReply(number, pool.stats())
+            case p.Register(number, digest, parts, block_bytes):
+                if len(self.namespaces) < _MAX_NAMESPACES:
+                    try:
+                        pool.register(Namespace(digest, parts), block_bytes)
+                    except ConfigError as error:
+                        return p.Trouble(number, str(error))
+                    self._known.add(digest)
+                    self.namespaces.add(digest)
+                return p.Done(number)
+            case p.Bye(number):
+                self.end()
+                return p.Done(number)
+        return None
 
     def end_leases(self) -> None:
         for ticket in list(self._tickets):
-            self.release(ticket)
+            self._release(ticket)
 
     def end(self) -> None:
         """Gives everything back."""
         self.end_leases()
-        self.abandon(list(self._filling))
+        self._abandon(list(self._filling))
 
-    def _has_unknown(self, keys: Sequence[BlockKey]) -> bool:
-        """Whether some key is of a namespace not registered since the service started."""
-        return not {key[:NAMESPACE_BYTES] for key in keys} <= self._known
+    def _release(self, ticket: int) -> None:
+        held = self._tickets.pop(ticket, None)
+        if held is not None:
+            self._pool.release(held)
+
+    def _abandon(self, keys: Iterable[BlockKey]) -> None:
+        self._pool.abandon([key for key in keys if self._filling.pop(key, None) is not None])
+
+    def _knows(self, keys: Sequence[BlockKey]) -> bool:
+        """Whether all keys are of namespaces that were registered since the service started."""
+        return {key[:NAMESPACE_BYTES] for key in keys} <= self._known
 
 
 @dataclass(slots=True)

@@ -18,7 +18,6 @@ from kvrecall.pool.service.inventory import (
     Listing,
     OnProgress,
     Overview,
-    Row,
     TenantView,
 )
 
@@ -42,7 +41,7 @@ def progress(title: str, shown: bool) -> Iterator[OnProgress]:
     columns = TextColumn(title), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
     with Progress(*columns, transient=True) as bar:
         task = bar.add_task(title, total=None)
-        yield lambda done, total, _: bar.update(task, completed=done, total=total)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def size(nbytes: float) -> str:
@@ -141,23 +140,24 @@ def _limit(nbytes: int) -> str:
 
 def listing(found: Listing) -> Table:
     """What ``pool ls`` found; the columns are those that the kind of row has."""
-    by = found.by
-    names = by in (By.CHAIN, By.BLOCK)
-    table = Table(caption=_caption(found))
+    by, left = found.by, found.total - len(found.rows)
+    is_named = by in (By.CHAIN, By.BLOCK)
+    table = Table(caption=f"{left} more; see --limit" if left > 0 else None)
     table.add_column(str(by), no_wrap=True)
     if by is not By.MODEL:
         table.add_column("model")
-    if names:
+    if is_named:
         table.add_column("depth", justify="right")
     if by is not By.TENANT:
         table.add_column("tenant")
     for title in ("in host", "on disk", "pinned", "last used", "oldest"):
         table.add_column(title, justify="right")
     for row in found.rows:
-        cells = [_name(row, by)]
+        name = row.name[2 * NAMESPACE_BYTES :][:16] if is_named else row.name
+        cells = [name[:12] if by is By.NAMESPACE else name]
         if by is not By.MODEL:
             cells.append(row.model or "several")
-        if names:
+        if is_named:
             cells.append(str(row.depth))
         if by is not By.TENANT:
             cells.append(row.tenant or "several")
@@ -170,14 +170,3 @@ def listing(found: Listing) -> Table:
         ]
         table.add_row(*map(Text, cells))
     return table
-
-
-def _name(row: Row, by: By) -> str:
-    if by in (By.CHAIN, By.BLOCK):
-        return row.name[2 * NAMESPACE_BYTES :][:16]
-    return row.name[:12] if by is By.NAMESPACE else row.name
-
-
-def _caption(found: Listing) -> str | None:
-    left = found.total - len(found.rows)
-    return f"{left} more; see --limit" if left > 0 else None
