@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvrecall.block import BlockKey
-from kvrecall.lab.chaos import leaks
+from kvrecall.lab.chaos import run
 from kvrecall.lab.chaos.faults import DiskFaults, stored_blocks
 from kvrecall.lab.chaos.oracle import Conversations, DurabilityOracle, Turn, sure_part
 from kvrecall.lab.chaos.report import FAULTS, FIGURES, Report
@@ -154,20 +154,20 @@ def test_leaks_are_found(service: ServiceProcess, tmp_path: Path) -> None:
     client = ServiceClient(service.socket, 5.0)
     client.register(NAMESPACE, BLOCK)
     arena = client.arena_handle()
-    assert [pid for _, pid in leaks.arenas_held([arena])] == [service.pid]
+    assert [pid for _, pid in run.arenas_held([arena])] == [service.pid]
     client.reserve(chain(NAMESPACE, 2, "never committed"))
-    held, who = leaks.slots_held(service, 0.0)
+    held, who = run.slots_held(service, 0.0)
     assert (held, who) == (2, "0 leases, 2 slots being filled")
     client.close()
-    assert leaks.slots_held(service) == (0, "")
+    assert run.slots_held(service) == (0, "")
     assert service.stop()
-    assert leaks.arenas_held([arena]) == []
-    assert leaks.stray_files(service) == []
+    assert run.arenas_held([arena]) == []
+    assert run.stray_files(service) == []
     rows = {row.slab for row in stored_blocks(service.disk, in_use=False)}
-    assert rows == {0}
+    assert rows == {"slab-000000.kv"}
     for stray in (service.folder / "dump", service.disk / "slab-000077.kv"):
         stray.write_bytes(b"x" * 10)
-    assert sorted(n for _, n in leaks.stray_files(service)) == [10, 10]
+    assert sorted(n for _, n in run.stray_files(service)) == [10, 10]
     assert MIB < own_bytes(service.disk) <= 64 * MIB
 
 

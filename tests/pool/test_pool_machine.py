@@ -7,12 +7,12 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
+from support.pool_machine import PoolMachine
 
 from kvrecall.config import DiskConfig, PoolConfig, RemoteConfig
 from kvrecall.pool import Pool
 from kvrecall.pool.base import PoolClient
 from kvrecall.pool.residents import Resident, Residents
-from kvrecall.testing.pool_machine import PoolMachine
 
 
 class CountedMachine(PoolMachine):

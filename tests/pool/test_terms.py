@@ -2,10 +2,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from support.terms_contract import TermsContract
+
 from kvrecall.config import DiskConfig, PoolConfig, PoolTerms
 from kvrecall.pool import Pool
 from kvrecall.pool.base import PoolClient
-from kvrecall.testing.terms_contract import TermsContract
 
 MIB = 1 << 20
 

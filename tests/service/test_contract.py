@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
+from support.pool_machine import PoolMachine
 
 from kvrecall.block import BlockKey
 from kvrecall.config import DiskConfig, PoolConfig, PoolTerms
@@ -16,7 +17,6 @@ from kvrecall.pool.base import PoolClient
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.endpoint import ServiceThread
 from kvrecall.testing.pool_contract import PoolContract
-from kvrecall.testing.pool_machine import PoolMachine
 
 MIB = 1 << 20
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from support.terms_contract import TermsContract
+
 from kvrecall.config import DiskConfig, PoolTerms
 from kvrecall.pool.base import PoolClient
 from kvrecall.pool.pool import Pool
-from kvrecall.testing.terms_contract import TermsContract
 
 from .test_contract import MIB, OwnService
 

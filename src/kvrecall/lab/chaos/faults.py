@@ -3,6 +3,7 @@ the engines and the files."""
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import random
@@ -12,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +24,8 @@ from kvrecall.lab.chaos.oracle import DurabilityOracle
 from kvrecall.lab.chaos.report import Report
 from kvrecall.lab.engines.service import ServiceProcess
 from kvrecall.pool.disk.index import INDEX_NAME
+from kvrecall.pool.disk.slabs import offset_of, slab_of
 
-_SLAB_SHIFT = 40
 _QUERY = (
     "SELECT address, digest, hash, nbytes FROM blocks JOIN namespaces "
     "ON namespaces.id = blocks.namespace"
@@ -37,10 +38,10 @@ _AIM_S = 4.0  # longest an engine is watched until it loads (or saves)
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A row of the index: where the bytes of a block lie."""
+    """A row of the index: the bytes of a block lie in the file ``slab``, from ``offset`` on."""
 
     key: BlockKey
-    slab: int
+    slab: str
     offset: int
     nbytes: int
 
@@ -63,16 +64,13 @@ def stored_blocks(folder: Path, in_use: bool) -> list[StoredBlock]:
         return []
     return [
         StoredBlock(
-            BlockKey(bytes(digest) + bytes(name)),
-            address >> _SLAB_SHIFT,
-            address & (1 << _SLAB_SHIFT) - 1,
-            nbytes,
+            BlockKey(digest + name), f"slab-{slab_of(place):06d}.kv", offset_of(place), nbytes
         )
-        for address, digest, name, nbytes in rows
+        for place, digest, name, nbytes in rows
     ]
 
 
-@contextmanager
+@contextlib.contextmanager
 def _connection(folder: Path, in_use: bool) -> Iterator[sqlite3.Connection]:
     """Of an index in use, a second reader; else of a copy, as the last one to close an index
     would tidy it up."""
@@ -119,17 +117,14 @@ class DiskFaults:
     def _flip(self, rows: list[StoredBlock]) -> Damage | None:
         keys = set()
         for row in self._dice.sample(rows, min(len(rows), self._dice.randint(1, 4))):
-            try:
-                fd = os.open(self._path(row.slab), os.O_RDWR)
-            except FileNotFoundError:
-                continue
-            try:
+            with (
+                contextlib.suppress(FileNotFoundError),
+                (self._folder / row.slab).open("r+b", buffering=0) as slab,
+            ):
                 for _ in range(self._dice.randint(1, 3)):
-                    if self._alter(fd, row):
+                    if self._alter(slab.fileno(), row):
                         keys.add(row.key)
-                os.fdatasync(fd)
-            finally:
-                os.close(fd)
+                os.fdatasync(slab)
         return Damage(frozenset(keys), len(keys)) if keys else None
 
     def _alter(self, fd: int, row: StoredBlock) -> bool:
@@ -144,7 +139,7 @@ class DiskFaults:
     def _cut(self, rows: list[StoredBlock]) -> Damage | None:
         """Shortens or deletes a slab: the tier then gives up all of its blocks."""
         slab = self._dice.choice(sorted({row.slab for row in rows}))
-        path = self._path(slab)
+        path = self._folder / slab
         try:
             if self._dice.random() < 0.5:
                 path.unlink()
@@ -153,9 +148,6 @@ class DiskFaults:
         except FileNotFoundError:
             return None
         return Damage(frozenset(row.key for row in rows if row.slab == slab), 1)
-
-    def _path(self, slab: int) -> Path:
-        return self._folder / f"slab-{slab:06d}.kv"
 
 
 # -- faults while engines run ----------------------------------------------------------------

@@ -1,17 +1,20 @@
-"""One run: a pool service, engines on it, questions, faults, and the leak check at the end."""
+"""One run: a pool service, engines on it, questions, faults, and the leak check at the end.
+
+Leaks are attributed to the run by what its own processes held, as others work on the same machine.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvrecall.errors import KvrecallError, TierError
-from kvrecall.lab.chaos import leaks
 from kvrecall.lab.chaos.faults import FaultInjector, Intervals, stored_blocks
 from kvrecall.lab.chaos.fleet import Fleet
 from kvrecall.lab.chaos.oracle import Conversations, DurabilityOracle
@@ -19,13 +22,16 @@ from kvrecall.lab.chaos.report import FAULTS, FIGURES, Report
 from kvrecall.lab.engines.engine import ONE_THREAD, EngineProcess, OnLine
 from kvrecall.lab.engines.service import ServiceProcess
 from kvrecall.lab.models import write_model
-from kvrecall.pool.disk.folder import own_bytes
+from kvrecall.pool.base import ArenaHandle
+from kvrecall.pool.disk.folder import LOCK_NAME, own_bytes
 from kvrecall.pool.disk.index import INDEX_NAME
 from kvrecall.pool.service.admin import FolderAdmin, Verify
 
 _DRAIN_S = 240.0
 _SAY_S = 5.0
 _LENGTH = 2048  # tokens, longest sequence
+_ARENA = "/memfd:kvrecall-arena"
+_IDLE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +185,7 @@ class ChaosRun:
         report.add("durable_blocks", oracle.durable)
         report.add("disk_evictions", oracle.evictions)
         try:
-            held, words = leaks.slots_held(service)
+            held, words = slots_held(service)
             if held:
                 report.fault("leaked_bytes", f"the idle service counts {words}", held * 4096)
         except TierError as error:
@@ -187,10 +193,10 @@ class ChaosRun:
         if not service.stop():
             report.fault("hung", "the service did not end on SIGTERM")
         self._end_engines()
-        for arena, pid in leaks.arenas_held(oracle.arenas):
+        for arena, pid in arenas_held(oracle.arenas):
             report.fault("leaked_bytes", f"process {pid} holds an arena", arena.nbytes)
         for file in (*fleet.left_in_shared_memory(), *self._tmp.glob("kvrecall*")):
-            report.fault("leaked_bytes", f"{file} is left", leaks.size_of(file))
+            report.fault("leaked_bytes", f"{file} is left", size_of(file))
         if (service.disk / INDEX_NAME).exists():
             before = {row.key for row in stored_blocks(service.disk, in_use=False)}
             with FolderAdmin(service.disk) as admin:
@@ -201,7 +207,7 @@ class ChaosRun:
             if strange := oracle.undamaged(before - after):
                 what = f"{len(strange)} blocks on disk are damaged, and not by the run"
                 report.fault("lost_committed", what, len(strange))
-            for file, nbytes in leaks.stray_files(service):
+            for file, nbytes in stray_files(service):
                 report.fault("leaked_bytes", f"{file} belongs to nothing", nbytes)
             over = own_bytes(service.disk) - self._settings.disk_bytes
             if over > 0:
@@ -214,3 +220,63 @@ class ChaosRun:
             if process.is_alive:
                 process.kill()
                 process.bury()
+
+
+def slots_held(service: ServiceProcess, seconds: float = _IDLE_S) -> tuple[int, str]:
+    """Leases and slots being filled that an idle service still counts ``seconds`` after its last
+    engine ended, as a number and in words. Raises TierError."""
+    until = time.monotonic() + seconds
+    while True:
+        stats = service.look().stats
+        held = stats.leases + stats.reserved
+        if not held:
+            return 0, ""
+        if time.monotonic() > until:
+            return held, f"{stats.leases} leases, {stats.reserved} slots being filled"
+        time.sleep(0.2)
+
+
+def arenas_held(arenas: Iterable[ArenaHandle]) -> list[tuple[ArenaHandle, int]]:
+    """Arenas that are still in memory, each with a process that has it open or mapped."""
+    wanted = {arena.inode: arena for arena in arenas}
+    held = []
+    for process in Path("/proc").glob("[0-9]*"):
+        for inode in _arena_inodes(process):
+            if inode in wanted:
+                held.append((wanted.pop(inode), int(process.name)))
+    return held
+
+
+def _arena_inodes(process: Path) -> set[int]:
+    """Of arenas open or mapped in a process, as far as it lets itself be looked at."""
+    found = set()
+    with suppress(OSError):
+        for name in os.listdir(process / "fd"):
+            if os.readlink(process / "fd" / name).startswith(_ARENA):
+                found.add(os.stat(process / "fd" / name).st_ino)
+    with suppress(OSError):
+        lines = (process / "maps").read_text(errors="replace").splitlines()
+        found |= {int(line.split(None, 5)[4]) for line in lines if _ARENA in line}
+    return found
+
+
+def stray_files(service: ServiceProcess) -> list[tuple[Path, int]]:
+    """Files of a stopped service, with their sizes, that are neither the run's own nor part of its
+    disk tier: in its folder, and slabs without a row in the index."""
+    own = {"pool.json", "service.log", "pool.sock.lock", service.disk.name}
+    slabs = {block.slab for block in stored_blocks(service.disk, in_use=False)}
+    strays = [file for file in service.folder.iterdir() if file.name not in own]
+    strays += [
+        file
+        for file in service.disk.iterdir()
+        if not file.name.startswith(INDEX_NAME) and file.name not in {LOCK_NAME, *slabs}
+    ]
+    return [(file, size_of(file)) for file in strays]
+
+
+def size_of(file: Path) -> int:
+    """Bytes of a leaked file; at least one, so that an empty one counts."""
+    try:
+        return max(1, file.stat().st_size)
+    except FileNotFoundError:
+        return 1
