@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from kvrecall.lab.engines.engine import Answer
 from kvrecall.lab.identity.engines import Life, Reply
 from kvrecall.lab.identity.pairs import BLIND, EQUAL, OTHER, PAIRS, Kv
-from kvrecall.lab.identity.setups import BLOCK, Prompts, Setup, Shelf
+from kvrecall.lab.identity.setups import BLOCK, KNOWN, Prompts, Setup, Shelf
 from kvrecall.lab.identity.trial import (
     LEAST_TOLERANCE,
     Reference,
@@ -99,7 +99,7 @@ def test_only_what_another_engine_saved_is_foreign() -> None:
     assert prompts.shared_tokens("known-1", ["known-1"], BLOCK) == 3 * BLOCK
     assert prompts.shared_tokens("branch-1", ["known-2", "known-1"], BLOCK) == 3 * BLOCK
     assert prompts.shared_tokens("branch-2", ["known-2"], BLOCK) == 2 * BLOCK
-    assert prompts.shared_tokens("twig-1", prompts.known, BLOCK) == 0
+    assert prompts.shared_tokens("twig-1", KNOWN, BLOCK) == 0
     assert max(len(text) for text in prompts.texts.values()) < 3 * BLOCK + 100
     recalled = answer(device=9, host=2 * BLOCK, disk=BLOCK, computed=5)
     assert reply(recalled).foreign == 3 * BLOCK

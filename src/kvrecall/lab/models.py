@@ -150,11 +150,13 @@ def write_model(
     max_position: int = 32768,
     seed: int = 0,
     dtype: str = "bfloat16",
+    weights: bool = True,
 ) -> Path:
     """Writes a model folder (replacing the files of an earlier one) and returns its path.
 
     Equal arguments give equal bytes. A deepseek_v3 model has multi-head latent attention and a
-    mixture of experts; it ignores ``kv_heads`` and ``head_dim``.
+    mixture of experts; it ignores ``kv_heads`` and ``head_dim``. Without ``weights`` an engine must
+    make its own (vLLM's ``--load-format dummy``).
     """
     if vocab < 256 + len(SPECIALS):
         raise ValueError(f"vocab is {vocab}; bytes and special tokens need {256 + len(SPECIALS)}")
@@ -165,7 +167,8 @@ def write_model(
         family, hidden, layers, heads, kv_heads, head_dim, vocab, max_position, dtype
     )
     path.mkdir(parents=True, exist_ok=True)
-    _save(dict(_Weights(shape, seed).tensors()), path / WEIGHTS)
+    if weights:
+        _save(dict(_Weights(shape, seed).tensors()), path / WEIGHTS)
     _write(path / "config.json", shape.config())
     _write(path / "generation_config.json", {"eos_token_id": _EOS, "pad_token_id": _PAD})
     _write_tokenizer(path, max_position)
@@ -538,7 +541,9 @@ def write_blip2(path: Path, source: Path, seed: int = 0) -> Path:
     shape = read_shape(source)
     seen = {"hidden_size": _VISION, "intermediate_size": 2 * _VISION, "num_hidden_layers": 2}
     seen |= {"num_attention_heads": 2}
-    image_token = _first_free_token(source)
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    last_token = max(tokenizer["added_tokens"], key=lambda token: int(token["id"]))
+    image_token = int(last_token["id"]) + 1
     config = {
         "architectures": ["Blip2ForConditionalGeneration"],
         "model_type": "blip-2",
@@ -559,13 +564,14 @@ def write_blip2(path: Path, source: Path, seed: int = 0) -> Path:
         },
         "torch_dtype": shape.dtype,
     }
-    weights = _eyes(shape, seed)
+    weights = dict(_eyes(config, getattr(torch, shape.dtype), seed))
     for name, tensor in load_file(source / WEIGHTS).items():
         weights[f"language_model.{name}"] = tensor
     shutil.copytree(source, path, dirs_exist_ok=True)
     _save(weights, path / WEIGHTS)
     _write(path / "config.json", config)
-    _add_special_token(path / "tokenizer.json", image_token, "<image>")
+    tokenizer["added_tokens"].append({**last_token, "id": image_token, "content": "<image>"})
+    _write(path / "tokenizer.json", tokenizer)
     processor: dict[str, object] = {"processor_class": "Blip2Processor"}
     _write(path / "processor_config.json", processor | {"num_query_tokens": _QUERIES})
     pixels = {
@@ -593,62 +599,27 @@ def write_picture(path: Path, seed: int) -> Path:
     return path
 
 
-def _eyes(shape: ModelShape, seed: int) -> Tensors:
+def _eyes(config: Mapping[str, Any], dtype: torch.dtype, seed: int) -> Iterator[tuple[str, Tensor]]:
     """BLIP-2's weights beside those of its language model, by their names in a checkpoint."""
+    from transformers import Blip2Config, Blip2ForConditionalGeneration
+
+    with torch.device("meta"):
+        names = Blip2ForConditionalGeneration(Blip2Config.from_dict(dict(config))).state_dict()
     dice = torch.Generator().manual_seed(seed)
-    dtype: torch.dtype = getattr(torch, shape.dtype)
-
-    def matrix(*size: int, gain: float = 1.0) -> Tensor:
-        columns = torch.empty(size)[0].numel()
-        drawn = torch.empty(size).normal_(0.0, gain / columns**0.5, generator=dice)
-        return drawn.to(dtype)
-
-    def linear(name: str, rows: int, columns: int, gain: float = 1.0) -> Tensors:
-        weight = matrix(rows, columns, gain=gain)
-        return {f"{name}.weight": weight, f"{name}.bias": torch.zeros(rows, dtype=dtype)}
-
-    def norm(name: str) -> Tensors:
-        ones, zeros = torch.ones(_VISION, dtype=dtype), torch.zeros(_VISION, dtype=dtype)
-        return {f"{name}.weight": ones, f"{name}.bias": zeros}
-
-    wide, patches = 2 * _VISION, (PICTURE // _PATCH) ** 2
-    place = "vision_model.embeddings"
-    weights = {
-        "query_tokens": matrix(1, _QUERIES, _VISION, gain=_QUERIES**0.5 * _VISION**0.5),
-        f"{place}.class_embedding": matrix(1, 1, _VISION),
-        f"{place}.position_embedding": matrix(1, patches + 1, _VISION),
-        f"{place}.patch_embedding.weight": matrix(_VISION, 3, _PATCH, _PATCH, gain=3.0),
-        f"{place}.patch_embedding.bias": torch.zeros(_VISION, dtype=dtype),
+    gains = {
+        "query_tokens": (_QUERIES * _VISION) ** 0.5,
+        "vision_model.embeddings.patch_embedding.weight": 3.0,
+        "language_projection.weight": 2.0,
     }
-    for layer in range(2):
-        place = f"vision_model.encoder.layers.{layer}"
-        weights |= linear(f"{place}.self_attn.qkv", 3 * _VISION, _VISION)
-        weights |= linear(f"{place}.self_attn.projection", _VISION, _VISION)
-        weights |= linear(f"{place}.mlp.fc1", wide, _VISION)
-        weights |= linear(f"{place}.mlp.fc2", _VISION, wide)
-        weights |= norm(f"{place}.layer_norm1") | norm(f"{place}.layer_norm2")
-        place = f"qformer.encoder.layer.{layer}"
-        for attention in ("attention", "crossattention")[: 2 - layer]:  # every other one crosses
-            for part in ("attention.query", "attention.key", "attention.value", "output.dense"):
-                weights |= linear(f"{place}.{attention}.{part}", _VISION, _VISION)
-            weights |= norm(f"{place}.{attention}.output.LayerNorm")
-        weights |= linear(f"{place}.intermediate_query.dense", wide, _VISION)
-        weights |= linear(f"{place}.output_query.dense", _VISION, wide)
-        weights |= norm(f"{place}.output_query.LayerNorm")
-    weights |= norm("vision_model.post_layernorm") | norm("qformer.layernorm")
-    return weights | linear("language_projection", shape.hidden, _VISION, gain=2.0)
-
-
-def _first_free_token(source: Path) -> int:
-    added = json.loads((source / "tokenizer.json").read_text())["added_tokens"]
-    return 1 + max(int(token["id"]) for token in added)
-
-
-def _add_special_token(path: Path, number: int, text: str) -> None:
-    tokenizer = json.loads(path.read_text())
-    tokens = tokenizer["added_tokens"]
-    tokens.append({**tokens[-1], "id": number, "content": text})
-    path.write_text(json.dumps(tokenizer))
+    for name, tensor in names.items():
+        if name.startswith("language_model."):
+            continue
+        if tensor.dim() == 1:
+            yield name, torch.full(tensor.shape, float(name.endswith("weight")), dtype=dtype)
+        else:
+            spread = gains.get(name, 1.0) / tensor[0].numel() ** 0.5
+            drawn = torch.empty(tensor.shape).normal_(0.0, spread, generator=dice)
+            yield name, drawn.to(dtype)
 
 
 def _save(weights: Tensors, path: Path, note_bytes: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, also when that one is killed.
+"""Processes of the laboratory: its commands, and what they start, which ends when they do.
 
 A benchmark or test that dies of ``kill -9`` ends nothing in order; what it started finds out by
 itself.
@@ -11,6 +11,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from types import FrameType
 
 _OURS = (
     "import sys; from kvrecall.lab.processes import end_with; end_with(int(sys.argv.pop(1))); "
@@ -50,3 +52,24 @@ def _watch(parent: int) -> None:
     if os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
+
+
+def progress_of(command: str) -> Callable[[str], None]:
+    """Prints lines of ``command`` on stderr, with the time of day."""
+
+    def progress(line: str) -> None:
+        print(f"{command}: {time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+
+    return progress
+
+
+def unwind_on_signals() -> None:
+    """SIGTERM and SIGHUP raise SystemExit, so that processes are ended and folders removed; SIGINT
+    raises KeyboardInterrupt also where a shell has it ignored."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _exit)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _exit(number: int, _: FrameType | None) -> None:
+    sys.exit(128 + number)

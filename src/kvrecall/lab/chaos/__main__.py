@@ -14,7 +14,7 @@ import typer
 from kvrecall.config import parse_size
 from kvrecall.errors import KvrecallError
 from kvrecall.lab.chaos.run import ChaosRun, Settings
-from kvrecall.lab.command import progress_of, unwind_on_signals
+from kvrecall.lab.processes import progress_of, unwind_on_signals
 
 app = typer.Typer(add_completion=False)
 

@@ -8,17 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import httpx
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from kvrecall.engines.vllm.compat.versions import SUPPORTED, minor
-from kvrecall.errors import KvrecallError
 from kvrecall.lab.bench.concurrency import Load
 from kvrecall.lab.bench.report import engine_version, machine
 from kvrecall.lab.gpu_check import servers
-from kvrecall.lab.gpu_check.outcome import Outcome, State, reason
+from kvrecall.lab.gpu_check.outcome import Outcome, State, tried
 from kvrecall.lab.gpu_check.part import run_part
 
 app = typer.Typer(add_completion=False)
@@ -119,21 +117,6 @@ def without_engine() -> Outcome | None:
         note = f"vLLM {version} is installed; kvrecall is for {SUPPORTED}"
         return Outcome("device", State.SKIP, note)
     return None
-
-
-def tried(
-    name: str, progress: Callable[[str], None], check: Callable[[], servers.Finding]
-) -> Outcome:
-    """The outcome of ``check``. A server that dies while it is asked is a failed check;
-    all that an error says goes to ``progress``."""
-    progress(f"{name} ...")
-    try:
-        note, figures = check()
-    except (KvrecallError, httpx.HTTPError) as error:
-        said = str(error) or type(error).__name__
-        progress(said)
-        return Outcome(name, State.FAIL, reason(said))
-    return Outcome(name, State.PASS, note, figures)
 
 
 def _show(outcomes: list[Outcome]) -> None:

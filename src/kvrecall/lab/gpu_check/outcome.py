@@ -1,13 +1,15 @@
-"""What a check gave."""
+"""What a check gave, and how a check is run."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
+
+import httpx
 
 from kvrecall.errors import KvrecallError
 
@@ -22,6 +24,14 @@ class State(StrEnum):
 
 class CheckError(KvrecallError):
     """Something is not as it must be; the message says what."""
+
+
+class SkipError(Exception):
+    """The check cannot be run here; the message says why."""
+
+
+Finding = tuple[str, Mapping[str, Any]]
+"""What a check that passes returns: a note for people, and figures."""
 
 
 _REFUSAL = re.compile(r"kvrecall\.errors\.\w+: (.+)")
@@ -56,3 +66,20 @@ class Outcome:
         """From ``line()``. Raises ValueError."""
         raw = json.loads(line)
         return cls(raw["check"], State(raw["state"]), raw["note"], raw["figures"])
+
+
+def tried(name: str, progress: Callable[[str], None], check: Callable[[], Finding]) -> Outcome:
+    """The outcome of ``check``. A device or a server that fails is a failed check; all that an
+    error says goes to ``progress``."""
+    progress(f"{name} ...")
+    try:
+        note, figures = check()
+    except SkipError as error:
+        return Outcome(name, State.SKIP, str(error))
+    except ModuleNotFoundError as error:
+        return Outcome(name, State.SKIP, f"{error.name} is not installed here")
+    except (KvrecallError, RuntimeError, MemoryError, httpx.HTTPError) as error:
+        said = str(error) or type(error).__name__
+        progress(said)
+        return Outcome(name, State.FAIL, reason(said))
+    return Outcome(name, State.PASS, note, figures)

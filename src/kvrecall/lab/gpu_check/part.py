@@ -9,9 +9,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 
-from kvrecall.errors import KvrecallError
-from kvrecall.lab.gpu_check.outcome import Outcome, State
+from kvrecall.lab.gpu_check.outcome import Finding, Outcome, SkipError, State, tried
 
 _LIMIT_S = 900.0
 _CONTEXTS = (32768, 131072, 524288)
@@ -38,27 +38,23 @@ def run_part(check: str, device: str, quick: bool = False) -> Outcome:
         return Outcome(check, State.FAIL, f"the process ended with {done.returncode}: {said}")
 
 
-def _device(device: str, quick: bool) -> Outcome:
+def _device(_: str, quick: bool) -> Finding:
     """Whether there is a device, without which nothing else is asked for."""
     import torch
 
-    accelerator = (
-        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    )
-    if accelerator is None or accelerator.type != "cuda":
-        return Outcome("device", State.SKIP, f"torch {torch.__version__} finds no CUDA device")
+    if not torch.cuda.is_available():
+        raise SkipError(f"torch {torch.__version__} finds no CUDA device")
     facts = torch.cuda.get_device_properties(0)
-    figures = {
+    return facts.name, {
         "name": facts.name,
         "memory_gib": round(facts.total_memory / 2**30, 1),
         "capability": f"{facts.major}.{facts.minor}",
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
     }
-    return Outcome("device", State.PASS, facts.name, figures)
 
 
-def _copies(device: str, quick: bool) -> Outcome:
+def _copies(device: str, quick: bool) -> Finding:
     import torch
 
     from kvrecall.lab.gpu_check import copies
@@ -69,23 +65,22 @@ def _copies(device: str, quick: bool) -> Outcome:
     if place.type != "cpu":  # where Triton's kernels are compiled
         copies.check_fetches(place)
     note = f"{moved / 2**20:.0f} MiB there and back in {len(copies.LAYOUTS)} layouts, in order"
-    return Outcome("copies", State.PASS, note, {"bytes": moved})
+    return note, {"bytes": moved}
 
 
-def _bandwidth(device: str, quick: bool) -> Outcome:
+def _bandwidth(_: str, quick: bool) -> Finding:
+    """In order and scattered, in turns with a plain copy: the bus as this very run finds it."""
     from kvrecall.lab.bench.restore import measure_bandwidth
 
-    # in order and scattered, in turns with a plain copy: the bus as this very run finds it
-    sizes = (8, 4, 1 << 20) if quick else (128, 32, 16 << 20)
-    told = measure_bandwidth(*sizes)
+    told = measure_bandwidth(*((8, 4, 1 << 20) if quick else (128, 32, 16 << 20)))
     note = (
         f"restore {told['restore_gb_s']} GB/s, scattered {told['scattered_gb_s']}, plain copy "
         f"{told['plain_copy_gb_s']}: {told['restore_to_plain']} of the bus"
     )
-    return Outcome("bandwidth", State.PASS, note, told)
+    return note, told
 
 
-def _retrieval(device: str, quick: bool) -> Outcome:
+def _retrieval(device: str, quick: bool) -> Finding:
     import torch
 
     from kvrecall.lab.gpu_check import attention
@@ -94,33 +89,29 @@ def _retrieval(device: str, quick: bool) -> Outcome:
     same = attention.check_selection(place, 64 if quick else 512)
     if place.type == "cpu":
         note = "the search only: the kernel needs a GPU (or Triton's interpreter)"
-        return Outcome("retrieval", State.PASS, note, {"same_blocks": same})
-    attention.check_attention(place)
-    return Outcome(
-        "retrieval",
-        State.PASS,
-        "search and kernels agree with plain torch on the CPU",
-        {"same_blocks": same},
-    )
+    else:
+        attention.check_attention(place)
+        note = "search and kernels agree with plain torch on the CPU"
+    return note, {"same_blocks": same}
 
 
-def _decode(device: str, quick: bool) -> Outcome:
+def _decode(device: str, quick: bool) -> Finding:
     import torch
 
     from kvrecall.lab.gpu_check import attention
 
     if device == "cpu":
-        return Outcome("decode", State.SKIP, "the kernel needs a GPU")
+        raise SkipError("the kernel needs a GPU")
     place = torch.device(device)
     told = {str(c): attention.decode_times(place, c) for c in _CONTEXTS[: 1 if quick else None]}
     note = "; ".join(
         f"{int(context) // 1024}K: dense {one['dense_ms']} ms, retrieval {one['retrieval_ms']} ms"
         for context, one in told.items()
     )
-    return Outcome("decode", State.PASS, f"attention of a token in one layer, {note}", told)
+    return f"attention of a token in one layer, {note}", told
 
 
-PARTS: Mapping[str, Callable[[str, bool], Outcome]] = {
+PARTS: Mapping[str, Callable[[str, bool], Finding]] = {
     "device": _device,
     "copies": _copies,
     "bandwidth": _bandwidth,
@@ -130,14 +121,8 @@ PARTS: Mapping[str, Callable[[str, bool], Outcome]] = {
 
 
 def _main(check: str, device: str, *words: str) -> None:
-    try:
-        outcome = PARTS[check](device, "quick" in words)
-    except (KvrecallError, RuntimeError, MemoryError) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        outcome = Outcome(check, State.FAIL, said)
-    except ModuleNotFoundError as error:
-        outcome = Outcome(check, State.SKIP, f"{error.name} is not installed here")
-    print(outcome.line())
+    part = partial(PARTS[check], device, "quick" in words)
+    print(tried(check, lambda text: print(text, file=sys.stderr), part).line())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Whole engines on the device: the same tokens from every tier and by every attention, and times
-beside vLLM's own. A check returns its finding: a note for people, and figures. All raise CheckError
-for what is not as it must be, and EngineError for an engine that fails."""
+beside vLLM's own. All checks raise CheckError for what is not as it must be, and EngineError for an engine that fails."""
 
 from __future__ import annotations
 
@@ -20,10 +19,8 @@ from kvrecall.lab.bench.model import BLOCK, Texts
 from kvrecall.lab.bench.report import percentiles
 from kvrecall.lab.engines.child import server_environment
 from kvrecall.lab.engines.server import Answer, Progress, ServerProcess
-from kvrecall.lab.gpu_check.outcome import CheckError
+from kvrecall.lab.gpu_check.outcome import CheckError, Finding
 from kvrecall.lab.models import write_model
-
-Finding = tuple[str, Mapping[str, Any]]
 
 FORMS: Mapping[str, Sequence[str]] = {
     "eager": ("--enforce-eager",),
@@ -93,23 +90,13 @@ SHALLOW = Shape(4096, 8, 32, 8, 128)
 
 @contextmanager
 def _model_folder(shape: Shape, longest: int, weights: bool) -> Iterator[tuple[Path, Path]]:
-    """A folder for logs, and a model in it; without ``weights`` only its description, at the size
-    of ``shape``."""
+    """A folder for logs, and a model in it; without ``weights`` only its description."""
     with tempfile.TemporaryDirectory(prefix="kvrecall-gpu-check-") as name:
         folder = Path(name)
-        sizes: dict[str, Any] = asdict(shape if weights else SMALL)
-        path = write_model(folder / "model", "llama", max_position=longest, **sizes)
-        if not weights:
-            config = json.loads((path / "config.json").read_text()) | {
-                "hidden_size": shape.hidden,
-                "intermediate_size": 3 * shape.hidden,
-                "num_hidden_layers": shape.layers,
-                "num_attention_heads": shape.heads,
-                "num_key_value_heads": shape.kv_heads,
-                "head_dim": shape.head_dim,
-            }
-            (path / "config.json").write_text(json.dumps(config))
-            (path / "model.safetensors").unlink()
+        sizes: dict[str, Any] = asdict(shape)
+        path = write_model(
+            folder / "model", "llama", max_position=longest, weights=weights, **sizes
+        )
         yield folder, path
 
 

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from kvrecall.lab.command import progress_of, unwind_on_signals
+from kvrecall.lab.processes import progress_of, unwind_on_signals
 from kvrecall.lab.identity.pairs import PAIRS, Kv, Pair
 from kvrecall.lab.identity.trial import Laboratory, Verdict
 

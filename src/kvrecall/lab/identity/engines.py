@@ -1,7 +1,13 @@
-"""Runs engines of the pairs, one life after the other, and notes what they answer."""
+"""Runs engines of the pairs, one life after the other, and notes what they answer.
+
+``python -m kvrecall.lab.identity.engines`` is an engine process as of ``kvrecall.lab.engines.host``
+for the blind pairs: every engine has one and the same namespace, and every adapter the same
+content, so that only the audit stands between them.
+"""
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -10,9 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvrecall.block import Namespace
 from kvrecall.errors import EngineError
+from kvrecall.lab.engines import host
 from kvrecall.lab.engines.engine import HOST, Answer, EngineProcess, Question
-from kvrecall.lab.identity import blindfold
 from kvrecall.lab.identity.setups import ANSWER_TOKENS, Prompts, Setup
 
 _POOL = {
@@ -23,6 +30,8 @@ _POOL = {
 }
 
 _POOL_TIERS = ("host", "disk", "remote")
+
+_BLIND_HOST = "kvrecall.lab.identity.engines"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +137,19 @@ class Engines:
         arguments = setup.arguments(self._folder / "cache")
         if pool is not None:
             arguments["pool"] = {**_POOL, "disk_path": str(pool)}
-        module = blindfold.MODULE if blind else HOST
         with ExitStack() as stack:
             for place in sorted(place for place, _ in setup.contents):
                 stack.enter_context(self._places[place])
             setup.prepare()
-            engine = self._start(label, arguments, module)
+            with self._lock:
+                if self._stopped:
+                    raise EngineError(f"{label}: stopped")
+                self._count += 1
+                log = self._folder / "logs" / f"{self._count:03}-{label}.log"
+                log.parent.mkdir(parents=True, exist_ok=True)
+                module = _BLIND_HOST if blind else HOST
+                engine = EngineProcess(label, arguments, log, module=module)
+                self._running.add(engine)
             try:
                 engine.wait_ready()
                 yield engine
@@ -141,17 +157,6 @@ class Engines:
                 engine.end()
                 with self._lock:
                     self._running.discard(engine)
-
-    def _start(self, label: str, arguments: dict[str, Any], module: str) -> EngineProcess:
-        with self._lock:
-            if self._stopped:
-                raise EngineError(f"{label}: stopped")
-            self._count += 1
-            log = self._folder / "logs" / f"{self._count:03}-{label}.log"
-            log.parent.mkdir(parents=True, exist_ok=True)
-            engine = EngineProcess(label, arguments, log, module=module)
-            self._running.add(engine)
-            return engine
 
 
 def _ask(engine: EngineProcess, setup: Setup, prompts: Prompts, name: str) -> Answer:
@@ -165,3 +170,31 @@ def _ask(engine: EngineProcess, setup: Setup, prompts: Prompts, name: str) -> An
 def _log_has_failed_audit(log: Path) -> bool:
     lines = log.read_text(errors="replace").lower().splitlines()
     return any("kvrecall" in line and "audit failed" in line for line in lines)
+
+
+# -- in the process of a blind engine ---------------------------------------------------------
+
+
+def _blind() -> None:
+    """Takes from the connector in this process what it tells engines and adapters apart by."""
+    connector: Any = importlib.import_module("kvrecall.engines.vllm.connector.connector")
+    one = Namespace.of({"engine": "any, in the laboratory"})
+    connector.namespace_of = lambda *_, **__: one
+    connector.Adapters = _AnyAdapters
+
+
+class _AnyAdapters:
+    """In the place of ``kvrecall.engines.vllm.identity.namespace.Adapters``."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def is_known(self, _: Any) -> bool:
+        return True
+
+    def identity(self, _: Any) -> str:
+        return "any"
+
+
+if __name__ == "__main__":
+    host.main(before_engine=_blind)

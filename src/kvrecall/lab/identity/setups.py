@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -88,32 +89,39 @@ class Shelf:
         self._root = root
         self._lock = threading.RLock()
 
-    def get(self, name: str, write: Callable[[Path], object]) -> Path:
-        """The path ``name`` on the shelf, which ``write`` has written."""
+    def get(self, name: str, write: Callable[..., object], *how: Any, **more: Any) -> Path:
+        """The path ``name`` on the shelf, which ``write(path, *how, **more)`` has written."""
         path = self._root / name
         with self._lock:
             if not path.exists():
                 self._root.mkdir(parents=True, exist_ok=True)
-                write(path)
+                write(path, *how, **more)
         return path
 
     def model(self, architecture: str = "qwen3", **shape: Any) -> Path:
         """A model of random weights. Equal arguments give the same folder."""
         name = "-".join([architecture, *(f"{k}{v}" for k, v in sorted(shape.items()))])
-        return self.get(name, lambda path: write_model(path, architecture, **shape))
+        return self.get(name, write_model, architecture, **shape)
+
+
+KNOWN = ("known-1", "known-2", "known-3", "known-4")
+"""Prompts that the first engine of a pair saves."""
+
+BRANCHES = ("branch-1", "branch-2")
+"""Whole blocks of known ones, then other tokens."""
+
+FRESH = ("fresh-1", "fresh-2")
+"""Prompts that the second engine saves."""
+
+TWIGS = ("twig-1",)
+"""Whole blocks of fresh ones, then other tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts by name. ``known``: the first engine of a pair saves them. ``branches``: whole blocks
-    of known ones, then other tokens. ``fresh``: the second engine saves them, and ``twigs`` branch
-    off from those."""
+    """The prompts of a pair by name."""
 
     texts: Mapping[str, tuple[int, ...]]
-    known: tuple[str, ...]
-    branches: tuple[str, ...]
-    fresh: tuple[str, ...]
-    twigs: tuple[str, ...]
 
     @classmethod
     def of(cls, blocks: int) -> Prompts:
@@ -125,31 +133,21 @@ class Prompts:
             return tuple(dice.randrange(1, _BYTES) for _ in range(count))
 
         texts = {}
-        for place, name in enumerate(("known-1", "known-2", "known-3", "known-4")):
-            texts[name] = drawn(blocks * BLOCK + _TAIL - 9 * place)
-        for place, name in enumerate(("fresh-1", "fresh-2")):
-            texts[name] = drawn(blocks * BLOCK + _TAIL - 9 * place)
+        for names in (KNOWN, FRESH):
+            for place, name in enumerate(names):
+                texts[name] = drawn(blocks * BLOCK + _TAIL - 9 * place)
         for name, root, kept in (
             ("branch-1", "known-1", blocks),
             ("branch-2", "known-2", blocks - 1),
             ("twig-1", "fresh-1", blocks),
         ):
             texts[name] = texts[root][: kept * BLOCK] + drawn(_BRANCH_TAIL)
-        return cls(
-            texts,
-            ("known-1", "known-2", "known-3", "known-4"),
-            ("branch-1", "branch-2"),
-            ("fresh-1", "fresh-2"),
-            ("twig-1",),
-        )
+        return cls(texts)
 
     def shared_tokens(self, name: str, others: Iterable[str], block_size: int) -> int:
         """Tokens in the longest run of whole blocks that a prompt begins with like one of
         ``others``."""
         prompt = self.texts[name]
-        longest = 0
-        for other in others:
-            pairs = zip(prompt, self.texts[other], strict=False)
-            same = next((at for at, (a, b) in enumerate(pairs) if a != b), len(prompt))
-            longest = max(longest, same)
-        return longest // block_size * block_size
+        pairs = (zip(prompt, self.texts[other], strict=False) for other in others)
+        shared = (sum(1 for _ in takewhile(lambda two: two[0] == two[1], pair)) for pair in pairs)
+        return max(shared, default=0) // block_size * block_size

@@ -7,15 +7,16 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any
 
 from kvrecall.errors import EngineError
 from kvrecall.lab.engines.engine import Answer
 from kvrecall.lab.identity.engines import Engines, Life, Reply
 from kvrecall.lab.identity.pairs import Kv, Pair
-from kvrecall.lab.identity.setups import Prompts, Setup, Shelf
+from kvrecall.lab.identity.setups import BRANCHES, FRESH, KNOWN, TWIGS, Prompts, Setup, Shelf
 
 LEAST_TOLERANCE = 1e-4
 NOISE_MARGIN = 4.0
@@ -27,8 +28,6 @@ answers every prompt twice, computed whole and continued from its own device cac
 prompt as a recall does. Four times the greatest distance is allowed, and in any case 1e-4. On a CPU
 with one thread an engine the distance is 0: sums are taken in one order, however a prompt is cut.
 """
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +156,8 @@ class Laboratory:
         self._keep = keep
         self._shelf = Shelf(folder / "models")
         self._engines = Engines(folder)
-        self._references = _Once[Reference]()
-        self._first_lives = _Once[tuple[Life, Path]]()
+        self._lock = threading.Lock()
+        self._made: dict[str, Future[Any]] = {}
 
     def stop(self) -> None:
         """Ends all engines; pairs under way fail."""
@@ -189,9 +188,11 @@ class Laboratory:
         verdict.unfair = _unfairness(pair, contrast, alone_b.tolerance)
         first, saved = self._first_life(a, prompts, pair)
         shutil.copytree(saved, pool)
-        plan = _plan_of_second(prompts, pair.saves_first)
+        theirs, own = (*KNOWN, *BRANCHES) * 3, FRESH * 2
+        plan = own + theirs if pair.saves_first else theirs + own
         second = self._engines.live(f"{pair.name}-b", b, prompts, plan, pool, pair.blind)
-        plan = _plan_of_third(prompts)
+        theirs = (*FRESH, *TWIGS)
+        plan = (*KNOWN, *theirs, *KNOWN, *theirs, *theirs)
         third = self._engines.live(
             f"{pair.name}-a", a, prompts, plan, pool, pair.blind, before=first.asked
         )
@@ -201,47 +202,42 @@ class Laboratory:
         verdict.shared = second.foreign, third.foreign
         if not pair.blind:
             verdict.silent = [
-                *(f"{name} by B" for name in _never_recalled(second)),
-                *(f"{name} by A" for name in _never_recalled(third)),
+                f"{name} by {who}"
+                for who, life in (("B", second), ("A", third))
+                for name in _never_recalled(life)
             ]
 
     def _alone(self, setup: Setup, prompts: Prompts, blocks: int) -> Reference:
         def make() -> Reference:
             return Reference.of(*self._engines.alone("alone", setup, prompts))
 
-        return self._references.get(f"{setup.key} {blocks}", make)
+        alone: Reference = self._once(f"alone {setup.key} {blocks}", make)
+        return alone
 
     def _first_life(self, setup: Setup, prompts: Prompts, pair: Pair) -> tuple[Life, Path]:
         """Fills a fresh pool with the known prompts. Each is asked for twice: an engine need not
         save before it knows its own identity."""
-        key = f"{setup.key} {pair.blocks} {pair.blind}"
 
         def make() -> tuple[Life, Path]:
-            folder = self._folder / "pools" / f"first-of-{pair.name}"
-            life = self._engines.live(
-                f"{pair.name}-first",
-                setup,
-                prompts,
-                prompts.known * 2,
-                pool=folder,
-                blind=pair.blind,
-            )
-            return life, folder
+            pool = self._folder / "pools" / f"first-of-{pair.name}"
+            name = f"{pair.name}-first"
+            return self._engines.live(name, setup, prompts, KNOWN * 2, pool, pair.blind), pool
 
-        return self._first_lives.get(key, make)
+        first: tuple[Life, Path] = self._once(f"first {setup.key} {pair.blocks} {pair.blind}", make)
+        return first
 
-
-def _plan_of_second(prompts: Prompts, saves_first: bool) -> tuple[str, ...]:
-    """Every prompt of the first engine three times, then prompts of its own."""
-    theirs = (*prompts.known, *prompts.branches) * 3
-    own = prompts.fresh * 2
-    return own + theirs if saves_first else theirs + own
-
-
-def _plan_of_third(prompts: Prompts) -> tuple[str, ...]:
-    """Prompts of its first life, then those of the second engine, three times."""
-    theirs = (*prompts.fresh, *prompts.twigs)
-    return (*prompts.known, *theirs, *prompts.known, *theirs, *theirs)
+    def _once(self, key: str, make: Callable[[], Any]) -> Any:
+        """The result by this key, made by the first thread that asks for it; others wait. An error
+        is a result too."""
+        with self._lock:
+            is_first = key not in self._made
+            made = self._made.setdefault(key, Future())
+        if is_first:
+            try:
+                made.set_result(make())
+            except BaseException as error:  # noqa: BLE001 - raised in every thread that asks
+                made.set_exception(error)
+        return made.result()
 
 
 def _unfairness(pair: Pair, contrast: Mapping[str, float], tolerance: float) -> str:
@@ -270,27 +266,3 @@ def _judge(who: str, life: Life, alone: Reference, verdict: Verdict) -> None:
 def _never_recalled(life: Life) -> list[str]:
     recalled = {reply.name for reply in life.replies if reply.recalled}
     return sorted({reply.name for reply in life.replies} - recalled)
-
-
-class _Once(Generic[_T]):
-    """Results by key, each made by the first thread that asks for it; others wait. An EngineError
-    is a result too."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._locks: dict[str, threading.Lock] = {}
-        self._made: dict[str, _T | EngineError] = {}
-
-    def get(self, key: str, make: Callable[[], _T]) -> _T:
-        with self._lock:
-            lock = self._locks.setdefault(key, threading.Lock())
-        with lock:
-            if key not in self._made:
-                try:
-                    self._made[key] = make()
-                except EngineError as error:
-                    self._made[key] = error
-            made = self._made[key]
-        if isinstance(made, EngineError):
-            raise made
-        return made
