@@ -10,8 +10,7 @@ import json
 import pytest
 from rich.console import Console
 
-from kvrecall.lab.demo.tiers import FACT, TURN_1, TURN_2, long_question
-from kvrecall.lab.demo.tiers import Row, Verdict
+from kvrecall.lab.demo.tiers import FACT, TURN_1, TURN_2, Row, Verdict, long_question
 from kvrecall.lab.engines.server import Answer
 
 TEXT, TURN = "long text", "conversation, turn 2"

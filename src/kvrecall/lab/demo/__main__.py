@@ -19,11 +19,10 @@ import typer
 from rich.console import Console
 
 from kvrecall.errors import KvrecallError
-from kvrecall.lab.processes import progress_of, unwind_on_signals
 from kvrecall.lab.demo.mooncake import MooncakeDemo, MooncakeVerdict
-from kvrecall.lab.demo.tiers import TURN_1
-from kvrecall.lab.demo.tiers import Subject, TierDemo, Verdict, require_browser
+from kvrecall.lab.demo.tiers import TURN_1, Subject, TierDemo, Verdict, require_browser
 from kvrecall.lab.engines.child import server_environment
+from kvrecall.lab.processes import progress_of, unwind_on_signals
 
 SHOT = Path("docs/images/dashboard.png")
 POOL = Path("var/pool")

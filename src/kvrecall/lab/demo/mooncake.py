@@ -14,8 +14,14 @@ from rich.console import Console
 
 from kvrecall.errors import EngineError
 from kvrecall.lab.bench.report import engine_version
-from kvrecall.lab.demo.tiers import TURN_2, long_question
-from kvrecall.lab.demo.tiers import ANSWER_TOKENS, WARM_UP, answers_table, print_line
+from kvrecall.lab.demo.tiers import (
+    ANSWER_TOKENS,
+    TURN_2,
+    WARM_UP,
+    answers_table,
+    long_question,
+    print_line,
+)
 from kvrecall.lab.engines.server import Answer, Progress, ServerProcess
 from kvrecall.lab.masters import Master
 

@@ -122,7 +122,7 @@ PARTS: Mapping[str, Callable[[str, bool], Finding]] = {
 
 def _main(check: str, device: str, *words: str) -> None:
     part = partial(PARTS[check], device, "quick" in words)
-    print(tried(check, lambda text: print(text, file=sys.stderr), part).line())
+    print(tried(check, lambda _: None, part).line())
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Whole engines on the device: the same tokens from every tier and by every attention, and times
-beside vLLM's own. All checks raise CheckError for what is not as it must be, and EngineError for an engine that fails."""
+beside vLLM's own. Checks raise CheckError for what is not as it must be, and EngineError for an
+engine that fails."""
 
 from __future__ import annotations
 

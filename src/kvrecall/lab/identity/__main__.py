@@ -14,9 +14,9 @@ from typing import Annotated
 
 import typer
 
-from kvrecall.lab.processes import progress_of, unwind_on_signals
 from kvrecall.lab.identity.pairs import PAIRS, Kv, Pair
 from kvrecall.lab.identity.trial import Laboratory, Verdict
+from kvrecall.lab.processes import progress_of, unwind_on_signals
 
 app = typer.Typer(add_completion=False)
 
