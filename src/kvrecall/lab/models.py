@@ -22,7 +22,6 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,54 +69,7 @@ _CLASS_NAMES = {
     Architecture.DEEPSEEK_V3: "DeepseekV3ForCausalLM",
 }
 
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """Sizes of a model. DeepSeek's latent attention keeps its published head sizes."""
-
-    architecture: Architecture
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    max_position: int
-    dtype: str
-
-    @property
-    def intermediate(self) -> int:
-        return 3 * self.hidden
-
-    def config(self) -> dict[str, object]:
-        """Contents of config.json."""
-        common: dict[str, object] = {
-            "architectures": [_CLASS_NAMES[self.architecture]],
-            "model_type": self.architecture.value,
-            "vocab_size": self.vocab,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "max_position_embeddings": self.max_position,
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1e6,
-            "attention_bias": False,
-            "tie_word_embeddings": False,
-            "use_cache": True,
-            "bos_token_id": None,
-            "eos_token_id": _EOS,
-            "pad_token_id": _PAD,
-            "torch_dtype": self.dtype,
-        }
-        if self.architecture is Architecture.DEEPSEEK_V3:
-            return common | _DEEPSEEK | {"moe_intermediate_size": self.hidden}
-        return common | {"head_dim": self.head_dim}
-
-
-_DEEPSEEK: dict[str, object] = {
+_DEEPSEEK: dict[str, Any] = {
     "kv_lora_rank": 512,
     "q_lora_rank": None,
     "qk_nope_head_dim": 128,
@@ -135,6 +87,7 @@ _DEEPSEEK: dict[str, object] = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.0,
 }
+"""Latent attention of the published head sizes, and a mixture of few experts."""
 
 
 def write_model(
@@ -161,90 +114,96 @@ def write_model(
     if vocab < 256 + len(SPECIALS):
         raise ValueError(f"vocab is {vocab}; bytes and special tokens need {256 + len(SPECIALS)}")
     family = Architecture(architecture)
+    config: dict[str, Any] = {
+        "architectures": [_CLASS_NAMES[family]],
+        "model_type": family.value,
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": max_position,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "bos_token_id": None,
+        "eos_token_id": _EOS,
+        "pad_token_id": _PAD,
+        "torch_dtype": dtype,
+    }
     if family is Architecture.DEEPSEEK_V3:
-        kv_heads = heads
-    shape = ModelShape(
-        family, hidden, layers, heads, kv_heads, head_dim, vocab, max_position, dtype
-    )
+        config |= _DEEPSEEK | {"num_key_value_heads": heads, "moe_intermediate_size": hidden}
+    else:
+        config["head_dim"] = head_dim
     path.mkdir(parents=True, exist_ok=True)
     if weights:
-        _save(dict(_Weights(shape, seed).tensors()), path / WEIGHTS)
-    _write(path / "config.json", shape.config())
+        _save(dict(_Weights(config, seed).tensors()), path / WEIGHTS)
+    _write(path / "config.json", config)
     _write(path / "generation_config.json", {"eos_token_id": _EOS, "pad_token_id": _PAD})
     _write_tokenizer(path, max_position)
     return path
 
 
-def read_shape(folder: Path) -> ModelShape:
-    """The shape of a model that ``write_model`` wrote."""
-    config = json.loads((folder / "config.json").read_text())
-    return ModelShape(
-        Architecture(config["model_type"]),
-        config["hidden_size"],
-        config["num_hidden_layers"],
-        config["num_attention_heads"],
-        config["num_key_value_heads"],
-        config["head_dim"],
-        config["vocab_size"],
-        config["max_position_embeddings"],
-        config["torch_dtype"],
-    )
-
-
 class _Weights:
-    """Draws the tensors of a shape; matrices [out, in] keep the scale of what passes through."""
+    """Draws the tensors of a model; matrices [out, in] keep the scale of what passes through."""
 
-    def __init__(self, shape: ModelShape, seed: int) -> None:
-        self._shape = shape
-        self._dtype: torch.dtype = getattr(torch, shape.dtype)
+    def __init__(self, config: Mapping[str, Any], seed: int) -> None:
+        self._config = config
+        self._family = Architecture(config["model_type"])
+        self._hidden: int = config["hidden_size"]
+        self._heads: int = config["num_attention_heads"]
+        self._dtype: torch.dtype = getattr(torch, config["torch_dtype"])
         self._random = torch.Generator().manual_seed(seed)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every (name, tensor) of the checkpoint."""
-        shape = self._shape
-        yield (
-            "model.embed_tokens.weight",
-            self._matrix(shape.vocab, shape.hidden, shape.hidden**0.5),
-        )
-        for index in range(shape.layers):
+        hidden, vocab = self._hidden, self._config["vocab_size"]
+        yield "model.embed_tokens.weight", self._matrix(vocab, hidden, hidden**0.5)
+        for index in range(self._config["num_hidden_layers"]):
             for name, tensor in self._layer(index):
                 yield f"model.layers.{index}.{name}", tensor
-        yield "model.norm.weight", self._ones(shape.hidden)
-        head = self._matrix(shape.vocab, shape.hidden, _LOGIT_SPREAD)
+        yield "model.norm.weight", self._ones(hidden)
+        head = self._matrix(vocab, hidden, _LOGIT_SPREAD)
         head[256:] = 0  # only bytes are ever chosen
         yield "lm_head.weight", head
 
     def _layer(self, index: int) -> Iterator[tuple[str, Tensor]]:
-        hidden = self._shape.hidden
-        yield "input_layernorm.weight", self._ones(hidden)
-        yield "post_attention_layernorm.weight", self._ones(hidden)
-        if self._shape.architecture is Architecture.DEEPSEEK_V3:
+        yield "input_layernorm.weight", self._ones(self._hidden)
+        yield "post_attention_layernorm.weight", self._ones(self._hidden)
+        if self._family is Architecture.DEEPSEEK_V3:
             yield from self._latent_attention()
             if index:
                 yield from self._experts()
                 return
         else:
             yield from self._attention()
-        yield from self._mlp("mlp", self._shape.intermediate)
+        yield from self._mlp("mlp", self._config["intermediate_size"])
 
     def _attention(self) -> Iterator[tuple[str, Tensor]]:
-        shape = self._shape
-        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        normed = shape.architecture is Architecture.QWEN3
+        head_dim = self._config["head_dim"]
+        queries, keys = self._heads * head_dim, self._config["num_key_value_heads"] * head_dim
+        normed = self._family is Architecture.QWEN3
         sharp = 1.0 if normed else math.sqrt(_SHARPNESS)
         for name, rows, gain in (("q", queries, sharp), ("k", keys, sharp), ("v", keys, 1.0)):
-            yield f"self_attn.{name}_proj.weight", self._matrix(rows, shape.hidden, gain)
-            if shape.architecture is Architecture.QWEN2:
+            yield f"self_attn.{name}_proj.weight", self._matrix(rows, self._hidden, gain)
+            if self._family is Architecture.QWEN2:
                 yield f"self_attn.{name}_proj.bias", self._matrix(1, rows, 0.1 * rows**0.5)[0]
-        yield "self_attn.o_proj.weight", self._matrix(shape.hidden, queries, _ATTENTION_GAIN)
+        yield "self_attn.o_proj.weight", self._matrix(self._hidden, queries, _ATTENTION_GAIN)
         if normed:
             for name in ("q", "k"):
-                norm = self._ones(shape.head_dim) * math.sqrt(_SHARPNESS)
+                norm = self._ones(head_dim) * math.sqrt(_SHARPNESS)
                 yield f"self_attn.{name}_norm.weight", norm
 
     def _latent_attention(self) -> Iterator[tuple[str, Tensor]]:
-        heads, hidden = self._shape.heads, self._shape.hidden
-        rank, nope, rope, value = 512, 128, 64, 128
+        heads, hidden = self._heads, self._hidden
+        rank, nope, rope, value = (
+            _DEEPSEEK[name]
+            for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        )
         yield "self_attn.q_proj.weight", self._matrix(heads * (nope + rope), hidden, _SHARPNESS)
         yield "self_attn.kv_a_proj_with_mqa.weight", self._matrix(rank + rope, hidden, 1.0)
         yield "self_attn.kv_a_layernorm.weight", self._ones(rank)
@@ -252,19 +211,17 @@ class _Weights:
         yield "self_attn.o_proj.weight", self._matrix(hidden, heads * value, _ATTENTION_GAIN)
 
     def _experts(self) -> Iterator[tuple[str, Tensor]]:
-        hidden = self._shape.hidden
-        count = int(str(_DEEPSEEK["n_routed_experts"]))
-        yield "mlp.gate.weight", self._matrix(count, hidden, 1.0)
+        count = _DEEPSEEK["n_routed_experts"]
+        yield "mlp.gate.weight", self._matrix(count, self._hidden, 1.0)
         yield "mlp.gate.e_score_correction_bias", torch.zeros(count, dtype=torch.float32)
         for expert in range(count):
-            yield from self._mlp(f"mlp.experts.{expert}", hidden)
-        yield from self._mlp("mlp.shared_experts", hidden)
+            yield from self._mlp(f"mlp.experts.{expert}", self._hidden)
+        yield from self._mlp("mlp.shared_experts", self._hidden)
 
     def _mlp(self, prefix: str, inner: int) -> Iterator[tuple[str, Tensor]]:
-        hidden = self._shape.hidden
-        yield f"{prefix}.gate_proj.weight", self._matrix(inner, hidden, 1.0)
-        yield f"{prefix}.up_proj.weight", self._matrix(inner, hidden, 1.0)
-        yield f"{prefix}.down_proj.weight", self._matrix(hidden, inner, 1.5)
+        yield f"{prefix}.gate_proj.weight", self._matrix(inner, self._hidden, 1.0)
+        yield f"{prefix}.up_proj.weight", self._matrix(inner, self._hidden, 1.0)
+        yield f"{prefix}.down_proj.weight", self._matrix(self._hidden, inner, 1.5)
 
     def _matrix(self, rows: int, columns: int, gain: float) -> Tensor:
         drawn = torch.empty(rows, columns)
@@ -456,10 +413,10 @@ def write_code(path: Path, source: Path, places: int, *, needed: bool = True) ->
 
 def write_phi3(path: Path, source: Path) -> Path:
     """A Phi-3 with long and short rope factors, of the weights of a Llama."""
-    shape = read_shape(source)
+    llama = _read(source / "config.json")
 
     def fuse(weights: Tensors) -> None:
-        for layer in range(shape.layers):
+        for layer in range(llama["num_hidden_layers"]):
             place = f"model.layers.{layer}"
             for fused, parts in (
                 ("self_attn.qkv_proj", [f"self_attn.{name}_proj" for name in "qkv"]),
@@ -468,7 +425,7 @@ def write_phi3(path: Path, source: Path) -> Path:
                 rows = [weights.pop(f"{place}.{part}.weight") for part in parts]
                 weights[f"{place}.{fused}.weight"] = torch.cat(rows)
 
-    half = shape.head_dim // 2
+    half = llama["head_dim"] // 2
     config = {
         "architectures": ["Phi3ForCausalLM"],
         "model_type": "phi3",
@@ -486,7 +443,8 @@ def write_phi3(path: Path, source: Path) -> Path:
 def write_llama4(path: Path, source: Path) -> Path:
     """A dense Llama 4 (text) of the weights of a Llama. Every other layer has no rope, and its
     attention temperature, where it is tuned, changes every 16 tokens."""
-    shape = read_shape(source)
+    llama = _read(source / "config.json")
+    layers = llama["num_hidden_layers"]
 
     def rename(weights: Tensors) -> None:
         for name in [name for name in weights if ".mlp." in name]:
@@ -495,16 +453,16 @@ def write_llama4(path: Path, source: Path) -> Path:
     config = {
         "architectures": ["Llama4ForCausalLM"],
         "model_type": "llama4_text",
-        "intermediate_size_mlp": shape.intermediate,
+        "intermediate_size_mlp": llama["intermediate_size"],
         "interleave_moe_layer_step": 0,
         "moe_layers": [],
         "num_local_experts": 1,
-        "no_rope_layers": [(layer + 1) % 2 for layer in range(shape.layers)],
-        "layer_types": ["full_attention"] * shape.layers,
+        "no_rope_layers": [(layer + 1) % 2 for layer in range(layers)],
+        "layer_types": ["full_attention"] * layers,
         "attention_chunk_size": None,
         "floor_scale": 16,
         "attn_scale": 0.5,
-        "max_position_embeddings": 2 * shape.max_position,
+        "max_position_embeddings": 2 * llama["max_position_embeddings"],
     }
     return write_changed(path, source, rename, config)
 
@@ -513,7 +471,7 @@ def write_kv_scales(path: Path, source: Path, scale: float) -> Path:
     """A copy whose checkpoint brings this scale for keys and values kept as fp8."""
 
     def add(weights: Tensors) -> None:
-        for layer in range(read_shape(source).layers):
+        for layer in range(_read(source / "config.json")["num_hidden_layers"]):
             for name in ("k_scale", "v_scale"):
                 weights[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor([scale])
 
@@ -536,12 +494,12 @@ _VISION = 64
 """A picture's tokens are ``_QUERIES``; what sees it is ``_VISION`` wide."""
 
 
-def write_blip2(path: Path, source: Path, seed: int = 0) -> Path:
+def write_blip2(path: Path, source: Path) -> Path:
     """A BLIP-2 whose language model is the Llama ``source``. A picture is 16 tokens."""
-    shape = read_shape(source)
+    llama = _read(source / "config.json")
     seen = {"hidden_size": _VISION, "intermediate_size": 2 * _VISION, "num_hidden_layers": 2}
     seen |= {"num_attention_heads": 2}
-    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    tokenizer = _read(source / "tokenizer.json")
     last_token = max(tokenizer["added_tokens"], key=lambda token: int(token["id"]))
     image_token = int(last_token["id"]) + 1
     config = {
@@ -549,7 +507,7 @@ def write_blip2(path: Path, source: Path, seed: int = 0) -> Path:
         "model_type": "blip-2",
         "image_token_index": image_token,
         "num_query_tokens": _QUERIES,
-        "text_config": json.loads((source / "config.json").read_text()),
+        "text_config": llama,
         "vision_config": {
             "model_type": "blip_2_vision_model",
             "image_size": PICTURE,
@@ -559,12 +517,12 @@ def write_blip2(path: Path, source: Path, seed: int = 0) -> Path:
         "qformer_config": {
             "model_type": "blip_2_qformer",
             "encoder_hidden_size": _VISION,
-            "vocab_size": shape.vocab,
+            "vocab_size": llama["vocab_size"],
             **seen,
         },
-        "torch_dtype": shape.dtype,
+        "torch_dtype": llama["torch_dtype"],
     }
-    weights = dict(_eyes(config, getattr(torch, shape.dtype), seed))
+    weights = dict(_eyes(config, getattr(torch, llama["torch_dtype"])))
     for name, tensor in load_file(source / WEIGHTS).items():
         weights[f"language_model.{name}"] = tensor
     shutil.copytree(source, path, dirs_exist_ok=True)
@@ -590,22 +548,22 @@ def write_blip2(path: Path, source: Path, seed: int = 0) -> Path:
     return path
 
 
-def write_picture(path: Path, seed: int) -> Path:
-    """A picture of noise that no other seed gives, as PNG."""
+def write_picture(path: Path) -> Path:
+    """A picture of noise, as PNG."""
     from PIL import Image
 
     size = (PICTURE, PICTURE)
-    Image.frombytes("RGB", size, random.Random(seed).randbytes(3 * PICTURE**2)).save(path)
+    Image.frombytes("RGB", size, random.Random(1).randbytes(3 * PICTURE**2)).save(path)
     return path
 
 
-def _eyes(config: Mapping[str, Any], dtype: torch.dtype, seed: int) -> Iterator[tuple[str, Tensor]]:
+def _eyes(config: Mapping[str, Any], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """BLIP-2's weights beside those of its language model, by their names in a checkpoint."""
     from transformers import Blip2Config, Blip2ForConditionalGeneration
 
     with torch.device("meta"):
         names = Blip2ForConditionalGeneration(Blip2Config.from_dict(dict(config))).state_dict()
-    dice = torch.Generator().manual_seed(seed)
+    dice = torch.Generator().manual_seed(0)
     gains = {
         "query_tokens": (_QUERIES * _VISION) ** 0.5,
         "vision_model.embeddings.patch_embedding.weight": 3.0,
@@ -629,8 +587,12 @@ def _save(weights: Tensors, path: Path, note_bytes: int = 0) -> None:
 
 
 def _update(path: Path, settings: Mapping[str, object]) -> None:
+    _write(path, _read(path) | dict(settings))
+
+
+def _read(path: Path) -> dict[str, Any]:
     known: dict[str, Any] = json.loads(path.read_text())
-    _write(path, known | dict(settings))
+    return known
 
 
 def _write(path: Path, value: object) -> None:

@@ -395,7 +395,7 @@ def _phi3_of_lengths(shelf: Shelf, first: int, second: int) -> Two:
 
 
 def _seeing(shelf: Shelf, model: Path, **options: Any) -> Setup:
-    picture = shelf.get("picture.png", write_picture, 1)
+    picture = shelf.get("picture.png", write_picture)
     return Setup.of(model, limit_mm_per_prompt={"image": 1}, **options).with_images(picture)
 
 
