@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -80,7 +80,7 @@ def plan(
         links = links_of(linked_cards, will_grow and linked_cards > 0)
         tiers = tiers_of(shape, site, use, links)
         if trace is not None:
-            tiers = with_trace(tiers, read_trace(trace), policy, lambda: None)
+            tiers = with_trace(tiers, read_trace(trace), policy)
         speeds = (host_bandwidth, disk_bandwidth, remote_bandwidth)
         bandwidths = {
             name: parse_size(text, f"--{name}-bandwidth")
@@ -113,7 +113,7 @@ def _summary(
     tiers: list[TierPlan],
     even: BreakEven,
     bandwidths: dict[str, int],
-) -> dict[str, object]:
+) -> dict[str, Any]:
     need = use.sessions * use.context
     below = sum(tier.tokens for tier in tiers if tier.name != "device")
     several = site.devices // site.tensor_parallel > 1
@@ -167,42 +167,32 @@ def _warnings(shape: ModelShape, use: Use, links: Links, fits: bool, any_tier: b
     return warnings
 
 
-def _print(report: dict[str, object], console: Console, rate_given: bool) -> None:
+def _print(report: dict[str, Any], console: Console, rate_given: bool) -> None:
     facts = Table(title=f"{report['plan']}", show_header=False)
-    facts.add_row("KV of a token", _amount(report["bytes_per_token"]))
-    facts.add_row("of a block", _amount(report["block_bytes"]))
-    facts.add_row("of a session", _amount(report["session_bytes"]))
-    facts.add_row("of all sessions", _amount(report["needed_bytes"]))
+    facts.add_row("KV of a token", format_bytes(report["bytes_per_token"]))
+    facts.add_row("of a block", format_bytes(report["block_bytes"]))
+    facts.add_row("of a session", format_bytes(report["session_bytes"]))
+    facts.add_row("of all sessions", format_bytes(report["needed_bytes"]))
     even = report["break_even"]
-    assert isinstance(even, dict)
     rate = "" if rate_given else " (assumed; --prefill-rate)"
     facts.add_row("prefill of an engine", f"{even['prefill_tokens_per_s']:,.0f} tokens/s{rate}")
-    facts.add_row("loading wins above", f"{_amount(even['bytes_per_s_at_start'])}/s")
-    facts.add_row("... at the context's end", f"{_amount(even['bytes_per_s_at_end'])}/s")
+    facts.add_row("loading wins above", f"{format_bytes(even['bytes_per_s_at_start'])}/s")
+    facts.add_row("... at the context's end", f"{format_bytes(even['bytes_per_s_at_end'])}/s")
     for name, wins in even["worth_it"].items():
         facts.add_row(f"loading from {name}", "faster than computing" if wins else "slower: no")
     links = report["links"]
-    assert isinstance(links, dict)
     if links["cards"]:
-        facts.add_row("links of a card", f"{links['links']}, {_amount(links['bytes'])}")
+        facts.add_row("links of a card", f"{links['links']}, {format_bytes(links['bytes'])}")
         facts.add_row("memory factor", f"{links['memory_factor']}")
     console.print(facts)
     table = Table("tier", "size", "blocks", "tokens", "sessions", "hit rate up to here")
-    tiers = report["tiers"]
-    assert isinstance(tiers, list)
-    for tier in tiers:
+    for tier in report["tiers"]:
         hit = tier["hit_rate_up_to_here"]
         table.add_row(
-            tier["tier"], _amount(tier["bytes"]), f"{tier['blocks']:,}", f"{tier['tokens']:,}",
+            tier["tier"], format_bytes(tier["bytes"]), f"{tier['blocks']:,}", f"{tier['tokens']:,}",
             f"{tier['sessions']:,}", "-" if hit is None else f"{hit:.4f}",
         )  # fmt: skip
     console.print(table)
     console.print(f"pool.json of each host: {json.dumps(report['settings'])}")
-    warnings = report["warnings"]
-    assert isinstance(warnings, list)
-    for warning in warnings:
+    for warning in report["warnings"]:
         console.print(f"note: {warning}")
-
-
-def _amount(value: object) -> str:
-    return format_bytes(float(value))  # type: ignore[arg-type]

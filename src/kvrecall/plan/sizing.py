@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrecall.errors import ConfigError
 from kvrecall.plan.model import ModelShape
@@ -137,21 +136,18 @@ def tiers_of(shape: ModelShape, site: Site, use: Use, links: Links) -> list[Tier
     ]
 
 
-def with_trace(
-    tiers: list[TierPlan], trace: Trace, policy: str, advance: Callable[[], None]
-) -> list[TierPlan]:
+def with_trace(tiers: list[TierPlan], trace: Trace, policy: str) -> list[TierPlan]:
     """The tiers with what they would have hit on a trace, as one pool for all its requests."""
     specs = [TierSpec(t.name, t.tokens // TRACE_BLOCK_TOKENS) for t in tiers]
     small = next((spec.name for spec in specs if spec.capacity < 1), None)
     if small is not None:
         raise ConfigError(f"the {small} tier holds less than a block of the trace (512 tokens)")
-    outcome = replay(trace, specs, policy, advance)
+    outcome = replay(trace, specs, policy)
     hits = 0
     found = []
     for tier, count in zip(tiers, outcome.tiers, strict=True):
         hits += count.hits
-        rate = hits / outcome.accesses if outcome.accesses else 0.0
-        found.append(TierPlan(tier.name, tier.nbytes, tier.blocks, tier.tokens, tier.holds, rate))
+        found.append(replace(tier, hit_rate=hits / outcome.accesses))
     return found
 
 
