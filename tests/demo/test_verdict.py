@@ -69,7 +69,7 @@ def test_a_tier_that_was_not_hit_is_not_ok(place: int) -> None:
 
 def test_one_wrong_answer_is_told() -> None:
     said = [without(rows(), place, text=" The code is 417.\n")[place] for place in (1, 3, 4, 5)]
-    right = [row for row in rows() if row.request == TURN] + said
+    right = [row for row in rows() if row.text == TURN] + said
     assert Verdict(right, "m").summary()["answers_right"] is True
     wrong = without(right, 4, text=" The code is 471.\n Not 417.")
     assert Verdict(wrong, "m").summary()["answers_right"] is False

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -18,6 +16,8 @@ from kvrecall.lab.demo.tiers import (
     ANSWER_TOKENS,
     TURN_2,
     WARM_UP,
+    Row,
+    Rows,
     answers_table,
     long_question,
     print_line,
@@ -30,16 +30,6 @@ _TRIES = 8  # texts asked after the master's restart, until the servers have rej
 _PAUSE_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """One request: its text, the server, what had happened before, and what it gave."""
-
-    text: str
-    server: str
-    when: str
-    answer: Answer
-
-
 class MooncakeDemo:
     """Runs the demo in a folder of its own, which the caller removes."""
 
@@ -49,13 +39,13 @@ class MooncakeDemo:
         self._progress = progress
         self._master = Master(folder / "master.log")
         self._long = long_question(characters)
-        self.asks: list[Ask] = []
+        self.rows: list[Row] = []
         self.failed = 0
         self.engines = 0
         self.master_restarted = False
 
     def run(self) -> None:
-        """Fills ``asks``. Raises EngineError, TierError with the words of what did not start."""
+        """Fills ``rows``. Raises EngineError, TierError with the words of what did not start."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._master.kill)
             self._progress("1/4 a Mooncake master, and two servers that share nothing else")
@@ -99,7 +89,7 @@ class MooncakeDemo:
             self.failed += 1
             self._progress(f"  {text}, {name}, {when}: FAILED: {error}")
             return None
-        self.asks.append(Ask(text, name, when, answer))
+        self.rows.append(Row(text, when, answer, name))
         remote = answer.recalled.get("remote", 0)
         self._progress(
             f"  {text}, {name}, {when}: first token after {answer.ttft_s:.3f} s, "
@@ -124,51 +114,32 @@ class MooncakeVerdict:
 
     def __init__(self, demo: MooncakeDemo) -> None:
         self._demo = demo
-        self._first: dict[str, Answer] = {}
-        for ask in demo.asks:
-            self._first.setdefault(ask.text, ask.answer)
-
-    def equal(self, ask: Ask) -> bool:
-        """Whether the tokens are those of the first answer to this text, which was computed."""
-        return ask.answer.tokens == self._first[ask.text].tokens
+        self._rows = Rows(demo.rows)
 
     def summary(self) -> dict[str, object]:
         """The last line. ``ok``: equal tokens, no failed request, and the store was hit before
         and after the restart of its master."""
-        demo = self._demo
-        equal = bool(demo.asks) and all(map(self.equal, demo.asks))
-        before = _remote(self._asks("stored by A"))
-        after = _remote(self._asks("master restarted"))
-        ok = equal and before > 0 and after > 0 and demo.master_restarted and not demo.failed
+        demo, rows = self._demo, self._rows
+        hit = rows.recalled("remote", "stored by A") and rows.recalled("remote", "master restarted")
+        ok = rows.all_equal and bool(hit) and demo.master_restarted and not demo.failed
         return {
             "ok": ok,
-            "tokens_equal": equal,
-            "remote_hit_tokens": _remote(demo.asks),
+            "tokens_equal": rows.all_equal,
+            "remote_hit_tokens": rows.recalled("remote"),
             "engines": demo.engines,
-            "ttft_recompute_s": _ttft(self._asks("new")),
-            "ttft_remote_s": _ttft(self._asks("stored by A")),
+            "ttft_recompute_s": rows.ttft("new"),
+            "ttft_remote_s": rows.ttft("stored by A"),
             "master_restarted": demo.master_restarted,
             "requests_failed": demo.failed,
         }
 
-    def _asks(self, when: str) -> list[Ask]:
-        return [ask for ask in self._demo.asks if ask.when == when]
-
     def print(self, console: Console) -> None:
         """The table for people, and the line of JSON."""
         rows = [
-            ((ask.text, ask.server, ask.when), ask.answer, self.equal(ask))
-            for ask in self._demo.asks
+            ((row.text, row.server, row.when), row.answer, self._rows.equal(row))
+            for row in self._rows.all
         ]
         title = f"two servers over Mooncake Store, vLLM {engine_version()}"
         labels, tiers = ("request", "server", "when"), ("device", "host", "remote")
         console.print(answers_table(title, labels, tiers, rows))
         print_line(console, self.summary())
-
-
-def _remote(asks: Sequence[Ask]) -> int:
-    return sum(ask.answer.recalled.get("remote", 0) for ask in asks)
-
-
-def _ttft(asks: Sequence[Ask]) -> float | None:
-    return round(asks[0].answer.ttft_s, 4) if asks else None

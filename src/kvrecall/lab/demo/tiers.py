@@ -97,11 +97,12 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request of the demo: which one, what the server's memory was like, and its answer."""
+    """One request of a demo: its text, what had happened before, its answer, and the server."""
 
-    request: str
-    memory: str
+    text: str
+    when: str
     answer: Answer
+    server: str = ""
 
 
 class TierDemo:
@@ -153,48 +154,66 @@ class TierDemo:
             arguments += ["--no-pool", "--", "--no-enable-prefix-caching"]
         return ServerProcess(arguments, self._folder / log, self._progress)
 
-    def _ask(self, server: ServerProcess, memory: str, names: Sequence[str]) -> None:
+    def _ask(self, server: ServerProcess, when: str, names: Sequence[str]) -> None:
         try:
-            if memory in ("no pool", "new", "server restarted"):
+            if when in ("no pool", "new", "server restarted"):
                 server.ask(WARM_UP, 4)
             for name in names:
                 answer = server.ask(self._prompts[name], ANSWER_TOKENS)
-                self.rows.append(Row(name, memory, answer))
-                self._progress(f"  {name}, {memory}: first token after {answer.ttft_s:.3f} s")
+                self.rows.append(Row(name, when, answer))
+                self._progress(f"  {name}, {when}: first token after {answer.ttft_s:.3f} s")
         except (EngineError, httpx.HTTPError) as error:
-            raise EngineError(f"{memory}: {error}\n{server.log_tail(60)}") from error
+            raise EngineError(f"{when}: {error}\n{server.log_tail(60)}") from error
+
+
+class Rows:
+    """The answers of a finished demo, in order. The first one to a text was computed; the others
+    must have its tokens."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.all = rows
+        self.first: dict[str, Answer] = {}
+        for row in rows:
+            self.first.setdefault(row.text, row.answer)
+
+    def equal(self, row: Row) -> bool:
+        return row.answer.tokens == self.first[row.text].tokens
+
+    @property
+    def all_equal(self) -> bool:
+        return bool(self.all) and all(map(self.equal, self.all))
+
+    def recalled(self, tier: str, when: str = "") -> int:
+        """Prompt tokens from the tier, in all or by the requests sent ``when``."""
+        rows = (row for row in self.all if when in ("", row.when))
+        return sum(row.answer.recalled.get(tier, 0) for row in rows)
+
+    def ttft(self, when: str) -> float | None:
+        """Seconds to the first token of the long text."""
+        times = (r.answer.ttft_s for r in self.all if (r.text, r.when) == ("long text", when))
+        return next((round(seconds, 4) for seconds in times), None)
 
 
 class Verdict:
-    """What the rows of a finished demo show."""
+    """What the rows of a finished demo of the tiers show."""
 
     def __init__(self, rows: Sequence[Row], model: str) -> None:
-        self._rows = rows
+        self._rows = Rows(rows)
         self._model = model
-        self._expected = {row.request: row.answer for row in rows if row.memory == "no pool"}
-
-    def equal(self, row: Row) -> bool:
-        """Whether a row's tokens are those of the run without a pool."""
-        return row.answer.tokens == self._expected[row.request].tokens
-
-    def _is_hit(self, row: Row) -> bool:
-        return row.request == "long text" and row.memory not in ("no pool", "new")
+        self._long = [row for row in rows if row.text == "long text"]
 
     def summary(self) -> dict[str, object]:
         """The last line of the demo. ``ok``: all tokens equal and every tier was hit."""
-        hits = {
-            tier: sum(row.answer.recalled.get(tier, 0) for row in self._rows)
-            for tier in ("device", "host", "disk")
-        }
-        equal = all(map(self.equal, self._rows))
+        rows = self._rows
+        hits = {tier: rows.recalled(tier) for tier in ("device", "host", "disk")}
         return {
-            "ok": equal and all(hits.values()),
-            "tokens_equal": equal,
+            "ok": rows.all_equal and all(hits.values()),
+            "tokens_equal": rows.all_equal,
             **{f"{tier}_hit_tokens": count for tier, count in hits.items()},
-            "ttft_recompute_s": self._ttft("no pool"),
-            "ttft_device_s": self._ttft("asked again"),
-            "ttft_host_s": self._ttft("device cache emptied"),
-            "ttft_disk_s": self._ttft("server restarted"),
+            "ttft_recompute_s": rows.ttft("no pool"),
+            "ttft_device_s": rows.ttft("asked again"),
+            "ttft_host_s": rows.ttft("device cache emptied"),
+            "ttft_disk_s": rows.ttft("server restarted"),
             "answers_right": self._right(),
             "model": self._model,
             "vllm": engine_version(),
@@ -202,25 +221,19 @@ class Verdict:
 
     def _right(self) -> bool:
         """Whether every reply over the long text names the value that the text states."""
-        replies = [row.answer.text for row in self._rows if row.request == "long text"]
-        return all(ANSWER in reply.strip().split("\n")[0] for reply in replies)
-
-    def _ttft(self, memory: str) -> float:
-        """Seconds to the first token of the long text."""
-        rows = [r for r in self._rows if r.request == "long text" and r.memory == memory]
-        return round(rows[0].answer.ttft_s, 4)
+        return all(ANSWER in row.answer.text.strip().split("\n")[0] for row in self._long)
 
     def print(self, console: Console) -> None:
         """The table for people, what the answers were, and the line of JSON."""
-        rows = [((row.request, row.memory), row.answer, self.equal(row)) for row in self._rows]
+        rows = [((row.text, row.when), row.answer, self._rows.equal(row)) for row in self._rows.all]
         title = f"{self._model} on vLLM {engine_version()}"
         table = answers_table(title, ("request", "server"), ("device", "host", "disk"), rows)
         console.print(table)
         console.print("device, host, disk, computed: where each prompt's tokens came from")
-        hits = [r.answer.logprobs for r in self._rows if self._is_hit(r)]
-        same = "bit-identical" if len(set(hits)) == 1 else "NOT bit-identical"
+        hits = {row.answer.logprobs for row in self._long if row.when not in ("no pool", "new")}
+        same = "bit-identical" if len(hits) == 1 else "NOT bit-identical"
         console.print(f"log-probabilities after a device, host and disk hit: {same}")
-        answer = self._expected["long text"].text.strip().splitlines()
+        answer = self._rows.first["long text"].text.strip().splitlines()
         verdict = "right, each time" if self._right() else "not what the text says"
         said = answer[0] if answer else ""
         console.print(f"answer over the long text: {said!r}, {verdict}", markup=False)
