@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NoReturn
 
-import httpx
 import typer
 from rich.console import Console
 
@@ -22,6 +21,7 @@ from kvrecall.errors import KvrecallError
 from kvrecall.lab.demo.mooncake import MooncakeDemo, MooncakeVerdict
 from kvrecall.lab.demo.tiers import TURN_1, Subject, TierDemo, Verdict, require_browser
 from kvrecall.lab.engines.child import server_environment
+from kvrecall.lab.engines.server import is_healthy
 from kvrecall.lab.processes import progress_of, unwind_on_signals
 
 SHOT = Path("docs/images/dashboard.png")
@@ -114,19 +114,19 @@ def serve(
     launch = [sys.executable, "-c", "from kvrecall.cli import main; main()", "serve"]
     options = ["--port", str(port), "--host-size", "1GiB", "--disk-size", "4GiB"]
     command = [*launch, *([str(model)] if model else []), *options, "--disk-path", str(POOL)]
+    url = f"http://127.0.0.1:{port}"
     POOL.mkdir(parents=True, exist_ok=True)
     process = subprocess.Popen(command, env=server_environment())
     # Ctrl-C reaches the server directly (same terminal); it ends in order and we with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: process.terminate())
-    while process.poll() is None and not _is_healthy(port):
+    while process.poll() is None and not is_healthy(url):
         time.sleep(0.5)
     if process.poll() is None:
-        address = f"http://127.0.0.1:{port}/dashboard"
         typer.echo(
             f"\nReady. Send it, twice:\n\n{request(port)}\n\n"
-            f"Its dashboard: {address}\n\nCtrl-C ends it.",
+            f"Its dashboard: {url}/dashboard\n\nCtrl-C ends it.",
             err=True,
         )
     raise typer.Exit(process.wait())
@@ -139,13 +139,6 @@ def request(port: int) -> str:
         f"curl -s http://127.0.0.1:{port}/generate -H 'Content-Type: application/json' "
         f"-d '{json.dumps(body)}'"
     )
-
-
-def _is_healthy(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ class ServerProcess(ChildProcess):
         command = kvrecall("serve", *_with_port(self._arguments, self.port))
         self.launch(command, {**self._environment, "VLLM_SERVER_DEV_MODE": "1"})
         begin = said = time.monotonic()
-        while not self._healthy():
+        while not is_healthy(self.url):
             now = time.monotonic()
             if not self.is_alive:
                 raise EngineError(f"the server ended while starting:\n{self.log_tail(_CAUSE)}")
@@ -94,12 +94,6 @@ class ServerProcess(ChildProcess):
                 self._progress(f"  still starting ({now - begin:.0f} s)")
                 said = now
             time.sleep(0.25)
-
-    def _healthy(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
-        except httpx.TransportError:
-            return False
 
     def cpu_seconds(self) -> float:
         """Processor time the server and the processes it started have used so far."""
@@ -156,6 +150,14 @@ class ServerProcess(ChildProcess):
     def forget_device(self) -> None:
         """Empties the engine's own prefix cache; the pool keeps its blocks."""
         httpx.post(f"{self.url}/reset_prefix_cache", timeout=60).raise_for_status()
+
+
+def is_healthy(url: str) -> bool:
+    """Whether the server at ``url`` is ready."""
+    try:
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def whole(final: dict[str, Any]) -> dict[str, Any]:
