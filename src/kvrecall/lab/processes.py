@@ -41,7 +41,7 @@ def as_child(*command: str) -> list[str]:
 def end_with(parent: int) -> None:
     """From now on, when ``parent``, which started this process, has ended, this one gets SIGTERM;
     20 seconds later it and its process group are killed. Returns at once."""
-    threading.Thread(target=_watch, args=(parent,), name="kin", daemon=True).start()
+    threading.Thread(target=_watch, args=(parent,), name="parent-watch", daemon=True).start()
 
 
 def _watch(parent: int) -> None:

@@ -170,7 +170,7 @@ class Fleet:
             process.kill()
             process.bury(family)
         elif not process.end():
-            self._report.fault("hung", f"{process.name} did not end when told to; {process.log}")
+            self._report.fault("hung", f"{process.name} did not end in order; {process.log}")
         replica.process = None
 
     # -- kills -----------------------------------------------------------------------------

@@ -53,5 +53,5 @@ class Report:
                 "rejoins": len(self._rejoins),
                 "rejoin_s_max": round(max(self._rejoins, default=0.0), 2),
             }
-        told = {**{name: self[name] for name in names}, **others, **rejoins, **more}
-        return json.dumps(told, separators=(",", ":"))
+        line = {**{name: self[name] for name in names}, **others, **rejoins, **more}
+        return json.dumps(line, separators=(",", ":"))

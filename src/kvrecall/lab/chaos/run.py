@@ -62,7 +62,7 @@ class ChaosRun:
         self.report = Report()
         self._tmp = folder / "tmp"
         self._started: list[EngineProcess] = []
-        self._told = 0  # faults
+        self._reported = 0  # faults
 
     def run(self) -> Report:
         """Everything; whatever happens, no process is left. Raises KvrecallError if it cannot
@@ -162,7 +162,7 @@ class ChaosRun:
         said = time.monotonic()
         while time.monotonic() < until and not done():
             fleet.tend()
-            self._tell_faults()
+            self._report_faults()
             time.sleep(0.05)
             if time.monotonic() - said > _SAY_S:
                 said = time.monotonic()
@@ -170,10 +170,10 @@ class ChaosRun:
                 counts += [f"{n.upper()} {self.report[n]}" for n in FAULTS if self.report[n]]
                 self._progress(f"{max(0.0, until - said):4.0f} s left: {', '.join(counts)}")
 
-    def _tell_faults(self) -> None:
-        for fault in self.report.faults[self._told :]:
+    def _report_faults(self) -> None:
+        for fault in self.report.faults[self._reported :]:
             self._progress(f"FAULT {fault}")
-            self._told += 1
+            self._reported += 1
 
     def _check(self, fleet: Fleet, oracle: DurabilityOracle, service: ServiceProcess) -> None:
         """Ends everything, counts what is left, and re-reads every block on disk: the damaged ones
@@ -212,7 +212,7 @@ class ChaosRun:
             over = own_bytes(service.disk) - self._settings.disk_bytes
             if over > 0:
                 report.fault("leaked_bytes", "the disk tier is larger than disk_size", over)
-        self._tell_faults()
+        self._report_faults()
 
     def _end_engines(self) -> None:
         """Forces the end of engines that are still there, however the run ended."""

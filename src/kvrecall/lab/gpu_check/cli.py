@@ -51,10 +51,10 @@ def gpu_check(
         typer.echo(text, err=True)
 
     outcomes = list(_outcomes(quick, progress))
-    told = summary(outcomes)
-    if not as_json and told["ran"]:
+    report = summary(outcomes)
+    if not as_json and report["ran"]:
         _show(outcomes)
-    line = json.dumps(told, separators=(",", ":"))
+    line = json.dumps(report, separators=(",", ":"))
     if out is not None:
         out.write_text(line + "\n")
     typer.echo(line)

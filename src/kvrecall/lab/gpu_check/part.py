@@ -72,12 +72,12 @@ def _bandwidth(_: str, quick: bool) -> Finding:
     """In order and scattered, in turns with a plain copy: the bus as this very run finds it."""
     from kvrecall.lab.bench.restore import measure_bandwidth
 
-    told = measure_bandwidth(*((8, 4, 1 << 20) if quick else (128, 32, 16 << 20)))
+    figures = measure_bandwidth(*((8, 4, 1 << 20) if quick else (128, 32, 16 << 20)))
     note = (
-        f"restore {told['restore_gb_s']} GB/s, scattered {told['scattered_gb_s']}, plain copy "
-        f"{told['plain_copy_gb_s']}: {told['restore_to_plain']} of the bus"
+        f"restore {figures['restore_gb_s']} GB/s, scattered {figures['scattered_gb_s']}, "
+        f"plain copy {figures['plain_copy_gb_s']}: {figures['restore_to_plain']} of the bus"
     )
-    return note, told
+    return note, figures
 
 
 def _retrieval(device: str, quick: bool) -> Finding:
@@ -103,12 +103,12 @@ def _decode(device: str, quick: bool) -> Finding:
     if device == "cpu":
         raise SkipError("the kernel needs a GPU")
     place = torch.device(device)
-    told = {str(c): attention.decode_times(place, c) for c in _CONTEXTS[: 1 if quick else None]}
+    figures = {str(c): attention.decode_times(place, c) for c in _CONTEXTS[: 1 if quick else None]}
     note = "; ".join(
         f"{int(context) // 1024}K: dense {one['dense_ms']} ms, retrieval {one['retrieval_ms']} ms"
-        for context, one in told.items()
+        for context, one in figures.items()
     )
-    return f"attention of a token in one layer, {note}", told
+    return f"attention of a token in one layer, {note}", figures
 
 
 PARTS: Mapping[str, Callable[[str, bool], Finding]] = {

@@ -156,7 +156,7 @@ def measure_first_token(
     computed, from the device, and from host memory after the device's cache was emptied. The
     weights are random and made in place, the same for both."""
     longest = max(contexts)
-    told: dict[str, dict[str, dict[str, float]]] = {}
+    seconds: dict[str, dict[str, dict[str, float]]] = {}
     with _model_folder(shape, longest + 1024, weights=False) as (folder, path):
         words = [str(path), "--max-model-len", str(longest + 512), "--block-size", str(BLOCK)]
         for name in connectors:
@@ -165,7 +165,7 @@ def measure_first_token(
             with ServerProcess([*words, *options], folder / "server.log", progress) as server:
                 texts = Texts()
                 server.ask(texts.document(4 * BLOCK), 2)
-                told[name] = {}
+                seconds[name] = {}
                 for context in contexts:
                     times: dict[str, list[float]] = {"computed": [], "device": [], "host": []}
                     for _ in range(repetitions):
@@ -178,13 +178,13 @@ def measure_first_token(
                         times["host"].append(server.ask(document, 2).ttft_s)
                         server.forget_device()
                     medians = {source: percentiles(some)["p50"] for source, some in times.items()}
-                    told[name][str(context)] = medians
+                    seconds[name][str(context)] = medians
                     progress(f"  {context} tokens: {medians}")
     note = "; ".join(
         f"{name}: " + ", ".join(f"{int(c) // 1024}K {one['host']:.3f} s" for c, one in each.items())
-        for name, each in told.items()
+        for name, each in seconds.items()
     )
-    return f"from host memory, {note}", {"seconds": told}
+    return f"from host memory, {note}", {"seconds": seconds}
 
 
 def host_memory_options(connector: str, host_bytes: int) -> list[str]:
@@ -214,10 +214,7 @@ class Replies:
 
 
 def check_retrieval_tokens(
-    device: str,
-    progress: Progress,
-    device_bytes: int = DEVICE_BYTES,
-    shares: Sequence[float] = SHARES,
+    device: str, progress: Progress, device_bytes: int = DEVICE_BYTES
 ) -> Finding:
     """A server without retrieval and one for each share, as they are run by default: retrieval of
     every block gives the tokens of dense attention, retrieval of few the same tokens twice.
@@ -241,7 +238,7 @@ def check_retrieval_tokens(
 
         dense = ask(None)
         found = {}
-        for share in shares:
+        for share in SHARES:
             sparse = ask(share)
             require_right(dense, sparse, share)
             found[str(share)] = {"considered": sparse.considered, "selected": sparse.selected}
@@ -286,14 +283,13 @@ def measure_decode(
     progress: Progress,
     scaled: Mapping[str, str] | None = None,
     engines: Sequence[str] = ENGINES,
-    repetitions: int = 3,
 ) -> Finding:
     """Median seconds a decoded token of one request takes behind prompts of ``contexts`` tokens,
     dense and by retrieval, one server after the other: without the gate, which reckons with what
     this tells. ``scaled``: settings in place of the default ones. The weights are random and made
     in place, the same for both."""
     longest = max(contexts) + 512
-    told: dict[str, dict[str, float]] = {}
+    seconds: dict[str, dict[str, float]] = {}
     with _model_folder(shape, longest + 512, weights=False) as (folder, path):
         for name in engines:
             progress(f"  {name}: starting")
@@ -301,23 +297,23 @@ def measure_decode(
             words = decode_options(path, longest, shape, device, sparse)
             environment = _environment({**OPEN, **(scaled or {})} if sparse else {})
             with ServerProcess(words, folder / f"{name}.log", progress, environment) as server:
-                told[name] = {}
+                seconds[name] = {}
                 for context in contexts:
                     document = Texts(context).document(context)
                     server.ask(document, 2)  # computes the prompt
                     server.ask(document, 64)  # compiles what is left to compile
                     server.settle()
-                    answers = [server.ask(document, 64) for _ in range(repetitions)]
-                    told[name][str(context)] = percentiles(list(map(_token_s, answers)))["p50"]
+                    answers = [server.ask(document, 64) for _ in range(3)]
+                    seconds[name][str(context)] = percentiles(list(map(_token_s, answers)))["p50"]
                     if (_blocks(server)[1] > 0) != sparse:
                         acted = "did not act" if sparse else "acted"
                         raise CheckError(f"{name}, {context} tokens: retrieval {acted}")
-            progress(f"  {told[name]}")
+            progress(f"  {seconds[name]}")
     note = "; ".join(
         f"{name}: " + ", ".join(f"{int(c) // 1024}K {each[c] * 1e3:.2f} ms" for c in each)
-        for name, each in told.items()
+        for name, each in seconds.items()
     )
-    return f"a decoded token, {note}", {"seconds": told}
+    return f"a decoded token, {note}", {"seconds": seconds}
 
 
 def decode_options(path: Path, longest: int, shape: Shape, device: str, sparse: bool) -> list[str]:
@@ -366,7 +362,7 @@ def measure_sequences(
     retrieval with their middle blocks off the device. Both compute all prompts and have the same
     pool. Settings of retrieval are those of 65,536 tokens scaled to the context, without the gate.
     """
-    told: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     with _model_folder(shape, load.context + load.decoded, weights=False) as (_, path):
         asked = replace(load, options={**sequence_options(device), **load.options})
         sparse = {**concurrency.scaled(load.context), PREFIX + "GATE": "0"}
@@ -374,15 +370,15 @@ def measure_sequences(
             progress(f"  {name}: {load.sequences} sequences of {load.context} tokens")
             variables = {} if name == "dense" else sparse
             figures = concurrency.run(asked, path, shape.token_bytes, variables, _LIMIT_S)
-            told[name] = _sequence_figures(name, load, figures)
-            progress(f"  {told[name]}")
+            found[name] = _sequence_figures(name, load, figures)
+            progress(f"  {found[name]}")
     note = "; ".join(
         f"{name}: {one['at_once']} at once, {one['decode_tokens_per_s']} tokens/s decoding"
-        for name, one in told.items()
+        for name, one in found.items()
     )
     where = f"{load.context} tokens each, {load.device_blocks} blocks on the device"
     asked_for = {"device_blocks": load.device_blocks, "asked": load.sequences}
-    return f"{note} ({where})", {**told, "context": load.context, **asked_for}
+    return f"{note} ({where})", {**found, "context": load.context, **asked_for}
 
 
 def sequence_options(device: str) -> dict[str, object]:
