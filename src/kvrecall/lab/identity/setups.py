@@ -104,16 +104,16 @@ class Shelf:
         return self.get(name, write_model, architecture, **shape)
 
 
-KNOWN = ("known-1", "known-2", "known-3", "known-4")
+KNOWN: tuple[str, ...] = ("known-1", "known-2", "known-3", "known-4")
 """Prompts that the first engine of a pair saves."""
 
-BRANCHES = ("branch-1", "branch-2")
+BRANCHES: tuple[str, ...] = ("branch-1", "branch-2")
 """Whole blocks of known ones, then other tokens."""
 
-FRESH = ("fresh-1", "fresh-2")
+FRESH: tuple[str, ...] = ("fresh-1", "fresh-2")
 """Prompts that the second engine saves."""
 
-TWIGS = ("twig-1",)
+TWIGS: tuple[str, ...] = ("twig-1",)
 """Whole blocks of fresh ones, then other tokens."""
 
 

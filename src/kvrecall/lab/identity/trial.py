@@ -189,10 +189,10 @@ class Laboratory:
         first, saved = self._first_life(a, prompts, pair)
         shutil.copytree(saved, pool)
         theirs, own = (*KNOWN, *BRANCHES) * 3, FRESH * 2
-        plan = own + theirs if pair.saves_first else theirs + own
+        plan: tuple[str, ...] = own + theirs if pair.saves_first else theirs + own
         second = self._engines.live(f"{pair.name}-b", b, prompts, plan, pool, pair.blind)
         theirs = (*FRESH, *TWIGS)
-        plan = (*KNOWN, *theirs, *KNOWN, *theirs, *theirs)
+        plan = (*KNOWN, *theirs, *KNOWN, *theirs * 2)
         third = self._engines.live(
             f"{pair.name}-a", a, prompts, plan, pool, pair.blind, before=first.asked
         )
