@@ -145,3 +145,13 @@ def test_blocks_being_written_do_not_become_the_oldest(tmp_path: Path) -> None:
         assert pool.flush(young, 60.0)
         assert save(pool, chain(SPACE, 6, "last")) == {Verdict.RESERVED: 6}
         assert set(pool.find(young).tiers) == {TierName.HOST}
+
+
+def test_what_the_queue_has_no_room_for_is_stored_when_it_has(tmp_path: Path) -> None:
+    """A step that computes a long prompt commits more blocks than may wait for the disk."""
+    config = DiskConfig(tmp_path, 16 * MIB, max_queued_bytes=4 * BLOCK)
+    with Pool(Arena.create(20 * BLOCK), DiskTier(config), "lru") as pool:
+        pool.register(SPACE, BLOCK)
+        keys = chain(SPACE, 15)
+        save(pool, keys)
+        wait_until(lambda: pool.stats().tiers[1].blocks == 15)

@@ -43,6 +43,8 @@ class Writer:
         self._writing: dict[BlockKey, Block] = {}
         self._offered: set[BlockKey] = set()  # of those, the ones that are offers
         self._offered_bytes = 0
+        self._shed: dict[BlockKey, Block] = {}  # the tier's queue had no room for these
+        self._shed_at = 0  # puts that were queued then
         self._wrote_at = float("-inf")  # when a write ended, or the first of those under way began
         self._full_at = _NEVER  # puts that were queued when the tier last had no room for more
         self.has_below = not isinstance(below, NullTier)
@@ -93,6 +95,7 @@ class Writer:
 
     def withdrawn(self, block: Block) -> None:
         """The block left the host."""
+        self._shed.pop(block.key, None)
         self._policy.settled(block.key)
         if self._remote_policy is not None:
             self._remote_policy.settled(block.key)
@@ -176,7 +179,8 @@ class Writer:
     def store(self, blocks: Sequence[Block], offering: bool = False) -> None:
         """Queues committed blocks, a chain prefix first, to be stored below. Passes over keys of
         which an older block is still being stored. ``offering``: in the remote tier, too, even if
-        that is written back."""
+        that is written back. What the tier's queue has no room for now follows when it has, unless
+        it leaves the host before."""
         blocks = [block for block in blocks if block.key not in self._writing]
         if not (self.has_below and blocks):
             return
@@ -195,7 +199,14 @@ class Writer:
         ]
         if not self._writing:
             self._wrote_at = self._monotonic()
-        for block, verdict in zip(blocks, self._below.submit_put(puts), strict=True):
+        verdicts = self._below.submit_put(puts)
+        if not offering and PutVerdict.SHED in verdicts:
+            self._shed_at = self._below.queued()[0]
+        for block, verdict in zip(blocks, verdicts, strict=True):
+            if verdict is not PutVerdict.SHED:
+                self._shed.pop(block.key, None)
+            elif not offering:
+                self._shed[block.key] = block
             if verdict is PutVerdict.QUEUED:
                 self._host.begin_io(block)
                 self._writing[block.key] = block
@@ -223,3 +234,6 @@ class Writer:
             self._host.count_failure(block)
         if block.extent is None:  # withdrawn meanwhile
             self._host.free(block)
+        room = self._shed_at - self._below.queued()[0] if self._shed else 0
+        if room > 0:
+            self.store(list(itertools.islice(self._shed.values(), room)))
