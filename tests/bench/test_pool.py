@@ -19,7 +19,7 @@ def test_lookup_figures() -> None:
 
 def test_disk_figures(tmp_path: Path) -> None:
     for encrypted in (False, True):
-        figures: Any = measure_disk(tmp_path, 8 << 20, encrypted, 100_000, repeats=2).figures
+        figures: Any = measure_disk(tmp_path, encrypted, "8MiB", 100_000, repeats=2).figures
         json.dumps(figures)
         assert figures["bytes"] == 81 * 102_400
         assert figures["sealed"] is encrypted

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kvrecall.errors import EngineError
-from kvrecall.lab.bench.serving import deployments, measure
-from kvrecall.lab.bench.serving.deployments import HOST, servers
-from kvrecall.lab.bench.serving.workload import conversations, replay
+from kvrecall.lab.bench import serving
+from kvrecall.lab.bench.serving import DEPLOYMENTS, HOST, measure_serving, servers
+from kvrecall.lab.bench.workload import conversations, slice_of
 
 from .commands import figures_of
 
@@ -49,7 +48,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def test_a_slice_of_a_trace_keeps_prefixes_and_scales_time(trace: Path) -> None:
-    sessions = replay(trace, 3, 16, seconds=10.0).sessions
+    sessions = slice_of(trace, 3, 16, seconds=10.0).sessions
     assert len(sessions) == 3
     assert [session.start_s for session in sessions] == [0.0, 2.0, 10.0]
     assert sessions[1].opening[:32] == sessions[0].opening
@@ -71,7 +70,7 @@ def test_of_a_thinned_trace_sessions_are_kept_whole(tmp_path: Path) -> None:
             for t, ids in rows
         )
     )
-    kept = replay(path, 120, 16, seconds=10.0, every=3).sessions
+    kept = slice_of(path, 120, 16, seconds=10.0, every=3).sessions
     assert 4 < len(kept) < 80
     openings = [session.opening for session in kept]
     first, second = openings[: len(kept) // 2], openings[len(kept) // 2 :]
@@ -81,19 +80,19 @@ def test_of_a_thinned_trace_sessions_are_kept_whole(tmp_path: Path) -> None:
 
 def test_an_unknown_variant_is_an_error_that_names_the_known() -> None:
     with pytest.raises(EngineError, match=r"there is no variant 'ram'.*host, disk"):
-        deployments.named(["ram"])
+        measure_serving(conversations(1, 1), ["ram"], 60.0)
 
 
 @pytest.mark.long
 @pytest.mark.engine
 def test_a_pool_recalls_what_the_device_forgot(monkeypatch: pytest.MonkeyPatch) -> None:
     """`kvrecall bench chat`, small."""
-    host, disk = deployments.named(["host", "disk"])  # for the second there will be no time
     # Whatever is found is loaded: on a busy machine computing may look faster.
-    host = replace(host, servers=servers(pool={**HOST, "load_or_compute": "load"}))
-    monkeypatch.setattr(deployments, "DEPLOYMENTS", (host, disk))
+    always = servers(pool={**HOST, "load_or_compute": "load"})
+    monkeypatch.setitem(DEPLOYMENTS, "host", replace(DEPLOYMENTS["host"], servers=always))
     # The device gets what the longest prompt needs, twice.
-    monkeypatch.setattr(measure, "Capacity", partial(measure.Capacity, device=0.0, host=4.0))
+    monkeypatch.setattr(serving, "SHARES", {**serving.SHARES, "device": 0.0, "host": 4.0})
+    # There will be no time for the second.
     words = "--sessions 3 --turns 3 --seed 3 --variants host,disk --budget 1"
     figures = figures_of("chat", *words.split())
     assert figures["absent"] == {"disk": "no time: 1 seconds for all"}

@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.lab.bench import decode, overhead, remote, restore, service, throttle
+from kvrecall.lab.bench import decode, overhead, remote, restore, service, serving, throttle
 from kvrecall.lab.bench.needle.score import DENSE, Record, Results, Variant, report_of
 from kvrecall.lab.bench.plots import write_plots
 from kvrecall.lab.bench.report import Report, machine
-from kvrecall.lab.bench.serving import measure as serving
-from kvrecall.lab.bench.serving.deployments import named
-from kvrecall.lab.bench.serving.workload import Run, Sample, conversations
 from kvrecall.lab.bench.tables import TABLES
+from kvrecall.lab.bench.workload import Run, conversations
 from kvrecall.lab.engines.decode import DecodeTimes
+from kvrecall.lab.engines.server import Answer
 
 SECONDS = [0.1, 0.2, 0.3]
 
@@ -37,11 +36,11 @@ def _remote() -> Report:
 
 
 def _chat() -> Report:
-    sample = Sample(0.5, 1.0, 24, {"device": 100, "host": 300, "computed": 100}, "")
-    figures = serving._figures(Run([sample] * 3, 2.0))
+    recalled = {"device": 100, "host": 300, "computed": 100}
+    answer = Answer(500, recalled, tuple(range(24)), (), "", 0.5, 1.0)
+    figures = serving._figures(Run([answer] * 3, 2.0))
     absent = {"lmcache": "EngineError: LMCache is not installed"}
-    variants = named(["host", "lmcache"])
-    return serving._report(conversations(3, 1), variants, {"host": figures}, absent, 1 << 20)
+    return serving._report(conversations(3, 1), {"host": figures}, absent, 1 << 20)
 
 
 def _decode() -> Report:

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from kvrecall.lab.bench.tiers.measure import CANDIDATES, Candidate, Size, Workspace, measure_tiers
-from kvrecall.lab.bench.tiers.peers import find_peers
-from kvrecall.lab.bench.tiers.stores import Copy, Medium, Store, StoreError
+from kvrecall.lab.bench.peers import find_peers
+from kvrecall.lab.bench.stores import Copy, Medium, Store, StoreError
+from kvrecall.lab.bench.tiers import CANDIDATES, Candidate, Size, Workspace, compare
 
 SMALL = Size(block_bytes=64 << 10, request_blocks=4, requests=2, rounds=2)
 OURS = ("kvrecall host", "kvrecall disk", "kvrecall disk, no checksums")
@@ -30,7 +30,7 @@ def candidate(name: str) -> Candidate:
 
 
 def measured(candidates: Sequence[Candidate], path: Path) -> dict[str, Any]:
-    return cast(dict[str, Any], measure_tiers(candidates, SMALL, path, lambda line: None).figures)
+    return cast(dict[str, Any], compare(candidates, SMALL, path).figures)
 
 
 def test_ours_and_the_limits_are_measured(tmp_path: Path) -> None:

@@ -7,15 +7,17 @@ preempts when the cache is full, and retrieval attention with offload.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from kvrecall.attention.settings import PREFIX, RetrievalSettings
 from kvrecall.errors import EngineError
 from kvrecall.lab.bench.model import BLOCK, BenchModel
-from kvrecall.lab.bench.report import Report
+from kvrecall.lab.bench.report import Report, progress
 from kvrecall.lab.engines.child import server_environment
 from kvrecall.lab.engines.engine import START_S, EngineProcess
 
@@ -52,12 +54,23 @@ class Load:
         return self.sequences * self.sequence_blocks * BLOCK * token_bytes * 5 // 4
 
 
-def measure_concurrency(load: Load, progress: Callable[[str], None]) -> Report:
-    """Runs both engines.
+def measure_crowd(
+    context: Annotated[int, typer.Option(min=2048, help="Tokens of each prompt.")] = 16384,
+    sequences: Annotated[int, typer.Option(min=1, help="Prompts.")] = 8,
+    decoded: Annotated[int, typer.Option(min=2, help="Tokens each decodes.")] = 128,
+    dense_fits: Annotated[
+        int, typer.Option(min=1, help="Whole sequences the device cache holds.")
+    ] = 2,
+    pooled: Annotated[
+        bool, typer.Option(help="The prompts are in the pool, with random KV, and not computed.")
+    ] = False,
+) -> Report:
+    """Long sequences that decode at once in a fixed device cache, dense and by retrieval.
 
     RetrievalKV's lengths are scaled to the context, of which they are the same shares as of
-    65,536 tokens. Raises EngineError if an engine fails, or retrieval took nothing off the device.
+    65,536 tokens. Fails if retrieval took nothing off the device.
     """
+    load = Load(context, sequences, decoded, dense_fits, pooled)
     figures = {}
     with tempfile.TemporaryDirectory(prefix="kvrecall-crowd-") as folder:
         model = MODEL.write(Path(folder) / "model", load.context + load.decoded)

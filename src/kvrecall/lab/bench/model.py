@@ -67,6 +67,19 @@ class BenchModel:
             dtype=self.dtype,
         )
 
+    def serve(self, folder: Path, longest: int, device_bytes: int, block: int = BLOCK) -> list[str]:
+        """Writes the model into ``folder``; arguments of ``kvrecall serve`` without those of the
+        pool, for sequences of up to ``longest`` tokens."""
+        path = self.write(folder / "bench-qwen3", longest)
+        options = {
+            "max-model-len": longest,
+            "block-size": block,
+            "dtype": self.dtype,
+            "kv-cache-memory-bytes": device_bytes,
+        }
+        pairs = ((f"--{name}", str(value)) for name, value in options.items())
+        return [str(path), *(word for pair in pairs for word in pair)]
+
 
 class Texts:
     """Prompts that share no prefix with each other, drawn from a seed."""

@@ -14,25 +14,23 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from kvrecall.lab.bench.model import BLOCK, BenchModel, Texts
-from kvrecall.lab.bench.report import Report, cells, percentiles
-from kvrecall.lab.engines.server import Progress, ServerProcess
+from kvrecall.lab.bench.model import BenchModel, Texts
+from kvrecall.lab.bench.report import Report, Times, Tokens, cells, percentiles, progress
+from kvrecall.lab.engines.server import ServerProcess
 
 IN_A_ROW = 3
 GOAL = 0.03
 
 
-def measure_overhead(tokens: int, rounds: int, progress: Progress) -> Report:
-    """Runs the benchmark with documents of ``tokens``."""
+def measure_overhead(tokens: Tokens = 4096, rounds: Times = 8) -> Report:
+    """Prefill throughput with the pool saving everything, against no pool."""
     model, texts = BenchModel(), Texts()
     document_bytes = tokens * model.token_bytes
     rates: dict[str, list[float]] = {"off": [], "on": []}
     cpu: dict[str, list[float]] = {"off": [], "on": []}
     with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as name, ExitStack() as stack:
         folder = Path(name)
-        path = model.write(folder / "bench-qwen3", tokens + 64)
-        base = [str(path), "--max-model-len", str(tokens + 64), "--block-size", str(BLOCK)]
-        base += ["--kv-cache-memory-bytes", str(8 * document_bytes), "--dtype", model.dtype]
+        base = model.serve(folder, tokens + 64, 8 * document_bytes)
         pool = ["--host-size", str(8 * document_bytes), "--disk-path", str(folder / "pool")]
         pool += ["--disk-size", str(64 * document_bytes)]
         servers: dict[str, ServerProcess] = {}

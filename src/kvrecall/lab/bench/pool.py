@@ -10,11 +10,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from kvrecall.block import BlockKey, Namespace
-from kvrecall.config import DiskConfig, PoolConfig
+from kvrecall.config import DiskConfig, PoolConfig, parse_size
 from kvrecall.errors import TierError
-from kvrecall.lab.bench.report import Report, in_turns, timed
+from kvrecall.lab.bench.report import Folder, Report, in_turns, timed
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import Verdict
 from kvrecall.pool.cipher import KEY_BYTES, Cipher
@@ -95,8 +98,7 @@ def await_all(tier: Tier, count: int, outcome: Outcome, limit_s: float = _LIMIT_
 
 
 def measure_lookup(blocks: int = 1000, repeats: int = 200) -> Report:
-    """Medians of the pool's calls as the scheduler makes them, on chains of ``blocks`` keys that
-    lie in the host; of ``find`` also with all of them on disk only, as half of them are."""
+    """How long the scheduler's look-up of 1,000 blocks takes."""
     block_bytes = 4096
     keys, absent = keys_of(blocks), keys_of(blocks, "absent")
     with tempfile.TemporaryDirectory(prefix="kvrecall-") as folder:
@@ -147,17 +149,20 @@ def _save(pool: Pool, repeats: int) -> dict[str, list[float]]:
 
 
 def measure_disk(
-    path: Path, nbytes: int, encrypted: bool = False, block_bytes: int = _MIB, repeats: int = 5
+    path: Folder = Path("var"),
+    encrypted: Annotated[bool, typer.Option("--encrypted", help="With blocks sealed.")] = False,
+    size: Annotated[str, typer.Option(help="Written and read each time.")] = "1GiB",
+    block_bytes: int = _MIB,
+    repeats: int = 5,
 ) -> Report:
-    """Bandwidth disk -> arena and arena -> disk through the disk tier, and of bare sequential
-    direct I/O of the same number of bytes on the same file system, taken in turns.
+    """Disk tier -> arena, and back, against raw sequential direct I/O on the same file system.
 
-    Writes about twice ``nbytes`` below ``path`` and removes it again. All reads are direct, so
-    the page cache holds none of it.
+    The two take turns. Writes about twice the size below the path and removes it again; no read
+    comes from the page cache.
     """
     path.mkdir(parents=True, exist_ok=True)
     codec = Encrypted(Cipher([secrets.token_bytes(KEY_BYTES)])) if encrypted else None
-    keys = keys_of(max(1, nbytes // slot_bytes_of(block_bytes)))
+    keys = keys_of(max(1, parse_size(size, "--size") // slot_bytes_of(block_bytes)))
     nbytes = len(keys) * slot_bytes_of(block_bytes)
     with tempfile.TemporaryDirectory(prefix="kvrecall-", dir=path) as name:
         folder = Path(name)

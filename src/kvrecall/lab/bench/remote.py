@@ -19,15 +19,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from kvrecall.config import RemoteConfig
 from kvrecall.errors import EngineError
 from kvrecall.lab.bench.model import BLOCK, TAIL, BenchModel, Texts
 from kvrecall.lab.bench.pool import NAMESPACE, get_all, keys_of, put_all
-from kvrecall.lab.bench.report import Report, percentiles
+from kvrecall.lab.bench.report import Report, Times, Tokens, percentiles, progress
 from kvrecall.lab.engines.child import orders, reply_to, worker
-from kvrecall.lab.engines.server import Progress, ServerProcess
+from kvrecall.lab.engines.server import ServerProcess
 from kvrecall.lab.masters import Master
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
@@ -44,26 +46,32 @@ _REASONS = ("blocks_declined", "loads_given_up", "loads_failed")
 """Counters of why a prefix that is in the store was computed."""
 
 
-def measure_remote(tokens: int, repetitions: int, engines: bool, progress: Progress) -> Report:
-    """Runs the benchmark; without ``engines`` only what needs none."""
+def measure_remote(
+    tokens: Tokens = 8192,
+    repetitions: Times = 5,
+    engines: Annotated[
+        bool, typer.Option("--engines/--no-engines", help="Also a remote hit against computing.")
+    ] = True,
+) -> Report:
+    """Remote tier over Mooncake against its bare client; a remote hit against computing."""
     with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as name:
         folder = Path(name)
         progress("through the tier, and Mooncake's client alone")
-        figures = compare_clients(folder, BLOCK_BYTES, BLOCKS, max(ROUNDS, repetitions))
+        figures = _compare_clients(folder, max(ROUNDS, repetitions))
         if any(isinstance(value, float) and math.isnan(value) for value in figures.values()):
             raise EngineError("a call of Mooncake's bare client failed")
         if engines:
-            figures |= _measure_hits(folder, tokens // BLOCK * BLOCK, repetitions, progress)
+            figures |= _measure_hits(folder, tokens // BLOCK * BLOCK, repetitions)
     return _report(figures)
 
 
 # -- the tier against the bare client -------------------------------------------------------
 
 
-def compare_clients(folder: Path, block_bytes: int, blocks: int, repeats: int) -> dict[str, Any]:
+def _compare_clients(folder: Path, repeats: int) -> dict[str, Any]:
     """Bandwidths (bytes per second, medians) of put and get through the tier and of the bare
     client, their ratios, and the time of 1,000 existence checks in one call and one by one."""
-    nbytes = block_bytes * blocks
+    nbytes = BLOCK_BYTES * BLOCKS
     seconds: dict[str, list[float]] = {
         f"{who}_{way}": [] for who in ("bare", "tier") for way in ("put", "get")
     }
@@ -75,19 +83,19 @@ def compare_clients(folder: Path, block_bytes: int, blocks: int, repeats: int) -
         with (
             worker(bare_client, lent, 0) as lender,
             worker(bare_client, own, nbytes) as bare,
-            _tier(master.options(0), nbytes, block_bytes) as (tier, arena),
+            _tier(master.options(0), nbytes) as (tier, arena),
         ):
             reply_to(lender, "ready", 0, 0, 0)
             for number in range(repeats):
-                keys = keys_of(blocks, f"{number}/")
-                what = (number, block_bytes, blocks)
+                keys = keys_of(BLOCKS, f"{number}/")
+                what = (number, BLOCK_BYTES, BLOCKS)
                 for who in ("bare", "tier") if number % 2 else ("tier", "bare"):
                     if who == "bare":
                         for way in ("put", "get"):
                             seconds[f"bare_{way}"].append(reply_to(bare, way, *what))
                     else:
-                        seconds["tier_put"].append(put_all(tier, arena, keys, block_bytes))
-                        seconds["tier_get"].append(get_all(tier, arena, keys, block_bytes))
+                        seconds["tier_put"].append(put_all(tier, arena, keys, BLOCK_BYTES))
+                        seconds["tier_get"].append(get_all(tier, arena, keys, BLOCK_BYTES))
                 reply_to(bare, "remove", *what)
                 tier.drop(keys)
                 time.sleep(0.2)  # for the store to remove them
@@ -101,7 +109,7 @@ def compare_clients(folder: Path, block_bytes: int, blocks: int, repeats: int) -
                     checks[way].append(reply_to(bare, way, number, 0, _CHECKS))
     finally:
         master.kill()
-    figures: dict[str, Any] = {"block_bytes": block_bytes, "blocks": blocks, "repeats": repeats}
+    figures: dict[str, Any] = {"block_bytes": BLOCK_BYTES, "blocks": BLOCKS, "repeats": repeats}
     for way in ("put", "get"):
         both = seconds[f"bare_{way}"], seconds[f"tier_{way}"]
         for who, values in zip(("bare", "tier"), both, strict=True):
@@ -112,9 +120,7 @@ def compare_clients(folder: Path, block_bytes: int, blocks: int, repeats: int) -
 
 
 @contextmanager
-def _tier(
-    options: Mapping[str, object], nbytes: int, block_bytes: int
-) -> Iterator[tuple[RemoteTier, Arena]]:
+def _tier(options: Mapping[str, object], nbytes: int) -> Iterator[tuple[RemoteTier, Arena]]:
     arena = Arena.create(nbytes, background=False)
     arena.memory[:] = os.urandom(1 << 20) * (nbytes >> 20)
     store = MooncakeStore(MooncakeSettings.of(options))
@@ -122,7 +128,7 @@ def _tier(
     store.exists(["ready"])
     config = RemoteConfig("mooncake", max_queued_bytes=2 * nbytes, call_deadline_s=60.0)
     tier = RemoteTier(store, config)
-    tier.register(NAMESPACE, block_bytes)
+    tier.register(NAMESPACE, BLOCK_BYTES)
     try:
         yield tier, arena
     finally:
@@ -170,13 +176,11 @@ def bare_client(pipe: Connection, setup: dict[str, str], nbytes: int) -> None:
 # -- a hit against computing ----------------------------------------------------------------
 
 
-def _measure_hits(
-    folder: Path, tokens: int, repetitions: int, progress: Progress
-) -> dict[str, Any]:
+def _measure_hits(folder: Path, tokens: int, repetitions: int) -> dict[str, Any]:
     """First tokens of one server that computes and of another that recalls what that one stored."""
     model, texts = BenchModel(), Texts()
-    path = model.write(folder / "bench-qwen3", tokens + 1024)
     prefix_bytes = tokens * model.token_bytes
+    words = model.serve(folder, tokens + 1024, 4 * prefix_bytes)
     master = Master(folder / "hits.log")
     master.start()
 
@@ -186,9 +190,8 @@ def _measure_hits(
         remote = {"kind": "mooncake", **master.options(8 * prefix_bytes)}
         settings = {"host_size": 4 * prefix_bytes, "remote": remote, "lookup_deadline": 1.0}
         pool.write_text(json.dumps(settings))
-        words = [str(path), "--max-model-len", str(tokens + 1024), "--block-size", str(BLOCK)]
-        words += ["--kv-cache-memory-bytes", str(4 * prefix_bytes), "--pool-config", str(pool)]
-        return ServerProcess([*words, "--dtype", model.dtype], folder / f"{name}.log", progress)
+        arguments = [*words, "--pool-config", str(pool)]
+        return ServerProcess(arguments, folder / f"{name}.log", progress)
 
     computed: list[float] = []
     recalled: list[float] = []

@@ -1,5 +1,5 @@
-"""How every benchmark repeats and reports: times taken in turns, percentiles, a table for people
-and one line of JSON for machines."""
+"""How every benchmark is asked, repeats and reports: options they share, times taken in turns,
+percentiles, a table for people and one line of JSON for machines."""
 
 from __future__ import annotations
 
@@ -10,16 +10,27 @@ import platform
 import shutil
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import psutil
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from kvrecall import __version__
+from kvrecall.errors import ConfigError
+
+Tokens = Annotated[int, typer.Option(min=128, help="Length of the prefix or document.")]
+Times = Annotated[int, typer.Option(min=1)]
+Folder = Annotated[
+    Path, typer.Option(help="Folder on the file system to measure; a sub-folder is made.")
+]
+Threads = Annotated[int | None, typer.Option(min=1, help="Default: torch's.")]
 
 BIAS: Mapping[str, str] = {
     "conversations": (
@@ -90,6 +101,27 @@ class Report:
                 console.print(f"biased {bias}", highlight=False, markup=False)
         line = {"bench": self.name, "bias": bias, **self.figures, **machine()}
         print(json.dumps(line, separators=(",", ":")))
+
+
+def progress(line: str) -> None:
+    """Says on standard error what a benchmark does."""
+    print(f"bench: {line}", file=sys.stderr, flush=True)
+
+
+def names_in(text: str) -> tuple[str, ...]:
+    """What stands between commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def lengths_in(text: str) -> tuple[int, ...]:
+    """Tokens; ``4K`` is 4,096. Raises ConfigError."""
+    lengths = []
+    for name in names_in(text):
+        number, scale = (name[:-1], 1024) if name[-1] in "kK" else (name, 1)
+        if not number.isdigit():
+            raise ConfigError(f"--lengths: {name!r} is no number of tokens; write 4K or 4096")
+        lengths.append(int(number) * scale)
+    return tuple(lengths)
 
 
 def timed(act: Callable[[], object]) -> float:

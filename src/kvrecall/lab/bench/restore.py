@@ -16,8 +16,8 @@ from pathlib import Path
 
 from kvrecall.errors import EngineError
 from kvrecall.lab.bench.model import BLOCK, TAIL, BenchModel, Texts
-from kvrecall.lab.bench.report import Report, percentiles
-from kvrecall.lab.engines.server import Progress, ServerProcess
+from kvrecall.lab.bench.report import Report, Times, Tokens, percentiles, progress
+from kvrecall.lab.engines.server import ServerProcess
 from kvrecall.pool.arena import Arena
 
 SOURCES = ("computed", "device", "host", "disk")
@@ -27,9 +27,11 @@ GOALS = {"host": 1.3, "disk": 2.5}
 _COPY_ROUNDS = 15
 
 
-def measure_restore(tokens: int, repetitions: int, progress: Progress) -> Report:
-    """Measures a prefix of ``tokens``, rounded down to whole blocks. Raises EngineError if a prefix
-    came from another tier than the one to be measured."""
+def measure_restore(tokens: Tokens = 8192, repetitions: Times = 9) -> Report:
+    """Time to first token on a prefix: computed, from device, host and disk.
+
+    Fails if a prefix came from another tier than the one to be measured.
+    """
     tokens = tokens // BLOCK * BLOCK
     model = BenchModel()
     prefix_bytes = tokens * model.token_bytes
@@ -38,9 +40,7 @@ def measure_restore(tokens: int, repetitions: int, progress: Progress) -> Report
 
     with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as name:
         folder = Path(name)
-        path = model.write(folder / "bench-qwen3", tokens + 1024)
-        arguments = [str(path), "--max-model-len", str(tokens + 1024), "--dtype", model.dtype]
-        arguments += ["--block-size", str(BLOCK), "--kv-cache-memory-bytes", str(4 * prefix_bytes)]
+        arguments = model.serve(folder, tokens + 1024, 4 * prefix_bytes)
         arguments += ["--host-size", str(prefix_bytes * 3 // 2)]
         arguments += ["--disk-path", str(folder / "pool"), "--disk-size", str(32 * prefix_bytes)]
         progress("starting the server")

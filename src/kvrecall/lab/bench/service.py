@@ -11,15 +11,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
 
 from kvrecall.block import Namespace
 from kvrecall.config import DiskConfig
 from kvrecall.errors import TierError
-from kvrecall.lab.bench.report import Report, cells, percentiles
+from kvrecall.lab.bench.report import Report, Times, cells, percentiles, progress
 from kvrecall.lab.engines.child import orders, reply_of, reply_to, worker
-from kvrecall.lab.engines.server import Progress
 from kvrecall.lab.engines.service import ServiceProcess
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import RecallState
@@ -43,8 +44,11 @@ _SMALL = 4096
 _MIB = 1 << 20
 
 
-def measure_service(blocks: int, repetitions: int, progress: Progress) -> Report:
-    """Runs the three parts; ``blocks`` are committed on disk for the start-up."""
+def measure_service(
+    blocks: Annotated[int, typer.Option(min=1000, help="On disk, for the start-up.")] = 100_000,
+    repetitions: Times = 5,
+) -> Report:
+    """The pool service: look-ups, two clients restoring at once, start-up with a full disk."""
     with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as name:
         folder = Path(name)
         progress(f"look-ups of {LOOKUP_BLOCKS} blocks")
@@ -52,7 +56,7 @@ def measure_service(blocks: int, repetitions: int, progress: Progress) -> Report
         progress("two clients restoring at once, in turns with plain copies")
         turns = _restore(folder / "restore", repetitions)
         progress(f"storing {blocks} blocks on disk")
-        starts = _start_up(folder / "start", blocks, repetitions, progress)
+        starts = _start_up(folder / "start", blocks, repetitions)
     return _report(lookup, turns, starts, blocks)
 
 
@@ -149,9 +153,7 @@ def restoring_client(pipe: Connection, socket: str, name: str) -> None:
     client.close()
 
 
-def _start_up(
-    folder: Path, blocks: int, repetitions: int, progress: Progress
-) -> dict[str, list[float]]:
+def _start_up(folder: Path, blocks: int, repetitions: int) -> dict[str, list[float]]:
     """Seconds from starting the process until it serves, without and with blocks on disk, and
     until it was asked for the first 1,000 of them."""
     disk_bytes = blocks * slot_bytes_of(_SMALL) * 3 // 2 + 64 * _MIB

@@ -8,18 +8,17 @@ import importlib.metadata
 import json
 import os
 import signal
-import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from kvrecall.lab.bench.peers import find_peers
 from kvrecall.lab.bench.report import machine
-from kvrecall.lab.bench.tiers.peers import find_peers
+from kvrecall.lab.engines.child import ChildProcess
 from kvrecall.lab.processes import kvrecall
 
 LATEST = Path("bench/results/latest.json")
@@ -178,59 +177,29 @@ def _is_absent(step: Step) -> bool:
 
 
 def _child(step: Step, say: Say) -> dict[str, Any]:
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            kvrecall("bench", *step.words, "--json"),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # so that what it leaves can be ended with it
-        )
-        assert process.stderr is not None
-        tail: list[str] = []
-        reader = threading.Thread(target=_hear, args=(process.stderr, tail, say), daemon=True)
-        reader.start()
-        late = _wait(process, step.limit_s)
-        reader.join(5)
-        output.seek(0)
-        lines = output.read().splitlines()
-    if late:
-        return {"error": f"not done after {step.limit_s:.0f} s", "said": tail[-_TAIL:]}
-    if process.returncode != 0:
-        return {"error": f"exit status {process.returncode}", "said": tail[-_TAIL:]}
-    try:
-        return dict(json.loads(lines[-1]))
-    except (IndexError, ValueError):
-        return {"error": "no line of JSON", "said": tail[-_TAIL:]}
-
-
-def _wait(process: subprocess.Popen[str], limit_s: float) -> bool:
-    """Waits for its end, in order or not; True if it took too long. Nothing of it is left."""
-    late = False
-    try:
-        process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        late = True
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(90)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return late
-
-
-def _hear(pipe: IO[str], tail: list[str], say: Say) -> None:
-    """Passes a child's progress on; keeps its last lines."""
-    for line in pipe:
-        text = line.rstrip()
-        if text.startswith("bench: "):
-            say("  " + text.removeprefix("bench: ").strip())
-        if text:
-            tail.append(text[:500])
-            del tail[:-_TAIL]
+    with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as folder:
+        child, output = ChildProcess(Path(folder) / "log"), Path(folder) / "output"
+        end = time.monotonic() + step.limit_s
+        with output.open("wb") as file:
+            process = child.launch(kvrecall("bench", *step.words, "--json"), stdout=file)
+        try:
+            with child.log.open(errors="replace") as said:
+                while (running := process.poll() is None) and time.monotonic() < end:
+                    time.sleep(0.2)
+                    for line in said:
+                        if line.startswith("bench: "):
+                            say("  " + line.removeprefix("bench: ").strip())
+        finally:
+            child.stop(90.0)
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # what it left
+        error = f"exit status {process.returncode}" if process.returncode else "no line of JSON"
+        if running:
+            error = f"not done after {step.limit_s:.0f} s"
+        elif process.returncode == 0:
+            with suppress(IndexError, ValueError):
+                return dict(json.loads(output.read_text().splitlines()[-1]))
+        return {"error": error, "said": child.log_tail(_TAIL).splitlines()}
 
 
 def _clock(seconds: float) -> str:

@@ -21,9 +21,8 @@ from kvrecall.block import Namespace
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.errors import EngineError
 from kvrecall.lab.bench.model import BLOCK, TAIL, BenchModel, Texts
-from kvrecall.lab.bench.report import Report
+from kvrecall.lab.bench.report import Report, Times, Tokens, progress
 from kvrecall.lab.engines.engine import Answer, EngineProcess, Question
-from kvrecall.lab.engines.server import Progress
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.slabs import FileIo
@@ -87,11 +86,10 @@ class ThrottledIo(FileIo):
 class _Bench:
     """The engine, the throttled pool under it, and the samples taken."""
 
-    def __init__(self, folder: Path, tokens: int, stack: ExitStack, progress: Progress) -> None:
+    def __init__(self, folder: Path, tokens: int, stack: ExitStack) -> None:
         self._folder = folder
         self._tokens = tokens
         self._stack = stack
-        self._progress = progress
         model = BenchModel()
         block_bytes = BLOCK * model.token_bytes
         self.prefix_bytes = tokens * model.token_bytes
@@ -119,7 +117,7 @@ class _Bench:
         """An engine that has measured nothing."""
         if self._engine is not None:
             self._engine.end()
-        self._progress("starting an engine")
+        progress("starting an engine")
         setup = {
             "model": str(self._path),
             "max_model_len": self._tokens + 256,
@@ -171,17 +169,17 @@ class _Bench:
     def note(self, level: str, hit: Answer, computed_s: float, place: str) -> None:
         loaded = hit.sources.get("disk", 0) / self._tokens
         self.samples.append(Sample(level, hit.ttft_s, computed_s, loaded))
-        self._progress(
+        progress(
             f"{level}, {place}: hit {hit.ttft_s:.2f} s, computing {computed_s:.2f} s "
             f"({hit.ttft_s / computed_s:.2f}), {loaded:.0%} loaded"
         )
 
 
-def measure_throttle(tokens: int, repetitions: int, progress: Progress) -> Report:
-    """Runs the benchmark on a prefix of ``tokens``, rounded down to whole blocks."""
+def measure_throttle(tokens: Tokens = 2048, repetitions: Times = 3) -> Report:
+    """Load or recompute: a hit on a disk of several bandwidths, against computing it."""
     tokens = tokens // BLOCK * BLOCK
     with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as name, ExitStack() as stack:
-        bench = _Bench(Path(name), tokens, stack, progress)
+        bench = _Bench(Path(name), tokens, stack)
         bench.computed()  # first-time costs
         bench.ask(bench.known)
         before = min(bench.computed() for _ in range(2))

@@ -30,7 +30,7 @@ class Answer:
 
     ``recalled`` maps device, host, disk, remote, computed to numbers of prompt tokens.
     ``ttft_s``, ``last_s``: seconds from sending the request to its first and to its last token, as
-    the client sees them.
+    the client sees them; ``tpot_s``: a token after the first.
     """
 
     prompt_tokens: int
@@ -40,6 +40,10 @@ class Answer:
     text: str
     ttft_s: float
     last_s: float
+
+    @property
+    def tpot_s(self) -> float:
+        return (self.last_s - self.ttft_s) / max(1, len(self.tokens) - 1)
 
 
 class ServerProcess(ChildProcess):
@@ -101,32 +105,8 @@ class ServerProcess(ChildProcess):
         return float(sum(time.user + time.system for time in times))
 
     def ask(self, prompt: str, max_new_tokens: int) -> Answer:
-        """Sends a prompt to /generate_stream (TGI form, greedy) and reads the answer."""
-        body = {
-            "inputs": prompt,
-            "parameters": {"max_new_tokens": max_new_tokens, "details": True},
-        }
-        events: list[dict[str, Any]] = []
-        ttft = last = 0.0
-        begin = time.perf_counter()
-        with httpx.stream("POST", f"{self.url}/generate_stream", json=body, timeout=600) as reply:
-            if reply.status_code != 200:
-                raise EngineError(f"HTTP {reply.status_code}: {reply.read().decode()}")
-            for line in reply.iter_lines():
-                if line.startswith("data:"):
-                    last = time.perf_counter() - begin
-                    ttft = ttft or last
-                    events.append(json.loads(line.removeprefix("data:")))
-        final = whole(events[-1] if events else {})
-        return Answer(
-            prompt_tokens=final["details"]["prompt_tokens"],
-            recalled=final["details"]["recall"],
-            tokens=tuple(event["token"]["id"] for event in events),
-            logprobs=tuple(event["token"]["logprob"] for event in events),
-            text=final["generated_text"],
-            ttft_s=ttft,
-            last_s=last,
-        )
+        """See ``generate``."""
+        return generate(httpx, self.url, prompt, max_new_tokens)
 
     def settle(self) -> None:
         """Waits until the pool has written what it was given, so that writing slows no request.
@@ -160,11 +140,35 @@ def is_healthy(url: str) -> bool:
         return False
 
 
-def whole(final: dict[str, Any]) -> dict[str, Any]:
-    """The last event of an answer. Raises EngineError if the answer broke off before it."""
+def generate(
+    client: Any, url: str, prompt: str, max_new_tokens: int, timeout_s: float = 600.0
+) -> Answer:
+    """Sends a prompt to /generate_stream (TGI form, greedy) and reads the answer. ``client``: an
+    httpx.Client, or httpx itself. Raises EngineError if the server refuses it, or breaks off."""
+    body = {"inputs": prompt, "parameters": {"max_new_tokens": max_new_tokens, "details": True}}
+    events: list[dict[str, Any]] = []
+    ttft = last = 0.0
+    begin = time.perf_counter()
+    with client.stream("POST", f"{url}/generate_stream", json=body, timeout=timeout_s) as reply:
+        if reply.status_code != 200:
+            raise EngineError(f"HTTP {reply.status_code}: {reply.read().decode()[:500]}")
+        for line in reply.iter_lines():
+            if line.startswith("data:"):
+                last = time.perf_counter() - begin
+                ttft = ttft or last
+                events.append(json.loads(line.removeprefix("data:")))
+    final = events[-1] if events else {}
     if "token" not in final or not final.get("details"):
         raise EngineError(f"the answer broke off: {json.dumps(final)[:500]}")
-    return final
+    return Answer(
+        prompt_tokens=final["details"]["prompt_tokens"],
+        recalled=final["details"]["recall"],
+        tokens=tuple(event["token"]["id"] for event in events),
+        logprobs=tuple(event["token"]["logprob"] for event in events),
+        text=final["generated_text"],
+        ttft_s=ttft,
+        last_s=last,
+    )
 
 
 def _with_port(arguments: list[str], port: int) -> list[str]:

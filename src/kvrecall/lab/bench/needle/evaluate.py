@@ -1,18 +1,21 @@
-"""Asks every question of a dataset under every variant, and reports what was right."""
+"""``kvrecall bench needle``: asks every question of a dataset under every variant, and reports
+what was right."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -21,6 +24,7 @@ from kvrecall.attention.split import split_of
 from kvrecall.errors import ConfigError, EngineError
 from kvrecall.lab.bench.model import BLOCK
 from kvrecall.lab.bench.needle.dataset import (
+    SEED,
     Dataset,
     PromptStyle,
     Sample,
@@ -30,6 +34,7 @@ from kvrecall.lab.bench.needle.dataset import (
 from kvrecall.lab.bench.needle.score import Record, Results, Variant, report_of, write_heatmap
 from kvrecall.lab.bench.needle.servers import (
     CONCURRENT,
+    NEVER,
     Endpoint,
     OtherServers,
     Servers,
@@ -37,10 +42,10 @@ from kvrecall.lab.bench.needle.servers import (
     local_server,
     model_config,
 )
-from kvrecall.lab.bench.needle.tasks import approximate_tokens
+from kvrecall.lab.bench.needle.tasks import TASKS, approximate_tokens
 from kvrecall.lab.bench.needle.words import sentences
-from kvrecall.lab.bench.report import Report
-from kvrecall.lab.engines.server import Progress as Say
+from kvrecall.lab.bench.report import Report, lengths_in, names_in, progress
+from kvrecall.server.launch import default_model
 
 PLOT = Path("var/needle.png")
 
@@ -48,80 +53,149 @@ Advance = Callable[[str, int], None]
 """Called with what is being done, and how many replies just came."""
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """What to measure. ``model``: a folder, or a name at ``endpoint``; None for the default.
+def _option(panel: str, text: str, **bounds: Any) -> Any:
+    return typer.Option(help=text, rich_help_panel=panel, **bounds)
 
-    ``settings``: of retrieval, to compare, of a local model; at least one. ``endpoint``, ``dense``:
-    servers to ask instead of a local model, with ``key``. ``plot``, ``records``: where to write a
-    heat map (None: to ``PLOT``, if matplotlib is installed) and a line of JSON for every question.
+
+_RETRIEVAL = "Retrieval"
+_SERVERS = "Servers instead of a local model"
+_OUT = "What is written"
+
+
+def measure_needle(
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model folder; with --endpoint its name there. Default: the example."),
+    ] = None,
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompts: 4K,16K,65536.")] = "2K,8K",
+    tasks: Annotated[str, typer.Option(help="Which tasks.")] = ",".join(TASKS),
+    samples: Annotated[int, typer.Option(help="Questions a task and length.", min=1)] = 16,
+    documents: Annotated[
+        int | None,
+        typer.Option(help="Texts a length at most. Default: one for eight of each task.", min=1),
+    ] = None,
+    depths: Annotated[int, typer.Option(help="Parts of the text, by depth.", min=1, max=50)] = 10,
+    seed: Annotated[int, typer.Option(help="Another seed makes other texts.")] = SEED,
+    ask: Annotated[
+        PromptStyle | None,
+        typer.Option(help="As recall-tiny was trained, or in plain language. Default: by model."),
+    ] = None,
+    share: Annotated[
+        str, _option(_RETRIEVAL, "Share of the middle blocks chosen; several: 0.2,0.05.")
+    ] = "0.2",
+    digest: Annotated[str, _option(_RETRIEVAL, "bounds or mean.")] = "bounds",
+    digest_tokens: Annotated[
+        str, _option(_RETRIEVAL, "Keys to a digest; several: 16,8. Default: by the share.")
+    ] = "",
+    least: Annotated[
+        int, _option(_RETRIEVAL, "Fewest blocks chosen, at any share. 0: by the share.", min=0)
+    ] = 0,
+    init: Annotated[int, _option(_RETRIEVAL, "First tokens that always take part.")] = 128,
+    local: Annotated[int, _option(_RETRIEVAL, "Last tokens that always take part.")] = 256,
+    dense_boundary: Annotated[int, _option(_RETRIEVAL, "Shorter sequences stay dense.")] = 512,
+    dense_layers: Annotated[
+        int, _option(_RETRIEVAL, "First layers that attend to everything; 0 is the hard case.")
+    ] = 0,
+    endpoint: Annotated[
+        str | None, _option(_SERVERS, "URL of an OpenAI-compatible server to measure.")
+    ] = None,
+    dense_endpoint: Annotated[
+        str | None, _option(_SERVERS, "URL of one that attends densely, to compare with.")
+    ] = None,
+    plot: Annotated[Path | None, _option(_OUT, "Heat map (PNG). Default: var/needle.png.")] = None,
+    records: Annotated[
+        Path | None, _option(_OUT, "Every question and reply, lines of JSON.")
+    ] = None,
+) -> Report:
+    """Does the model still answer? Facts in long texts, asked densely and by retrieval in one run.
+
+    A local model is started once, computes every text once, and answers every question densely and
+    with each share. Fails if retrieval was to act and chose no block. The key of an --endpoint is
+    taken from OPENAI_API_KEY.
     """
-
-    model: str | None
-    dataset: Dataset
-    settings: tuple[RetrievalSettings, ...]
-    bins: int = 10
-    style: PromptStyle | None = None
-    endpoint: str | None = None
-    dense: str | None = None
-    key: str | None = None
-    plot: Path | None = None
-    records: Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.dense and not self.endpoint:
-            raise ConfigError("--dense-endpoint is the other side of --endpoint; give both")
-
-
-def measure_needle(wanted: Evaluation, say: Say) -> Report:
-    """Asks, counts, writes. Raises KvrecallError, also if retrieval was to act and did not."""
-    dataset = wanted.dataset
+    settings = [
+        RetrievalSettings(
+            init_tokens=init, local_tokens=local, dense_boundary=dense_boundary,
+            offload_boundary=NEVER, dense_layers=dense_layers, gate=False, digest=digest,
+            least_blocks=least, topk_share=chosen, digest_tokens=size,
+        )
+        for size in _digest_sizes(digest_tokens) or (0,)
+        for chosen in _shares(share)
+    ]  # fmt: skip
+    dataset = Dataset(lengths_in(lengths), names_in(tasks), samples, documents, seed)
+    if dense_endpoint and not endpoint:
+        raise ConfigError("--dense-endpoint is the other side of --endpoint; give both")
+    facts: dict[str, object] = {"tasks": list(dataset.tasks), "samples": samples, "seed": seed}
     with ExitStack() as stack:
-        if wanted.endpoint is not None:
-            model, servers = _others(wanted, stack)
+        servers: Servers
+        if endpoint is not None:
+            key = os.environ.get("OPENAI_API_KEY")
+            measured = stack.enter_context(Endpoint(endpoint, model, key))
+            dense = Endpoint(dense_endpoint, model, key) if dense_endpoint else None
+            if dense is not None:
+                stack.enter_context(dense)
+            model, servers = measured.model, OtherServers(measured, dense)
         else:
-            model, servers = _local(wanted, say, stack)
+            model = model or default_model()
+            servers = _local(model, max(dataset.lengths), settings, stack)
+            facts["settings"] = {
+                name: value
+                for name, value in dataclasses.asdict(settings[0]).items()
+                if name not in ("topk_share", "digest_tokens", "offload_boundary")
+            }
         recall = Path(model).name.startswith("recall-tiny")  # it knows one form of question
-        style = wanted.style or (PromptStyle.RECALL if recall else PromptStyle.INSTRUCT)
+        style = ask or (PromptStyle.RECALL if recall else PromptStyle.INSTRUCT)
+        facts["asked_as"] = style.value
         advance = stack.enter_context(_bar(dataset.question_count * len(servers.variants)))
         results = ask_all(servers, style, dataset, advance)
     results.require_active()
-    facts: dict[str, object] = {
-        "tasks": list(dataset.tasks),
-        "samples": dataset.samples,
-        "seed": dataset.seed,
-        "asked_as": style.value,
-    }
-    if wanted.endpoint is None:
-        settings = dataclasses.asdict(wanted.settings[0])
-        for name in ("topk_share", "digest_tokens", "offload_boundary"):
-            del settings[name]
-        facts["settings"] = settings
-    report = report_of(results, model, dataset.tasks, wanted.bins, facts)
+    report = report_of(results, model, dataset.tasks, depths, facts)
     notes = list(report.notes)
-    if wanted.records is not None:
-        wanted.records.parent.mkdir(parents=True, exist_ok=True)
+    if records is not None:
+        records.parent.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(dataclasses.asdict(record)) for record in results.records]
-        wanted.records.write_text("".join(f"{line}\n" for line in lines))
-        notes.append(f"every question and reply: {wanted.records}")
+        records.write_text("".join(f"{line}\n" for line in lines))
+        notes.append(f"every question and reply: {records}")
     try:
-        path = wanted.plot or PLOT
-        write_heatmap(results, wanted.bins, Path(model).name, path)
-        notes.append(f"heat map: {path}")
+        write_heatmap(results, depths, Path(model).name, plot or PLOT)
+        notes.append(f"heat map: {plot or PLOT}")
     except ConfigError as error:
-        if wanted.plot is not None:
+        if plot is not None:
             raise
         notes.append(str(error))
     return dataclasses.replace(report, notes=tuple(notes))
 
 
-def _local(wanted: Evaluation, say: Say, stack: ExitStack) -> tuple[str, Servers]:
-    """Raises ConfigError before anything starts where the model cannot read so much, or retrieval
-    could not act at any of the lengths."""
-    from kvrecall.server.launch import default_model
+def _shares(text: str) -> tuple[float, ...]:
+    """At least one, each in (0, 1]. Raises ConfigError."""
+    shares = []
+    for name in names_in(text):
+        try:
+            shares.append(float(name))
+        except ValueError:
+            raise ConfigError(f"--share: {name!r} is no number") from None
+        if not 0 < shares[-1] <= 1:
+            raise ConfigError(f"--share: {name} is not in (0, 1]; 0.2 chooses a fifth")
+    if not shares:
+        raise ConfigError("--share: name at least one, such as 0.2")
+    return tuple(shares)
 
-    model, settings = wanted.model or default_model(), wanted.settings[0]
-    longest = max(wanted.dataset.lengths)
+
+def _digest_sizes(text: str) -> tuple[int, ...]:
+    """Tokens of a digest, each a divisor of 128; maybe none. Raises ConfigError."""
+    names = names_in(text)
+    for name in names:
+        if not name.isdigit() or not int(name) or 128 % int(name):
+            raise ConfigError(f"--digest-tokens: {name!r} does not divide a block of 128 tokens")
+    return tuple(map(int, names))
+
+
+def _local(
+    model: str, longest: int, variants: Sequence[RetrievalSettings], stack: ExitStack
+) -> Servers:
+    """Starts a server. Raises ConfigError before anything starts where the model cannot read so
+    much, or retrieval could not act at any of the lengths."""
+    settings = variants[0]
     allowed = model_config(Path(model)).get("max_position_embeddings")
     if allowed is not None and longest > allowed:
         raise ConfigError(
@@ -138,9 +212,8 @@ def _local(wanted: Evaluation, say: Say, stack: ExitStack) -> tuple[str, Servers
             f"{settings.init_tokens} and the last {settings.local_tokens} always take part"
         )
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrecall-needle-")))
-    say(f"starting {model}, once for all lengths and settings")
-    server = local_server(model, longest, settings, folder / "server.log", say)
-    stack.enter_context(server)
+    progress(f"starting {model}, once for all lengths and settings")
+    server = stack.enter_context(local_server(model, longest, settings, folder / "server.log"))
 
     @contextmanager
     def with_log() -> Iterator[None]:  # which goes with the folder
@@ -150,17 +223,7 @@ def _local(wanted: Evaluation, say: Say, stack: ExitStack) -> tuple[str, Servers
             raise EngineError(f"{error}\n{server.log_tail(60)}") from error
 
     stack.enter_context(with_log())
-    endpoint = stack.enter_context(Endpoint(server.url))
-    return model, SwitchedServer(endpoint, wanted.settings)
-
-
-def _others(wanted: Evaluation, stack: ExitStack) -> tuple[str, Servers]:
-    assert wanted.endpoint is not None
-    measured = stack.enter_context(Endpoint(wanted.endpoint, wanted.model, wanted.key))
-    dense = None
-    if wanted.dense is not None:
-        dense = stack.enter_context(Endpoint(wanted.dense, wanted.model, wanted.key))
-    return measured.model, OtherServers(measured, dense)
+    return SwitchedServer(stack.enter_context(Endpoint(server.url)), variants)
 
 
 def ask_all(servers: Servers, style: PromptStyle, dataset: Dataset, advance: Advance) -> Results:

@@ -16,8 +16,9 @@ from kvrecall.attention.settings import PREFIX, RetrievalSettings
 from kvrecall.errors import EngineError
 from kvrecall.lab.bench.needle.dataset import Request
 from kvrecall.lab.bench.needle.score import DENSE, Variant
+from kvrecall.lab.bench.report import progress
 from kvrecall.lab.engines.child import server_environment
-from kvrecall.lab.engines.server import Progress, ServerProcess
+from kvrecall.lab.engines.server import ServerProcess
 
 NEVER = 2**40
 """A boundary no sequence reaches."""
@@ -145,9 +146,7 @@ class OtherServers(Servers):
         return None if totals is None else totals.get("blocks_selected", 0)
 
 
-def local_server(
-    model: str, longest: int, settings: RetrievalSettings, log: Path, progress: Progress
-) -> ServerProcess:
+def local_server(model: str, longest: int, settings: RetrievalSettings, log: Path) -> ServerProcess:
     """A server for sequences of up to ``longest`` tokens whose settings can be switched."""
     arguments = [model, "--no-pool", "--max-model-len", str(longest)]
     config = model_config(Path(model))

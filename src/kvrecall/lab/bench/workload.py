@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import random
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
 
 from kvrecall.errors import EngineError
 from kvrecall.lab.bench.model import Texts
-from kvrecall.lab.engines.server import whole
+from kvrecall.lab.engines.server import Answer, generate
 from kvrecall.simulate.trace import read_trace
 from kvrecall.simulate.workload import thinned
 
@@ -105,7 +104,7 @@ def conversations(sessions: int, turns: int, seed: int = 0) -> Workload:
     return Workload("conversations", story, tuple(made))
 
 
-def replay(
+def slice_of(
     trace: Path, requests: int, block_tokens: int, seconds: float, every: int = 1
 ) -> Workload:
     """The first ``requests`` requests of one session in ``every`` of a trace, made small enough for
@@ -139,27 +138,11 @@ def replay(
 # -- clients --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One request as its client saw it: seconds, tokens, and prompt tokens by source."""
-
-    ttft_s: float
-    total_s: float
-    answer_tokens: int
-    recalled: Mapping[str, int]
-    text: str
-
-    @property
-    def tpot_s(self) -> float:
-        """Seconds a token after the first."""
-        return (self.total_s - self.ttft_s) / max(1, self.answer_tokens - 1)
-
-
 @dataclass(slots=True)
 class Run:
-    """What a workload gave: all samples, and the seconds from the first request to the last end."""
+    """What a workload gave: all answers, and the seconds from the first request to the last end."""
 
-    samples: list[Sample] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -168,52 +151,34 @@ def play(workload: Workload, urls: Sequence[str], note: Callable[[int], None]) -
 
     ``note`` is called after each request with how many are done. Raises EngineError if one fails.
     """
-    try:
-        return asyncio.run(_play(workload, urls, note))
-    except* (EngineError, httpx.HTTPError, OSError) as group:
-        first = group.exceptions[0]
-        raise EngineError(f"a request failed: {type(first).__name__}: {first}") from group
-
-
-async def _play(workload: Workload, urls: Sequence[str], note: Callable[[int], None]) -> Run:
     run = Run()
-    begin = time.perf_counter()
+    failed = threading.Event()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-    async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, limits=limits) as client:
 
-        async def converse(number: int, session: Session) -> None:
-            draw = random.Random(number)
-            prompt = session.opening
-            await asyncio.sleep(session.start_s)
-            for turn in session.turns:
-                await asyncio.sleep(turn.think_s)
-                prompt += turn.question
-                sample = await _ask(client, draw.choice(urls), prompt)
-                prompt += sample.text
-                run.samples.append(sample)
-                note(len(run.samples))
+    def converse(number: int, session: Session) -> None:
+        draw = random.Random(number)
+        prompt = session.opening
+        failed.wait(session.start_s)
+        for turn in session.turns:
+            if failed.wait(turn.think_s):
+                return
+            prompt += turn.question
+            url = draw.choice(urls)
+            try:
+                answer = generate(client, url, prompt, ANSWER_TOKENS, REQUEST_TIMEOUT_S)
+            except (EngineError, httpx.HTTPError, OSError) as error:
+                failed.set()
+                raise EngineError(f"a request failed: {type(error).__name__}: {error}") from error
+            prompt += answer.text
+            run.answers.append(answer)
+            note(len(run.answers))
 
-        async with asyncio.TaskGroup() as tasks:
-            for number, session in enumerate(workload.sessions):
-                tasks.create_task(converse(number, session))
+    begin = time.perf_counter()
+    with (
+        httpx.Client(limits=limits) as client,
+        ThreadPoolExecutor(len(workload.sessions)) as clients,
+    ):
+        for end in [clients.submit(converse, *one) for one in enumerate(workload.sessions)]:
+            end.result()
     run.seconds = time.perf_counter() - begin
     return run
-
-
-async def _ask(client: httpx.AsyncClient, url: str, prompt: str) -> Sample:
-    parameters = {"max_new_tokens": ANSWER_TOKENS, "details": True}
-    body = {"inputs": prompt, "parameters": parameters}
-    ttft, tokens = 0.0, 0
-    last: dict[str, Any] = {}
-    begin = time.perf_counter()
-    async with client.stream("POST", f"{url}/generate_stream", json=body) as reply:
-        if reply.status_code != 200:
-            raise EngineError(f"HTTP {reply.status_code}: {(await reply.aread()).decode()[:500]}")
-        async for line in reply.aiter_lines():
-            if line.startswith("data:"):
-                ttft = ttft or time.perf_counter() - begin
-                last = json.loads(line.removeprefix("data:"))
-                tokens += 1
-    total = time.perf_counter() - begin
-    recalled = whole(last)["details"]["recall"]
-    return Sample(ttft, total, tokens, recalled, last["generated_text"])

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvrecall.lab.bench.tiers.stores import Store, StoreError, address_of
+from kvrecall.lab.bench.stores import Store, StoreError, address_of
 from kvrecall.lab.masters import Master
 from kvrecall.pool.remote.mooncake import MooncakeSettings
 
@@ -131,11 +131,10 @@ class LmcacheDisk(_Lmcache):
         if len(self._objects) != len(names):
             raise StoreError("LMCache has lost a block")
 
-    def landed(self, into: Sequence[memoryview]) -> Sequence[memoryview]:
+    def land(self, into: Sequence[memoryview]) -> None:
         for place, one in zip(into, self._objects, strict=True):
             place[:] = memoryview(one.byte_array).cast("B")
         self._let_go()
-        return into
 
     def _let_go(self) -> None:
         for one in self._objects:

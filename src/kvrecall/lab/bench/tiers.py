@@ -1,30 +1,34 @@
-"""Every library puts and gets the same blocks, round by round, taking turns."""
+"""``kvrecall bench tiers``: every library puts and gets the same blocks, round by round, taking
+turns."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import mmap
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 
-from kvrecall.lab.bench.report import Report, latencies
-from kvrecall.lab.bench.tiers.peers import (
+from kvrecall.lab.bench.peers import (
     DiskCache,
     LmcacheCpu,
     LmcacheDisk,
     MooncakeClient,
     VllmFiles,
+    find_peers,
 )
-from kvrecall.lab.bench.tiers.stores import (
+from kvrecall.lab.bench.report import Folder, Report, latencies, progress, timed
+from kvrecall.lab.bench.stores import (
     Copy,
     DiskStore,
     HostStore,
@@ -37,7 +41,6 @@ from kvrecall.lab.bench.tiers.stores import (
     drop_from_memory,
     make_durable,
 )
-from kvrecall.lab.engines.server import Progress
 from kvrecall.pool.disk.codec import Plain
 
 PHASES = ("put", "durable", "cold", "warm")
@@ -147,8 +150,12 @@ class Size:
     rounds: int = 5
 
     @property
+    def request_bytes(self) -> int:
+        return self.block_bytes * self.request_blocks
+
+    @property
     def nbytes(self) -> int:
-        return self.block_bytes * self.request_blocks * self.requests
+        return self.request_bytes * self.requests
 
 
 class Blocks:
@@ -157,34 +164,29 @@ class Blocks:
     def __init__(self, size: Size) -> None:
         self.size = size
         self.memory = memoryview(mmap.mmap(-1, 2 * size.nbytes))
-        self._array = np.frombuffer(self.memory, dtype=np.uint8)
-        for at in range(0, size.nbytes, 1 << 24):  # no two blocks are alike
-            piece = os.urandom(min(1 << 24, size.nbytes - at))
-            self.memory[at : at + len(piece)] = piece
+        array = np.frombuffer(self.memory, dtype=np.uint8).reshape(2, size.requests, -1)
+        self._put, self._got = array
+        for request in self._put:  # no two blocks are alike
+            request[:] = np.frombuffer(os.urandom(len(request)), dtype=np.uint8)
 
     def sources(self, request: int) -> list[memoryview]:
-        return self._views(request, 0)
+        return self._views(request * self.size.request_bytes)
 
     def targets(self, request: int) -> list[memoryview]:
-        return self._views(request, self.size.nbytes)
+        return self._views(request * self.size.request_bytes + self.size.nbytes)
 
     def forget(self) -> None:
         """Empties what was got."""
-        self._array[self.size.nbytes :] = 0
+        self._got[:] = 0
 
-    def check(self, request: int, found: Sequence[memoryview]) -> None:
-        """Raises StoreError if that is not what was put."""
-        for block, source in zip(found, self.sources(request), strict=True):
-            if not np.array_equal(np.frombuffer(block, np.uint8), np.frombuffer(source, np.uint8)):
-                raise StoreError("a get brought other bytes than were put")
+    def check(self, request: int) -> None:
+        """Raises StoreError if what was got is not what was put."""
+        if not np.array_equal(self._got[request], self._put[request]):
+            raise StoreError("a get brought other bytes than were put")
 
-    def _views(self, request: int, base: int) -> list[memoryview]:
-        size = self.size
-        first = base + request * size.request_blocks * size.block_bytes
-        return [
-            self.memory[first + n * size.block_bytes : first + (n + 1) * size.block_bytes]
-            for n in range(size.request_blocks)
-        ]
+    def _views(self, first: int) -> list[memoryview]:
+        ends = range(first, first + self.size.request_bytes + 1, self.size.block_bytes)
+        return [self.memory[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
 @dataclass(slots=True)
@@ -201,7 +203,7 @@ class _Entry:
     def note(self, phase: str, seconds: list[float]) -> None:
         self.rounds.setdefault(phase, []).append(seconds)
 
-    def leave_out(self, error: Exception, progress: Progress) -> None:
+    def leave_out(self, error: Exception) -> None:
         lines = str(error).strip().splitlines()
         self.fault = f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
         self.store = None
@@ -209,51 +211,58 @@ class _Entry:
 
 
 def measure_tiers(
-    candidates: Sequence[Candidate], size: Size, path: Path, progress: Progress
+    path: Folder = Path("var"),
+    rounds: Annotated[int, typer.Option(min=2)] = 5,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of 16 MiB a round.")] = 12,
 ) -> Report:
+    """Host and disk tier against other projects' libraries: same blocks, same bytes."""
+    find_peers()
+    return compare(CANDIDATES, Size(requests=requests, rounds=rounds), path)
+
+
+def compare(candidates: Sequence[Candidate], size: Size, path: Path) -> Report:
     """Measures all ``candidates`` below ``path``; one that cannot run is in the report with the
     reason."""
     path.mkdir(parents=True, exist_ok=True)
     blocks = Blocks(size)
-    with tempfile.TemporaryDirectory(prefix="kvrecall-tiers-", dir=path) as name:
+    with (
+        tempfile.TemporaryDirectory(prefix="kvrecall-tiers-", dir=path) as name,
+        contextlib.ExitStack() as stack,
+    ):
         entries = []
         for candidate in candidates:
             folder = "".join(c if c.isalnum() else "-" for c in candidate.name)
             entries.append(_Entry(candidate, Path(name) / folder))
-        with _opened(entries, blocks, progress):
-            for number in range(size.rounds):
-                progress(f"round {number + 1} of {size.rounds}")
-                turn = number % len(entries)
-                for entry in (*entries[turn:], *entries[:turn]):
-                    try:
-                        _round(entry, number, blocks)
-                    except Exception as error:  # noqa: BLE001 - other projects' code
-                        entry.leave_out(error, progress)
+            _open(entries[-1], blocks, stack)
+        for number in range(size.rounds):
+            progress(f"round {number + 1} of {size.rounds}")
+            turn = number % len(entries)
+            for entry in (*entries[turn:], *entries[:turn]):
+                try:
+                    _round(entry, number, blocks)
+                except Exception as error:  # noqa: BLE001 - other projects' code
+                    entry.leave_out(error)
     return _report(entries, size)
 
 
-@contextlib.contextmanager
-def _opened(entries: Sequence[_Entry], blocks: Blocks, progress: Progress) -> Iterator[None]:
-    """Opens the stores of those that can be; closes them at the end of the block."""
-    size = blocks.size
-    with contextlib.ExitStack() as stack:
-        for entry in entries:
-            entry.folder.mkdir()
-            space = Workspace(entry.folder, blocks.memory, size.nbytes, size.block_bytes)
-            try:
-                entry.store = entry.candidate.open(space)
-            except Exception as error:  # noqa: BLE001 - other projects' code
-                entry.leave_out(error, progress)
-                continue
-            stack.callback(_close, entry.store, entry.candidate.name, progress)
-        yield
-
-
-def _close(store: Store, name: str, progress: Progress) -> None:
+def _open(entry: _Entry, blocks: Blocks, stack: contextlib.ExitStack) -> None:
+    """Opens a candidate's store, which ``stack`` closes, or leaves it out."""
+    size, name = blocks.size, entry.candidate.name
+    entry.folder.mkdir()
+    space = Workspace(entry.folder, blocks.memory, size.nbytes, size.block_bytes)
     try:
-        store.close()
-    except Exception as error:  # noqa: BLE001 - other projects' code; what it measured stands
-        progress(f"{name} did not close: {error}")
+        store = entry.store = entry.candidate.open(space)
+    except Exception as error:  # noqa: BLE001 - other projects' code
+        entry.leave_out(error)
+        return
+
+    def close() -> None:
+        try:
+            store.close()
+        except Exception as error:  # noqa: BLE001 - other projects' code; what it measured stands
+            progress(f"{name} did not close: {error}")
+
+    stack.callback(close)
 
 
 def _round(entry: _Entry, number: int, blocks: Blocks) -> None:
@@ -278,9 +287,7 @@ def _round(entry: _Entry, number: int, blocks: Blocks) -> None:
         seconds.append(time.perf_counter() - began)
     entry.note("put", seconds)
     if entry.candidate.medium is Medium.DISK:
-        began = time.perf_counter()
-        make_durable(entry.folder)
-        entry.note("durable", [sum(seconds) + time.perf_counter() - began])
+        entry.note("durable", [sum(seconds) + timed(lambda: make_durable(entry.folder))])
         drop_from_memory(entry.folder)
         entry.note("cold", _gets(store, names, blocks))
         entry.note("warm", _gets(store, names, blocks))
@@ -298,7 +305,8 @@ def _gets(store: Store, names: Sequence[Sequence[bytes]], blocks: Blocks) -> lis
         began = time.perf_counter()
         store.get(mine, targets)
         seconds.append(time.perf_counter() - began)
-        blocks.check(request, store.landed(targets))
+        store.land(targets)
+        blocks.check(request)
     return seconds
 
 

@@ -8,7 +8,7 @@ import enum
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import xxhash
@@ -46,15 +46,15 @@ class Store(ABC):
 
     @abstractmethod
     def get(self, names: Sequence[bytes], into: Sequence[memoryview]) -> None:
-        """Brings the blocks; they are in ``into``, or in what ``landed`` says."""
+        """Brings the blocks ``into`` their places, where they are once ``land`` has ended."""
 
     def prepare(self, names: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
         """Comes before ``put``: a library that writes only from memory of its own copies here."""
         return
 
-    def landed(self, into: Sequence[memoryview]) -> Sequence[memoryview]:
-        """Where the blocks of the last ``get`` are; called before anything else is."""
-        return into
+    def land(self, into: Sequence[memoryview]) -> None:
+        """Comes after ``get``: a library that reads only to memory of its own copies here."""
+        return
 
     @abstractmethod
     def remove(self, names: Sequence[bytes]) -> None:
@@ -75,18 +75,19 @@ def address_of(memory: memoryview) -> int:
 
 def make_durable(folder: Path) -> None:
     """Waits until every file below ``folder`` is on the medium."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+    _each_file(folder, os.fsync)
 
 
 def drop_from_memory(folder: Path) -> None:
     """Takes every file below ``folder`` out of the page cache; they must be durable."""
+    _each_file(folder, lambda fd: os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED))
+
+
+def _each_file(folder: Path, act: Callable[[int], None]) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                act(file.fileno())
 
 
 class Copy(Store):

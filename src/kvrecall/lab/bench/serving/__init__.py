@@ -1,1 +1,0 @@
-"""``kvrecall bench chat`` and ``replay``: one workload against several kinds of servers."""
