@@ -55,43 +55,47 @@ def keys_of(length: int, name: str = "") -> list[BlockKey]:
 # -- a tier ---------------------------------------------------------------------------------
 
 
-def put_all(tier: Tier, arena: Arena, keys: Sequence[BlockKey], block_bytes: int) -> float:
-    """Seconds until the tier has the chain ``keys``, which lies in the arena slot by slot.
+def slots_of(arena: Arena, count: int, block_bytes: int) -> list[memoryview]:
+    """The first slots of an arena."""
+    slot_bytes = slot_bytes_of(block_bytes)
+    return [arena.view(n * slot_bytes, slot_bytes) for n in range(count)]
+
+
+def put_all(
+    tier: Tier, keys: Sequence[BlockKey], blocks: Sequence[memoryview], block_bytes: int
+) -> float:
+    """Seconds until the tier has the chain ``keys``.
 
     Raises TierError if a block is not stored, or all are not in two minutes.
     """
-    slot_bytes = slot_bytes_of(block_bytes)
     puts = [
-        Put(key, keys[n - 1] if n else None, n, arena.view(n * slot_bytes, slot_bytes), block_bytes)
-        for n, key in enumerate(keys)
+        Put(key, keys[n - 1] if n else None, n, block, block_bytes)
+        for n, (key, block) in enumerate(zip(keys, blocks, strict=True))
     ]
     began = time.perf_counter()
     tier.submit_put(puts)
-    await_all(tier, len(keys), Outcome.STORED)
+    _await_all(tier, len(keys), Outcome.STORED)
     return time.perf_counter() - began
 
 
-def get_all(tier: Tier, arena: Arena, keys: Sequence[BlockKey], block_bytes: int) -> float:
-    """Seconds until the arena has the blocks ``keys``, slot by slot. Raises TierError as above."""
-    slot_bytes = slot_bytes_of(block_bytes)
-    gets = [Get(key, arena.view(n * slot_bytes, slot_bytes)) for n, key in enumerate(keys)]
+def get_all(tier: Tier, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> float:
+    """Seconds until the blocks ``keys`` are there. Raises TierError as above."""
+    gets = [Get(key, place) for key, place in zip(keys, into, strict=True)]
     began = time.perf_counter()
     tier.submit_get(gets)
-    await_all(tier, len(keys), Outcome.LOADED)
+    _await_all(tier, len(keys), Outcome.LOADED)
     return time.perf_counter() - began
 
 
-def await_all(tier: Tier, count: int, outcome: Outcome, limit_s: float = _LIMIT_S) -> None:
-    """Waits until ``count`` blocks have come to ``outcome``. Raises TierError if one comes to
-    another, or they have not all after ``limit_s`` seconds."""
-    until = time.monotonic() + limit_s
+def _await_all(tier: Tier, count: int, outcome: Outcome) -> None:
+    until = time.monotonic() + _LIMIT_S
     while count:
         for done in tier.poll(1.0):
             if done.outcome is not outcome:
                 raise TierError(f"a block was {done.outcome.value}, not {outcome.value}")
             count -= 1
         if time.monotonic() > until:
-            raise TierError(f"{count} blocks are not {outcome.value} after {limit_s:.0f} s")
+            raise TierError(f"{count} blocks are not {outcome.value} after {_LIMIT_S:.0f} s")
 
 
 # -- bench lookup ---------------------------------------------------------------------------
@@ -170,6 +174,7 @@ def measure_disk(
         noise = os.urandom(_MIB)  # does not compress
         for at in range(0, nbytes, _MIB):
             arena.view(at, min(_MIB, nbytes - at))[:] = noise[: nbytes - at]
+        slots = slots_of(arena, len(keys), block_bytes)
         raw = _RawFile(folder / "raw", arena)
         config = DiskConfig(folder / "tier", 2 * nbytes + 64 * _MIB, max_queued_bytes=2 * nbytes)
         tier = DiskTier(config, codec=codec)
@@ -182,14 +187,15 @@ def measure_disk(
                 bare = timed(raw.write)
                 while tier.queued()[0]:  # what ``clear`` cancelled
                     tier.poll(0.01)
-                pairs["write"].append((bare, put_all(tier, arena, keys, block_bytes)))
+                pairs["write"].append((bare, put_all(tier, keys, slots, block_bytes)))
             for _ in range(repeats):
                 bare = timed(raw.read)
-                pairs["read"].append((bare, get_all(tier, arena, keys, block_bytes)))
+                pairs["read"].append((bare, get_all(tier, keys, slots)))
             direct = tier.is_direct and raw.direct
         finally:
             tier.close()
             raw.close()
+            slots.clear()
             arena.close()
     figures: dict[str, object] = {
         "bytes": nbytes,

@@ -26,7 +26,7 @@ import typer
 from kvrecall.config import RemoteConfig
 from kvrecall.errors import EngineError
 from kvrecall.lab.bench.model import BLOCK, TAIL, BenchModel, Texts
-from kvrecall.lab.bench.pool import NAMESPACE, get_all, keys_of, put_all
+from kvrecall.lab.bench.pool import NAMESPACE, get_all, keys_of, put_all, slots_of
 from kvrecall.lab.bench.report import Report, Times, Tokens, percentiles, progress
 from kvrecall.lab.engines.child import orders, reply_to, worker
 from kvrecall.lab.engines.server import ServerProcess
@@ -83,7 +83,7 @@ def _compare_clients(folder: Path, repeats: int) -> dict[str, Any]:
         with (
             worker(bare_client, lent, 0) as lender,
             worker(bare_client, own, nbytes) as bare,
-            _tier(master.options(0), nbytes) as (tier, arena),
+            _tier(master.options(0), nbytes) as (tier, slots),
         ):
             reply_to(lender, "ready", 0, 0, 0)
             for number in range(repeats):
@@ -94,8 +94,8 @@ def _compare_clients(folder: Path, repeats: int) -> dict[str, Any]:
                         for way in ("put", "get"):
                             seconds[f"bare_{way}"].append(reply_to(bare, way, *what))
                     else:
-                        seconds["tier_put"].append(put_all(tier, arena, keys, BLOCK_BYTES))
-                        seconds["tier_get"].append(get_all(tier, arena, keys, BLOCK_BYTES))
+                        seconds["tier_put"].append(put_all(tier, keys, slots, BLOCK_BYTES))
+                        seconds["tier_get"].append(get_all(tier, keys, slots))
                 reply_to(bare, "remove", *what)
                 tier.drop(keys)
                 time.sleep(0.2)  # for the store to remove them
@@ -120,7 +120,9 @@ def _compare_clients(folder: Path, repeats: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _tier(options: Mapping[str, object], nbytes: int) -> Iterator[tuple[RemoteTier, Arena]]:
+def _tier(
+    options: Mapping[str, object], nbytes: int
+) -> Iterator[tuple[RemoteTier, list[memoryview]]]:
     arena = Arena.create(nbytes, background=False)
     arena.memory[:] = os.urandom(1 << 20) * (nbytes >> 20)
     store = MooncakeStore(MooncakeSettings.of(options))
@@ -129,10 +131,12 @@ def _tier(options: Mapping[str, object], nbytes: int) -> Iterator[tuple[RemoteTi
     config = RemoteConfig("mooncake", max_queued_bytes=2 * nbytes, call_deadline_s=60.0)
     tier = RemoteTier(store, config)
     tier.register(NAMESPACE, BLOCK_BYTES)
+    slots = slots_of(arena, BLOCKS, BLOCK_BYTES)
     try:
-        yield tier, arena
+        yield tier, slots
     finally:
         tier.close()
+        slots.clear()
         arena.close()
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from kvrecall.errors import EngineError
 from kvrecall.lab.bench.model import BLOCK, TAIL, BenchModel, Texts
 from kvrecall.lab.bench.report import Report, Times, Tokens, percentiles, progress
+from kvrecall.lab.bench.tables import restore_table
 from kvrecall.lab.engines.server import ServerProcess
 from kvrecall.pool.arena import Arena
 
@@ -137,16 +138,6 @@ def _report(
 ) -> Report:
     ttft = {source: percentiles(values) for source, values in seconds.items()}
     median = {source: found["p50"] for source, found in ttft.items()}
-    rows = tuple(
-        (
-            source,
-            *(f"{ttft[source][p] * 1e3:.1f}" for p in ("p10", "p50", "p90")),
-            f"{median[source] / median['device']:.2f}",
-            f"{median[source] / median['computed']:.4f}",
-            f"{ttft[source]['n']:.0f}",
-        )
-        for source in SOURCES
-    )
     worst = max(median[source] for source in SOURCES[1:])
     figures: dict[str, object] = {
         "tokens": tokens,
@@ -165,5 +156,4 @@ def _report(
         f"arena -> device KV {bandwidth['restore_gb_s']:.1f} GB/s, a plain copy of the same bytes "
         f"{bandwidth['plain_copy_gb_s']:.1f} GB/s: {bandwidth['restore_to_plain']:.2f} (goal 0.8)",
     )
-    columns = ("prefix from", "p10 ms", "p50 ms", "p90 ms", "to device", "to computed", "n")
-    return Report("restore", columns, rows, figures, notes)
+    return Report("restore", *restore_table(figures), figures, notes)

@@ -23,6 +23,7 @@ from kvrecall.errors import EngineError, KvrecallError
 from kvrecall.lab.bench.model import BenchModel
 from kvrecall.lab.bench.peers import PEERS
 from kvrecall.lab.bench.report import Report, Times, latencies, names_in, progress
+from kvrecall.lab.bench.tables import serving_table
 from kvrecall.lab.bench.workload import (
     ANSWER_TOKENS,
     Run,
@@ -302,29 +303,17 @@ def _report(
     absent: Mapping[str, str],
     unique: int,
 ) -> Report:
-    columns = ("served with", "s", "prompt tok/s", "hit rate", "TTFT p50", "p95", "p99", "TPOT p50")
-    rows = tuple(
-        (
-            name,
-            f"{found['seconds']:.0f}",
-            f"{found['tokens_per_s']:.0f}",
-            f"{found['hit_rate']:.3f}",
-            *(f"{seconds:.2f}" for seconds in found["ttft_s"].values()),
-            f"{found['tpot_s']['p50'] * 1e3:.0f} ms",
-        )
-        for name, found in figures.items()
-    )
     notes = (
         f"{workload.story}; {workload.prompt_tokens} prompt tokens in all, "
         f"{unique / 2**20:.0f} MiB of KV cache; the device holds a quarter of it",
         *(f"{name}: {DEPLOYMENTS[name].story}" for name in (*figures, *absent)),
         *(f"left out: {name}: {reason.splitlines()[0]}" for name, reason in absent.items()),
     )
-    shown = {
+    shown: dict[str, Any] = {
         "story": workload.story,
         "prompt_tokens": workload.prompt_tokens,
         "unique_bytes": unique,
         "variants": figures,
         "absent": dict(absent),
     }
-    return Report(workload.name, columns, rows, shown, notes)
+    return Report(workload.name, *serving_table(shown), shown, notes)

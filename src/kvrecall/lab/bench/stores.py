@@ -15,12 +15,12 @@ import xxhash
 
 from kvrecall.block import BlockKey
 from kvrecall.config import DiskConfig, PoolConfig
-from kvrecall.lab.bench.pool import NAMESPACE, await_all
+from kvrecall.lab.bench.pool import NAMESPACE, get_all, put_all
 from kvrecall.pool.base import RecallState, Verdict
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.codec import BlockCodec, Plain
 from kvrecall.pool.pool import Pool
-from kvrecall.pool.tier import Get, Outcome, Put
+from kvrecall.pool.tier import Put
 
 _DEADLINE_S = 60.0
 _SUM_BYTES = 16
@@ -257,19 +257,10 @@ class DiskStore(Store):
         self._tier.register(NAMESPACE, block_bytes)
 
     def put(self, names: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
-        keys = _keys(names)
-        self._tier.submit_put(
-            [
-                Put(key, keys[place - 1] if place else None, place, block, self._bytes)
-                for place, (key, block) in enumerate(zip(keys, blocks, strict=True))
-            ]
-        )
-        await_all(self._tier, len(keys), Outcome.STORED, _DEADLINE_S)
+        put_all(self._tier, _keys(names), blocks, self._bytes)
 
     def get(self, names: Sequence[bytes], into: Sequence[memoryview]) -> None:
-        gets = [Get(key, place) for key, place in zip(_keys(names), into, strict=True)]
-        self._tier.submit_get(gets)
-        await_all(self._tier, len(gets), Outcome.LOADED, _DEADLINE_S)
+        get_all(self._tier, _keys(names), into)
 
     def remove(self, names: Sequence[bytes]) -> None:
         self._tier.drop(_keys(names))

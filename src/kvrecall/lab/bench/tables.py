@@ -24,6 +24,9 @@ Run = Mapping[str, Any]
 Figures = Mapping[str, Any]
 """What one step of a run measured."""
 
+Table = tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]
+"""Columns and rows, as a page and the benchmark's own report show them."""
+
 PLOTS = PurePosixPath("docs/images/bench")
 """Where plots lie in the repository."""
 
@@ -128,9 +131,9 @@ def steps(run: Run) -> Iterator[str]:
     yield from _table(("command", "seconds", "load before", "outcome"), rows)
 
 
-def serving(found: Figures) -> Iterator[str]:
+def serving_table(found: Figures) -> Table:
     """Conversations, or a slice of a trace: a line a deployment."""
-    rows = [
+    rows = tuple(
         (
             SERVED.get(variant, variant),
             f"{one['seconds']:.0f}",
@@ -140,9 +143,13 @@ def serving(found: Figures) -> Iterator[str]:
             f"{one['tpot_s']['p50'] * 1e3:.0f}",
         )
         for variant, one in found["variants"].items()
-    ]
+    )
     columns = ("served with", "s", "prompt tokens/s", "hits", "TTFT p50, s", "p95", "p99")
-    yield from _table((*columns, "ms a token"), rows)
+    return (*columns, "ms a token"), rows
+
+
+def serving(found: Figures) -> Iterator[str]:
+    yield from _table(*serving_table(found))
     yield ""
     yield (
         f"{found['story']}: {found['prompt_tokens']:,} prompt tokens, "
@@ -200,11 +207,11 @@ def _stores(
         yield (f"**{name}**" if one["limit"] else name, *checks, *rates, waits)
 
 
-def restore(found: Figures) -> Iterator[str]:
+def restore_table(found: Figures) -> Table:
     """Milliseconds to the first token, by where the prefix lay."""
     times = found["ttft_s"]
     device, computed = times["device"]["p50"], times["computed"]["p50"]
-    rows = [
+    rows = tuple(
         (
             source,
             *(f"{times[source][rank] * 1e3:.1f}" for rank in ("p10", "p50", "p90")),
@@ -212,9 +219,13 @@ def restore(found: Figures) -> Iterator[str]:
             f"{computed / times[source]['p50']:.0f}",
         )
         for source in times
-    ]
+    )
     columns = ("prefix from", "first token after, ms: p10", "p50", "p90", "to device hit")
-    yield from _table((*columns, "times as fast as computing"), rows)
+    return (*columns, "times as fast as computing"), rows
+
+
+def restore(found: Figures) -> Iterator[str]:
+    yield from _table(*restore_table(found))
     yield ""
     yield (
         f"A prefix of {found['tokens']:,} tokens, {found['prefix_bytes'] / 2**20:.0f} MiB of KV "
