@@ -6,13 +6,21 @@ itself.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import FrameType
+
+import typer
+
+from kvrecall.errors import KvrecallError
 
 _OURS = (
     "import sys; from kvrecall.lab.processes import end_with; end_with(int(sys.argv.pop(1))); "
@@ -61,6 +69,43 @@ def progress_of(command: str) -> Callable[[str], None]:
         print(f"{command}: {time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
     return progress
+
+
+@contextlib.contextmanager
+def command_folder(
+    command: str, keep: bool = False, keep_failed: bool = True, large: Sequence[str] = ()
+) -> Iterator[Path]:
+    """A folder for a run of ``command``. An error within becomes one line and an exit status.
+
+    The folder is removed at the end, unless ``keep``, or ``keep_failed`` where the run did not end
+    with 0 or Ctrl-C; then without what is ``large``.
+    """
+    unwind_on_signals()
+    progress = progress_of(command)
+    folder = Path(tempfile.mkdtemp(prefix=f"kvrecall-{command}-"))
+    failed = True
+    try:
+        yield folder
+        failed = False
+    except typer.Exit as end:
+        failed = end.exit_code != 0
+        raise
+    except KvrecallError as error:
+        progress(f"failed: {error}")
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        progress("stopped")
+        failed = False
+        raise typer.Exit(130) from None
+    finally:
+        if keep:
+            progress(f"everything is kept in {folder}")
+        elif failed and keep_failed:
+            for name in large:
+                shutil.rmtree(folder / name, ignore_errors=True)
+            progress(f"logs are kept in {folder}")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def unwind_on_signals() -> None:

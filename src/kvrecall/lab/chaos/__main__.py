@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import logging
 import secrets
-import shutil
-import tempfile
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvrecall.config import parse_size
-from kvrecall.errors import KvrecallError
 from kvrecall.lab.chaos.run import ChaosRun, Settings
-from kvrecall.lab.processes import progress_of, unwind_on_signals
+from kvrecall.lab.processes import command_folder, progress_of
 
 app = typer.Typer(add_completion=False)
 
@@ -32,32 +28,16 @@ def chaos(
     """Real engines on a real pool service, while the service and engines are killed and files are
     damaged. Every reply is compared with that of an engine without a pool. The last line is JSON;
     the exit status is 0 only if wrong, hung, failed, lost_committed and leaked_bytes are."""
-    unwind_on_signals()
     logging.getLogger("kvrecall").setLevel(logging.CRITICAL)  # losses are meant
     progress = progress_of("chaos")
     seed = secrets.randbelow(1 << 20) if seed is None else seed
-    folder = Path(tempfile.mkdtemp(prefix="kvrecall-chaos-"))
-    clean = False
-    try:
+    with command_folder("chaos", keep) as folder:
         disk_bytes = parse_size(disk_size, "disk-size")
         settings = Settings(seconds, seed, engines, disk_bytes=disk_bytes)
         progress(f"seed {seed}, in {folder}")
         report = ChaosRun(settings, folder, progress).run()
-        clean = report.is_clean
         print(report.line(seed=seed, seconds=seconds), flush=True)
-    except KvrecallError as error:
-        progress(f"failed: {error}")
-        raise typer.Exit(1) from error
-    except KeyboardInterrupt:
-        progress("stopped")
-        clean = True
-        raise typer.Exit(130) from None
-    finally:
-        if keep or not clean:
-            progress(f"logs are kept in {folder}")
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-    raise typer.Exit(0 if clean else 1)
+        raise typer.Exit(0 if report.is_clean else 1)
 
 
 if __name__ == "__main__":

@@ -7,22 +7,18 @@ import json
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
-from kvrecall.errors import KvrecallError
 from kvrecall.lab.demo.mooncake import MooncakeDemo, MooncakeVerdict
 from kvrecall.lab.demo.tiers import TURN_1, Subject, TierDemo, Verdict, require_browser
 from kvrecall.lab.engines.child import server_environment
 from kvrecall.lab.engines.server import is_healthy
-from kvrecall.lab.processes import progress_of, unwind_on_signals
+from kvrecall.lab.processes import command_folder, progress_of
 
 SHOT = Path("docs/images/dashboard.png")
 POOL = Path("var/pool")
@@ -50,21 +46,6 @@ def _subject(model: Path | None, folder: Path, characters: int | None) -> Subjec
     return Subject(path, min(characters or 8_000, 8_000), max_model_len=10_240)
 
 
-@contextmanager
-def _folder() -> Iterator[Path]:
-    """A folder that is removed afterwards. What fails within is one line and an exit status."""
-    unwind_on_signals()
-    with tempfile.TemporaryDirectory(prefix="kvrecall-demo-") as name:
-        try:
-            yield Path(name)
-        except KvrecallError as error:
-            _progress(f"failed: {error}")
-            raise typer.Exit(1) from error
-        except KeyboardInterrupt:
-            _progress("stopped")
-            raise typer.Exit(130) from None
-
-
 def _end(verdict: Verdict | MooncakeVerdict) -> NoReturn:
     """Prints the verdict, and ends with the status that goes with it."""
     verdict.print(Console(width=None if sys.stdout.isatty() else 120))
@@ -83,7 +64,7 @@ def tiers(
     """Shows recall from device, host and disk, and that no token changes by it."""
     if context.invoked_subcommand is not None:
         return
-    with _folder() as folder:
+    with command_folder("demo", keep_failed=False) as folder:
         if shot:
             require_browser()
         subject = _subject(model, folder, characters)
@@ -96,7 +77,7 @@ def tiers(
 def mooncake(model: _Model = None, characters: _Characters = None) -> None:
     """Shows recall by one server of what another stored in Mooncake Store, and that the loss of
     its master fails no request and changes no token."""
-    with _folder() as folder:
+    with command_folder("demo", keep_failed=False) as folder:
         subject = _subject(model, folder, characters)
         demo = MooncakeDemo(subject.model, subject.characters, folder, _progress)
         demo.run()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -16,7 +14,7 @@ import typer
 
 from kvrecall.lab.identity.pairs import PAIRS, Kv, Pair
 from kvrecall.lab.identity.trial import Laboratory, Verdict
-from kvrecall.lab.processes import progress_of, unwind_on_signals
+from kvrecall.lab.processes import command_folder, progress_of
 
 app = typer.Typer(add_completion=False)
 
@@ -46,23 +44,13 @@ def identity(
         for pair in PAIRS:
             typer.echo(f"{pair.name:26} {_kind(pair):6} {pair.about}")
         return
-    unwind_on_signals()
     chosen = _chosen(only or [])
-    folder = Path(tempfile.mkdtemp(prefix="kvrecall-identity-"))
-    _progress(f"{len(chosen)} pairs, {jobs} engines at a time, in {folder}")
-    clean = False
-    try:
+    with command_folder("identity", keep, large=("models", "pools", "cache")) as folder:
+        _progress(f"{len(chosen)} pairs, {jobs} engines at a time, in {folder}")
         began = time.monotonic()
         verdicts = list(_try(chosen, folder, jobs, keep))
-        clean = not any(verdict.faults for verdict in verdicts)
         print(_line(verdicts, time.monotonic() - began), flush=True)
-    except KeyboardInterrupt:
-        _progress("stopped")
-        clean = True
-        raise typer.Exit(130) from None
-    finally:
-        _tidy(folder, keep, clean)
-    raise typer.Exit(0 if clean else 1)
+        raise typer.Exit(1 if any(verdict.faults for verdict in verdicts) else 0)
 
 
 def _chosen(names: Sequence[str]) -> list[Pair]:
@@ -134,17 +122,6 @@ def _line(verdicts: Sequence[Verdict], seconds: float) -> str:
             "seconds": round(seconds),
         }
     )
-
-
-def _tidy(folder: Path, keep: bool, clean: bool) -> None:
-    if keep:
-        _progress(f"everything is kept in {folder}")
-    elif clean:
-        shutil.rmtree(folder, ignore_errors=True)
-    else:
-        for name in ("models", "pools", "cache"):
-            shutil.rmtree(folder / name, ignore_errors=True)
-        _progress(f"logs are kept in {folder}")
 
 
 if __name__ == "__main__":
