@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.quantised import write_w8a8
 
-from kvrecall.lab.models import write_lora, write_w8a8
+from kvrecall.lab.models import write_lora
 
 from .engine import Engine, EngineFailed, prompt_of
 from .exactness import BLOCK, hits, nothing_held, same_bits_from_every_tier

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.quantised import write_w8a8
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from kvrecall.lab.models import Architecture, write_lora, write_model, write_w8a8
+from kvrecall.lab.models import Architecture, write_lora, write_model
 
 ARCHITECTURES = [str(architecture) for architecture in Architecture]
 TEXT = "The principal wants to quickly resolve this, instructing recess aides to be vigilant. " * 4

@@ -8,7 +8,7 @@ block adds as much to the residual stream as lies there), since equality of outp
 are used to prove. Special tokens have no logit worth choosing: greedy output never ends early.
 
 ``python -m kvrecall.lab.models PATH --architecture qwen3`` writes one. The functions that take a
-folder written by ``write_model`` return the path of a new one, in another form (W8A8, LoRA), with
+folder written by ``write_model`` return the path of a new one, as a LoRA adapter of it, with
 one thing changed, or of a family whose KV depends on more than weights and tokens: Phi-3 (long rope
 factors), Llama 4 (attention temperature), BLIP-2 (images), fp8 scales, code in the folder.
 """
@@ -286,36 +286,6 @@ def write_indexed(path: Path, sources: Mapping[str, Path], winner: str) -> Path:
     }
     _write(path / "model.safetensors.index.json", index)
     return path
-
-
-def write_w8a8(path: Path, source: Path) -> Path:
-    """An int8 form of the model ``source``, in the compressed-tensors format.
-
-    Every linear layer but the head has symmetric int8 weights with a scale for each output
-    channel; activations are quantised per token while running.
-    """
-
-    def quantise(weights: Tensors) -> None:
-        for name in [name for name in weights if name.endswith("_proj.weight")]:
-            wide = weights[name].float()
-            scale = wide.abs().amax(dim=1, keepdim=True) / 127
-            weights[name] = (wide / scale).round().clamp(-128, 127).to(torch.int8)
-            weights[f"{name}_scale"] = scale
-
-    integers = {"num_bits": 8, "type": "int", "symmetric": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": integers | {"strategy": "channel", "dynamic": False},
-        "input_activations": integers | {"strategy": "token", "dynamic": True},
-    }
-    quantization = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": group},
-    }
-    return write_changed(path, source, quantise, {"quantization_config": quantization})
 
 
 def write_lora(path: Path, base: Path, *, rank: int = 8, seed: int = 0) -> Path:
