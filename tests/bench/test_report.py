@@ -36,7 +36,7 @@ def test_a_report_ends_with_one_line_of_json(
 
 
 def test_every_command_has_help() -> None:
-    for command in ("restore", "disk", "lookup", "overhead"):
+    for command in cli.COMMANDS:
         done = CliRunner().invoke(cli.app, [command, "--help"])
         assert done.exit_code == 0
         assert "--json" in done.output

@@ -7,8 +7,9 @@ retrieval costs its planning, elsewhere its selection, loading and attention.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -87,7 +88,7 @@ def measure_decode_report(
     Raises KvrecallError if retrieval did not act, does not compute what dense attention computes
     once it may choose every block, or computes something else from recalled blocks.
     """
-    from kvrecall.lab.engines.decode import measure_decode
+    from kvrecall.lab.engines import decode
 
     if not chooses(context, settings):
         raise KvrecallError(
@@ -96,7 +97,7 @@ def measure_decode_report(
             f"least {settings.fewest_blocks} blocks; ask for more"
         )
     threads = use_threads(threads)
-    times = measure_decode(context, settings, rounds, cosine)
+    times = decode.measure_decode(context, settings, rounds, cosine)
     if not times.activity["blocks_selected"]:
         raise KvrecallError("retrieval did not act: no block was chosen; the figures mean nothing")
     if times.whole_error > 0.02:
@@ -185,20 +186,6 @@ def _report(
 # -- many lengths and shares ----------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class GridPoint:
-    """One length and share. ``as_served``: its time in shares of dense attention's; ``sparse``:
-    what it would be without the gate; ``offloaded``: with the middle blocks off the device, if
-    there."""
-
-    context: int
-    share: float
-    gated: bool
-    sparse: float
-    offloaded: float | None
-    as_served: float
-
-
 def measure_regimes(
     rounds: Times = 5,
     threads: Threads = None,
@@ -209,73 +196,75 @@ def measure_regimes(
     # Boundaries at 0 (and RetrievalKV's for leaving the device), so that the gate alone decides.
     contexts = lengths_in(lengths) or CONTEXTS
     use_threads(threads)
-    points: list[GridPoint] = []
+    points: list[dict[str, Any]] = []
     for context in contexts:
         for share in SHARES:
             settings = replace(RetrievalSettings(), dense_boundary=0, topk_share=share)
             if not chooses(context, settings):
                 continue  # an engine attends to it as without retrieval
             best = _time(context, settings, rounds)
-            if best.as_served > WORST:  # machines are noisy
-                best = min(best, _time(context, settings, rounds), key=lambda one: one.as_served)
-            progress(f"{context} tokens, share {share}: {best.as_served:.2f} of dense")
+            if best["as_served"] > WORST:  # machines are noisy
+                best = min(best, _time(context, settings, rounds), key=_as_served)
+            progress(f"{context} tokens, share {share}: {best['as_served']:.2f} of dense")
             points.append(best)
     if not points:
         raise KvrecallError(f"{max(contexts)} tokens leave nothing to choose from; ask for more")
-    worst = max(points, key=lambda point: point.as_served)
-    if worst.as_served > WORST:
+    worst = max(points, key=_as_served)
+    if worst["as_served"] > WORST:
         raise KvrecallError(
-            f"{worst.context} tokens at share {worst.share} take {worst.as_served:.2f} of dense "
-            f"attention's time by retrieval; at most {WORST} was promised"
+            f"{worst['context']} tokens at share {worst['share']} take {worst['as_served']:.2f} of "
+            f"dense attention's time by retrieval; at most {WORST} was promised"
         )
     figures = {
-        "worst_ratio": round(worst.as_served, 4),
-        "worst_context": worst.context,
-        "worst_share": worst.share,
+        "worst_ratio": worst["as_served"],
+        "worst_context": worst["context"],
+        "worst_share": worst["share"],
         "most": WORST,
-        "active": any(not point.gated for point in points),
-        "regimes": [
-            {
-                "context": point.context,
-                "share": point.share,
-                "gated": point.gated,
-                "sparse": round(point.sparse, 4),
-                "away": point.offloaded and round(point.offloaded, 4),
-                "as_served": round(point.as_served, 4),
-            }
-            for point in points
-        ],
+        "active": any(not point["gated"] for point in points),
+        "regimes": points,
     }
     rows = tuple(
         (
-            f"{point.context:,}",
-            str(point.share),
-            "dense, by the gate" if point.gated else "by retrieval",
-            f"{point.sparse:.2f}",
-            "" if point.offloaded is None else f"{point.offloaded:.2f}",
-            f"{point.as_served:.2f}",
+            f"{point['context']:,}",
+            str(point["share"]),
+            "dense, by the gate" if point["gated"] else "by retrieval",
+            f"{point['sparse']:.2f}",
+            "" if point["away"] is None else f"{point['away']:.2f}",
+            f"{point['as_served']:.2f}",
         )
         for point in points
     )
     columns = ("context", "share", "served", "by retrieval", "off the device", "as served")
     notes = (
         "times of one layer's attention, selection and loading included, in shares of dense",
-        f"worst as served: {worst.as_served:.3f}; the bench fails above {WORST}",
+        f"worst as served: {worst['as_served']:.3f}; the bench fails above {WORST}",
     )
     return Report("regimes", columns, rows, figures, notes)
 
 
-def _time(context: int, settings: RetrievalSettings, rounds: int) -> GridPoint:
-    from kvrecall.lab.engines.decode import measure_decode
+def _as_served(point: Mapping[str, Any]) -> float:
+    return float(point["as_served"])
 
-    times = measure_decode(context, settings, rounds)
+
+def _time(context: int, settings: RetrievalSettings, rounds: int) -> dict[str, Any]:
+    """One length and share, times in shares of dense attention's: ``as_served``; ``sparse``, as it
+    would be without the gate; ``away``, with the middle blocks off the device, if there."""
+    from kvrecall.lab.engines import decode
+
+    times = decode.measure_decode(context, settings, rounds)
     dense, sparse, plan = (
         percentiles(values)["p50"] for values in (times.dense, times.sparse, times.plan)
     )
     planned = plan / MODEL_LAYERS / dense
-    offloaded = None
+    away = None
     if times.offload is not None:
-        offloaded = percentiles(times.offload.seconds)["p50"] / dense + planned
-    sparsely = sparse / dense + planned
-    served = 1 + planned if times.gated else max(sparsely, offloaded or 0.0)
-    return GridPoint(context, settings.topk_share, times.gated, sparsely, offloaded, served)
+        away = round(percentiles(times.offload.seconds)["p50"] / dense + planned, 4)
+    sparsely = round(sparse / dense + planned, 4)
+    return {
+        "context": context,
+        "share": settings.topk_share,
+        "gated": times.gated,
+        "sparse": sparsely,
+        "away": away,
+        "as_served": round(1 + planned, 4) if times.gated else max(sparsely, away or 0.0),
+    }

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.errors import ConfigError
-from kvrecall.lab.bench.tables import SERVED, Run, plots_of
+from kvrecall.lab.bench.tables import SERVED, SOURCES, Run, plots_of
 
 GREY = "#7a7f87"
 """Grey that reads on white and on near-black alike."""
 _COLOURS = ("#3b82c4", "#d08a2c", "#4f9d69", "#b5596b", "#8a6fb0", "#6b8e9e")
-_SOURCES = ("device", "host", "disk", "remote", "unspecified")
 
 
 def matplotlib_figure(width: float, height: float, **options: Any) -> Any:
@@ -51,7 +50,7 @@ def _serving(figure: Any, results: Mapping[str, Any]) -> None:
     _bars(times, labels, series)
     times.set_title("seconds to the first token", fontsize=9, color=GREY)
     left = [0.0] * len(names)
-    for source, colour in zip(_SOURCES, _COLOURS, strict=False):
+    for source, colour in zip(SOURCES, _COLOURS, strict=False):
         shares = [found["variants"][n]["hit_rate_by_tier"].get(source, 0.0) for n in names]
         if any(shares):
             label = "other connector" if source == "unspecified" else source

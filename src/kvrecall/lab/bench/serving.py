@@ -23,7 +23,7 @@ from kvrecall.errors import EngineError, KvrecallError
 from kvrecall.lab.bench.model import BenchModel
 from kvrecall.lab.bench.peers import PEERS
 from kvrecall.lab.bench.report import Report, Times, latencies, names_in, progress
-from kvrecall.lab.bench.tables import serving_table
+from kvrecall.lab.bench.tables import SOURCES, serving_table
 from kvrecall.lab.bench.workload import (
     ANSWER_TOKENS,
     Run,
@@ -42,9 +42,6 @@ from kvrecall.lab.processes import as_child
 BLOCK = 64
 SHARES = {"device": 0.25, "host": 0.75, "disk": 4.0}
 """Sizes of the tiers as shares of the KV cache of all that is asked."""
-
-SOURCES = ("device", "host", "disk", "remote", "unspecified")
-"""``unspecified``: what another project's connector brought."""
 
 # -- deployments ----------------------------------------------------------------------------
 

@@ -177,6 +177,10 @@ SERVED = {
 """Deployments of the serving benchmarks in words."""
 
 
+SOURCES = ("device", "host", "disk", "remote", "unspecified")
+"""Where prompt tokens came from; ``unspecified``: what another project's connector brought."""
+
+
 def tiers(found: Figures) -> Iterator[str]:
     """Bandwidths of memory and disk tiers, each with its limit."""
     short = ("memory", "put GB/s", "get, first", "get, again", "ms a request p50 / p95 / p99")

@@ -22,9 +22,6 @@ from kvrecall.errors import EngineError
 from kvrecall.pool.base import Verdict
 from kvrecall.pool.pool import Pool
 
-EXTENSION = "kvrecall.engines.vllm.attention.activity.ActivityExtension"
-"""What the engine's ``worker_extension_cls`` must be."""
-
 
 def decode_together(
     llm: Any, sequences: int, context: int, decoded: int, pooled: bool
