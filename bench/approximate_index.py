@@ -21,8 +21,7 @@ import faiss
 import numpy as np
 import torch
 
-from kvrecall.attention.digest import DIGESTS, digests_of
-from kvrecall.attention.layout import encode
+from kvrecall.attention.digest import DIGESTS, digests_of, encode
 from kvrecall.attention.selection import ExactSelector
 
 KIND = DIGESTS["bounds"]

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from bench.digests.study import FEW, Case, Truth, captured, generated, measures, middle_of, truth_of
-from kvrecall.attention.digest import DIGESTS, digests_of
-from kvrecall.attention.layout import encode
+from kvrecall.attention.digest import DIGESTS, digests_of, encode
 from kvrecall.attention.selection import ExactSelector
 
 KIND = DIGESTS["bounds"]

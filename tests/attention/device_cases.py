@@ -27,8 +27,8 @@ from attention.test_residency import (
     test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits,
 )
 from kvrecall.attention import selection
+from kvrecall.attention.selection import slots_of, split_of
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.attention.split import slots_of, split_of
 from kvrecall.engines.vllm.attention.kernel import KernelShape
 from kvrecall.engines.vllm.attention.layer import _blocks_of, damaged_among, sums_of
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from kvrecall.attention import selection
-from kvrecall.attention.digest import DIGESTS
+from kvrecall.attention.digest import DIGESTS, encode
 from kvrecall.attention.kernels.device import best_by_triton, fits
 from kvrecall.attention.kernels.int8 import products_by_torch
-from kvrecall.attention.layout import Layout, encode
 from kvrecall.attention.selection import CodedQuery, best_products, selector_of
 from kvrecall.attention.settings import RetrievalSettings
 
@@ -60,7 +59,7 @@ def test_what_the_kernel_does_not_take() -> None:
 @pytest.mark.parametrize("share", [0.2, 0.02])
 def test_selection_chooses_the_same_blocks(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = RetrievalSettings(topk_share=share, least_blocks=1)
-    layout = Layout.of(settings, 128)
+    layout = settings.layout(128)
     torch.manual_seed(1)
     keys = torch.randn(2, 300, 128, 64)
     digests = encode(layout.rows_of(keys))
@@ -68,7 +67,7 @@ def test_selection_chooses_the_same_blocks(share: float, monkeypatch: pytest.Mon
     runs = [digests[:, :90], digests[:, 90:]]
 
     def chosen() -> torch.Tensor:
-        chosen = selector_of(settings, layout).choose(query, runs, 20, 0.125)
+        chosen = selector_of(layout).choose(query, runs, 20, 0.125)
         return chosen.sort(-1).values
 
     want = chosen()

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvrecall.attention.digest import DIGESTS, digests_of
-from kvrecall.attention.layout import Layout, encode
+from kvrecall.attention.digest import DIGESTS, digests_of, encode
 from kvrecall.attention.selection import ExactSelector, NarrowingSelector
 from kvrecall.attention.settings import RetrievalSettings
 
@@ -107,7 +106,7 @@ SMALL_SHARE = RetrievalSettings(topk_share=0.02)
 @pytest.mark.parametrize("cuts", [[200], [30, 170]])
 def test_narrowing_finds_planted_keys(kind: str, cuts: list[int]) -> None:
     """Of 200 blocks 48 are looked at closely; those with the keys asked for are among them."""
-    layout = Layout.of(replace(SMALL_SHARE, digest=kind), 128)
+    layout = replace(SMALL_SHARE, digest=kind).layout(128)
     assert (layout.coarse, layout.narrowed(200, 8)) == (2, 48)
     keys, query = torch.randn(2, 200, 128, 16), torch.randn(2, 3, 16)
     planted = [[7, 64, 150], [3, 64, 199]]
@@ -123,7 +122,7 @@ def test_narrowing_finds_planted_keys(kind: str, cuts: list[int]) -> None:
 
 def test_narrowing_chooses_what_is_best_of_the_blocks_looked_at() -> None:
     """Looking at all of them closely, it is an exact search."""
-    layout = Layout.of(SMALL_SHARE, 128)
+    layout = SMALL_SHARE.layout(128)
     rows, query = encode(layout.rows_of(torch.randn(2, 40, 128, 16))), torch.randn(2, 3, 16)
     assert layout.narrowed(40, 10) == 40
     near = NarrowingSelector(layout).choose(query, [rows], 10, 0.25)

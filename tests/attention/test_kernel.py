@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvrecall.attention.kernels.oracle import attended, attention
+from kvrecall.attention.selection import split_of
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.attention.split import split_of
 from kvrecall.engines.vllm.attention.kernel import KernelShape
 from kvrecall.engines.vllm.attention.step import BatchRow
 

@@ -17,8 +17,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request, RequestStatus
 
+from kvrecall.attention.selection import Gate
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.attention.split import Gate
 from kvrecall.block import Namespace
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.attention.offload_scheduler import (

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvrecall.attention.residency import Admission, Residency
+from kvrecall.attention.selection import slots_of, split_of
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.attention.split import slots_of, split_of
 from kvrecall.engines.vllm.attention.cpu import attend, halves, schedule
 from kvrecall.engines.vllm.attention.layer import CHECKSUM_BYTES
 from kvrecall.engines.vllm.attention.offloaded import (

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvrecall.attention.digest import DIGESTS
+from kvrecall.attention.digest import DIGESTS, coded_width, decode, encode
 from kvrecall.attention.kernels import int8
-from kvrecall.attention.layout import coded_width, decode, encode
 from kvrecall.attention.selection import CodedQuery, ExactSelector, best_products
 
 
@@ -170,8 +169,8 @@ def test_a_library_that_is_wrong_is_not_used(
 def test_without_numkong_pytorch_searches() -> None:
     program = (
         "import sys; sys.modules['numkong'] = None\n"
-        "import torch; from kvrecall.attention import layout, selection\n"
-        "rows = layout.encode(torch.randn(2, 9, 8, 256))\n"
+        "import torch; from kvrecall.attention import digest, selection\n"
+        "rows = digest.encode(torch.randn(2, 9, 8, 256))\n"
         "query = selection.CodedQuery(torch.randn(2, 4, 256))\n"
         "assert selection.best_products(query, rows).shape == (2, 4, 9)\n"
     )

@@ -8,8 +8,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from kvrecall.attention.selection import split_of
 from kvrecall.attention.settings import Regime, RetrievalSettings
-from kvrecall.attention.split import split_of
 from kvrecall.engines.vllm.attention.plugin import ask, asked_for, require_on, settings_of
 from kvrecall.errors import ConfigError
 

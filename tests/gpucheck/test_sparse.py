@@ -97,10 +97,10 @@ def test_a_narrowing_search_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatc
     real = attention.selector_of
     turns = iter(range(1000))
 
-    def faulty(settings: RetrievalSettings, layout: attention.Layout) -> Any:
+    def faulty(layout: attention.Layout) -> Any:
         if next(turns) % 2 and layout.coarse:
             return Shifted(layout.kind, layout.fine_rows)
-        return real(settings, layout)
+        return real(layout)
 
     monkeypatch.setattr(attention, "selector_of", faulty)
     with pytest.raises(CheckError, match=r"chooses other blocks.*share of 0\.02"):
@@ -140,8 +140,8 @@ def test_a_decoded_token_is_timed_with_coded_digests(monkeypatch: pytest.MonkeyP
     seen = []
     real = attention.selector_of
 
-    def looking(settings: RetrievalSettings, layout: attention.Layout) -> Any:
-        selector = real(settings, layout)
+    def looking(layout: attention.Layout) -> Any:
+        selector = real(layout)
 
         class Looking(type(selector)):  # type: ignore[misc]
             def choose(self, query: Any, runs: Any, *args: Any) -> Any:

@@ -1,16 +1,28 @@
-"""Digests: short vectors that stand for the keys of a few tokens.
+"""Digests: short vectors that stand for the keys of a few tokens, and how a block's are stored.
 
 Every kind is an inner product: ``of_query(q) @ of_keys(keys)`` says how similar the tokens are to
 the query, so that one search serves all of them. Keys are indexed after rotary embedding.
+
+A block's digests are rows, one after the other, coded in eight bits: whole numbers, and behind them
+the scale they are multiples of. A search reads every row of every candidate, so its time goes with
+their bytes; and sums of products of whole numbers are exact, wherever and in whatever order they
+are computed (docs/digest-study.md has what the rounding costs).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+
+SCALE_BYTES = 4
+WIDE = 6
+"""Where there are coarse rows, fine ones are read only of WIDE times the blocks to choose: those
+whose coarse rows score best (docs/digest-study.md)."""
+_MAX_CODE = 127
 
 
 class Digest(ABC):
@@ -60,3 +72,77 @@ DIGESTS: Mapping[str, Digest] = {kind.name: kind for kind in (Mean(), Bounds())}
 def digests_of(kind: Digest, keys: torch.Tensor, tokens: int) -> torch.Tensor:
     """Digests of every ``tokens`` keys: ``[..., block, dim]`` -> ``[..., block/tokens, width]``."""
     return kind.of_keys(keys.reshape(*keys.shape[:-2], -1, tokens, keys.shape[-1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The rows of a block: ``coarse`` ones, by which a search narrows down, then ``fine`` ones of
+    fewer keys each. All are ``kind.parts`` times a head wide."""
+
+    kind: Digest
+    coarse: int
+    fine: int
+
+    @property
+    def rows(self) -> int:
+        return self.coarse + self.fine
+
+    @property
+    def coarse_rows(self) -> slice:
+        return slice(0, self.coarse)
+
+    @property
+    def fine_rows(self) -> slice:
+        return slice(self.coarse, self.rows)
+
+    def narrowed(self, blocks: int, count: int) -> int:
+        """Of how many of ``blocks`` the fine rows are read to find ``count``."""
+        return min(blocks, WIDE * count)
+
+    def scored(self, blocks: int, count: int) -> int:
+        """Rows that a search for ``count`` of ``blocks`` reads."""
+        if not self.coarse:
+            return blocks * self.rows
+        return blocks * self.coarse + self.narrowed(blocks, count) * self.rows
+
+    def rows_of(self, keys: torch.Tensor) -> torch.Tensor:
+        """``[..., tokens, dim]`` of whole blocks -> float32 ``[..., coarse + fine, width]``."""
+        tokens = keys.shape[-2]
+        fine = digests_of(self.kind, keys, tokens // self.fine)
+        if not self.coarse:
+            return fine
+        return torch.cat([digests_of(self.kind, keys, tokens // self.coarse), fine], -2)
+
+
+def coded_width(width: int) -> int:
+    """Bytes of a row of ``width`` coordinates."""
+    return width + SCALE_BYTES
+
+
+def encode(rows: torch.Tensor) -> torch.Tensor:
+    """float ``[..., rows, width]`` of a block each -> int8 ``[..., rows, width + 4]``, with one
+    scale for a block's rows."""
+    scales = scales_of_maxima(rows.abs().amax((-1, -2), keepdim=True).float())
+    size = (*rows.shape[:-1], coded_width(rows.shape[-1]))
+    coded = torch.empty(size, dtype=torch.int8, device=rows.device)
+    coded[..., :-SCALE_BYTES] = (rows / scales).round()
+    every = scales.expand(*rows.shape[:-1], 1)
+    coded[..., -SCALE_BYTES:] = every.contiguous().view(torch.int8)
+    return coded
+
+
+def decode(coded: torch.Tensor) -> torch.Tensor:
+    """int8 ``[..., width + 4]`` -> float32 ``[..., width]``."""
+    return coded[..., :-SCALE_BYTES].float() * scales_in(coded)
+
+
+def scales_in(coded: torch.Tensor) -> torch.Tensor:
+    """The scales of coded rows: float32 ``[..., 1]``."""
+    return coded[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+
+
+def scales_of_maxima(most: torch.Tensor) -> torch.Tensor:
+    """The scale under which the largest coordinate gets the largest code."""
+    # By a tensor, as a GPU rounds a division by a plain number differently from a CPU.
+    codes = torch.full_like(most, _MAX_CODE)
+    return (most / codes).clamp(min=torch.finfo(torch.float32).tiny)

@@ -6,13 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from kvrecall.attention.digest import DIGESTS
+from kvrecall.attention.digest import DIGESTS, Layout
 from kvrecall.errors import ConfigError
 
 PREFIX = "VLLM_RETRIEVAL_"
 
 SMALL_SHARE = 0.05
 """Up to this share of the blocks a digest stands for fewer tokens."""
+
+NARROW_SHARE = 0.02
+COARSE_TOKENS = 64
+"""Up to NARROW_SHARE of the blocks a search narrows down by coarse digests, of COARSE_TOKENS keys
+each. For larger shares that saves no time (docs/digest-study.md)."""
 
 
 class Regime(Enum):
@@ -79,6 +84,13 @@ class RetrievalSettings:
         """Blocks chosen even where the share is less: more where digests stand for more tokens
         (docs/needle.md)."""
         return self.least_blocks or (16 if self.topk_share <= SMALL_SHARE else 32)
+
+    def layout(self, block_size: int) -> Layout:
+        """The rows of a block of so many tokens."""
+        tokens = self.tokens_a_digest
+        narrows = self.topk_share <= NARROW_SHARE and block_size % COARSE_TOKENS == 0
+        coarse = block_size // COARSE_TOKENS if narrows and tokens < COARSE_TOKENS else 0
+        return Layout(DIGESTS[self.digest], coarse, block_size // tokens)
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> RetrievalSettings:

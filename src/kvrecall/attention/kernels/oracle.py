@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from kvrecall.attention.digest import encode
 from kvrecall.attention.kernels.device import Paged, Part
-from kvrecall.attention.layout import Layout, encode
-from kvrecall.attention.selection import selector_of
+from kvrecall.attention.selection import selector_of, split_of
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.attention.split import split_of
 
 
 def attended(
@@ -23,11 +22,11 @@ def attended(
     mask = torch.zeros(kv_heads, split.blocks, dtype=torch.bool)
     mask[:, : split.init] = mask[:, split.local :] = True
     if split.chosen:
-        layout = Layout.of(settings, block_size)
+        layout = settings.layout(block_size)
         middle = keys[split.init * block_size : split.local * block_size].transpose(0, 1)
         digests = encode(layout.rows_of(middle.reshape(kv_heads, split.middle, block_size, dim)))
         grouped = query.view(kv_heads, -1, dim)
-        selector = selector_of(settings, layout)
+        selector = selector_of(layout)
         chosen = selector.choose(grouped, [digests], split.chosen, dim**-0.5)
         mask.scatter_(1, chosen + split.init, True)
     return mask.repeat_interleave(block_size, dim=1)[:, :tokens]

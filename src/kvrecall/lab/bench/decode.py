@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvrecall.attention.selection import Gate, split_of
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.attention.split import Gate, split_of
 from kvrecall.errors import KvrecallError
 from kvrecall.lab.bench.report import (
     Report,

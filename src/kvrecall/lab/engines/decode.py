@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
+from kvrecall.attention.selection import Split, slots_of, split_of
 from kvrecall.attention.settings import Regime, RetrievalSettings
-from kvrecall.attention.split import Split, slots_of, split_of
 from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.cpu import CpuKernel, attend, halves, schedule
 from kvrecall.engines.vllm.attention.kernel import KernelShape

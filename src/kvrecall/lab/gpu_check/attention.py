@@ -11,13 +11,17 @@ from collections.abc import Callable
 
 import torch
 
-from kvrecall.attention.digest import DIGESTS, digests_of
+from kvrecall.attention.digest import DIGESTS, Layout, digests_of, encode
 from kvrecall.attention.kernels.device import Paged, attend_by_triton
 from kvrecall.attention.kernels.oracle import attend_plainly
-from kvrecall.attention.layout import Layout, encode
-from kvrecall.attention.selection import CodedQuery, ExactSelector, best_products, selector_of
+from kvrecall.attention.selection import (
+    CodedQuery,
+    ExactSelector,
+    best_products,
+    selector_of,
+    split_of,
+)
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.attention.split import split_of
 from kvrecall.lab.gpu_check.outcome import CheckError
 
 BLOCK, KV_HEADS, GROUP, DIM = 128, 8, 4, 128
@@ -81,7 +85,7 @@ def check_search(device: torch.device, blocks: int = 512) -> None:
     query = torch.randn(KV_HEADS, GROUP, DIM, generator=random)
     for share in SHARES:
         settings = RetrievalSettings(topk_share=share)
-        layout = Layout.of(settings, BLOCK)
+        layout = settings.layout(BLOCK)
         coded = encode(layout.rows_of(keys))
         there = encode(layout.rows_of(keys.to(device)))
         _require(torch.equal(there.cpu(), coded), "codes digests otherwise than the CPU", share)
@@ -89,9 +93,7 @@ def check_search(device: torch.device, blocks: int = 512) -> None:
         same = torch.equal(_best(layout, query.to(device), there).cpu(), best)
         _require(same, "finds other products of query and digests than the CPU", share)
         chosen = [
-            selector_of(settings, layout)
-            .choose(near, [rows], max(1, int(blocks * share)), DIM**-0.5)
-            .cpu()
+            selector_of(layout).choose(near, [rows], max(1, int(blocks * share)), DIM**-0.5).cpu()
             for near, rows in ((query, coded), (query.to(device), there))
         ]
         _require(_as_good(best, *chosen), "chooses other blocks than the CPU", share)
@@ -130,13 +132,13 @@ def decode_times(device: torch.device, context: int) -> dict[str, float]:
     keys = torch.randn(shape, dtype=torch.bfloat16, device=device)
     values = torch.randn(shape, dtype=torch.bfloat16, device=device)
     query = torch.randn(KV_HEADS, GROUP, DIM, dtype=torch.bfloat16, device=device)
-    layout = Layout.of(settings, BLOCK)
+    layout = settings.layout(BLOCK)
     middle = keys[split.init : split.local].permute(2, 0, 1, 3)
     digests = encode(layout.rows_of(middle))
     everything = torch.arange(blocks, dtype=torch.int32, device=device)
     heads = torch.arange(KV_HEADS, dtype=torch.int32, device=device)[:, None]
     outer = torch.cat([everything[: split.init], everything[split.local :]])
-    selector = selector_of(settings, layout)
+    selector = selector_of(layout)
 
     def attend(table: torch.Tensor) -> None:
         lengths = torch.full((KV_HEADS,), table.shape[1] * BLOCK, dtype=torch.int32, device=device)

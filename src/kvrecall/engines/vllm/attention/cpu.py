@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from kvrecall.attention.split import OVERHEAD_BYTES
+from kvrecall.attention.selection import OVERHEAD_BYTES
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
 from kvrecall.engines.vllm.attention.kernel import Bytes, Ints, KernelShape, RowKernel
 from kvrecall.engines.vllm.attention.offloaded import Extent, OffloadedSequence

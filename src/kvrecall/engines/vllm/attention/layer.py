@@ -14,8 +14,8 @@ import numpy as np
 import torch
 import xxhash
 
+from kvrecall.attention.digest import Layout, coded_width, encode
 from kvrecall.attention.kernels import int8
-from kvrecall.attention.layout import Layout, coded_width, encode
 from kvrecall.attention.residency import Flags, Ints, Residency
 from kvrecall.attention.selection import selector_of
 from kvrecall.attention.settings import RetrievalSettings
@@ -66,8 +66,8 @@ class RetrievalLayer:
         self._kernel = kernel
         self._shape = shape = kernel.shape
         self._activity = activity
-        self._layout = Layout.of(settings, shape.block_size)
-        self._selector = selector_of(settings, self._layout)
+        self._layout = settings.layout(shape.block_size)
+        self._selector = selector_of(self._layout)
         if kernel.device.type == "cpu":
             int8.prepare()
         self._store: DigestStore | None = None

@@ -21,8 +21,8 @@ from typing import Any
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from kvrecall.attention.selection import Gate, Split, slots_of, split_of
 from kvrecall.attention.settings import Regime, RetrievalSettings
-from kvrecall.attention.split import Gate, Split, slots_of, split_of
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.connector.wire import Arrival, Departure, OffloadOrders
 from kvrecall.pool.base import ArenaHandle, PoolClient, RecallState

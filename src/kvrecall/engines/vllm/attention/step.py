@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from kvrecall.attention.residency import Ints
+from kvrecall.attention.selection import Gate, Split, split_of
 from kvrecall.attention.settings import Regime, RetrievalSettings
-from kvrecall.attention.split import Gate, Split, split_of
 from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.kernel import RowKernel
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence

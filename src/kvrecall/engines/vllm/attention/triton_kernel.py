@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kvrecall.attention.kernels.device import Paged, Piece, attend_by_triton, move
-from kvrecall.attention.split import DEVICE_OVERHEAD_BYTES
+from kvrecall.attention.selection import DEVICE_OVERHEAD_BYTES
 from kvrecall.engines.vllm.attention.kernel import Bytes, Ints, KernelShape, RowKernel
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
 from kvrecall.errors import EngineError

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvrecall.attention.split import DEVICE_OVERHEAD_BYTES, OVERHEAD_BYTES, Gate
+from kvrecall.attention.selection import DEVICE_OVERHEAD_BYTES, OVERHEAD_BYTES, Gate
 from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.config import RecallSettings
 from kvrecall.engines.fingerprint import default_memory

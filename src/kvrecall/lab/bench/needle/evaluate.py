@@ -19,8 +19,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvrecall.attention.selection import split_of
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.attention.split import split_of
 from kvrecall.errors import ConfigError, EngineError
 from kvrecall.lab.bench.model import BLOCK
 from kvrecall.lab.bench.needle.dataset import (
