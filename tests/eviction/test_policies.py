@@ -9,7 +9,7 @@ from kvrecall.block import BlockKey
 from kvrecall.errors import ConfigError
 from kvrecall.pool.eviction import POLICY_NAMES, EvictionPolicy, make_policy
 from kvrecall.pool.eviction.hazard import HazardPolicy
-from kvrecall.pool.eviction.lru import LruPolicy
+from kvrecall.pool.eviction.queues import LruPolicy
 from kvrecall.testing.policy_contract import PolicyContract, anything, keys_of, store
 
 

@@ -35,7 +35,7 @@ from kvrecall.pool.base import (
 from kvrecall.pool.cascade import Cascade
 from kvrecall.pool.cipher import read_cipher
 from kvrecall.pool.disk import DiskTier
-from kvrecall.pool.disk.codec import make_codec
+from kvrecall.pool.disk.slabs import make_codec
 from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.evictor import Evictor
 from kvrecall.pool.host import Block, HostStore

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from kvrecall.block import SHARED, BlockKey, Tenant, TierName
 from kvrecall.config import Amount, PoolTerms, TenantTerms
 from kvrecall.pool.eviction import EvictionPolicy, make_policy
-from kvrecall.pool.eviction.lru import LruPolicy
+from kvrecall.pool.eviction.queues import LruPolicy
 from kvrecall.pool.slots import slot_bytes_of
 
 _HELD_AT_ONCE = 4096  # about 4 ms

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from kvrecall.block import BlockKey
 from kvrecall.config import PoolTerms, Watermarks
-from kvrecall.pool.eviction.lru import LruPolicy
+from kvrecall.pool.eviction.queues import LruPolicy
 from kvrecall.pool.host import Block
 from kvrecall.pool.tier import Tier
 

@@ -41,7 +41,7 @@ from kvrecall.lab.bench.stores import (
     drop_from_memory,
     make_durable,
 )
-from kvrecall.pool.disk.codec import Plain
+from kvrecall.pool.disk.slabs import Plain
 
 PHASES = ("put", "durable", "cold", "warm")
 """``durable``: puts and the wait until all is on the medium. ``cold``: gets after the page cache

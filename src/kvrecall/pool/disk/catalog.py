@@ -1,17 +1,21 @@
-"""What the disk holds, in memory: the entries of durable blocks, and their slots to be freed."""
+"""What the disk holds, in memory: the entries of durable blocks, their slots to be freed, and the
+tier's counters."""
 
 from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Tenant, TierName
 from kvrecall.config import PoolTerms
+from kvrecall.pool.counters import TierCounters
 from kvrecall.pool.disk.index import Row
 from kvrecall.pool.disk.slabs import slab_of
 from kvrecall.pool.residents import BlockInfo, Resident, Residents, TenantUse
+from kvrecall.pool.tier import Outcome
 
 _STALE_S = 10.0  # a last use is written to the index again when it is older than this
 
@@ -334,3 +338,34 @@ class Catalog(Residents[Entry]):
                 if old.address in notes:
                     notes[address] = notes.pop(old.address)
             return True
+
+
+class DiskCounters(TierCounters):
+    """Counters of one disk tier, and which reads are under way. Thread-safe."""
+
+    def __init__(self) -> None:
+        super().__init__("disk")
+        self.reading = 0  # gets not done
+
+    def reads_began(self, count: int) -> None:
+        with self._changed:
+            self.reading += count
+
+    def read_done(self, outcome: Outcome, seconds: float) -> None:
+        super().read_done(outcome, seconds)
+        with self._changed:
+            self.reading -= 1
+            if not self.reading:
+                self._changed.notify_all()
+
+    def fault(self, what: str, error: Exception) -> None:
+        """An operation of the medium failed: counts and logs it."""
+        self.failed()
+        self.warn(f"{what}: {error}")
+
+    def yield_to_reads(self, at_most_s: float) -> None:
+        """Waits until no read is queued, so that loads go before stores; but not for ever."""
+        until = time.monotonic() + at_most_s
+        with self._changed:
+            while self.reading and (left := until - time.monotonic()) > 0:
+                self._changed.wait(left)

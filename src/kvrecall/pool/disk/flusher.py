@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvrecall.block import BlockKey, Namespace
-from kvrecall.pool.disk.catalog import Catalog
-from kvrecall.pool.disk.codec import BlockCodec
+from kvrecall.pool.disk.catalog import Catalog, DiskCounters
 from kvrecall.pool.disk.index import MAX_ROWS, WAL_BYTES, Index, Row, seconds_now
-from kvrecall.pool.disk.reader import DiskCounters
 from kvrecall.pool.disk.reclaimer import Reclaimer
-from kvrecall.pool.disk.slabs import SlabLost, SlabStore, slab_of
+from kvrecall.pool.disk.slabs import BlockCodec, SlabLost, SlabStore, slab_of
 from kvrecall.pool.tier import Done, Outcome, Put, PutVerdict
 
 _LOG = logging.getLogger(__name__)

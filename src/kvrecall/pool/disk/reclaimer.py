@@ -10,9 +10,8 @@ from collections.abc import Sequence
 
 from kvrecall.block import BlockKey, Tenant
 from kvrecall.config import Watermarks
-from kvrecall.pool.disk.catalog import Catalog, Entry, SlabUse
+from kvrecall.pool.disk.catalog import Catalog, DiskCounters, Entry, SlabUse
 from kvrecall.pool.disk.index import MAX_ROWS, ROW_BYTES, WAL_BYTES, Index
-from kvrecall.pool.disk.reader import DiskCounters
 from kvrecall.pool.disk.slabs import Slab, SlabStore, address_of, slab_of
 from kvrecall.pool.tier import Put
 

@@ -1,7 +1,7 @@
-"""Slab files: preallocated files of equal slots, grown on demand up to a hard limit.
+"""Slab files, and how blocks lie in their slots: as they are with a checksum, or encrypted.
 
-Each file begins with a header page that says whose it is; slots follow. Not thread-safe except for
-reading and writing slots.
+A slab is a preallocated file of equal slots: a header page that says whose it is, then the slots.
+Slabs are added on demand, up to a hard limit.
 """
 
 from __future__ import annotations
@@ -13,19 +13,26 @@ import mmap
 import os
 import struct
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrecall.block import FORMAT_VERSION
+import xxhash
+
+from kvrecall.block import FORMAT_VERSION, BlockKey
+from kvrecall.errors import TierError
+from kvrecall.pool.cipher import Cipher
 from kvrecall.pool.disk.index import ROW_BYTES, WAL_BYTES
 from kvrecall.pool.slots import ALIGNMENT, SlotClass
+from kvrecall.pool.tier import Put
 
 _LOG = logging.getLogger(__name__)
 _OFFSET_BITS = 40
 _VERSION = FORMAT_VERSION * 100 + 1  # of the files, not of the index
 _MAGIC = b"kvrecall"
 _HEADER = struct.Struct("<8sI16sIQQ")  # magic, version, pool id, number, slot bytes, slots
+_CHECKSUM_BYTES = 16
 _GIB = 1 << 30
 INDEX_BASE_BYTES = WAL_BYTES + (256 << 10)
 """What the index takes before its first row: its log and the empty file."""
@@ -103,7 +110,8 @@ class Slab:
 
 
 class SlabStore:
-    """All slabs of a folder: gives out slots and moves their bytes.
+    """All slabs of a folder: gives out slots and moves their bytes. Only ``read``, ``write`` and
+    ``sync`` are thread-safe.
 
     ``limit_bytes`` bounds slabs plus the index that so many slots can need (``INDEX_BASE_BYTES``
     and ``ROW_BYTES`` a slot).
@@ -346,3 +354,146 @@ def _is_same_file(slab: Slab) -> bool:
         return os.stat(slab.path).st_ino == os.fstat(slab.fd).st_ino
     except FileNotFoundError:
         return False
+
+
+def checksum_of(key: BlockKey, data: memoryview) -> bytes:
+    """Checksum of a block's bytes under its key: the same bytes under another key differ."""
+    seed: int = xxhash.xxh3_64_intdigest(key)
+    digest: bytes = xxhash.xxh3_128_digest(data, seed)
+    return digest
+
+
+class BlockCodec(ABC):
+    """Between slots of the host and slots on disk. Thread-safe; never waits for I/O.
+
+    What it keeps of a block beside its bytes, in the block's row of the index, is the *tag*: bytes
+    that do not match it are never given out.
+    """
+
+    encrypts: bool
+    """Whether what lies on disk cannot be read without a key."""
+
+    @abstractmethod
+    def knows(self, tag: bytes) -> bool:
+        """Whether a block with this tag can be decoded at all: by one of these keys."""
+
+    @abstractmethod
+    def encode(self, puts: Sequence[Put], tags: dict[BlockKey, bytes]) -> Sequence[memoryview]:
+        """What to write into the slots of ``puts``, which are adjacent; adds their tags to
+        ``tags``. The data of the puts is not changed. Valid until the thread's next call."""
+
+    @abstractmethod
+    def buffers(self, slots: Sequence[memoryview]) -> Sequence[memoryview]:
+        """Where to read blocks to that are for ``slots``, one after the other; then call
+        ``decode`` for each. Valid until the thread's next call."""
+
+    @abstractmethod
+    def decode(
+        self, key: BlockKey, nbytes: int, tag: bytes, read: memoryview, slot: memoryview
+    ) -> bool:
+        """Brings the block from where it was read to its slot. False if its bytes are wrong; the
+        slot's content is undefined then."""
+
+
+class Plain(BlockCodec):
+    """Blocks as they are, each with a checksum."""
+
+    encrypts = False
+
+    def knows(self, tag: bytes) -> bool:
+        return len(tag) == _CHECKSUM_BYTES
+
+    def encode(self, puts: Sequence[Put], tags: dict[BlockKey, bytes]) -> Sequence[memoryview]:
+        for put in puts:
+            tags[put.key] = checksum_of(put.key, put.data[: put.nbytes])
+        return [put.data for put in puts]
+
+    def buffers(self, slots: Sequence[memoryview]) -> Sequence[memoryview]:
+        return slots
+
+    def decode(
+        self, key: BlockKey, nbytes: int, tag: bytes, read: memoryview, slot: memoryview
+    ) -> bool:
+        return checksum_of(key, slot[:nbytes]) == tag
+
+
+class Encrypted(BlockCodec):
+    """Blocks encrypted with AES-256-GCM, bound to their key (namespace and hash) and length.
+
+    Each thread that writes or reads has memory of its own for encrypted bytes: as much as the
+    largest run of slots it moved at once.
+    """
+
+    encrypts = True
+
+    def __init__(self, cipher: Cipher) -> None:
+        self._cipher = cipher
+        self._memory = threading.local()
+
+    def knows(self, tag: bytes) -> bool:
+        return self._cipher.knows(tag)
+
+    def encode(self, puts: Sequence[Put], tags: dict[BlockKey, bytes]) -> Sequence[memoryview]:
+        room = self._room(sum(len(put.data) for put in puts))
+        begin = 0
+        for put in puts:
+            end = begin + put.nbytes
+            label = _label(put.key, put.nbytes)
+            tags[put.key] = self._cipher.seal(label, [put.data[: put.nbytes]], [room[begin:end]])
+            begin += len(put.data)
+            room[end:begin] = bytes(begin - end)
+        return [room]
+
+    def buffers(self, slots: Sequence[memoryview]) -> Sequence[memoryview]:
+        room = self._room(sum(len(slot) for slot in slots))
+        places = []
+        begin = 0
+        for slot in slots:
+            places.append(room[begin : begin + len(slot)])
+            begin += len(slot)
+        return places
+
+    def decode(
+        self, key: BlockKey, nbytes: int, tag: bytes, read: memoryview, slot: memoryview
+    ) -> bool:
+        return self._cipher.open(_label(key, nbytes), tag, [read[:nbytes]], [slot[:nbytes]])
+
+    def _room(self, nbytes: int) -> memoryview:
+        """Page-aligned memory of this thread."""
+        room: memoryview | None = getattr(self._memory, "room", None)
+        if room is None or len(room) < nbytes:
+            room = self._memory.room = memoryview(mmap.mmap(-1, nbytes))
+        return room[:nbytes]
+
+
+class Locked(BlockCodec):
+    """Encrypted blocks without their key, to list and drop them: decodes and stores nothing."""
+
+    encrypts = True
+
+    def knows(self, tag: bytes) -> bool:
+        return True
+
+    def encode(self, puts: Sequence[Put], tags: dict[BlockKey, bytes]) -> Sequence[memoryview]:
+        raise _no_key()
+
+    def buffers(self, slots: Sequence[memoryview]) -> Sequence[memoryview]:
+        raise _no_key()
+
+    def decode(
+        self, key: BlockKey, nbytes: int, tag: bytes, read: memoryview, slot: memoryview
+    ) -> bool:
+        raise _no_key()
+
+
+def make_codec(cipher: Cipher | None) -> BlockCodec:
+    """The codec for what settings ask for."""
+    return Plain() if cipher is None else Encrypted(cipher)
+
+
+def _no_key() -> TierError:
+    return TierError("the blocks are sealed: give the file of their key, --encryption-key-file")
+
+
+def _label(key: BlockKey, nbytes: int) -> bytes:
+    return key + nbytes.to_bytes(8, "little")

@@ -1,28 +1,38 @@
-"""The disk tier: blocks in slab files, found by an index, durable across crashes."""
+"""The disk tier: blocks in slab files, found by an index, durable across crashes. Its readers are
+threads that fetch blocks into slots of the host, before all writes."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import logging
+import mmap
 import queue
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.config import DEFAULT_POLICY, DiskConfig, PoolTerms, Watermarks
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.base import TierStats
-from kvrecall.pool.disk.catalog import Catalog
-from kvrecall.pool.disk.codec import BlockCodec, Plain
+from kvrecall.pool.disk.catalog import Catalog, DiskCounters, Entry
 from kvrecall.pool.disk.flusher import Flusher
 from kvrecall.pool.disk.folder import FolderLock, check_room
 from kvrecall.pool.disk.index import MAX_ROWS, WAL_BYTES, Index, Row, aside_bytes
-from kvrecall.pool.disk.reader import DiskCounters, Readers
 from kvrecall.pool.disk.reclaimer import Reclaimer
-from kvrecall.pool.disk.slabs import INDEX_BASE_BYTES, FileIo, SlabStore, slab_of
+from kvrecall.pool.disk.slabs import (
+    INDEX_BASE_BYTES,
+    BlockCodec,
+    FileIo,
+    Plain,
+    SlabLost,
+    SlabStore,
+    slab_of,
+)
 from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.residents import BlockInfo, TenantUse
 from kvrecall.pool.slots import slot_bytes_of
@@ -33,6 +43,19 @@ _MIB = 1 << 20
 _GIB = 1 << 30
 _LEAST_BYTES = 8 * _MIB
 _TYPICAL_BLOCK = _MIB
+_MERGE_BYTES = 4 << 20
+_MERGE_BLOCKS = 512  # buffers of one system call (IOV_MAX is 1024)
+_CHECK_PATIENCE_S = 0.05  # how long a check lets one load go first
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """One system call: blocks in adjacent slots."""
+
+    gets: tuple[Get, ...]
+    entries: tuple[Entry, ...]
+    queued_at: float
+    is_check: bool = False
 
 
 class DiskTier(Tier):
@@ -77,28 +100,28 @@ class DiskTier(Tier):
         self._counters = DiskCounters()
         self._done: queue.Queue[Done] = queue.Queue()
         self._closed = False
-        self._sizes = {ns.digest: nbytes for ns, nbytes in self._index.namespaces()}
-        self._make_workers()
-        self._flusher.start()
-
-    def _make_workers(self) -> None:
-        config, counters, done = self._config, self._counters, self._done.put
+        self._sizes = {ns.digest: nbytes for ns, nbytes in self._known}
         marks = Watermarks(config.high_watermark, config.low_watermark)
-        self._reclaimer = Reclaimer(self._catalog, self._store, self._index, counters, marks)
+        self._reclaimer = Reclaimer(self._catalog, self._store, self._index, self._counters, marks)
         self._flusher = Flusher(
             self._catalog,
             self._store,
             self._index,
-            counters,
+            self._counters,
             self._reclaimer,
             config.max_queued_bytes,
-            done,
+            self._done.put,
             self._codec,
         )
-        lost = self._flusher.report_lost
-        self._readers = Readers(
-            config.readers, self._catalog, self._store, counters, done, lost, self._codec
-        )
+        self._reads: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
+        self._reads_end = False  # what is queued becomes a miss
+        self._readers = [
+            threading.Thread(target=self._run_reader, name=f"kvrecall-read-{n}", daemon=True)
+            for n in range(config.readers)
+        ]
+        self._flusher.start()
+        for reader in self._readers:
+            reader.start()
 
     def register(self, namespace: Namespace, block_bytes: int) -> None:
         known = self._sizes.get(namespace.digest)
@@ -119,9 +142,6 @@ class DiskTier(Tier):
 
     def submit_put(self, puts: Sequence[Put]) -> list[PutVerdict]:
         return self._flusher.submit(puts)
-
-    def submit_get(self, gets: Sequence[Get]) -> None:
-        self._readers.submit(gets)
 
     def poll(self, timeout_s: float = 0.0) -> list[Done]:
         return ended(self._done, timeout_s)
@@ -160,11 +180,6 @@ class DiskTier(Tier):
         """Whether reads and writes bypass the page cache."""
         return self._store.is_direct
 
-    @property
-    def codec(self) -> BlockCodec:
-        """How blocks lie in the slabs."""
-        return self._codec
-
     def namespaces(self) -> list[tuple[Namespace, int]]:
         """Namespaces known when the tier was opened, with the bytes of their blocks."""
         return self._known
@@ -174,7 +189,13 @@ class DiskTier(Tier):
             return
         self._closed = True
         flushed = self._flusher.close(deadline_s)
-        read = self._readers.close(deadline_s)
+        self._reads_end = True
+        for _ in self._readers:
+            self._reads.put(None)
+        until = time.monotonic() + deadline_s
+        for reader in self._readers:
+            reader.join(max(0.0, until - time.monotonic()))
+        read = not any(reader.is_alive() for reader in self._readers)
         if flushed:
             self._index.close()
         if flushed and read:
@@ -182,6 +203,102 @@ class DiskTier(Tier):
             self._lock.release()
         else:
             _LOG.error("disk tier: the medium does not answer; %s stays open", self._config.path)
+
+    # -- reading ---------------------------------------------------------------------------
+
+    def submit_get(self, gets: Sequence[Get]) -> None:
+        """See ``Tier``. Neighbours on disk are read together."""
+        now = time.monotonic()
+        run: list[tuple[Get, Entry]] = []
+        size = 0
+        for get in gets:
+            entry = None if self._reads_end else self._catalog.acquire(get.key)
+            if entry is not None and entry.slot_bytes != len(get.into):
+                self._catalog.release(entry)
+                self._catalog.forget([get.key])
+                entry = None
+            if entry is None:
+                self._done.put(Done(get.key, Outcome.MISS))
+                continue
+            end = run[-1][1].address + run[-1][1].slot_bytes if run else entry.address
+            full = size + entry.slot_bytes > _MERGE_BYTES or len(run) == _MERGE_BLOCKS
+            if run and (end != entry.address or full):
+                self._queue_read(run, now)
+                run, size = [], 0
+            run.append((get, entry))
+            size += entry.slot_bytes
+        if run:
+            self._queue_read(run, now)
+
+    def _queue_read(self, run: Sequence[tuple[Get, Entry]], now: float) -> None:
+        self._counters.reads_began(len(run))
+        gets, entries = zip(*run, strict=True)
+        self._reads.put(_Read(gets, entries, now))
+
+    def _run_reader(self) -> None:
+        while (read := self._reads.get()) is not None:
+            outcomes = [Outcome.MISS] * len(read.gets) if self._reads_end else self._read(read)
+            waited = time.monotonic() - read.queued_at
+            for get, entry, outcome in zip(read.gets, read.entries, outcomes, strict=True):
+                if outcome is Outcome.CORRUPT:
+                    self._counters.warn("a block is dropped: its bytes are wrong")
+                if outcome in (Outcome.CORRUPT, Outcome.ERROR):
+                    self._catalog.forget([get.key])
+                self._catalog.release(entry)
+                self._counters.read_done(outcome, waited)
+                self._done.put(Done(get.key, outcome))
+
+    def _read(self, read: _Read) -> list[Outcome]:
+        """Reads and checks; blocks that cannot be read together are tried one by one."""
+        began = time.monotonic()
+        places = self._codec.buffers([get.into for get in read.gets])
+        try:
+            got = self._store.read(read.entries[0].address, places)
+        except SlabLost as error:
+            self._counters.warn(f"blocks are dropped: {error}")
+            self._flusher.report_lost(slab_of(read.entries[0].address))
+            return [Outcome.ERROR] * len(read.gets)
+        except OSError as error:
+            if len(read.gets) == 1:
+                self._counters.warn(f"read failed, the block is dropped: {error}")
+                return [Outcome.ERROR]
+            outcomes: list[Outcome] = []
+            for get, entry in zip(read.gets, read.entries, strict=True):
+                outcomes += self._read(_Read((get,), (entry,), read.queued_at))
+            return outcomes
+        outcomes = []
+        end = 0
+        for get, entry, place in zip(read.gets, read.entries, places, strict=True):
+            whole = end + entry.nbytes <= got
+            end += len(get.into)
+            right = whole and self._codec.decode(get.key, entry.nbytes, entry.tag, place, get.into)
+            outcomes.append(Outcome.LOADED if right else Outcome.CORRUPT)
+        if not read.is_check:
+            self._counters.read(got, time.monotonic() - began)
+        return outcomes
+
+    def check(self, keys: Sequence[BlockKey]) -> Iterator[tuple[BlockKey, Outcome]]:
+        """Reads blocks in the caller's thread, beside the loads, which go first: LOADED if a block
+        is right, MISS if it is gone. Drops the damaged. Blocks; a pass over a medium in use."""
+        buffers: dict[int, memoryview] = {}
+        for key in self._catalog.in_order(keys):
+            entry = self._catalog.acquire(key)
+            if entry is None:
+                yield key, Outcome.MISS
+                continue
+            if entry.slot_bytes not in buffers:
+                buffers[entry.slot_bytes] = memoryview(mmap.mmap(-1, entry.slot_bytes))
+            get, began = Get(key, buffers[entry.slot_bytes]), time.monotonic()
+            try:
+                self._counters.yield_to_reads(_CHECK_PATIENCE_S)
+                (outcome,) = self._read(_Read((get,), (entry,), began, is_check=True))
+                if outcome is not Outcome.LOADED:
+                    self._catalog.forget([key])
+                    self._counters.reads_began(1)
+                    self._counters.read_done(outcome, time.monotonic() - began)
+            finally:
+                self._catalog.release(entry)
+            yield key, outcome
 
     # -- administration --------------------------------------------------------------------
 
@@ -221,11 +338,6 @@ class DiskTier(Tier):
     def tenants(self) -> list[TenantUse]:
         """Tenants in the tier."""
         return self._catalog.tenants()
-
-    def check(self, keys: Sequence[BlockKey]) -> Iterator[tuple[BlockKey, Outcome]]:
-        """Reads blocks beside the loads, which go first, and checks them; drops the damaged.
-        MISS: it is gone. Blocks; a pass over a medium that is used."""
-        return self._readers.check(keys)
 
     def resize(self, capacity_bytes: int) -> None:
         """Sets the limit. Shrinking goes on in the background, see ``surplus_bytes``. ConfigError

@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 from kvrecall.errors import ConfigError
 from kvrecall.pool.eviction.base import EvictionPolicy
-from kvrecall.pool.eviction.fifo import FifoPolicy, S3FifoPolicy
 from kvrecall.pool.eviction.hazard import HazardPolicy
 from kvrecall.pool.eviction.lfu import LfuPolicy
-from kvrecall.pool.eviction.lru import LruPolicy
+from kvrecall.pool.eviction.queues import FifoPolicy, LruPolicy, S3FifoPolicy
 
 _MAKERS: dict[str, Callable[[int], EvictionPolicy]] = {
     "lru": lambda capacity: LruPolicy(),

@@ -14,7 +14,7 @@ import numpy as np
 from kvrecall.block import BlockKey
 from kvrecall.pool.eviction.base import EvictionPolicy
 from kvrecall.pool.eviction.lifetable import AgeBins, LifeTable
-from kvrecall.pool.eviction.lru import LruPolicy
+from kvrecall.pool.eviction.queues import LruPolicy
 
 _USES = (0, 0, 1, 2, 3, 3, 4, 4, 4, 4, 5)  # uses -> group; more uses: the last
 _CLASSES = 12  # group x (ended its request or not)
