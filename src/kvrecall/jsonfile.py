@@ -1,9 +1,9 @@
 """JSON files written by people: read strictly, with the line, column and cure of what is wrong.
 
-The standard library parses; ``_Parser`` notes where each value stands, so that a wrong *value* can
-be pointed at too, and refuses what JSON does not have (NaN, repeated keys, unlimited nesting).
-``_explained`` knows the usual accidents of pasted configuration: full-width punctuation, missing
-colons and braces, comments, trailing commas.
+The standard library says whether a text is JSON; ``_Reader`` then notes where each value stands, so
+that a wrong *value* can be pointed at too, and refuses what JSON does not have (NaN, repeated keys,
+unlimited nesting). ``_explained`` knows the usual accidents of pasted configuration: full-width
+punctuation, missing colons and braces, comments, trailing commas.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from kvrecall.errors import ConfigError
-
-_decoder: Any = json.decoder  # its JSONObject, JSONArray and scanstring have no types
 
 JsonPath = tuple[str | int, ...]
 
@@ -29,6 +27,8 @@ MAX_DEPTH = 64
 _MAX_DIGITS = 20
 _SPACE = " \t\r\n"
 
+_GAP = re.compile(f"[{_SPACE}]*")
+_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|([\[{])|([\]}])')
 _FRAGMENT = re.compile(r'"(?:[^"\\]|\\.)*"\s*[:：]')
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _WORD = re.compile(r"[A-Za-z_][\w.-]*")
@@ -95,15 +95,48 @@ def parse_json(text: str, source: str) -> Document:
     start = len(text) - len(text.lstrip(_SPACE))
     if start == len(text):
         raise ConfigError(f"{source}: is empty; it must hold a JSON object {{ ... }}")
-    offsets: dict[JsonPath, int] = {}
-    parser = _Parser(text)
+    reader = _Reader(text)
     try:
         if _FRAGMENT.match(text, start):
-            parser.fail_fragment(start)
-        value = parser.document(start, offsets)
+            raise json.JSONDecodeError(_without_braces(text), text, start)
+        _check_grammar(text)
+        value, _ = reader.value(start, ())
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{source}:{_explained(text, error, parser.open)}") from error
-    return Document(source, value, text, offsets)
+        raise ConfigError(f"{source}:{_explained(error)}") from error
+    return Document(source, value, text, reader.offsets)
+
+
+def _check_grammar(text: str) -> None:
+    """Raises JSONDecodeError unless the standard library takes the text for JSON."""
+    _open_at(text, len(text))
+    _GRAMMAR.decode(text)
+
+
+def _without_braces(text: str) -> str:
+    """What is wrong with a text that is the inside of an object, with the first error that is left
+    between braces."""
+    missing = "the outer braces are missing: put the whole text between { and }"
+    try:
+        _check_grammar("{" + text + "}")
+    except json.JSONDecodeError as error:
+        left = json.JSONDecodeError(error.msg, text + "}", error.pos - 1)
+        missing += f"; and at (line:column) {_explained(left)}"
+    return missing
+
+
+def _open_at(text: str, end: int) -> list[int]:
+    """Where the objects and lists begin that are open at ``end``. Raises JSONDecodeError if they
+    are nested too deep."""
+    still_open: list[int] = []
+    for token in _BRACKET.finditer(text, 0, end):
+        if token[1]:
+            still_open.append(token.start())
+        elif token[2] and still_open:
+            still_open.pop()
+        if len(still_open) > MAX_DEPTH:
+            said = f"nested more than {MAX_DEPTH} deep; no configuration needs that"
+            raise json.JSONDecodeError(said, text, still_open[-1])
+    return still_open
 
 
 def read_object(path: Path, what: str) -> tuple[dict[str, Any], Document]:
@@ -120,116 +153,78 @@ def _place(text: str, offset: int) -> str:
     return f"{text.count(chr(10), 0, offset) + 1}:{offset - text.rfind(chr(10), 0, offset)}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A value whose members and items are placed too, and where its text begins."""
-
-    value: Any
-    offset: int
-
-
-class _Parser:
-    """Has the standard library parse one text, and notes where each value begins."""
+class _Reader:
+    """Reads a text that is JSON, and notes in ``offsets`` where its values begin, those with a key
+    at the key. Raises JSONDecodeError for what is refused."""
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._at = 0  # where the value begins that is being decoded
-        self.open: list[int] = []  # where the objects and lists begin that are being decoded
-        self._scalars = json.JSONDecoder(
-            parse_int=self._int, parse_float=self._float, parse_constant=self._constant
-        )
+        self.offsets: dict[JsonPath, int] = {}
 
-    def document(self, start: int, offsets: dict[JsonPath, int]) -> object:
-        """The one value of the text, its first character at ``start``; notes the ``offsets``.
-        Raises JSONDecodeError."""
-        placed, end = self._parse(self._text, start)
-        if rest := self._text[end:].lstrip(_SPACE):
-            raise json.JSONDecodeError("Extra data", self._text, len(self._text) - len(rest))
-        offsets[()] = start
-        return self._noted(placed.value, (), offsets)
+    def value(self, at: int, path: JsonPath) -> tuple[Any, int]:
+        """The value that begins at ``at``, and where it ends."""
+        text = self._text
+        self.offsets.setdefault(path, at)
+        bracket = text[at]
+        if bracket not in "{[":
+            return self._scalar(at)
+        read: dict[str | int, Any] = {}
+        at = self._next(at + 1)
+        while text[at] not in "}]":
+            key: str | int = len(read)
+            if bracket == "{":
+                key, colon = _SCALARS.raw_decode(text, at)
+                if key in read:
+                    first = _place(text, self.offsets[(*path, key)])
+                    said = f"the key {key!r} is there twice (first at {first})"
+                    raise json.JSONDecodeError(said, text, at)
+                self.offsets[(*path, key)] = at
+                at = self._next(self._next(colon) + 1)
+            read[key], at = self.value(at, (*path, key))
+            at = self._next(at)
+            if text[at] == ",":
+                at = self._next(at + 1)
+        return (read if bracket == "{" else list(read.values())), at + 1
 
-    def fail_fragment(self, start: int) -> NoReturn:
-        """Raises JSONDecodeError for a text that is the inside of an object, with the first error
-        that is left between braces."""
-        self._at = start
-        missing = "the outer braces are missing: put the whole text between { and }"
-        whole = self._text + "}"
+    def _next(self, at: int) -> int:
+        """Where the white space at ``at`` ends."""
+        gap = _GAP.match(self._text, at)
+        assert gap is not None
+        return gap.end()
+
+    def _scalar(self, at: int) -> tuple[Any, int]:
         try:
-            _decoder.JSONObject((whole, start), True, self._parse, None, self._members)
-        except json.JSONDecodeError as error:
-            missing += f"; and at (line:column) {_explained(whole, error, self.open)}"
-        self._at, self.open = start, []
-        raise self._wrong(missing)
-
-    def _parse(self, text: str, start: int) -> tuple[_Placed, int]:
-        self._at = start
-        bracket = text[start : start + 1]
-        if bracket not in ("{", "["):
-            value, end = self._scalars.raw_decode(text, start)
-            if isinstance(value, str) and _SURROGATE.search(value):
-                raise self._wrong("half of a surrogate pair")
-            return _Placed(value, start), end
-        if len(self.open) == MAX_DEPTH:
-            raise self._wrong(f"nested more than {MAX_DEPTH} deep; no configuration needs that")
-        self.open.append(start)
-        state = (text, start + 1)
-        if bracket == "{":
-            value, end = _decoder.JSONObject(state, True, self._parse, None, self._members)
-        else:
-            value, end = _decoder.JSONArray(state, self._parse)
-        self.open.pop()
-        return _Placed(value, start), end
-
-    def _members(self, pairs: list[tuple[str, _Placed]]) -> dict[str, _Placed]:
-        members: dict[str, _Placed] = {}
-        for key, placed in pairs:
-            if key in members:
-                self._at = self._key_offset(key, placed.offset)
-                first = _place(self._text, self._key_offset(key, members[key].offset))
-                raise self._wrong(f"the key {key!r} is there twice (first at {first})")
-            members[key] = placed
-        return members
-
-    def _key_offset(self, key: str, value_offset: int) -> int:
-        """Where a key begins: at a quote before its value, from which on it reads so."""
-        start = self._text.rindex('"', 0, value_offset)
-        while True:
-            start = self._text.rindex('"', 0, start)
-            if _decoder.scanstring(self._text, start + 1)[0] == key:
-                return start
-
-    def _noted(self, value: Any, path: JsonPath, offsets: dict[JsonPath, int]) -> object:
-        """``value`` without places; they go into ``offsets``."""
-        if isinstance(value, dict):
-            for key, each in value.items():
-                offsets[(*path, key)] = self._key_offset(key, each.offset)
-            return {k: self._noted(v.value, (*path, k), offsets) for k, v in value.items()}
-        if isinstance(value, list):
-            for index, each in enumerate(value):
-                offsets[(*path, index)] = each.offset
-            return [self._noted(v.value, (*path, i), offsets) for i, v in enumerate(value)]
-        return value
-
-    def _wrong(self, message: str) -> json.JSONDecodeError:
-        return json.JSONDecodeError(message, self._text, self._at)
-
-    def _int(self, digits: str) -> int:
-        if len(digits) > _MAX_DIGITS:
-            raise self._wrong(f"a number of more than {_MAX_DIGITS - 1} digits")
-        return int(digits)
-
-    def _float(self, digits: str) -> float:
-        if math.isinf(number := float(digits)):
-            raise self._wrong("a number too large")
-        return number
-
-    def _constant(self, word: str) -> None:
-        raise self._wrong(f"{word} is not a JSON number")
+            value, end = _SCALARS.raw_decode(self._text, at)
+        except ValueError as error:
+            raise json.JSONDecodeError(str(error), self._text, at) from None
+        if isinstance(value, str) and _SURROGATE.search(value):
+            raise json.JSONDecodeError("half of a surrogate pair", self._text, at)
+        return value, end
 
 
-def _explained(text: str, error: json.JSONDecodeError, still_open: list[int]) -> str:
+def _int(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"a number of more than {_MAX_DIGITS - 1} digits")
+    return int(digits)
+
+
+def _float(digits: str) -> float:
+    if math.isinf(number := float(digits)):
+        raise ValueError("a number too large")
+    return number
+
+
+def _constant(word: str) -> None:
+    raise ValueError(f"{word} is not a JSON number")
+
+
+_GRAMMAR = json.JSONDecoder(parse_int=len, parse_float=len)  # numbers are read by _SCALARS
+_SCALARS = json.JSONDecoder(parse_int=_int, parse_float=_float, parse_constant=_constant)
+
+
+def _explained(error: json.JSONDecodeError) -> str:
     """``line:column: message`` of what the standard library found, and how to mend it."""
-    at, expected = error.pos, _EXPECTED.get(error.msg)
+    text, at, expected = error.doc, error.pos, _EXPECTED.get(error.msg)
     found, rest = text[at : at + 1], text[at:]
     before = text[:at].rstrip(_SPACE)
     word = _WORD.match(rest)
@@ -244,7 +239,7 @@ def _explained(text: str, error: json.JSONDecodeError, still_open: list[int]) ->
         at, said = len(before) - 1, "a comma with nothing after it; remove it"
     elif not found:
         said = f"the file ends here; expected {expected}"
-        if still_open:
+        if still_open := _open_at(text, at):
             opened = still_open[-1]
             said += f": the {text[opened]!r} of {_place(text, opened)} is not closed"
     elif error.msg == "Extra data" and found in ("}", "]"):
