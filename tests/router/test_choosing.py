@@ -7,10 +7,10 @@ import json
 import pytest
 
 from kvrecall.errors import ConfigError
+from kvrecall.router.cli import base_url, instances
 from kvrecall.router.fleet import Fleet
 from kvrecall.router.prefixes import CHUNK_BYTES, PrefixMap, Prompt, prompt_of
 from kvrecall.router.router import Completion, prompt_only
-from kvrecall.router.settings import base_url, instances
 
 TEXT = "".join(f"line {number} of a text that repeats nothing\n" for number in range(200))
 

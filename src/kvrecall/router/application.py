@@ -12,11 +12,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from kvrecall.router.prefixes import prompt_of
-from kvrecall.router.router import Completion, Router, error_response
-from kvrecall.router.settings import RouterSettings
+from kvrecall.router.router import Completion, Router, RouterSettings, error_response
 from kvrecall.router.upstream import InstanceFailedError
 from kvrecall.server.replies import ReplyError, while_connected
 
+_MAX_BODY_BYTES = 40 << 20
 _ROUTES = ("/v1/completions", "/v1/chat/completions")
 _PASSED_ON = ("authorization", "x-request-id", "traceparent", "tracestate", "user-agent")
 
@@ -46,12 +46,13 @@ def application(settings: RouterSettings) -> FastAPI:
             open_requests += 1
             held.callback(ended)
             try:
-                body = await _json_body(request, settings.max_body_bytes)
+                body = await _json_body(request)
                 asked = Completion(request.url.path, body, _passed_on(request), prompt_of(body))
                 return await while_connected(request, router.serve(asked, held))
             except ReplyError as error:
-                metrics.requests.labels("cancelled" if error.status == 499 else "refused").inc()
-                return error_response(error.status, str(error), "invalid_request_error")
+                cancelled = error.status_code == 499
+                metrics.requests.labels("cancelled" if cancelled else "refused").inc()
+                return error_response(error.status_code, error.detail, "invalid_request_error")
 
     for path in _ROUTES:
         app.add_api_route(path, complete, methods=["POST"], response_model=None)
@@ -98,13 +99,13 @@ def _passed_on(request: Request) -> dict[str, str]:
     return {name: value for name, value in request.headers.items() if name in _PASSED_ON}
 
 
-async def _json_body(request: Request, most: int) -> dict[str, Any]:
-    """The body, a JSON object of at most ``most`` bytes. Raises ReplyError."""
+async def _json_body(request: Request) -> dict[str, Any]:
+    """The body, a JSON object. Raises ReplyError."""
     content = b""
     async for chunk in request.stream():
         content += chunk
-        if len(content) > most:
-            raise ReplyError(413, f"the body is larger than {most} bytes")
+        if len(content) > _MAX_BODY_BYTES:
+            raise ReplyError(413, f"the body is larger than {_MAX_BODY_BYTES} bytes")
     try:
         body = json.loads(content)
     except (ValueError, RecursionError):

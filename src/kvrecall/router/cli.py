@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 
 from kvrecall.errors import ConfigError
-from kvrecall.router.settings import RouterSettings, instances
 
 app = typer.Typer(add_completion=False)
 
@@ -55,34 +56,34 @@ def route(
       kvrecall router --prefill http://127.0.0.1:8001 --decode http://127.0.0.1:8002
     """
     try:
-        settings = RouterSettings(
-            prefill=instances(prefill or (), "--prefill"),
-            decode=instances(decode, "--decode"),
-            prefill_min_tokens=prefill_min_tokens,
-            imbalance=imbalance,
-            retries=retries,
-            max_requests=max_requests,
-            timeout_s=timeout,
-            api_key=api_key,
+        prefill_urls, decode_urls = (
+            instances(prefill or (), "--prefill"),
+            instances(decode, "--decode"),
         )
-        both = set(settings.prefill) & set(settings.decode)
-        if both:
-            raise ConfigError(f"{sorted(both)[0]} is given for --prefill and for --decode")
-        _run(settings, host, port)
+        if both := set(prefill_urls) & set(decode_urls):
+            raise ConfigError(f"{min(both)} is given for --prefill and for --decode")
+        try:
+            import uvicorn
+
+            from kvrecall.router.application import application
+            from kvrecall.router.router import RouterSettings
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"the router needs {error.name}; install it with: pip install 'kvrecall[router]'"
+            ) from error
     except ConfigError as error:
         typer.echo(f"kvrecall: {error}", err=True)
         raise typer.Exit(2) from error
-
-
-def _run(settings: RouterSettings, host: str, port: int) -> None:
-    try:
-        import uvicorn
-
-        from kvrecall.router.application import application
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the router needs {error.name}; install it with: pip install 'kvrecall[router]'"
-        ) from error
+    settings = RouterSettings(
+        prefill=prefill_urls,
+        decode=decode_urls,
+        prefill_min_tokens=prefill_min_tokens,
+        imbalance=imbalance,
+        retries=retries,
+        max_requests=max_requests,
+        timeout_s=timeout,
+        api_key=api_key,
+    )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     uvicorn.run(
@@ -93,5 +94,30 @@ def _run(settings: RouterSettings, host: str, port: int) -> None:
         log_level="info",
         log_config=None,
         timeout_graceful_shutdown=30,
-        limit_concurrency=settings.max_requests + 200,
+        limit_concurrency=max_requests + 200,
     )
+
+
+def base_url(text: str, option: str) -> str:
+    """``text`` as a base URL without a path. Raises ConfigError."""
+    url = text if "://" in text else f"http://{text}"
+    try:
+        parts = urlsplit(url)
+        named = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        named = False
+    if not named or parts.scheme not in ("http", "https") or parts.path.strip("/") or parts.query:
+        raise ConfigError(
+            f"{option}: {text!r} is no address of an instance; write for example "
+            "http://10.0.0.5:8000"
+        )
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def instances(texts: Sequence[str], option: str) -> tuple[str, ...]:
+    """Base URLs of the instances given with ``option``. Raises ConfigError."""
+    urls = tuple(base_url(text, option) for text in texts)
+    twice = {url for url in urls if urls.count(url) > 1}
+    if twice:
+        raise ConfigError(f"{option}: {sorted(twice)[0]} is given twice")
+    return urls

@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
+from operator import attrgetter
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvrecall.router.fleet import Fleet
 
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
-class _State(Collector):
-    """Gauges read from the fleet when they are scraped."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-
-    def collect(self) -> Iterator[Metric]:
-        up = GaugeMetricFamily(
-            "kvrecall_router_instance_up", "Whether it answers.", labels=["role", "instance"]
-        )
-        inflight = GaugeMetricFamily(
-            "kvrecall_router_inflight", "Requests under way.", labels=["role", "instance"]
-        )
-        for instance in self._fleet.all:
-            labels = [str(instance.role), instance.name]
-            up.add_metric(labels, float(instance.healthy))
-            inflight.add_metric(labels, float(instance.inflight))
-        yield up
-        yield inflight
-        yield GaugeMetricFamily(
-            "kvrecall_router_prefixes", "Prefix hashes remembered.", value=len(self._fleet.prefixes)
-        )
-
-
 class RouterMetrics:
-    """The router's counters, in a registry of their own."""
+    """The router's counters and what the fleet is at the moment, in a registry of their own."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_State(fleet))
         self.requests = self._counter("requests", "Requests by outcome.", "outcome")
         self.prefills = self._counter("prefills", "Prompts by what became of them.", "outcome")
         self.failures = self._counter(
@@ -67,6 +42,19 @@ class RouterMetrics:
             registry=self._registry,
             buckets=_BUCKETS,
         )
+
+        up = self._gauge("instance_up", "Whether it answers.", "role", "instance")
+        inflight = self._gauge("inflight", "Requests under way.", "role", "instance")
+        for each in fleet.all:
+            up.labels(each.role, each.name).set_function(partial(attrgetter("healthy"), each))
+            inflight.labels(each.role, each.name).set_function(
+                partial(attrgetter("inflight"), each)
+            )
+        prefixes = self._gauge("prefixes", "Prefix hashes remembered.")
+        prefixes.set_function(lambda: len(fleet.prefixes))
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"kvrecall_router_{name}", text, labels, registry=self._registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"kvrecall_router_{name}", text, labels, registry=self._registry)

@@ -20,10 +20,11 @@ from kvrecall.engines.base import HANDOVER, RECALL_HEADER, REPORT
 from kvrecall.router.fleet import Fleet, Instance
 from kvrecall.router.metrics import RouterMetrics
 from kvrecall.router.prefixes import Prompt
-from kvrecall.router.settings import RouterSettings
 from kvrecall.router.upstream import Answer, InstanceFailedError, Stream, Upstream
 
 log = logging.getLogger("kvrecall.router")
+
+_PROBE_EVERY_S = 2.0
 
 SOURCES = ("device", "host", "disk", "remote", "unspecified", "computed")
 
@@ -33,6 +34,26 @@ _ANSWER_FIELDS = (
     "response_format structured_outputs logit_bias kv_transfer_params"
 ).split()
 """Fields of a request that say how to answer, not what the prompt is."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """What a person sets, at the command line. ``prefill`` and ``decode``: base URLs of instances.
+
+    ``prefill_min_tokens``: prompts with fewer tokens that no instance holds go straight to a decode
+    instance. ``imbalance``: requests by which an instance may be busier than the idlest and still
+    be chosen for the prefix it holds. ``retries``: further instances tried for a request, for each
+    of the two roles.
+    """
+
+    prefill: tuple[str, ...]
+    decode: tuple[str, ...]
+    prefill_min_tokens: int
+    imbalance: int
+    retries: int
+    max_requests: int
+    timeout_s: float
+    api_key: str | None
 
 
 @dataclass(slots=True)
@@ -126,7 +147,7 @@ class Router:
         self._settings = settings
         self.fleet = Fleet(settings.prefill, settings.decode, settings.imbalance)
         self.metrics = RouterMetrics(self.fleet)
-        self.upstream = Upstream(settings)
+        self.upstream = Upstream(settings.timeout_s)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncGenerator[None, None]:
@@ -143,7 +164,7 @@ class Router:
 
     async def _probe_on(self) -> None:
         while True:
-            await asyncio.sleep(self._settings.probe_every_s)
+            await asyncio.sleep(_PROBE_EVERY_S)
             await self._probe_all()
 
     async def _probe_all(self) -> None:

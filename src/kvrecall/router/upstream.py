@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 
 from kvrecall.router.fleet import Instance
-from kvrecall.router.settings import RouterSettings
 
 _END = b"\n\n"
 _OTHERS_MAY_SERVE = frozenset({500, 502, 503, 504})
 _MAX_ERROR_BYTES = 1 << 20
+_CONNECT_S = 2.0
 _PROBE_S = 5.0  # for /health; a machine at its limits answers late
 _LOOK_UP_S = 10.0  # for other small requests
 
@@ -80,8 +80,8 @@ class Stream:
 class Upstream:
     """The router's HTTP client for all instances."""
 
-    def __init__(self, settings: RouterSettings) -> None:
-        timeout = httpx.Timeout(settings.timeout_s, connect=settings.connect_timeout_s)
+    def __init__(self, timeout_s: float) -> None:
+        timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
         self._client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
 
