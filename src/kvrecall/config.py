@@ -630,7 +630,7 @@ def allowed_by(detail: Mapping[str, Any], declared: FieldInfo | None) -> str:
         choices = context["expected"].replace("'", "").replace(" or ", ", ")
         return f"allowed: {choices}"
     if kind in ("greater_than", "greater_than_equal", "less_than_equal", "finite_number"):
-        return f"allowed: {_range(declared.metadata if declared else [])}"
+        return f"allowed: {_range(declared.metadata if declared else []) or detail['msg']}"
     if kind in ("string_too_short", "too_short"):
         return "must not be empty"
     if kind in ("string_too_long", "too_long"):

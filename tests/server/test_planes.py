@@ -72,7 +72,7 @@ def test_planes_that_coincide_share_a_listener(
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"managementIpAddress": "localhost"}, "managementIpAddress is 'localhost'"),
-    ({"managementIpAddress": "0.0.0.0"}, "managementIpAddress is 0.0.0.0"),
+    ({"managementIpAddress": "0.0.0.0"}, "managementIpAddress is '0.0.0.0'"),
     (
         {"managementIpAddress": "0.0.0.0", "allowAllZeroIpListening": True, "managementPort": 1025},
         "managementPort is 1025 on 0.0.0.0, which 127.0.0.1:1025 already takes",

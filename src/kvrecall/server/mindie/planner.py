@@ -7,7 +7,7 @@ import ipaddress
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from kvrecall.config import RecallSettings
 from kvrecall.engines.base import DEFAULT_MAX_N, Limits, Listener, ServeSpec
@@ -15,36 +15,21 @@ from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import Document, JsonPath, read_object
 from kvrecall.pool.remote.mooncake import MooncakeSettings
 from kvrecall.server.mindie.reader import dotted, problem, read_config
-from kvrecall.server.mindie.schema import (
-    Effect,
-    MindieConfig,
-    ModelSection,
-    Plugins,
-    effect_of,
-    fields_of,
-)
+from kvrecall.server.mindie.schema import Effect, MindieConfig, effect_of, fields_of
 from kvrecall.server.plan import ENGINE_DEFAULTS, Plan, Plane
 from kvrecall.server.tls import TlsFiles
 
 _GIB = 1 << 30
 _SERVER = ("ServerConfig",)
-_BACKEND = ("BackendConfig",)
-_DEPLOY = (*_BACKEND, "ModelDeployConfig")
-_MODEL: JsonPath = (*_DEPLOY, "ModelConfig", 0)
-_SCHEDULE = (*_BACKEND, "ScheduleConfig")
-_POOL = (*_BACKEND, "kvPoolConfig")
+_MODEL: JsonPath = ("BackendConfig", "ModelDeployConfig", "ModelConfig", 0)
+_POOL = ("BackendConfig", "kvPoolConfig")
 
-_BACKENDS = ("embedded", "service", "mooncake")
-_OTHER_BACKENDS = ("memcache", "yuanrong")
-_ALLOWED_BACKENDS = "'' (no pool), 'embedded', 'service', 'mooncake'"
 _TLS_PREFIXES = {
-    Plane.BUSINESS: "tls",
-    Plane.MANAGEMENT: "managementTls",
-    Plane.METRICS: "metricsTls",
+    Plane.BUSINESS: ("tls",),
+    Plane.MANAGEMENT: ("managementTls", "tls"),
+    Plane.METRICS: ("metricsTls", "managementTls", "tls"),
 }
-_TLS_LENDERS = {Plane.MANAGEMENT: Plane.BUSINESS, Plane.METRICS: Plane.MANAGEMENT}
-"""Whose certificates a plane uses that has none of its own."""
-_Planes = tuple[str, TlsFiles | None, tuple[Listener, ...], Mapping[Plane, str]]
+"""Fields with the certificates of a plane, and those it uses if it has none of its own."""
 
 _NGRAM_TOKENS = 4
 _NGRAM_LOOKUP = 4
@@ -65,15 +50,14 @@ class _Planner:
         self._server = config.ServerConfig
         self._backend = config.BackendConfig
         self._deploy = config.BackendConfig.ModelDeployConfig
-        self._model: ModelSection = self._deploy.ModelConfig[0]
+        self._model = self._deploy.ModelConfig[0]
         self._schedule = config.BackendConfig.ScheduleConfig
-        self._plugins = Plugins.of(self._model.plugin_params)
+        self._plugins = self._model.plugin_params
         self._config = config
         self._notes: list[str] = []
         self._warnings: list[str] = []
 
     def plan(self) -> Plan:
-        self._refuse_unavailable()
         self._report()
         options = {
             **ENGINE_DEFAULTS,
@@ -85,15 +69,15 @@ class _Planner:
         }
         recall = self._recall()
         server = self._server
-        host, tls, listeners, homes = self._planes()
+        listeners, homes = self._planes()
         spec = ServeSpec(
             model=str(self._resolved(self._model.modelWeightPath)),
-            host=host,
+            host=server.ipAddress,
             port=server.port,
             options=options,
             recall=recall,
             limits=self._limits(),
-            tls=tls,
+            tls=self._tls_of(Plane.BUSINESS),
             listeners=listeners,
         )
         return Plan(
@@ -105,38 +89,14 @@ class _Planner:
             warnings=tuple(self._warnings),
         )
 
-    # What is refused, what is only reported
-
-    def _refuse_unavailable(self) -> None:
-        checks: tuple[tuple[JsonPath, object, tuple[object, ...]], ...] = (
-            ((*_SERVER, "inferMode"), self._server.inferMode, ("standard",)),
-            ((*_SERVER, "fullTextEnabled"), self._server.fullTextEnabled, (False,)),
-            ((*_BACKEND, "modelInstanceNumber"), self._backend.modelInstanceNumber, (1,)),
-            ((*_MODEL, "modelInstanceType"), self._model.modelInstanceType, ("Standard", None)),
-            ((*_MODEL, "sp"), self._model.sp, (1, -1, 0, None)),
-            ((*_MODEL, "cp"), self._model.cp, (1, -1, 0, None)),
-        )
-        for path, value, allowed in checks:
-            if value not in allowed:
-                raise self._wrong(
-                    path,
-                    f"is {value!r}; not available in this version, allowed: {allowed[0]!r}",
-                )
-        if len(self._deploy.ModelConfig) > 1:
-            raise self._wrong(
-                (*_DEPLOY, "ModelConfig", 1),
-                "is a second model; one server serves one model",
-            )
-
     def _report(self) -> None:
+        """Notes and warnings about given fields that do not act."""
         by_reason: dict[str, list[str]] = {}
         for path, _, given, field in fields_of(self._config):
             text = field.description or ""
-            if not given:
-                continue
-            if effect_of(field) is Effect.NONE:
+            if given and effect_of(field) is Effect.NONE:
                 by_reason.setdefault(text, []).append(dotted(path))
-            elif effect_of(field) is Effect.RETIRED:
+            elif given and effect_of(field) is Effect.RETIRED:
                 self._warnings.append(f"{dotted(path)} is retired and ignored: {text}")
         if by_reason:
             parts = [f"{', '.join(names)} ({why})" for why, names in by_reason.items()]
@@ -147,34 +107,22 @@ class _Planner:
                 "several hosts are joined with vLLM's own options"
             )
 
-    # Server
-
     def _limits(self) -> Limits:
-        most = min(self._deploy.maxInputTokenLen, self._deploy.maxSeqLen - 1)
-        if most < self._deploy.maxInputTokenLen:
+        deploy, schedule = self._deploy, self._schedule
+        most = min(deploy.maxInputTokenLen, deploy.maxSeqLen - 1)
+        if most < deploy.maxInputTokenLen:
             self._notes.append(
-                f"maxInputTokenLen {self._deploy.maxInputTokenLen} is lowered to {most}, "
-                "maxSeqLen - 1"
+                f"maxInputTokenLen {deploy.maxInputTokenLen} is lowered to {most}, maxSeqLen - 1"
             )
-        if most < 1:
-            raise self._wrong((*_DEPLOY, "maxSeqLen"), "is 1; allowed: 2 or more")
+        cut_on_the_right = deploy.truncation is True or deploy.truncation == -1
         return Limits(
             token_timeout_s=self._server.tokenTimeout,
             total_timeout_s=self._server.e2eTimeout,
             max_input_tokens=most,
-            truncation=_truncation(self._deploy.truncation),
-            max_new_tokens=self._schedule.maxIterTimes,
-            max_n=self._most_sequences(),
+            truncation="right" if cut_on_the_right else "left" if deploy.truncation else "error",
+            max_new_tokens=schedule.maxIterTimes,
+            max_n=schedule.maxN or min(DEFAULT_MAX_N, schedule.maxBatchSize),
         )
-
-    def _most_sequences(self) -> int:
-        most, batch = self._schedule.maxN, self._schedule.maxBatchSize
-        if most is not None and most > batch:
-            raise self._wrong(
-                (*_SCHEDULE, "maxN"),
-                f"is {most}; allowed: at most maxBatchSize, which is {batch}",
-            )
-        return min(DEFAULT_MAX_N, batch) if most is None else most
 
     # Engine
 
@@ -184,11 +132,6 @@ class _Planner:
         if not folder.is_dir():
             path = (*_MODEL, "modelWeightPath")
             raise self._wrong(path, f"is {str(folder)!r}; there is no such folder")
-        if model.npuMemSize != -1 and model.npuMemSize <= 0:
-            raise self._wrong(
-                (*_MODEL, "npuMemSize"),
-                f"is {model.npuMemSize}; allowed: -1 (automatic) or more than 0",
-            )
         automatic = model.npuMemSize == -1
         return {
             "served-model-name": model.modelName,
@@ -271,15 +214,15 @@ class _Planner:
             )
 
     def _lora_options(self) -> dict[str, object]:
-        modules = self._deploy.LoraModules
+        modules = [
+            json.dumps({"name": module.name, "path": str(self._resolved(module.path))})
+            for module in self._deploy.LoraModules or ()
+        ]
         if not modules:
             return {}
         return {
             "enable-lora": True,
-            "lora-modules": [
-                json.dumps({"name": module.name, "path": str(self._resolved(module.path))})
-                for module in modules
-            ],
+            "lora-modules": modules,
             "max-loras": self._deploy.maxLoraNum,
             "max-lora-rank": self._deploy.maxLoraRank,
         }
@@ -292,16 +235,6 @@ class _Planner:
             if pool.configPath:
                 self._notes.append("kvPoolConfig.backend is empty: pooling is off")
             return None
-        path = (*_POOL, "backend")
-        if pool.backend in _OTHER_BACKENDS:
-            raise self._wrong(
-                path,
-                f"is {pool.backend!r}, which is not available in this version; allowed: "
-                + _ALLOWED_BACKENDS,
-            )
-        if pool.backend not in _BACKENDS:
-            allowed = f"is {pool.backend!r}; allowed: {_ALLOWED_BACKENDS}"
-            raise self._wrong(path, allowed)
         if not pool.configPath:
             self._warnings.append(
                 "kvPoolConfig.backend is set but configPath is empty: pooling is off, as in MindIE"
@@ -309,7 +242,7 @@ class _Planner:
             return None
         if "prefix_cache" not in self._plugins.kinds:
             raise self._wrong(
-                (*_MODEL, "plugin_params") if self._model.plugin_params else _MODEL,
+                (*_MODEL, "plugin_params"),
                 "has no prefix_cache, on which the KV pool builds; set "
                 r'"plugin_params": "{\"plugin_type\":\"prefix_cache\"}"',
             )
@@ -347,7 +280,9 @@ class _Planner:
     def _default_host_size(self, settings: dict[str, object]) -> None:
         if self._model.cpuMemSize > 0 and "host_size" not in settings:
             settings["host_size"] = int(self._model.cpuMemSize * _GIB)
-            self._notes.append(f"the pool's host_size is cpuMemSize, {self._model.cpuMemSize} GiB")
+            self._notes.append(
+                f"the pool's host_size is cpuMemSize, {self._model.cpuMemSize:g} GiB"
+            )
 
     def _mooncake_settings(self, file: Path) -> Mapping[str, object]:
         """A pool in the engine, with the store that Mooncake's own file describes below it."""
@@ -367,49 +302,30 @@ class _Planner:
 
     # The planes
 
-    def _planes(self) -> _Planes:
-        """The business plane's address and TLS, the further listeners, and which plane is served
-        where. Planes with the same address and port share a listener."""
+    def _planes(self) -> tuple[tuple[Listener, ...], Mapping[Plane, str]]:
+        """The listeners beside the business plane's, and which plane is served where. Planes with
+        the same address and port share a listener."""
         server = self._server
-        host = self._address("ipAddress")
-        own = server.managementIpAddress is not None
-        other = self._address("managementIpAddress") if own else host
+        business, other = server.ipAddress, server.managementIpAddress or server.ipAddress
         wanted = {
             Plane.MANAGEMENT: (other, server.managementPort),
             Plane.METRICS: (other, server.metricsPort),
         }
         sharing: dict[tuple[str, int], list[Plane]] = {}
         for plane, address in wanted.items():
-            if address == (host, server.port):
-                continue
-            sharing.setdefault(address, []).append(plane)
-        self._warn_in_the_clear({host, *(address for address, _ in sharing)})
-        tls = self._tls_of(Plane.BUSINESS)
+            if address == (business, server.port):
+                self._notes.append(f"the {plane} plane shares the business plane's")
+            else:
+                sharing.setdefault(address, []).append(plane)
         listeners = tuple(
             Listener("+".join(planes), *address, self._tls_of(planes[0]))
             for address, planes in sharing.items()
         )
-        self._check_apart((host, server.port), listeners)
-        homes = {plane: "+".join(planes) for planes in sharing.values() for plane in planes}
-        for plane in sorted(wanted.keys() - homes):
-            self._notes.append(f"the {plane} plane shares the business plane's")
-        return host, tls, listeners, homes
-
-    def _address(self, name: str) -> str:
-        text: str = getattr(self._server, name)
-        path = (*_SERVER, name)
-        try:
-            address = ipaddress.ip_address(text)
-        except ValueError:
-            said = f"is {text!r}; it must be an IPv4 or IPv6 address"
-            raise self._wrong(path, said) from None
-        if address.is_unspecified and not self._server.allowAllZeroIpListening:
-            raise self._wrong(
-                path,
-                f"is {text}, which listens on every network; allowed only with "
-                "ServerConfig.allowAllZeroIpListening true",
-            )
-        return text
+        self._check_apart((business, server.port), listeners)
+        hosts = {business, *(listener.host for listener in listeners)}
+        if not (server.httpsEnabled or all(map(_is_loopback, hosts))):
+            self._warnings.append("httpsEnabled is false: requests travel in the clear")
+        return listeners, {plane: "+".join(all_) for all_ in sharing.values() for plane in all_}
 
     def _check_apart(self, business: tuple[str, int], listeners: tuple[Listener, ...]) -> None:
         """Planes on one port need one address: 0.0.0.0 takes the port of all others too."""
@@ -426,23 +342,17 @@ class _Planner:
                     )
             taken.append((listener.host, listener.port))
 
-    def _warn_in_the_clear(self, hosts: set[str]) -> None:
-        if self._server.httpsEnabled:
-            return
-        if not all(ipaddress.ip_address(host).is_loopback for host in hosts):
-            self._warnings.append("httpsEnabled is false: requests travel in the clear")
-
     def _tls_of(self, plane: Plane) -> TlsFiles | None:
         """The certificates of a plane; None if nothing is encrypted."""
         if not self._server.httpsEnabled:
             return None
-        prefix = self._tls_prefix(plane)
+        prefixes = _TLS_PREFIXES[plane]
+        own = (x for x in prefixes if self._tls_field(x, "Cert") or self._tls_field(x, "Pk"))
+        prefix = next(own, "tls")
         for name in ("Cert", "Pk", "CaFile"):
             if not self._tls_field(prefix, name):
-                said = "is required when httpsEnabled is true"
-                if prefix != "tls":
-                    said = f"is required beside {prefix}Cert"
-                raise self._wrong((*_SERVER, f"{prefix}{name}"), said)
+                when = "when httpsEnabled is true" if prefix == "tls" else f"beside {prefix}Cert"
+                raise self._wrong((*_SERVER, f"{prefix}{name}"), f"is required {when}")
         files = self._tls_files(prefix)
         try:
             self._warnings += [w for w in files.check() if w not in self._warnings]
@@ -452,29 +362,21 @@ class _Planner:
             raise self._wrong((*_SERVER, at), f"{said}; {error}") from error
         return files
 
-    def _tls_prefix(self, plane: Plane) -> str:
-        """The prefix of the fields that hold the certificates for ``plane``."""
-        prefix = _TLS_PREFIXES[plane]
-        own = any(self._tls_field(prefix, name) for name in ("Cert", "Pk"))
-        return prefix if own or plane not in _TLS_LENDERS else self._tls_prefix(_TLS_LENDERS[plane])
-
-    def _tls_field(self, prefix: str, name: str) -> object:
-        return getattr(self._server, f"{prefix}{name}", None)
-
     def _tls_files(self, prefix: str) -> TlsFiles:
-        server = self._server
-        crl = self._tls_field(prefix, "Crl")
-        revoked = [*_names(self._tls_field(prefix, "CrlFiles")), *([str(crl)] if crl else [])]
-        folder = str(self._tls_field(prefix, "CrlPath") or "")
+        folder = self._tls_field(prefix, "CrlPath") or ""
+        lists = [*(self._tls_field(prefix, "CrlFiles") or ()), self._tls_field(prefix, "Crl")]
         return TlsFiles(
-            certificate=self._resolved(str(self._tls_field(prefix, "Cert"))),
-            key=self._resolved(str(self._tls_field(prefix, "Pk"))),
+            certificate=self._resolved(self._tls_field(prefix, "Cert")),
+            key=self._resolved(self._tls_field(prefix, "Pk")),
             authorities=tuple(
-                self._resolved(server.tlsCaPath, name)
-                for name in _names(self._tls_field(prefix, "CaFile"))
+                self._resolved(self._server.tlsCaPath, name)
+                for name in self._tls_field(prefix, "CaFile")
             ),
-            revoked=tuple(self._resolved(folder, name) for name in revoked),
+            revoked=tuple(self._resolved(folder, name) for name in lists if name),
         )
+
+    def _tls_field(self, prefix: str, name: str) -> Any:
+        return getattr(self._server, f"{prefix}{name}", None)  # metricsTlsCrl is none of MindIE's
 
     def _wrong(self, path: JsonPath, message: str) -> ConfigError:
         return problem(self._document, path, message)
@@ -484,11 +386,5 @@ class _Planner:
         return self._folder.joinpath(*parts).absolute()
 
 
-def _truncation(value: bool | int) -> Literal["error", "left", "right"]:
-    if value is True or value == -1:
-        return "right"
-    return "left" if value == 1 else "error"
-
-
-def _names(value: object) -> list[str]:
-    return [str(name) for name in value] if isinstance(value, list) else []
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host).is_loopback

@@ -6,10 +6,9 @@ import difflib
 from collections.abc import Iterator
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from kvrecall.config import allowed_by
@@ -53,11 +52,14 @@ def validate(document: Document) -> MindieConfig:
     try:
         return MindieConfig.model_validate(value)
     except ValidationError as error:
-        raise Problems(list(_lines(error, document))) from error
+        details = error.errors(include_url=False)
+        raise Problems(
+            [str(problem(document, each["loc"], _explained(each))) for each in details]
+        ) from error
 
 
 def problem(document: Document, path: JsonPath, message: str) -> ConfigError:
-    """An error about the field at ``path``, in the form of those of ``validate``."""
+    """An error about the field at ``path``."""
     return ConfigError(f"{document.where(path)}: {dotted(path)} {message}")
 
 
@@ -69,100 +71,36 @@ def dotted(path: JsonPath) -> str:
     return text
 
 
-def _lines(error: ValidationError, document: Document) -> Iterator[str]:
-    """One line a field, also of a field with several alternatives."""
-    told: set[JsonPath] = set()
-    for detail in error.errors(include_url=False):
-        path = _existing(detail["loc"], detail["type"])
-        if path in told:
-            continue
-        told.add(path)
-        yield f"{document.where(path)}: {dotted(path)} {_explained(detail, path, error)}"
-
-
-def _existing(loc: tuple[int | str, ...], kind: str) -> JsonPath:
-    """The path without pydantic's names for alternatives of a union, which end a location."""
-    path: list[int | str] = []
-    model: Any = MindieConfig
-    for part in loc:
-        if isinstance(part, str) and not _is_key(model, part) and kind != "extra_forbidden":
-            break
-        path.append(part)
-        model = _below(model, part)
-    return tuple(path)
-
-
-def _is_key(model: Any, part: str) -> bool:
-    return isinstance(model, type) and issubclass(model, BaseModel) and part in model.model_fields
-
-
-def _below(model: Any, part: int | str) -> Any:
-    """The type of the part of a ``model``."""
-    if isinstance(part, int):
-        return next(iter(get_args(model)), None)
-    if not _is_key(model, part):
-        return None
-    annotation = model.model_fields[part].annotation
-    if get_origin(annotation) in (Union, UnionType):
-        parts = [kind for kind in get_args(annotation) if kind is not type(None)]
-        annotation = parts[0] if len(parts) == 1 else None
-    return annotation
-
-
-def _explained(detail: ErrorDetails, path: JsonPath, error: ValidationError) -> str:
-    """What is wrong with the field at ``path``; of a field with alternatives, all that it may
-    be."""
-    kind = detail["type"]
-    if kind == "missing":
+def _explained(detail: ErrorDetails) -> str:
+    """What is wrong with a field, and what it may be."""
+    *above, last = detail["loc"]
+    section = _SECTIONS.get(tuple(0 if isinstance(part, int) else part for part in above))
+    fields = section.model_fields if section else {}
+    if detail["type"] == "missing":
         return "is required"
-    if kind == "extra_forbidden":
-        return f"is not a field of {dotted(path[:-1]) or 'config.json'}{_suggestion(path)}"
-    allowed = [
-        allowed_by(other, _declared(path))
-        for other in error.errors(include_url=False)
-        if _existing(other["loc"], other["type"]) == path
-    ]
-    return f"is {_shown(detail['input'])}; {' or '.join(dict.fromkeys(allowed))}"
+    if detail["type"] != "extra_forbidden":
+        text = repr(detail["input"])
+        shown = text if len(text) <= 60 else text[:57] + "..."
+        return f"is {shown}; {allowed_by(detail, fields.get(str(last)))}"
+    close = difflib.get_close_matches(str(last), list(fields), 1, 0.75)
+    home = next((path for path, model in _SECTIONS.items() if last in model.model_fields), ())
+    hint = f"; did you mean {close[0]}?" if close else ""
+    hint = hint or (f"; it belongs into {dotted(home)}" if home else "")
+    return f"is not a field of {dotted(tuple(above)) or 'config.json'}{hint}"
 
 
-def _declared(path: JsonPath) -> FieldInfo | None:
-    model: Any = MindieConfig
-    for part in path[:-1]:
-        model = _below(model, part)
-    return model.model_fields[path[-1]] if path and _is_key(model, str(path[-1])) else None
+def _sections(
+    model: type[BaseModel], path: JsonPath = ()
+) -> Iterator[tuple[JsonPath, type[BaseModel]]]:
+    yield path, model
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        for each in get_args(kind) if isinstance(kind, UnionType) else (kind,):
+            listed = get_origin(each) is list
+            below = get_args(each)[0] if listed else each
+            if isinstance(below, type) and issubclass(below, BaseModel):
+                yield from _sections(below, (*path, name, 0) if listed else (*path, name))
 
 
-def _suggestion(path: JsonPath) -> str:
-    """The nearest field of the section, or the section that has a field of this name."""
-    model: Any = MindieConfig
-    for part in path[:-1]:
-        model = _below(model, part)
-    if not (isinstance(model, type) and issubclass(model, BaseModel)):
-        return ""
-    key = str(path[-1])
-    close = difflib.get_close_matches(key, list(model.model_fields), 1, 0.75)
-    if close:
-        return f"; did you mean {close[0]}?"
-    home = _home(MindieConfig, key, ())
-    return f"; it belongs into {home}" if home else ""
-
-
-def _home(model: type[BaseModel], key: str, path: JsonPath) -> str:
-    """The section of the schema that has a field ``key``."""
-    if path and key in model.model_fields:
-        return dotted(path)
-    for name in model.model_fields:
-        below = _below(model, name)
-        step: JsonPath = (name,)
-        if get_origin(below) is list:
-            below, step = _below(below, 0), (name, 0)
-        if isinstance(below, type) and issubclass(below, BaseModel):
-            found = _home(below, key, (*path, *step))
-            if found:
-                return found
-    return ""
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+_SECTIONS = dict(_sections(MindieConfig))
+"""The sections of a config.json; of a list of sections the first stands for all."""

@@ -6,12 +6,21 @@ says what it does in kvrecall; ``kvrecall config check`` prints it.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from kvrecall.engines.base import MAX_N_LIMIT
@@ -30,7 +39,7 @@ class Effect(StrEnum):
 class Section(BaseModel):
     """A section of config.json. Types are strict, unknown keys are errors, values are frozen."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 def acts(text: str, default: Any = ..., **bounds: Any) -> Any:
@@ -63,6 +72,17 @@ def _field(effect: Effect, text: str, default: Any, bounds: dict[str, Any]) -> A
     return Field(default, description=text, json_schema_extra={"effect": effect.value}, **bounds)
 
 
+def _only(*served: object) -> AfterValidator:
+    """Refuses all that MindIE takes and kvrecall does not serve."""
+
+    def checked(value: object) -> object:
+        if value not in served:
+            raise ValueError(f"not available in this version, allowed: {served[0]!r}")
+        return value
+
+    return AfterValidator(checked)
+
+
 Names = Annotated[list[str], Field(max_length=64)]
 Path = Annotated[str, Field(max_length=4096)]
 Port = Annotated[int, Field(ge=1024, le=65535)]
@@ -83,6 +103,7 @@ class LogSection(Section):
 
 
 class ServerSection(Section):
+    allowAllZeroIpListening: bool = acts("whether 0.0.0.0 and :: may be listened on")
     ipAddress: str = acts("address of the business plane")
     managementIpAddress: str | None = acts(
         "address of the management and metrics planes; null: ipAddress", "127.0.0.2"
@@ -90,10 +111,11 @@ class ServerSection(Section):
     port: Port = acts("port of the business plane")
     managementPort: Port = acts("port of the management plane: health, readiness, stop", 1026)
     metricsPort: Port = acts("port of the metrics plane: /metrics", 1027)
-    allowAllZeroIpListening: bool = acts("whether 0.0.0.0 and :: may be listened on")
     maxLinkNum: int = acts("most open connections; further ones get 503", ge=1, le=4096)
     httpsEnabled: bool = acts("serve HTTPS with the tls* fields")
-    fullTextEnabled: bool = partly("false only: streams carry what is new, not all so far", False)
+    fullTextEnabled: Annotated[bool, _only(False)] = partly(
+        "false only: streams carry what is new, not all so far", False
+    )
     tlsCaPath: Path = acts("folder of tlsCaFile", "")
     tlsCaFile: Names = acts("CA files that client certificates are checked against", [])
     tlsCert: Path = acts("the server's certificate chain (PEM)", "")
@@ -129,7 +151,7 @@ class ServerSection(Section):
     metricsTlsCrlFiles: Names | None = acts("revocation lists of the metrics plane", None)
     kmcKsfMaster: Path | None = idle(_KEY_STORE)
     kmcKsfStandby: Path | None = idle(_KEY_STORE)
-    inferMode: Literal["standard", "dmi"] = partly(
+    inferMode: Annotated[Literal["standard", "dmi"], _only("standard")] = partly(
         "standard; dmi (prefill and decode apart) is not available", "standard"
     )
     interCommTLSEnabled: bool | None = idle(_ONE_HOST)
@@ -151,6 +173,20 @@ class ServerSection(Section):
     maxRequestLength: int = acts("MB a body may have; beyond it 413", 40, ge=1, le=100)
     distDPServerEnabled: bool | None = idle(_ONE_HOST)
 
+    @field_validator("ipAddress", "managementIpAddress")
+    @classmethod
+    def _address(cls, value: str | None, info: ValidationInfo) -> str | None:
+        try:
+            unspecified = value is not None and ipaddress.ip_address(value).is_unspecified
+        except ValueError:
+            raise ValueError("it must be an IPv4 or IPv6 address") from None
+        if unspecified and not info.data.get("allowAllZeroIpListening"):
+            raise ValueError(
+                "this listens on every network; allowed only with "
+                "ServerConfig.allowAllZeroIpListening true"
+            )
+        return value
+
 
 class KvPoolSection(Section):
     backend: str = acts(
@@ -166,6 +202,15 @@ class KvPoolSection(Section):
     asyncWrite: bool = acts("save blocks off the critical path", False)
     allowPlaintext: bool = acts("let Mooncake's unprotected traffic leave this machine", False)
 
+    @field_validator("backend")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in ("", "embedded", "service", "mooncake"):
+            other = value in ("memcache", "yuanrong")
+            missing = "not available in this version; " if other else ""
+            raise ValueError(f"{missing}allowed: '' (no pool), 'embedded', 'service', 'mooncake'")
+        return value
+
 
 class LoraSection(Section):
     name: str = acts("name of the adapter in requests")
@@ -173,44 +218,108 @@ class LoraSection(Section):
     baseModelName: str | None = idle("there is one base model")
 
 
+PLUGIN_TYPES = ("prefix_cache", "splitfuse", "mtp", "la", "memory_decoding")
+
+
+class Plugins(Section):
+    """What ``plugin_params`` asks for."""
+
+    plugin_type: str = ""
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=64)] | None = None
+    # Of la and memory_decoding: sizes that n-gram speculation does not have, but for the length.
+    level: int | None = None
+    window: int | None = None
+    guess_set_size: int | None = None
+    decoding_length: Annotated[int, Field(ge=1, le=64)] | None = None
+    dynamic_algo: bool | None = None
+
+    def __str__(self) -> str:
+        return json.dumps(self.model_dump(exclude_unset=True))
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        return frozenset(kind.strip() for kind in self.plugin_type.split(",") if kind.strip())
+
+    def unused(self) -> list[str]:
+        """The parameters that were given and have no effect with these plug-ins."""
+        speculative = self.kinds & {"mtp", "la", "memory_decoding"}
+        lengths = {"num_speculative_tokens", "decoding_length"} if speculative else set()
+        return sorted(self.model_fields_set - {"plugin_type"} - lengths)
+
+    @model_validator(mode="after")
+    def _known(self) -> Plugins:
+        for kind in sorted(self.kinds):
+            if kind not in PLUGIN_TYPES:
+                raise ValueError(
+                    f"plugin_type {kind!r}; allowed: {', '.join(PLUGIN_TYPES)}, joined by commas"
+                )
+        speculative = self.kinds & {"mtp", "la", "memory_decoding"}
+        if len(speculative) > 1:
+            raise ValueError(f"{' and '.join(sorted(speculative))} exclude each other")
+        return self
+
+
 class ModelSection(Section):
-    modelInstanceType: str | None = partly("Standard", "Standard")
+    modelInstanceType: Annotated[str | None, _only("Standard", None)] = partly(
+        "Standard", "Standard"
+    )
     modelName: str = acts("name of the model in requests", min_length=1, max_length=256)
     modelWeightPath: Path = acts("model folder", min_length=1)
     worldSize: int = acts("devices of the model: tp x pp", ge=1, le=1024)
-    cpuMemSize: int | float = partly(
+    cpuMemSize: float = partly(
         "GB of host memory; the pool's host_size where configPath sets none", ge=0, le=65536
     )
-    npuMemSize: int | float = acts("GB of device KV cache; -1 = automatic", ge=-1, le=65536)
+    npuMemSize: float = acts("GB of device KV cache; -1 = automatic", ge=-1, le=65536)
     backendType: Literal["atb", "torch", "ms"] | None = idle("vLLM runs the model", "atb")
     trustRemoteCode: bool = acts("let the model folder bring its own code", False)
     tp: int = acts("tensor parallel size; absent or -1: worldSize / (dp x pp)", -1, ge=-1)
     pp: int = acts("pipeline parallel size", 1, ge=-1)
     dp: int = acts("data parallel size", 1, ge=-1)
-    sp: int | None = partly("only 1 and -1: sequence parallelism is not mapped", None, ge=-1)
-    cp: int | None = partly("only 1 and -1: context parallelism is not mapped", None, ge=-1)
+    sp: Annotated[int | None, _only(1, -1, 0, None)] = partly(
+        "only 1 and -1: sequence parallelism is not mapped", None, ge=-1
+    )
+    cp: Annotated[int | None, _only(1, -1, 0, None)] = partly(
+        "only 1 and -1: context parallelism is not mapped", None, ge=-1
+    )
     moe_tp: int | None = idle("vLLM derives it from tp, dp and moe_ep", ge=-1)
     moe_ep: int | None = acts("more than 1: expert parallelism on", None, ge=-1)
     kv_trans_timeout: int | None = idle("for prefill and decode apart", ge=0)
     kv_link_timeout: int | None = idle("for prefill and decode apart", ge=0)
     async_scheduler_wait_time: int | None = idle(_SCHEDULER, ge=0)
     ignore_eos: bool | None = idle("a setting of requests, not of the server")
-    plugin_params: str | dict[str, Any] | None = acts(
-        "plugin_type: prefix_cache, splitfuse, mtp, la, memory_decoding", None
+    plugin_params: Plugins = acts(
+        "plugin_type: prefix_cache, splitfuse, mtp, la, memory_decoding", Plugins()
     )
     models: dict[str, Any] | None = idle("options of Ascend's own model code")
 
-    @field_validator("plugin_params")
+    @field_validator("plugin_params", mode="before")
     @classmethod
-    def _readable(cls, value: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-        Plugins.of(value)
+    def _object(cls, value: object) -> object:
+        """``plugin_params`` is an object, or the JSON text of one; null and "" stand for {}."""
+        if value is None or value == "":
+            return {}
+        if not isinstance(value, str):
+            return value
+        try:
+            read = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"not a JSON object in a string: {error}") from error
+        if not isinstance(read, dict):
+            raise ValueError(r'not a JSON object; write "{\"plugin_type\":\"prefix_cache\"}"')
+        return read
+
+    @field_validator("npuMemSize")
+    @classmethod
+    def _automatic_or_some(cls, value: float) -> float:
+        if value != -1 and value <= 0:
+            raise ValueError("allowed: -1 (automatic) or more than 0")
         return value
 
 
 class DeploySection(Section):
-    maxSeqLen: int = acts("longest sequence, prompt and answer", ge=1, le=1 << 24)
+    maxSeqLen: int = acts("longest sequence, prompt and answer", ge=2, le=1 << 24)
     maxInputTokenLen: int = acts("longest prompt; at most maxSeqLen - 1", ge=1, le=1 << 24)
-    truncation: bool | Literal[-1, 0, 1] = acts(
+    truncation: Literal[False, True, -1, 0, 1] = acts(
         "longer prompts: false or 0 = refused, true or -1 = cut on the right, 1 = on the left",
         False,
     )
@@ -218,6 +327,13 @@ class DeploySection(Section):
     LoraModules: list[LoraSection] | None = acts("LoRA adapters to load", None)
     maxLoraNum: int | None = acts("most adapters in use at once", None, ge=1)
     maxLoraRank: int | None = acts("largest rank of an adapter", None, ge=1)
+
+    @field_validator("ModelConfig")
+    @classmethod
+    def _one(cls, value: list[ModelSection]) -> list[ModelSection]:
+        if len(value) > 1:
+            raise ValueError("one server serves one model, and there is a second model")
+        return value
 
 
 class ScheduleSection(Section):
@@ -257,10 +373,20 @@ class ScheduleSection(Section):
             raise ValueError("allowed: multiples of 16")
         return value
 
+    @field_validator("maxN")
+    @classmethod
+    def _within_a_batch(cls, value: int | None, info: ValidationInfo) -> int | None:
+        batch = info.data.get("maxBatchSize")
+        if value is not None and batch is not None and value > batch:
+            raise ValueError(f"allowed: at most maxBatchSize, which is {batch}")
+        return value
+
 
 class BackendSection(Section):
     backendName: str | None = idle("vLLM is the engine", "mindieservice_llm_engine")
-    modelInstanceNumber: int = partly("1 only: one engine per server", 1, ge=1, le=10)
+    modelInstanceNumber: Annotated[int, _only(1)] = partly(
+        "1 only: one engine per server", 1, ge=1, le=10
+    )
     npuDeviceIds: list[list[int]] | None = idle("devices are chosen by CUDA_VISIBLE_DEVICES")
     tokenizerProcessNumber: int | None = idle("vLLM tokenizes in the server", 8, ge=1, le=32)
     multiNodesInferEnabled: bool | None = idle(_ONE_HOST)
@@ -292,65 +418,6 @@ class MindieConfig(Section):
     LogConfig: LogSection | None = None
 
 
-PLUGIN_TYPES = ("prefix_cache", "splitfuse", "mtp", "la", "memory_decoding")
-
-
-class Plugins(Section):
-    """What ``plugin_params`` asks for, from its text or object."""
-
-    plugin_type: str = ""
-    num_speculative_tokens: Annotated[int, Field(ge=1, le=64)] | None = None
-    # Of la and memory_decoding: sizes that n-gram speculation does not have, but for the length.
-    level: int | None = None
-    window: int | None = None
-    guess_set_size: int | None = None
-    decoding_length: Annotated[int, Field(ge=1, le=64)] | None = None
-    dynamic_algo: bool | None = None
-
-    @classmethod
-    def of(cls, value: str | dict[str, Any] | None) -> Plugins:
-        """Raises ValueError (pydantic's included) on what cannot be read."""
-        if value is None or value == "":
-            return cls()
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"not a JSON object in a string: {error}") from error
-            if not isinstance(value, dict):
-                raise ValueError(r'not a JSON object; write "{\"plugin_type\":\"prefix_cache\"}"')
-        try:
-            return cls.model_validate(value)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            if "ctx" in first and "error" in first["ctx"]:
-                raise ValueError(str(first["ctx"]["error"])) from error
-            name = ".".join(str(part) for part in first["loc"])
-            raise ValueError(f"its {name}: {first['msg']}, got {first['input']!r}") from error
-
-    @property
-    def kinds(self) -> frozenset[str]:
-        return frozenset(kind.strip() for kind in self.plugin_type.split(",") if kind.strip())
-
-    def unused(self) -> list[str]:
-        """The parameters that were given and have no effect with these plug-ins."""
-        speculative = self.kinds & {"mtp", "la", "memory_decoding"}
-        lengths = {"num_speculative_tokens", "decoding_length"} if speculative else set()
-        return sorted(self.model_fields_set - {"plugin_type"} - lengths)
-
-    @model_validator(mode="after")
-    def _known(self) -> Plugins:
-        for kind in sorted(self.kinds):
-            if kind not in PLUGIN_TYPES:
-                raise ValueError(
-                    f"plugin_type {kind!r}; allowed: {', '.join(PLUGIN_TYPES)}, joined by commas"
-                )
-        speculative = self.kinds & {"mtp", "la", "memory_decoding"}
-        if len(speculative) > 1:
-            raise ValueError(f"{' and '.join(sorted(speculative))} exclude each other")
-        return self
-
-
 def fields_of(
     section: BaseModel, path: JsonPath = ()
 ) -> Iterator[tuple[JsonPath, Any, bool, FieldInfo]]:
@@ -358,10 +425,10 @@ def fields_of(
     whether it was given, declaration."""
     for name, field in type(section).model_fields.items():
         value: Any = getattr(section, name)
-        if isinstance(value, BaseModel):
-            yield from fields_of(value, (*path, name))
-        elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
+        if isinstance(value, list) and value and isinstance(value[0], BaseModel):
             for index, item in enumerate(value):
                 yield from fields_of(item, (*path, name, index))
-        elif field.json_schema_extra is not None:  # no section that was left out
+        elif field.json_schema_extra is not None:
             yield (*path, name), value, name in section.model_fields_set, field
+        elif isinstance(value, BaseModel):
+            yield from fields_of(value, (*path, name))
