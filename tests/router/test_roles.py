@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 
-from kvrecall.engines.base import Role
+from kvrecall.engines.base import Role, ServeSpec
 from kvrecall.errors import ConfigError
 from kvrecall.server import launch
 
 
 def plan(tmp_path: Path, role: Role, recall: dict[str, Any] | None) -> Any:
     (tmp_path / "config.json").write_text("{}")
-    return launch.plan_model(
-        launch.ServeOptions(model=str(tmp_path), port=1, recall=recall, role=role)
-    )
+    return launch.plan_model(ServeSpec(str(tmp_path), "127.0.0.1", 1, {}, recall=recall, role=role))
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])

@@ -13,14 +13,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrecall.engines.base import Fault, GenerateError, Listener, Load, Role, ServeSpec
-from kvrecall.server import descriptions
 from kvrecall.server.application import attach_all
 from kvrecall.server.management import management_router
 from kvrecall.server.metrics import MetricsVector, MindieMetrics
 from kvrecall.server.plan import Plan, Plane
 from kvrecall.server.replies import ReplyError
 
-from .fake import IDLE, INFO, FakeEngine
+from .fake import IDLE, FakeEngine
 
 SPEC = ServeSpec("m", "127.0.0.1", 1, {})
 APART = Plan(
@@ -218,9 +217,11 @@ def test_sizes_are_told_in_gigabytes() -> None:
     recall = {"host_size": "3GiB"}
     options = {"kv-cache-memory-bytes": "2GiB"}
     plan = Plan(dataclasses.replace(SPEC, options=options, recall=recall, role=Role.PREFILL))
-    config = descriptions.configuration(INFO, plan)
+    app = FastAPI()
+    attach_all(app, FakeEngine(), plan)
+    config = ask(app, "/v1/config").json()
     assert (config["npuMemSize"], config["cpuMemSize"]) == (2, 3)
-    role = descriptions.status(IDLE, plan, False)["service"]
+    role = ask(app, "/v1/status").json()["service"]
     assert role == {"roleStatus": "RoleReady", "currentRole": "prefill", "draining": False}
 
 

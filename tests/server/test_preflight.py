@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvrecall.config import DiskConfig, PoolConfig
+from kvrecall.engines.base import ServeSpec
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.lab.ports import free_port
 from kvrecall.pool.disk.folder import FolderLock
@@ -169,9 +170,8 @@ def test_example_is_right_but_for_the_model(tmp_path: Path) -> None:
 def test_retrieval_is_asked_for_and_its_settings_checked(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = launch.plan_model(
-        launch.ServeOptions(model=str(model), port=free_port(), retrieval=True)
-    )
+    spec = ServeSpec(str(model), "127.0.0.1", free_port(), {}, recall={}, retrieval=True)
+    plan = launch.plan_model(spec)
     assert plan.spec.retrieval
     monkeypatch.setenv("VLLM_RETRIEVAL_TOPK_PERCENT", "20")
     with pytest.raises(ConfigError, match="VLLM_RETRIEVAL_TOPK_PERCENT is 20"):

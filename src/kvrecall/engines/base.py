@@ -219,6 +219,16 @@ class Load:
         starved = self.waiting > 0 and self.used_share >= _FULL
         return max(self.running + self.waiting, self.unfinished) >= self.max_running or starved
 
+    @property
+    def free_slots(self) -> int:
+        """Sequences that the batch has room for."""
+        return max(self.max_running - self.running, 0)
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks of the device cache that no request uses."""
+        return round(self.blocks * (1 - self.used_share))
+
 
 _FULL = 0.95
 

@@ -43,12 +43,13 @@ def attach_all(app: FastAPI, engine: Engine, plan: Plan) -> Mapping[str, FastAPI
     metrics.router.routes.insert(0, _metrics_route(mindie))
     for each in (app, *apps.values()):
         _complete(each, plan)
-    closed: tuple[str, ...] = (
+    closed = (
         *(_MANAGEMENT_PATHS if management is not app else ()),
         *(_METRICS_PATHS if metrics is not app else ()),
     )
-    if closed:
-        app.add_middleware(Closed, prefixes=closed)
+    for path in closed:
+        error = ReplyError(404, f"{path} is on another address of this server")
+        app.router.routes.insert(0, Route(path + "{below:path}", error.response()))
     return apps
 
 
@@ -106,25 +107,6 @@ async def _unreadable(_: Request, error: Any) -> Response:
     return ReplyError(422, f"{field}: {problem['msg']}").response()
 
 
-class Closed:
-    """Answers 404 to all that begins with one of ``prefixes``, which another address serves."""
-
-    def __init__(self, app: ASGIApp, prefixes: tuple[str, ...]) -> None:
-        self._app = app
-        self._prefixes = prefixes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(self._prefixes):
-            error = ReplyError(404, f"{scope['path']} is on another address of this server")
-            await error.response()(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-
-class _TooLargeError(Exception):
-    pass
-
-
 class Bounds:
     """Answers 413 to a body of more than ``max_body_bytes`` and 503 to requests on more than
     ``max_links`` open connections. Bodies without a length are counted as they come."""
@@ -143,43 +125,25 @@ class Bounds:
             error = ReplyError(503, f"more than {self._max_links} open connections (maxLinkNum)")
             await error.response()(scope, receive, send)
             return
+        size = f"{self._max_body / 2**20:g} MB"
+        too_large = ReplyError(413, f"the body is larger than {size} (maxRequestLength)")
         length = dict(scope["headers"]).get(b"content-length", b"")
         if length.isdigit() and int(length) > self._max_body:
-            await self._too_large().response()(scope, receive, send)
+            await too_large.response()(scope, receive, send)
             return
-        await self._bounded(scope, receive, send)
-
-    async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs the application on a body that is cut off, with 413, when it grows too large."""
-        received, started = 0, False
+        received = 0
 
         async def counted() -> Message:
             nonlocal received
             message = await receive()
-            if message["type"] == "http.request":
-                received += len(message.get("body", b""))
-                if received > self._max_body:
-                    raise _TooLargeError
+            received += len(message.get("body", b""))
+            if received > self._max_body:
+                raise too_large
             return message
 
-        async def noted(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
-        try:
-            await self._app(scope, counted, noted)
-        except _TooLargeError:
-            if started:
-                raise
-            await self._too_large().response()(scope, receive, send)
+        await self._app(scope, counted, send)
 
     def _links(self) -> int:
         """Open connections, this one included; 0 where the HTTP server does not say."""
         server = getattr(self._owner.state, "server", None)
         return len(server.server_state.connections) if server is not None else 0
-
-    def _too_large(self) -> ReplyError:
-        return ReplyError(
-            413, f"the body is larger than {self._max_body / 2**20:g} MB (maxRequestLength)"
-        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,10 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from kvrecall.config import default_socket, help_of
-from kvrecall.engines.base import DEFAULT_MAX_N, MAX_N_LIMIT, Role
+from kvrecall.engines.base import DEFAULT_MAX_N, MAX_N_LIMIT, Limits, Role, ServeSpec
 from kvrecall.errors import ConfigError, KvrecallError
 from kvrecall.server import launch
-from kvrecall.server.plan import Plan
 
 _POOL = "Pool"
 _ENGINE = "Engine"
@@ -38,12 +36,7 @@ _MaxN = Annotated[
     int, _option("Most sequences of a request: n, best_of, beams.", _ENGINE, min=1, max=MAX_N_LIMIT)
 ]
 _AsyncWrite = Annotated[
-    bool | None,
-    _option(
-        help_of("async_write"),
-        _POOL,
-        "--async-write/--no-async-write",
-    ),
+    bool | None, _option(help_of("async_write"), _POOL, "--async-write/--no-async-write")
 ]
 _Eager = Annotated[
     bool | None,
@@ -54,6 +47,7 @@ _Eager = Annotated[
 
 
 def serve(
+    context: typer.Context,
     model: _Model = None,
     vllm_options: _Words = None,
     config: _Config = None,
@@ -97,50 +91,55 @@ def serve(
     max_n: _MaxN = DEFAULT_MAX_N,
 ) -> None:
     """Serve a model: OpenAI and MindIE/TGI routes, with recall from the pool."""
-    raise typer.Exit(_run(_options_of(locals()), config))
-
-
-_POOL_OPTIONS = "host_size disk_path disk_size encryption_key_file async_write".split()
-_ENGINE_OPTIONS = (
-    "block_size max_model_len served_model_name dtype kv_cache_dtype kv_cache_memory_bytes "
-    "enforce_eager"
-).split()
-
-
-def _options_of(given: Mapping[str, Any]) -> launch.ServeOptions:
-    """``ServeOptions`` from the options of ``serve``, by their names."""
-    recall = {name: given[name] for name in _POOL_OPTIONS} | {
-        "backend": "service" if given["pool_service"] or given["pool_socket"] else None,
-        "socket": given["pool_socket"],
-    }
-    engine = {name.replace("_", "-"): given[name] for name in _ENGINE_OPTIONS}
-    model, words = given["model"], tuple(given["vllm_options"] or ())
+    given = context.params
+    words = tuple(vllm_options or ())
     if model is not None and model.startswith("-"):  # kvrecall serve -- --vllm-option
         words, model = (model, *words), None
-    return launch.ServeOptions(
-        model=model,
-        host=given["host"],
-        port=given["port"],
-        recall={k: v for k, v in recall.items() if v is not None} if given["pool"] else None,
-        pool_config=given["pool_config"],
-        engine={k: v for k, v in engine.items() if v is not None},
+    recall = {
+        **_given(given, "host_size disk_path disk_size encryption_key_file async_write"),
+        **({"backend": "service"} if pool_service or pool_socket else {}),
+        **({"socket": pool_socket} if pool_socket else {}),
+    }
+    engine = _given(given, "block_size max_model_len served_model_name dtype kv_cache_dtype")
+    engine |= _given(given, "kv_cache_memory_bytes enforce_eager")
+    spec = ServeSpec(
+        model=model or "",
+        host=host,
+        port=port,
+        options={name.replace("_", "-"): value for name, value in engine.items()},
         extra_args=words,
-        role=given["role"],
-        retrieval=given["retrieval"],
-        max_n=given["max_n"],
+        recall=recall if pool else None,
+        limits=Limits(max_n=max_n),
+        role=role,
+        retrieval=retrieval,
     )
-
-
-def _run(asked: launch.ServeOptions, config: Path | None) -> int:
-    """Plans and serves; returns the exit status, after one line on what is wrong."""
     try:
-        return launch.run(_plan_config(config, asked) if config else launch.plan_model(asked))
-    except ConfigError as error:
-        typer.echo(f"kvrecall: {error}", err=True)
-        return 2
+        if config is None:
+            plan = launch.plan_model(spec, pool_config)
+        else:
+            others = given.keys() - {"config", "role"}
+            if any(_from_command_line(context, name) for name in others):
+                raise ConfigError(
+                    "--config comes alone but for --role: MODEL and the other options are in the "
+                    "file"
+                )
+            from kvrecall.server.mindie.planner import plan_config
+
+            plan = plan_config(config)
+            plan = replace(plan, spec=replace(plan.spec, role=role))
+        raise typer.Exit(launch.run(plan))
     except KvrecallError as error:
         typer.echo(f"kvrecall: {error}", err=True)
-        return 1
+        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
+
+
+def _given(params: dict[str, Any], names: str) -> dict[str, Any]:
+    return {name: params[name] for name in names.split() if params[name] is not None}
+
+
+def _from_command_line(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 config_app = typer.Typer(no_args_is_help=True, help="MindIE's config.json: check it, or begin one.")
@@ -163,14 +162,3 @@ def config_example() -> None:
     from kvrecall.server.mindie.check import EXAMPLE
 
     typer.echo(EXAMPLE, nl=False)
-
-
-def _plan_config(config: Path, asked: launch.ServeOptions) -> Plan:
-    if asked != launch.ServeOptions(model=None, role=asked.role):
-        raise ConfigError(
-            "--config comes alone but for --role: MODEL and the other options are in the file"
-        )
-    from kvrecall.server.mindie.planner import plan_config
-
-    plan = plan_config(config)
-    return replace(plan, spec=replace(plan.spec, role=asked.role))

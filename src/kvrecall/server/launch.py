@@ -6,11 +6,11 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 
 from kvrecall.config import RecallSettings, parse_size
-from kvrecall.engines.base import DEFAULT_MAX_N, Limits, Role, ServeSpec
+from kvrecall.engines.base import Role, ServeSpec
 from kvrecall.errors import ConfigError, EngineError
 from kvrecall.jsonfile import read_object
 from kvrecall.server import preflight
@@ -24,59 +24,29 @@ _CONNECTOR = "--kv-transfer-config"
 _OWN_OPTIONS = ("--host", "--port", _CONNECTOR, "--uds", "--config", "--headless")
 
 
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """What ``kvrecall serve MODEL`` was given. ``engine`` as ServeSpec.options.
-
-    ``recall``: settings of the pool that were given as options, None for no pool.
-    """
-
-    model: str | None
-    host: str = "127.0.0.1"
-    port: int = 8000
-    recall: Mapping[str, object] | None = field(default_factory=dict)
-    pool_config: Path | None = None
-    engine: Mapping[str, object] = field(default_factory=dict)
-    extra_args: tuple[str, ...] = ()
-    role: Role = Role.BOTH
-    retrieval: bool = False
-    max_n: int = DEFAULT_MAX_N
-
-
-def plan_model(asked: ServeOptions) -> Plan:
-    """The plan for ``kvrecall serve MODEL``. Raises ConfigError."""
+def plan_model(asked: ServeSpec, pool_config: Path | None = None) -> Plan:
+    """The plan for ``kvrecall serve MODEL``: what was ``asked`` for, over the settings in the file
+    ``pool_config`` and the defaults. Without a model it is the repository's example. Raises
+    ConfigError."""
     for word in asked.extra_args:
         name = word.partition("=")[0].replace("_", "-")
         if name in _OWN_OPTIONS and not (name == _CONNECTOR and asked.recall is None):
             raise ConfigError(f"{name} cannot be given after --; kvrecall sets it itself")
-    engine = dict(asked.engine)
+    options = {**ENGINE_DEFAULTS, **asked.options}
     memory = "kv-cache-memory-bytes"
-    if memory in engine:
-        engine[memory] = parse_size(str(engine[memory]), f"--{memory}")
-    return Plan(
-        ServeSpec(
-            model=asked.model or default_model(),
-            host=asked.host,
-            port=asked.port,
-            options={**ENGINE_DEFAULTS, **engine},
-            extra_args=asked.extra_args,
-            recall=_pool_settings(asked),
-            limits=Limits(max_n=asked.max_n),
-            role=asked.role,
-            retrieval=asked.retrieval,
-        )
-    )
+    if memory in options:
+        options[memory] = parse_size(str(options[memory]), f"--{memory}")
+    recall = asked.recall if pool_config is None else _over_file(asked.recall, pool_config)
+    model = asked.model or default_model()
+    return Plan(replace(asked, model=model, options=options, recall=recall))
 
 
-def _pool_settings(asked: ServeOptions) -> Mapping[str, object] | None:
-    """The pool's settings: those of the file, under those given as options."""
-    if asked.pool_config is None:
-        return asked.recall
-    if asked.recall is None:
+def _over_file(options: Mapping[str, object] | None, file: Path) -> Mapping[str, object]:
+    """The pool's settings in ``file``, under those given as ``options``."""
+    if options is None:
         raise ConfigError("--pool-config and --no-pool contradict each other")
-    settings, document = read_object(asked.pool_config, "pool settings")
-    given = {**settings, **asked.recall}
-    options = asked.recall
+    settings, document = read_object(file, "pool settings")
+    given = {**settings, **options}
 
     def place(key: str) -> str:
         return f"--{key.replace('_', '-')}" if key in options else document.where_key(key)

@@ -12,11 +12,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from kvrecall.engines.base import Engine, GenerateRequest, Sampling
-from kvrecall.server import descriptions
+from kvrecall.server.descriptions import add_management_descriptions, served_model
 from kvrecall.server.metrics import MetricsVector, MindieMetrics
 from kvrecall.server.plan import SHUTDOWN_TIMEOUT_S, Plan, Plane
 from kvrecall.server.replies import ReplyError, whole
-from kvrecall.server.routes import check_model
 
 log = logging.getLogger("kvrecall.server")
 
@@ -77,7 +76,7 @@ def management_router(engine: Engine, plan: Plan, metrics: MindieMetrics) -> API
     """All of the management plane but the dashboard."""
     router = APIRouter(tags=["management"])
     _add_health(router, engine, metrics)
-    _add_description(router, engine, plan)
+    add_management_descriptions(router, engine, plan)
     stopping = Stopping(engine)
 
     vector = MetricsVector(metrics, engine.load, plan.address(Plane.MANAGEMENT))
@@ -116,9 +115,8 @@ def _add_health(router: APIRouter, engine: Engine, metrics: MindieMetrics) -> No
         return Response()
 
     @router.get("/v2/models/{model:path}/ready")
-    @router.get("/v2/models/{model:path}/versions/{version}/ready", include_in_schema=False)
     async def model_ready(model: str) -> Response:
-        check_model(engine, model)
+        served_model(engine, model)
         await _check_alive(engine)
         return Response()
 
@@ -166,34 +164,8 @@ async def _probe(
     )
     before = metrics.work_done()
     try:
-        await whole(request, engine, probe)
+        await whole(request, engine.generate(probe))
     except ReplyError as error:
-        if error.status != _OUT_OF_TIME or metrics.work_done() <= before:
+        if error.status_code != _OUT_OF_TIME or metrics.work_done() <= before:
             raise
     return JSONResponse({"status": "healthy"})
-
-
-def _add_description(router: APIRouter, engine: Engine, plan: Plan) -> None:
-    info = engine.info
-
-    @router.get("/info")
-    async def described() -> Response:
-        return JSONResponse(descriptions.endpoint(info, plan))
-
-    @router.get("/v1/config")
-    async def configuration() -> Response:
-        return JSONResponse(descriptions.configuration(info, plan))
-
-    @router.get("/v1/status")
-    async def status() -> Response:
-        return JSONResponse(descriptions.status(engine.load(), plan, engine.draining))
-
-    @router.get("/v2/status")
-    async def status_v2() -> Response:
-        return JSONResponse(descriptions.status_v2(engine.load(), plan))
-
-    @router.get("/v2/models/{model:path}/getSlotCount")
-    @router.get("/v2/models/{model:path}/versions/{version}/getSlotCount", include_in_schema=False)
-    async def slots(model: str) -> Response:
-        check_model(engine, model)
-        return JSONResponse(descriptions.slots(info, engine.load()))

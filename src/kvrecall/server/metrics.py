@@ -23,7 +23,6 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from kvrecall.engines.base import Load
-from kvrecall.server.descriptions import free_blocks
 
 Json = dict[str, object]
 
@@ -91,9 +90,8 @@ class MindieMetrics(Collector):
 
     def work_done(self) -> float:
         """A number that grows with every step in which the engine gave a token."""
-        families = {family.name: family for family in self._source()}
-        steps = families.get("vllm:iteration_tokens_total")
-        return 0.0 if steps is None else total_of(steps, f"{steps.name}_count")
+        name = "vllm:iteration_tokens_total"
+        return sum(total_of(each, f"{name}_count") for each in self._source() if each.name == name)
 
     def _requests(self, families: Mapping[str, Metric]) -> Iterator[Metric]:
         ended = families.get("vllm:request_success")
@@ -203,7 +201,7 @@ class MetricsVector:
             ("TBT", round(between * 1000)),
             ("waitingInferRequestNum", load.waiting),
             ("processingInferRequestNum", load.running),
-            ("remainBlocks", free_blocks(load)),
+            ("remainBlocks", load.free_blocks),
         ):
             yield self._sample(name, {}, str(value))
 

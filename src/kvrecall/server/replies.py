@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 from fastapi import Request
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, StreamingResponse
 
-from kvrecall.engines.base import (
-    RECALL_HEADER,
-    Fault,
-    GenerateError,
-    GenerateRequest,
-    Generator,
-    Update,
-)
+from kvrecall.engines.base import RECALL_HEADER, Fault, GenerateError, Update
 
 T = TypeVar("T")
 Updates = AsyncGenerator[Update, None]
@@ -43,12 +37,12 @@ _STATUS = {
 }
 
 
-class ReplyError(Exception):
-    """Ends a request with an HTTP error status and a message for the client."""
+class ReplyError(HTTPException):
+    """Ends a request with an HTTP error status and a message for the client, also from within what
+    reads its body."""
 
     def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+        super().__init__(status, message)
 
     @classmethod
     def of(cls, error: GenerateError) -> ReplyError:
@@ -56,11 +50,11 @@ class ReplyError(Exception):
 
     def body(self) -> dict[str, str]:
         """MindIE's error object. What a client sent may be in the message, lone surrogates too."""
-        message = str(self).encode("utf-8", "backslashreplace").decode()
-        return {"error": message, "error_type": ERROR_TYPES.get(self.status, "Error")}
+        message = self.detail.encode("utf-8", "backslashreplace").decode()
+        return {"error": message, "error_type": ERROR_TYPES.get(self.status_code, "Error")}
 
     def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), status_code=self.status)
+        return JSONResponse(self.body(), self.status_code)
 
 
 async def json_object(request: Request) -> dict[str, Any]:
@@ -78,7 +72,7 @@ async def json_object(request: Request) -> dict[str, Any]:
     return value
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
     """The result of ``work``, which is cancelled when the client goes away (499, unseen)."""
 
     async def disconnected() -> None:
@@ -98,47 +92,33 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def whole(request: Request, generator: Generator, asked: GenerateRequest) -> list[Update]:
-    """All of an answer, one update for each sequence; aborted when the client goes away.
+async def whole(request: Request, updates: Updates) -> list[Update]:
+    """All of an answer, one update for each sequence. Raises ReplyError."""
 
-    Raises ReplyError.
-    """
+    async def gathered() -> list[Update]:
+        return [update async for update in updates]
 
-    async def gathered(updates: Updates) -> list[Update]:
-        try:
-            return [update async for update in updates] or [_nothing()]
-        except GenerateError as error:
-            raise ReplyError.of(error) from error
-        finally:
-            await updates.aclose()
-
-    return await while_connected(request, gathered(generator.generate(asked)))
+    return await _generated(request, updates, gathered())
 
 
-async def begun(
-    request: Request, generator: Generator, asked: GenerateRequest
-) -> tuple[Update, Updates]:
-    """The first update of a stream and those that follow. Raises ReplyError: what fails before
-    the first update still has an HTTP status."""
-    updates = generator.generate(asked)
+async def begun(request: Request, updates: Updates) -> Update:
+    """The first update of a stream. Raises ReplyError: what fails before it still has an HTTP
+    status."""
+    return await _generated(request, updates, anext(updates, None))
 
-    async def first() -> Update:
-        try:
-            return await anext(updates)
-        except GenerateError as error:
-            raise ReplyError.of(error) from error
-        except StopAsyncIteration:
-            return _nothing()
 
+async def _generated(request: Request, updates: Updates, work: Awaitable[T | None]) -> T:
+    """What ``work`` makes of ``updates``, which end, and with them the engine's request, when it
+    fails or the client goes away."""
     try:
-        return await while_connected(request, first()), updates
-    except ReplyError:
+        if result := await while_connected(request, work):
+            return result
+        raise ReplyError(424, "the engine ended the request without output")
+    except GenerateError as error:
+        raise ReplyError.of(error) from error
+    except BaseException:
         await updates.aclose()
         raise
-
-
-def _nothing() -> Update:
-    raise ReplyError(424, "the engine ended the request without output")
 
 
 def streamed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Annotated
 
 from pydantic import Field, model_validator
@@ -82,7 +83,7 @@ class TgiBody(Form):
             if not tokens and (update.finish is not None or update.text):
                 tokens = [Token(last.id, update.text, last.logprob, last.special)]
             made: list[Json] = [
-                {"token": _token(token), "generated_text": None, "details": None}
+                {"token": asdict(token), "generated_text": None, "details": None}
                 for token in tokens
             ]
             last = tokens[-1] if tokens else last
@@ -109,13 +110,4 @@ class TgiBody(Form):
 
 def _tokens(update: Update) -> Json:
     prefill = [{"id": t.id, "text": t.text, "logprob": t.logprob} for t in update.prefill]
-    return {"prefill": prefill, "tokens": [_token(token) for token in update.tokens]}
-
-
-def _token(token: Token) -> Json:
-    return {
-        "id": token.id,
-        "text": token.text,
-        "logprob": token.logprob,
-        "special": token.special,
-    }
+    return {"prefill": prefill, "tokens": [asdict(token) for token in update.tokens]}

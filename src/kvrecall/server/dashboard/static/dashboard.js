@@ -135,7 +135,7 @@ function drawRequests() {
   $("requests-note").textContent = `${state.latest.live_total} under way${more > 0 ? ` (${more} not shown)` : ""}, ${ended.length} of the last that ended`;
   if (!live.length && !ended.length) { replace($("requests"), note("No requests yet. Send one, twice, to see recall.")); return; }
   const row = (each) => h("tr", {},
-    h("td", {}, h("span", { class: "pill", "data-state": each.state }, each.state)),
+    h("td", {}, h("span", { class: "pill", "data-state": each.phase }, each.phase)),
     h("td", {}, h("code", {}, each.id.length > 28 ? `${each.id.slice(0, 27)}…` : each.id)),
     h("td", {}, clock(each.began)),
     h("td", {}, count(each.prompt_tokens)),
