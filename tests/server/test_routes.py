@@ -220,17 +220,26 @@ def test_body_too_large() -> None:
     assert generator.asked == []
 
 
-def test_body_too_large_without_a_length() -> None:
+@pytest.mark.parametrize("path", ["/generate", "/parsed"])
+def test_body_too_large_without_a_length(path: str) -> None:
+    """Also where FastAPI reads the body, as on vLLM's routes."""
+
     async def send() -> httpx.Response:
         async def chunks() -> Any:
             for _ in range(20):
                 yield b"x" * 100
 
-        transport = httpx.ASGITransport(application(FakeEngine()))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.post("/generate", content=chunks())
+        app = application(FakeEngine())
 
-    assert asyncio.run(send()).status_code == 413
+        @app.post("/parsed")
+        async def parsed(body: dict[str, str]) -> None: ...
+
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post(path, content=chunks())
+
+    reply = asyncio.run(send())
+    assert (reply.status_code, reply.json()["error_type"]) == (413, "Payload Too Large")
 
 
 class _Server:

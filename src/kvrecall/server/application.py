@@ -32,7 +32,10 @@ def attach_all(app: FastAPI, engine: Engine, plan: Plan) -> Mapping[str, FastAPI
 
     A plane without a listener of its own is served on the business plane's.
     """
-    apps = {listener.name: _application() for listener in plan.spec.listeners}
+    apps = {
+        listener.name: FastAPI(title="kvrecall", docs_url=None, redoc_url=None)
+        for listener in plan.spec.listeners
+    }
     management = apps.get(plan.home(Plane.MANAGEMENT), app)
     metrics = apps.get(plan.home(Plane.METRICS), app)
     mindie = MindieMetrics(engine.info.names[0], engine.load)
@@ -60,11 +63,6 @@ def _include_first(app: FastAPI, router: APIRouter) -> None:
     before = len(routes)
     app.include_router(router)
     routes[:] = routes[before:] + routes[:before]
-
-
-def _application() -> FastAPI:
-    """An application with nothing but its description."""
-    return FastAPI(title="kvrecall", docs_url=None, redoc_url=None)
 
 
 def _complete(app: FastAPI, plan: Plan) -> None:

@@ -111,7 +111,17 @@ def _add_health(router: APIRouter, engine: Engine, metrics: MindieMetrics) -> No
 
     @router.get("/v2/health/ready")
     async def ready() -> Response:
-        await _check_ready(engine)
+        """Whether a request sent now would be worked on at once."""
+        await _check_alive(engine)
+        if engine.draining:
+            raise ReplyError(503, "the server is stopping")
+        load = engine.load()
+        if load.busy:
+            raise ReplyError(
+                503,
+                f"busy: {load.running} requests run and {load.waiting} wait; "
+                f"{load.max_running} can run at once",
+            )
         return Response()
 
     @router.get("/v2/models/{model:path}/ready")
@@ -134,20 +144,6 @@ def _add_health(router: APIRouter, engine: Engine, metrics: MindieMetrics) -> No
 async def _check_alive(engine: Engine) -> None:
     if not await engine.alive():
         raise ReplyError(503, "the engine has died")
-
-
-async def _check_ready(engine: Engine) -> None:
-    """Whether a request sent now would be worked on at once."""
-    await _check_alive(engine)
-    if engine.draining:
-        raise ReplyError(503, "the server is stopping")
-    load = engine.load()
-    if load.busy:
-        raise ReplyError(
-            503,
-            f"busy: {load.running} requests run and {load.waiting} wait; "
-            f"{load.max_running} can run at once",
-        )
 
 
 async def _probe(

@@ -19,24 +19,20 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _GIB = 1 << 30
 
 
-def check_model(model: str, name: str = "model") -> None:
+def check_model(model: str) -> None:
     """Raises ConfigError unless ``model`` is a model folder or may be the id of a hub model."""
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(f"{name}: {model} is no model folder: it has no config.json")
+            raise ConfigError(f"model: {model} is no model folder: it has no config.json")
         return
     if path.is_file():
         if path.suffix == ".gguf":
             return
-        raise ConfigError(f"{name}: {model} is a file; it must be a model folder")
-    looks_local = path.is_absolute() or model.startswith((".", "~")) or _first_is_dir(path)
-    if looks_local or not _HUB_ID.fullmatch(model):
-        raise ConfigError(f"{name}: there is no folder {model}")
-
-
-def _first_is_dir(path: Path) -> bool:
-    return bool(path.parts) and Path(path.parts[0]).is_dir()
+        raise ConfigError(f"model: {model} is a file; it must be a model folder")
+    local = path.is_absolute() or model.startswith((".", "~"))
+    if local or Path(*path.parts[:1]).is_dir() or not _HUB_ID.fullmatch(model):
+        raise ConfigError(f"model: there is no folder {model}")
 
 
 def check_port(host: str, port: int) -> None:
@@ -53,16 +49,14 @@ def check_port(host: str, port: int) -> None:
             probe.bind(address)
             probe.listen(1)
         except OSError as error:
-            raise ConfigError(_unbindable(host, port, error)) from error
-
-
-def _unbindable(host: str, port: int, error: OSError) -> str:
-    reasons = {
-        errno.EADDRINUSE: f"port {port} on {host} is in use; stop its server or choose another",
-        errno.EACCES: f"port {port} needs more rights than this user has",
-        errno.EADDRNOTAVAIL: f"{host} is no address of this machine",
-    }
-    return reasons.get(error.errno or 0, f"cannot listen on {host}:{port}: {error.strerror}")
+            reasons = {
+                errno.EADDRINUSE: f"port {port} on {host} is in use; stop its server or choose "
+                "another",
+                errno.EACCES: f"port {port} needs more rights than this user has",
+                errno.EADDRNOTAVAIL: f"{host} is no address of this machine",
+            }
+            said = f"cannot listen on {host}:{port}: {error.strerror}"
+            raise ConfigError(reasons.get(error.errno or 0, said)) from error
 
 
 def check_pool(pool: PoolConfig) -> None:
@@ -70,32 +64,22 @@ def check_pool(pool: PoolConfig) -> None:
     room = available_memory()
     if pool.host_bytes > room:
         raise ConfigError(
-            f"host_size is {_gib(pool.host_bytes)}; this machine (or container) has "
-            f"{_gib(room)} of memory left"
+            f"host_size is {pool.host_bytes / _GIB:.2f} GiB; this machine (or container) has "
+            f"{room / _GIB:.2f} GiB of memory left"
         )
     if pool.encryption_key_file is not None:
         read_keys(pool.encryption_key_file)
     if pool.disk is not None:
-        check_disk(pool.disk)
+        _check_disk(pool.disk)
 
 
-def check_disk(disk: DiskConfig) -> None:
-    """Raises TierError if the folder cannot be written, is in use, or has too little room."""
+def _check_disk(disk: DiskConfig) -> None:
     folder = disk.path.expanduser().absolute()
     check_room(folder, disk.capacity_bytes)
-    if os.statvfs(_standing(folder)).f_flag & os.ST_RDONLY:
-        raise TierError(f"disk_path: {folder} is on a read-only file system")
-    holder = _holder(folder / LOCK_NAME)
-    if holder:
+    if holder := _holder(folder / LOCK_NAME):
         raise TierError(
             f"disk_path: {folder} is in use by process {holder}; stop it or use another folder"
         )
-
-
-def _standing(folder: Path) -> Path:
-    while not folder.exists():
-        folder = folder.parent
-    return folder
 
 
 def _holder(lock: Path) -> str:
@@ -115,7 +99,3 @@ def _holder(lock: Path) -> str:
     finally:
         os.close(fd)
     return ""
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / _GIB:.2f} GiB"

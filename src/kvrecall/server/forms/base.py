@@ -18,6 +18,10 @@ Json = dict[str, Any]
 
 MAX_NEW_TOKENS = 20
 _LOWEST_PRIORITY = 5
+_PASSED_ON = (
+    "top_p repetition_penalty frequency_penalty presence_penalty seed ignore_eos "
+    "skip_special_tokens"
+).split()
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -58,19 +62,13 @@ class Sampled(Strict):
 
     def sampling(self, **more: Any) -> Sampling:
         """How the engine is to sample; ``more`` are further fields of Sampling."""
-        skip = True if self.skip_special_tokens is None else self.skip_special_tokens
-        given: Json = {
-            "top_p": self.top_p,
-            "repetition_penalty": self.repetition_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "presence_penalty": self.presence_penalty,
-            "seed": self.seed,
+        given = {name: getattr(self, name) for name in _PASSED_ON}
+        given |= {
             "stop": tuple(self.stop or ()),
             "stop_token_ids": tuple(self.stop_token_ids or ()),
-            "include_stop": bool(self.include_stop_str_in_output),
-            "ignore_eos": bool(self.ignore_eos),
-            "skip_special_tokens": skip,
+            "include_stop": self.include_stop_str_in_output,
         }
+        given = {name: value for name, value in given.items() if value is not None}
         return Sampling(**(given | more))
 
     def ignored(self) -> list[str]:
