@@ -12,7 +12,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -36,8 +36,6 @@ def parse_size(value: str | int | float, name: str) -> int:
     ``KiB, MiB, GiB, TiB`` are powers of 1024; ``KB, MB, GB, TB`` and the bare letters are powers
     of 1000. Raises ConfigError naming the setting ``name``.
     """
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ConfigError(f"{name}: {value!r} is not a size; write for example 8GiB or 8589934592")
     match = _SIZE.fullmatch(str(value))
     if match is None:
         raise ConfigError(f"{name}: {value!r} is not a size; write for example 8GiB or 500MB")
@@ -52,8 +50,7 @@ _AGE_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 def parse_age(value: object, name: str) -> float:
     """Seconds of ``90m``, ``12h``, ``30d`` or a plain number. ConfigError naming ``name``."""
-    text = str(value) if isinstance(value, str | int | float) and value is not True else ""
-    match = _AGE.fullmatch(text.strip().lower())
+    match = _AGE.fullmatch(str(value).strip().lower())
     if match is None or float(match[1]) <= 0:
         raise ConfigError(f"{name}: {value!r} is no age; write for example 90m, 12h or 7d")
     return float(match[1]) * _AGE_UNITS[match[2]]
@@ -218,6 +215,8 @@ def _setting(owner: Owner, text: str, default: Any, shown: str = "", **bounds: A
 def _shown(default: object) -> str:
     if isinstance(default, bool):
         return str(default).lower()
+    if isinstance(default, Watermarks):
+        return f"[{default.high:g}, {default.low:g}]"
     return "" if default is None else f"{default:g}" if isinstance(default, float) else f"{default}"
 
 
@@ -243,22 +242,18 @@ def _size(value: Any, name: str) -> int:
     return nbytes
 
 
-def _path(value: Any, name: str) -> Path | None:
-    if value is None:
-        return None
-    if not isinstance(value, str | Path):
+def _path(value: Any, name: str) -> Path:
+    if not isinstance(value, str | Path) or not str(value):
         raise _wrong(name, value, "it must be a string, the path of a file or folder")
-    if not str(value):
-        raise _wrong(name, value, "it must be the path of a file or folder")
     return Path(value).expanduser()
 
 
-def _watermarks(value: Any, name: str) -> Watermarks | None:
+def _watermarks(value: Any, name: str) -> Watermarks:
     numbers = value if isinstance(value, list) else []
     right = len(numbers) == 2 and all(type(number) in (int, float) for number in numbers)
-    if value is not None and not (right and 0 < numbers[1] <= numbers[0] <= 1):
+    if not (right and 0 < numbers[1] <= numbers[0] <= 1):
         raise _wrong(name, value, "it must be [high, low] with 0 < low <= high <= 1")
-    return Watermarks(float(numbers[0]), float(numbers[1])) if right else None
+    return Watermarks(float(numbers[0]), float(numbers[1]))
 
 
 def _amount(value: Any, name: str) -> Amount | None:
@@ -360,15 +355,16 @@ class Settings(BaseModel):
         "which blocks make room for others: `lru`, `fifo`, `lfu`, `s3fifo`, `hazard`",
         DEFAULT_POLICY,
     )
-    host_watermarks: Marks | None = _setting(
+    host_watermarks: Marks = _setting(
         Owner.POOL,
         "[high, low], shares of the host: eviction in the background begins above high and stops "
         "at low; 1: none ahead of need",
-        None,
-        "[1, 1]",
+        Watermarks(1.0, 1.0),
     )
-    disk_watermarks: Marks | None = _setting(
-        Owner.POOL, "[high, low], shares of the disk: as host_watermarks", None, "[0.95, 0.9]"
+    disk_watermarks: Marks = _setting(
+        Owner.POOL,
+        "[high, low], shares of the disk: as host_watermarks",
+        Watermarks(0.95, 0.9),
     )
     write_policy: Literal["through", "back", "selective"] = _setting(
         Owner.POOL,
@@ -376,12 +372,11 @@ class Settings(BaseModel):
         "the host; `selective`: when it is asked for a second time",
         "through",
     )
-    unwritten_watermarks: Marks | None = _setting(
+    unwritten_watermarks: Marks = _setting(
         Owner.POOL,
         "[high, low], shares of the host: with write_policy back, blocks are written when more "
         "than high is unwritten, until low is",
-        None,
-        "[0.5, 0.4]",
+        Watermarks(0.5, 0.4),
     )
     encryption_key_file: File | None = _setting(
         Owner.POOL,
@@ -539,7 +534,7 @@ def _settings(given: Settings) -> RecallSettings:
     disk = remote = service = None
     if given.disk_path is not None:
         assert given.disk_size is not None
-        marks = given.disk_watermarks or Watermarks(0.95, 0.90)
+        marks = given.disk_watermarks
         disk = DiskConfig(given.disk_path, given.disk_size, marks.high, marks.low, given.direct_io)
     if given.remote is not None:
         options = {name: option for name, option in given.remote.items() if name != "kind"}
@@ -559,8 +554,8 @@ def _settings(given: Settings) -> RecallSettings:
                 remote_write=given.remote_write,
                 tenants=TenantRules(every, given.tenants),
                 pin_limit=given.pin_limit,
-                host_marks=given.host_watermarks or Watermarks(1.0, 1.0),
-                unwritten_marks=given.unwritten_watermarks or Watermarks(0.5, 0.4),
+                host_marks=given.host_watermarks,
+                unwritten_marks=given.unwritten_watermarks,
             ),
             encryption_key_file=given.encryption_key_file,
             remote=remote,
@@ -671,19 +666,15 @@ def help_of(key: str) -> str:
 
 def reference() -> str:
     """The reference page of all settings (Markdown)."""
-    return "\n".join(_reference()) + "\n"
-
-
-def _reference() -> Iterator[str]:
-    yield "# Settings of the pool\n"
-    yield "<!-- Made by `python -m kvrecall.config docs/settings.md`; do not edit. -->\n"
-    yield (
+    lines = [
+        "# Settings of the pool\n",
+        "<!-- Made by `python -m kvrecall.config docs/settings.md`; do not edit. -->\n",
         "These stand in vLLM's `kv_connector_extra_config`, in a pool.json (`kvrecall serve "
         "--pool-config`, `kvrecall pool serve --config`, `configPath` of MindIE's kvPoolConfig) "
         "and, the common ones, as options: `disk_path` is `--disk-path`. Sizes are bytes or "
         "`8GiB` (powers of 1024), `8GB` (of 1000); ages `90m`, `12h`, `7d`. What is unknown or "
-        "wrong is an error with its place, its value and what is allowed."
-    )
+        "wrong is an error with its place, its value and what is allowed.",
+    ]
     titles = {
         Owner.POOL: (
             "Of the pool",
@@ -701,12 +692,13 @@ def _reference() -> Iterator[str]:
         ),
     }
     for owner, (title, text) in titles.items():
-        yield f"\n## {title}\n\n{text}\n\n| setting | meaning | default |\n|---|---|---|"
+        lines.append(f"\n## {title}\n\n{text}\n\n| setting | meaning | default |\n|---|---|---|")
         for key, declared in Settings.model_fields.items():
             if owner_of(key) is owner:
                 bounds = _range(declared.metadata)
-                bounds = bounds and f" ({bounds})"
-                yield f"| `{key}` | {declared.description}{bounds} | {_extra(key)['shown']} |"
+                meaning = f"{declared.description}{bounds and f' ({bounds})'}"
+                lines.append(f"| `{key}` | {meaning} | {_extra(key)['shown']} |")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
