@@ -50,9 +50,8 @@ def attach_all(app: FastAPI, engine: Engine, plan: Plan) -> Mapping[str, FastAPI
         *(_MANAGEMENT_PATHS if management is not app else ()),
         *(_METRICS_PATHS if metrics is not app else ()),
     )
-    for path in closed:
-        error = ReplyError(404, f"{path} is on another address of this server")
-        app.router.routes.insert(0, Route(path + "{below:path}", error.response()))
+    if closed:
+        app.add_middleware(Closed, prefixes=closed)
     return apps
 
 
@@ -103,6 +102,22 @@ async def _unreadable(_: Request, error: Any) -> Response:
     problem = error.errors()[0]
     field = ".".join(str(part) for part in problem["loc"])
     return ReplyError(422, f"{field}: {problem['msg']}").response()
+
+
+class Closed:
+    """Answers 404 to all that begins with one of ``prefixes``, which another address serves."""
+
+    def __init__(self, app: ASGIApp, prefixes: tuple[str, ...]) -> None:
+        self._app = app
+        self._prefixes = prefixes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http" and scope["path"].startswith(self._prefixes):
+            app = ReplyError(
+                404, f"{scope['path']} is on another address of this server"
+            ).response()
+        await app(scope, receive, send)
 
 
 class Bounds:
