@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -14,6 +15,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("KVRECALL_WAITS", "sleep")  # engines without our connector, too
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads of two engines spin for each other
+# vLLM's CPU workers bind themselves to the same first core, all of them, else.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 if shutil.which("g++") is None:
     # vLLM compiles a few sampling functions even in eager mode.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -27,10 +31,20 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("kvrecall")
 
 
+LONGEST = """attention/test_offload server/test_serve attention/test_engine engine/test_variants
+router/test_engines engine/test_recall remote/test_mooncake docs/test_commands
+engine/test_vllm_serve attention/test_kernels server/test_serve_config engine/test_audit
+hicache/test_sglang service/test_engine pool/test_pool_machine pool/test_crash
+eviction/test_simulate distribution/test_wheel objects/test_objects""".split()
+"""The files that take longest, in this order: more than ten seconds."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with engines come first, so that no worker is left with a long one at the end."""
+    """Long files come first, so that no worker is left with one at the end."""
+    here = Path(__file__).parent
+    rank = {here / f"{name}.py": at for at, name in enumerate(LONGEST)}
     engines = {item.path for item in items if item.get_closest_marker("engine")}
-    items.sort(key=lambda item: item.path not in engines)
+    items.sort(key=lambda item: rank.get(item.path, len(rank) + (item.path not in engines)))
 
 
 @pytest.hookimpl(optionalhook=True)

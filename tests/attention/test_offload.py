@@ -160,6 +160,7 @@ def test_of_a_prefix_in_the_pool_the_middle_stays_there(
     assert got["logprobs"] == want["logprobs"]
 
 
+@pytest.mark.long
 def test_prefixes_in_the_pool_in_a_batch_that_preempts(
     on_device: Engine, offloaded: Engine
 ) -> None:

@@ -7,32 +7,22 @@ from __future__ import annotations
 
 import importlib
 import json
-import multiprocessing
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from support.warm import begin
+
 
 def main(orders: Connection, log: str, environment: Mapping[str, str]) -> None:
     """Runs an engine in this process, which has just begun; output goes to ``log``."""
-    os.setsid()
-    with open(log, "a") as out:
-        os.dup2(out.fileno(), 1)
-        os.dup2(out.fileno(), 2)
-    os.environ.clear()
-    os.environ.update(environment)
+    begin(log, environment)
     sys.path.insert(0, str(Path(__file__).parent))  # modules of the tests, by their names alone
-    # As a process that a shell started: nothing of the one that runs the tests.
-    multiprocessing.current_process().name = "MainProcess"
-    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
-    resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
-
     setup = json.loads(orders.recv_bytes())
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(setup.pop("kv_space_gib", 1))
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler side lives here

@@ -12,13 +12,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from support import warm
+
 from . import driver
 
-_WARM = multiprocessing.get_context("forkserver")
-_WARM.set_forkserver_preload(
-    ["vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker",
-     "vllm.model_executor.models.qwen3", "vllm.models.deepseek_v4", "vllm.model_executor.warmup"]
-)  # fmt: skip
 _COLD = multiprocessing.get_context("spawn")
 _READ_AT_IMPORT = ("AS_GPU", "OMP_", "TORCH", "TRITON_")
 """Beginnings of variables that matter while vLLM and what it needs are imported."""
@@ -29,14 +26,14 @@ class EngineFailed(Exception):
 
 
 class Engine:
-    """A real vLLM engine in a process of its own: forked from one that has only imported vLLM,
-    which takes four fifths of an engine's start; a fresh one where variables change imports."""
+    """A real vLLM engine in a process of its own: a warm one, or a fresh one where variables change
+    imports."""
 
     def __init__(self, log: Path, **setup: Any) -> None:
         self.log = log
         given: dict[str, str] = setup.pop("env", {})
         cold = any(name.startswith(_READ_AT_IMPORT) for name in given)
-        context = _COLD if cold else _WARM
+        context = _COLD if cold else warm.CONTEXT
         self._orders, orders = context.Pipe()
         environment = {**os.environ, **given}
         self.process: BaseProcess = context.Process(

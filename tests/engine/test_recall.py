@@ -244,8 +244,8 @@ def test_replies_are_durable_survive_kill_9_and_a_reset_forgets_them(
     """``async_write`` off: what a reply was sent for is on disk, whatever comes next."""
     engine.kill()  # it was reset, and its blocks have been private since
     first = start(**setup)
-    prompts = [prompt_of(4 * BLOCK + 3, 60 + i) for i in range(3)]
-    told = [first.ask(prompt, max_tokens=BLOCK) for prompt in prompts]
+    prompts = [prompt_of(5 * BLOCK - 10, 60 + i) for i in range(3)]
+    told = [first.ask(prompt, max_tokens=16) for prompt in prompts]
     first.kill()
     assert not [name for name in os.listdir("/dev/shm") if "kvrecall" in name]
 
@@ -255,7 +255,7 @@ def test_replies_are_durable_survive_kill_9_and_a_reset_forgets_them(
     for prompt, reply in zip(prompts, told, strict=True):
         turn = prompt + reply["tokens"] + prompt_of(BLOCK, 99)
         assert sum(hits(second.ask(turn, max_tokens=1))) == 5 * BLOCK
-        again = second.ask(prompt, max_tokens=BLOCK)
+        again = second.ask(prompt, max_tokens=16)
         assert again["tokens"] == reply["tokens"]
     assert hits(second.ask(prompt_of(4 * BLOCK, 90))) == (0, 0, 0)
 

@@ -84,6 +84,7 @@ def test_variant(
     engine.close()
 
 
+@pytest.mark.long
 def test_adapters_of_one_name(
     start: Callable[..., Engine], model_folder: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -127,7 +127,9 @@ def hot_and_scan(chains: int, share: float, requests: int, step: float, seed: in
     return trace_of("hot", [(n * step, range(10 * c, 10 * c + 10)) for n, c in enumerate(drawn)])
 
 
-@pytest.mark.parametrize("step", [0.001, 0.3, 5.0, 60.0])
+@pytest.mark.parametrize(
+    "step", [0.3, 60.0, *(pytest.param(step, marks=pytest.mark.long) for step in (0.001, 5.0))]
+)
 def test_hazard_keeps_a_hot_set_from_the_start(step: float) -> None:
     """However fast: before it is taught, while it hardly is, and after."""
     for requests, (chains, share, capacity) in itertools.product(

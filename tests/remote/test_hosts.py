@@ -14,7 +14,7 @@ from kvrecall.lab.masters import Master
 from tests.remote.mooncake import needs_mooncake
 from tests.remote.network import FIRST, SECOND, Network, PoolHost
 
-pytestmark = [needs_mooncake, pytest.mark.timeout(300)]
+pytestmark = [needs_mooncake, pytest.mark.timeout(300), pytest.mark.long]
 
 
 def settings_of(network: Network, master: Master, host: int) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def instance(
     words += ["--pool-config", str(file)]
     words += ["--pool-socket", str(socket)] if socket is not None else []
     words += ["--", "--max-num-seqs", "8"]
-    return LiveServer(folder, words, f"http://127.0.0.1:{port}")
+    return LiveServer(folder, words, f"http://127.0.0.1:{port}", warm=True)
 
 
 class Router:

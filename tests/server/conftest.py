@@ -28,7 +28,7 @@ def tiny_server(folder: Path, longest: int = 768) -> Iterator[LiveServer]:
     words = [str(folder / "model"), "--port", str(port), "--served-model-name", "tiny"]
     words += ["--host-size", "32MiB", "--kv-cache-memory-bytes", "64MiB"]
     words += ["--max-model-len", str(longest), "--", "--max-num-seqs", str(PLACES)]
-    live = LiveServer(folder, words, f"http://127.0.0.1:{port}")
+    live = LiveServer(folder, words, f"http://127.0.0.1:{port}", warm=True)
     try:
         live.wait_ready()
         yield live

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import psutil
+from support.warm import WarmServer
 
 KVRECALL = Path(sys.executable).parent / "kvrecall"
 START_LIMIT_S = 600
@@ -22,7 +23,8 @@ class LiveServer:
     """Started by the constructor; ``wait_ready`` before use; ``close`` leaves nothing behind.
 
     ``management`` is a client of the management plane, ``client`` by default; ``program`` is what
-    ``words`` are given to."""
+    ``words`` are given to. ``warm``: forked from a process that has imported vLLM, in place of the
+    command; for tests of what a server does, not of how it starts and ends."""
 
     def __init__(
         self,
@@ -32,6 +34,7 @@ class LiveServer:
         verify: Any = True,
         management: httpx.Client | None = None,
         program: Sequence[str | Path] = (KVRECALL, "serve"),
+        warm: bool = False,
     ) -> None:
         self.folder = folder
         self.url = url
@@ -42,6 +45,11 @@ class LiveServer:
         environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
         # LMCache sets it when it is imported: a server would tell other processes' counters, too.
         environment.pop("PROMETHEUS_MULTIPROC_DIR", None)
+        self.process: subprocess.Popen[bytes] | WarmServer
+        if warm:
+            self._log.write_bytes(b"")
+            self.process = WarmServer(words, self._log, environment)
+            return
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [*program, *words],

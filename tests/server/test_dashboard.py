@@ -102,7 +102,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in retrieval.items():
             patch.setenv(name, value)
-        live = LiveServer(folder, words, f"http://127.0.0.1:{port}")
+        live = LiveServer(folder, words, f"http://127.0.0.1:{port}", warm=True)
     try:
         live.wait_ready()
         for prompt, salt in ((TEXT, None), (TEXT + "Again.", None), (TEXT, "a tenant")):

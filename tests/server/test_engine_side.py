@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
+import os
 import selectors
-import subprocess
-import sys
 import time
 from collections.abc import AsyncGenerator
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+from support.warm import CONTEXT
 
 from kvrecall.engines.base import Limits, ServeSpec
 
@@ -213,18 +215,27 @@ def test_command_line() -> None:
 
 def test_an_engine_core_ends_with_its_parent() -> None:
     """A parent that is killed takes the process that called ``end_with_parent`` with it."""
-    code = (
-        "import multiprocessing as m, time\n"
-        "from kvrecall.engines.vllm.compat.parent import end_with_parent\n"
-        "def core():\n    end_with_parent()\n    time.sleep(600)\n"
-        "child = m.get_context('fork').Process(target=core)\n"
-        "child.start()\nprint(child.pid, flush=True)\ntime.sleep(600)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        core = psutil.Process(int(parent.stdout.readline()))
-        parent.kill()
+    told, tell = CONTEXT.Pipe(duplex=False)
+    parent = CONTEXT.Process(target=_parent, args=(tell,))
+    parent.start()
+    core = psutil.Process(told.recv())
+    parent.kill()
+    parent.join()
     assert all_gone([core])
+
+
+def _parent(tell: Connection) -> None:
+    core = multiprocessing.get_context("fork").Process(target=_core, args=(tell,))
+    core.start()
+    core.join()
+
+
+def _core(tell: Connection) -> None:
+    from kvrecall.engines.vllm.compat.parent import end_with_parent
+
+    end_with_parent()
+    tell.send(os.getpid())
+    time.sleep(600)
 
 
 SCHEMA: dict[str, Any] = {"type": "array", "minItems": 3, "maxItems": 10**9}

@@ -60,7 +60,6 @@ def complete(server: LiveServer, replica: int, text: str) -> tuple[str, dict[str
 
 
 @pytest.mark.long
-@pytest.mark.long
 @pytest.mark.engine
 def test_a_replica_recalls_what_another_computed(server: LiveServer) -> None:
     for replica in range(2):  # the second computes its first hit, too, to prove the first
@@ -73,7 +72,6 @@ def test_a_replica_recalls_what_another_computed(server: LiveServer) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.long
 @pytest.mark.engine
 def test_sizes_are_limits_of_all_replicas_together(server: LiveServer) -> None:
     with ServiceAdmin(server.folder / "pool" / "pool.sock") as admin:
@@ -85,7 +83,6 @@ def test_sizes_are_limits_of_all_replicas_together(server: LiveServer) -> None:
     assert shown["host"]["capacity_bytes"] == HOST
 
 
-@pytest.mark.long
 @pytest.mark.long
 @pytest.mark.engine
 def test_the_pool_ends_with_a_server_that_is_killed(server: LiveServer) -> None:

@@ -455,11 +455,12 @@ def test_sigterm_lets_running_requests_end(server: LiveServer) -> None:
 
 def test_sigterm_while_starting(folder: Path) -> None:
     words = [str(folder / "model"), "--no-pool", "--port", str(free_port())]
-    starting = LiveServer(folder, words, "http://127.0.0.1")
+    starting = LiveServer(folder, words, "http://127.0.0.1", warm=True)
     try:
         assert until(
             lambda: any(p.name().startswith("VLLM::") for p in starting.family()), START_LIMIT_S
         )
+        starting.engine_core().suspend()  # so that it does not end first
         family = starting.family()
         starting.process.send_signal(signal.SIGTERM)
         assert starting.wait_end() == 0
@@ -474,7 +475,7 @@ def test_a_seed_without_a_pool(folder: Path) -> None:
     port = free_port()
     words = [str(folder / "model"), "--no-pool", "--port", str(port)]
     words += ["--kv-cache-memory-bytes", "64MiB", "--", "--max-num-batched-tokens", "256"]
-    plain = LiveServer(folder, words, f"http://127.0.0.1:{port}")
+    plain = LiveServer(folder, words, f"http://127.0.0.1:{port}", warm=True)
     try:
         plain.wait_ready()
         sampled = {"do_sample": True, "seed": 3, "max_new_tokens": 8, "details": True}

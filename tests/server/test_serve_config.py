@@ -80,6 +80,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         f"https://127.0.0.1:{port}",
         context,
         httpx.Client(base_url=url, timeout=60, verify=management),
+        warm=True,
     )
     try:
         started.wait_ready()

@@ -1,0 +1,86 @@
+"""Processes of vLLM that are forked from one that has only imported it: imports are four fifths of
+the time that an engine takes to start."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    ["vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker",
+     "vllm.model_executor.models.qwen3", "vllm.models.deepseek_v4", "vllm.model_executor.warmup",
+     "kvrecall.engines.vllm.serving.app", "kvrecall.server.application"]
+)  # fmt: skip
+
+
+def begin(log: str, environment: Mapping[str, str]) -> None:
+    """Makes this process, which has just begun, one that a shell started: nothing of the one that
+    runs the tests. Its output goes to ``log``. Processes of its engine are forked from it."""
+    import setproctitle  # of vLLM
+
+    os.setsid()
+    with open(log, "a") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    setproctitle.getproctitle()  # finds its place by the environment that there still is
+    os.environ.clear()
+    os.environ.update(environment)
+    multiprocessing.current_process().name = "MainProcess"
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
+    _fork_and_not_spawn()
+
+
+class WarmServer:
+    """``kvrecall serve WORDS``, as a ``Popen`` of it."""
+
+    def __init__(self, words: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        self._process = CONTEXT.Process(
+            target=_serve, args=(list(words), str(log), dict(environment))
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("kvrecall serve", timeout or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+def _serve(words: list[str], log: str, environment: Mapping[str, str]) -> None:
+    begin(log, environment)
+    sys.argv = ["kvrecall", "serve", *words]
+    from kvrecall.cli import main
+
+    main()
+
+
+def _fork_and_not_spawn(_get: Any = multiprocessing.get_context) -> None:
+    """Has vLLM fork the processes that it would spawn on a CPU."""
+    multiprocessing.get_context = lambda method=None: _get(  # type: ignore[assignment]
+        "fork" if method == "spawn" else method
+    )
+    os.register_at_fork(after_in_child=_as_if_spawned)
+
+
+def _as_if_spawned() -> None:
+    from vllm import plugins
+
+    plugins.plugins_loaded = False
+    signal.set_wakeup_fd(-1)  # its signals are none of a server's event loop
