@@ -29,7 +29,7 @@ def run(folder, host_bytes, max_files):
     serve(
         PoolConfig(host_bytes, DiskConfig(folder / "disk", 256 << 20)),
         folder / "pool.sock",
-        lambda pool: print("ready", flush=True),
+        lambda: print("ready", flush=True),
     )
 
 children = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import ipaddress
 from collections.abc import Callable, Mapping
 from typing import cast
 
@@ -61,3 +62,13 @@ def with_remote(
     if isinstance(above, NullTier):
         return remote
     return Cascade(above, remote)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host``, a name or an address, is this machine's loopback interface."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

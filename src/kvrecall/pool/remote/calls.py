@@ -13,19 +13,17 @@ T = TypeVar("T")
 _FIRST_BYTES = 8 << 20  # of a batch, before the store's speed is known
 _LEAST_BYTES, _MOST_BYTES = 256 << 10, 64 << 20
 _LATENCIES = 4  # a call shall last so many times what the store takes to answer at all
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
 _FORGET = 1.2  # how fast a latency that was short once is forgotten
 
 
 class CircuitBreaker:
-    """Leaves a store alone after it failed: open for ``first_s`` seconds, then twice as long each
-    time, up to ``longest_s``; the first call after the pause is the trial. Thread-safe."""
+    """Leaves a store alone after it failed: open for ``_FIRST_PAUSE_S`` seconds, then twice as long
+    each time, up to ``_LONGEST_PAUSE_S``; the first call after the pause is the trial. Thread-safe.
+    """
 
-    def __init__(
-        self, monotonic: Callable[[], float], first_s: float = 0.5, longest_s: float = 15.0
-    ) -> None:
+    def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
-        self._first_s = first_s
-        self._longest_s = longest_s
         self._lock = threading.Lock()
         self._pause_s = 0.0
         self._until = float("-inf")
@@ -40,7 +38,7 @@ class CircuitBreaker:
         with self._lock:
             begins = self._pause_s == 0.0
             if not self.is_open:  # of several calls that fail together one counts
-                self._pause_s = min(self._longest_s, max(self._first_s, 2 * self._pause_s))
+                self._pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * self._pause_s))
                 self._until = self._monotonic() + self._pause_s
             return begins
 
@@ -95,7 +93,7 @@ class CallQueue(Generic[T]):
         call: Callable[[list[T]], None],
         limit: Callable[[], int],
         size_of: Callable[[T], int],
-        monotonic: Callable[[], float] = time.monotonic,
+        monotonic: Callable[[], float],
     ) -> None:
         """A batch has items of up to ``limit()`` by ``size_of``, at least one."""
         self._call = call

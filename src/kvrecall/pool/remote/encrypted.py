@@ -6,8 +6,8 @@ import logging
 import mmap
 import os
 import queue
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from kvrecall.pool.cipher import TAG_BYTES, Cipher
 from kvrecall.pool.remote.store import Object, Store
@@ -57,20 +57,14 @@ class EncryptedStore:
         return [any(answers[place :: len(names)]) for place in range(len(names))]
 
     def put(self, objects: Sequence[Object]) -> list[bool]:
-        stored: list[bool] = []
-        for batch in self._batches(objects):
-            if not self._fits(batch[0]):
-                stored.append(False)
-                continue
-            with self._section() as section:
-                stored += self._inner.put(self._encrypt(batch, section))
-        return stored
+        return self._by_section(objects, self._put)
 
     def get(self, objects: Sequence[Object]) -> list[bool]:
         found = [False] * len(objects)
         for key in self._cipher.key_ids:
             missing = [place for place, is_there in enumerate(found) if not is_there]
-            answers = self._get([objects[place] for place in missing], key)
+            wanted = [objects[place] for place in missing]
+            answers = self._by_section(wanted, partial(self._get, key))
             for place, is_there in zip(missing, answers, strict=True):
                 found[place] = is_there
         return found
@@ -87,72 +81,62 @@ class EncryptedStore:
 
     # -- inside ----------------------------------------------------------------------------
 
-    def _encrypt(self, objects: Sequence[Object], section: memoryview) -> list[Object]:
+    def _put(self, objects: Sequence[Object], section: memoryview) -> list[bool]:
         encrypted = []
         for item, parts in self._places(objects, section):
-            label = _label(item)
-            tag = bytearray(self._cipher.seal(label, item.parts, parts))
+            tag = bytearray(self._cipher.seal(_label(item), item.parts, parts))
             name = _encrypted_name(item.name, self._cipher.key_id)
             encrypted.append(Object(name, (memoryview(tag), *parts)))
-        return encrypted
+        return self._inner.put(encrypted)
 
-    def _get(self, objects: Sequence[Object], key: str) -> list[bool]:
-        found: list[bool] = []
-        for batch in self._batches(objects):
-            if not self._fits(batch[0]):
-                found.append(False)
-                continue
-            with self._section() as section:
-                encrypted = [
-                    Object(
-                        _encrypted_name(item.name, key),
-                        (memoryview(bytearray(TAG_BYTES)), *parts),
-                    )
-                    for item, parts in self._places(batch, section)
-                ]
-                answers = self._inner.get(encrypted)
-                found += [
-                    is_there and self._decrypt(item, value)
-                    for item, value, is_there in zip(batch, encrypted, answers, strict=True)
-                ]
-        return found
+    def _get(self, key: str, objects: Sequence[Object], section: memoryview) -> list[bool]:
+        encrypted = [
+            Object(_encrypted_name(item.name, key), (memoryview(bytearray(TAG_BYTES)), *parts))
+            for item, parts in self._places(objects, section)
+        ]
+        answers = self._inner.get(encrypted)
+        return [
+            is_there and self._decrypt(item, value)
+            for item, value, is_there in zip(objects, encrypted, answers, strict=True)
+        ]
 
     def _decrypt(self, item: Object, encrypted: Object) -> bool:
         tag, *parts = encrypted.parts
         return self._cipher.open(_label(item), bytes(tag), parts, item.parts)
 
-    def _batches(self, objects: Sequence[Object]) -> Iterator[list[Object]]:
-        """Objects that fit a section together; one that does not fit any is alone."""
-        batch: list[Object] = []
-        size = 0
-        for item in objects:
-            size += item.nbytes
-            if batch and size > self._section_bytes:
-                yield batch
-                batch, size = [], item.nbytes
-            batch.append(item)
-        if batch:
-            yield batch
-
-    def _fits(self, item: Object) -> bool:
-        if item.nbytes <= self._section_bytes:
-            return True
-        if not self._told:
-            self._told = True
-            _LOG.error(
-                "remote tier: blocks of %d bytes are not stored with encryption; at most %d",
-                item.nbytes,
-                self._section_bytes,
-            )
-        return False
-
-    @contextmanager
-    def _section(self) -> Iterator[memoryview]:
-        section = self._sections.get()
-        try:
-            yield section
-        finally:
-            self._sections.put(section)
+    def _by_section(
+        self,
+        objects: Sequence[Object],
+        call: Callable[[Sequence[Object], memoryview], list[bool]],
+    ) -> list[bool]:
+        """What ``call`` answers for objects that fit a section together, with that section; False
+        for one that fits none."""
+        answers: list[bool] = []
+        at = 0
+        while at < len(objects):
+            end, size = at, 0
+            while end < len(objects) and size + objects[end].nbytes <= self._section_bytes:
+                size += objects[end].nbytes
+                end += 1
+            if end == at:
+                if not self._told:
+                    self._told = True
+                    _LOG.error(
+                        "remote tier: blocks of %d bytes are not stored with encryption; at most "
+                        "%d",
+                        objects[at].nbytes,
+                        self._section_bytes,
+                    )
+                answers.append(False)
+                at += 1
+                continue
+            section = self._sections.get()
+            try:
+                answers += call(objects[at:end], section)
+            finally:
+                self._sections.put(section)
+            at = end
+        return answers
 
     @staticmethod
     def _places(

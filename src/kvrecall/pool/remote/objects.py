@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import ipaddress
 import re
 import threading
 import time
@@ -20,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvrecall.config import allowed_by
 from kvrecall.errors import ConfigError, TierError
+from kvrecall.pool.remote.backends import is_loopback
 from kvrecall.pool.remote.store import Object
 
 T = TypeVar("T")
@@ -266,19 +266,12 @@ def _speaks_plaintext(config: Mapping[str, str], allowed: bool) -> bool:
     endpoints = [value for name, value in config.items() if "endpoint" in name.lower()]
     plain = [urlsplit(value).hostname or "" for value in endpoints if value.startswith("http://")]
     for host in plain:
-        if not (allowed or _is_loopback(host)):
+        if not (allowed or is_loopback(host)):
             raise ConfigError(
                 f"remote: endpoint http://{host} is another machine and its traffic is in the "
                 "clear; use https://, or set allow_plaintext if its network is yours alone"
             )
     return bool(plain)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _local(url: str) -> Any:

@@ -189,9 +189,11 @@ class RemoteTier(Tier):
         with self._lock:
             takes = takes and not self._closed
             for put in puts:
+                queued_bytes, limit = self._queued_bytes, self._config.max_queued_bytes
+                is_full = queued_bytes > 0 and queued_bytes + put.nbytes > limit
                 if put.key in self._storing or self._existence.of(put.key) is Belief.THERE:
                     verdicts.append(PutVerdict.PRESENT)
-                elif not takes or self._is_full(put):
+                elif not takes or is_full:
                     verdicts.append(PutVerdict.SHED)
                 else:
                     item = _Storing(put, now)
@@ -203,10 +205,6 @@ class RemoteTier(Tier):
         if self._config.writes:
             self._ledger.shed_some(verdicts.count(PutVerdict.SHED))
         return verdicts
-
-    def _is_full(self, put: Put) -> bool:
-        left = self._config.max_queued_bytes - self._queued_bytes
-        return self._queued_bytes > 0 and put.nbytes > left
 
     def submit_get(self, gets: Sequence[Get]) -> None:
         now = time.monotonic()
@@ -344,20 +342,16 @@ class RemoteTier(Tier):
             began = time.monotonic()
             answers = self._ask_store("get", lambda: self._store.get(objects), len(objects))
             for item, header, is_there in zip(live, headers, answers, strict=False):
-                outcomes[item.get.key] = self._judged(item, header, is_there)
+                key, data = item.get.key, item.get.into[: item.nbytes]
+                outcomes[key] = Outcome.LOADED if is_there else Outcome.MISS
+                if is_there and not is_intact(key, header, data):
+                    outcomes[key] = Outcome.CORRUPT
             loaded = [i for i in live if outcomes.get(i.get.key) is Outcome.LOADED]
             nbytes, seconds = sum(i.nbytes for i in loaded), time.monotonic() - began
             self._ledger.read(nbytes, seconds)
             self._get_size.moved(nbytes, seconds)
             self._remove_bad(outcomes)
         self._end_gets(batch, outcomes)
-
-    @staticmethod
-    def _judged(item: _Fetching, header: bytearray, is_there: bool) -> Outcome:
-        if not is_there:
-            return Outcome.MISS
-        intact = is_intact(item.get.key, header, item.get.into[: item.nbytes])
-        return Outcome.LOADED if intact else Outcome.CORRUPT
 
     def _remove_bad(self, outcomes: dict[BlockKey, Outcome]) -> None:
         """Notes values of a wrong size, which a store reports as not there, and has all that

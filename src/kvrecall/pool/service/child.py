@@ -15,11 +15,10 @@ from collections.abc import Mapping
 
 from kvrecall.config import service_settings
 from kvrecall.errors import KvrecallError, TierError
-from kvrecall.pool.service.endpoint import serve
+from kvrecall.pool.service.endpoint import FLUSH_S, serve
 
 _LOG = logging.getLogger(__name__)
-_FLUSH_S = 10.0
-_END_S = _FLUSH_S + 10.0
+_END_S = FLUSH_S + 10.0
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 """Before a start after a death; one that served for longer begins with the first pause again."""
@@ -131,7 +130,7 @@ def main() -> None:
     threading.Thread(target=_end_with_orders, name="kvrecall-orders", daemon=True).start()
     try:
         pool, socket = service_settings(orders, "kvrecall")
-        serve(pool, socket, lambda _: _answer(""), flush_s=_FLUSH_S)
+        serve(pool, socket, lambda: _answer(""))
     except KvrecallError as error:
         _answer(str(error))
         sys.exit(2)

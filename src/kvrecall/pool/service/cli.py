@@ -71,7 +71,7 @@ def serve(
             settings, document = read_object(config, "pool settings")
             pool, path = service_settings(settings | given, document.where_key)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-        run_service(pool, path, lambda _: _announce(pool, path))
+        run_service(pool, path, lambda: _announce(pool, path))
 
 
 def _announce(config: PoolConfig, path: Path) -> None:

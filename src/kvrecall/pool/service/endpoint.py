@@ -25,6 +25,7 @@ from kvrecall.pool.service.peers import mappers_of
 from kvrecall.pool.service.server import Patience, Server
 
 _LOG = logging.getLogger(__name__)
+FLUSH_S = 10.0
 _BACKLOG = 128
 _MAX_PATH = 107  # of a Unix socket, bytes
 _LET_GO_S = 10.0
@@ -136,30 +137,25 @@ def clear_dead(own: Path) -> None:
                 os.close(fd)
 
 
-def serve(
-    config: PoolConfig,
-    path: Path,
-    on_ready: Callable[[Pool], None] = lambda pool: None,
-    flush_s: float = 10.0,
-) -> None:
-    """Serves until SIGTERM or SIGINT, then stores what is queued for at most ``flush_s`` seconds.
+def serve(config: PoolConfig, path: Path, on_ready: Callable[[], None]) -> None:
+    """Serves until SIGTERM or SIGINT, then stores what is queued for at most ``FLUSH_S`` seconds.
     Raises ConfigError or TierError, with nothing left behind, if it cannot start."""
     lock = SocketLock(path)
     try:
         with listening(path) as listener, contextlib.ExitStack() as stack:
             wait_for_memory(config.host_bytes, lock.old_arena)
             pool = Pool.open(config)
-            stack.callback(pool.close, flush_s)
+            stack.callback(pool.close, FLUSH_S)
             lock.note_arena(pool.arena_handle().inode)
             server = Server(pool, listener, config)
             _tune()
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: server.stop())
-            on_ready(pool)
+            on_ready()
             server.run()
             path.unlink(missing_ok=True)
             _LOG.info("pool service: stopping")
-            pool.close(flush_s)
+            pool.close(FLUSH_S)
             server.close()
     finally:
         lock.release()

@@ -46,9 +46,9 @@ def peer_of(pid: int) -> Peer | None:
     return None if status is None else Peer(pid, status.born)
 
 
-def mappers_of(inode: int | None, but: Iterable[int] = ()) -> set[int]:
-    """Processes of this user that map the arena with that inode (None: any arena). Milliseconds;
-    blocks. OSError if that cannot be seen now (too many open files)."""
+def mappers_of(inode: int, but: Iterable[int] = ()) -> set[int]:
+    """Processes of this user that map the arena with that inode. Milliseconds; blocks. OSError if
+    that cannot be seen now (too many open files)."""
     skipped = set(but)
     found = set()
     for pid in _pids():
@@ -57,9 +57,7 @@ def mappers_of(inode: int | None, but: Iterable[int] = ()) -> set[int]:
         try:
             with (_PROC / str(pid) / "maps").open(errors="replace") as maps:
                 for line in maps:
-                    if _ARENA_NAME in line and (
-                        inode is None or line.split(None, 5)[4] == str(inode)
-                    ):
+                    if _ARENA_NAME in line and line.split(None, 5)[4] == str(inode):
                         found.add(pid)
                         break
         except _ENDED:

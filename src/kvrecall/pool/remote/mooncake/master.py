@@ -12,7 +12,8 @@ from pathlib import Path
 
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.arena import Arena
-from kvrecall.pool.remote.mooncake.settings import MooncakeSettings, is_loopback
+from kvrecall.pool.remote.backends import is_loopback
+from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
 from kvrecall.pool.remote.mooncake.store import MooncakeStore
 
 _STOP_S = 10.0

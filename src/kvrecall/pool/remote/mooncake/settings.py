@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import read_json
+from kvrecall.pool.remote.backends import is_loopback
 
 _REQUIRED = ("local_hostname", "metadata_server", "master_server_address")
 _SIZES = {"global_segment_size": 3355443200, "local_buffer_size": 64 << 20}
@@ -50,16 +50,6 @@ class MooncakeSettings:
         if not allowed:
             _refuse_plaintext(values, source)
         return cls(_as_setup(values, source), _address(values, source))
-
-
-def is_loopback(host: str) -> bool:
-    """Whether ``host``, a name or an address, is this machine's loopback interface."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def split_address(text: str) -> tuple[str, int] | None:
