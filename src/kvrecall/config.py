@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
@@ -623,9 +624,11 @@ def allowed_by(detail: Mapping[str, Any], declared: FieldInfo | None) -> str:
         return _TYPES[kind]
     if kind == "literal_error":
         choices = context["expected"].replace("'", "").replace(" or ", ", ")
+        choices = choices.replace("False, True", "false, true")  # as JSON has them
         return f"allowed: {choices}"
     if kind in ("greater_than", "greater_than_equal", "less_than_equal", "finite_number"):
-        return f"allowed: {_range(declared.metadata if declared else []) or detail['msg']}"
+        bounds = [*(declared.metadata if declared else ()), SimpleNamespace(**context)]
+        return f"allowed: {_range(bounds) or 'a finite number'}"
     if kind in ("string_too_short", "too_short"):
         return "must not be empty"
     if kind in ("string_too_long", "too_long"):

@@ -61,7 +61,8 @@ WRONG: list[tuple[Spoil, list[str]]] = [
     (lambda c: schedule(c).update(cacheBlockSize=256), ["is 256", "1 to 128"]),
     (lambda c: schedule(c).update(templateType="Pure"), ["Standard, Mix"]),
     (lambda c: schedule(c).update(maxN=8193), ["maxN is 8193", "1 to 8192"]),
-    (lambda c: deploy(c).update(truncation=2), ["truncation is 2", "-1, 0, 1"]),
+    (lambda c: deploy(c).update(truncation=2), ["truncation is 2", "false, true, -1, 0, 1"]),
+    (lambda c: server(c).update(interCommPort=80), ["interCommPort is 80", "at least 1024"]),
     (lambda c: deploy(c).update(ModelConfig=[]), ["ModelConfig is []", "not be empty"]),
     (lambda c: model(c).update(npuMemSize=0), [f"{MODEL}.npuMemSize is 0", "-1 (automatic)"]),
     (

@@ -91,10 +91,11 @@ def _table(config: BaseModel, every: bool) -> Table:
             section = path[:-1]
             table.add_section()
             table.add_row(f"[bold]{escape(dotted(section)) or 'config.json'}[/]")
-        shown = str(value) if given else f"({value})" if value is not None else ""
-        effect, text = effect_of(field), field.description or ""
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        shown = text if given else f"({text})" if value is not None else ""
+        effect = effect_of(field)
         marked = f"[{_STYLES[effect]}]{effect.value}[/]"
-        table.add_row(f"  {path[-1]}", escape(shown), marked, escape(text))
+        table.add_row(f"  {path[-1]}", escape(shown), marked, escape(field.description or ""))
     return table
 
 
