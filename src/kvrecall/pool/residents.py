@@ -15,7 +15,7 @@ from kvrecall.pool.eviction.queues import LruPolicy
 from kvrecall.pool.slots import slot_bytes_of
 
 _HELD_AT_ONCE = 4096  # about 4 ms
-_HELD_FROM = 16  # busy blocks passed in one search
+_HELD_FROM = 64  # busy blocks passed in one search: more than one step of an engine commits
 
 
 @dataclass(frozen=True, slots=True)
