@@ -22,7 +22,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvrecall.engines.fingerprint import Memory
-from kvrecall.engines.vllm.compat import loading
+from kvrecall.engines.vllm.compat import scheduler
 from kvrecall.engines.vllm.connector.wire import Shard, ShardLayer
 from kvrecall.engines.vllm.identity import weights
 from kvrecall.engines.vllm.identity.loaded import LoadedModel
@@ -251,7 +251,7 @@ def test_it_begins_before_the_engine_loads(model: Path, monkeypatch: pytest.Monk
     found = weights.weights_of(config)
     assert found.wait(30)
     assert not found.text().startswith("private")
-    assert loading.has_our_connector(config)
+    assert scheduler.has_our_connector(config)
 
 
 # ---- the loaded model ----------------------------------------------------------------------

@@ -13,10 +13,10 @@ from kvrecall.engines.base import (
     Load,
     Pace,
     RecallSplit,
+    RequestView,
     Token,
     Update,
 )
-from kvrecall.engines.insight import RequestView
 
 SPLIT = RecallSplit(device=128, host=256, disk=384, computed=5)
 INFO = EngineInfo(("tiny",), "m", "bfloat16", "cpu", 4096, 8, 8192, 128, 64, 1, "0")

@@ -128,8 +128,8 @@ def test_text_over_tokens(text: str, decoded: list[str], special: str, parts: li
 
 
 def test_ledger_adds_prompts_and_counts_sequences_once() -> None:
+    from kvrecall.engines.vllm.serving.insight import ConnectorReports
     from kvrecall.engines.vllm.serving.openai_handlers import Ledger
-    from kvrecall.engines.vllm.serving.reports import ConnectorReports
 
     def output(key: str, prompt: int, cached: int, report: object = None) -> Any:
         return SimpleNamespace(
@@ -155,7 +155,7 @@ def test_ledger_adds_prompts_and_counts_sequences_once() -> None:
 def test_splits_that_travel_with_statistics_are_found_by_the_names_of_the_api() -> None:
     from vllm.v1.metrics.loggers import PerEngineStatLoggerAdapter
 
-    from kvrecall.engines.vllm.serving.reports import ConnectorReports
+    from kvrecall.engines.vllm.serving.insight import ConnectorReports
 
     reports = ConnectorReports(remembered=2)
     logger = PerEngineStatLoggerAdapter(None, [0], reports.stat_logger)
@@ -173,8 +173,7 @@ def test_splits_that_travel_with_statistics_are_found_by_the_names_of_the_api() 
 
 def test_a_request_is_not_shorter_than_the_wait_for_its_first_token() -> None:
     """vLLM counts that from the arrival, which is before a long prompt is made tokens."""
-    from kvrecall.engines.vllm.serving.reports import ConnectorReports
-    from kvrecall.engines.vllm.serving.request_log import RequestLog
+    from kvrecall.engines.vllm.serving.insight import ConnectorReports, RequestLog
 
     arrived = time.time() - 5
     stats = SimpleNamespace(arrival_time=arrived, num_generation_tokens=1, first_token_latency=5.0)
@@ -231,7 +230,7 @@ def _parent(tell: Connection) -> None:
 
 
 def _core(tell: Connection) -> None:
-    from kvrecall.engines.vllm.compat.parent import end_with_parent
+    from kvrecall.engines.vllm.compat.serving import end_with_parent
 
     end_with_parent()
     tell.send(os.getpid())
@@ -271,14 +270,14 @@ def structured(wanted: dict[str, Any]) -> Any:
 def test_schemas_that_would_take_all_memory_are_refused(wanted: dict[str, Any]) -> None:
     from vllm.exceptions import VLLMValidationError
 
-    from kvrecall.engines.vllm.serving import request_checks
+    from kvrecall.engines.vllm.serving import sampling
 
     with pytest.raises(VLLMValidationError, match="100000 items together"):
-        request_checks.check(structured(wanted))
+        sampling.check(structured(wanted))
 
 
 @pytest.mark.parametrize("wanted", SERVED, ids=lambda v: str(v)[:60])
 def test_other_schemas_are_left_to_vllm(wanted: dict[str, Any]) -> None:
-    from kvrecall.engines.vllm.serving import request_checks
+    from kvrecall.engines.vllm.serving import sampling
 
-    request_checks.check(structured(wanted))
+    sampling.check(structured(wanted))

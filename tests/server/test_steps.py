@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvrecall.engines.vllm.serving.steps import WINDOW_S, Steps
+from kvrecall.engines.vllm.serving.insight import WINDOW_S, Steps
 
 
 def step(at: float, *tokens: int, engine: int = 0, prompt: int = 0) -> Any:
@@ -35,7 +35,7 @@ def test_batches_of_an_answer() -> None:
 
 
 def test_what_is_forgotten_is_not_told_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrecall.engines.vllm.serving.steps._KEPT", 3)
+    monkeypatch.setattr("kvrecall.engines.vllm.serving.insight._KEPT", 3)
     steps = Steps()
     for at in range(5):
         steps.note(step(float(at), 1))

@@ -19,14 +19,15 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from kvrecall.block import BlockKey, Namespace
-from kvrecall.engines.sglang.identity import (
+from kvrecall.engines.sglang.pages import (
     Identity,
+    Page,
+    Pages,
     check_ranks,
     identity_of,
     key_of,
     read_settings,
 )
-from kvrecall.engines.sglang.pages import Page, Pages
 
 _FLAT = "flat"  # one tensor, as the host pool flattens a page
 _PIECES = "pieces"  # the pieces of the host pool's buffers, in its order

@@ -13,8 +13,7 @@ from fastapi import APIRouter, Query
 from starlette.responses import JSONResponse, Response
 
 from kvrecall import __version__
-from kvrecall.engines.base import Engine
-from kvrecall.engines.insight import Heat
+from kvrecall.engines.base import Engine, Heat
 from kvrecall.server.dashboard.cached_prefixes import CachedPrefixes
 from kvrecall.server.dashboard.history import EVERY_S, KEPT, History
 

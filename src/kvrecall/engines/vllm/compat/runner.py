@@ -1,4 +1,5 @@
-"""vLLM's model runners: when they call the connector, and requests with a ``seed`` on a CPU."""
+"""vLLM's workers and model runners: what they show and when they call the connector, and requests
+with a ``seed`` on a CPU."""
 
 from __future__ import annotations
 
@@ -40,6 +41,28 @@ def hand_orders_first(vllm_config: Any) -> None:
         return execute_model
 
     install("orders-first", make)
+
+
+def show_model(vllm_config: Any, see: Callable[[Any], None]) -> None:
+    """Has ``see(model)`` called in this worker's process, with the model it has loaded, when the
+    engine asks the workers' connectors what they hold. The last ``see`` counts."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    name = str(vllm_config.parallel_config.worker_cls)
+    worker: Any = resolve_obj_by_qualname(name) if "." in name else None
+    if not hasattr(worker, "get_kv_connector_handshake_metadata"):
+        return
+
+    def make(plain: Any) -> Any:
+        def get_kv_connector_handshake_metadata(self: Any) -> Any:
+            model = self.get_model() if hasattr(self, "get_model") else None
+            if model is not None:
+                see(model)
+            return plain(self)
+
+        return get_kv_connector_handshake_metadata
+
+    install("show-model", make, worker, renew=True)
 
 
 def register_seeds() -> None:

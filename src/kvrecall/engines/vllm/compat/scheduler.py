@@ -1,11 +1,40 @@
-"""vLLM's scheduler and block manager: what the connector interface does not reach."""
+"""The engine core: what the connector interface does not reach of its executor, its scheduler and
+its block manager."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from kvrecall.engines.vllm.compat.patches import install
+
+
+def before_loading(begin: Callable[[Any], None]) -> None:
+    """Has ``begin(vllm_config)`` called in an engine's process before the executor loads the model,
+    if the engine has our connector."""
+
+    def make(plain: Any) -> Any:
+        def init(self: Any, vllm_config: Any) -> None:
+            if has_our_connector(vllm_config):
+                begin(vllm_config)
+            plain(self, vllm_config)
+
+        return init
+
+    install("fingerprint-early", make)
+
+
+def has_our_connector(vllm_config: Any) -> bool:
+    """Whether the engine's KV connector is this project's, or one made of it."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from kvrecall.engines.vllm.connector.connector import RecallConnector
+
+    transfer = vllm_config.kv_transfer_config
+    if not getattr(transfer, "kv_connector_module_path", None):
+        return False
+    return issubclass(KVConnectorFactory.get_connector_class(transfer), RecallConnector)
 
 
 def reschedule_lost() -> None:

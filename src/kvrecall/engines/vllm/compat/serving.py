@@ -1,14 +1,24 @@
-"""vLLM's API server: what it passes on of an engine's steps, and its request handlers."""
+"""vLLM's API server: its engine cores, which end with it, their outputs, and its handlers."""
 
 from __future__ import annotations
 
 import copy
+import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+from vllm.v1.engine.coordinator import DPCoordinatorProc
+from vllm.v1.engine.core import EngineCoreProc
 
 from kvrecall.engines.vllm.compat.patches import install
 
 Handler = TypeVar("Handler")
+
+_run_engine_core = EngineCoreProc.run_engine_core
+_run_coordinator = DPCoordinatorProc.run_coordinator
 
 
 def note_outputs(core: Any, note: Callable[[Any], None]) -> None:
@@ -34,3 +44,42 @@ def handler_as(handler: Any, kind: type[Handler], **attributes: Any) -> Handler:
     twin.__class__ = kind
     vars(twin).update(attributes)
     return twin
+
+
+def end_with_parent() -> None:
+    """Has this process killed when its parent process ends. Nothing without a parent process of
+    ``multiprocessing``. What the pool has committed survives a kill, so nothing is lost."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="kvrecall-parent-watch", daemon=True).start()
+
+
+def run_engine_core(*args: Any, **kwargs: Any) -> None:
+    """vLLM's engine core process, ending with its parent. Of this module, so that a process that
+    is spawned finds it."""
+    end_with_parent()
+    _run_engine_core(*args, **kwargs)
+
+
+def run_coordinator(*args: Any, **kwargs: Any) -> None:
+    """vLLM's coordinator of data-parallel replicas, ending with its parent."""
+    end_with_parent()
+    _run_coordinator(*args, **kwargs)
+
+
+def end_engine_cores_with_parent() -> None:
+    """Has vLLM start its engine cores, and their coordinator, by the functions above.
+
+    When the API server of vLLM 0.32 is killed (``kill -9``, the OOM killer), its engine core stays,
+    idle and unreachable, with all its memory and, in our case, the lock of the disk tier: the next
+    server could not start. The coordinator of data-parallel replicas stays too. Workers end with
+    their engine core by themselves.
+    """
+    install("end-with-parent", lambda plain: run_engine_core)
+    install("end-coordinator-with-parent", lambda plain: run_coordinator)

@@ -25,8 +25,8 @@ from kvrecall.engines.fingerprint import default_memory
 from kvrecall.engines.vllm.attention.checks import offload_hindrance
 from kvrecall.engines.vllm.attention.offload_scheduler import OffloadPlanner
 from kvrecall.engines.vllm.attention.plugin import active_settings, asked_for, require_on
-from kvrecall.engines.vllm.compat import config, loading, runner, scheduler, waits
-from kvrecall.engines.vllm.compat.parent import end_with_parent
+from kvrecall.engines.vllm.compat import config, runner, scheduler, waits
+from kvrecall.engines.vllm.compat.serving import end_with_parent
 from kvrecall.engines.vllm.connector.metrics import RecallPromMetrics, RecallStats
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
@@ -82,7 +82,7 @@ class RecallConnector(KVConnectorBase_V1):
             runner.mend_seeds()
             runner.hand_orders_first(vllm_config)
             self._worker = RecallWorker(vllm_config, kv_cache_config)
-            loading.show_model(vllm_config, self._worker.see_model)
+            runner.show_model(vllm_config, self._worker.see_model)
         else:
             if multiprocessing.current_process().name.startswith("EngineCore"):
                 end_with_parent()

@@ -2,7 +2,7 @@
 
 vLLM carries a ``KVConnectorStats`` payload from the engine to the API process once a step; the
 payload holds increments of counters, current values of gauges, and for requests that began where
-their prompts come from (``serving/reports.py``).
+their prompts come from (``serving/insight.py``).
 """
 
 from __future__ import annotations

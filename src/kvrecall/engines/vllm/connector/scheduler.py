@@ -35,7 +35,7 @@ from kvrecall.engines.vllm.connector.wire import (
     StepOrders,
     StepReport,
 )
-from kvrecall.engines.vllm.identity.registry import AdapterIdentity, NamespaceRegistry
+from kvrecall.engines.vllm.identity.namespace import Adapters, NamespaceRegistry
 from kvrecall.pool.base import ArenaHandle, PoolClient, Recall, RecallState
 
 logger = logging.getLogger("vllm.kvrecall")
@@ -71,7 +71,7 @@ class RecallScheduler:
         settings: RecallSettings,
         facts: EngineFacts,
         namespace: Callable[[], Namespace | None],
-        adapters: AdapterIdentity,
+        adapters: Adapters,
         block_ids: Callable[[str], Sequence[int]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -19,6 +19,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch
 import vllm.envs as envs
 
 from kvrecall.engines.vllm import generated_page
-from kvrecall.engines.vllm.compat.loading import draft_model
+from kvrecall.engines.vllm.identity.weights import draft_model
 
 
 class Fate(enum.Enum):
@@ -50,25 +51,12 @@ class Decision:
     reason: str
 
 
-def _in(reason: str) -> Decision:
-    return Decision(Fate.IN_NAMESPACE, reason)
-
-
-def _out(reason: str) -> Decision:
-    return Decision(Fate.NO_EFFECT, reason)
-
-
-def _loaded(reason: str) -> Decision:
-    return Decision(Fate.LOADED_MODEL, reason)
-
-
-def _hash(reason: str) -> Decision:
-    return Decision(Fate.BLOCK_HASH, reason)
-
-
-def _otherwise(reason: str) -> Decision:
-    return Decision(Fate.NAMESPACE_OTHERWISE, reason)
-
+_in = partial(Decision, Fate.IN_NAMESPACE)
+_out = partial(Decision, Fate.NO_EFFECT)
+_adapter = partial(Decision, Fate.ADAPTER)
+_loaded = partial(Decision, Fate.LOADED_MODEL)
+_hash = partial(Decision, Fate.BLOCK_HASH)
+_otherwise = partial(Decision, Fate.NAMESPACE_OTHERWISE)
 
 UNKNOWN = _in("Unknown to this version of kvrecall.")
 PARTS = Decision(Fate.PARTS, "A configuration of its own.")
@@ -85,7 +73,7 @@ ENCODER = _in("How the encoder of images, video and audio computes.")
 DRAFT = _in("Shapes the draft model's layers, whose KV lies in the same blocks; unset without one.")
 LOADING = _in("Which tensors of the model's folder are read, and what is made of them.")
 
-ADAPTERS = Decision(Fate.ADAPTER, "How an adapter's part is computed; requests without share KV.")
+ADAPTERS = _adapter("How an adapter's part is computed; requests without share KV.")
 FILES = Decision(Fate.FILES, "Where files are found; their content is the fingerprint of weights.")
 
 LIMITS = _loaded("A limit that shapes KV only through rope caches and switches of the model.")
@@ -289,7 +277,7 @@ TABLE: Mapping[str, Mapping[Decision, str]] = {
     "LoRAConfig": {
         ADAPTERS: "max_lora_rank fully_sharded_loras lora_dtype target_modules "
         "enable_tower_connector_lora enable_mixed_moe_lora_format enable_moe_shared_loras",
-        Decision(Fate.ADAPTER, "With hand-tuned kernels only, which it selects."): "max_loras",
+        _adapter("With hand-tuned kernels only, which it selects."): "max_loras",
         _hash("The adapter of a request, by name and path."): "default_mm_loras",
         MEMORY: "max_cpu_loras",
         STARTUP: "specialize_active_lora",
@@ -516,7 +504,7 @@ ENVIRONMENT: Mapping[Decision, str] = {
     "VLLM_DEEPEP_V2_PREFER_OVERLAP VLLM_DEEPEP_V2_ALLOW_MULTIPLE_REDUCTION "
     "VLLM_KIMI_K3_SHARD_SP_SHARED_EXPERT",
     MEDIA: "VLLM_VIDEO_LOADER_BACKEND VLLM_MEDIA_CONNECTOR VLLM_USE_RUST_FRONTEND",
-    Decision(Fate.ADAPTER, "How an adapter's part is added."): "VLLM_LORA_ENABLE_DUAL_STREAM",
+    _adapter("How an adapter's part is added."): "VLLM_LORA_ENABLE_DUAL_STREAM",
     _loaded("What plug-ins put into the model: its code and backends."): "VLLM_PLUGINS",
     LIMITS: "VLLM_ALLOW_LONG_MAX_MODEL_LEN",
     FILES: "VLLM_USE_MODELSCOPE VLLM_MODEL_REDIRECT_PATH",

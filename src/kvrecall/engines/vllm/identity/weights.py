@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from kvrecall.engines.fingerprint import FileState, Fingerprint, Memory, default_memory
-from kvrecall.engines.vllm.compat import loading
+from kvrecall.engines.vllm.compat.scheduler import before_loading
 
 logger = logging.getLogger("vllm.kvrecall")
 
@@ -25,6 +25,7 @@ _FROM_THE_FOLDER = frozenset(
 )
 """Load formats that read nothing but files of the model's folder."""
 
+_DRAFTLESS = ("ngram", "ngram_gpu", "suffix")
 _CLOCK_S = 1.5  # the kernel counts a process's start in whole seconds since boot
 
 _early: dict[int, Weights] = {}  # by the id of the engine's configuration, until it is asked for
@@ -86,7 +87,7 @@ class Weights:
 
     def _models(self) -> list[_Model]:
         load = self._config.load_config
-        configs = [self._config.model_config, loading.draft_model(self._config)]
+        configs = [self._config.model_config, draft_model(self._config)]
         for place, config in enumerate(configs):
             if config is not None and place not in self._found:
                 model = _model(config, load)
@@ -143,10 +144,38 @@ def _model(model_config: Any, load_config: Any) -> _Model:
     path = Path(name)
     if path.exists():
         return _Model(name, path, code)
-    folder = loading.hub_snapshot(model_config, load_config)
+    folder = _hub_snapshot(model_config, load_config)
     if folder is None:
         return _Model(name, None, code, True, "it is neither a local folder nor in the hub's cache")
     return _Model(name, folder, code, True)
+
+
+def draft_model(vllm_config: Any) -> Any:
+    """Configuration of the draft model whose layers lie in the KV cache; None without one."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method in _DRAFTLESS:
+        return None
+    return getattr(speculative, "draft_model_config", None)
+
+
+def _hub_snapshot(model_config: Any, load_config: Any) -> Path | None:
+    """Folder of the model's files in the local cache of the Hugging Face hub, None if they are not
+    there. The commit is that of the configuration which the engine has read."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    name = str(model_config.model).split(":")[0]  # GGUF: repository:quantisation
+    commit = getattr(model_config.hf_config, "_commit_hash", None)
+    try:
+        folder = snapshot_download(
+            name,
+            revision=commit or model_config.revision,
+            cache_dir=load_config.download_dir,
+            local_files_only=True,
+        )
+    except (LocalEntryNotFoundError, ValueError, OSError):
+        return None
+    return Path(folder)
 
 
 def _newer_than_process(files: tuple[FileState, ...]) -> str:
@@ -168,4 +197,4 @@ def weights_of(vllm_config: Any) -> Weights:
 def register() -> None:
     """The ``vllm.general_plugins`` entry point: engines with our connector read their weights for
     a fingerprint while they load."""
-    loading.before_loading(begin)
+    before_loading(begin)

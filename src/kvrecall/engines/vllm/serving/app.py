@@ -2,13 +2,14 @@
 
 ``serve`` is the only entry. Everything here follows vLLM 0.32's own ``vllm serve``
 (``vllm/entrypoints/launchers/api_server/entry.py``): the same functions in the same order, with
-three differences: the OpenAI handlers are replaced by those of ``answers.py`` (which report where
-a prompt's tokens came from), routes are attached before the first request, and how the server
-ended is told by an exit status.
+four differences: handlers of ``openai_handlers.py`` replace vLLM's, routes are attached before the
+first request, further addresses are served beside vLLM's own (each by a uvicorn server in the same
+event loop), and an exit status says how the server ended.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -17,13 +18,14 @@ import shutil
 import signal
 import socket
 from argparse import Namespace
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import psutil
+import uvicorn
 import uvloop
 from fastapi import FastAPI
 from pydantic import ValidationError
@@ -31,7 +33,12 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-from vllm.entrypoints.launchers.launcher import serve_http, setup_server
+from vllm.entrypoints.launchers.launcher import (
+    NoSignalServer,
+    create_server_socket,
+    serve_http,
+    setup_server,
+)
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.platforms import current_platform
@@ -40,14 +47,13 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.executor import Executor
 
 from kvrecall.config import RecallSettings, default_socket, split_for_service
-from kvrecall.engines.base import Engine, Limits, Role, ServeSpec
+from kvrecall.engines.base import Engine, Limits, Listener, Role, ServeSpec
 from kvrecall.engines.vllm.attention import plugin
 from kvrecall.engines.vllm.compat import waits
-from kvrecall.engines.vllm.compat.parent import end_engine_cores_with_parent
 from kvrecall.engines.vllm.compat.runner import ask_for_seeds
-from kvrecall.engines.vllm.serving import listeners
+from kvrecall.engines.vllm.compat.serving import end_engine_cores_with_parent, handler_as
 from kvrecall.engines.vllm.serving.engine import VllmEngine
-from kvrecall.engines.vllm.serving.openai_handlers import recall_chat, recall_completion
+from kvrecall.engines.vllm.serving.openai_handlers import RecallChat, RecallCompletion
 from kvrecall.engines.vllm.serving.served_llm import ServedLLM
 from kvrecall.errors import ConfigError, EngineError
 from kvrecall.pool.service.child import ChildService
@@ -60,6 +66,7 @@ Attach = Callable[[FastAPI, Engine], Mapping[str, FastAPI]]
 _GIB = 1 << 30
 _MAX_DEFAULT_CPU_KV = 4 * _GIB
 _LAST_BYTES_S = 5  # for connections to take what was sent before the engine ended
+_LAST_BYTES_OF_OTHERS_S = 2  # the same of further listeners
 
 
 class _Parser(FlexibleArgumentParser):
@@ -199,18 +206,18 @@ async def _serve(args: Namespace, spec: ServeSpec, attach: Attach) -> int:
         raise EngineError(f"cannot listen on {spec.host}:{spec.port}: {error.strerror}") from error
     sockets: Mapping[str, socket.socket] = {}
     try:
-        sockets = listeners.bound(spec.listeners)
+        sockets = _bound(spec.listeners)
         async with _engine(args, spec.limits) as engine:
             app, others = await _application(engine, args, spec, attach)
             _tell_addresses(args, spec)
-            async with listeners.serving(spec.listeners, sockets, others, args):
+            async with _serving(spec.listeners, sockets, others, args):
                 shutdown = await serve_http(
                     app, sock=sock, enable_ssl_refresh=False, **_uvicorn(args, spec)
                 )
         await shutdown
     finally:
         sock.close()
-        listeners.close(sockets)
+        _close(sockets)
     if engine.died:
         log.error("the engine died; see its own message above")
         return 1
@@ -274,8 +281,9 @@ async def _application(
     await init_app_state(engine, app.state, args, tasks)
     pooled = engine.vllm_config.kv_transfer_config is not None
     state = app.state
-    state.openai_serving_chat = recall_chat(state.openai_serving_chat, spec.limits, pooled)
-    completion = recall_completion(state.openai_serving_completion, spec.limits, pooled)
+    ours = {"limits": spec.limits, "pooled": pooled}
+    state.openai_serving_chat = handler_as(state.openai_serving_chat, RecallChat, **ours)
+    completion = handler_as(state.openai_serving_completion, RecallCompletion, **ours)
     state.openai_serving_completion = completion
     app.middleware_stack = None  # vLLM has built it already; it is built anew when serving starts
     return app, attach(app, VllmEngine(engine, completion, spec.limits, _pool_socket(spec)))
@@ -308,6 +316,68 @@ def _uvicorn(args: Namespace, spec: ServeSpec) -> dict[str, Any]:
     if log_config is not None:
         kwargs["log_config"] = log_config
     return kwargs
+
+
+def _bound(listeners: Sequence[Listener]) -> dict[str, socket.socket]:
+    """A bound socket for each, by its name, so that the addresses are taken.
+
+    Raises EngineError, with nothing left open.
+    """
+    sockets: dict[str, socket.socket] = {}
+    for listener in listeners:
+        try:
+            sockets[listener.name] = create_server_socket(
+                (listener.host, listener.port), reuse_port=False
+            )
+        except OSError as error:
+            _close(sockets)
+            where = f"{listener.host}:{listener.port} ({listener.name})"
+            raise EngineError(f"cannot listen on {where}: {error.strerror}") from error
+    return sockets
+
+
+def _close(sockets: Mapping[str, socket.socket]) -> None:
+    for sock in sockets.values():
+        sock.close()
+
+
+@asynccontextmanager
+async def _serving(
+    listeners: Sequence[Listener],
+    sockets: Mapping[str, socket.socket],
+    apps: Mapping[str, FastAPI],
+    args: Namespace,
+) -> AsyncIterator[None]:
+    """Serves ``apps`` on their listeners; they are stopped on leaving."""
+    servers = [NoSignalServer(_uvicorn_config(each, apps[each.name], args)) for each in listeners]
+    tasks = []
+    for listener, server in zip(listeners, servers, strict=True):
+        apps[listener.name].state.server = server
+        tasks.append(asyncio.create_task(server.serve(sockets=[sockets[listener.name]])))
+    try:
+        yield
+    finally:
+        for server in servers:
+            server.should_exit = True
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _uvicorn_config(listener: Listener, app: FastAPI, args: Namespace) -> uvicorn.Config:
+    """Loaded, so that it fails here and not in a task."""
+    tls = listener.tls
+    config = uvicorn.Config(
+        app,
+        host=listener.host,
+        port=listener.port,
+        lifespan="off",
+        log_config=None,  # that of vLLM's own listener is for all
+        log_level=args.uvicorn_log_level,
+        access_log=False,
+        timeout_graceful_shutdown=_LAST_BYTES_OF_OTHERS_S,
+        ssl_context_factory=None if tls is None else lambda *_: tls.context(),
+    )
+    config.load()
+    return config
 
 
 def _names(args: Namespace) -> str:

@@ -40,8 +40,8 @@ from kvrecall.engines.base import (
     Token,
     Update,
 )
-from kvrecall.engines.vllm.serving import ranking
-from kvrecall.engines.vllm.serving.openai_handlers import Ledger, RecallCompletion
+from kvrecall.engines.vllm.serving.openai_handlers import RecallCompletion
+from kvrecall.engines.vllm.serving.sampling import BEST_OF
 from kvrecall.engines.vllm.serving.served_llm import (
     STOPPED,
     RequestTimeoutError,
@@ -126,28 +126,28 @@ class VllmEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
         """See Generator.generate."""
         async with _faults():
-            async for update in self._generate(request):
-                yield update
-
-    async def _generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
-        engine_input = await self._render(request)
-        outputs = self._outputs(request, engine_input)
-        ledger = self._handler.ledger()
-        prompt_tokens = 0
-        try:
-            async for output in outputs:
-                ledger.note(output)
-                prompt_tokens = len(output.prompt_token_ids or ()) or prompt_tokens
-                more = {
-                    "prompt_tokens": prompt_tokens,
-                    "prefill": self._prefill(output),
-                    "pace": self._pace(request, output.metrics),
-                }
-                for sequence in output.outputs:
-                    yield self._update(request, sequence, ledger, more)
-        finally:
-            await outputs.aclose()
-            self._stopped.discard(request.request_id)
+            outputs = self._outputs(request, await self._render(request))
+            ledger = self._handler.ledger()
+            prompt_tokens = 0
+            try:
+                async for output in outputs:
+                    ledger.note(output)
+                    prompt_tokens = len(output.prompt_token_ids or ()) or prompt_tokens
+                    prefill, pace = self._prefill(output), self._pace(request, output.metrics)
+                    for sequence in output.outputs:
+                        yield Update(
+                            index=sequence.index,
+                            tokens=self._tokens(sequence) if request.sampling.logprobs else (),
+                            text=sequence.text,
+                            finish=self._finish(request, sequence),
+                            prompt_tokens=prompt_tokens,
+                            split=ledger.split() or RecallSplit(computed=prompt_tokens),
+                            prefill=prefill,
+                            pace=pace,
+                        )
+            finally:
+                await outputs.aclose()
+                self._stopped.discard(request.request_id)
 
     def _outputs(
         self, request: GenerateRequest, engine_input: Any
@@ -205,7 +205,7 @@ class VllmEngine:
         sampling = request.sampling
         extra: dict[str, Any] = with_timeout(request.timeout_s)
         if sampling.best_of is not None:
-            extra[ranking.KEY] = sampling.best_of
+            extra[BEST_OF] = sampling.best_of
         kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
         return SamplingParams(
             max_tokens=max_tokens,
@@ -225,34 +225,34 @@ class VllmEngine:
             raise GenerateError(Fault.UNKNOWN, f"no adapter {name!r} is loaded (loaded: {known})")
         return adapters[name]
 
-    def _update(
-        self,
-        request: GenerateRequest,
-        sequence: CompletionOutput,
-        ledger: Ledger,
-        more: dict[str, Any],
-    ) -> Update:
-        named = request.sampling.logprobs and sequence.logprobs is not None
-        ids = list(sequence.token_ids) if named else []
-        found = [places[token] for places, token in zip(sequence.logprobs or (), ids, strict=False)]
+    def _tokens(self, sequence: CompletionOutput) -> tuple[Token, ...]:
+        """The new tokens, each with its part of the text."""
+        if sequence.logprobs is None:
+            return ()
+        ids = list(sequence.token_ids)
+        found = [places[token] for places, token in zip(sequence.logprobs, ids, strict=False)]
         special = [token in self._special for token in ids]
         texts = _spread(sequence.text, [place.decoded_token or "" for place in found], special)
-        return Update(
-            index=sequence.index,
-            tokens=tuple(
-                Token(token, text, max(place.logprob, -9999.0), flag)
-                for token, text, place, flag in zip(ids, texts, found, special, strict=True)
-            ),
-            text=sequence.text,
-            finish=self._finish(request, sequence),
-            split=ledger.split() or RecallSplit(computed=more["prompt_tokens"]),
-            **more,
+        return tuple(
+            Token(token, text, max(place.logprob, -9999.0), flag)
+            for token, text, place, flag in zip(ids, texts, found, special, strict=True)
         )
 
     def _finish(self, request: GenerateRequest, sequence: CompletionOutput) -> Finish | None:
-        if sequence.finish_reason == "abort" and self._engine.ended:
-            raise GenerateError(Fault.BUSY, STOPPED)
-        return _finish(sequence, request.request_id in self._stopped)
+        match sequence.finish_reason:
+            case None:
+                return None
+            case "abort" if self._engine.ended:
+                raise GenerateError(Fault.BUSY, STOPPED)
+            case "abort" if request.request_id in self._stopped:
+                return Finish.STOPPED
+            case "stop":
+                return Finish.EOS if sequence.stop_reason is None else Finish.STOP
+            case "repetition":
+                return Finish.STOP
+            case "length":
+                return Finish.LENGTH
+        raise GenerationError(f"the engine ended the request: {sequence.finish_reason}")
 
     def _pace(self, request: GenerateRequest, stats: Any) -> Pace:
         """``stats`` are vLLM's of the request (RequestStateStats), None if they are off."""
@@ -377,17 +377,3 @@ def _spread(text: str, decoded: list[str], special: list[bool]) -> list[str]:
     if ordinary:
         parts[ordinary[-1]] += text[place:]
     return parts
-
-
-def _finish(sequence: CompletionOutput, stopped: bool) -> Finish | None:
-    if sequence.finish_reason is None:
-        return None
-    if stopped and sequence.finish_reason == "abort":
-        return Finish.STOPPED
-    if sequence.finish_reason == "stop":
-        return Finish.EOS if sequence.stop_reason is None else Finish.STOP
-    if sequence.finish_reason == "repetition":
-        return Finish.STOP
-    if sequence.finish_reason == "length":
-        return Finish.LENGTH
-    raise GenerationError(f"the engine ended the request: {sequence.finish_reason}")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvrecall.engines.insight import Heat
+from kvrecall.engines.base import Heat
 
 _Counts = npt.NDArray[np.int64]
 

@@ -4,7 +4,7 @@ The connector reports per finished request ``kv_transfer_params["kvrecall"]`` (t
 The handlers below are vLLM's own with that report added to ``usage.prompt_tokens_details`` as
 ``recall``. They override few methods, whose outputs they take apart as little as possible: a
 reply object is given one more attribute, and of a stream only the usage chunk is rewritten.
-``best_of``, a field vLLM dropped and would pass over in silence, goes to the engine (best_of.py).
+``best_of``, a field vLLM dropped and would pass over in silence, goes to the engine (sampling.py).
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse, PromptTokenUsa
 from vllm.outputs import RequestOutput
 
 from kvrecall.engines.base import MAX_SEQUENCES, REPORT, Limits, RecallSplit
-from kvrecall.engines.vllm.compat.serving import handler_as
-from kvrecall.engines.vllm.serving import ranking
-from kvrecall.engines.vllm.serving.reports import ConnectorReports
+from kvrecall.engines.vllm.serving.insight import ConnectorReports
+from kvrecall.engines.vllm.serving.sampling import BEST_OF
 
 
 class Ledger:
@@ -102,6 +101,7 @@ class _Bounded:
 
     limits: Limits
     pooled: bool
+    """Whether a connector is in use."""
 
     def ledger(self) -> Ledger:
         """For one HTTP request."""
@@ -119,7 +119,7 @@ class _Bounded:
         if request.stream and best_of != (request.n or 1):
             return self._refused("best_of above n cannot be streamed; leave out stream or best_of")
         if (best_of, request.n) != (1, 1) and not request.stream:
-            request.vllm_xargs = {**(request.vllm_xargs or {}), ranking.KEY: best_of}
+            request.vllm_xargs = {**(request.vllm_xargs or {}), BEST_OF: best_of}
         return None
 
     def beam_search(
@@ -162,7 +162,7 @@ class RecallCompletion(_Bounded, OpenAIServingCompletion):
         prompts = 1
         if isinstance(given, list) and given and not isinstance(given[0], int):
             prompts = len(given)
-        best_of = (request.vllm_xargs or {}).get(ranking.KEY)
+        best_of = (request.vllm_xargs or {}).get(BEST_OF)
         wanted = prompts * max(request.n, best_of if isinstance(best_of, int) else 1)
         if prompts == 1 or wanted <= MAX_SEQUENCES:
             return None
@@ -236,15 +236,3 @@ class RecallChat(_Bounded, OpenAIServingChat):
         )
         async for event in _with_details(events, ledger):
             yield event
-
-
-def recall_completion(
-    handler: OpenAIServingCompletion, limits: Limits, pooled: bool
-) -> RecallCompletion:
-    """``handler`` as a RecallCompletion. ``pooled`` says whether a connector is in use."""
-    return handler_as(handler, RecallCompletion, limits=limits, pooled=pooled)
-
-
-def recall_chat(handler: OpenAIServingChat, limits: Limits, pooled: bool) -> RecallChat:
-    """``handler`` as a RecallChat."""
-    return handler_as(handler, RecallChat, limits=limits, pooled=pooled)

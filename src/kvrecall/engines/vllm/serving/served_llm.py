@@ -20,10 +20,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvrecall.engines.base import Limits
 from kvrecall.engines.vllm.compat.serving import note_outputs
-from kvrecall.engines.vllm.serving import ranking, request_checks
-from kvrecall.engines.vllm.serving.reports import ConnectorReports
-from kvrecall.engines.vllm.serving.request_log import RequestLog
-from kvrecall.engines.vllm.serving.steps import Steps
+from kvrecall.engines.vllm.serving import sampling
+from kvrecall.engines.vllm.serving.insight import ConnectorReports, RequestLog, Steps
 
 _TIMEOUT = "kvrecall_timeout"
 STOPPED = "the server was stopped"
@@ -122,23 +120,23 @@ class ServedLLM(AsyncLLM):
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """As AsyncLLM.generate; raises RequestTimeoutError when a step or the whole takes too
-        long, and VLLMValidationError for what request_checks.py refuses. The request is then
+        long, and VLLMValidationError for what ``sampling.check`` refuses. The request is then
         aborted in the engine."""
         wanted = sampling_params
         if self.ended:  # a step of a beam search, or what waited for its prompt's tokens
             raise GracefulHTTPError(STOPPED, HTTPStatus.SERVICE_UNAVAILABLE)
-        request_checks.check(wanted)
-        best_of = ranking.asked(wanted)
+        sampling.check(wanted)
+        best_of = sampling.best_of_asked(wanted)
         if best_of is not None:
             self._check_count("best_of", best_of)
-            sampling_params = ranking.widened(wanted, best_of)
+            sampling_params = sampling.widened(wanted, best_of)
         outputs = super().generate(prompt, sampling_params, request_id, **kwargs)
         timed = self.timed(outputs, _own_timeout(wanted.extra_args))
         watched = self.request_log.watch(request_id, timed)
         try:
             async for output in watched:
-                request_checks.check_output(output, wanted)
-                yield output if best_of is None else ranking.ranked(output, wanted)
+                sampling.check_output(output, wanted)
+                yield output if best_of is None else sampling.ranked(output, wanted)
         finally:
             await watched.aclose()
 

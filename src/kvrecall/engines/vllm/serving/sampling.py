@@ -1,9 +1,14 @@
-"""Refuses what vLLM's own checks let through and what then breaks more than the request itself.
+"""Sampling parameters beyond vLLM's: ``best_of``, and what its own checks let through.
 
-Found by sending such requests to a live server (docs/log.md, 2026-11-21): vLLM 0.32 validates a
-JSON schema that xgrammar does not take by building llguidance's grammar of it, within the API
-server and with memory in proportion to ``minItems`` and ``maxItems``: one request could have the
-whole server killed. The others cost only their own request, an internal error without a word.
+``best_of``: more sequences are computed than wanted, and the most probable are given, by their
+cumulative log probability, as vLLM did when it had the parameter. It travels in ``extra_args``, so
+that every route that ends in the engine's ``generate`` serves it.
+
+The checks refuse what breaks more than the request itself, found by sending such requests to a
+live server (docs/log.md, 2026-11-21): vLLM 0.32 validates a JSON schema that xgrammar does not
+take by building llguidance's grammar of it, within the API server and with memory in proportion to
+``minItems`` and ``maxItems``: one request could have the whole server killed. The others cost only
+their own request, an internal error without a word.
 """
 
 from __future__ import annotations
@@ -11,17 +16,66 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+
+BEST_OF = "kvrecall_best_of"
+"""Key of ``best_of`` in ``extra_args``."""
 
 MOST_ITEMS = 100_000
 """Bound of all ``minItems`` and ``maxItems`` of a request together; about 125 MB of grammar."""
 
+_GREEDY = 1e-5  # vLLM's own bound of temperatures it takes for 0
 _COUNTS = ("minItems", "maxItems")
 _COUNT_IN_TEXT = re.compile(r'"m(?:in|ax)Items"\s*:\s*([-+.\deE]+)')
 _ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
+
+
+def best_of_asked(params: SamplingParams) -> int | None:
+    """How many sequences are to be computed; None if as many as are wanted."""
+    value = (getattr(params, "extra_args", None) or {}).get(BEST_OF)
+    return value if isinstance(value, int) else None
+
+
+def widened(params: SamplingParams, best_of: int) -> SamplingParams:
+    """``params`` for ``best_of`` sequences, whose probabilities are told at the end.
+
+    Raises VLLMValidationError for what cannot be ranked.
+    """
+    if best_of < params.n:
+        raise _invalid(f"best_of is {best_of}, less than n, which is {params.n}", best_of)
+    if params.temperature < _GREEDY and best_of > 1:
+        raise _invalid("best_of must be 1 when sampling greedily (temperature 0)", best_of)
+    if params.output_kind == RequestOutputKind.DELTA:
+        raise _invalid("best_of cannot be streamed; leave out stream or best_of", best_of)
+    wide = params.clone()
+    wide.n = best_of
+    wide.output_kind = RequestOutputKind.FINAL_ONLY
+    wide.logprobs = 0 if params.logprobs is None else params.logprobs
+    return wide
+
+
+def ranked(output: RequestOutput, params: SamplingParams) -> RequestOutput:
+    """``output`` with its best ``params.n`` sequences, the best first and numbered anew."""
+    best = sorted(output.outputs, key=_score, reverse=True)[: params.n]
+    for index, sequence in enumerate(best):
+        sequence.index = index
+        if params.logprobs is None:
+            sequence.logprobs = None
+    output.outputs = best
+    return output
+
+
+def _score(sequence: Any) -> float:
+    value = sequence.cumulative_logprob
+    return float("-inf") if value is None else float(value)
+
+
+def _invalid(message: str, value: int) -> VLLMValidationError:
+    return VLLMValidationError(message, parameter="best_of", value=value)
 
 
 def check(params: SamplingParams) -> None:

@@ -1,0 +1,209 @@
+"""What the server sees of its engine while it runs: where prompts came from, steps, requests.
+
+vLLM hands a connector's last word on a request to the API process only when the *engine* ends it;
+a stop string is found outside the engine, which then merely aborts the request. So the split of
+every request also travels with the step's statistics, and lies here for the reply to pick up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+from vllm.outputs import RequestOutput
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from kvrecall.engines.base import REPORT, Heat, Phase, RequestView
+from kvrecall.engines.vllm.serving.heat import HeatTotals
+
+_REMEMBERED = 16_384
+_CHILD = re.compile(r"^\d+_")  # one of several samples of a request
+_SUFFIX = re.compile(r"-[0-9a-f]{8}$")  # vLLM's own, to make ids unique
+_KEPT = 8192  # steps of an engine
+WINDOW_S = 10.0
+"""Time over which throughputs are averaged; vLLM's own log takes the same."""
+
+
+class ConnectorReports:
+    """The latest splits by request, as many as can be under way at once, and the sum of what the
+    workers' layers chose. Owned by the served engine; not thread-safe."""
+
+    def __init__(self, remembered: int = _REMEMBERED) -> None:
+        self._splits: OrderedDict[str, Mapping[str, int]] = OrderedDict()
+        self._remembered = remembered
+        self.heat = HeatTotals()
+
+    def take(self, payload: Mapping[str, Any]) -> None:
+        """Takes one payload of ``RecallStats``. Of several samples of one request the first split
+        counts: the others hit what it computed."""
+        for engine_id, split in payload.get("splits", {}).items():
+            self._splits.setdefault(_CHILD.sub("", _SUFFIX.sub("", engine_id)), split)
+        while len(self._splits) > self._remembered:
+            self._splits.popitem(last=False)
+        self.heat.add(payload.get("heat", {}))
+
+    def split_of(self, request_id: str) -> Mapping[str, int] | None:
+        """The split of a request by the name the API gave it."""
+        return self._splits.get(_CHILD.sub("", request_id))
+
+    def stat_logger(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
+        """One of vLLM's stat loggers, which feeds this."""
+        return _Reader(self)
+
+
+class _Reader(StatLoggerBase):
+    def __init__(self, reports: ConnectorReports) -> None:
+        self._reports = reports
+
+    def record(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
+        payload = getattr(scheduler_stats, "kv_connector_stats", None)
+        if payload:
+            self._reports.take(payload)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
+
+
+class Steps:
+    """What the engines' last steps gave: how many sequences got a token, and how many tokens a
+    second, by the outputs that vLLM's engine processes send after each step and by their clock,
+    which is that of the requests' own statistics. Used by the API process's loop only."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._sizes: dict[int, deque[tuple[float, int]]] = {}  # by engine; time and sequences
+        self._tokens: deque[tuple[float, int, int]] = deque()  # time, of prompts, of answers
+
+    def note(self, outputs: Any) -> None:
+        """Takes the outputs of one step of one engine (vLLM's EngineCoreOutputs)."""
+        given = [output for output in outputs.outputs if output.new_token_ids]
+        if not given:
+            return
+        sizes = self._sizes.setdefault(outputs.engine_index, deque(maxlen=_KEPT))
+        sizes.append((outputs.timestamp, len(given)))
+        starts = (output.prefill_stats for output in given)
+        prompts = sum(start.num_prompt_tokens for start in starts if start is not None)
+        answers = sum(len(output.new_token_ids) for output in given)
+        self._tokens.append((self._clock(), prompts, answers))
+        self._forget()
+
+    def sizes(self, first: float, last: float) -> tuple[int, ...]:
+        """How many sequences got a token in each step from ``first`` to ``last``, times of steps
+        of one engine; nothing if not all of them are known any more."""
+        for sizes in self._sizes.values():
+            found = [*takewhile(lambda step: step[0] >= first, reversed(sizes))]
+            while found and found[0][0] > last:
+                del found[0]
+            if found and (found[-1][0], found[0][0]) == (first, last):
+                return tuple(size for _, size in reversed(found))
+        return ()
+
+    def throughputs(self) -> tuple[float, float]:
+        """Tokens a second over the last WINDOW_S: of prompts, which count when their first token
+        is there, and of answers."""
+        self._forget()
+        prompts = sum(prompt for _, prompt, _ in self._tokens)
+        answers = sum(answer for _, _, answer in self._tokens)
+        return prompts / WINDOW_S, answers / WINDOW_S
+
+    def _forget(self) -> None:
+        end = self._clock() - WINDOW_S
+        while self._tokens and self._tokens[0][0] <= end:
+            self._tokens.popleft()
+
+
+class RequestLog:
+    """The requests of ``engine`` (vLLM's AsyncLLM) that pass ``watch``; see ``Insight``. Used by
+    the API process's loop only."""
+
+    remembered = 500
+
+    def __init__(self, reports: ConnectorReports, engine: Any = None) -> None:
+        self._reports = reports
+        self._engine = engine
+        self._ended: deque[RequestView] = deque(maxlen=self.remembered)
+
+    async def watch(
+        self, request_id: str, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Passes ``outputs`` on, and notes how the request ended."""
+        began = time.time()
+        last: RequestOutput | None = None
+        phase = Phase.CANCELLED
+        try:
+            async for output in outputs:
+                last = output
+                yield output
+            phase = Phase.DONE
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException:
+            phase = Phase.FAILED
+            raise
+        finally:
+            self._ended.append(self._ended_view(request_id, phase, began, last))
+            await outputs.aclose()
+
+    def live(self, most: int) -> tuple[Sequence[RequestView], int]:
+        """See Insight.live."""
+        states = list(self._engine.output_processor.request_states.values())
+        return [self._live_view(state) for state in states[-most:]], len(states)
+
+    def ended(self, since: float) -> Sequence[RequestView]:
+        """See Insight.ended."""
+        return [view for view in self._ended if view.ended > since]
+
+    def heat(self) -> Heat | None:
+        """See Insight.heat."""
+        return self._reports.heat.heat()
+
+    def _live_view(self, state: Any) -> RequestView:
+        name = str(state.external_req_id or state.request_id)
+        return RequestView(
+            id=name,
+            phase=Phase.PREFILL if state.is_prefilling else Phase.DECODE,
+            began=0.0 if state.stats is None else float(state.stats.arrival_time),
+            ended=0.0,
+            prompt_tokens=int(state.prompt_len or 0),
+            split=dict(self._reports.split_of(name) or {}),
+            **_progress(state.stats),
+        )
+
+    def _ended_view(
+        self, request_id: str, phase: Phase, began: float, last: RequestOutput | None
+    ) -> RequestView:
+        stats: Any = None if last is None else last.metrics
+        prompt = 0 if last is None else len(last.prompt_token_ids or ())
+        split: Mapping[str, int] | None = None
+        if last is not None:
+            split = (last.kv_transfer_params or {}).get(REPORT)
+        split = split or self._reports.split_of(request_id)
+        if split is None and last is not None and last.num_cached_tokens is not None:
+            cached = last.num_cached_tokens
+            split = {"device": cached, "computed": prompt - cached}
+        return RequestView(
+            id=request_id,
+            phase=phase,
+            began=began
+            if stats is None
+            else min(began, stats.arrival_time),  # as the first token's
+            ended=time.time(),
+            prompt_tokens=prompt,
+            split=dict(split or {}),
+            **_progress(stats),
+        )
+
+
+def _progress(stats: Any) -> dict[str, Any]:
+    """What vLLM's statistics of a request say of its answer; None: they are off."""
+    if stats is None:
+        return {"output_tokens": None, "ttft_s": 0.0}
+    return {
+        "output_tokens": int(stats.num_generation_tokens),
+        "ttft_s": float(stats.first_token_latency),
+    }
