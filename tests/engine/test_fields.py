@@ -31,7 +31,7 @@ from kvrecall.lab.models import write_model
 
 ROOT = Path(__file__).parents[2]
 DECIDE = (
-    "Decide each in src/kvrecall/engines/vllm/identity/fields.py. Does it choose kernels, "
+    "Decide each in src/kvrecall/engines/vllm/identity/fields.toml. Does it choose kernels, "
     "precision or what a token attends to: IN_NAMESPACE. Is it a size of steps or of memory, an "
     "address, a log: NO_EFFECT. In doubt: IN_NAMESPACE. Then run "
     "`python -m kvrecall.engines.vllm.identity.fields docs/identity.md`"
@@ -125,7 +125,7 @@ def test_every_configuration_is_known() -> None:
 @pytest.mark.parametrize("table", [*fields.TABLE, "environment"])
 def test_nothing_is_decided_twice(table: str) -> None:
     decided = fields.ENVIRONMENT if table == "environment" else fields.TABLE[table]
-    names = [name for some in decided.values() for name in some.split()]
+    names = [name for some in decided.values() for name in some]
     assert len(names) == len(set(names)), sorted({n for n in names if names.count(n) > 1})
 
 
@@ -143,7 +143,7 @@ def test_a_part_is_a_configuration() -> None:
 
 def test_every_variable_is_decided() -> None:
     known = set(envs.environment_variables) | set(envs.compile_factors())
-    decided = {name for names in fields.ENVIRONMENT.values() for name in names.split()}
+    decided = {name for names in fields.ENVIRONMENT.values() for name in names}
     assert not known - decided, f"variables without a decision: {sorted(known - decided)}. {DECIDE}"
     assert not decided - known, f"decided, and unknown to vLLM: {sorted(decided - known)}"
     assert not set(fields.LIBRARIES) & known
@@ -571,7 +571,7 @@ def parts_of(config: Any) -> Iterator[Any]:
 
 def test_what_vllm_hashes_counts_or_has_a_reason(model: str, hearing: str) -> None:
     """A configuration without hash of its own is hashed by the one that holds it."""
-    known = {name for some in fields.HASHED_ALL_THE_SAME.values() for name in some.split()}
+    known = {name for some in fields.HASHED_ALL_THE_SAME.values() for name in some}
     checked, unexplained = set(), set()
     adapters = {"enable_lora": True, "speculative_config": NGRAM}
     for root in (configured(model, **adapters), configured(hearing)):
@@ -590,13 +590,13 @@ def test_what_vllm_hashes_counts_or_has_a_reason(model: str, hearing: str) -> No
     assert {"AttentionConfig", "CompilationConfig", "EPLBConfig", "LoRAConfig"} <= checked
     assert not unexplained, (
         f"vLLM holds that these change computation: {sorted(unexplained)}. Put them into the "
-        "namespace, or the reason into HASHED_ALL_THE_SAME"
+        "namespace, or the reason into hashed_all_the_same in fields.toml"
     )
 
 
 def test_reasons_are_given_for_fields_that_have_no_effect() -> None:
     for names in fields.HASHED_ALL_THE_SAME.values():
-        for name in names.split():
+        for name in names:
             config, _, field = name.partition(".")
             assert fields.decisions(config)[field].fate is Fate.NO_EFFECT, name
 

@@ -266,10 +266,6 @@ class Reclaimer:
         if self._catalog.used_bytes > total * self._watermarks.high:
             self._catalog.evict_bytes(self._catalog.used_bytes - int(total * self._watermarks.low))
             self.reap()
-        self._compact()
-
-    def _compact(self) -> None:
-        """Takes back what the index needs no more."""
         bound = self._store.index_bytes - WAL_BYTES
         try:
             if self._index.file_bytes() > bound:

@@ -42,7 +42,6 @@ _LOG = logging.getLogger(__name__)
 _MIB = 1 << 20
 _GIB = 1 << 30
 _LEAST_BYTES = 8 * _MIB
-_TYPICAL_BLOCK = _MIB
 _MERGE_BYTES = 4 << 20
 _MERGE_BLOCKS = 512  # buffers of one system call (IOV_MAX is 1024)
 _CHECK_PATIENCE_S = 0.05  # how long a check lets one load go first
@@ -382,7 +381,8 @@ class DiskTier(Tier):
         self._store = SlabStore(path, limit, self._index.pool_id, io, self._config.direct_io)
         undo.callback(self._store.close)
         rows = list(self._index.rows())
-        blocks = self._capacity(rows)
+        typical = rows[-1].nbytes if rows else _MIB
+        blocks = (capacity - INDEX_BASE_BYTES) // slot_bytes_of(typical)
         self._catalog = Catalog(policy, blocks, lambda: self._capacity_bytes, clock, self._terms)
         self._recover(rows)
         self._index.reserve(self._store.index_bytes - WAL_BYTES)
@@ -403,11 +403,6 @@ class DiskTier(Tier):
             _LOG.warning("disk tier: %s was written without encryption; deleted", slab)
             slab.unlink()
         self._index.mark_sealed()
-
-    def _capacity(self, rows: Sequence[Row]) -> int:
-        """About how many blocks the tier can hold."""
-        typical = rows[-1].nbytes if rows else _TYPICAL_BLOCK
-        return (self._config.capacity_bytes - INDEX_BASE_BYTES) // slot_bytes_of(typical)
 
     def _recover(self, rows: Sequence[Row]) -> None:
         """Finds the blocks that rows speak of; rows without a block are deleted."""
