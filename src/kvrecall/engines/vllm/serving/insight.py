@@ -189,9 +189,8 @@ class RequestLog:
         return RequestView(
             id=request_id,
             phase=phase,
-            began=began
-            if stats is None
-            else min(began, stats.arrival_time),  # as the first token's
+            # From the arrival, as the wait for the first token.
+            began=began if stats is None else min(began, stats.arrival_time),
             ended=time.time(),
             prompt_tokens=prompt,
             split=dict(split or {}),
