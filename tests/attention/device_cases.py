@@ -29,12 +29,10 @@ from attention.test_residency import (
 from kvrecall.attention import selection
 from kvrecall.attention.selection import slots_of, split_of
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.engines.vllm.attention.kernel import KernelShape
 from kvrecall.engines.vllm.attention.layer import _blocks_of, damaged_among, sums_of
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
-from kvrecall.engines.vllm.attention.step import BatchRow
+from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape
 from kvrecall.engines.vllm.attention.triton_kernel import StagedLayer, TritonKernel
-from kvrecall.engines.vllm.connector.wire import Departure
 
 __all__ = [
     "test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits",
@@ -105,8 +103,7 @@ def wipe(
     records = Records(memory, {"layer": at})
     offloaded = OffloadedSequence("one", split.init, offsets, free.to(torch.int32), records)
     bench.layer.digest(bench.cache, bench.freshness.take_stale(ids))
-    departure = Departure("one", split.init, tuple(ids.tolist()), tuple(offsets), tuple(free))
-    bench.layer.depart(offloaded, departure, bench.cache, "layer")
+    bench.layer.depart(offloaded, ids.tolist(), bench.cache)
     bench.cache[ids] = float("nan")
     return offloaded
 
@@ -133,9 +130,7 @@ def test_blocks_recalled_from_memory_give_the_same_bits(
         got = bench.layer.attend(query[None], bench.cache, step, bench.shape.head_dim**-0.5)
         assert torch.equal(got, result)
     assert bench.activity.blocks_loaded > 0
-    layer = StagedLayer()
-    layer.place(256)
-    staged = layer.stage(bench.cache, offloaded, table[0], tokens)
+    staged = StagedLayer("layer").stage(bench.cache, offloaded, table[0], tokens)
     assert torch.equal(staged, whole)
     assert staged.stride()[1:] == bench.cache.stride()[1:]
 

@@ -10,9 +10,8 @@ from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.cpu import CpuKernel, InPlaceLayer, write_tokens
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
-from kvrecall.engines.vllm.attention.kernel import KernelShape, RowKernel
 from kvrecall.engines.vllm.attention.layer import RetrievalLayer
-from kvrecall.engines.vllm.attention.step import BatchRow, StepPlanner
+from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape, RowKernel, StepPlanner
 from kvrecall.engines.vllm.serving.heat import HeatTotals
 from kvrecall.lab.engines.decode import isa_of
 
@@ -48,8 +47,8 @@ class Bench:
         self.freshness = self.group.freshness
         self.kernel = self.make_kernel(shape)
         self.planner = StepPlanner(settings, self.kernel, self.freshness, self.activity)
-        self.layer = RetrievalLayer(settings, self.kernel, self.activity)
-        self.whole = InPlaceLayer(shape)
+        self.layer = RetrievalLayer("layer", settings, self.kernel, self.activity)
+        self.whole = InPlaceLayer(shape, "layer")
         self.group.add("layer", self.layer, None)
         self._free = torch.randperm(blocks - 1) + 1
         self._used = 0

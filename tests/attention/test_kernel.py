@@ -11,8 +11,7 @@ import torch
 from kvrecall.attention.kernels.oracle import attended, attention
 from kvrecall.attention.selection import split_of
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.engines.vllm.attention.kernel import KernelShape
-from kvrecall.engines.vllm.attention.step import BatchRow
+from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape
 
 from .sequences import BLOCK, Bench, Sequence, shape_of
 

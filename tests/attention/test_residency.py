@@ -21,7 +21,7 @@ from kvrecall.engines.vllm.attention.offloaded import (
     digests_of_layer,
 )
 from kvrecall.engines.vllm.attention.step import BatchRow
-from kvrecall.engines.vllm.connector.wire import Arrival, Departure, OffloadOrders
+from kvrecall.engines.vllm.connector.wire import Arrival, OffloadOrders
 from kvrecall.errors import EngineError
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.slots import ALIGNMENT
@@ -107,15 +107,13 @@ def offload(
         arena.array()[begin : begin + page] = rows[block].numpy()
     slots = slots_of(split, gone, settings)[1]
     free = bench.take(slots)
-    departure = Departure("one", split.init, tuple(ids.tolist()), offsets, tuple(free.tolist()))
     extent = Extent(arena.handle(), page, 1 << 17)
     extent.take(70_000)  # so that places of pages lie beyond 2**31 elements
     records = Records(arena.array(), {"layer": LAYER_AT}, arena.handle())
     begins = np.array(offsets, dtype=np.int64)
     offloaded = OffloadedSequence("one", split.init, begins, free.to(torch.int32), records, extent)
     bench.layer.digest(bench.cache, bench.freshness.take_stale(ids))
-    bench.layer.depart(offloaded, departure, bench.cache, "layer")
-    bench.whole.place(LAYER_AT)
+    bench.layer.depart(offloaded, ids.tolist(), bench.cache)
     bench.cache[ids] = float("nan")
     return offloaded
 

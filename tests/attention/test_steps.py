@@ -19,8 +19,7 @@ from kvrecall.engines.vllm.attention.checks import (
     require_retrieval,
 )
 from kvrecall.engines.vllm.attention.cpu import CpuKernel, KeyReader, RetrievalBackend
-from kvrecall.engines.vllm.attention.kernel import KernelShape
-from kvrecall.engines.vllm.attention.step import BatchRow, Freshness, StepPlanner
+from kvrecall.engines.vllm.attention.step import BatchRow, Freshness, KernelShape, StepPlanner
 from kvrecall.engines.vllm.attention.triton_kernel import TritonKernel
 from kvrecall.errors import EngineError
 

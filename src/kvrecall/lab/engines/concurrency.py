@@ -84,7 +84,7 @@ def _fill_pool(llm: Any) -> int:
     returns their bytes. Raises EngineError if the pool has no room."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    from kvrecall.engines.vllm.attention.kernel import KernelShape
+    from kvrecall.engines.vllm.attention.step import KernelShape
 
     config = llm.llm_engine.vllm_config
     model, block = config.model_config, config.cache_config.block_size
@@ -134,7 +134,7 @@ def _random_records(
     if sparse is not None:
         kernel = CpuKernel(shape)
         for cache in caches[sparse.dense_layers :]:
-            layer = RetrievalLayer(sparse, kernel, Activity())
+            layer = RetrievalLayer("", sparse, kernel, Activity())
             layer.digest(cache, torch.arange(blocks))
             layer.sign(torch.arange(blocks))
             pages.append(layer.digest_rows(cache).reshape(blocks, -1))

@@ -20,11 +20,15 @@ from kvrecall.attention.selection import Split, slots_of, split_of
 from kvrecall.attention.settings import Regime, RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.cpu import CpuKernel, attend, halves, schedule
-from kvrecall.engines.vllm.attention.kernel import KernelShape
 from kvrecall.engines.vllm.attention.layer import RetrievalLayer
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
-from kvrecall.engines.vllm.attention.step import BatchRow, Freshness, SparseStep, StepPlanner
-from kvrecall.engines.vllm.connector.wire import Departure
+from kvrecall.engines.vllm.attention.step import (
+    BatchRow,
+    Freshness,
+    KernelShape,
+    SparseStep,
+    StepPlanner,
+)
 
 BLOCK = 128
 LAYERS = 4
@@ -125,7 +129,7 @@ class _Trial:
         self._activity = Activity()
         self._kernel = CpuKernel(shape)
         self._layers = [
-            RetrievalLayer(settings, self._kernel, self._activity) for _ in self._caches
+            RetrievalLayer(str(at), settings, self._kernel, self._activity) for at in range(LAYERS)
         ]
 
     def run(self, rounds: int) -> DecodeTimes:
@@ -213,22 +217,15 @@ class _Trial:
         records = Records(memory.reshape(-1), {str(at): at * page for at in range(LAYERS)})
         table = torch.zeros_like(self._table)
         table[0, kept] = torch.arange(1, first, dtype=torch.int32)
-        departure = Departure(
-            "trial",
-            split.init,
-            tuple(middle.tolist()),
-            tuple(at * LAYERS * page for at in range(split.middle)),
-            tuple(range(first, first + slots)),
-        )
         sequence = OffloadedSequence(
             "trial",
             split.init,
-            np.array(departure.offsets, dtype=np.int64),
-            torch.tensor(departure.slots, dtype=torch.int32),
+            np.arange(split.middle) * (LAYERS * page),
+            torch.arange(first, first + slots, dtype=torch.int32),
             records,
         )
-        for at, (layer, small) in enumerate(zip(self._layers, caches, strict=True)):
-            layer.depart(sequence, departure, small, str(at))
+        for layer, small in zip(self._layers, caches, strict=True):
+            layer.depart(sequence, middle.tolist(), small)
         return sequence, caches, table
 
     def _dense(self, cache: torch.Tensor) -> torch.Tensor:

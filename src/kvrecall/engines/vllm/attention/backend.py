@@ -19,7 +19,6 @@ from kvrecall.engines.vllm.attention import checks
 from kvrecall.engines.vllm.attention.activity import Activity, ActivityLog
 from kvrecall.engines.vllm.attention.checks import offload_hindrance
 from kvrecall.engines.vllm.attention.group import RetrievalGroup, WholeLayer
-from kvrecall.engines.vllm.attention.kernel import RowKernel
 from kvrecall.engines.vllm.attention.layer import RetrievalLayer
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
 from kvrecall.engines.vllm.attention.plugin import active_settings
@@ -27,6 +26,7 @@ from kvrecall.engines.vllm.attention.step import (
     BatchRow,
     DensePart,
     OffloadedRow,
+    RowKernel,
     StepPlanner,
     StepWork,
 )
@@ -163,8 +163,8 @@ class RetrievalBuilder(ABC):
         """What attends to chosen blocks on this platform."""
 
     @abstractmethod
-    def make_whole(self) -> WholeLayer:
-        """A layer's dense attention over partially offloaded sequences."""
+    def make_whole(self, name: str) -> WholeLayer:
+        """That layer's dense attention over partially offloaded sequences."""
 
     def bind(self, settings: RetrievalSettings) -> None:
         """Makes the group's layers by these settings: without digests, and with no sequence
@@ -172,21 +172,24 @@ class RetrievalBuilder(ABC):
         checks.require_block_size(self.block_size, settings)
         self._settings = settings
         most = config.most_blocks_of_sequences(self.vllm_config, self.block_size)
+        on_host = self._kernel.device.type == "cpu"
         self._group = group = RetrievalGroup(
             settings,
             self.block_size,
             self._activity,
             self._heat,
-            pages=(settings.dense_layers + 1) * most,
-            loads_in_step=self._kernel.device.type == "cpu",
+            pages=(settings.dense_layers + 1) * most if on_host else 0,
+            loads_in_step=on_host,
         )
         self._planner = StepPlanner(settings, self._kernel, group.freshness, self._activity)
         for name, impl in _attention_layers(self.vllm_config).items():
             if name not in self._layer_names:
                 continue
-            number, whole, sparse = config.layer_index(name), self.make_whole(), None
+            number, whole, sparse = config.layer_index(name), self.make_whole(name), None
             if number >= settings.dense_layers:
-                sparse = RetrievalLayer(settings, self._kernel, self._activity, self._heat, number)
+                sparse = RetrievalLayer(
+                    name, settings, self._kernel, self._activity, self._heat, number
+                )
             group.add(name, sparse, whole)
             impl.bind(group, sparse, whole)
 

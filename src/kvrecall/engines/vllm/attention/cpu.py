@@ -20,11 +20,13 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from kvrecall.attention.kernels.device import Addresses, Piece
+from kvrecall.attention.residency import Ints
 from kvrecall.attention.selection import OVERHEAD_BYTES
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
-from kvrecall.engines.vllm.attention.kernel import Bytes, Ints, KernelShape, RowKernel
 from kvrecall.engines.vllm.attention.offloaded import Extent, OffloadedSequence
-from kvrecall.engines.vllm.attention.step import OffloadedRow
+from kvrecall.engines.vllm.attention.step import KernelShape, OffloadedRow, RowKernel, SparseStep
+from kvrecall.engines.vllm.connector.queues import Batch
 from kvrecall.errors import EngineError
 from kvrecall.pool.slots import ALIGNMENT
 
@@ -114,35 +116,6 @@ def write_tokens(
     ops.cpu_attn_reshape_and_cache(keys, values, *halves(kv_cache, True), slots, shape.isa)
 
 
-def reader_of(shape: KernelShape) -> KeyReader:
-    """Reads keys packed for this shape. Raises EngineError if they cannot be read back."""
-    count = shape.block_size * shape.head_dim
-
-    def pack(ones: torch.Tensor) -> torch.Tensor:
-        block = torch.zeros(1, 1, shape.block_size, 2 * shape.head_dim, dtype=shape.dtype)
-        keys = ones[:, None].contiguous()
-        write_tokens(shape, block, keys, keys, torch.arange(shape.block_size))
-        return block.view(2, count)[0]
-
-    return KeyReader(shape.block_size, shape.head_dim, shape.dtype, pack)
-
-
-class HostWriter:
-    """Copies one after the other, where device memory is host memory."""
-
-    def __init__(self, kv_cache: torch.Tensor) -> None:
-        """``kv_cache``: contiguous."""
-        blocks, self._heads = kv_cache.shape[:2]
-        self._rows: Bytes = kv_cache.view(blocks * self._heads, -1).view(torch.uint8).numpy()
-        self.nbytes = self._rows.shape[1]
-
-    def write(self, memory: Bytes, pages: Ints, heads: Ints, slots: Ints) -> None:
-        rows = slots * self._heads + heads
-        begins = pages + heads * self.nbytes
-        for row, begin in zip(rows.tolist(), begins.tolist(), strict=True):
-            self._rows[row] = memory[begin : begin + self.nbytes]
-
-
 class CpuKernel(RowKernel):
     """vLLM's CPU kernel."""
 
@@ -153,8 +126,17 @@ class CpuKernel(RowKernel):
         self.shape = shape
 
     @cached_property
-    def keys(self) -> KeyReader:
-        return reader_of(self.shape)
+    def _reader(self) -> KeyReader:
+        shape = self.shape
+        count = shape.block_size * shape.head_dim
+
+        def pack(ones: torch.Tensor) -> torch.Tensor:
+            block = torch.zeros(1, 1, shape.block_size, 2 * shape.head_dim, dtype=shape.dtype)
+            keys = ones[:, None].contiguous()
+            write_tokens(shape, block, keys, keys, torch.arange(shape.block_size))
+            return block.view(2, count)[0]
+
+        return KeyReader(shape.block_size, shape.head_dim, shape.dtype, pack)
 
     def check(self, kv_cache: torch.Tensor) -> None:
         if not kv_cache.is_contiguous():
@@ -164,8 +146,11 @@ class CpuKernel(RowKernel):
                 "VLLM_PLUGINS"
             )
 
-    def writer(self, kv_cache: torch.Tensor) -> HostWriter:
-        return HostWriter(kv_cache)
+    def read_keys(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+        return self._reader.read(kv_cache, block_ids)
+
+    def move(self, sources: Addresses, targets: Addresses, piece: Piece) -> None:
+        Batch(sources, targets, np.full(len(sources), piece.nbytes)).copy_here()
 
     def digests(self, blocks: int, rows: int, width: int) -> torch.Tensor:
         return torch.empty(self.shape.kv_heads, blocks, rows, width, dtype=torch.int8)
@@ -177,14 +162,12 @@ class CpuKernel(RowKernel):
         self,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
-        table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        starts: torch.Tensor,
-        plan: torch.Tensor,
+        step: SparseStep,
         scale: float,
         softcap: float,
     ) -> torch.Tensor:
-        return attend(query, halves(kv_cache), table, seq_lens, starts, plan, scale, softcap)
+        rows = step.table, step.seq_lens, step.starts, step.plan
+        return attend(query, halves(kv_cache), *rows, scale, softcap)
 
 
 class KeyReader:
@@ -197,47 +180,35 @@ class KeyReader:
 
     def __init__(self, block_size: int, head_dim: int, dtype: torch.dtype, pack: Pack) -> None:
         """Raises EngineError if ``pack`` is not a mere reordering of a block's elements."""
-        self._block_size = block_size
-        self._head_dim = head_dim
-        self._places = _places(block_size, head_dim, dtype, pack)
-        self._steps = _steps(self._places.view(block_size, head_dim))
+        self._shape = block_size, head_dim
+        count = block_size * head_dim
+        index = torch.arange(count)
+        element_at = torch.zeros(count, dtype=torch.int64)
+        for bit in range((count - 1).bit_length()):
+            ones = (index >> bit & 1).to(dtype).view(self._shape)
+            element_at |= (pack(ones) != 0).to(torch.int64) << bit
+        if not torch.equal(element_at.sort().values, index):
+            raise EngineError(
+                f"the CPU kernel's packing of {block_size} keys of {head_dim} cannot be read back, "
+                "which retrieval attention needs; take `retrieval` out of VLLM_PLUGINS"
+            )
+        self._places = torch.empty_like(element_at)
+        self._places[element_at] = index
+        places = self._places.view(self._shape)
+        token = int(places[1, 0] - places[0, 0]) if block_size > 1 else 1
+        coordinate = int(places[0, 1] - places[0, 0])
+        even = torch.arange(block_size)[:, None] * token + torch.arange(head_dim) * coordinate
+        # From token to token and from coordinate to coordinate, if even: then keys are a view.
+        self._steps = (token, coordinate) if torch.equal(places, even) else None
 
     def read(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         """Keys of the blocks: ``[blocks, kv_heads, tokens, dim]``, of the cache's dtype."""
-        count = self._block_size * self._head_dim
+        count = len(self._places)
         packed = kv_cache.flatten(2)[..., :count].index_select(0, block_ids)
-        shape = (*packed.shape[:2], self._block_size, self._head_dim)
+        shape = (*packed.shape[:2], *self._shape)
         if self._steps is not None:
             return packed.as_strided(shape, (packed.shape[1] * count, count, *self._steps))
         return packed.index_select(-1, self._places).view(shape)
-
-
-def _places(block_size: int, head_dim: int, dtype: torch.dtype, pack: Pack) -> torch.Tensor:
-    """Where each element of a block lies among the packed ones: int64 ``[tokens * dim]``."""
-    count = block_size * head_dim
-    index = torch.arange(count)
-    element_at = torch.zeros(count, dtype=torch.int64)
-    for bit in range((count - 1).bit_length()):
-        ones = (index >> bit & 1).to(dtype).view(block_size, head_dim)
-        element_at |= (pack(ones) != 0).to(torch.int64) << bit
-    places = torch.empty_like(element_at)
-    if not torch.equal(element_at.sort().values, index):
-        raise EngineError(
-            f"the CPU kernel's packing of {block_size} keys of {head_dim} cannot be read back, "
-            "which retrieval attention needs; take `retrieval` out of VLLM_PLUGINS"
-        )
-    places[element_at] = index
-    return places
-
-
-def _steps(places: torch.Tensor) -> tuple[int, int] | None:
-    """The steps from token to token and from coordinate to coordinate, if they are even: then
-    keys are read as a view."""
-    token = int(places[1, 0] - places[0, 0]) if places.shape[0] > 1 else 1
-    coordinate = int(places[0, 1] - places[0, 0])
-    tokens = torch.arange(places.shape[0])[:, None] * token
-    even = tokens + torch.arange(places.shape[1]) * coordinate
-    return (token, coordinate) if torch.equal(places, even) else None
 
 
 class _Pages:
@@ -273,16 +244,10 @@ class InPlaceLayer:
     into pages behind the arena, a full block once.
     """
 
-    in_place = True
-
-    def __init__(self, shape: KernelShape) -> None:
+    def __init__(self, shape: KernelShape, name: str) -> None:
         self._shape = shape
-        self._at = 0
+        self._name = name
         self._pages: dict[str, _Pages] = {}
-
-    def place(self, layer_at: int) -> None:
-        """Where in a block's record this layer's page is."""
-        self._at = layer_at
 
     def forget(self, key: str, memory: bool = True) -> None:
         """Gives the sequence's pages back, and their ``memory`` if it is not needed again soon."""
@@ -307,17 +272,19 @@ class InPlaceLayer:
         """
         extent = sequence.extent
         assert extent is not None
-        places = self._places(extent, kv_cache, sequence, table, tokens)
+        at = sequence.records.layers[self._name]
+        places = self._places(extent, at, kv_cache, sequence, table, tokens)
         seq_lens = torch.tensor([tokens], dtype=torch.int32)
         starts = torch.tensor([0, len(query)], dtype=torch.int32)
         order = torch.from_numpy(places.astype(np.int32))[None]
         plan = schedule(self._shape, seq_lens, starts, whole=True)
-        caches = halves(extent.blocks(self._at, kv_cache), whole=True)
+        caches = halves(extent.blocks(at, kv_cache), whole=True)
         return attend(query, caches, order, seq_lens, starts, plan, scale, softcap)
 
     def _places(
         self,
         extent: Extent,
+        at: int,
         kv_cache: torch.Tensor,
         sequence: OffloadedSequence,
         table: torch.Tensor,
@@ -335,12 +302,12 @@ class InPlaceLayer:
         pages.of[new] = extent.take(len(new))
         ids = table.numpy()
         for block in own[~pages.done[own]].tolist():
-            page = extent.page(int(pages.of[block]), self._at)
+            page = extent.page(int(pages.of[block]), at)
             page.copy_(kv_cache[int(ids[block])].view(-1).view(torch.uint8))
         pages.done[own] = own < tokens // size
         places = np.empty(blocks, dtype=np.int64)
         places[first:end] = sequence.offsets // ALIGNMENT
-        places[own] = extent.places_of(pages.of[own], self._at)
+        places[own] = extent.places_of(pages.of[own], at)
         return places
 
 
@@ -363,8 +330,8 @@ class RetrievalMetadataBuilder(RetrievalBuilder, CPUAttentionMetadataBuilder):
         shape = (self.num_heads, self.num_kv_heads, self.head_dim, self.block_size)
         return CpuKernel(KernelShape(*shape, self.dtype, self.isa))
 
-    def make_whole(self) -> InPlaceLayer:
-        return InPlaceLayer(self._kernel.shape)
+    def make_whole(self, name: str) -> InPlaceLayer:
+        return InPlaceLayer(self._kernel.shape, name)
 
 
 class RetrievalImpl(RetrievalAttention[InPlaceLayer], CPUAttentionBackendImpl):

@@ -31,12 +31,6 @@ logger = logging.getLogger("vllm.kvrecall")
 class WholeLayer(Protocol):
     """A layer's dense attention over partially offloaded sequences."""
 
-    in_place: bool
-    """Whether it reads the arena where it lies, by an ``Extent``."""
-
-    def place(self, layer_at: int) -> None:
-        """Where in a block's record this layer's page is."""
-
     def forget(self, key: str, memory: bool = True) -> None:
         """The sequence is no more, or was never known; with ``memory`` False it will be back in the
         next step."""
@@ -59,7 +53,8 @@ class RetrievalGroup:
         pages: int = 0,
         loads_in_step: bool = True,
     ) -> None:
-        """``pages``: most that layers may need behind the arena; see ``Extent``.
+        """``pages``: most that layers that attend to the arena in place may need behind it (see
+        ``Extent``); 0: none does.
         ``loads_in_step``: whether loaded blocks lie there when ``note_restored`` is called."""
         self.settings = settings
         self.activity = activity
@@ -171,15 +166,10 @@ class RetrievalGroup:
 
     def _extent(self, records: Records) -> Extent | None:
         """Where layers attend to the arena in place; None if none does. Raises EngineError."""
-        if records.arena is None or not self._whole:
-            return None
-        for name, whole in self._whole.items():
-            whole.place(records.layers[name])
-        first, whole = next(iter(self._whole.items()))
-        if not whole.in_place:
+        if records.arena is None or not self._pages:
             return None
         if records.arena not in self._extents:
-            page = self._caches[first][0].nbytes
+            page = self._caches[next(iter(self._whole))][0].nbytes
             self._extents[records.arena] = Extent(records.arena, page, self._pages)
         return self._extents[records.arena]
 
@@ -207,7 +197,7 @@ class RetrievalGroup:
         sequence.slots = torch.tensor(arrival.slots, dtype=torch.int32)
         self.activity.blocks_left += len(sequence.offsets)
         for name, sparse in self._sparse.items():
-            sparse.arrive(sequence, self._caches[name], name)
+            sparse.arrive(sequence, self._caches[name])
         return True
 
     def _depart(self, departure: Departure, records: Records | None) -> bool:
@@ -224,5 +214,5 @@ class RetrievalGroup:
         stale = self.freshness.take_stale(torch.tensor(departure.block_ids, dtype=torch.int32))
         for name, sparse in self._sparse.items():
             sparse.digest(self._caches[name], stale)
-            sparse.depart(sequence, departure, self._caches[name], name)
+            sparse.depart(sequence, departure.block_ids, self._caches[name])
         return True

@@ -8,6 +8,7 @@ the block's keys.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,18 +17,17 @@ import xxhash
 
 from kvrecall.attention.digest import Layout, coded_width, encode
 from kvrecall.attention.kernels import int8
+from kvrecall.attention.kernels.device import Piece
 from kvrecall.attention.residency import Flags, Ints, Residency
 from kvrecall.attention.selection import selector_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
-from kvrecall.engines.vllm.attention.kernel import RowKernel, SlotWriter
 from kvrecall.engines.vllm.attention.offloaded import (
     OffloadedSequence,
     checksums_of_layer,
     digests_of_layer,
 )
-from kvrecall.engines.vllm.attention.step import SparseStep
-from kvrecall.engines.vllm.connector.wire import Departure
+from kvrecall.engines.vllm.attention.step import RowKernel, SparseStep
 from kvrecall.engines.vllm.serving.heat import HeatTotals
 
 CHECKSUM_BYTES = 8
@@ -54,13 +54,16 @@ class RetrievalLayer:
 
     def __init__(
         self,
+        name: str,
         settings: RetrievalSettings,
         kernel: RowKernel,
         activity: Activity,
         heat: HeatTotals | None = None,
         number: int = 0,
     ) -> None:
-        """``heat``: notes where blocks are chosen, under the layer's ``number``."""
+        """``name``: vLLM's. ``heat``: notes where blocks are chosen, under the layer's
+        ``number``."""
+        self._name = name
         self._heat = heat
         self._number = number
         self._kernel = kernel
@@ -100,46 +103,42 @@ class RetrievalLayer:
         return damaged
 
     def depart(
-        self,
-        sequence: OffloadedSequence,
-        departure: Departure,
-        kv_cache: torch.Tensor,
-        name: str,
+        self, sequence: OffloadedSequence, block_ids: Sequence[int], kv_cache: torch.Tensor
     ) -> None:
-        """Keeps the digests of blocks that are about to leave the device. ``name``: the layer's."""
+        """Keeps the digests of blocks that are about to leave the device."""
         store = self._store_for(kv_cache)
-        recalled = self._recalled.setdefault(sequence.key, self._begin(sequence, kv_cache, name))
-        recalled.depart(store.rows[:, list(departure.block_ids)])
+        if sequence.key not in self._recalled:
+            self._begin(sequence, kv_cache)
+        self._recalled[sequence.key].depart(store.rows[:, list(block_ids)])
 
-    def arrive(self, sequence: OffloadedSequence, kv_cache: torch.Tensor, name: str) -> None:
+    def arrive(self, sequence: OffloadedSequence, kv_cache: torch.Tensor) -> None:
         """Takes the digests of a sequence that begins off the device from its blocks' records.
         Those that are damaged there are computed anew from the blocks' keys."""
         records, offsets = sequence.records, sequence.offsets
         heads, _, nbytes = self.digest_rows(kv_cache).transpose(0, 1).shape
-        pages = records.pages(offsets, digests_of_layer(name), heads * nbytes)
-        signed = records.pages(offsets, checksums_of_layer(name), CHECKSUM_BYTES)
+        pages = records.pages(offsets, digests_of_layer(self._name), heads * nbytes)
+        signed = records.pages(offsets, checksums_of_layer(self._name), CHECKSUM_BYTES)
         checksums = torch.from_numpy(signed)
         device = self._kernel.device
         stored = torch.from_numpy(pages).view(self._rows.dtype).to(device)
         stored = stored.view(len(pages), heads, *self._rows.shape[2:])
         damaged = damaged_among(stored, checksums.to(device)).nonzero().flatten()
         if len(damaged):
-            kept = records.pages(offsets[damaged.cpu().numpy()], name, kv_cache[0].nbytes)
+            kept = records.pages(offsets[damaged.cpu().numpy()], self._name, kv_cache[0].nbytes)
             blocks = _blocks_of(torch.from_numpy(kept).to(device), kv_cache)
             ids = torch.arange(len(blocks), device=device)
             stored[damaged] = self._digests_of(blocks, ids)
             self._activity.digests_mended += len(damaged)
-        recalled = self._begin(sequence, kv_cache, name)
-        recalled.depart(stored.transpose(0, 1))
-        self._recalled[sequence.key] = recalled
+        self._begin(sequence, kv_cache)
+        self._recalled[sequence.key].depart(stored.transpose(0, 1))
         self._activity.bytes_digests += pages.nbytes + checksums.nbytes
 
-    def _begin(
-        self, sequence: OffloadedSequence, kv_cache: torch.Tensor, name: str
-    ) -> RecalledBlocks:
-        """A sequence with nothing off the device yet."""
-        store = DigestStore(self._kernel, self._layout)
-        return RecalledBlocks(sequence, self._kernel.writer(kv_cache), store, name, self._activity)
+    def _begin(self, sequence: OffloadedSequence, kv_cache: torch.Tensor) -> None:
+        """Nothing of the sequence is off the device yet."""
+        digests = DigestStore(self._kernel, self._layout)
+        self._recalled[sequence.key] = RecalledBlocks(
+            sequence, self._name, self._kernel, kv_cache, digests, self._activity
+        )
 
     def digest_rows(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """The digests' bytes, a row a block: uint8 ``[blocks, kv_heads, bytes]``, a view."""
@@ -166,9 +165,8 @@ class RetrievalLayer:
         shape = self._shape
         self.choose(query, step, scale)
         output = self._kernel.attend(
-            query.reshape(-1, shape.group, shape.head_dim), kv_cache, step.table, step.seq_lens,
-            step.starts, step.plan, scale, softcap,
-        )  # fmt: skip
+            query.reshape(-1, shape.group, shape.head_dim), kv_cache, step, scale, softcap
+        )
         return output.view(len(step.sequences), shape.heads, shape.head_dim)
 
     def choose(self, query: torch.Tensor, step: SparseStep, scale: float) -> None:
@@ -219,7 +217,7 @@ class RetrievalLayer:
 
     def _digests_of(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         """As they are kept: int8 ``[blocks, kv_heads, rows, width]``."""
-        return encode(self._layout.rows_of(self._kernel.keys.read(kv_cache, block_ids)))
+        return encode(self._layout.rows_of(self._kernel.read_keys(kv_cache, block_ids)))
 
     @property
     def _rows(self) -> torch.Tensor:
@@ -245,16 +243,23 @@ class RecalledBlocks:
     def __init__(
         self,
         sequence: OffloadedSequence,
-        writer: SlotWriter,
-        digests: DigestStore,
         layer: str,
+        kernel: RowKernel,
+        kv_cache: torch.Tensor,
+        digests: DigestStore,
         activity: Activity,
     ) -> None:
-        """``writer``: of this layer's cache; ``digests``: those of blocks that leave."""
+        """``kv_cache``: the layer's; pages in the arena are laid out as its blocks are.
+        ``digests``: those of blocks that leave."""
         self._sequence = sequence
-        self._writer = writer
-        self._memory = sequence.records.memory
-        self._at = sequence.records.layers[layer]
+        self._layer = layer
+        self._kernel = kernel
+        self._cache = kv_cache
+        size = kv_cache.element_size()
+        self._block, self._head, token, _ = (step * size for step in kv_cache.stride())
+        tokens, width = kv_cache.shape[2], kv_cache.shape[3] * size
+        whole = token == width
+        self._piece = Piece(1, tokens * width, 0) if whole else Piece(tokens, width, token)
         self._activity = activity
         self._residency = Residency(len(digests.rows))
         self._digests = digests
@@ -268,10 +273,20 @@ class RecalledBlocks:
     def depart(self, digests: torch.Tensor) -> None:
         """Takes the digests of the next blocks that leave, ``[kv_heads, blocks, rows, width]``; the
         sequence names them by now."""
+        self._require_inside()
         first, self._count = self._count, self._count + digests.shape[1]
         self._digests.reach(self._count)
         self._digests.write(torch.arange(first, self._count, device=digests.device), digests)
         self._residency.grow(len(self._sequence.slots), self._count)
+
+    def _require_inside(self) -> None:
+        """Raises IndexError if ``fetch`` would read or write beside the arena or the cache."""
+        sequence, slots = self._sequence, self._sequence.slots.tolist()
+        begins = sequence.offsets + sequence.records.layers[self._layer]
+        last = len(sequence.records.memory) - self._cache[0].nbytes
+        inside = begins.min(initial=0) >= 0 and begins.max(initial=0) <= last
+        if not (inside and all(0 <= slot < len(self._cache) for slot in slots)):
+            raise IndexError(f"blocks of {sequence.key} lie outside of the arena or of the cache")
 
     def fetch(self, blocks: Ints, wanted: Flags) -> Ints:
         """Brings blocks to the device: places in the sequence's slots, valid until the next call.
@@ -281,10 +296,12 @@ class RecalledBlocks:
         admission = self._residency.admit(blocks, wanted)
         self._activity.blocks_hit += admission.hits
         self._activity.blocks_loaded += len(admission.heads)
-        pages = self._sequence.offsets[admission.blocks] + self._at
         slots = self._sequence.slots.numpy()[admission.into].astype(np.int64)
-        self._writer.write(self._memory, pages, admission.heads, slots)
-        self._activity.bytes_loaded += self._writer.nbytes * len(slots)
+        heads = admission.heads * self._head
+        sources = self._sequence.addresses(self._layer)[admission.blocks] + heads
+        targets = self._cache.data_ptr() + slots * self._block + heads
+        self._kernel.move(sources, targets, self._piece)
+        self._activity.bytes_loaded += self._piece.count * self._piece.nbytes * len(slots)
         return admission.slots
 
 

@@ -10,13 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvrecall.attention.residency import Ints
-from kvrecall.engines.vllm.attention.kernel import Bytes
 from kvrecall.errors import EngineError
 from kvrecall.pool.base import ArenaHandle
 from kvrecall.pool.slots import ALIGNMENT
+
+Bytes = npt.NDArray[np.uint8]
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
@@ -82,6 +84,10 @@ class OffloadedSequence:
     @property
     def count(self) -> int:
         return len(self.offsets)
+
+    def addresses(self, layer: str) -> Ints:
+        """Where the layer's pages of the blocks off the device lie."""
+        return self.records.memory.ctypes.data + self.records.layers[layer] + self.offsets
 
 
 class Extent:

@@ -1,8 +1,14 @@
-"""Plans a step, once for all layers: which sequences are attended to sparsely, what there is to do
-beside dense attention of the whole batch, and which digests must be computed first."""
+"""A step of retrieval, planned once for all layers: which sequences are attended to sparsely, what
+there is to do beside dense attention of the whole batch, and which digests must be computed first.
+
+Every (sequence, KV head) is a row of its own, so that each may have its own blocks; a row names a
+block of a head by ``block * kv_heads + head``. Keys are stored after rotary embedding, so the order
+of blocks means nothing; only the last one, which may be partial, must stay last.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -12,15 +18,37 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvrecall.attention.kernels.device import Addresses, Piece
 from kvrecall.attention.residency import Ints
 from kvrecall.attention.selection import Gate, Split, split_of
 from kvrecall.attention.settings import Regime, RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
-from kvrecall.engines.vllm.attention.kernel import RowKernel
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
 
 GATHER_RUNS = 16
 """Middle blocks in more runs than this are gathered before they are scored."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelShape:
+    """The attention of a group of layers. ``isa``: the CPU's instruction set."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    isa: str
+
+    @property
+    def group(self) -> int:
+        """Query heads to a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of a token, in one layer."""
+        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +89,8 @@ class SparseStep:
 
     ``stale``: blocks whose digests must be computed first. ``table``: int32
     ``[sequences * kv_heads, width]``; every layer overwrites the chosen part of each row, from
-    ``split.init`` on, before it attends. ``seq_lens``, ``starts``, ``plan``: the kernel's.
+    ``split.init`` on, before it attends. ``seq_lens``: int32, tokens in each row's blocks;
+    ``starts``: int32, 0, 1, 2 ... to the number of rows; ``plan``: the kernel's own.
     """
 
     stale: torch.Tensor
@@ -123,6 +152,50 @@ class StepWork:
     beside_sparse: DensePart | None = None
     offloaded: tuple[OffloadedRow, ...] = ()
     beside_offloaded: DensePart | None = None
+
+
+class RowKernel(ABC):
+    """What carries a step out on a platform: attention of one token a row over the blocks the row
+    names. The cache is ``[blocks, kv_heads, tokens, 2 * dim]``, keys and values in any order, on
+    ``device``, as are all tensors given and returned."""
+
+    shape: KernelShape
+    device: torch.device
+    overhead_bytes: int
+    """See ``Gate``."""
+
+    @abstractmethod
+    def check(self, kv_cache: torch.Tensor) -> None:
+        """Raises EngineError for a cache it cannot attend to."""
+
+    @abstractmethod
+    def read_keys(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+        """Keys of these blocks: ``[blocks, kv_heads, tokens, dim]``, of the cache's dtype."""
+
+    @abstractmethod
+    def move(self, sources: Addresses, targets: Addresses, piece: Piece) -> None:
+        """Copies items from addresses in the arena to addresses in a cache, after the step's work
+        so far and before what follows."""
+
+    @abstractmethod
+    def digests(self, blocks: int, rows: int, width: int) -> torch.Tensor:
+        """Room for those of so many blocks: int8 ``[kv_heads, blocks, rows, width]``."""
+
+    @abstractmethod
+    def plan(self, seq_lens: torch.Tensor, starts: torch.Tensor) -> Any:
+        """The ``plan`` of a SparseStep with these ``seq_lens`` and ``starts``, on the host."""
+
+    @abstractmethod
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        step: SparseStep,
+        scale: float,
+        softcap: float,
+    ) -> torch.Tensor:
+        """``query``: contiguous ``[rows, group, dim]``; ``softcap``: bounds logits, 0: not.
+        Returns the query's shape and dtype."""
 
 
 class Freshness:

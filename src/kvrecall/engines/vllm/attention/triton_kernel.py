@@ -2,46 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
-from kvrecall.attention.kernels.device import Paged, Piece, attend_by_triton, move
+from kvrecall.attention.kernels.device import Addresses, Paged, Piece, attend_by_triton, move
 from kvrecall.attention.selection import DEVICE_OVERHEAD_BYTES
-from kvrecall.engines.vllm.attention.kernel import Bytes, Ints, KernelShape, RowKernel
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
+from kvrecall.engines.vllm.attention.step import KernelShape, RowKernel, SparseStep
 from kvrecall.errors import EngineError
-
-
-@dataclass(frozen=True, slots=True)
-class PlainReader:
-    """Reads the first half of ``[blocks, kv_heads, tokens, 2 * head_dim]``."""
-
-    head_dim: int
-
-    def read(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-        return kv_cache[..., : self.head_dim].index_select(0, block_ids)
-
-
-class DeviceWriter:
-    """Copies in one call of a kernel that reads the arena where it lies, page-locked."""
-
-    def __init__(self, kv_cache: torch.Tensor) -> None:
-        """``kv_cache``: ``[blocks, kv_heads, tokens, 2 * dim]`` of any strides; pages in the arena
-        are laid out as its blocks are."""
-        size = kv_cache.element_size()
-        self._block, self._head, token, _ = (step * size for step in kv_cache.stride())
-        tokens, width = kv_cache.shape[2:]
-        self.nbytes = tokens * width * size
-        whole = token == width * size
-        self._piece = Piece(1, self.nbytes, 0) if whole else Piece(tokens, width * size, token)
-        self._cache = kv_cache
-
-    def write(self, memory: Bytes, pages: Ints, heads: Ints, slots: Ints) -> None:
-        sources = memory.ctypes.data + pages + heads * self._head
-        targets = self._cache.data_ptr() + slots * self._block + heads * self._head
-        move(sources, targets, self._piece, self._cache.device)
 
 
 class TritonKernel(RowKernel):
@@ -59,10 +27,6 @@ class TritonKernel(RowKernel):
         self.shape = shape
         self.device = device
 
-    @property
-    def keys(self) -> PlainReader:
-        return PlainReader(self.shape.head_dim)
-
     def check(self, kv_cache: torch.Tensor) -> None:
         shape = self.shape
         want = (shape.kv_heads, shape.block_size, 2 * shape.head_dim)
@@ -73,8 +37,12 @@ class TritonKernel(RowKernel):
                 f"{list(kv_cache.shape)}. Take `retrieval` out of VLLM_PLUGINS"
             )
 
-    def writer(self, kv_cache: torch.Tensor) -> DeviceWriter:
-        return DeviceWriter(kv_cache)
+    def read_keys(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+        return kv_cache[..., : self.shape.head_dim].index_select(0, block_ids)
+
+    def move(self, sources: Addresses, targets: Addresses, piece: Piece) -> None:
+        """By a kernel that reads the arena where it lies, page-locked."""
+        move(sources, targets, piece, self.device)
 
     def digests(self, blocks: int, rows: int, width: int) -> torch.Tensor:
         """A block's together, as the pool keeps them."""
@@ -88,15 +56,14 @@ class TritonKernel(RowKernel):
         self,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
-        table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        starts: torch.Tensor,
-        plan: None,
+        step: SparseStep,
         scale: float,
         softcap: float,
     ) -> torch.Tensor:
         keys, values = torch.split(kv_cache.transpose(1, 2), self.shape.head_dim, -1)
-        part = attend_by_triton(query, Paged(keys, values, table, seq_lens), scale, softcap)
+        part = attend_by_triton(
+            query, Paged(keys, values, step.table, step.seq_lens), scale, softcap
+        )
         return part.output.to(query.dtype)
 
 
@@ -109,14 +76,8 @@ class StagedLayer:
     it lasts, and reads what is in the arena over the bus.
     """
 
-    in_place = False
-
-    def __init__(self) -> None:
-        self._at = 0
-
-    def place(self, layer_at: int) -> None:
-        """Where in a block's record this layer's page is."""
-        self._at = layer_at
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def forget(self, key: str, memory: bool = True) -> None:
         """Nothing is kept."""
@@ -139,7 +100,7 @@ class StagedLayer:
         ids = table[:count].numpy().astype(np.int64)
         sources = kv_cache.data_ptr() + ids * (kv_cache.stride(0) * size)
         middle = slice(sequence.init, sequence.init + sequence.count)
-        sources[middle] = sequence.records.memory.ctypes.data + sequence.offsets + self._at
+        sources[middle] = sequence.addresses(self._name)
         nbytes = elements * size
         targets = room.data_ptr() + np.arange(count, dtype=np.int64) * nbytes
         move(sources, targets, Piece(1, nbytes, 0), kv_cache.device)
