@@ -31,7 +31,7 @@ from kvrecall.attention.selection import slots_of, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.layer import _blocks_of, damaged_among, sums_of
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
-from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape
+from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape, OffloadedRow
 from kvrecall.engines.vllm.attention.triton_kernel import StagedLayer, TritonKernel
 
 __all__ = [
@@ -130,7 +130,8 @@ def test_blocks_recalled_from_memory_give_the_same_bits(
         got = bench.layer.attend(query[None], bench.cache, step, bench.shape.head_dim**-0.5)
         assert torch.equal(got, result)
     assert bench.activity.blocks_loaded > 0
-    staged = StagedLayer("layer").stage(bench.cache, offloaded, table[0], tokens)
+    row = OffloadedRow(offloaded, slice(0, 1), table[0], tokens, False)
+    staged = StagedLayer("layer").stage(bench.cache, row)
     assert torch.equal(staged, whole)
     assert staged.stride()[1:] == bench.cache.stride()[1:]
 

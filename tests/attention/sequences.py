@@ -43,13 +43,13 @@ class Bench:
             (blocks, shape.kv_heads, BLOCK, 2 * shape.head_dim), 3.0, dtype=shape.dtype
         )
         self.activity = Activity()
-        self.group = RetrievalGroup(settings, BLOCK, self.activity, HeatTotals())
+        self.group = RetrievalGroup(BLOCK, self.activity, HeatTotals())
         self.freshness = self.group.freshness
         self.kernel = self.make_kernel(shape)
         self.planner = StepPlanner(settings, self.kernel, self.freshness, self.activity)
         self.layer = RetrievalLayer("layer", settings, self.kernel, self.activity)
         self.whole = InPlaceLayer(shape, "layer")
-        self.group.add("layer", self.layer, None)
+        self.group.add("layer", self.layer, self.whole)
         self._free = torch.randperm(blocks - 1) + 1
         self._used = 0
 

@@ -20,7 +20,7 @@ from kvrecall.engines.vllm.attention.offloaded import (
     checksums_of_layer,
     digests_of_layer,
 )
-from kvrecall.engines.vllm.attention.step import BatchRow
+from kvrecall.engines.vllm.attention.step import BatchRow, OffloadedRow
 from kvrecall.engines.vllm.connector.wire import Arrival, OffloadOrders
 from kvrecall.errors import EngineError
 from kvrecall.pool.arena import Arena
@@ -138,7 +138,8 @@ def test_recalled_blocks_give_the_same_bits(tokens: int, stay: int, dtype: torch
     for query, result in zip(queries, want, strict=True):
         got = bench.layer.attend(query[None], bench.cache, planned, scale)
         assert torch.equal(got, result)
-    got = bench.whole.attend(sequence.query[None], bench.cache, offloaded, table[0], tokens, scale)
+    row = OffloadedRow(offloaded, slice(0, 1), table[0], tokens, False)
+    got = bench.whole.attend(row, sequence.query[None], bench.cache, scale)
     assert torch.equal(got, dense)
     assert bench.activity.blocks_loaded > 0
 
@@ -163,7 +164,8 @@ def test_tokens_computed_over_blocks_in_the_arena_give_the_same_bits(
     table = sequence.block_ids.to(torch.int32)
     scale = bench.shape.head_dim**-0.5
     for (first, count), query, result in zip(pieces, queries, want, strict=True):
-        got = bench.whole.attend(query, bench.cache, offloaded, table, first + count, scale)
+        row = OffloadedRow(offloaded, slice(0, count), table, first + count, True)
+        got = bench.whole.attend(row, query, bench.cache, scale)
         assert torch.equal(got, result)
 
 

@@ -9,7 +9,8 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -35,18 +36,17 @@ from kvrecall.engines.vllm.serving.heat import HeatTotals
 
 logger = logging.getLogger("vllm.kvrecall")
 
-Whole = TypeVar("Whole", bound=WholeLayer)
+Places = torch.Tensor | slice
+"""Of tokens in the batch."""
 
 _RESIDENCE = ("offload_boundary", "cache_share")
 """Settings that decide where blocks lie, not what is computed from them."""
 
 
-class RetrievalAttention(ABC, Generic[Whole]):
+class RetrievalAttention:
     """One layer's attention: dense unless a sequence is decoded past the boundary. Mixed into an
     attention implementation of vLLM's, before it."""
 
-    num_heads: int
-    head_size: int
     scale: float
     logits_soft_cap: float
 
@@ -56,22 +56,20 @@ class RetrievalAttention(ABC, Generic[Whole]):
         self._settings = active_settings(vllm_config)
         checks.require_engine(vllm_config, self._settings)
         checks.require_layer(self)
+        # The builder sets these; ``sparse_layer`` is None if the layer stays dense.
         self.group: RetrievalGroup | None = None
-        self._sparse: RetrievalLayer | None = None
-        self._whole: Whole | None = None
+        self.sparse_layer: RetrievalLayer | None = None
+        self.whole_layer: WholeLayer | None = None
 
     @property
     def approximation(self) -> str:
-        """What KV computed while decoding depends on beside the weights."""
-        return approximation_of(self._settings)
-
-    def bind(
-        self, group: RetrievalGroup, sparse: RetrievalLayer | None, whole: Whole | None
-    ) -> None:
-        """Takes this layer's parts, as ``RetrievalGroup.add`` does."""
-        self.group = group
-        self._sparse = sparse
-        self._whole = whole
+        """What KV computed while decoding depends on beside the weights: the settings that decide
+        what sparse decoding computes."""
+        return ", ".join(
+            f"{field.name}={getattr(self._settings, field.name)}"
+            for field in fields(self._settings)
+            if field.name not in _RESIDENCE
+        )
 
     def forward(
         self,
@@ -87,7 +85,7 @@ class RetrievalAttention(ABC, Generic[Whole]):
     ) -> torch.Tensor:
         """As vLLM has it; tensors ``[tokens, heads, dim]``."""
         work: StepWork | None = getattr(attn_metadata, "retrieval", None)
-        sparse = self._sparse
+        sparse = self.sparse_layer
         if work is None or not (work.offloaded or (work.step is not None and sparse is not None)):
             return self._dense(
                 layer, query, key, value, kv_cache, attn_metadata, output,
@@ -97,14 +95,15 @@ class RetrievalAttention(ABC, Generic[Whole]):
             sparse.digest(kv_cache, work.step.stale)
         if sparse is not None and work.sparse_tokens is None:
             return self._dense(layer, query, key, value, kv_cache, attn_metadata, output)
+
+        def attend(places: Places, cache: torch.Tensor, metadata: Any) -> torch.Tensor:
+            part = torch.empty_like(output[places])
+            self._dense(layer, query[places], key[places], value[places], cache, metadata, part)
+            return part
+
         beside = work.beside_offloaded if sparse is None else work.beside_sparse
         if beside is not None:
-            tokens = beside.tokens
-            part = torch.empty_like(output[tokens])
-            self._dense(
-                layer, query[tokens], key[tokens], value[tokens], kv_cache, beside.metadata, part
-            )
-            output[tokens] = part
+            output[beside.tokens] = attend(beside.tokens, kv_cache, beside.metadata)
         if sparse is not None and work.step is not None and work.step.sequences:
             found = sparse.attend(
                 query[work.sparse_tokens], kv_cache, work.step, self.scale, self.logits_soft_cap
@@ -113,29 +112,20 @@ class RetrievalAttention(ABC, Generic[Whole]):
         for row in work.offloaded:
             if sparse is not None and not row.prefills:
                 continue
-            assert self._whole is not None
-            self._attend_offloaded(layer, query, key, value, kv_cache, row, output)
+            assert self.whole_layer is not None
+            here, plainly = row.places, partial(attend, row.places)
+            found = self.whole_layer.attend(
+                row, query[here], kv_cache, self.scale, self.logits_soft_cap, plainly
+            )
+            output[here] = found.view_as(output[here])
             if sparse is not None:
-                self._whole.forget(row.sequence.key, memory=False)
+                self.whole_layer.forget(row.sequence.key, memory=False)
         return output
 
     def _dense(self, *args: Any) -> torch.Tensor:
         """vLLM's own attention."""
         output: torch.Tensor = super().forward(*args)  # type: ignore[misc]
         return output
-
-    @abstractmethod
-    def _attend_offloaded(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        row: OffloadedRow,
-        output: torch.Tensor,
-    ) -> None:
-        """Dense attention of a partially offloaded sequence."""
 
 
 class RetrievalBuilder(ABC):
@@ -155,7 +145,6 @@ class RetrievalBuilder(ABC):
         self._heat = HeatTotals()
         self._log = ActivityLog(self._activity)
         self._hindrance = offload_hindrance(vllm_config)
-        self._told = False
         self.bind(active_settings(vllm_config))
 
     @abstractmethod
@@ -174,7 +163,6 @@ class RetrievalBuilder(ABC):
         most = config.most_blocks_of_sequences(self.vllm_config, self.block_size)
         on_host = self._kernel.device.type == "cpu"
         self._group = group = RetrievalGroup(
-            settings,
             self.block_size,
             self._activity,
             self._heat,
@@ -191,7 +179,7 @@ class RetrievalBuilder(ABC):
                     name, settings, self._kernel, self._activity, self._heat, number
                 )
             group.add(name, sparse, whole)
-            impl.bind(group, sparse, whole)
+            impl.group, impl.sparse_layer, impl.whole_layer = group, sparse, whole
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -292,16 +280,16 @@ class RetrievalBuilder(ABC):
 
     def _warn_of_missing_offload(self, rows: Sequence[BatchRow]) -> None:
         """Says once in the log that a sequence past the offload boundary stays on the device."""
-        if self._told or self._hindrance is None:
-            return
-        if any(self._settings.regime(row.tokens) is Regime.OFFLOAD for row in rows):
-            self._told = True
+        if self._hindrance is not None and any(
+            self._settings.regime(row.tokens) is Regime.OFFLOAD for row in rows
+        ):
             logger.warning(
                 "kvrecall: sequences past VLLM_RETRIEVAL_OFFLOAD_BOUNDARY=%d are attended to "
                 "sparsely but stay on the device: this engine does not offload their blocks, as %s",
                 self._settings.offload_boundary,
                 self._hindrance,
             )
+            self._hindrance = None
 
 
 def retrieval_groups(vllm_config: Any) -> tuple[RetrievalGroup, ...]:
@@ -315,16 +303,7 @@ def retrieval_groups(vllm_config: Any) -> tuple[RetrievalGroup, ...]:
     return tuple(groups.values())
 
 
-def approximation_of(settings: RetrievalSettings) -> str:
-    """Names the settings that decide what sparse decoding computes."""
-    return ", ".join(
-        f"{field.name}={getattr(settings, field.name)}"
-        for field in fields(settings)
-        if field.name not in _RESIDENCE
-    )
-
-
-def _attention_layers(vllm_config: Any) -> Mapping[str, RetrievalAttention[Any]]:
+def _attention_layers(vllm_config: Any) -> Mapping[str, RetrievalAttention]:
     """Ours, of the layers that vLLM knows by their names. Mamba layers have no ``impl``."""
     layers = vllm_config.compilation_config.static_forward_context
     impls = {name: getattr(layer, "impl", None) for name, layer in layers.items()}

@@ -49,35 +49,26 @@ def require_engine(vllm_config: Any, settings: RetrievalSettings) -> None:
     if connector not in (None, "RecallConnector"):
         # It would write blocks behind our back, and their digests would be another block's.
         raise _refusal(f"the connector {connector}", "use RecallConnector or none")
-    _require_layers(model, settings)
-    if connector is not None and model.max_model_len >= settings.offload_boundary:
-        _require_offload(vllm_config, settings)
-    if model.max_model_len <= settings.dense_boundary:
-        logger.warning(
-            "kvrecall: RETRIEVAL CAN NEVER ACT: max_model_len=%d is within "
-            "VLLM_RETRIEVAL_DENSE_BOUNDARY=%d, so every sequence is attended to densely",
-            model.max_model_len,
-            settings.dense_boundary,
-        )
-
-
-def _require_layers(model: Any, settings: RetrievalSettings) -> None:
     layers = model.get_total_num_hidden_layers()
     if settings.dense_layers >= layers:
         raise EngineError(
             f"VLLM_RETRIEVAL_DENSE_LAYERS={settings.dense_layers} leaves none of this model's "
             f"{layers} layers to retrieval; set it below {layers}, {_WAY_OUT}"
         )
-
-
-def _require_offload(vllm_config: Any, settings: RetrievalSettings) -> None:
-    hindrance = offload_hindrance(vllm_config)
+    offloads = connector is not None and model.max_model_len >= settings.offload_boundary
+    hindrance = offload_hindrance(vllm_config) if offloads else None
     if hindrance is not None:
         raise EngineError(
             f"sequences past VLLM_RETRIEVAL_OFFLOAD_BOUNDARY={settings.offload_boundary} cannot "
             f"leave the device in this engine, as {hindrance}; or set the boundary above "
-            f"max_model_len={vllm_config.model_config.max_model_len}: they are then attended to "
-            "sparsely on the device"
+            f"max_model_len={model.max_model_len}: they are then attended to sparsely on the device"
+        )
+    if model.max_model_len <= settings.dense_boundary:
+        logger.warning(
+            "kvrecall: RETRIEVAL CAN NEVER ACT: max_model_len=%d is within "
+            "VLLM_RETRIEVAL_DENSE_BOUNDARY=%d, so every sequence is attended to densely",
+            model.max_model_len,
+            settings.dense_boundary,
         )
 
 

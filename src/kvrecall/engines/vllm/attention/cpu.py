@@ -24,7 +24,7 @@ from kvrecall.attention.kernels.device import Addresses, Piece
 from kvrecall.attention.residency import Ints
 from kvrecall.attention.selection import OVERHEAD_BYTES
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
-from kvrecall.engines.vllm.attention.offloaded import Extent, OffloadedSequence
+from kvrecall.engines.vllm.attention.offloaded import Extent
 from kvrecall.engines.vllm.attention.step import KernelShape, OffloadedRow, RowKernel, SparseStep
 from kvrecall.engines.vllm.connector.queues import Batch
 from kvrecall.errors import EngineError
@@ -257,41 +257,28 @@ class InPlaceLayer:
 
     def attend(
         self,
+        row: OffloadedRow,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
-        sequence: OffloadedSequence,
-        table: torch.Tensor,
-        tokens: int,
         scale: float,
         softcap: float = 0.0,
+        plainly: object = None,
     ) -> torch.Tensor:
-        """Attention of the sequence's last tokens, contiguous ``[tokens, heads, dim]``, over all
-        of its ``tokens`` before them and they themselves.
-
-        ``table``: its device blocks, those that are in the arena meaningless.
-        """
-        extent = sequence.extent
+        extent = row.sequence.extent
         assert extent is not None
-        at = sequence.records.layers[self._name]
-        places = self._places(extent, at, kv_cache, sequence, table, tokens)
-        seq_lens = torch.tensor([tokens], dtype=torch.int32)
+        at = row.sequence.records.layers[self._name]
+        places = self._places(extent, at, kv_cache, row)
+        seq_lens = torch.tensor([row.tokens], dtype=torch.int32)
         starts = torch.tensor([0, len(query)], dtype=torch.int32)
         order = torch.from_numpy(places.astype(np.int32))[None]
         plan = schedule(self._shape, seq_lens, starts, whole=True)
         caches = halves(extent.blocks(at, kv_cache), whole=True)
+        query = query.reshape(-1, self._shape.heads, self._shape.head_dim).contiguous()
         return attend(query, caches, order, seq_lens, starts, plan, scale, softcap)
 
-    def _places(
-        self,
-        extent: Extent,
-        at: int,
-        kv_cache: torch.Tensor,
-        sequence: OffloadedSequence,
-        table: torch.Tensor,
-        tokens: int,
-    ) -> Ints:
+    def _places(self, extent: Extent, at: int, kv_cache: torch.Tensor, row: OffloadedRow) -> Ints:
         """Where the sequence's blocks lie in the extent, after copying those not in the arena."""
-        size = self._shape.block_size
+        sequence, tokens, size = row.sequence, row.tokens, self._shape.block_size
         blocks = -(-tokens // size)
         first, end = sequence.init, sequence.init + sequence.count
         pages = self._pages.setdefault(sequence.key, _Pages(extent))
@@ -300,7 +287,7 @@ class InPlaceLayer:
         own = np.r_[0:first, end:blocks]
         new = own[pages.of[own] < 0]
         pages.of[new] = extent.take(len(new))
-        ids = table.numpy()
+        ids = row.table.numpy()
         for block in own[~pages.done[own]].tolist():
             page = extent.page(int(pages.of[block]), at)
             page.copy_(kv_cache[int(ids[block])].view(-1).view(torch.uint8))
@@ -334,22 +321,5 @@ class RetrievalMetadataBuilder(RetrievalBuilder, CPUAttentionMetadataBuilder):
         return InPlaceLayer(self._kernel.shape, name)
 
 
-class RetrievalImpl(RetrievalAttention[InPlaceLayer], CPUAttentionBackendImpl):
+class RetrievalImpl(RetrievalAttention, CPUAttentionBackendImpl):
     """Retrieval over vLLM's dense attention."""
-
-    def _attend_offloaded(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        row: OffloadedRow,
-        output: torch.Tensor,
-    ) -> None:
-        assert self._whole is not None
-        part = query[row.places].reshape(-1, self.num_heads, self.head_size).contiguous()
-        attended = self._whole.attend(
-            part, kv_cache, row.sequence, row.table, row.tokens, self.scale, self.logits_soft_cap
-        )
-        output[row.places] = attended.view_as(output[row.places])

@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
-from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape, OffloadedRow
+from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape
 from kvrecall.engines.vllm.attention.triton_kernel import StagedLayer, TritonKernel
 
 
@@ -58,25 +58,8 @@ class DeviceBuilder(RetrievalBuilder):
         return self.part(common, rows, [at], in_order).metadata
 
 
-class DeviceAttention(RetrievalAttention[StagedLayer]):
+class DeviceAttention(RetrievalAttention):
     """Retrieval over the dense attention of a backend for GPUs."""
-
-    def _attend_offloaded(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        row: OffloadedRow,
-        output: torch.Tensor,
-    ) -> None:
-        assert self._whole is not None
-        staged = self._whole.stage(kv_cache, row.sequence, row.table, row.tokens)
-        there = row.places
-        self._dense(
-            layer, query[there], key[there], value[there], staged, row.metadata, output[there]
-        )
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.layer import RetrievalLayer
 from kvrecall.engines.vllm.attention.offloaded import (
@@ -19,7 +18,7 @@ from kvrecall.engines.vllm.attention.offloaded import (
     checksums_of_layer,
     digests_of_layer,
 )
-from kvrecall.engines.vllm.attention.step import Freshness
+from kvrecall.engines.vllm.attention.step import Freshness, OffloadedRow
 from kvrecall.engines.vllm.connector.wire import Arrival, Departure, OffloadOrders
 from kvrecall.engines.vllm.serving.heat import HeatTotals
 from kvrecall.errors import EngineError
@@ -30,6 +29,18 @@ logger = logging.getLogger("vllm.kvrecall")
 
 class WholeLayer(Protocol):
     """A layer's dense attention over partially offloaded sequences."""
+
+    def attend(
+        self,
+        row: OffloadedRow,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        scale: float,
+        softcap: float,
+        plainly: Callable[[torch.Tensor, Any], torch.Tensor],
+    ) -> torch.Tensor:
+        """Attention of the row's tokens, whose queries these are, over all of its sequence.
+        ``plainly``: vLLM's attention of these tokens over a cache, by metadata."""
 
     def forget(self, key: str, memory: bool = True) -> None:
         """The sequence is no more, or was never known; with ``memory`` False it will be back in the
@@ -46,7 +57,6 @@ class RetrievalGroup:
 
     def __init__(
         self,
-        settings: RetrievalSettings,
         block_size: int,
         activity: Activity,
         heat: HeatTotals,
@@ -56,7 +66,6 @@ class RetrievalGroup:
         """``pages``: most that layers that attend to the arena in place may need behind it (see
         ``Extent``); 0: none does.
         ``loads_in_step``: whether loaded blocks lie there when ``note_restored`` is called."""
-        self.settings = settings
         self.activity = activity
         self.heat = heat
         self.freshness = Freshness(block_size)
@@ -71,12 +80,11 @@ class RetrievalGroup:
 
     # ---- as the metadata builder and the layers ask ---------------------------------------
 
-    def add(self, name: str, sparse: RetrievalLayer | None, whole: WholeLayer | None) -> None:
-        """``sparse``: None if the layer stays dense; ``whole``: None if nothing is offloaded."""
+    def add(self, name: str, sparse: RetrievalLayer | None, whole: WholeLayer) -> None:
+        """``sparse``: None if the layer stays dense."""
         if sparse is not None:
             self._sparse[name] = sparse
-        if whole is not None:
-            self._whole[name] = whole
+        self._whole[name] = whole
 
     def sequence(self, last_block: int) -> OffloadedSequence | None:
         """The offloaded sequence whose last token of this step is written into that block."""
@@ -137,32 +145,11 @@ class RetrievalGroup:
         for key in orders.ended:
             self._forget(key)
         lost = set()
-        for arrival in orders.arrivals:
-            if not self._arrive(arrival, records):
-                lost.add(arrival.request_id)
-        for departure in orders.departures:
-            if not self._depart(departure, records):
-                lost.add(departure.request_id)
+        for order in (*orders.arrivals, *orders.departures):
+            if not self._carry_out(order, records):
+                lost.add(order.request_id)
         self._rows = {block: key for block, key in orders.rows.items() if key in self._sequences}
         return lost
-
-    def _begin(
-        self, order: Arrival | Departure, records: Records | None
-    ) -> OffloadedSequence | None:
-        """A sequence with nothing off the device yet. None if the arena is out of reach."""
-        if records is None:
-            return None
-        try:
-            extent = self._extent(records)
-        except EngineError as error:
-            logger.error("kvrecall: %s", error)
-            return None
-        none = torch.empty(0, dtype=torch.int32)
-        sequence = OffloadedSequence(
-            order.request_id, order.init, np.empty(0, np.int64), none, records, extent
-        )
-        self._sequences[sequence.key] = sequence
-        return sequence
 
     def _extent(self, records: Records) -> Extent | None:
         """Where layers attend to the arena in place; None if none does. Raises EngineError."""
@@ -189,30 +176,33 @@ class RetrievalGroup:
         ):
             self._extents.pop(arena).close()
 
-    def _arrive(self, arrival: Arrival, records: Records | None) -> bool:
-        sequence = self._begin(arrival, records)
+    def _carry_out(self, order: Arrival | Departure, records: Records | None) -> bool:
+        """False if the arena of a sequence that begins is out of reach."""
+        sequence = None if isinstance(order, Arrival) else self._sequences.get(order.request_id)
         if sequence is None:
-            return False
-        sequence.offsets = np.array(arrival.offsets, dtype=np.int64)
-        sequence.slots = torch.tensor(arrival.slots, dtype=torch.int32)
-        self.activity.blocks_left += len(sequence.offsets)
-        for name, sparse in self._sparse.items():
-            sparse.arrive(sequence, self._caches[name])
-        return True
-
-    def _depart(self, departure: Departure, records: Records | None) -> bool:
-        sequence = self._sequences.get(departure.request_id)
-        if sequence is None:
-            sequence = self._begin(departure, records)
-        if sequence is None:
-            return False
-        added = np.array(departure.offsets, dtype=np.int64)
+            if records is None:
+                return False
+            try:
+                extent = self._extent(records)
+            except EngineError as error:
+                logger.error("kvrecall: %s", error)
+                return False
+            none = torch.empty(0, dtype=torch.int32)
+            sequence = OffloadedSequence(
+                order.request_id, order.init, np.empty(0, np.int64), none, records, extent
+            )
+            self._sequences[sequence.key] = sequence
+        added = np.array(order.offsets, dtype=np.int64)
         sequence.offsets = np.concatenate([sequence.offsets, added])
-        slots = torch.tensor(departure.slots, dtype=torch.int32)
-        sequence.slots = torch.cat([sequence.slots, slots])
+        sequence.slots = torch.cat([sequence.slots, torch.tensor(order.slots, dtype=torch.int32)])
+        if isinstance(order, Arrival):
+            self.activity.blocks_left += len(added)
+            for name, sparse in self._sparse.items():
+                sparse.arrive(sequence, self._caches[name])
+            return True
         self.activity.blocks_offloaded += len(added)
-        stale = self.freshness.take_stale(torch.tensor(departure.block_ids, dtype=torch.int32))
+        stale = self.freshness.take_stale(torch.tensor(order.block_ids, dtype=torch.int32))
         for name, sparse in self._sparse.items():
             sparse.digest(self._caches[name], stale)
-            sparse.depart(sequence, departure.block_ids, self._caches[name])
+            sparse.depart(sequence, order.block_ids, self._caches[name])
         return True

@@ -9,7 +9,6 @@ the block's keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -190,8 +189,8 @@ class RetrievalLayer:
                 runs = [self._store.part(slice(first, end)) for first, end in sequence.runs]
             else:
                 runs = [self._store.part(sequence.blocks[sequence.places])]
-            coarse = [run.coarse for run in runs if run.coarse is not None]
-            digests = [run.rows for run in runs]
+            digests = [digests for digests, _ in runs]
+            coarse = [coarse for _, coarse in runs if coarse is not None]
             chosen = self._selector.choose(
                 grouped[rows], digests, split.chosen, scale, coarse or None
             )
@@ -266,8 +265,8 @@ class RecalledBlocks:
         self._count = 0
 
     @property
-    def digests(self) -> Digests:
-        """Of the blocks that left."""
+    def digests(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Of the blocks that left, as ``DigestStore.part``."""
         return self._digests.part(slice(0, self._count))
 
     def depart(self, digests: torch.Tensor) -> None:
@@ -305,15 +304,6 @@ class RecalledBlocks:
         return admission.slots
 
 
-@dataclass(frozen=True, slots=True)
-class Digests:
-    """Of some blocks: int8 ``rows`` ``[kv_heads, blocks, rows, width]``, and a copy of their
-    ``coarse`` rows, side by side; None if there are none."""
-
-    rows: torch.Tensor
-    coarse: torch.Tensor | None
-
-
 class DigestStore:
     """The digests of blocks, by their numbers, in one layer. On a CPU the system gives memory as it
     is written."""
@@ -336,10 +326,11 @@ class DigestStore:
         if self._coarse is not None:
             self._coarse[:, block_ids] = self.rows[:, block_ids, self._layout.coarse_rows]
 
-    def part(self, blocks: slice | torch.Tensor) -> Digests:
-        """Of these blocks: a view for a slice, else a copy."""
+    def part(self, blocks: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Of these blocks all rows, and the coarse ones, side by side; None if there are none.
+        Views for a slice, else copies."""
         coarse = None if self._coarse is None else self._coarse[:, blocks]
-        return Digests(self.rows[:, blocks], coarse)
+        return self.rows[:, blocks], coarse
 
     def reach(self, blocks: int) -> None:
         """There is room for at least so many blocks; those there are stay."""

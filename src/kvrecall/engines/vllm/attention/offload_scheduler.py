@@ -42,22 +42,12 @@ class OffloadableSpec(FullAttentionSpec):
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Blocks ``[first, end)`` of a sequence may leave the device. It then needs ``least`` slots,
-    and does better with ``slots``."""
+    """Blocks ``[first, end)`` of a sequence may leave the device, or of one that begins need not
+    come there. It then needs ``least`` slots, and does better with ``slots``."""
 
     first: int
     end: int
     least: int
-    slots: int
-
-
-@dataclass(frozen=True, slots=True)
-class LeftInPool:
-    """Blocks ``[first, end)`` of a sequence that begins stay in the pool, under a lease, instead of
-    coming to the device. It gets ``slots`` slots instead."""
-
-    first: int
-    end: int
     slots: int
 
 
@@ -80,10 +70,6 @@ class _Offloaded:
     left: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     arrives: bool = False
-
-    @property
-    def has_news(self) -> bool:
-        return bool(self.left or self.slots)
 
 
 class OffloadPlanner:
@@ -110,7 +96,7 @@ class OffloadPlanner:
         self._state_of = state_of
         self._trusted = trusted
         self._sequences: dict[str, _Offloaded] = {}
-        self._expected: dict[str, tuple[_Offloaded, LeftInPool]] = {}
+        self._expected: dict[str, tuple[_Offloaded, Offload]] = {}
         self._ended: list[str] = []
         self._arena: ArenaHandle | None = None
         self._out_of_reach: ArenaHandle | None = None
@@ -143,7 +129,7 @@ class OffloadPlanner:
             self._pool.release(ticket)  # what is on the device is not in the arena
             return
         sequence = _Offloaded(split.init, [ticket], offsets=list(recall.offsets), arrives=True)
-        self._expected[request_id] = sequence, LeftInPool(split.init, last, slots)
+        self._expected[request_id] = sequence, Offload(split.init, last, slots, slots)
 
     def unexpect(self, request_id: str) -> None:
         """Nothing is about to be loaded for the request. It may not have been expected."""
@@ -153,17 +139,20 @@ class OffloadPlanner:
 
     # ---- as vLLM's block manager asks ----------------------------------------------------
 
-    def left_in_pool(self, request_id: str) -> LeftInPool | None:
+    def left_in_pool(self, request_id: str) -> Offload | None:
+        """What of a request that is about to begin stays in the pool."""
         _, what = self._expected.get(request_id, (None, None))
         return what
 
     def arrived(self, request_id: str, slots: Sequence[int]) -> None:
+        """The request has begun with what ``left_in_pool`` said left there, and these slots."""
         sequence, _ = self._expected.pop(request_id)
         sequence.gone = len(sequence.offsets)
         sequence.slots.extend(slots)
         self._sequences[request_id] = sequence
 
     def review(self, request_id: str, tokens: int) -> Offload | None:
+        """What may leave the device now, of a sequence whose next step makes it so long."""
         split = self._split(tokens)
         state = self._state_of(request_id)
         if split is None or state is None or not _decodes(state, tokens):
@@ -184,12 +173,14 @@ class OffloadPlanner:
         return Offload(split.init + sequence.gone, split.init + safe, least, slots)
 
     def left(self, request_id: str, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+        """The sequence has given up the next of its blocks, and got slots beside those it had."""
         sequence = self._sequences[request_id]
         sequence.left.extend(block_ids)
         sequence.slots.extend(slots)
         sequence.gone += len(block_ids)
 
     def least_slots(self, request_id: str, tokens: int) -> int:
+        """Slots without which the sequence cannot be decoded at that length."""
         sequence = self._sequences.get(request_id)
         if sequence is None or not sequence.gone:
             return 0
@@ -197,6 +188,7 @@ class OffloadPlanner:
         return slots_of(split, sequence.gone, self._settings)[0]
 
     def ended(self, request_id: str) -> None:
+        """The sequence has left the batch: ends its leases."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return
@@ -205,10 +197,8 @@ class OffloadPlanner:
             self._ended.append(request_id)
 
     def _release(self, sequence: _Offloaded) -> None:
-        for ticket in [
-            *sequence.tickets,
-            *([] if sequence.pending is None else [sequence.pending]),
-        ]:
+        pending = () if sequence.pending is None else (sequence.pending,)
+        for ticket in (*sequence.tickets, *pending):
             self._pool.release(ticket)
 
     # ---- as the connector asks -----------------------------------------------------------
@@ -230,10 +220,14 @@ class OffloadPlanner:
         departures: list[Departure] = []
         arrivals: list[Arrival] = []
         for request_id, sequence in self._sequences.items():
+            init, left, slots = sequence.init, tuple(sequence.left), tuple(sequence.slots)
             if sequence.arrives:
-                arrivals.append(_arrival(request_id, sequence))
-            elif sequence.has_news:
-                departures.append(self._departure(request_id, sequence))
+                arrivals.append(Arrival(request_id, init, tuple(sequence.offsets), slots))
+                sequence.arrives, sequence.slots = False, []
+            elif left or slots:
+                offsets = tuple(sequence.offsets[sequence.gone - len(left) : sequence.gone])
+                departures.append(Departure(request_id, init, left, offsets, slots))
+                sequence.left, sequence.slots = [], []
             state = self._state_of(request_id)
             if sequence.gone and state is not None and request_id in scheduled:
                 last = state.request.num_computed_tokens + scheduled[request_id] - 1
@@ -242,14 +236,6 @@ class OffloadPlanner:
         if not (departures or arrivals or rows or ended):
             return None
         return OffloadOrders(departures, rows, ended, arrivals)
-
-    def _departure(self, request_id: str, sequence: _Offloaded) -> Departure:
-        offsets = sequence.offsets[sequence.gone - len(sequence.left) : sequence.gone]
-        departure = Departure(
-            request_id, sequence.init, tuple(sequence.left), tuple(offsets), tuple(sequence.slots)
-        )
-        sequence.left, sequence.slots = [], []
-        return departure
 
     # ---- leases --------------------------------------------------------------------------
 
@@ -300,12 +286,6 @@ class OffloadPlanner:
         sequence.offsets.extend(offsets)
         if split.init + len(sequence.offsets) < split.local:
             sequence.retry_at = tokens + PATIENCE
-
-
-def _arrival(request_id: str, sequence: _Offloaded) -> Arrival:
-    arrival = Arrival(request_id, sequence.init, tuple(sequence.offsets), tuple(sequence.slots))
-    sequence.slots, sequence.arrives = [], False
-    return arrival
 
 
 def _decodes(state: RequestState, tokens: int) -> bool:
@@ -441,7 +421,7 @@ class OffloadManager(FullAttentionManager):
             self.planner.ended(request_id)
         return [*blocks, *self._slots.pop(request_id, [])]
 
-    def _expected(self, request_id: str, external_tokens: int) -> LeftInPool | None:
+    def _expected(self, request_id: str, external_tokens: int) -> Offload | None:
         if self.planner is None or external_tokens <= 0 or request_id in self._slots:
             return None
         return self.planner.left_in_pool(request_id)

@@ -125,9 +125,9 @@ class DensePart:
 @dataclass(frozen=True, slots=True)
 class OffloadedRow:
     """A partially offloaded sequence of the batch. ``places``: of its tokens in the batch;
-    ``table``: its device blocks, on the host; ``tokens``: its length; ``prefills``: all layers
-    attend to it densely. ``metadata``: vLLM's of this sequence alone, whose blocks lie in their
-    order, where vLLM's kernel attends to it."""
+    ``table``: int32, its device blocks, on the host, meaningless where they are off the device;
+    ``tokens``: its length; ``prefills``: all layers attend to it densely. ``metadata``: vLLM's of
+    this sequence alone, its blocks in their order, where vLLM's kernel attends to it."""
 
     sequence: OffloadedSequence
     places: slice

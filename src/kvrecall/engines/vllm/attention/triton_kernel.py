@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 
 from kvrecall.attention.kernels.device import Addresses, Paged, Piece, attend_by_triton, move
 from kvrecall.attention.selection import DEVICE_OVERHEAD_BYTES
-from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
-from kvrecall.engines.vllm.attention.step import KernelShape, RowKernel, SparseStep
+from kvrecall.engines.vllm.attention.step import KernelShape, OffloadedRow, RowKernel, SparseStep
 from kvrecall.errors import EngineError
 
 
@@ -82,22 +84,24 @@ class StagedLayer:
     def forget(self, key: str, memory: bool = True) -> None:
         """Nothing is kept."""
 
-    def stage(
+    def attend(
         self,
+        row: OffloadedRow,
+        query: torch.Tensor,
         kv_cache: torch.Tensor,
-        sequence: OffloadedSequence,
-        table: torch.Tensor,
-        tokens: int,
+        scale: float,
+        softcap: float,
+        plainly: Callable[[torch.Tensor, Any], torch.Tensor],
     ) -> torch.Tensor:
-        """The sequence's blocks in its order, as a cache: ``[blocks, kv_heads, tokens, 2 * dim]``.
+        return plainly(self.stage(kv_cache, row), row.metadata)
 
-        ``table``: int32, its device blocks, those that are in the arena meaningless; on the host.
-        """
-        size = kv_cache.element_size()
-        count = -(-tokens // kv_cache.shape[2])
+    def stage(self, kv_cache: torch.Tensor, row: OffloadedRow) -> torch.Tensor:
+        """The sequence's blocks in its order, as a cache of the same strides within a block."""
+        sequence, size = row.sequence, kv_cache.element_size()
+        count = -(-row.tokens // kv_cache.shape[2])
         elements = kv_cache[0].numel()
         room = torch.empty(count * elements, dtype=kv_cache.dtype, device=kv_cache.device)
-        ids = table[:count].numpy().astype(np.int64)
+        ids = row.table[:count].numpy().astype(np.int64)
         sources = kv_cache.data_ptr() + ids * (kv_cache.stride(0) * size)
         middle = slice(sequence.init, sequence.init + sequence.count)
         sources[middle] = sequence.addresses(self._name)
