@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvrecall.attention.digest import DIGESTS, coded_width, decode, encode
+from kvrecall.attention.digest import DIGESTS, SCALE_BYTES, coded_width, encode, scales_in
 from kvrecall.attention.kernels import int8
 from kvrecall.attention.selection import CodedQuery, ExactSelector, best_products
 
@@ -30,6 +30,10 @@ def rows_of(*shape: int) -> torch.Tensor:
     rows = torch.randn(*shape)
     rows[..., :3] *= 10
     return rows
+
+
+def decode(coded: torch.Tensor) -> torch.Tensor:
+    return coded[..., :-SCALE_BYTES].float() * scales_in(coded)
 
 
 def best(

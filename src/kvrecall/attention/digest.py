@@ -131,11 +131,6 @@ def encode(rows: torch.Tensor) -> torch.Tensor:
     return coded
 
 
-def decode(coded: torch.Tensor) -> torch.Tensor:
-    """int8 ``[..., width + 4]`` -> float32 ``[..., width]``."""
-    return coded[..., :-SCALE_BYTES].float() * scales_in(coded)
-
-
 def scales_in(coded: torch.Tensor) -> torch.Tensor:
     """The scales of coded rows: float32 ``[..., 1]``."""
     return coded[..., -SCALE_BYTES:].contiguous().view(torch.float32)

@@ -175,9 +175,8 @@ class RetrievalBuilder(ABC):
                 continue
             number, whole, sparse = config.layer_index(name), self.make_whole(name), None
             if number >= settings.dense_layers:
-                sparse = RetrievalLayer(
-                    name, settings, self._kernel, self._activity, self._heat, number
-                )
+                note = partial(self._heat.note, number)
+                sparse = RetrievalLayer(name, settings, self._kernel, self._activity, note)
             group.add(name, sparse, whole)
             impl.group, impl.sparse_layer, impl.whole_layer = group, sparse, whole
 

@@ -8,7 +8,7 @@ the block's keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from kvrecall.engines.vllm.attention.offloaded import (
     digests_of_layer,
 )
 from kvrecall.engines.vllm.attention.step import RowKernel, SparseStep
-from kvrecall.engines.vllm.serving.heat import HeatTotals
 
 CHECKSUM_BYTES = 8
 """Of a block's digests, in a layer."""
@@ -57,14 +56,11 @@ class RetrievalLayer:
         settings: RetrievalSettings,
         kernel: RowKernel,
         activity: Activity,
-        heat: HeatTotals | None = None,
-        number: int = 0,
+        note: Callable[[Ints, Ints, int], None] | None = None,
     ) -> None:
-        """``name``: vLLM's. ``heat``: notes where blocks are chosen, under the layer's
-        ``number``."""
+        """``name``: vLLM's. ``note``: notes where blocks are chosen, as ``HeatTotals.note``."""
         self._name = name
-        self._heat = heat
-        self._number = number
+        self._note = note
         self._kernel = kernel
         self._shape = shape = kernel.shape
         self._activity = activity
@@ -209,10 +205,10 @@ class RetrievalLayer:
             activity.blocks_considered += split.middle * heads
             activity.blocks_selected += split.chosen * heads
             activity.blocks_attended += split.attended_blocks * heads
-            if self._heat is not None and activity.steps_sparse % _SEEN_EVERY == 1:
+            if self._note is not None and activity.steps_sparse % _SEEN_EVERY == 1:
                 middle = np.arange(split.init, split.local)
                 seen = places.cpu().numpy() + split.init
-                self._heat.note(self._number, middle, seen, split.blocks)
+                self._note(middle, seen, split.blocks)
 
     def _digests_of(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         """As they are kept: int8 ``[blocks, kv_heads, rows, width]``."""
