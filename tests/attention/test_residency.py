@@ -242,6 +242,17 @@ def test_blocks_from_the_pool_are_chosen_by_the_digests_they_bring(share: float)
     assert bench.activity.blocks_digested == before
 
 
+@pytest.mark.parametrize(("further", "slot"), [(1 << 30, 1), (-ALIGNMENT, 1), (0, 100), (0, -1)])
+def test_blocks_outside_of_the_arena_or_of_the_cache_are_refused(further: int, slot: int) -> None:
+    """They are fetched by address."""
+    bench = Bench(shape_of(), SETTINGS, 100)
+    offloaded = offload(bench, bench.sequence(1000), 1000, 2, SETTINGS)
+    offloaded.offsets += further
+    offloaded.slots[0] = slot
+    with pytest.raises(IndexError, match="blocks of one lie outside"):
+        bench.layer.depart(offloaded, [], bench.cache)
+
+
 def test_pages_behind_the_arena_are_distinct_far_reaching_and_given_back() -> None:
     """Beyond what 32 bits can address, in elements."""
     arena = Arena.create(10 * ALIGNMENT + 5)

@@ -145,7 +145,8 @@ class RetrievalGroup:
         for key in orders.ended:
             self._forget(key)
         lost = set()
-        for order in (*orders.arrivals, *orders.departures):
+        carried: list[Arrival | Departure] = [*orders.arrivals, *orders.departures]
+        for order in carried:
             if not self._carry_out(order, records):
                 lost.add(order.request_id)
         self._rows = {block: key for block, key in orders.rows.items() if key in self._sequences}
