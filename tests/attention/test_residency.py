@@ -12,6 +12,7 @@ from kvrecall.attention.residency import Admission, Residency
 from kvrecall.attention.selection import slots_of, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.cpu import attend, halves, schedule
+from kvrecall.engines.vllm.attention.group import RetrievalGroup
 from kvrecall.engines.vllm.attention.layer import CHECKSUM_BYTES
 from kvrecall.engines.vllm.attention.offloaded import (
     Extent,
@@ -21,7 +22,8 @@ from kvrecall.engines.vllm.attention.offloaded import (
     digests_of_layer,
 )
 from kvrecall.engines.vllm.attention.step import BatchRow, OffloadedRow
-from kvrecall.engines.vllm.connector.wire import Arrival, OffloadOrders
+from kvrecall.engines.vllm.connector.wire import Arrival, Departure, OffloadOrders
+from kvrecall.engines.vllm.serving.heat import HeatTotals
 from kvrecall.errors import EngineError
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.slots import ALIGNMENT
@@ -240,6 +242,44 @@ def test_blocks_from_the_pool_are_chosen_by_the_digests_they_bring(share: float)
     moved = replace(sequence, block_ids=torch.cat([there, sequence.block_ids[-1:]]))
     assert torch.equal(bench.decode(moved), want)
     assert bench.activity.blocks_digested == before
+
+
+def test_a_sequence_leaves_in_parts_and_its_arena_with_it() -> None:
+    bench = Bench(shape_of(), SETTINGS, 100)
+    sequence = bench.sequence(3000)
+    want = bench.decode(sequence)
+    split = split_of(3000, BLOCK, SETTINGS)
+    ids = sequence.block_ids[split.init : split.local].tolist()
+    bench.group = RetrievalGroup(BLOCK, bench.activity, HeatTotals(), pages=100)
+    bench.group.add("layer", bench.layer, bench.whole)
+    bench.group.register({"layer": bench.cache})
+    page = bench.cache[0].nbytes
+    arena = Arena.create(len(ids) * page)
+    arena.array()[:] = bench.cache[ids].view(-1).view(torch.uint8).numpy()
+    records = Records(arena.array(), {"layer": 0}, arena.handle())
+    offsets = tuple(at * page for at in range(len(ids)))
+    slots = tuple(bench.take(slots_of(split, len(ids), SETTINGS)[1]).tolist())
+    last = int(sequence.block_ids[-1])
+    first = Departure("one", split.init, tuple(ids[:5]), offsets[:5], slots[:2])
+    assert bench.group.take(OffloadOrders([first], {last: "one"}, []), None) == {"one"}
+    assert bench.group.is_idle, "without the arena nothing left"
+    assert not bench.group.take(OffloadOrders([first], {last: "one"}, []), records)
+    second = Departure("one", split.init, tuple(ids[5:]), offsets[5:], slots[2:])
+    assert not bench.group.take(OffloadOrders([second], {last: "one"}, []), records)
+    bench.cache[ids] = float("nan")
+    offloaded = bench.group.sequence(last)
+    assert offloaded is not None
+    assert (offloaded.count, offloaded.slots.tolist()) == (len(ids), list(slots))
+    table = sequence.block_ids.to(torch.int32)[None]
+    step = bench.planner.plan([BatchRow(1, 3000, False)], table, {0: offloaded})
+    assert step is not None
+    got = bench.layer.attend(sequence.query[None], bench.cache, step, bench.shape.head_dim**-0.5)
+    assert torch.equal(got, want)
+    assert offloaded.extent is not None
+    assert not bench.group.take(OffloadOrders([], {}, ["one"]), records)
+    assert bench.group.sequence(last) is None
+    with pytest.raises(RuntimeError, match="out of bounds"):  # it is mapped no longer
+        offloaded.extent.blocks(0, bench.cache)
 
 
 @pytest.mark.parametrize(("further", "slot"), [(1 << 30, 1), (-ALIGNMENT, 1), (0, 100), (0, -1)])

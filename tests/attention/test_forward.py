@@ -1,0 +1,60 @@
+"""A layer's forward pass over a batch with a partially offloaded sequence, without an engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvrecall.attention.selection import split_of
+from kvrecall.engines.vllm.attention.cpu import RetrievalImpl
+from kvrecall.engines.vllm.attention.step import BatchRow, DensePart, OffloadedRow, StepWork
+
+from .sequences import BLOCK, Bench, shape_of
+from .test_residency import SETTINGS, offload, whole
+
+TOKENS = 1000
+
+
+class Impl(RetrievalImpl):
+    """vLLM's own attention doubles the query of the requests that are not ours."""
+
+    def __init__(self, bench: Bench, sparse: bool) -> None:
+        self.group = bench.group
+        self.sparse_layer = bench.layer if sparse else None
+        self.whole_layer = bench.whole
+        self.scale, self.logits_soft_cap = bench.shape.head_dim**-0.5, 0.0
+
+    def _dense(self, *args: Any) -> torch.Tensor:
+        _, query, _, _, _, metadata, output = args
+        assert metadata == "of the others"
+        return output.copy_(2 * query)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("prefills", [False, True])
+def test_every_request_is_attended_to_once(sparse: bool, prefills: bool) -> None:
+    torch.manual_seed(0)
+    bench = Bench(shape_of(), replace(SETTINGS, topk_share=0.3), 100)
+    sequence = bench.sequence(TOKENS)
+    want = bench.decode(sequence) if sparse and not prefills else whole(bench, sequence, TOKENS)
+    gone = split_of(TOKENS, BLOCK, SETTINGS).middle
+    offloaded = offload(bench, sequence, TOKENS, gone, SETTINGS)
+    table = sequence.block_ids.to(torch.int32)[None]
+    rows = [BatchRow(1, TOKENS, prefills)]
+    step = bench.planner.plan(rows, table, {0: offloaded})
+    others = DensePart(torch.tensor([0]), "of the others")
+    ours = torch.tensor([] if step is None or prefills else [1], dtype=torch.int64)
+    row = OffloadedRow(offloaded, slice(1, 2), table[0], TOKENS, prefills)
+    work = StepWork(step, ours, others, (row,), others)
+    query = torch.stack([torch.randn_like(sequence.query), sequence.query])
+    output = torch.full_like(query, float("nan"))
+    metadata = SimpleNamespace(retrieval=work)
+    got = Impl(bench, sparse).forward(
+        SimpleNamespace(), query, query, query, bench.cache, metadata, output
+    )
+    assert torch.equal(got[0], 2 * query[0])
+    assert torch.equal(got[1], want[0])
