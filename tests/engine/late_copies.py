@@ -12,9 +12,9 @@ from collections import deque
 
 import torch
 
-from kvrecall.engines.vllm.connector import queues, worker
+from kvrecall.engines.vllm.connector import copier, worker
 from kvrecall.engines.vllm.connector.connector import RecallConnector
-from kvrecall.engines.vllm.connector.queues import Batch, CopyQueue, Moved
+from kvrecall.engines.vllm.connector.copier import Batch, CopyQueue, Moved
 
 PATIENCE = 3
 
@@ -59,4 +59,4 @@ class LateConnector(RecallConnector):
 
 
 if __name__ == "late_copies":  # as vLLM imports it, by the name alone
-    queues.make_queue = worker.make_queue = make_queue
+    copier.make_queue = worker.make_queue = make_queue

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvrecall.engines.vllm.connector.compare import deviation
-from kvrecall.engines.vllm.connector.copier import Pages
+from kvrecall.engines.vllm.connector.pages import Pages
 from kvrecall.engines.vllm.connector.wire import (
     ORIGIN_BYTES,
     Deviation,

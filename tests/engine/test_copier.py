@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kvrecall.engines.vllm.compat.config import LayerPlacement
-from kvrecall.engines.vllm.connector import queues
-from kvrecall.engines.vllm.connector.copier import Copier, Pages, pages_of
-from kvrecall.engines.vllm.connector.queues import Batch, StreamQueue
+from kvrecall.engines.vllm.connector import copier as copying
+from kvrecall.engines.vllm.connector.copier import Batch, Copier, StreamQueue
+from kvrecall.engines.vllm.connector.pages import Pages, pages_of
 from kvrecall.engines.vllm.connector.wire import Copy
 from kvrecall.errors import EngineError
 
@@ -36,7 +36,7 @@ def placements(names: list[str], page: int = PAGE, stride: int = PAGE) -> dict[s
 def test_blocks_come_back_as_they_were(
     layers: int, shard_offset: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queues, "_WORTH_SHARING", 1)
+    monkeypatch.setattr(copying, "_WORTH_SHARING", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     device = caches(layers)
     before = {name: tensor.clone() for name, tensor in device.items()}
@@ -163,7 +163,7 @@ def test_on_a_stream_an_order_is_one_call_of_the_driver(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch, "Stream", Stream)
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: None)
-    monkeypatch.setattr(queues, "make_queue", StreamQueue)
+    monkeypatch.setattr(copying, "make_queue", StreamQueue)
     device = caches(3)
     before = {name: tensor.clone() for name, tensor in device.items()}
     copier = Copier(

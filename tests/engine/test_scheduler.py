@@ -451,9 +451,8 @@ def test_a_service_that_dies_is_not_a_slow_disk(slow: SlowPool) -> None:
     assert load is not None
     lost = Recall(RecallState.READY)
     slow.now = 0.05
-    bench.side._pool = SimpleNamespace(poll=lambda _: lost, release=slow.pool.release)  # type: ignore[assignment]
+    load.pool = SimpleNamespace(poll=lambda _: lost, release=slow.pool.release)  # type: ignore[assignment]
     assert bench.matched(request) == 0
-    bench.side._pool = slow.pool
     assert bench.side.costs.load_seconds(TierName.DISK) == 0, "a loss was taken for slowness"
     slow.io.read_gate.set()
     again = bench.request("third", 16 * 50)

@@ -13,7 +13,7 @@ import torch
 from vllm.v1.request import Request, RequestStatus
 
 from kvrecall.engines.vllm.compat.config import LayerPlacement
-from kvrecall.engines.vllm.connector import queues, worker
+from kvrecall.engines.vllm.connector import copier, worker
 from kvrecall.engines.vllm.connector.wire import ORIGIN_BYTES, StepOrders
 from kvrecall.engines.vllm.connector.worker import RecallWorker
 from kvrecall.pool import Pool
@@ -109,7 +109,7 @@ def machine(
     request: pytest.FixtureRequest, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Machine]:
     if request.param == "late":
-        monkeypatch.setattr(queues, "make_queue", late_copies.make_queue)
+        monkeypatch.setattr(copier, "make_queue", late_copies.make_queue)
         monkeypatch.setattr(worker, "make_queue", late_copies.make_queue)
     machine = Machine(pool, monkeypatch)
     assert machine.late == (request.param == "late")

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvrecall.engines.vllm.connector.copier import ArenaMapping, Pages
+from kvrecall.engines.vllm.connector.copier import ArenaMapping
+from kvrecall.engines.vllm.connector.pages import Pages
 from kvrecall.engines.vllm.connector.wire import Copy
 from kvrecall.pool.base import ArenaHandle
 from kvrecall.pool.service.peers import mappers_of

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from bisect import bisect_left
+from itertools import accumulate
 
 from kvrecall.pool.base import TierStats
 from kvrecall.pool.tier import Buckets, Outcome
@@ -20,26 +21,19 @@ _BOUNDS = tuple(
 class Histogram:
     """Counts of seconds in fixed buckets. One writer at a time; readers may look any time."""
 
-    __slots__ = ("_counts", "count", "total")
+    __slots__ = ("_counts",)
 
     def __init__(self) -> None:
         self._counts = [0] * (len(_BOUNDS) + 1)
-        self.count = 0
-        self.total = 0.0
 
     def observe(self, seconds: float) -> None:
         self._counts[bisect_left(_BOUNDS, seconds)] += 1
-        self.count += 1
-        self.total += seconds
 
     def buckets(self) -> Buckets:
         """``(upper bound in seconds, how many were at most that)``, ascending, up to infinity."""
-        rows: list[tuple[float, int]] = []
-        below = 0
-        for bound, count in zip((*_BOUNDS, float("inf")), self._counts, strict=True):
-            below += count
-            rows.append((round(bound, 6), below))
-        return tuple(rows)
+        bounds = (*_BOUNDS, float("inf"))
+        counts = accumulate(self._counts)
+        return tuple((round(at, 6), count) for at, count in zip(bounds, counts, strict=True))
 
 
 class TierCounters:

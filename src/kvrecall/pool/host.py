@@ -1,14 +1,21 @@
-"""What the arena holds: blocks by key, and their slots."""
+"""The host tier: blocks in slots of the arena, and room for more by evicting what is idle."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
 
 from kvrecall.block import SHARED, BlockKey, Tenant, TierName
 from kvrecall.config import PoolTerms
 from kvrecall.pool.residents import Extent, Resident, Residents
-from kvrecall.pool.slots import ArenaSlots
+from kvrecall.pool.slots import ArenaSlots, slot_bytes_of
+
+if TYPE_CHECKING:
+    from kvrecall.pool.writer import Writer
+
+_LEEWAY = 16  # blocks passed over, at least, to find one that is clean
 
 
 class Block(Resident):
@@ -98,3 +105,163 @@ class HostStore(Residents[Block]):
         limit = self.slots.limit_bytes
         amounts = [terms.host for terms in self._terms.tenants.all if terms.host is not None]
         return min([limit, *(amount.of(limit) for amount in amounts)])
+
+
+class Evictor:
+    """Gives out slots of the host, for which it evicts idle blocks. Used under its pool's lock;
+    never waits: a dirty block whose write it has to begin stays until that has ended.
+
+    A refusal costs no walk over the blocks: leased ones are not looked at, and the extents tell
+    beforehand whether there are idle ones.
+    """
+
+    def __init__(self, host: HostStore, writer: Writer, terms: PoolTerms) -> None:
+        self._host = host
+        self._writer = writer
+        self._marks = terms.host_marks
+        self._trimming = False
+
+    def allocate(
+        self, nbytes: int, count: int, tenant: Tenant = SHARED, blocks: Sequence[Block] = ()
+    ) -> list[int]:
+        """Offsets of slots for ``count`` blocks of a tenant, ascending; fewer if room cannot be
+        made, or not within the tenant's limit.
+
+        If ``blocks`` names them, room is made only for as many as the eviction policy wants.
+        """
+        host, slot_bytes = self._host, slot_bytes_of(nbytes)
+        count = self._within_limit(tenant, slot_bytes, count)
+        offsets = host.take(slot_bytes, count, tenant)
+        if blocks:
+            wanted = itertools.takewhile(
+                lambda block: host.admits(block.key, block.parent, block.depth),
+                blocks[len(offsets) : count],
+            )
+            count = len(offsets) + sum(1 for _ in wanted)
+        while len(offsets) < count and self._make_room(slot_bytes, count - len(offsets)):
+            more = host.take(slot_bytes, count - len(offsets), tenant)
+            if not more:
+                break
+            offsets += more
+        offsets.sort()
+        return offsets
+
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        """Drops blocks from the host, clean or not, but those that are leased. The slots of blocks
+        that are being written come back when that ends."""
+        for key in keys:
+            block = self._host.blocks[key]
+            if block.leases:
+                self._host.set_stored(block, False)
+                continue
+            self._withdraw(block)
+            if not block.io_refs:
+                self._host.free(block)
+
+    def trim(self, most: int) -> bool:
+        """Evicts up to ``most`` blocks if the host is above its high mark (or the limit was
+        lowered), until it is at the low one. False if there is no more to do, or nothing can be
+        done now."""
+        limit, used = self._host.slots.limit_bytes, self._host.slots.used_bytes
+        if used > self._marks.high * limit:
+            self._trimming = True
+        surplus = used - self._marks.low * limit
+        if not self._trimming or surplus <= 0:
+            self._trimming = False
+            return False
+        going: list[Block] = []
+        for block in self._host.victims(most):
+            if surplus <= 0:
+                break
+            going.append(block)
+            surplus -= block.slot_bytes
+        return self._evict(going) > 0
+
+    # -- within a tenant's limit -----------------------------------------------------------
+
+    def _within_limit(self, tenant: Tenant, slot_bytes: int, count: int) -> int:
+        """How many of ``count`` slots the tenant may have. Its own coldest blocks make room."""
+        accounts = self._host.accounts
+        excess = accounts.excess(tenant, count * slot_bytes)
+        if excess:
+            going = self._host.victims_of(tenant, excess)
+            accounts.evict(tenant, self._evict(going))
+            excess = accounts.excess(tenant, count * slot_bytes)
+        if excess:  # last what is only to be offered to the remote tier yet
+            going = self._host.victims_of(tenant, excess, lambda block: block.stored)
+            accounts.evict(tenant, self._evict(going, offer=False))
+            excess = accounts.excess(tenant, count * slot_bytes)
+        if excess:
+            fitting = max(0, count - -(-excess // slot_bytes))
+            accounts.refuse(tenant, count - fitting)
+            return fitting
+        return count
+
+    # -- making room -----------------------------------------------------------------------
+
+    def _make_room(self, slot_bytes: int, count: int) -> bool:
+        """Evicts for ``count`` slots of that size. False if nothing could be evicted."""
+        cold: list[Block] = []
+        if self._host.has_idle(slot_bytes, others=True):
+            cold = self._host.victims(max(64, count))
+            others = sum(block.slot_bytes != slot_bytes for block in cold)
+            if others * 2 > len(cold) and self._take_over(slot_bytes, cold):
+                return True
+        if self._host.has_idle(slot_bytes) and self._evict_own(slot_bytes, count):
+            return True
+        return bool(cold) and self._take_over(slot_bytes, cold)
+
+    def _evict_own(self, slot_bytes: int, count: int) -> bool:
+        """Evicts blocks of that size class, among the coldest those first that are clean."""
+        host, writer = self._host, self._writer
+        looked_at = count + max(count, _LEEWAY) if writer.has_below else count
+        victims = host.victims(looked_at, slot_bytes)
+        if writer.has_below:
+            victims.sort(key=lambda block: not writer.is_clean(block))
+        if self._evict(victims[:count]):
+            return True
+        if not (victims and host.stored[slot_bytes]):
+            return False
+        # Whatever is cold is on its way down now; what is there already goes in its stead, and
+        # last what is only to be offered to the remote tier yet.
+        if self._evict(host.victims(count, slot_bytes, writer.is_clean)):
+            return True
+        stored = host.victims(count, slot_bytes, lambda block: block.stored)
+        return self._evict(stored, offer=False) > 0
+
+    def _take_over(self, slot_bytes: int, cold: Sequence[Block]) -> bool:
+        """Empties extents of other size classes so that a slot of this size fits. ``cold``: the
+        coldest blocks of all sizes."""
+        host = self._host
+        extents = host.extents_to_empty(slot_bytes)
+        cost = {base: float(len(extent.blocks)) for base, extent in extents.items()}
+        for rank, block in enumerate(cold):  # the coldest cost nothing
+            if block.extent is not None and block.extent.base in cost:
+                cost[block.extent.base] -= 1.0 - rank / len(cold)
+        window = host.slots.window(slot_bytes, cost)
+        if window is None:
+            return False
+        going = [host.blocks[key] for base in window for key in extents[base].blocks]
+        if self._evict(going) < len(going):
+            return False  # some are stored first
+        host.slots.take_back(window)
+        return True
+
+    def _evict(self, blocks: Sequence[Block], offer: bool = True) -> int:
+        """Evicts idle blocks, but those that have to be written before (without ``offer``: to the
+        tier that counts only). Returns how many."""
+        writer = self._writer
+        staying: Collection[BlockKey] = ()
+        if writer.has_below:
+            dirty = [b for b in blocks if not (writer.is_clean(b) if offer else b.stored)]
+            staying = writer.leaving(dirty) if dirty else ()
+        going = [block for block in blocks if block.key not in staying] if staying else blocks
+        for block in going:
+            self._withdraw(block)
+            self._host.free(block)
+        self._host.evictions += len(going)
+        return len(going)
+
+    def _withdraw(self, block: Block) -> None:
+        self._host.withdraw(block)
+        self._writer.withdrawn(block)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from kvrecall.block import (
     NAMESPACE_BYTES,
@@ -28,6 +28,7 @@ from kvrecall.pool.base import (
     Found,
     PoolStats,
     Recall,
+    RecallState,
     Reservation,
     TierStats,
     Verdict,
@@ -37,13 +38,11 @@ from kvrecall.pool.cipher import read_cipher
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.slabs import make_codec
 from kvrecall.pool.eviction import make_policy
-from kvrecall.pool.evictor import Evictor
-from kvrecall.pool.host import Block, HostStore
-from kvrecall.pool.loader import Loader, Ticket
+from kvrecall.pool.host import Block, Evictor, HostStore
 from kvrecall.pool.remote.backends import with_remote
 from kvrecall.pool.residents import BlockInfo, TenantUse
 from kvrecall.pool.slots import ArenaSlots, slot_bytes_of
-from kvrecall.pool.tier import Done, NullTier, Outcome, Tier
+from kvrecall.pool.tier import Done, Get, NullTier, Outcome, Tier
 from kvrecall.pool.write_policy import RemoteWriteBack, make_write_policy
 from kvrecall.pool.writer import Writer
 
@@ -51,9 +50,69 @@ _LOG = logging.getLogger(__name__)
 _TICK_S = 0.1
 _RETRY_S = 0.02
 _TRIMMED_AT_ONCE = 256
+_PENALTY_S = 30.0  # how long a tier with an overdue load is not asked
 _GIB = 1 << 30
+_PENDING = Recall(RecallState.PENDING)
 _PRESENT = Reservation(Verdict.PRESENT)
 _REFUSED = Reservation(Verdict.REFUSED)
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """The state of one recall: its blocks, leased as they arrive, None while they are ``missing``.
+    Used under its pool's lock.
+
+    Methods that shorten it return the blocks whose lease the caller has to give back.
+    """
+
+    deadline: float
+    blocks: list[Block | None]
+    tiers: list[TierName]
+    missing: int
+    result: Recall | None = None  # once it stands, or the caller no longer waits
+
+    def waiting(self) -> list[int]:
+        """Places of blocks that are not there."""
+        return [place for place, block in enumerate(self.blocks) if block is None]
+
+    def fill(self, place: int, block: Block) -> bool:
+        """A block arrived. False if the recall does not need it any more."""
+        if place >= len(self.blocks):
+            return False
+        self.blocks[place] = block
+        self.missing -= 1
+        return True
+
+    def cut(self, place: int) -> list[Block]:
+        """The block at ``place`` cannot come: the recall ends before it."""
+        beyond = self.blocks[place:]
+        del self.blocks[place:], self.tiers[place:]
+        leased = [block for block in beyond if block is not None]
+        self.missing -= len(beyond) - len(leased)
+        return leased
+
+    def settle(self, now: float) -> tuple[Recall, list[Block]]:
+        """The recall as it stands at ``now``."""
+        if self.result is not None:
+            return self.result, []
+        if self.missing and now < self.deadline:
+            return _PENDING, []
+        beyond = self.cut(self.waiting()[0]) if self.missing else []
+        offsets = tuple([block.offset for block in self.blocks if block is not None])
+        self.result = Recall(RecallState.READY, offsets, tuple(self.tiers))
+        return self.result, beyond
+
+
+@dataclass(slots=True, eq=False)
+class _Loading:
+    """A block on its way up: the slot it goes to and the recalls that wait for it."""
+
+    block: Block
+    tier: TierName
+    due: float  # when the first of them stops waiting
+    overdue: bool = False  # and that has been noticed
+    wanted: bool = True  # False: it is out of date on arrival unless a recall waits for it
+    waiters: list[tuple[Ticket, int]] = field(default_factory=list)
 
 
 class Pool:
@@ -88,11 +147,12 @@ class Pool:
         writes = make_write_policy(terms, self._host.chance)
         self._writer = Writer(self._host, below, arena, writes, remote, monotonic)
         self._evictor = Evictor(self._host, self._writer, terms)
-        self._loader = Loader(self._host, self._evictor, self._writer, below, arena, monotonic)
         self._sizes: dict[bytes, int] = {}
         self._names: dict[bytes, Namespace] = {}
         self._filling: dict[BlockKey, Block] = {}
         self._tickets: dict[int, Ticket] = {}
+        self._loading: dict[BlockKey, _Loading] = {}
+        self._silent_until = float("-inf")
         self._numbers = itertools.count(1)
         self._lookups = self._found = self._refused = 0
         self._host_hits = self._commits = self._commit_bytes = 0
@@ -119,7 +179,7 @@ class Pool:
             below: Tier = NullTier()
             if config.disk is not None:
                 queued = min(config.disk.max_queued_bytes, config.host_bytes // 2)
-                disk = dataclasses.replace(config.disk, max_queued_bytes=queued)
+                disk = replace(config.disk, max_queued_bytes=queued)
                 below = DiskTier(disk, config.policy, codec=make_codec(cipher), terms=terms)
                 undo.callback(below.close)
             if config.remote is not None:
@@ -179,7 +239,7 @@ class Pool:
         tiers: list[TierName] = []
         with self._changed:
             blocks, contains = self._host.blocks, self._below.contains
-            tier_of, has_below = self._below.tier_of, self._loader.answers()
+            tier_of, has_below = self._below.tier_of, self._below_answers()
             for key in keys:
                 if key in blocks:
                     tiers.append(TierName.HOST)
@@ -204,9 +264,9 @@ class Pool:
         _check_tenant(tenant)
         with self._changed:
             self._drain()
-            ticket = Ticket(self._monotonic() + deadline_s)
-            self._lease_present(keys, ticket)
-            self._loader.load(keys, ticket, parent, self._size_of, tenant)
+            ticket = self._lease_present(keys, self._monotonic() + deadline_s)
+            if ticket.missing:
+                self._load(keys, ticket, parent, tenant)
             self._host_hits += ticket.tiers.count(TierName.HOST)
             number = next(self._numbers)
             self._tickets[number] = ticket
@@ -224,7 +284,8 @@ class Pool:
         with self._changed:
             found = self._tickets.pop(ticket, None)
             if found is not None:
-                self._host.unlease(found.give_up())
+                found.result = found.result or _PENDING
+                self._host.unlease(found.cut(0))
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         with self._changed:
@@ -245,7 +306,7 @@ class Pool:
         _check_tenant(tenant)
         with self._changed:
             self._drain()
-            blocks, filling, holds = self._host.blocks, self._filling, self._loader.holds_here
+            blocks, filling, holds = self._host.blocks, self._filling, self._is_below_here
             new: dict[int, dict[BlockKey, int]] = {}
             for place, key in enumerate(keys):
                 if not (key in blocks or key in filling or holds(key)):
@@ -307,7 +368,7 @@ class Pool:
             self._below.clear()
             self._host.unpin(list(self._host.pins))
             self._evictor.drop(list(self._host.blocks))
-            self._loader.expire()
+            self._expire_loads(self._loading)
 
     def stats(self) -> PoolStats:
         with self._changed:
@@ -350,7 +411,7 @@ class Pool:
             self._drain()
             self._below.drop(keys)
             self._evictor.drop([key for key in keys if key in self._host.blocks])
-            self._loader.expire(keys)
+            self._expire_loads(keys)
 
     def lost_below(self, keys: Sequence[BlockKey]) -> None:
         """These blocks are no longer below; copies in the host are stored when used next."""
@@ -447,7 +508,7 @@ class Pool:
             if item.outcome in (Outcome.STORED, Outcome.SHED):
                 self._writer.ended(item)
             else:
-                self._loader.ended(item)
+                self._loaded(item)
 
     def _size_of(self, key: BlockKey) -> int:
         size = self._sizes.get(key[:NAMESPACE_BYTES])
@@ -477,22 +538,122 @@ class Pool:
             block.offset = offset
         return len(offsets)
 
-    def _lease_present(self, keys: Sequence[BlockKey], ticket: Ticket) -> None:
-        """Leases what of the present prefix is in the host; notes what is below."""
-        blocks, holds = self._host.blocks, self._loader.holds
-        answers = self._loader.answers()
-        present: list[Block] = []
-        for key in keys:
-            block = blocks.get(key)
-            if block is not None:
-                ticket.add(TierName.HOST, block)
-                present.append(block)
-            elif answers and holds(key):
-                ticket.add(self._below.tier_of(key), None)
-            else:
+    # -- from below into the host, under the lock ------------------------------------------
+
+    def _below_answers(self) -> bool:
+        """Whether the tier below gives what is asked of it. After a load is overdue it counts as
+        empty, until a load arrives or a while has passed: one hung medium costs one deadline now
+        and then, not one for each request. A remote tier sees to that by itself."""
+        if not (self._loading and self._writer.has_below):
+            return self._writer.has_below
+        now = self._monotonic()
+        for loading in self._loading.values():
+            if loading.tier is TierName.REMOTE:
+                continue
+            if loading.due >= now:
                 break
+            if not loading.overdue:
+                loading.overdue = True
+                self._silent_until = now + _PENALTY_S
+        return now >= self._silent_until
+
+    def _is_below_here(self, key: BlockKey) -> bool:
+        """Whether the block is below on this host, or on its way up."""
+        below = self._below
+        return self._writer.has_below and (
+            key in self._loading
+            or (below.contains(key) and below.tier_of(key) is not TierName.REMOTE)
+        )
+
+    def _lease_present(self, keys: Sequence[BlockKey], deadline: float) -> Ticket:
+        """Leases what of the present prefix is in the host; notes what is below."""
+        get = self._host.blocks.get
+        blocks = [get(key) for key in keys]
+        tiers = [TierName.HOST] * len(blocks)
+        present = [block for block in blocks if block is not None]
+        if len(present) < len(blocks):
+            below = self._below
+            answers = self._below_answers()
+            for place, key in enumerate(keys):
+                if blocks[place] is None:
+                    if not (answers and (key in self._loading or below.contains(key))):
+                        del blocks[place:], tiers[place:]
+                        break
+                    tiers[place] = below.tier_of(key)
+            present = [block for block in blocks if block is not None]
         self._host.lease(present)
         self._writer.recalled(present)
+        return Ticket(deadline, blocks, tiers, len(blocks) - len(present))
+
+    def _load(
+        self, keys: Sequence[BlockKey], ticket: Ticket, parent: BlockKey | None, tenant: Tenant
+    ) -> None:
+        """Starts loading the blocks ``ticket`` has not; cuts it where room ends."""
+        gets: list[Get] = []
+        for place, block in self._slots_to_load(keys, ticket, tenant).items():
+            block.parent = keys[place - 1] if place else parent
+            tier = self._below.tier_of(block.key)
+            self._loading[block.key] = _Loading(block, tier, ticket.deadline)
+            gets.append(Get(block.key, self._arena.view(block.offset, block.slot_bytes)))
+        for place in ticket.waiting():
+            self._loading[keys[place]].waiters.append((ticket, place))
+        if gets:
+            self._below.submit_get(gets)
+
+    def _slots_to_load(
+        self, keys: Sequence[BlockKey], ticket: Ticket, tenant: Tenant
+    ) -> dict[int, Block]:
+        """Slots, by place, for what is to be loaded. Where there are too few the ticket gives up
+        blocks from its end, so that its beginning can come in their stead."""
+        blocks: dict[int, Block] = {}
+        while True:
+            wanted: dict[BlockKey, int] = {}
+            for place in ticket.waiting():
+                if keys[place] not in self._loading:
+                    wanted.setdefault(keys[place], place)
+            for place in [place for place in blocks if place >= len(ticket.blocks)]:
+                self._host.free(blocks.pop(place))
+            missing = [key for key, place in wanted.items() if place not in blocks]
+            if not missing:
+                return blocks
+            for nbytes, group in itertools.groupby(missing, self._size_of):
+                run = list(group)
+                offsets = self._evictor.allocate(nbytes, len(run), tenant)
+                for key, offset in zip(run, offsets, strict=False):
+                    depth = self._below.depth_of(key) or 0
+                    blocks[wanted[key]] = Block(key, None, depth, offset, nbytes, tenant)
+            short = len(wanted) - len(blocks)
+            if short:
+                self._host.unlease(ticket.cut(len(ticket.blocks) - (short + 1) // 2))
+
+    def _loaded(self, done: Done) -> None:
+        """A get is done."""
+        loading = self._loading.pop(done.key)
+        self._silent_until = float("-inf")
+        waiters = [waiter for waiter in loading.waiters if waiter[0].result is None]
+        block = loading.block
+        if done.outcome is not Outcome.LOADED:
+            self._host.free(block)
+            for ticket, place in waiters:
+                self._host.unlease(ticket.cut(place))
+        elif waiters or loading.wanted:
+            durable = loading.wanted and self._writer.is_durable(block.key)
+            self._host.set_stored(block, durable)
+            self._host.publish(block)
+            for ticket, place in waiters:
+                if ticket.fill(place, block):
+                    self._host.lease((block,))
+        else:
+            self._host.free(block)
+
+    def _expire_loads(self, keys: Iterable[BlockKey]) -> None:
+        """What is on its way up now is out of date: it is kept only for recalls that wait for
+        it."""
+        for key in keys:
+            if key in self._loading:
+                self._loading[key].wanted = False
+
+    # -- in the background -----------------------------------------------------------------
 
     def _reap(self) -> None:
         """Thread: takes what the tier below has done, so that waiting calls hear of it; keeps
@@ -525,7 +686,7 @@ def _terms_of(config: PoolConfig) -> PoolTerms:
     that is written back."""
     terms = config.terms
     if config.disk is None and terms.remote_write == "back" and terms.write_policy == "through":
-        return dataclasses.replace(terms, write_policy="back")
+        return replace(terms, write_policy="back")
     return terms
 
 

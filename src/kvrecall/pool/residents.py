@@ -81,6 +81,11 @@ class Resident:
         self.pinned = False  # an operator asked to keep it
         self.used = 0.0  # wall-clock second of the last use
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it may be evicted."""
+        return not (self.leases or self.io_refs or self.pinned)
+
     def info(self, tier: TierName) -> BlockInfo:
         return BlockInfo(
             self.key,
@@ -168,57 +173,56 @@ class Residents(Generic[R]):
         used last, at most ``now()``."""
         self.blocks[block.key] = block
         block.used = used
-        extent = self._extents.get(base)
-        if extent is None:
-            extent = self._extents[base] = Extent(base, block.slot_bytes)
-        extent.blocks[block.key] = block
-        block.extent = extent
+        self._place(block, base)
         if pinned:
-            self._set_pinned(block, extent, 1)
+            self._set_pinned(block, True)
         else:
             self._make_evictable(block, used)
 
     def remove(self, key: BlockKey) -> R:
         """Makes a block invisible; its slot is the caller's to free, after I/O under way."""
         block = self.blocks.pop(key)
-        extent = block.extent
-        assert extent is not None
         if block.pinned:
-            self._set_pinned(block, extent, -1)
+            self._set_pinned(block, False)
         else:
-            for order in self._orders(block.tenant):
-                order.remove(key)
-            self._held.discard(key)
-            if block.leases or block.io_refs:
-                extent.fixed -= 1
-        del extent.blocks[key]
-        if not extent.blocks:
-            del self._extents[extent.base]
-        block.extent = None
+            self._make_fixed(block)
+        self._displace(block)
         return block
 
     def replace(self, old: R, new: R, base: int) -> None:
         """``new`` is the same block in a slot of another extent. I/O of ``old`` may go on."""
-        extent = old.extent
-        assert extent is not None
-        if (old.leases or old.io_refs) and not old.pinned:
-            extent.fixed -= 1
+        if not (old.is_idle or old.pinned):
             self._release_held(old)
-        if old.pinned:
-            extent.fixed -= 1
-            extent.pinned -= 1
-        del extent.blocks[old.key]
+        self._displace(old)
+        self.blocks[new.key] = new
+        self._place(new, base)
+
+    def _place(self, block: R, base: int) -> None:
+        """The block lies in the extent at ``base``."""
+        extent = self._extents.get(base)
+        if extent is None:
+            extent = self._extents[base] = Extent(base, block.slot_bytes)
+        extent.blocks[block.key] = block
+        extent.fixed += not block.is_idle
+        extent.pinned += block.pinned
+        block.extent = extent
+
+    def _displace(self, block: R) -> None:
+        """The block lies in no extent any more."""
+        extent = block.extent
+        assert extent is not None
+        del extent.blocks[block.key]
+        extent.fixed -= not block.is_idle
+        extent.pinned -= block.pinned
         if not extent.blocks:
             del self._extents[extent.base]
-        old.extent = None
-        self.blocks[new.key] = new
-        place = self._extents.get(base)
-        if place is None:
-            place = self._extents[base] = Extent(base, new.slot_bytes)
-        place.blocks[new.key] = new
-        place.fixed += new.pinned
-        place.pinned += new.pinned
-        new.extent = place
+        block.extent = None
+
+    def _make_fixed(self, block: R) -> None:
+        """The orders, which hold what can be evicted, lose the block."""
+        for order in self._orders(block.tenant):
+            order.remove(block.key)
+        self._held.discard(block.key)
 
     def _make_evictable(self, block: R, used: float) -> None:
         for order in self._orders(block.tenant):
@@ -252,8 +256,9 @@ class Residents(Generic[R]):
         """Visible blocks are in use."""
         self.leases += len(blocks)
         for block in blocks:
-            block.leases += 1
-            if block.leases == 1 and not (block.io_refs or block.pinned):
+            before = block.leases
+            block.leases = before + 1
+            if not (before or block.io_refs or block.pinned):
                 block.extent.fixed += 1  # type: ignore[union-attr]
 
     def unlease(self, blocks: Sequence[R]) -> None:
@@ -261,21 +266,22 @@ class Residents(Generic[R]):
         self.leases -= len(blocks)
         held = self._held
         for block in blocks:
-            block.leases -= 1
-            if not (block.leases or block.io_refs or block.pinned):
+            left = block.leases - 1
+            block.leases = left
+            if not (left or block.io_refs or block.pinned):
                 block.extent.fixed -= 1  # type: ignore[union-attr]
                 if held and block.key in held:
                     self._release_held(block)
 
     def begin_io(self, block: R) -> None:
         """The slot is being read or written; it is not used for anything else before ``end_io``."""
-        block.io_refs += 1
-        if block.io_refs == 1 and not (block.leases or block.pinned) and block.extent is not None:
+        if block.extent is not None and block.is_idle:
             block.extent.fixed += 1
+        block.io_refs += 1
 
     def end_io(self, block: R) -> None:
         block.io_refs -= 1
-        if block.extent is not None and not (block.leases or block.io_refs or block.pinned):
+        if block.extent is not None and block.is_idle:
             block.extent.fixed -= 1
             if block.key in self._held:
                 self._release_held(block)
@@ -325,13 +331,8 @@ class Residents(Generic[R]):
             self.pins.add(key)
             block = self.blocks.get(key)
             if block is not None and not block.pinned and self.may_pin(block):
-                assert block.extent is not None
-                for order in self._orders(block.tenant):
-                    order.remove(key)
-                self._held.discard(key)
-                if block.leases or block.io_refs:
-                    block.extent.fixed -= 1
-                self._set_pinned(block, block.extent, 1)
+                self._make_fixed(block)
+                self._set_pinned(block, True)
                 changed.append(block)
         return changed
 
@@ -342,19 +343,19 @@ class Residents(Generic[R]):
             self.pins.discard(key)
             block = self.blocks.get(key)
             if block is not None and block.pinned:
-                assert block.extent is not None
-                self._set_pinned(block, block.extent, -1)
+                self._set_pinned(block, False)
                 self._make_evictable(block, self.now())
-                if block.leases or block.io_refs:
-                    block.extent.fixed += 1
                 changed.append(block)
         return changed
 
-    def _set_pinned(self, block: R, extent: Extent, change: int) -> None:
-        block.pinned = change > 0
+    def _set_pinned(self, block: R, pinned: bool) -> None:
+        assert block.extent is not None
+        change = 1 if pinned else -1
+        if not (block.leases or block.io_refs):
+            block.extent.fixed += change
+        block.pinned = pinned
+        block.extent.pinned += change
         self.pinned_bytes += change * block.slot_bytes
-        extent.pinned += change
-        extent.fixed += change
 
     # -- which go --------------------------------------------------------------------------
 
@@ -419,14 +420,12 @@ class Residents(Generic[R]):
         return terms.host if self._tier is TierName.HOST else terms.disk
 
 
+@dataclass(slots=True)
 class _Account:
-    __slots__ = ("evicted", "order", "refused", "used_bytes")
-
-    def __init__(self, order: tuple[LruPolicy, ...]) -> None:
-        self.used_bytes = 0
-        self.refused = 0
-        self.evicted = 0
-        self.order = order
+    order: tuple[LruPolicy, ...]
+    used_bytes: int = 0
+    refused: int = 0
+    evicted: int = 0
 
 
 class Accounts:

@@ -154,10 +154,6 @@ class SlotClass:
         """Slots in all extents."""
         return sum(extent.slots for extent in self._extents.values())
 
-    @property
-    def has_extents(self) -> bool:
-        return bool(self._extents)
-
     def add_extent(self, base: int, slots: int, used: Iterable[int] = ()) -> None:
         """Room for ``slots`` slots from address ``base`` on; those at addresses ``used`` are
         taken already."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
 
 from kvrecall.block import BlockKey
 from kvrecall.config import PoolTerms, Watermarks
@@ -29,7 +28,6 @@ class WritePolicy(ABC):
     is stored already, or on its way, and stores what is flushed whatever a policy says.
     """
 
-    name: ClassVar[str]
     unwritten_bytes = 0
 
     def __contains__(self, key: BlockKey) -> bool:
@@ -64,14 +62,9 @@ class WritePolicy(ABC):
         """Those to store before the pool closes."""
         return ()
 
-    def pause(self) -> None:  # noqa: B027
-        """The tier took nothing of what was due."""
-
 
 class WriteThrough(WritePolicy):
     """Every block, at once."""
-
-    name: ClassVar[str] = "through"
 
     def committed(self, blocks: Sequence[Block]) -> Sequence[Block]:
         return blocks
@@ -83,23 +76,9 @@ class WriteThrough(WritePolicy):
         """No block is dirty here."""
 
 
-class WriteNever(WritePolicy):
-    """No block: of a remote tier that gets every block together with the near one."""
-
-    name: ClassVar[str] = "never"
-
-    def committed(self, blocks: Sequence[Block]) -> Sequence[Block]:
-        return ()
-
-    def settled(self, key: BlockKey) -> None:
-        """No block is dirty here."""
-
-
 class WriteBack(WritePolicy):
     """Every block, when it is about to leave the host or too much is unwritten: then the least
     recently used first, until the low mark."""
-
-    name: ClassVar[str] = "back"
 
     def __init__(self, marks: Watermarks) -> None:
         self._marks = marks
@@ -179,6 +158,7 @@ class RemoteWriteBack(WriteBack):
         return self._lacking(idle)[:_DUE_AT_ONCE]
 
     def pause(self) -> None:
+        """The tier took nothing of what was due."""
         self._not_before = self._monotonic() + _PAUSE_S
 
     def _lacking(self, blocks: Sequence[Block]) -> list[Block]:
@@ -197,8 +177,6 @@ class WriteSelective(WritePolicy):
 
     The keys of requests and of blocks committed are remembered, the latest ``remember`` of them.
     """
-
-    name: ClassVar[str] = "selective"
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from kvrecall.block import BlockKey
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.host import Block, HostStore
 from kvrecall.pool.tier import Done, NullTier, Outcome, Put, PutVerdict, Tier
-from kvrecall.pool.write_policy import STORE_TRIES, WritePolicy
+from kvrecall.pool.write_policy import STORE_TRIES, RemoteWriteBack, WritePolicy
 
 _NEVER = 1 << 62
 _STALLED_S = 1.0  # without the end of a write
@@ -30,7 +30,7 @@ class Writer:
         below: Tier,
         arena: Arena,
         policy: WritePolicy,
-        remote_policy: WritePolicy | None,
+        remote_policy: RemoteWriteBack | None,
         monotonic: Callable[[], float],
     ) -> None:
         """``remote_policy``: None if every put is for all tiers."""

@@ -91,7 +91,8 @@ def measure_bandwidth(blocks: int, layers: int, block_bytes: int) -> dict[str, f
     """
     import torch
 
-    from kvrecall.engines.vllm.connector.copier import Copier, Pages
+    from kvrecall.engines.vllm.connector.copier import Copier
+    from kvrecall.engines.vllm.connector.pages import Pages
     from kvrecall.engines.vllm.connector.wire import Copy
 
     device = torch.accelerator.current_accelerator() or torch.device("cpu")

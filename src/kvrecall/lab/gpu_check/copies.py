@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from kvrecall.attention.kernels.device import Piece, move
-from kvrecall.engines.vllm.connector.copier import Copier, Pages
+from kvrecall.engines.vllm.connector.copier import Copier
+from kvrecall.engines.vllm.connector.pages import Pages
 from kvrecall.engines.vllm.connector.wire import Copy
 from kvrecall.lab.gpu_check.outcome import CheckError
 from kvrecall.pool.arena import Arena

@@ -5,52 +5,39 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 logger = logging.getLogger("vllm.kvrecall")
 
 
+def _count(text: str) -> Any:
+    """A counter, and what its metric says of it."""
+    return field(default=0, metadata={"text": text})
+
+
 @dataclass(slots=True)
 class Activity:
-    """Running totals. Blocks are counted once a layer and KV head."""
+    """Running totals, each of them a metric. Blocks are counted once a layer and KV head, unless
+    they leave the device or are digested: then once for all layers."""
 
-    steps: int = 0
-    """Engine steps."""
-    steps_sparse: int = 0
-    """Steps in which at least one sequence was to be attended to sparsely."""
-    sequences_sparse: int = 0
-    """Decoded tokens that were to be attended to sparsely."""
-    sequences_gated: int = 0
-    """Decoded tokens past the dense boundary attended to densely, as that is as fast or faster."""
-    layers_sparse: int = 0
-    """Sparse attentions made: one a layer and decoded token."""
-    blocks_considered: int = 0
-    """Middle blocks that selection chose from."""
-    blocks_selected: int = 0
-    """Middle blocks chosen."""
-    blocks_attended: int = 0
-    """Blocks attended to sparsely: init, chosen and local."""
-    blocks_digested: int = 0
-    """Blocks whose digests were computed, once for all layers."""
-    sequences_offloaded: int = 0
-    """Decoded tokens of partially offloaded sequences."""
-    blocks_offloaded: int = 0
-    """Blocks that left the device, once for all layers."""
-    blocks_left: int = 0
-    """Blocks of prefixes found in the pool that were not loaded but left there, once for all
-    layers."""
-    bytes_digests: int = 0
-    """Bytes of their digests, which were loaded."""
-    digests_mended: int = 0
-    """Blocks whose digests came damaged from the pool's memory and were computed anew, once for
-    each layer."""
-    blocks_hit: int = 0
-    """Chosen blocks that had left the device and were found in its slots."""
-    blocks_loaded: int = 0
-    """Chosen blocks that had left the device and were loaded."""
-    bytes_loaded: int = 0
-    """Bytes copied from the arena to the slots."""
+    steps: int = _count("Steps of the workers, if retrieval attention is on.")
+    steps_sparse: int = _count("Steps in which some sequence was attended to sparsely.")
+    sequences_sparse: int = _count("Decoded tokens attended to sparsely.")
+    sequences_gated: int = _count("Decoded tokens left dense by the gate.")
+    layers_sparse: int = _count("Sparse attentions made: one a layer and decoded token.")
+    blocks_considered: int = _count("Middle blocks chosen from, by layer and KV head.")
+    blocks_selected: int = _count("Middle blocks chosen, by layer and KV head.")
+    blocks_attended: int = _count("Blocks attended to sparsely, by layer and KV head.")
+    blocks_digested: int = _count("Blocks whose digests were computed.")
+    sequences_offloaded: int = _count("Decoded tokens of sequences off the device in part.")
+    blocks_offloaded: int = _count("Blocks that left the device while their sequence runs.")
+    blocks_left: int = _count("Blocks of prefixes found in the pool that were left there.")
+    bytes_digests: int = _count("Bytes of their digests, which were loaded.")
+    digests_mended: int = _count("Digests that came damaged from memory, by block and layer.")
+    blocks_hit: int = _count("Chosen blocks off the device found in its slots.")
+    blocks_loaded: int = _count("Chosen blocks off the device that were loaded.")
+    bytes_loaded: int = _count("Bytes recalled into device slots.")
 
     def totals(self) -> dict[str, int]:
         return asdict(self)

@@ -114,14 +114,14 @@ class Auditor:
         belief = self._belief(state)
         if trusted < count:
             if not any(audit.belief is belief for audit in self._audits.values()):
-                end = min(count, self._exact_blocks - start)
+                end = min(count, self._facts.exact_blocks - start)
                 self._begin(state, start, range(trusted, end), repeated=False)
             return trusted
         belief.hits += 1
         due = self._every and belief.hits >= self._every
         if not due or not (alone or belief.hits >= self._every + _BUSY):
             return count
-        if start + count > self._exact_blocks:
+        if start + count > self._facts.exact_blocks:
             return count
         began = self._begin(state, start, range(count - 1, count), repeated=True)
         return count - 1 if began else count
@@ -178,11 +178,6 @@ class Auditor:
                 self._close(number)
 
     # ---- within --------------------------------------------------------------------------
-
-    @property
-    def _exact_blocks(self) -> int:
-        """Blocks of a sequence whose KV does not depend on how it was decoded."""
-        return self._facts.exact_blocks
 
     def _belief(self, state: RequestState) -> Belief:
         assert state.namespace is not None

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvrecall.engines.vllm.connector.copier import Pages
+from kvrecall.engines.vllm.connector.pages import Pages
 from kvrecall.engines.vllm.connector.wire import Deviation
 
 _VECTOR = 32  # elements; divides every head size, so that a vector lies within one key or value

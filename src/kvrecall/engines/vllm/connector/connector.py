@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -335,9 +335,6 @@ class RecallConnector(KVConnectorBase_V1):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> RecallPromMetrics:
         return RecallPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    def take_events(self) -> Iterable[Any]:
-        return ()
 
     def shutdown(self) -> None:
         if self._worker is not None:

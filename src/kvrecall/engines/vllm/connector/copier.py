@@ -1,8 +1,9 @@
-"""Copies blocks between the device KV cache of one rank and the arena.
+"""Copies blocks between the device KV cache of one rank and the arena: an order becomes one batch
+of addresses, however its blocks lie, and batches of a direction are completed in their order.
 
-A block of a layer is a run of bytes, or several, whatever the backend packs into it (K and V, of
-all heads of the rank, fp8 or bf16): the pool moves bytes and never interprets them. An order is
-turned into addresses at once and is one batch of a copy queue.
+``CopyQueue`` has a form a kind of device: in place on the CPU, on a stream elsewhere. Tests have a
+third, which copies as late as it may (tests/engine/late_copies.py). Nothing outside this module
+names CUDA.
 """
 
 from __future__ import annotations
@@ -11,157 +12,178 @@ import logging
 import os
 import select
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import memmove
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from kvrecall.engines.vllm.compat.config import LayerPlacement
-from kvrecall.engines.vllm.connector import queues
-from kvrecall.engines.vllm.connector.queues import Batch, Moved
+from kvrecall.engines.vllm.connector.pages import Pages, runs_of
 from kvrecall.engines.vllm.connector.wire import Copy
-from kvrecall.errors import EngineError, TierError
+from kvrecall.errors import TierError
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import ArenaHandle
 
 logger = logging.getLogger("vllm.kvrecall")
 
+Addresses = npt.NDArray[np.int64]
+
+_WORTH_SHARING = 4 << 20
+"""Batches of fewer bytes are copied by one thread."""
+
+_PORTABLE, _MAPPED = 1, 2  # cudaHostRegister's flags
+
 
 @dataclass(frozen=True, slots=True)
-class Pages:
-    """Rows of one layer: uint8 ``[num_blocks, page_bytes]``, row stride ``block_stride`` bytes.
+class Batch:
+    """Item i: ``sizes[i]`` bytes from address ``sources[i]`` to address ``targets[i]``. Targets do
+    not overlap each other or a source."""
 
-    Rows that are not one run of bytes have more dimensions, which are copied in their order.
-    ``dtype``: of the values in them, as far as it is known; uint8 stands for bytes of any format.
-    """
-
-    name: str
-    rows: torch.Tensor
-    layout: str
-    dtype: torch.dtype = torch.uint8
+    sources: Addresses
+    targets: Addresses
+    sizes: Addresses
 
     @property
-    def page_bytes(self) -> int:
-        return int(self.rows[0].numel())
+    def nbytes(self) -> int:
+        return int(self.sizes.sum())
+
+    def copy_here(self, first: int = 0, last: int | None = None) -> None:
+        """Copies items ``[first, last)`` in host memory, by this thread, without the GIL."""
+        items = slice(first, last)
+        columns = self.targets[items].tolist(), self.sources[items].tolist()
+        for target, source, nbytes in zip(*columns, self.sizes[items].tolist(), strict=True):
+            memmove(target, source, nbytes)
 
 
-def pages_of(
-    kv_caches: Mapping[str, torch.Tensor],
-    placements: Mapping[str, LayerPlacement],
-    num_blocks: int,
-    fp8: torch.dtype | None = None,
-) -> tuple[Pages, ...]:
-    """Pages of every layer that owns memory, in the order of ``placements``.
+class Moved(NamedTuple):
+    """What a batch cost."""
 
-    Layers that share another layer's memory are left out. Raises EngineError for a layout in
-    which a block of a layer is not one run of bytes. ``fp8``: what caches of bytes hold.
-    """
-    pages: list[Pages] = []
-    seen: set[int] = set()
-    for name, place in placements.items():
-        tensor = kv_caches.get(name)
-        if tensor is None or tensor.data_ptr() in seen:
-            continue
-        seen.add(tensor.data_ptr())
-        pages.append(_layer_pages(name, tensor, place, num_blocks, fp8))
-    if not pages:
-        raise EngineError("the engine registered no KV cache memory; nothing to pool")
-    return tuple(pages)
-
-
-def _layer_pages(
-    name: str,
-    tensor: torch.Tensor,
-    place: LayerPlacement,
-    num_blocks: int,
-    fp8: torch.dtype | None,
-) -> Pages:
-    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    whole.set_(tensor.untyped_storage())
-    start = tensor.storage_offset() * tensor.element_size()
-    last = start + (num_blocks - 1) * place.block_stride + place.page_bytes
-    if last > whole.numel() or not _is_one_run(tensor, place, num_blocks):
-        raise EngineError(
-            f"layer {name}: this KV cache layout (shape {tuple(tensor.shape)}, strides "
-            f"{tensor.stride()}, {tensor.dtype}) does not keep a block's bytes together, which "
-            "the pool needs; choose another attention backend or KV cache layout"
-        )
-    rows = whole.as_strided((num_blocks, place.page_bytes), (place.block_stride, 1), start)
-    layout = f"{_inner(tensor, place)} {tensor.dtype} {place.page_bytes}"
-    values = fp8 if fp8 is not None and tensor.dtype is torch.uint8 else tensor.dtype
-    return Pages(name, rows, layout, values)
-
-
-def _dims(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """Extent and step in bytes of every dimension that has more than one element."""
-    size = tensor.element_size()
-    shape = zip(tensor.shape, tensor.stride(), strict=True)
-    return [(extent, step * size) for extent, step in shape if extent > 1]
-
-
-def _inner(tensor: torch.Tensor, place: LayerPlacement) -> list[tuple[int, int]]:
-    """Dimensions within a block, outermost first."""
-    return [(extent, step) for extent, step in _dims(tensor) if extent * step <= place.block_stride]
-
-
-def _is_one_run(tensor: torch.Tensor, place: LayerPlacement, num_blocks: int) -> bool:
-    """Whether the first page_bytes at each block stride are exactly one block's elements.
-
-    A kernel may split a block into several of its own, so the dimensions within a (kernel) block
-    must fill it without gaps, a whole number of kernel blocks must fill the page, and the one
-    dimension left must step from (kernel) block to (kernel) block.
-    """
-    inner = _inner(tensor, place)
-    reach = filled = tensor.element_size()
-    for extent, step in inner:
-        reach += (extent - 1) * step
-        filled *= extent
-    outer = [step for extent, step in _dims(tensor) if (extent, step) not in inner]
-    splits = tensor.numel() * tensor.element_size() // (num_blocks * filled)
-    blocks_in_order = len(outer) <= 1 and all(s in (filled, place.block_stride) for s in outer)
-    return reach == filled and splits * filled == place.page_bytes and blocks_in_order
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Bytes of a block that lie together on the device: in block 0 at ``address``, ``stride`` bytes
-    further in each next block; in a block's record at ``at``."""
-
-    address: int
-    stride: int
-    at: int
     nbytes: int
+    seconds: float
 
 
-def _runs_of(pages: Sequence[Pages], shard_offset: int) -> list[_Run]:
-    """The runs of all layers, in their order in a record; those that follow each other on the
-    device, too (layouts with all layers of a block together), are one."""
-    runs: list[_Run] = []
-    at = shard_offset
-    for page in pages:
-        dims = list(zip(page.rows.shape[1:], page.rows.stride()[1:], strict=True))
-        nbytes = 1
-        while dims and (dims[-1][0] == 1 or dims[-1][1] == nbytes):
-            nbytes *= dims.pop()[0]
-        places = [0]
-        for extent, step in dims:
-            places = [place + index * step for place in places for index in range(extent)]
-        stride = page.rows.stride(0)
-        for place in places:
-            run = _Run(page.rows.data_ptr() + place, stride, at, nbytes)
-            last = runs[-1] if runs else None
-            if (
-                last is not None
-                and last.stride == stride
-                and last.address + last.nbytes == run.address
-            ):
-                runs[-1] = _Run(last.address, stride, last.at, last.nbytes + nbytes)
-            else:
-                runs.append(run)
-            at += nbytes
-    return runs
+class CopyQueue(ABC):
+    """Batches in one direction, completed in their order. Owned by its worker; not thread-safe."""
+
+    in_step: bool
+    """Whether batches are complete when ``submit`` returns."""
+
+    @abstractmethod
+    def submit(self, batch: Batch) -> None:
+        """Copies ``batch`` after all work queued on the device so far."""
+
+    @abstractmethod
+    def completed(self) -> list[Moved]:
+        """The batches that were completed since the last call. Does not wait."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Waits until every submitted batch is complete."""
+
+
+class InlineQueue(CopyQueue):
+    """The CPU form: device memory is host memory, a batch is complete when it is submitted.
+
+    Large batches are shared among as many threads as torch computes with in this process.
+    """
+
+    in_step = True
+
+    def __init__(self) -> None:
+        self._helpers = torch.get_num_threads() - 1
+        self._team = ThreadPoolExecutor(max(1, self._helpers), "kvrecall-copy")
+        self._completed: list[Moved] = []
+
+    def submit(self, batch: Batch) -> None:
+        began = time.perf_counter()
+        nbytes = batch.nbytes
+        shares = 1 + self._helpers if nbytes >= _WORTH_SHARING else 1
+        bounds = [len(batch.sizes) * share // shares for share in range(shares + 1)]
+        mine, *others = pairwise(bounds)
+        helping = [self._team.submit(batch.copy_here, *part) for part in others]
+        batch.copy_here(*mine)
+        for helper in helping:
+            helper.result()
+        self._completed.append(Moved(nbytes, time.perf_counter() - began))
+
+    def completed(self) -> list[Moved]:
+        completed, self._completed = self._completed, []
+        return completed
+
+    def drain(self) -> None:
+        return
+
+
+class StreamQueue(CopyQueue):
+    """The accelerator form: a stream of its own, and two events a batch.
+
+    A batch is one call of the driver (``cuMemcpyBatchAsync`` where CUDA has it), as of vLLM's own
+    offloading. Run on CUDA only by ``kvrecall gpu-check``.
+    """
+
+    in_step = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.Stream(device)
+        self._under_way: deque[tuple[torch.Event, torch.Event, Batch]] = deque()
+
+    def submit(self, batch: Batch) -> None:
+        from vllm import _custom_ops as ops
+
+        began = torch.Event(self._device, enable_timing=True)
+        ended = torch.Event(self._device, enable_timing=True)
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            began.record(self._stream)
+            if len(batch.sizes):
+                columns = batch.sources, batch.targets, batch.sizes
+                ops.swap_blocks_batch(*(torch.from_numpy(column) for column in columns))
+            ended.record(self._stream)
+        self._under_way.append((began, ended, batch))
+
+    def completed(self) -> list[Moved]:
+        completed = []
+        while self._under_way and self._under_way[0][1].query():
+            began, ended, batch = self._under_way.popleft()
+            completed.append(Moved(batch.nbytes, began.elapsed_time(ended) / 1000))
+        return completed
+
+    def drain(self) -> None:
+        self._stream.synchronize()
+
+
+def make_queue(device: torch.device) -> CopyQueue:
+    """A queue of the form for this device."""
+    return InlineQueue() if device.type == "cpu" else StreamQueue(device)
+
+
+def page_lock(memory: torch.Tensor, device: torch.device) -> None:
+    """Page-locks host memory for a CUDA device, so that copies run at full speed and in background,
+    and kernels may read it by its address. Nothing for other devices. Raises TierError."""
+    if device.type == "cuda":
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        flags = _PORTABLE | _MAPPED
+        status = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), flags))
+        if status != 0:
+            raise TierError(
+                f"the driver does not page-lock the arena of {memory.numel()} bytes (CUDA error "
+                f"{status}); make host_size smaller or raise the limit of locked memory"
+            )
+
+
+def page_unlock(memory: torch.Tensor, device: torch.device) -> None:
+    """Undoes ``page_lock``, which must not outlive the mapping."""
+    if device.type == "cuda":
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
 
 
 class Copier:
@@ -178,15 +200,15 @@ class Copier:
         self._pages = pages  # keeps their memory
         self._device = pages[0].rows.device
         self._blocks = min(len(page.rows) for page in pages)
-        runs = _runs_of(pages, shard_offset)
+        runs = runs_of(pages, shard_offset)
         self._addresses = np.array([run.address for run in runs])
         self._strides = np.array([run.stride for run in runs])
         self._places = np.array([run.at for run in runs])
         self._sizes = np.array([run.nbytes for run in runs])
         self._end = shard_offset + int(self._sizes.sum())
-        queues.page_lock(arena, self._device)
-        self.loads = queues.make_queue(self._device)
-        self.stores = queues.make_queue(self._device)
+        page_lock(arena, self._device)
+        self.loads = make_queue(self._device)
+        self.stores = make_queue(self._device)
 
     def load(self, copy: Copy) -> int:
         """Arena -> device; returns the bytes. Device blocks must not be in use."""
@@ -200,7 +222,7 @@ class Copier:
         self.stores.submit(Batch(on_device, in_arena, sizes))
         return int(sizes.sum())
 
-    def _columns(self, copy: Copy) -> tuple[queues.Addresses, queues.Addresses, queues.Addresses]:
+    def _columns(self, copy: Copy) -> tuple[Addresses, Addresses, Addresses]:
         """Addresses on the device and in the arena, and sizes, block by block. The null block (0)
         holds no tokens: left out."""
         blocks, offsets = np.array([copy.block_ids, copy.offsets], dtype=np.int64)
@@ -225,7 +247,7 @@ class Copier:
     def close(self) -> None:
         """Drains, and gives the arena back to the driver."""
         self.drain()
-        queues.page_unlock(self._arena, self._device)
+        page_unlock(self._arena, self._device)
 
 
 class ArenaMapping:

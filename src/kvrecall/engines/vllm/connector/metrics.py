@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter as Counts
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from prometheus_client import Counter, Gauge
@@ -17,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.connector.wire import StepReport
 from kvrecall.engines.vllm.serving.heat import HeatTotals
 from kvrecall.pool.base import PoolStats
@@ -41,23 +43,7 @@ COUNTERS = {
     "handovers_late": "Of these, those whose blocks did not come in time and were computed.",
     "handovers_foreign": "Of these, those whose blocks fit no engine like this one.",
     "flushes_missed": "Replies sent before their blocks were durable (async_write off).",
-    "retrieval_steps": "Steps of the workers, if retrieval attention is on.",
-    "retrieval_steps_sparse": "Steps in which some sequence was attended to sparsely.",
-    "retrieval_sequences_sparse": "Decoded tokens attended to sparsely.",
-    "retrieval_sequences_gated": "Decoded tokens left dense by the gate.",
-    "retrieval_layers_sparse": "Sparse attentions made: one a layer and decoded token.",
-    "retrieval_blocks_considered": "Middle blocks chosen from, by layer and KV head.",
-    "retrieval_blocks_selected": "Middle blocks chosen, by layer and KV head.",
-    "retrieval_blocks_attended": "Blocks attended to sparsely, by layer and KV head.",
-    "retrieval_blocks_digested": "Blocks whose digests were computed.",
-    "retrieval_sequences_offloaded": "Decoded tokens of sequences off the device in part.",
-    "retrieval_blocks_offloaded": "Blocks that left the device while their sequence runs.",
-    "retrieval_blocks_left": "Blocks of prefixes found in the pool that were left there.",
-    "retrieval_bytes_digests": "Bytes of their digests, which were loaded.",
-    "retrieval_digests_mended": "Digests that came damaged from memory, by block and layer.",
-    "retrieval_blocks_hit": "Chosen blocks off the device found in its slots.",
-    "retrieval_blocks_loaded": "Chosen blocks off the device that were loaded.",
-    "retrieval_bytes_loaded": "Bytes recalled into device slots.",
+    **{f"retrieval_{one.name}": one.metadata["text"] for one in fields(Activity)},
 }
 PROMPT_TOKENS = "Prompt tokens by where their KV came from."
 TIER_COUNTERS = {

@@ -10,19 +10,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from kvrecall.block import BlockKey, Namespace, TierName, tenant_of
 from kvrecall.config import RecallSettings
 from kvrecall.engines.base import REPORT
+from kvrecall.engines.vllm.attention.offload_scheduler import OffloadPlanner
 from kvrecall.engines.vllm.connector.audit import Auditor
-from kvrecall.engines.vllm.connector.costs import LoadCostModel, LoadPlan, Work
 from kvrecall.engines.vllm.connector.metrics import Tally
 from kvrecall.engines.vllm.connector.request import (
     Handover,
+    LoadCostModel,
+    LoadPlan,
     PrefixLoad,
     Promise,
     RequestState,
+    Work,
     receipt,
 )
 from kvrecall.engines.vllm.connector.saver import Saver
@@ -31,35 +34,17 @@ from kvrecall.engines.vllm.connector.wire import (
     Copy,
     EngineFacts,
     Load,
-    OffloadOrders,
     StepOrders,
     StepReport,
 )
 from kvrecall.engines.vllm.identity.namespace import Adapters, NamespaceRegistry
-from kvrecall.pool.base import ArenaHandle, PoolClient, Recall, RecallState
+from kvrecall.pool.base import ArenaHandle, PoolClient, RecallState
 
 logger = logging.getLogger("vllm.kvrecall")
 
 _FINISHED_WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 _NOTHING = 0, False
 _ASK_AGAIN = None, False
-
-
-class Offloads(Protocol):
-    """Keeps blocks of running sequences off the device, where retrieval attention is on."""
-
-    def expect(self, request_id: str, start: int, end: int) -> None: ...
-
-    def unexpect(self, request_id: str) -> None: ...
-
-    def orders(
-        self,
-        scheduled: Mapping[str, int],
-        block_ids: Callable[[str], Sequence[int]],
-        arena: ArenaHandle,
-    ) -> OffloadOrders | None: ...
-
-    def out_of_reach(self) -> None: ...
 
 
 class RecallScheduler:
@@ -88,7 +73,7 @@ class RecallScheduler:
         self._releases: list[str] = []
         self._warned_of_foreign = False
         self.tally = Tally()
-        self.offloader: Offloads | None = None
+        self.offloader: OffloadPlanner | None = None  # where retrieval attention is on
         self.namespaces = NamespaceRegistry(pool, facts.block_bytes, namespace, adapters)
         self.costs = LoadCostModel(
             facts.block_size,
@@ -126,11 +111,12 @@ class RecallScheduler:
             if state.load is None:
                 return _ASK_AGAIN if is_pending else _NOTHING
         load = state.load
-        recall = self._poll(load)
+        is_new = load.recall is None
+        recall = load.poll()
         if recall.state is RecallState.PENDING:
             return _ASK_AGAIN
-        if recall.offsets and not load.audited:
-            load.audited = True
+        self.tally.counts["loads_given_up"] += is_new and load.given_up
+        if is_new and recall.offsets:
             alone = len(self._states) == 1
             recall = load.cut(self._auditor.admit(state, start, recall.offsets, alone))
         if not recall.offsets:
@@ -176,41 +162,15 @@ class RecallScheduler:
             self.tally.counts["blocks_declined"] += found.blocks - plan.blocks
             if plan.blocks == 0:
                 return False
-        tiers = found.tiers[: plan.blocks]
-        state.load = PrefixLoad(start, tiers, self.costs.mark(), plan.patience_s)
+        tiers, mark = found.tiers[: plan.blocks], self.costs.mark()
+        state.load = PrefixLoad(self._pool, self.costs, start, tiers, mark, plan.patience_s)
         parent = chain[start - 1] if start else None
-        state.load.acquire(self._pool, keys[: plan.blocks], deadline, parent, state.tenant)
+        state.load.acquire(keys[: plan.blocks], deadline, parent, state.tenant)
         return False
-
-    def _poll(self, load: PrefixLoad) -> Recall:
-        """What came of a load; stops waiting where that does not pay, and learns how fast the
-        tiers were. Blocks that did not come although they were waited for were lost (a damaged
-        file, a dead service), which says nothing of speed."""
-        is_new = load.recall is None
-        recall = load.poll(self._pool)
-        given_up = False
-        if recall.state is RecallState.PENDING:
-            load.pending_s = self.costs.elapsed(load.mark)
-            gained = self.costs.gained_seconds(load.arrived, load.start)
-            given_up = load.pending_s > gained + load.patience_s
-            if not given_up:
-                return recall
-            recall = load.settle(self._pool)
-            self.tally.counts["loads_given_up"] += 1
-        if is_new:
-            # After a step of other work it is only known that the blocks took longer than until
-            # they were last seen pending.
-            elapsed = self.costs.elapsed(load.mark) if self.costs.idle_since(load.mark) else 0.0
-            seconds = elapsed or load.pending_s
-            for tier in set(load.tiers) - {TierName.HOST}:
-                came = recall.tiers.count(tier)
-                if seconds > 0 and (came or given_up):
-                    self.costs.saw_load(tier, came, seconds)
-        return recall
 
     def _drop_load(self, state: RequestState) -> None:
         if state.load is not None:
-            state.load.release(self._pool)
+            state.load.release()
             state.load = None
             if self.offloader is not None:
                 self.offloader.unexpect(state.request.request_id)
@@ -306,7 +266,7 @@ class RecallScheduler:
         for request_id in loaded:
             load = self._loading.pop(request_id, None)
             if load is not None:
-                load.release(self._pool)
+                load.release()
         for request_id in failed:  # the engine recomputes it, and is not offered the pool again
             self.tally.counts["loads_failed"] += 1
             state = self._states.get(request_id)

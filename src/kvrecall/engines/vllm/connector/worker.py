@@ -6,6 +6,7 @@ the engine's step.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping
 from itertools import accumulate
@@ -20,9 +21,8 @@ from kvrecall.engines.vllm.attention.group import RetrievalGroup
 from kvrecall.engines.vllm.attention.offloaded import Records
 from kvrecall.engines.vllm.compat import config
 from kvrecall.engines.vllm.connector.compare import deviation
-from kvrecall.engines.vllm.connector.copier import ArenaMapping, Pages, pages_of
-from kvrecall.engines.vllm.connector.costs import least_token_seconds
-from kvrecall.engines.vllm.connector.queues import make_queue
+from kvrecall.engines.vllm.connector.copier import ArenaMapping, make_queue
+from kvrecall.engines.vllm.connector.pages import Pages, pages_of
 from kvrecall.engines.vllm.connector.wire import (
     Comparison,
     Deviation,
@@ -35,6 +35,8 @@ from kvrecall.engines.vllm.connector.wire import (
 from kvrecall.engines.vllm.identity.loaded import LoadedModel
 from kvrecall.engines.vllm.serving.heat import HeatTotals
 from kvrecall.pool.base import ArenaHandle
+
+_ROWS, _COLUMNS, _TIMES = 512, 2048, 4  # of products that tell what a token of a prefill costs
 
 
 class RecallWorker:
@@ -242,3 +244,25 @@ class RecallWorker:
         nbytes = sum(page.page_bytes for page in self._pages)
         replicas = config.kv_replicas(self._kv_cache_config)
         return config.shard_position(nbytes, replicas)
+
+
+def least_token_seconds(flops: float, hidden: int, dtype: torch.dtype, device: str) -> float:
+    """What computing a prompt token costs at the least, in seconds: its ``flops`` operations in
+    products of width ``hidden`` at the rate this device reaches now. 0 if either is 0.
+
+    The first request after a start may find its prefix on a slow disk, and must know how long it
+    may wait. Takes some milliseconds: the best of a few tries, as the first ones pay for other
+    things.
+    """
+    if not (flops and hidden):
+        return 0.0
+    a = torch.ones((_ROWS, hidden), dtype=dtype, device=device)
+    b = torch.ones((hidden, _COLUMNS), dtype=dtype, device=device)
+    best = float("inf")
+    for _ in range(_TIMES):
+        began = time.perf_counter()
+        torch.mm(a, b)
+        if a.device.type != "cpu":
+            torch.accelerator.synchronize()
+        best = min(best, time.perf_counter() - began)
+    return flops * best / (2.0 * _ROWS * hidden * _COLUMNS)

@@ -1,0 +1,150 @@
+"""The KV cache of one rank as bytes: where the blocks of each layer lie on the device.
+
+A block of a layer is a run of bytes, or several, whatever the backend packs into it (K and V, of
+all heads of the rank, fp8 or bf16): the pool moves bytes and never interprets them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvrecall.engines.vllm.compat.config import LayerPlacement
+from kvrecall.errors import EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Rows of one layer: uint8 ``[num_blocks, page_bytes]``, row stride ``block_stride`` bytes.
+
+    Rows that are not one run of bytes have more dimensions, which are copied in their order.
+    ``dtype``: of the values in them, as far as it is known; uint8 stands for bytes of any format.
+    """
+
+    name: str
+    rows: torch.Tensor
+    layout: str
+    dtype: torch.dtype = torch.uint8
+
+    @property
+    def page_bytes(self) -> int:
+        return int(self.rows[0].numel())
+
+
+def pages_of(
+    kv_caches: Mapping[str, torch.Tensor],
+    placements: Mapping[str, LayerPlacement],
+    num_blocks: int,
+    fp8: torch.dtype | None = None,
+) -> tuple[Pages, ...]:
+    """Pages of every layer that owns memory, in the order of ``placements``.
+
+    Layers that share another layer's memory are left out. Raises EngineError for a layout in
+    which a block of a layer is not one run of bytes. ``fp8``: what caches of bytes hold.
+    """
+    pages: list[Pages] = []
+    seen: set[int] = set()
+    for name, place in placements.items():
+        tensor = kv_caches.get(name)
+        if tensor is None or tensor.data_ptr() in seen:
+            continue
+        seen.add(tensor.data_ptr())
+        pages.append(_layer_pages(name, tensor, place, num_blocks, fp8))
+    if not pages:
+        raise EngineError("the engine registered no KV cache memory; nothing to pool")
+    return tuple(pages)
+
+
+def _layer_pages(
+    name: str,
+    tensor: torch.Tensor,
+    place: LayerPlacement,
+    num_blocks: int,
+    fp8: torch.dtype | None,
+) -> Pages:
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    whole.set_(tensor.untyped_storage())
+    start = tensor.storage_offset() * tensor.element_size()
+    last = start + (num_blocks - 1) * place.block_stride + place.page_bytes
+    if last > whole.numel() or not _is_one_run(tensor, place, num_blocks):
+        raise EngineError(
+            f"layer {name}: this KV cache layout (shape {tuple(tensor.shape)}, strides "
+            f"{tensor.stride()}, {tensor.dtype}) does not keep a block's bytes together, which "
+            "the pool needs; choose another attention backend or KV cache layout"
+        )
+    rows = whole.as_strided((num_blocks, place.page_bytes), (place.block_stride, 1), start)
+    layout = f"{_inner(tensor, place)} {tensor.dtype} {place.page_bytes}"
+    values = fp8 if fp8 is not None and tensor.dtype is torch.uint8 else tensor.dtype
+    return Pages(name, rows, layout, values)
+
+
+def _dims(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Extent and step in bytes of every dimension that has more than one element."""
+    size = tensor.element_size()
+    shape = zip(tensor.shape, tensor.stride(), strict=True)
+    return [(extent, step * size) for extent, step in shape if extent > 1]
+
+
+def _inner(tensor: torch.Tensor, place: LayerPlacement) -> list[tuple[int, int]]:
+    """Dimensions within a block, outermost first."""
+    return [(extent, step) for extent, step in _dims(tensor) if extent * step <= place.block_stride]
+
+
+def _is_one_run(tensor: torch.Tensor, place: LayerPlacement, num_blocks: int) -> bool:
+    """Whether the first page_bytes at each block stride are exactly one block's elements.
+
+    A kernel may split a block into several of its own, so the dimensions within a (kernel) block
+    must fill it without gaps, a whole number of kernel blocks must fill the page, and the one
+    dimension left must step from (kernel) block to (kernel) block.
+    """
+    inner = _inner(tensor, place)
+    reach = filled = tensor.element_size()
+    for extent, step in inner:
+        reach += (extent - 1) * step
+        filled *= extent
+    outer = [step for extent, step in _dims(tensor) if (extent, step) not in inner]
+    splits = tensor.numel() * tensor.element_size() // (num_blocks * filled)
+    blocks_in_order = len(outer) <= 1 and all(s in (filled, place.block_stride) for s in outer)
+    return reach == filled and splits * filled == place.page_bytes and blocks_in_order
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes of a block that lie together on the device: in block 0 at ``address``, ``stride`` bytes
+    further in each next block; in a block's record at ``at``."""
+
+    address: int
+    stride: int
+    at: int
+    nbytes: int
+
+
+def runs_of(pages: Sequence[Pages], shard_offset: int) -> list[Run]:
+    """The runs of all layers, in their order in a record; those that follow each other on the
+    device, too (layouts with all layers of a block together), are one."""
+    runs: list[Run] = []
+    at = shard_offset
+    for page in pages:
+        dims = list(zip(page.rows.shape[1:], page.rows.stride()[1:], strict=True))
+        nbytes = 1
+        while dims and (dims[-1][0] == 1 or dims[-1][1] == nbytes):
+            nbytes *= dims.pop()[0]
+        places = [0]
+        for extent, step in dims:
+            places = [place + index * step for place in places for index in range(extent)]
+        stride = page.rows.stride(0)
+        for place in places:
+            run = Run(page.rows.data_ptr() + place, stride, at, nbytes)
+            last = runs[-1] if runs else None
+            if (
+                last is not None
+                and last.stride == stride
+                and last.address + last.nbytes == run.address
+            ):
+                runs[-1] = Run(last.address, stride, last.at, last.nbytes + nbytes)
+            else:
+                runs.append(run)
+            at += nbytes
+    return runs
