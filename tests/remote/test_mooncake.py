@@ -418,7 +418,7 @@ def test_plaintext_off_this_host_is_allowed_on_demand() -> None:
 
 
 def test_memory_that_cannot_be_shared_is_refused() -> None:
-    from kvrecall.pool.remote.mooncake.client import shared_file_of
+    from kvrecall.pool.remote.mooncake.store import shared_file_of
 
     with pytest.raises(TierError, match="shared file"):
         shared_file_of(memoryview(bytearray(8192)))

@@ -33,7 +33,7 @@ from kvrecall.lab.engines.server import ServerProcess
 from kvrecall.lab.masters import Master
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
-from kvrecall.pool.remote.mooncake.client import ENVIRONMENT
+from kvrecall.pool.remote.mooncake.store import ENVIRONMENT
 from kvrecall.pool.remote.tier import RemoteTier
 
 BLOCK_BYTES = 1 << 20

@@ -4,6 +4,9 @@
 some of Mooncake's calls (setting up, closing) hold Python's lock for as long as the network is
 silent, and because a call that never returns can be ended by ending the process: then no other
 process writes into the arena any more. It ends with the process that started it.
+
+Both processes map the arena, so no KV bytes travel between them. Over a pair of sockets for each
+call that is under way go a length and a MessagePack array: one request, then one reply.
 """
 
 from __future__ import annotations
@@ -12,31 +15,92 @@ import ctypes
 import mmap
 import os
 import socket
+import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from kvrecall.pool.remote.mooncake.client import (
-    BUFFER_BYTES,
-    ClientSetup,
-    Piece,
-    Reply,
-    Request,
-    receive_request,
-    send,
-)
+M = TypeVar("M")
 
 _LOOK_S = 1.0
 _PATIENCE = 1.5  # times what a call is expected to take
 _GRACE_S = 0.01
 _FORGET = 1.1  # how fast a speed that was seen once is forgotten
 _FIRST_ORDINARY, _MAX_ORDINARY = 4, 64  # calls
+_LENGTH = struct.Struct("<I")
+
+SMALL_BYTES = 64
+"""Pieces of a value up to this size travel with the request; larger ones lie in the arena."""
+BUFFER_BYTES = 1 << 20
+"""Of small pieces in one request: they lie in memory of the client that Mooncake knows."""
+
+Piece = tuple[int, int] | bytes | int
+"""Of a value: offset and length in the arena; or bytes to put; or how many bytes to get."""
+
+
+class ClientSetup(msgspec.Struct, frozen=True):
+    """What the process is started with. ``parent``: the process it ends with. ``arena``:
+    file descriptor, offset and size. ``sockets``: file descriptors, one per thread. ``calls``:
+    of Mooncake in one direction at once; further ones wait in that process, ready to begin."""
+
+    parent: int
+    arena: tuple[int, int, int]
+    sockets: list[int]
+    setup: dict[str, str]
+    calls: int
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True):
+    """``op``: exists, put, get, remove or close. ``values`` has the pieces of each name."""
+
+    op: str
+    names: list[str]
+    values: list[list[Piece]] = []
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True):
+    """Mooncake's code for each name, the small pieces that were got, or what went wrong."""
+
+    codes: list[int]
+    smalls: list[list[bytes]] = []
+    error: str = ""
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+def send(sock: socket.socket, message: Request | Reply) -> None:
+    body = _ENCODER.encode(message)
+    sock.sendall(_LENGTH.pack(len(body)) + body)
+
+
+def receive(sock: socket.socket, decoder: msgspec.msgpack.Decoder[M]) -> M | None:
+    """Returns None if the other side is gone. Raises TimeoutError."""
+    head = _exactly(sock, _LENGTH.size)
+    body = None if head is None else _exactly(sock, _LENGTH.unpack(head)[0])
+    return None if body is None else decoder.decode(body)
+
+
+def _exactly(sock: socket.socket, count: int) -> bytearray | None:
+    data = bytearray(count)
+    view: Any = memoryview(data)
+    while view:
+        try:
+            got = sock.recv_into(view)
+        except ConnectionError:
+            return None
+        if got == 0:
+            return None
+        view = view[got:]
+    return data
 
 
 def main(text: str) -> None:
@@ -114,7 +178,7 @@ class _Worker:
         }
 
     def run(self) -> None:
-        while (request := receive_request(self._sock)) is not None:
+        while (request := receive(self._sock, REQUESTS)) is not None:
             try:
                 reply = self._answers[request.op](request)
             except Exception as error:  # noqa: BLE001 - C++ may throw anything

@@ -4,23 +4,52 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
+import logging
+import os
+import queue
 import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
 
 from kvrecall.errors import TierError
-from kvrecall.pool.remote.mooncake.client import (
+from kvrecall.pool.remote.mooncake.client_process import (
     BUFFER_BYTES,
+    REPLIES,
     SMALL_BYTES,
-    Client,
-    ClientLost,
+    ClientSetup,
     Piece,
     Reply,
     Request,
+    receive,
+    send,
 )
 from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
 from kvrecall.pool.remote.store import Object
 
+_LOG = logging.getLogger(__name__)
+_MODULE = "kvrecall.pool.remote.mooncake.client_process"
+_SOCKETS = 8  # calls at once
+_CLOSE_S = 4.0
+ENVIRONMENT = {
+    "GLOG_minloglevel": "2",
+    "MC_RPC_TIMEOUT_MS": "5000",
+    "MC_RPC_CONNECT_TIMEOUT_MS": "3000",
+    "MC_STORE_CLIENT_SETUP_RETRIES": "2",
+    "MC_STORE_CLIENT_METRIC": "0",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "5",
+    "MC_SLICE_TIMEOUT": "5",
+    "MC_TCP_LANES_PER_PEER": "2",
+}
+"""Unless the operator's environment says otherwise: quiet, and quick to give up. Values of several
+pieces, as ours are, go over lasting connections: over two they get 5 % faster than over four."""
 _AT_ONCE = 512
 """Objects in one call. Mooncake's client queues some 1,000 transfers to a host, of all calls
 together; it fails those beyond, and may not answer at all."""
@@ -75,7 +104,10 @@ class MooncakeStore:
     def put(self, objects: Sequence[Object]) -> list[bool]:
         there: list[bool] = []
         for some in _parts(objects):
-            values = [[self._piece(part) for part in item.parts] for item in some]
+            values: list[list[Piece]] = [
+                [bytes(part) if _is_small(part) else self._place(part) for part in item.parts]
+                for item in some
+            ]
             request = Request("put", [item.name for item in some], values)
             with self._putting:
                 reply = self._call(request)
@@ -85,13 +117,17 @@ class MooncakeStore:
     def get(self, objects: Sequence[Object]) -> list[bool]:
         there: list[bool] = []
         for some in _parts(objects):
-            values = [[_wanted(self._piece(part)) for part in item.parts] for item in some]
+            values: list[list[Piece]] = [
+                [part.nbytes if _is_small(part) else self._place(part) for part in item.parts]
+                for item in some
+            ]
             request = Request("get", [item.name for item in some], values)
             with self._getting:
                 reply = self._call(request)
             for item, code, smalls in zip(some, reply.codes, reply.smalls, strict=True):
                 there.append(code == item.nbytes)
-                _fill(item, smalls)
+                for part, data in zip(filter(_is_small, item.parts), smalls, strict=True):
+                    part[:] = data
         return there
 
     def remove(self, names: Sequence[str]) -> None:
@@ -145,26 +181,159 @@ class MooncakeStore:
             return False
         return True
 
-    def _piece(self, part: memoryview) -> Piece:
-        if part.nbytes <= SMALL_BYTES:
-            return bytes(part)
+    def _place(self, part: memoryview) -> tuple[int, int]:
+        """Offset and length in the memory that was attached."""
         offset = ctypes.addressof(ctypes.c_char.from_buffer(part)) - self._address
         if not 0 <= offset <= self._memory.nbytes - part.nbytes:
             raise ValueError("a part lies outside the memory that was attached")
         return offset, part.nbytes
 
 
-def _wanted(piece: Piece) -> Piece:
-    return len(piece) if isinstance(piece, bytes) else piece
-
-
-def _fill(item: Object, smalls: Sequence[bytes]) -> None:
-    rest = iter(smalls)
-    for part in item.parts:
-        if part.nbytes <= SMALL_BYTES:
-            part[:] = next(rest)
+def _is_small(part: memoryview) -> bool:
+    return part.nbytes <= SMALL_BYTES
 
 
 def _parts(objects: Sequence[Object]) -> Iterator[Sequence[Object]]:
     for start in range(0, len(objects), _AT_ONCE):
         yield objects[start : start + _AT_ONCE]
+
+
+class ClientLost(TierError):
+    """Mooncake's client does not answer, or its process is gone."""
+
+
+def shared_file_of(memory: memoryview) -> tuple[int, int]:
+    """File descriptor and offset of the shared memory file that ``memory`` (whole pages) maps.
+
+    Raises TierError if it is memory that no other process can map.
+    """
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, offset, device, inode = line.split()[:5]
+        first, last = (int(part, 16) for part in span.split("-"))
+        if first <= address < last and inode != "0":
+            major, minor = (int(part, 16) for part in device.split(":"))
+            fd = _descriptor(os.makedev(major, minor), int(inode))
+            if fd is not None:
+                return fd, int(offset, 16) + address - first
+    raise TierError("Mooncake needs memory in a shared file, such as the pool's arena")
+
+
+def _descriptor(device: int, inode: int) -> int | None:
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            status = os.stat(int(name))
+            if (status.st_dev, status.st_ino) == (device, inode):
+                return int(name)
+    return None
+
+
+class Client:
+    """A process of Mooncake's client that is set up. Thread-safe; ``close`` ends it and the calls
+    under way."""
+
+    def __init__(
+        self, setup: Mapping[str, str], memory: memoryview, calls: int, limit_s: float
+    ) -> None:
+        """Starts the process and waits at most ``limit_s`` until it is set up. It makes
+        ``calls`` calls of one direction at once. Raises ClientLost, TierError."""
+        if importlib.util.find_spec("mooncake") is None:
+            raise TierError("Mooncake is not installed; pip install 'kvrecall[mooncake]'")
+        fd, offset = shared_file_of(memory)
+        pairs = [socket.socketpair() for _ in range(_SOCKETS)]
+        their = [there for _, there in pairs]
+        start = ClientSetup(
+            os.getpid(),
+            (fd, offset, memory.nbytes),
+            [sock.fileno() for sock in their],
+            dict(setup),
+            calls,
+        )
+        self._said: deque[str] = deque(maxlen=20)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", _MODULE, msgspec.json.encode(start).decode()],
+            pass_fds=[fd, *start.sockets],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={
+                **ENVIRONMENT,
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            },
+            process_group=0,  # Ctrl-C is not for it; a session of its own would be scheduled apart
+        )
+        for sock in their:
+            sock.close()
+        self._all = [here for here, _ in pairs]
+        self._idle: queue.LifoQueue[socket.socket] = queue.LifoQueue()
+        threading.Thread(target=self._listen, name="kvrecall-mooncake-log", daemon=True).start()
+        first = self._all[0]
+        reply = self._receive(first, limit_s)
+        if reply.error:
+            self._kill()
+            raise ClientLost(reply.error + self._last_words())
+        for sock in self._all:
+            self._idle.put(sock)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def call(self, request: Request, limit_s: float) -> Reply:
+        """Raises ClientLost, and then nothing of the call goes on; TierError if it failed."""
+        try:
+            sock = self._idle.get(timeout=limit_s)
+        except queue.Empty:
+            raise ClientLost("Mooncake's client is busy with calls that do not end") from None
+        try:
+            send(sock, request)
+            reply = self._receive(sock, limit_s)
+        except OSError as error:
+            self._kill()
+            raise ClientLost(f"Mooncake's client is gone: {error}") from error
+        self._idle.put(sock)
+        if reply.error:
+            raise TierError(f"Mooncake's client: {reply.error}")
+        return reply
+
+    def _receive(self, sock: socket.socket, limit_s: float) -> Reply:
+        sock.settimeout(limit_s)
+        try:
+            reply = receive(sock, REPLIES)
+        except TimeoutError:
+            self._kill()
+            raise ClientLost(f"Mooncake's client did not answer within {limit_s:.0f} s") from None
+        if reply is None:
+            self._kill()
+            raise ClientLost("Mooncake's client ended" + self._last_words())
+        return reply
+
+    def close(self) -> None:
+        """Takes the client out of the cluster if it answers; ends the process. Idempotent."""
+        if self.is_alive:
+            with contextlib.suppress(TierError):
+                self.call(Request("close", []), _CLOSE_S)
+        self._kill()
+        for sock in self._all:
+            sock.close()
+
+    def _kill(self) -> None:
+        """After this no other process touches the memory."""
+        self._process.kill()
+        self._process.wait()
+        for sock in self._all:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # ends the calls of other threads
+
+    def _last_words(self) -> str:
+        return "".join(f"\n  {line}" for line in list(self._said)[-3:])
+
+    def _listen(self) -> None:
+        """Thread: keeps the last of what the process prints."""
+        assert self._process.stdout is not None
+        with self._process.stdout as output:
+            for raw in output:
+                line = raw.decode(errors="replace").rstrip()
+                self._said.append(line)
+                _LOG.debug("mooncake: %s", line)
