@@ -14,6 +14,7 @@ import pytest
 import typer.main
 
 from kvrecall import cli
+from kvrecall.lab.bench import cli as bench
 
 from .pages import FENCE, PAGES, ROOT, all_commands, commands
 
@@ -30,6 +31,8 @@ def click_command(words: list[str]) -> tuple[Any, list[str]]:
     if words and words[0] in cli._ROOMS:
         module = cli._ROOMS[words[0]][0]
         top, words = typer.main.get_command(importlib.import_module(module).app), words[1:]
+        if module == bench.__name__ and words and words[0] in bench.COMMANDS:
+            return typer.main.get_command(bench.benchmark(words[0])), words[1:]
     while words and words[0] in getattr(top, "commands", {}):
         top, words = top.commands[words[0]], words[1:]
     assert not hasattr(top, "commands"), f"there is no command {words[:1]}"

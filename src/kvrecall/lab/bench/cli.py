@@ -72,8 +72,16 @@ app = typer.Typer(
 )
 
 
-def _add(name: str, module: str, text: str) -> None:
-    """Adds a benchmark as a command."""
+def benchmark(name: str) -> typer.Typer:
+    """A benchmark with its options."""
+    room = importlib.import_module(f"kvrecall.lab.bench.{COMMANDS[name][0]}")
+    one = typer.Typer(add_completion=False)
+    one.command()(_with_json(getattr(room, f"measure_{name}")))
+    return one
+
+
+def _add(name: str, text: str) -> None:
+    """Adds a benchmark as a command that reads its options when it is called."""
 
     @app.command(
         name,
@@ -82,10 +90,7 @@ def _add(name: str, module: str, text: str) -> None:
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     )
     def command(context: typer.Context) -> None:
-        room = importlib.import_module(f"kvrecall.lab.bench.{module}")
-        one = typer.Typer(add_completion=False)
-        one.command()(_with_json(getattr(room, f"measure_{name}")))
-        one(args=context.args, prog_name=f"kvrecall bench {name}")
+        benchmark(name)(args=context.args, prog_name=f"kvrecall bench {name}")
 
 
 def _with_json(measure: Callable[..., Report]) -> Callable[..., None]:
@@ -115,8 +120,8 @@ def _with_json(measure: Callable[..., Report]) -> Callable[..., None]:
     return run
 
 
-for _name, (_module, _text) in COMMANDS.items():
-    _add(_name, _module, _text)
+for _name, (_, _text) in COMMANDS.items():
+    _add(_name, _text)
 
 
 @app.command("all")
