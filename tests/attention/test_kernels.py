@@ -17,7 +17,7 @@ CASES = {"paged_cases.py": 41, "search_cases.py": 22, "device_cases.py": 41}
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.long if "device" in name else []) for name in CASES],
+    [pytest.param(name, marks=[] if "search" in name else pytest.mark.long) for name in CASES],
 )
 def test_they_are_right_in_tritons_interpreter(name: str) -> None:
     done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name(name)))

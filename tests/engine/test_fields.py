@@ -627,6 +627,7 @@ ON_H100: dict[str, dict[str, Any]] = {
 """That vLLM derives other sizes from them is what makes them worth a test."""
 
 
+@pytest.mark.long
 def test_no_limit_leaks_where_graphs_are_captured(model: str) -> None:
     different = {"eager": {"enforce_eager": True}, "backend": {"attention_backend": "FLASH_ATTN"}}
     script = str(Path(__file__).with_name("as_h100.py"))

@@ -56,10 +56,8 @@ VARIANTS = {
 """Several things that differ at once: each start takes its time."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if "some" in name else pytest.mark.long) for name in VARIANTS],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", VARIANTS)
 def test_variant(
     name: str,
     start: Callable[..., Engine],

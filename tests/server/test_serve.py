@@ -453,6 +453,7 @@ def test_sigterm_lets_running_requests_end(server: LiveServer) -> None:
     assert "Traceback" not in server.log
 
 
+@pytest.mark.long
 def test_sigterm_while_starting(folder: Path) -> None:
     words = [str(folder / "model"), "--no-pool", "--port", str(free_port())]
     starting = LiveServer(folder, words, "http://127.0.0.1", warm=True)
