@@ -15,10 +15,8 @@ CASES = {"paged_cases.py": 41, "search_cases.py": 22, "device_cases.py": 41}
 """Tests of kernels, how many each file has."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if "search" in name else pytest.mark.long) for name in CASES],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
 def test_they_are_right_in_tritons_interpreter(name: str) -> None:
     done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name(name)))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

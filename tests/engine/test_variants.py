@@ -120,6 +120,7 @@ def test_adapters_of_one_name(
     engine.close()
 
 
+@pytest.mark.long
 def test_two_ranks_whose_copies_are_late(
     start: Callable[..., Engine], model_folder: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -471,6 +471,7 @@ def test_sigterm_while_starting(folder: Path) -> None:
         starting.close()
 
 
+@pytest.mark.long
 def test_a_seed_without_a_pool(folder: Path) -> None:
     """A seeded request whose prefill takes several steps ends no engine, without a pool either."""
     port = free_port()

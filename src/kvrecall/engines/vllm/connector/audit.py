@@ -52,18 +52,26 @@ class Belief:
 @dataclass(slots=True)
 class _Audit:
     """A request that computes blocks which the pool has. ``repeated``: their origins were proved
-    before. ``origins``: of the blocks whose comparison was ordered. ``left``: the others, by index
-    in the chain, offset and origin. ``open``: ranks that have not reported a comparison yet."""
+    before. ``leased``: offsets by ticket. ``awaited``: tickets of blocks that are on their way to
+    the host, and the first one's index in the chain. ``left``: blocks to compare, by index in the
+    chain, offset and origin. ``origins``: of those whose comparison was ordered. ``open``: ranks
+    that have not reported a comparison yet."""
 
     request_id: str
     namespace: Namespace
     belief: Belief
     repeated: bool
-    tickets: list[tuple[int, tuple[int, ...]]]
-    left: list[tuple[int, int, bytes]]
+    awaited: dict[int, int]
+    leased: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    left: list[tuple[int, int, bytes]] = field(default_factory=list)
     origins: set[bytes] = field(default_factory=set)
     open: int = 0
     found: Deviation = field(default_factory=Deviation)
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more will be compared."""
+        return not (self.awaited or self.left or self.open)
 
 
 class Auditor:
@@ -113,7 +121,7 @@ class Auditor:
             return count
         belief = self._belief(state)
         if trusted < count:
-            if not any(audit.belief is belief for audit in self._audits.values()):
+            if not self._is_under_way(belief):
                 end = min(count, self._facts.exact_blocks - start)
                 self._begin(state, start, range(trusted, end), repeated=False)
             return trusted
@@ -126,6 +134,19 @@ class Auditor:
         began = self._begin(state, start, range(count - 1, count), repeated=True)
         return count - 1 if began else count
 
+    def declined(self, state: RequestState, start: int, count: int) -> None:
+        """The request computes ``count`` blocks that the pool has, as loading them takes longer.
+
+        While no other writer is proved they are compared all the same. So short prefixes pay for
+        the proof, and the first long one is loaded.
+        """
+        if self._every is None or state.namespace is None:
+            return
+        belief = self._belief(state)
+        if belief.proved == {self._own} and not self._is_under_way(belief):
+            end = min(count, COMPARED, self._facts.exact_blocks - start)
+            self._begin(state, start, range(end), repeated=False)
+
     def comparisons(
         self, request_id: str, final: int, block_ids: Callable[[str], Sequence[int]]
     ) -> list[Comparison]:
@@ -133,8 +154,13 @@ class Auditor:
         of the request's chain whole. ``block_ids``: of a request; 0 stands for one that is gone."""
         orders = []
         for number, audit in list(self._audits.items()):
+            if audit.request_id != request_id:
+                continue
+            self._take_arrived(audit)
             ready = [row for row in audit.left if row[0] < final]
-            if audit.request_id != request_id or not ready:
+            if not ready:
+                if audit.is_over:
+                    self._conclude(number)
                 continue
             if not self._holds(audit):
                 self._close(number)
@@ -147,7 +173,7 @@ class Auditor:
                 copy = Copy(tuple(row[0] for row in rows), tuple(row[1] for row in rows))
                 orders.append(Comparison(number, request_id, copy, audit.repeated))
                 audit.open += self._facts.ranks
-            elif not audit.left and not audit.open:
+            elif audit.is_over:
                 self._conclude(number)
         return orders
 
@@ -158,15 +184,17 @@ class Auditor:
             return
         audit.open -= ranks
         audit.found = audit.found.plus(found)
-        if not audit.open and (not audit.left or not found.within):
+        if audit.is_over or not (audit.open or found.within):
             self._conclude(number)
 
     def ended(self, request_id: str) -> None:
         """The request is gone: what it has not computed is not compared."""
         for number, audit in list(self._audits.items()):
             if audit.request_id == request_id:
-                audit.left = []
-                if not audit.open:
+                for ticket in audit.awaited:
+                    self._pool.release(ticket)
+                audit.awaited, audit.left = {}, []
+                if audit.is_over:
                     self._conclude(number)
 
     def forget(self, digests: set[bytes]) -> None:
@@ -197,38 +225,49 @@ class Auditor:
         ends = [places]
         if len(places) > 2 * COMPARED:
             ends = [places[:COMPARED], places[-COMPARED:]]
-        tickets: list[tuple[int, tuple[int, ...]]] = []
-        left: list[tuple[int, int, bytes]] = []
+        awaited: dict[int, int] = {}
         chain = state.keys(start + places.stop)
         for part in ends:
             first = start + part.start
             parent = chain[first - 1] if first else None
             keys = chain[first : start + part.stop]
-            ticket = self._pool.acquire(keys, _LEASE_S, parent, state.tenant)
-            recall = self._pool.poll(ticket)
-            offsets = recall.offsets if recall.state is RecallState.READY else ()
-            tickets.append((ticket, offsets))
-            origins = self._origins(offsets)
-            rows = zip(itertools.count(first), offsets, origins, strict=False)
-            left += [row for row in rows if row[2]]
-        if not left:
-            for ticket, _ in tickets:
+            awaited[self._pool.acquire(keys, _LEASE_S, parent, state.tenant)] = first
+        belief = self._belief(state)
+        request_id = state.request.request_id
+        audit = _Audit(request_id, state.namespace, belief, repeated, awaited)
+        self._take_arrived(audit)
+        if not (audit.left or audit.awaited):
+            for ticket in audit.leased:
                 self._pool.release(ticket)
             return False
-        number = next(self._numbers)
-        belief = self._belief(state)
         belief.hits = 0
-        request_id = state.request.request_id
-        self._audits[number] = _Audit(request_id, state.namespace, belief, repeated, tickets, left)
+        self._audits[next(self._numbers)] = audit
         return True
+
+    def _is_under_way(self, belief: Belief) -> bool:
+        return any(audit.belief is belief for audit in self._audits.values())
+
+    def _take_arrived(self, audit: _Audit) -> None:
+        """Notes which of the blocks on their way are in the host."""
+        for ticket, first in list(audit.awaited.items()):
+            recall = self._pool.poll(ticket)
+            if recall.state is RecallState.PENDING:
+                continue
+            del audit.awaited[ticket]
+            audit.leased[ticket] = recall.offsets
+            rows = zip(
+                itertools.count(first), recall.offsets, self._origins(recall.offsets), strict=False
+            )
+            audit.left += [row for row in rows if row[2]]
 
     def _holds(self, audit: _Audit) -> bool:
         """Whether the leased blocks are where they were: a pool service may have died since."""
-        return all(self._pool.poll(ticket).offsets == offsets for ticket, offsets in audit.tickets)
+        leased = audit.leased.items()
+        return all(self._pool.poll(ticket).offsets == offsets for ticket, offsets in leased)
 
     def _close(self, number: int) -> _Audit:
         audit = self._audits.pop(number)
-        for ticket, _ in audit.tickets:
+        for ticket in (*audit.awaited, *audit.leased):
             self._pool.release(ticket)
         return audit
 

@@ -161,6 +161,7 @@ class RecallScheduler:
             plan = self.costs.plan(found.tiers, start)
             self.tally.counts["blocks_declined"] += found.blocks - plan.blocks
             if plan.blocks == 0:
+                self._auditor.declined(state, start, found.blocks)
                 return False
         tiers, mark = found.tiers[: plan.blocks], self.costs.mark()
         state.load = PrefixLoad(self._pool, self.costs, start, tiers, mark, plan.patience_s)
