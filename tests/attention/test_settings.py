@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvrecall.attention.selection import split_of
 from kvrecall.attention.settings import Regime, RetrievalSettings
-from kvrecall.engines.vllm.attention.plugin import ask, asked_for, require_on, settings_of
+from kvrecall.engines.vllm.attention.plugin import ask, is_requested, require_on, settings_of
 from kvrecall.errors import ConfigError
 
 
@@ -82,7 +82,7 @@ def test_settings_of_what_is_off_are_refused() -> None:
 def test_asking_leaves_other_plugins_alone(plugins: str | None, then: str | None) -> None:
     environ = {} if plugins is None else {"VLLM_PLUGINS": plugins}
     ask(environ)
-    assert asked_for(environ)
+    assert is_requested(environ)
     assert environ.get("VLLM_PLUGINS") == then
 
 
@@ -129,7 +129,7 @@ def test_regimes() -> None:
     ],
 )
 def test_the_plugin_acts_only_if_named(plugins: str | None, on: bool) -> None:
-    assert asked_for({} if plugins is None else {"VLLM_PLUGINS": plugins}) is on
+    assert is_requested({} if plugins is None else {"VLLM_PLUGINS": plugins}) is on
 
 
 @hypothesis.settings(deadline=None)

@@ -26,8 +26,8 @@ IDLE = Load(running=0, waiting=0, unfinished=0, max_running=8, blocks=64, used_s
 class FakeEngine:
     """Answers every request with ``words``, one token each; fails after ``fail_after`` of them.
 
-    ``delay`` seconds pass before each token. What was asked and what was aborted is kept. A paced
-    request waited a quarter of a second, and its batch grows with each step.
+    ``delay`` seconds pass before each token. ``requests`` and ``aborted`` keep what came and what
+    was aborted. A paced request waited a quarter of a second, and its batch grows with each step.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class FakeEngine:
         self.failure = failure
         self.fail_after = fail_after
         self.delay = delay
-        self.asked: list[GenerateRequest] = []
+        self.requests: list[GenerateRequest] = []
         self.aborted: list[str] = []
         self.stopped: list[str] = []
         self.info = INFO
@@ -76,7 +76,7 @@ class FakeEngine:
         self.stopped.append(request_id)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Update, None]:
-        self.asked.append(request)
+        self.requests.append(request)
         done = False
         whole = tuple(range(1, len(self.words) + 1))
         try:

@@ -21,12 +21,12 @@ TENSOR: Json = {"name": "input0", "shape": [1, 3], "datatype": "UINT32", "data":
 V2 = "/v2/models/tiny"
 
 
-def asked_of(path: str, body: Json) -> Any:
+def request_of(path: str, body: Json) -> Any:
     engine = FakeEngine()
     reply = post(engine, path, body)
     assert reply.status_code == 200, reply.text
-    (asked,) = engine.asked
-    return asked
+    (request,) = engine.requests
+    return request
 
 
 def test_infer() -> None:
@@ -47,8 +47,8 @@ def test_infer() -> None:
 
 @pytest.mark.parametrize("path", ["/infer", "/infer_token"])
 def test_infer_with_token_ids(path: str) -> None:
-    asked = asked_of(path, {"input_id": [3, 4], "parameters": {"max_new_tokens": 2}})
-    assert (asked.prompt, asked.sampling.max_tokens) == ((3, 4), 2)
+    request = request_of(path, {"input_id": [3, 4], "parameters": {"max_new_tokens": 2}})
+    assert (request.prompt, request.sampling.max_tokens) == ((3, 4), 2)
 
 
 def test_infer_stream() -> None:
@@ -111,7 +111,7 @@ def test_bad_bodies(path: str, body: object, said: str) -> None:
     reply = post(engine, path, body)
     assert (reply.status_code, reply.json()["error_type"]) == (422, "Input Validation Error")
     assert said in reply.json()["error"]
-    assert engine.asked == []
+    assert engine.requests == []
 
 
 @pytest.mark.parametrize("at", ["/v2/models/other", "/v2/models/other/versions/1"])
@@ -177,7 +177,7 @@ def test_a_request_without_a_name_is_given_one(path: str) -> None:
     engine = FakeEngine()
     body: Json = {"text_input": "x"} if path == "generate" else {"inputs": [TENSOR]}
     reply = post(engine, f"{V2}/{path}", body).json()
-    assert reply["id"] == engine.asked[0].request_id
+    assert reply["id"] == engine.requests[0].request_id
 
 
 @pytest.mark.parametrize("data", [[5, 6, 7], [[5, 6, 7]]])
@@ -189,7 +189,7 @@ def test_triton_infer(data: Any) -> None:
         "id": "a",
         "outputs": [{"name": "out", "shape": [1, 4], "datatype": "UINT32", "data": ids}],
     }
-    assert asked_of(f"{V2}/infer", body).prompt == (5, 6, 7)
+    assert request_of(f"{V2}/infer", body).prompt == (5, 6, 7)
 
 
 @pytest.mark.parametrize("within", [True, False])
@@ -197,7 +197,7 @@ def test_parameters_of_a_token_request(within: bool) -> None:
     """Beside inputs, as MindIE's documents have it, or within its one input, as its source."""
     wanted = {"parameters": {"max_new_tokens": 7}}
     body = {"inputs": [TENSOR | wanted]} if within else {"inputs": [TENSOR]} | wanted
-    assert asked_of(f"{V2}/infer", body).sampling.max_tokens == 7
+    assert request_of(f"{V2}/infer", body).sampling.max_tokens == 7
 
 
 def test_server_and_model_are_described() -> None:
@@ -285,13 +285,13 @@ def test_what_has_no_effect_is_named(path: str, body: Json, given: Json, told: s
     ],
 )
 def test_priority_and_timeout(path: str, body: Json, given: int | None, priority: int) -> None:
-    asked = asked_of(path, body | {"parameters": {"priority": given, "timeout": 9}})
-    assert (asked.priority, asked.timeout_s) == (priority, 9)
+    request = request_of(path, body | {"parameters": {"priority": given, "timeout": 9}})
+    assert (request.priority, request.timeout_s) == (priority, 9)
 
 
 def test_best_of_and_beams_reach_the_engine() -> None:
     def sampling(body: Json) -> Sampling:
-        found: Sampling = asked_of("/generate", body).sampling
+        found: Sampling = request_of("/generate", body).sampling
         return found
 
     prompt: Json = {"prompt": "x", "temperature": 1.0}
@@ -323,7 +323,7 @@ def test_stop_infer() -> None:
                 asyncio.create_task(generate("generate_stream", "one")),
                 asyncio.create_task(generate("generate", "two")),
             ]
-            while len(engine.asked) < 3:
+            while len(engine.requests) < 3:
                 await asyncio.sleep(0.005)
             stopped = await client.post(f"{V2}/stopInfer", json={"id": "one"})
             replies = [await task for task in asking]

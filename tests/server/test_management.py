@@ -164,8 +164,8 @@ def test_the_timed_probe(path: str, status: int) -> None:
     assert ask(management(engine), f"/health/timed-{path}").status_code == status
     if status == 200:
         assert ask(management(engine), f"/health/timed-{path}").json() == {"status": "healthy"}
-        asked = engine.asked[0]
-        assert (asked.sampling.max_tokens, asked.timeout_s) == (1, int(path))
+        request = engine.requests[0]
+        assert (request.sampling.max_tokens, request.timeout_s) == (1, int(path))
 
 
 @pytest.mark.parametrize("works", [True, False])

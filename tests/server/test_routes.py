@@ -121,17 +121,17 @@ SAMPLING: list[tuple[Json, Json]] = [
 def test_sampling(given: Json, sampling: Json) -> None:
     generator = FakeEngine()
     assert post(generator, "/generate", {"inputs": "x", "parameters": given}).status_code == 200
-    (asked,) = generator.asked
+    (request,) = generator.requests
     for name, value in sampling.items():
-        assert getattr(asked.sampling, name) == value
+        assert getattr(request.sampling, name) == value
 
 
 def test_truncate_and_adapter() -> None:
     generator = FakeEngine()
     parameters = {"truncate": 9, "adapter_id": "a", "priority": 2}
     post(generator, "/generate", {"inputs": "x", "parameters": parameters})
-    (asked,) = generator.asked
-    assert (asked.truncate, asked.adapter, asked.priority) == (9, "a", -3)
+    (request,) = generator.requests
+    assert (request.truncate, request.adapter, request.priority) == (9, "a", -3)
 
 
 BAD: list[tuple[object, str]] = [
@@ -177,7 +177,7 @@ def test_bad_bodies(body: object, said: str) -> None:
     assert reply.status_code == 422
     assert reply.json()["error_type"] == "Input Validation Error"
     assert said in reply.json()["error"]
-    assert generator.asked == []
+    assert generator.requests == []
 
 
 FAULTS = [
@@ -217,7 +217,7 @@ def test_body_too_large() -> None:
     reply = post(generator, "/generate", {"inputs": "x" * 1000})
     assert (reply.status_code, reply.json()["error_type"]) == (413, "Payload Too Large")
     assert "maxRequestLength" in reply.json()["error"]
-    assert generator.asked == []
+    assert generator.requests == []
 
 
 @pytest.mark.parametrize("path", ["/generate", "/parsed"])
@@ -307,16 +307,16 @@ def _leave(path: str, when: Callable[[FakeEngine], bool], whole: bool = True) ->
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
 def test_a_client_that_leaves_aborts_its_request(path: str) -> None:
-    generator = _leave(path, lambda g: bool(g.asked))
-    assert generator.aborted == [request.request_id for request in generator.asked]
+    generator = _leave(path, lambda g: bool(g.requests))
+    assert generator.aborted == [request.request_id for request in generator.requests]
 
 
 def test_prompt_form() -> None:
     generator = FakeEngine()
     body = {"prompt": "Hi. ", "max_tokens": 9, "temperature": 0, "stop": "x", "n": 1}
     assert post(generator, "/generate", body).json() == {"text": ["Hi. Hello, 世界"]}
-    (asked,) = generator.asked
-    assert (asked.sampling.max_tokens, asked.sampling.temperature) == (9, 0)
+    (request,) = generator.requests
+    assert (request.sampling.max_tokens, request.sampling.temperature) == (9, 0)
     reply = post(generator, "/generate", body | {"stream": True})
     chunks = [json.loads(part) for part in reply.text.split("\0")[:-1]]
     assert chunks[0] == {"text": ["Hi. Hello"]}
@@ -336,4 +336,4 @@ def test_split() -> None:
 @pytest.mark.parametrize("path", ["/generate", "/infer", "/v1/tokenizer"])
 def test_a_client_that_leaves_within_its_body(path: str) -> None:
     """Nothing is computed for it, and nothing is raised that a server would log as its fault."""
-    assert _leave(path, lambda g: True, whole=False).asked == []
+    assert _leave(path, lambda g: True, whole=False).requests == []

@@ -404,7 +404,7 @@ class Residents(Generic[R]):
         return found
 
     def admits(self, key: BlockKey, parent: BlockKey | None, depth: int) -> bool:
-        """Whether the policy wants the block at the price of another. Asked when full."""
+        """Whether the policy wants the block at the price of another. Called when full."""
         return self._policy.admit(key, parent, depth, self.now())
 
     def chance(self, key: BlockKey) -> float | None:

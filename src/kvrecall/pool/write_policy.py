@@ -38,7 +38,7 @@ class WritePolicy(ABC):
     def committed(self, blocks: Sequence[Block]) -> Sequence[Block]:
         """Blocks became visible: those to store now."""
 
-    def asked(self, chain: Sequence[BlockKey]) -> Sequence[BlockKey]:
+    def touched(self, chain: Sequence[BlockKey]) -> Sequence[BlockKey]:
         """A request asked for ``chain``: keys to store now if the host has them."""
         return ()
 
@@ -51,7 +51,7 @@ class WritePolicy(ABC):
         return ()
 
     def due(self, blocks: Mapping[BlockKey, Block], host_bytes: int) -> Sequence[Block]:
-        """Those to store now, though nothing happened to them. Asked again and again."""
+        """Those to store now, though nothing happened to them. Called repeatedly."""
         return ()
 
     @abstractmethod
@@ -97,7 +97,7 @@ class WriteBack(WritePolicy):
                 self.unwritten_bytes += block.slot_bytes
         return ()
 
-    def asked(self, chain: Sequence[BlockKey]) -> Sequence[BlockKey]:
+    def touched(self, chain: Sequence[BlockKey]) -> Sequence[BlockKey]:
         self._order.access(chain, 0.0)
         return ()
 
@@ -194,7 +194,7 @@ class WriteSelective(WritePolicy):
         self._forget()
         return [b for b in blocks if self._sights.get(b.key, 0) > 1 or self._is_likely(b.key)]
 
-    def asked(self, chain: Sequence[BlockKey]) -> Sequence[BlockKey]:
+    def touched(self, chain: Sequence[BlockKey]) -> Sequence[BlockKey]:
         sights = self._sights
         again: list[BlockKey] = []
         for key in chain:

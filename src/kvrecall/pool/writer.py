@@ -77,9 +77,9 @@ class Writer:
 
     def touched(self, chain: Sequence[BlockKey]) -> None:
         """A request asked for ``chain``."""
-        wanted = self._policy.asked(chain)
+        wanted = self._policy.touched(chain)
         if self._remote_policy is not None:
-            self._remote_policy.asked(chain)
+            self._remote_policy.touched(chain)
         blocks = self._host.blocks
         self._store_missing([blocks[key] for key in wanted if key in blocks])
 

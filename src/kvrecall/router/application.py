@@ -47,8 +47,10 @@ def application(settings: RouterSettings) -> FastAPI:
             held.callback(ended)
             try:
                 body = await _json_body(request)
-                asked = Completion(request.url.path, body, _passed_on(request), prompt_of(body))
-                return await while_connected(request, router.serve(asked, held))
+                completion = Completion(
+                    request.url.path, body, _passed_on(request), prompt_of(body)
+                )
+                return await while_connected(request, router.serve(completion, held))
             except ReplyError as error:
                 cancelled = error.status_code == 499
                 metrics.requests.labels("cancelled" if cancelled else "refused").inc()

@@ -124,13 +124,13 @@ def split_of(value: object) -> dict[str, int]:
 
 def prompt_only(body: Mapping[str, Any]) -> dict[str, Any]:
     """``body`` for a prefill instance: the same prompt, one token of an answer."""
-    asked = {name: value for name, value in body.items() if name not in _ANSWER_FIELDS}
-    asked |= {"max_tokens": 1, "temperature": 0.0}
+    short = {name: value for name, value in body.items() if name not in _ANSWER_FIELDS}
+    short |= {"max_tokens": 1, "temperature": 0.0}
     if "messages" in body:
-        asked["max_completion_tokens"] = 1
+        short["max_completion_tokens"] = 1
     if body.get("tool_choice") not in (None, "auto", "none"):
-        asked["tool_choice"] = "none"  # no answer is wanted, so none of a certain form
-    return asked
+        short["tool_choice"] = "none"  # no answer is wanted, so none of a certain form
+    return short
 
 
 def error_response(status: int, message: str, kind: str = "router_error") -> Response:

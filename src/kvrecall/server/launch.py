@@ -24,21 +24,20 @@ _CONNECTOR = "--kv-transfer-config"
 _OWN_OPTIONS = ("--host", "--port", _CONNECTOR, "--uds", "--config", "--headless")
 
 
-def plan_model(asked: ServeSpec, pool_config: Path | None = None) -> Plan:
-    """The plan for ``kvrecall serve MODEL``: what was ``asked`` for, over the settings in the file
-    ``pool_config`` and the defaults. Without a model it is the repository's example. Raises
-    ConfigError."""
-    for word in asked.extra_args:
+def plan_model(spec: ServeSpec, pool_config: Path | None = None) -> Plan:
+    """The plan for ``kvrecall serve MODEL``: ``spec`` over the settings in ``pool_config`` over the
+    defaults. Without a model it is the repository's example. Raises ConfigError."""
+    for word in spec.extra_args:
         name = word.partition("=")[0].replace("_", "-")
-        if name in _OWN_OPTIONS and not (name == _CONNECTOR and asked.recall is None):
+        if name in _OWN_OPTIONS and not (name == _CONNECTOR and spec.recall is None):
             raise ConfigError(f"{name} cannot be given after --; kvrecall sets it itself")
-    options = {**ENGINE_DEFAULTS, **asked.options}
+    options = {**ENGINE_DEFAULTS, **spec.options}
     memory = "kv-cache-memory-bytes"
     if memory in options:
         options[memory] = parse_size(str(options[memory]), f"--{memory}")
-    recall = asked.recall if pool_config is None else _over_file(asked.recall, pool_config)
-    model = asked.model or default_model()
-    return Plan(replace(asked, model=model, options=options, recall=recall))
+    recall = spec.recall if pool_config is None else _over_file(spec.recall, pool_config)
+    model = spec.model or default_model()
+    return Plan(replace(spec, model=model, options=options, recall=recall))
 
 
 def _over_file(options: Mapping[str, object] | None, file: Path) -> Mapping[str, object]:

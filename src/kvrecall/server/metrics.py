@@ -221,16 +221,16 @@ class _Recent:
     values ago, for only its running totals are known."""
 
     def __init__(self) -> None:
-        self._asked: deque[tuple[float, float]] = deque([(0.0, 0.0)])
+        self._totals: deque[tuple[float, float]] = deque([(0.0, 0.0)])
 
     def mean(self, family: Metric) -> float:
         count = total_of(family, f"{family.name}_count")
         total = total_of(family, f"{family.name}_sum")
-        while len(self._asked) > 1 and self._asked[1][0] <= count - WINDOW:
-            self._asked.popleft()
-        before, sum_before = self._asked[0]
-        if count > self._asked[-1][0]:
-            self._asked.append((count, total))
+        while len(self._totals) > 1 and self._totals[1][0] <= count - WINDOW:
+            self._totals.popleft()
+        before, sum_before = self._totals[0]
+        if count > self._totals[-1][0]:
+            self._totals.append((count, total))
         return (total - sum_before) / (count - before) if count > before else 0.0
 
 

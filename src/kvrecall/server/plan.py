@@ -23,7 +23,7 @@ ENGINE_DEFAULTS: Mapping[str, object] = {
 
 
 class Plane(StrEnum):
-    """What a server is asked for, by whom."""
+    """A group of routes that may have an address of its own."""
 
     BUSINESS = "business"  # the address of ServeSpec itself
     MANAGEMENT = "management"

@@ -4,6 +4,7 @@ forms of a request."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
@@ -49,18 +50,18 @@ def business_router(engine: Engine, plan: Plan) -> APIRouter:
 
 
 async def _serve(
-    request: Request, generate: Callable[[GenerateRequest], Updates], body: Form, stream: bool
+    http: Request, generate: Callable[[GenerateRequest], Updates], body: Form, stream: bool
 ) -> Response:
     """The reply to a request in any form."""
-    asked = body.to_request(stream)
+    request = body.to_request(stream)
     ignored = body.wanted.ignored()
     headers = {IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
-    updates = generate(asked)
+    updates = generate(request)
     if not stream:
-        answer = await whole(request, updates)
-        return JSONResponse(body.reply(asked, answer), headers=recall_header(answer[0]) | headers)
-    first = await begun(request, updates)
-    return streamed(first, updates, body.writer(asked), body.frame, headers)
+        answer = await whole(http, updates)
+        return JSONResponse(body.reply(request, answer), headers=recall_header(answer[0]) | headers)
+    first = await begun(http, updates)
+    return streamed(first, updates, body.writer(request), body.frame, headers)
 
 
 def _add_generate(router: APIRouter, engine: Engine) -> None:
@@ -128,22 +129,22 @@ def _add_triton(router: APIRouter, engine: Engine) -> None:
     running: dict[str, str | None] = {}  # ids of requests -> the names that clients gave them
     base = "/v2/models/{model:path}"
 
-    async def named(asked: GenerateRequest, name: str | None) -> Updates:
+    async def named(name: str | None, request: GenerateRequest) -> Updates:
         """The updates of a request that stopInfer finds by its name. Several may share one."""
-        updates = engine.generate(asked)
-        running[asked.request_id] = name
+        updates = engine.generate(request)
+        running[request.request_id] = name
         try:
             async for update in updates:
                 yield update
         finally:
             await updates.aclose()
-            del running[asked.request_id]
+            del running[request.request_id]
 
     async def text(request: Request, model: str, stream: bool) -> Response:
         name = served_model(engine, model)
         body = parsed(TextBody, await json_object(request)).of_model(name)
         stream = stream or bool(body.stream)
-        return await _serve(request, lambda asked: named(asked, body.id), body, stream)
+        return await _serve(request, partial(named, body.id), body, stream)
 
     @router.post(f"{base}/generate", openapi_extra=described(TextBody))
     async def generate(request: Request, model: str) -> Response:
@@ -157,7 +158,7 @@ def _add_triton(router: APIRouter, engine: Engine) -> None:
     async def infer(request: Request, model: str) -> Response:
         served_model(engine, model)
         body = parsed(TokenBody, await json_object(request))
-        return await _serve(request, lambda asked: named(asked, body.id), body, stream=False)
+        return await _serve(request, partial(named, body.id), body, stream=False)
 
     @router.post(f"{base}/stopInfer", openapi_extra=described(StopBody))
     async def stop_infer(request: Request, model: str) -> Response:

@@ -167,11 +167,11 @@ def _start_up(folder: Path, blocks: int, repetitions: int) -> dict[str, list[flo
             client = ServiceClient(service.socket, 5.0)
             wanted = chain(NAMESPACE, min(stored, LOOKUP_BLOCKS))
             found = client.find(wanted).blocks
-            asked = time.perf_counter() - began
+            answered = time.perf_counter() - began
             client.close()
         if found != len(wanted):
             raise TierError(f"the service found {found} of {len(wanted)} blocks on disk")
-        for name, value in zip(names, (ready, asked), strict=False):
+        for name, value in zip(names, (ready, answered), strict=False):
             seconds[name].append(value)
 
     for _ in range(repetitions):

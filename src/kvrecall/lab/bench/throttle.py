@@ -95,7 +95,7 @@ class _Bench:
         self.prefix_bytes = tokens * model.token_bytes
         self._path = model.write(folder / "model", tokens + 256)
         self._texts = Texts()
-        self._asked = 0
+        self._questions = 0
         self.samples: list[Sample] = []
         self.io = ThrottledIo()
         self._host_blocks = tokens // BLOCK * 5 // 4
@@ -137,11 +137,11 @@ class _Bench:
         assert self._engine is not None
         self._engine.forget_device()
         pool = self._service.pool
-        filler = chain(_FILLER, self._host_blocks, str(self._asked))
+        filler = chain(_FILLER, self._host_blocks, str(self._questions))
         pool.reserve(filler)  # evicts all else from the host
         pool.abandon(filler)
-        self._asked += 1
-        (answer,) = self._engine.answers([Question(str(self._asked), prompt, 2)])
+        self._questions += 1
+        (answer,) = self._engine.answers([Question(str(self._questions), prompt, 2)])
         # Writes, and reads whose request has ended, without the throttle.
         speed, self.io.bytes_per_s = self.io.bytes_per_s, 0.0
         until = time.monotonic() + _SETTLE_S

@@ -269,12 +269,12 @@ class Fleet:
         request = replica.in_flight.pop(answer.id, None)
         if request is None:
             return
-        asked = request.question
+        question = request.question
         self._report.add("requests")
-        if fault := request.turn.fault(asked, answer):
+        if fault := request.turn.fault(question, answer):
             where = (
-                f"request {asked.id} (prompt of {len(asked.prompt)}, salt {asked.salt}, engine "
-                f"{replica.number} life {replica.lives}, from {dict(answer.sources)})"
+                f"request {question.id} (prompt of {len(question.prompt)}, salt {question.salt}, "
+                f"engine {replica.number} life {replica.lives}, from {dict(answer.sources)})"
             )
             self._report.fault(fault[0], f"{where}: {fault[1]}")
         for tier in ("device", "host", "disk", "computed"):

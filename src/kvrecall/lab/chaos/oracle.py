@@ -41,9 +41,9 @@ class Turn:
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
 
-    def fault(self, asked: Question, answer: Answer) -> tuple[str, str] | None:
-        """Which of ``FAULTS`` the answer to ``asked`` is, and what it says instead; or None."""
-        expected = self.answer[: asked.max_tokens]
+    def fault(self, question: Question, answer: Answer) -> tuple[str, str] | None:
+        """Which of ``FAULTS`` the answer to ``question`` is, and what it says instead; or None."""
+        expected = self.answer[: question.max_tokens]
         if answer.finish not in ("length", "stop"):
             return "failed", f"ended with {answer.finish!r}"
         if answer.tokens != expected:

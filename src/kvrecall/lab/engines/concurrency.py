@@ -17,7 +17,7 @@ from prometheus_client import REGISTRY
 
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.block import BlockKey
-from kvrecall.engines.vllm.attention.plugin import active_settings, asked_for
+from kvrecall.engines.vllm.attention.plugin import active_settings, is_requested
 from kvrecall.errors import EngineError
 from kvrecall.pool.base import Verdict
 from kvrecall.pool.pool import Pool
@@ -97,7 +97,7 @@ def _fill_pool(llm: Any) -> int:
         model.dtype,
         _get_attn_isa(model.dtype, block, dim, "auto"),
     )
-    sparse = active_settings(config) if asked_for(os.environ) else None
+    sparse = active_settings(config) if is_requested(os.environ) else None
     layers = model.get_total_num_hidden_layers()
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     nbytes = 0

@@ -115,7 +115,7 @@ class Host:
         self._replies = replies
         self._names: dict[str, str] = {}  # the engine's name of a request -> ours
         self._chains: dict[str, tuple[BlockKey, ...]] = {}
-        self._started: dict[str, tuple[float, float]] = {}  # asked, first token
+        self._started: dict[str, tuple[float, float]] = {}  # submitted, first token
         self._joined: bool | None = None
 
     def run(self) -> None:
@@ -172,9 +172,9 @@ class Host:
         outputs = self._engine.step()
         self._note_chains()
         for output in outputs:
-            asked, first = self._started[output.request_id]
+            submitted, first = self._started[output.request_id]
             if not first and output.outputs[0].token_ids:
-                self._started[output.request_id] = asked, time.perf_counter()
+                self._started[output.request_id] = submitted, time.perf_counter()
             if output.finished:
                 _say(self._replies, self._answer(output))
 
@@ -189,7 +189,7 @@ class Host:
                 del self._names[request_id]
 
     def _answer(self, output: Any) -> dict[str, Any]:
-        asked, first = self._started.pop(output.request_id)
+        submitted, first = self._started.pop(output.request_id)
         one = output.outputs[0]
         keys = self._chains.pop(output.request_id, ())
         return {
@@ -203,7 +203,7 @@ class Host:
                 step[token].logprob
                 for token, step in zip(one.token_ids, one.logprobs or (), strict=False)
             ],
-            "ttft_s": first - asked,
+            "ttft_s": first - submitted,
         }
 
     def _tell_joined(self) -> None:

@@ -364,12 +364,12 @@ def measure_sequences(
     """
     found: dict[str, Any] = {}
     with _model_folder(shape, load.context + load.decoded, weights=False) as (_, path):
-        asked = replace(load, options={**sequence_options(device), **load.options})
+        scaled_load = replace(load, options={**sequence_options(device), **load.options})
         sparse = {**concurrency.scaled(load.context), PREFIX + "GATE": "0"}
         for name in engines:
             progress(f"  {name}: {load.sequences} sequences of {load.context} tokens")
             variables = {} if name == "dense" else sparse
-            figures = concurrency.run(asked, path, shape.token_bytes, variables, _LIMIT_S)
+            figures = concurrency.run(scaled_load, path, shape.token_bytes, variables, _LIMIT_S)
             found[name] = _sequence_figures(name, load, figures)
             progress(f"  {found[name]}")
     note = "; ".join(
@@ -377,8 +377,8 @@ def measure_sequences(
         for name, one in found.items()
     )
     where = f"{load.context} tokens each, {load.device_blocks} blocks on the device"
-    asked_for = {"device_blocks": load.device_blocks, "asked": load.sequences}
-    return f"{note} ({where})", {**found, "context": load.context, **asked_for}
+    wanted = {"device_blocks": load.device_blocks, "asked": load.sequences}
+    return f"{note} ({where})", {**found, "context": load.context, **wanted}
 
 
 def sequence_options(device: str) -> dict[str, object]:

@@ -56,14 +56,14 @@ class Reply:
 
 @dataclass(slots=True)
 class Life:
-    """An engine from start to end. ``asked``: prompts of its earlier lives and of this one.
+    """An engine from start to end. ``prompts``: prompts of its earlier lives and of this one.
 
     ``audits`` and ``caught``, audits that failed: as its counters say at the end; ``logged``:
     whether its log speaks of a failed one.
     """
 
     replies: list[Reply] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
+    prompts: list[str] = field(default_factory=list)
     audits: int = 0
     caught: int = 0
     logged: bool = False
@@ -98,13 +98,13 @@ class Engines:
         """Starts an engine on the pool's folder, asks for the prompts of ``plan`` one by one, the
         device's cache emptied each time, and ends it. ``before``: prompts of its earlier lives.
         Raises EngineError."""
-        life = Life(asked=list(before))
+        life = Life(prompts=list(before))
         with self._engine(label, setup, pool, blind) as engine:
             for name in plan:
-                own = prompts.shared_tokens(name, life.asked, setup.block_size)
+                own = prompts.shared_tokens(name, life.prompts, setup.block_size)
                 engine.forget_device()
                 life.replies.append(Reply(name, _ask(engine, setup, prompts, name), own))
-                life.asked.append(name)
+                life.prompts.append(name)
             counters = engine.metrics()
             life.audits = int(counters.get("kvrecall_audits_total", 0))
             life.caught = int(counters.get("kvrecall_audits_failed_total", 0))

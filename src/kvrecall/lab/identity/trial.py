@@ -194,7 +194,7 @@ class Laboratory:
         theirs = (*FRESH, *TWIGS)
         plan = (*KNOWN, *theirs, *KNOWN, *theirs * 2)
         third = self._engines.live(
-            f"{pair.name}-a", a, prompts, plan, pool, pair.blind, before=first.asked
+            f"{pair.name}-a", a, prompts, plan, pool, pair.blind, before=first.prompts
         )
         _judge("A", first, alone_a, verdict)
         _judge("B", second, alone_b, verdict)

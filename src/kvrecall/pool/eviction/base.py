@@ -62,7 +62,7 @@ class EvictionPolicy(ABC):
         it. Not held: nothing happens."""
 
     def admit(self, key: BlockKey, parent: BlockKey | None, depth: int, now: float) -> bool:
-        """Whether the new block is worth more than what it would push out. Asked only when the
+        """Whether the new block is worth more than what it would push out. Called only when the
         tier is full. No: do not insert it, nor what comes after it in its chain."""
         return True
 

@@ -134,17 +134,17 @@ class ObjectStore:
     def exists(self, names: Sequence[str]) -> list[bool]:
         paths = [path_of(name) for name in names]
         known: set[str] = set()
-        asked = set(paths)
+        unknown = set(paths)
         by_folder: dict[str, list[str]] = defaultdict(list)
-        for path in asked:
+        for path in unknown:
             by_folder[path[: path.rfind("/") - 3]].append(path)  # above the two digits
         for folder, members in by_folder.items():
             listed, complete = self._listed(folder, len(members))
             known |= listed
             if complete:
-                asked.difference_update(members)
-        asked -= known
-        known.update(self._where(self._is_there, list(asked)))
+                unknown.difference_update(members)
+        unknown -= known
+        known.update(self._where(self._is_there, list(unknown)))
         return [path in known for path in paths]
 
     def put(self, objects: Sequence[Object]) -> list[bool]:

@@ -308,16 +308,16 @@ class ServiceClient:
                 raise KeyError(f"namespace {digest.hex()} was not registered")
         life = self._current()
         wanted = tuple(keys[: p.MAX_KEYS])
-        asked: list[int] = []
+        numbers: list[int] = []
 
         def request(number: int) -> p.Message:
-            asked.append(number)
+            numbers.append(number)
             return p.Reserve(number, wanted, parent, tenant)
 
         reply = self._ask(life, request)
         if life is None or not isinstance(reply, p.ReserveReply):
-            if asked:  # perhaps it was done, and only the reply is late
-                self._tell(life, p.Cancel(asked[0]))
+            if numbers:  # perhaps it was done, and only the reply is late
+                self._tell(life, p.Cancel(numbers[0]))
             return (_REFUSED,) * len(keys)
         answers = self._take_in(life, wanted, reply)
         return (*answers, *(_REFUSED,) * (len(keys) - len(answers)))

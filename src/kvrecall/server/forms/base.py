@@ -130,12 +130,12 @@ class Form(Strict):
         """What the engine is to do. Raises ReplyError for what cannot be streamed."""
         raise NotImplementedError
 
-    def reply(self, asked: GenerateRequest, updates: Sequence[Update]) -> Json:
+    def reply(self, request: GenerateRequest, updates: Sequence[Update]) -> Json:
         """The reply to a request that is not streamed. ``updates`` hold everything, one for each
         sequence, the best first."""
         raise NotImplementedError
 
-    def writer(self, asked: GenerateRequest) -> Callable[[Update], Iterable[Json]]:
+    def writer(self, request: GenerateRequest) -> Callable[[Update], Iterable[Json]]:
         """What is sent for each update of a stream, in their order."""
         raise NotImplementedError
 

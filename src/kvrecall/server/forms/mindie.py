@@ -60,7 +60,7 @@ class InferBody(Form):
         sampling = self.wanted.sampling(logprobs=stream or bool(self.wanted.details))
         return self._request(prompt, sampling, stream, adapter=self.wanted.adapter_id)
 
-    def reply(self, asked: GenerateRequest, updates: Sequence[Update]) -> Json:
+    def reply(self, request: GenerateRequest, updates: Sequence[Update]) -> Json:
         (update,) = updates
         result: Json = {"generated_text": update.text}
         if self.wanted.details:
@@ -70,7 +70,7 @@ class InferBody(Form):
         return result
 
     def writer(
-        self, asked: GenerateRequest, clock: Callable[[], float] = time.monotonic
+        self, request: GenerateRequest, clock: Callable[[], float] = time.monotonic
     ) -> Callable[[Update], Iterator[Json]]:
         """An event for each step, with the milliseconds it took: the first as ``prefill_time``,
         the others as ``decode_time``. The last carries the text and the details."""

@@ -62,7 +62,7 @@ class TgiBody(Form):
         adapter, truncate = wanted.adapter_id, wanted.truncate or 0
         return self._request(self.inputs, sampling, stream, adapter=adapter, truncate=truncate)
 
-    def reply(self, asked: GenerateRequest, updates: Sequence[Update]) -> Json:
+    def reply(self, request: GenerateRequest, updates: Sequence[Update]) -> Json:
         wanted, best = self.wanted, updates[0]
         result: Json = {"generated_text": self._full_text(best.text)}
         if wanted.details or wanted.decoder_input_details:
@@ -72,7 +72,7 @@ class TgiBody(Form):
             result["details"] = details
         return result
 
-    def writer(self, asked: GenerateRequest) -> Callable[[Update], list[Json]]:
+    def writer(self, request: GenerateRequest) -> Callable[[Update], list[Json]]:
         """An event for each token; the last carries the text and the details."""
         text, count, last = "", 0, Token(0, "", None, False)
 

@@ -71,15 +71,15 @@ class TextBody(_TritonForm):
         sampling = self.wanted.sampling(logprobs=stream or details)
         return self._request(self.text_input, sampling, stream, paced=details)
 
-    def reply(self, asked: GenerateRequest, updates: Sequence[Update]) -> Json:
+    def reply(self, request: GenerateRequest, updates: Sequence[Update]) -> Json:
         (update,) = updates
-        result = self._text(asked, update.text)
+        result = self._text(request, update.text)
         if self.wanted.details:
             result["details"] = _details(update, len(update.tokens))
         return result
 
     def writer(
-        self, asked: GenerateRequest, clock: Callable[[], float] = time.monotonic
+        self, request: GenerateRequest, clock: Callable[[], float] = time.monotonic
     ) -> Callable[[Update], Iterator[Json]]:
         """An event for each step; its times are milliseconds since the one before."""
         since, count = clock(), 0
@@ -89,7 +89,7 @@ class TextBody(_TritonForm):
             took, since = round((clock() - since) * 1000, 3), clock()
             first = count == 0
             count += len(update.tokens)
-            made = self._text(asked, update.text)
+            made = self._text(request, update.text)
             if self.wanted.details:
                 made["details"] = _details(update, count, first)
                 made["prefill_time"] = took if first else None
@@ -98,9 +98,9 @@ class TextBody(_TritonForm):
 
         return written
 
-    def _text(self, asked: GenerateRequest, text: str) -> Json:
+    def _text(self, request: GenerateRequest, text: str) -> Json:
         return {
-            "id": self.id or asked.request_id,
+            "id": self.id or request.request_id,
             "model_name": self._model,
             "model_version": None,
             "text_output": text,
@@ -157,13 +157,13 @@ class TokenBody(_TritonForm):
         prompt, sampling = tuple(self.inputs[0].ids), self.wanted.sampling(logprobs=True)
         return self._request(prompt, sampling, stream, paced=bool(self.wanted.details))
 
-    def reply(self, asked: GenerateRequest, updates: Sequence[Update]) -> Json:
+    def reply(self, request: GenerateRequest, updates: Sequence[Update]) -> Json:
         """The ids of the answer's tokens, without those of the prompt."""
         (update,) = updates
         ids = token_ids(update.tokens)
         name = (self.outputs[0].name if self.outputs else "") or "output0"
         result: Json = {
-            "id": self.id or asked.request_id,
+            "id": self.id or request.request_id,
             "outputs": [{"name": name, "shape": [1, len(ids)], "datatype": "UINT32", "data": ids}],
         }
         if self.wanted.details:

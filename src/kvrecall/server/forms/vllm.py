@@ -72,11 +72,11 @@ class PromptBody(Form, Sampled):
         """NUL-terminated JSON."""
         return json.dumps(value, ensure_ascii=False) + "\0"
 
-    def reply(self, asked: GenerateRequest, updates: Sequence[Update]) -> Json:
+    def reply(self, request: GenerateRequest, updates: Sequence[Update]) -> Json:
         in_order = sorted(updates, key=lambda update: update.index)
         return {"text": [self.prompt + update.text for update in in_order]}
 
-    def writer(self, asked: GenerateRequest) -> Callable[[Update], Iterator[Json]]:
+    def writer(self, request: GenerateRequest) -> Callable[[Update], Iterator[Json]]:
         """The whole text so far, as vLLM once streamed."""
         texts = [self.prompt] * self.n
 

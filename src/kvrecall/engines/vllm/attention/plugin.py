@@ -23,7 +23,7 @@ def register() -> None:
     from kvrecall.engines.vllm.identity import weights
 
     weights.register()  # VLLM_PLUGINS may name this plug-in and not that one
-    if not asked_for(os.environ):
+    if not is_requested(os.environ):
         return
     from kvrecall.engines.vllm.attention import checks
     from kvrecall.engines.vllm.compat import attention, scheduler
@@ -35,7 +35,7 @@ def register() -> None:
     scheduler.reschedule_lost()
 
 
-def asked_for(environ: Mapping[str, str]) -> bool:
+def is_requested(environ: Mapping[str, str]) -> bool:
     """Whether retrieval attention is to be on."""
     named = NAME in [name.strip() for name in environ.get("VLLM_PLUGINS", "").split(",")]
     return named or environ.get(SWITCH) == "1"
@@ -88,7 +88,7 @@ def settings_of(vllm_config: Any, environ: Mapping[str, str]) -> RetrievalSettin
 def require_on(vllm_config: Any, environ: Mapping[str, str]) -> None:
     """Raises ConfigError if the extra config has retrieval's settings, and it is not on."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
-    if extra.get("retrieval") is not None and not asked_for(environ):
+    if extra.get("retrieval") is not None and not is_requested(environ):
         raise ConfigError(
             "kv_connector_extra_config.retrieval has settings of retrieval attention, but it is "
             f"not on: set VLLM_PLUGINS={NAME} (beside any others), or take them out"

@@ -24,13 +24,13 @@ _SLEEP_S = 1e-6
 
 def register() -> None:
     """The ``vllm.general_plugins`` entry point: sleeps if it was asked for by name."""
-    if _asked(os.environ) == "sleep":
+    if _choice(os.environ) == "sleep":
         _sleep_on_cpus()
 
 
 def install() -> None:
     """Has this process of an engine with the connector sleep, unless spinning is asked for."""
-    if _asked(os.environ) != "spin":
+    if _choice(os.environ) != "spin":
         _sleep_on_cpus()
 
 
@@ -39,11 +39,11 @@ def ask(environ: MutableMapping[str, str]) -> None:
     environ.setdefault(SWITCH, "sleep")
 
 
-def _asked(environ: Mapping[str, str]) -> str:
-    asked = environ.get(SWITCH, "")
-    if asked not in ("", "sleep", "spin"):
-        raise ConfigError(f"{SWITCH} is {asked!r}; it must be sleep or spin")
-    return asked
+def _choice(environ: Mapping[str, str]) -> str:
+    choice = environ.get(SWITCH, "")
+    if choice not in ("", "sleep", "spin"):
+        raise ConfigError(f"{SWITCH} is {choice!r}; it must be sleep or spin")
+    return choice
 
 
 def _sleep_on_cpus() -> None:

@@ -24,7 +24,7 @@ from kvrecall.config import RecallSettings
 from kvrecall.engines.fingerprint import default_memory
 from kvrecall.engines.vllm.attention.checks import offload_hindrance
 from kvrecall.engines.vllm.attention.offload_scheduler import OffloadPlanner
-from kvrecall.engines.vllm.attention.plugin import active_settings, asked_for, require_on
+from kvrecall.engines.vllm.attention.plugin import active_settings, is_requested, require_on
 from kvrecall.engines.vllm.compat import config, runner, scheduler, waits
 from kvrecall.engines.vllm.compat.serving import end_with_parent
 from kvrecall.engines.vllm.connector.metrics import RecallPromMetrics, RecallStats
@@ -182,7 +182,7 @@ class RecallConnector(KVConnectorBase_V1):
 
     def _keep_long_sequences(self, facts: EngineFacts) -> None:
         """With retrieval on, lets long sequences leave the device in part."""
-        if not asked_for(os.environ) or offload_hindrance(self._vllm_config) is not None:
+        if not is_requested(os.environ) or offload_hindrance(self._vllm_config) is not None:
             return
         assert self._pool is not None
         settings = active_settings(self._vllm_config)
@@ -223,7 +223,7 @@ class RecallConnector(KVConnectorBase_V1):
     def _exact_blocks(self) -> int:
         """Blocks of a sequence that are attended to densely when it decodes; the first always is,
         as a sequence of one block has none to leave out."""
-        if not asked_for(os.environ):
+        if not is_requested(os.environ):
             return ALL_BLOCKS
         size = config.group_block_size(self._kv_cache_config)
         return max(1, active_settings(self._vllm_config).dense_boundary // size)

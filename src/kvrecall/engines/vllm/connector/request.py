@@ -397,14 +397,14 @@ class RequestState:
     """What the scheduler side remembers of a request. Owned by ``RecallScheduler``.
 
     ``namespace`` is None if the request is not pooled, or not yet ``settled``: whose blocks these
-    are is being found out. ``promise``: what a prefill instance said of its blocks. ``asked_at``:
-    since when the pool has been asking another host for them (seconds of the scheduler side's
-    clock). ``load``: from a match until the engine has given it device blocks. ``computes``: it
-    loads nothing, as a load failed or is audited. ``saved``: leading blocks of the chain that are
-    in the pool or on their way; ``closed``: nothing more of it can be saved; ``passes``: how many
-    steps pass before it asks for room again, and ``passes_next`` after the last refusal.
-    ``touched``: the pool knows that its chain is in use. ``reported``: the API process knows where
-    its prompt comes from.
+    are is being found out. ``promise``: what a prefill instance said of its blocks.
+    ``first_lookup_at``: when a tier beyond this host was first asked for them (seconds of the
+    scheduler side's clock). ``load``: from a match until the engine has given it device blocks.
+    ``computes``: it loads nothing, as a load failed or is audited. ``saved``: leading blocks of the
+    chain that are in the pool or on their way; ``closed``: nothing more of it can be saved;
+    ``passes``: how many steps pass before it asks for room again, and ``passes_next`` after the
+    last refusal. ``touched``: the pool knows that its chain is in use. ``reported``: the API
+    process knows where its prompt comes from.
     """
 
     request: Any
@@ -413,7 +413,7 @@ class RequestState:
     namespace: Namespace | None = None
     settled: bool = False
     promise: Promise | None = None
-    asked_at: float | None = None
+    first_lookup_at: float | None = None
     load: PrefixLoad | None = None
     computes: bool = False
     saved: int = 0

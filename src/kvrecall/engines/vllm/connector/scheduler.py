@@ -149,9 +149,9 @@ class RecallScheduler:
             return False
         found = self._pool.find(keys)
         if found.pending:
-            if state.asked_at is None:
-                state.asked_at = self._clock()
-            if self._clock() - state.asked_at < self._settings.pool.lookup_deadline_s:
+            if state.first_lookup_at is None:
+                state.first_lookup_at = self._clock()
+            if self._clock() - state.first_lookup_at < self._settings.pool.lookup_deadline_s:
                 return True
         if found.blocks == 0:
             return False

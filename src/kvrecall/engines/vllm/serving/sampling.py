@@ -34,7 +34,7 @@ _COUNT_IN_TEXT = re.compile(r'"m(?:in|ax)Items"\s*:\s*([-+.\deE]+)')
 _ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
 
 
-def best_of_asked(params: SamplingParams) -> int | None:
+def requested_best_of(params: SamplingParams) -> int | None:
     """How many sequences are to be computed; None if as many as are wanted."""
     value = (getattr(params, "extra_args", None) or {}).get(BEST_OF)
     return value if isinstance(value, int) else None

@@ -126,7 +126,7 @@ class ServedLLM(AsyncLLM):
         if self.ended:  # a step of a beam search, or what waited for its prompt's tokens
             raise GracefulHTTPError(STOPPED, HTTPStatus.SERVICE_UNAVAILABLE)
         sampling.check(wanted)
-        best_of = sampling.best_of_asked(wanted)
+        best_of = sampling.requested_best_of(wanted)
         if best_of is not None:
             self._check_count("best_of", best_of)
             sampling_params = sampling.widened(wanted, best_of)

@@ -146,8 +146,8 @@ def request_of(style: PromptStyle, document: Document, question: Question) -> Re
     if style is PromptStyle.RECALL:
         prompt = raw_prompt(document.text, question.text)
         return Request("/completions", {"prompt": prompt, "stop": ["\n"], **limits})
-    asked = f"{question.text} {_HINTS.get(question.task, '')}".strip()
-    text = f"{_INSTRUCTION}\n\n{document.text}\n\nQuestion: {asked}"
+    full = f"{question.text} {_HINTS.get(question.task, '')}".strip()
+    text = f"{_INSTRUCTION}\n\n{document.text}\n\nQuestion: {full}"
     return Request("/chat/completions", {"messages": [{"role": "user", "content": text}], **limits})
 
 
