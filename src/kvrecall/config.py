@@ -160,7 +160,7 @@ class PoolConfig:
     policy: str = DEFAULT_POLICY
     load_deadline_s: float = 10.0
     terms: PoolTerms = PoolTerms()
-    encryption_key_file: Path | None = None  # seals what lies on disk or leaves the host
+    encryption_key_file: Path | None = None  # encrypts what is written to disk or remote stores
     remote: RemoteConfig | None = None
     lookup_deadline_s: float = 0.05  # the longest a request waits for the remote tier's answer
     host_most_bytes: int = 0  # what the host may be resized to while running; 0 = ``host_bytes``

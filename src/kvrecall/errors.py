@@ -6,6 +6,10 @@ exception here means a wrong configuration, a broken medium or a bug.
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
+
 
 class KvrecallError(Exception):
     """Base of all errors raised on purpose by kvrecall."""
@@ -21,3 +25,14 @@ class TierError(KvrecallError):
 
 class EngineError(KvrecallError):
     """The engine cannot be served by kvrecall as configured (unsupported model or version)."""
+
+
+@contextlib.contextmanager
+def errors_shown() -> Iterator[None]:
+    """Ends a command that raises a KvrecallError with one line on stderr and status 1; 2 if it is
+    a ConfigError."""
+    try:
+        yield
+    except KvrecallError as error:
+        print(f"kvrecall: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2 if isinstance(error, ConfigError) else 1) from error

@@ -32,7 +32,7 @@ from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.layer import _blocks_of, damaged_among, sums_of
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
 from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape, OffloadedRow
-from kvrecall.engines.vllm.attention.triton_kernel import StagedLayer, TritonKernel
+from kvrecall.engines.vllm.attention.triton_kernel import CopiedLayer, TritonKernel
 
 __all__ = [
     "test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits",
@@ -131,9 +131,9 @@ def test_blocks_recalled_from_memory_give_the_same_bits(
         assert torch.equal(got, result)
     assert bench.activity.blocks_loaded > 0
     row = OffloadedRow(offloaded, slice(0, 1), table[0], tokens, False)
-    staged = StagedLayer("layer").stage(bench.cache, row)
-    assert torch.equal(staged, whole)
-    assert staged.stride()[1:] == bench.cache.stride()[1:]
+    copied = CopiedLayer("layer").copy(bench.cache, row)
+    assert torch.equal(copied, whole)
+    assert copied.stride()[1:] == bench.cache.stride()[1:]
 
 
 def test_pages_are_read_in_the_order_of_the_caches_memory() -> None:

@@ -1,4 +1,4 @@
-"""The contract of a store over Mooncake, plain and sealed."""
+"""The contract of a store over Mooncake, plain and encrypted."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class TestMooncakeStore(StoreContract):
         return Counter(Apart(node, f"{path.name}."), node.arena.memory)
 
 
-class SealedNode(Node):
-    """A host whose client of Mooncake sees sealed values only."""
+class EncryptedNode(Node):
+    """A host whose client of Mooncake sees encrypted values only."""
 
     def __init__(self, master: Master) -> None:
         self.arena = Arena.create(16 << 20)
@@ -45,17 +45,17 @@ class SealedNode(Node):
 
 
 @pytest.fixture(scope="module")
-def sealed(master: Master) -> Iterator[SealedNode]:
-    node = SealedNode(master)
+def encrypted(master: Master) -> Iterator[EncryptedNode]:
+    node = EncryptedNode(master)
     yield node
     node.close()
 
 
 @needs_mooncake
-class TestSealedMooncakeStore(StoreContract):
+class TestEncryptedMooncakeStore(StoreContract):
     @pytest.fixture(autouse=True)
-    def _node(self, sealed: SealedNode) -> None:
-        self.node = sealed
+    def _node(self, encrypted: EncryptedNode) -> None:
+        self.node = encrypted
 
     def open(self, path: Path) -> Counter:
         return Counter(Apart(self.node, f"{path.name}."), self.node.arena.memory)

@@ -1,4 +1,4 @@
-"""What retrieval attention may be told, and how it is told by environment variables."""
+"""The settings of retrieval attention, and the environment variables that set them."""
 
 from __future__ import annotations
 

@@ -72,6 +72,23 @@ def _allocated(fd: int) -> int:
     return os.fstat(fd).st_blocks * 512
 
 
+def open_arena(handle: ArenaHandle, mode: int = os.O_RDONLY) -> int:
+    """A descriptor of the memory file of another process's arena, which the caller closes. Raises
+    TierError if that arena is gone, also where another one has taken its place."""
+    try:
+        fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", mode | os.O_CLOEXEC)
+    except OSError as error:
+        raise TierError(
+            f"cannot map the arena of process {handle.pid}: {os.strerror(error.errno or 0)}; "
+            "is that process alive and of the same user?"
+        ) from error
+    status = os.fstat(fd)
+    if status.st_size != handle.nbytes or handle.inode not in (0, status.st_ino):
+        os.close(fd)
+        raise TierError(f"process {handle.pid} has no arena of {handle.nbytes} bytes any more")
+    return fd
+
+
 class Arena:
     """A fixed number of bytes of anonymous shared memory.
 
@@ -119,18 +136,7 @@ class Arena:
     @classmethod
     def attach(cls, handle: ArenaHandle, background: bool = True) -> Arena:
         """Maps the arena of another process of the same user. Raises TierError if it is gone."""
-        try:
-            fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise TierError(
-                f"cannot map the arena of process {handle.pid}: {os.strerror(error.errno or 0)}; "
-                "is that process alive and of the same user?"
-            ) from error
-        status = os.fstat(fd)
-        if status.st_size != handle.nbytes or handle.inode not in (0, status.st_ino):
-            os.close(fd)
-            raise TierError(f"process {handle.pid} has no arena of {handle.nbytes} bytes any more")
-        return cls(fd, handle.nbytes, background, None)
+        return cls(open_arena(handle, os.O_RDWR), handle.nbytes, background, None)
 
     def grow(self, nbytes: int) -> None:
         """Gets pages for the first ``nbytes`` bytes (at most the arena's); nothing if it has them.

@@ -1,5 +1,5 @@
-"""AES-256-GCM over blocks: sealed under a fresh nonce, opened only by the right key; and the file
-the keys are in."""
+"""AES-256-GCM over blocks: a fresh nonce each, decrypted by the right key only; and the file of the
+keys."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ TAG_BYTES = _ID_BYTES + _NONCE_BYTES + _GCM_TAG_BYTES
 
 
 class Cipher:
-    """Seals bytes with the first of its keys and opens them with any. Thread-safe.
+    """Encrypts bytes with the first of its keys and decrypts them with any. Thread-safe.
 
-    A *tag* is what must be kept beside the sealed bytes, which have the length of the plain
-    ones. ``label`` is bound to them (GCM's associated data): they open under the same only.
+    A *tag* is what must be kept beside the encrypted bytes, which have the length of the plain
+    ones. ``label`` is bound to them (GCM's associated data): they decrypt under the same only.
 
-    Nonces are random, so a key should seal no more than 2**32 blocks; at a MiB a block that is
+    Nonces are random, so a key should encrypt no more than 2**32 blocks; at a MiB a block that is
     4 PiB.
     """
 
@@ -47,7 +47,7 @@ class Cipher:
 
     @property
     def key_id(self) -> str:
-        """Tells keys apart without telling anything about them: of the key that seals."""
+        """Tells keys apart and reveals nothing about them: of the key that encrypts."""
         return self._first.hex()
 
     def knows(self, tag: bytes) -> bool:
@@ -56,11 +56,13 @@ class Cipher:
 
     @property
     def key_ids(self) -> list[str]:
-        """Of all keys, the one that seals first."""
+        """Of all keys, the one that encrypts first."""
         return [self.key_id, *(i.hex() for i in self._keys if i != self._first)]
 
-    def seal(self, label: bytes, data: Sequence[memoryview], into: Sequence[memoryview]) -> bytes:
-        """Writes the sealed pieces of ``data`` into those of ``into`` (of the same lengths, other
+    def encrypt(
+        self, label: bytes, data: Sequence[memoryview], into: Sequence[memoryview]
+    ) -> bytes:
+        """Encrypts the pieces of ``data`` into those of ``into`` (of the same lengths, other
         memory); returns the tag of them all."""
         nonce = os.urandom(_NONCE_BYTES)
         encryptor = self._make(self._keys[self._first], nonce, None).encryptor()
@@ -71,15 +73,15 @@ class Cipher:
         gcm_tag: bytes = encryptor.tag
         return self._first + nonce + gcm_tag
 
-    def open(
+    def decrypt(
         self,
         label: bytes,
         tag: bytes,
         data: Sequence[memoryview],
         into: Sequence[memoryview],
     ) -> bool:
-        """Writes the plain pieces of ``data`` into ``into`` (as in ``seal``). False if they are
-        not what was sealed under ``label``, or the key is none of these; bytes that were not
+        """Writes the plain pieces of ``data`` into ``into`` (as in ``encrypt``). False if they are
+        not what was encrypted under ``label``, or the key is none of these; bytes that were not
         proven are never left in ``into``."""
         if not self.knows(tag):
             return False
@@ -130,7 +132,7 @@ def _id_of(key: bytes) -> bytes:
 
 def read_keys(path: Path, name: str = "encryption_key_file") -> tuple[bytes, ...]:
     """The keys in a file: exactly 32 bytes, or text with one key a line, hexadecimal or base64
-    (empty lines and ``#`` comments are skipped). The first seals, all of them open.
+    (empty lines and ``#`` comments are skipped). The first encrypts, all of them decrypt.
 
     ConfigError, which never shows a key, if it cannot be read, is not the owner's alone or holds
     something else.

@@ -154,7 +154,7 @@ def _save(pool: Pool, repeats: int) -> dict[str, list[float]]:
 
 def measure_disk(
     path: Folder = Path("var"),
-    encrypted: Annotated[bool, typer.Option("--encrypted", help="With blocks sealed.")] = False,
+    encrypted: Annotated[bool, typer.Option("--encrypted", help="With encrypted blocks.")] = False,
     size: Annotated[str, typer.Option(help="Written and read each time.")] = "1GiB",
     block_bytes: int = _MIB,
     repeats: int = 5,
@@ -213,7 +213,7 @@ def measure_disk(
         rows.append((label, f"{rates[1] / 1e9:.2f}", f"{rates[0] / 1e9:.2f}", f"{ratio:.2f}"))
     notes = (
         f"{nbytes >> 20} MiB in blocks of {block_bytes >> 10} KiB, "
-        f"{'sealed with AES-256-GCM' if encrypted else 'checksums verified'}, "
+        f"{'encrypted with AES-256-GCM' if encrypted else 'checksums verified'}, "
         f"{'direct I/O' if direct else 'no direct I/O on this file system'}",
         f"goal: reads at least {READ_GOAL} of the bare ones",
     )

@@ -247,12 +247,12 @@ class Index:
         return _reserve(self._path, nbytes) and _reserve(self._log_path, WAL_BYTES - _SHM_BYTES)
 
     @property
-    def is_sealed(self) -> bool:
-        """Whether no byte of a block may lie in the folder as it is."""
-        return _is_sealed(self._connection)
+    def is_encrypted(self) -> bool:
+        """Whether the folder holds encrypted blocks only."""
+        return _is_encrypted(self._connection)
 
-    def mark_sealed(self) -> None:
-        """From now on for good. Durable when it returns."""
+    def mark_encrypted(self) -> None:
+        """Declares it so, for good. Durable when it returns."""
         with self._connection as connection:
             connection.execute("BEGIN IMMEDIATE")
             connection.execute("INSERT OR REPLACE INTO meta VALUES ('sealed', '1')")
@@ -278,21 +278,21 @@ class Index:
         self._connection.close()
 
 
-def is_sealed(folder: Path) -> bool:
+def is_encrypted(folder: Path) -> bool:
     """Whether the index of a folder that no tier uses says so. False if there is none."""
     path = folder / INDEX_NAME
     if not path.exists() or _unfit(path):
         return False
     connection = sqlite3.connect(path, isolation_level=None)
     try:
-        return _is_sealed(connection)
+        return _is_encrypted(connection)
     except sqlite3.Error:
         return False
     finally:
         connection.close()
 
 
-def _is_sealed(connection: sqlite3.Connection) -> bool:
+def _is_encrypted(connection: sqlite3.Connection) -> bool:
     query = "SELECT count(*) FROM meta WHERE name = 'sealed'"
     return bool(connection.execute(query).fetchone()[0])
 

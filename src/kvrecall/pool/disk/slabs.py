@@ -439,7 +439,7 @@ class Encrypted(BlockCodec):
         for put in puts:
             end = begin + put.nbytes
             label = _label(put.key, put.nbytes)
-            tags[put.key] = self._cipher.seal(label, [put.data[: put.nbytes]], [room[begin:end]])
+            tags[put.key] = self._cipher.encrypt(label, [put.data[: put.nbytes]], [room[begin:end]])
             begin += len(put.data)
             room[end:begin] = bytes(begin - end)
         return [room]
@@ -456,7 +456,7 @@ class Encrypted(BlockCodec):
     def decode(
         self, key: BlockKey, nbytes: int, tag: bytes, read: memoryview, slot: memoryview
     ) -> bool:
-        return self._cipher.open(_label(key, nbytes), tag, [read[:nbytes]], [slot[:nbytes]])
+        return self._cipher.decrypt(_label(key, nbytes), tag, [read[:nbytes]], [slot[:nbytes]])
 
     def _room(self, nbytes: int) -> memoryview:
         """Page-aligned memory of this thread."""
@@ -492,7 +492,7 @@ def make_codec(cipher: Cipher | None) -> BlockCodec:
 
 
 def _no_key() -> TierError:
-    return TierError("the blocks are sealed: give the file of their key, --encryption-key-file")
+    return TierError("the blocks are encrypted: give the file of their key, --encryption-key-file")
 
 
 def _label(key: BlockKey, nbytes: int) -> bytes:

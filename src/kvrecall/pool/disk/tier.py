@@ -390,19 +390,19 @@ class DiskTier(Tier):
     def _admit(self) -> None:
         """Sees to it that what lies in the folder fits the codec. TierError if a key is missing;
         blocks that lie there as they are go when there is a key now, before anything is stored."""
-        if self._index.is_sealed == self._codec.encrypts:
+        if self._index.is_encrypted == self._codec.encrypts:
             return
         path = self._config.path
         if not self._codec.encrypts:
             raise TierError(
-                f"disk_path: {path} holds blocks sealed with a key; set encryption_key_file, or "
+                f"disk_path: {path} holds blocks encrypted with a key; set encryption_key_file, or "
                 "delete the folder to go on without encryption"
             )
         self._index.delete_all()
         for slab in path.glob("slab-*.kv"):
             _LOG.warning("disk tier: %s was written without encryption; deleted", slab)
             slab.unlink()
-        self._index.mark_sealed()
+        self._index.mark_encrypted()
 
     def _recover(self, rows: Sequence[Row]) -> None:
         """Finds the blocks that rows speak of; rows without a block are deleted."""
@@ -427,8 +427,8 @@ class DiskTier(Tier):
                 good[row.key] = row
         if strange:
             _LOG.warning(
-                "disk tier: %d of %d blocks in %s are sealed with a key that encryption_key_file "
-                "does not hold; they are dropped",
+                "disk tier: %d of %d blocks in %s are encrypted with a key that "
+                "encryption_key_file does not hold; they are dropped",
                 strange,
                 len(rows),
                 self._config.path,

@@ -84,7 +84,7 @@ class EncryptedStore:
     def _put(self, objects: Sequence[Object], section: memoryview) -> list[bool]:
         encrypted = []
         for item, parts in self._places(objects, section):
-            tag = bytearray(self._cipher.seal(_label(item), item.parts, parts))
+            tag = bytearray(self._cipher.encrypt(_label(item), item.parts, parts))
             name = _encrypted_name(item.name, self._cipher.key_id)
             encrypted.append(Object(name, (memoryview(tag), *parts)))
         return self._inner.put(encrypted)
@@ -102,7 +102,7 @@ class EncryptedStore:
 
     def _decrypt(self, item: Object, encrypted: Object) -> bool:
         tag, *parts = encrypted.parts
-        return self._cipher.open(_label(item), bytes(tag), parts, item.parts)
+        return self._cipher.decrypt(_label(item), bytes(tag), parts, item.parts)
 
     def _by_section(
         self,

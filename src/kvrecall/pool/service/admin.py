@@ -10,12 +10,11 @@ from options: its docstring is the help, and ``@command`` adds the options all c
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
@@ -33,12 +32,12 @@ from kvrecall.config import (
     parse_size,
     parse_tenant,
 )
-from kvrecall.errors import ConfigError, KvrecallError, TierError
+from kvrecall.errors import ConfigError, TierError, errors_shown
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.cipher import read_cipher
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.folder import FolderHeld, own_bytes
-from kvrecall.pool.disk.index import INDEX_NAME, is_sealed
+from kvrecall.pool.disk.index import INDEX_NAME, is_encrypted
 from kvrecall.pool.disk.slabs import BlockCodec, Locked, Plain, make_codec
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import protocol as p
@@ -165,16 +164,6 @@ def command(*which: str) -> Callable[[Callable[..., Command[Any]]], None]:
         commands.command(make.__name__, help=inspect.getdoc(make))(run)
 
     return add
-
-
-@contextlib.contextmanager
-def errors_shown() -> Iterator[None]:
-    """Ends a command of the command line with a line for people."""
-    try:
-        yield
-    except KvrecallError as error:
-        typer.echo(f"kvrecall: {error}", err=True)
-        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
 
 
 # -- what is there ------------------------------------------------------------------------------
@@ -527,7 +516,7 @@ class FolderAdmin(Admin):
         terms = PoolTerms(pin_limit=1.0)  # the pool's own limit is of a size not known here
         config = DiskConfig(path, _present_size(path))
         try:
-            disk = DiskTier(config, codec=_seal_for(path, key_file), terms=terms)
+            disk = DiskTier(config, codec=_codec_for(path, key_file), terms=terms)
         except FolderHeld as error:
             raise TierError(
                 f"{error}. A pool in an engine's own process cannot be administered while it "
@@ -543,9 +532,9 @@ class FolderAdmin(Admin):
         self._pool.close()
 
 
-def _seal_for(path: Path, key_file: Path | None) -> BlockCodec:
-    """One that changes nothing in the folder."""
-    if not is_sealed(path):
+def _codec_for(path: Path, key_file: Path | None) -> BlockCodec:
+    """A codec that changes nothing in the folder."""
+    if not is_encrypted(path):
         return Plain()
     return Locked() if key_file is None else make_codec(read_cipher(key_file))
 

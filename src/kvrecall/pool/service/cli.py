@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.live import Live
 
 from kvrecall.config import PoolConfig, help_of, service_settings
-from kvrecall.errors import ConfigError
+from kvrecall.errors import ConfigError, errors_shown
 from kvrecall.jsonfile import read_object
 from kvrecall.pool.cipher import make_key_file, rotate_key_file
 from kvrecall.pool.remote.mooncake.master import MasterFlags, check_master, run_master
@@ -27,7 +27,6 @@ from kvrecall.pool.service.admin import (
     Socket,
     Stat,
     commands,
-    errors_shown,
 )
 from kvrecall.pool.service.endpoint import serve as run_service
 
@@ -163,13 +162,15 @@ def key(
     file: Annotated[Path, typer.Argument(help="File to make, of the owner's alone.")],
     rotate: Annotated[
         bool,
-        typer.Option("--rotate", help="Put a new key before those in the file, which still open."),
+        typer.Option(
+            "--rotate", help="Put a new key before those in the file, which still decrypt."
+        ),
     ] = False,
 ) -> None:
     """Make a key for encryption_key_file (AES-256-GCM)."""
     with errors_shown():
         if rotate:
-            typer.echo(f"{file}: {rotate_key_file(file)} keys; the first, new one seals")
+            typer.echo(f"{file}: {rotate_key_file(file)} keys; the first, new one encrypts")
         else:
             make_key_file(file)
             typer.echo(f"{file}: a new key; set encryption_key_file to this path, and keep a copy")

@@ -30,6 +30,7 @@ from typing import TypeVar, TypeVarTuple
 
 from kvrecall.block import NAMESPACE_BYTES, SHARED, BlockKey, Namespace, Tenant
 from kvrecall.errors import ConfigError, TierError
+from kvrecall.pool.arena import open_arena
 from kvrecall.pool.base import (
     NO_ARENA,
     ArenaHandle,
@@ -119,7 +120,7 @@ class _Life:
             return []
         try:
             if self.file < 0:
-                self.file = _open_file(self.handle)
+                self.file = open_arena(self.handle)
             return [os.pread(self.file, nbytes, offset + at) for offset in offsets]
         except (OSError, TierError):
             return []
@@ -558,12 +559,3 @@ def _parts(keys: Sequence[BlockKey]) -> Iterator[tuple[BlockKey, ...]]:
     """Keys in portions of a message, at least one portion."""
     for start in range(0, max(1, len(keys)), p.MAX_KEYS):
         yield tuple(keys[start : start + p.MAX_KEYS])
-
-
-def _open_file(handle: ArenaHandle) -> int:
-    """A descriptor of the arena's memory file, for reading. Raises TierError if it is gone."""
-    file = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDONLY | os.O_CLOEXEC)
-    if os.fstat(file).st_ino != handle.inode:
-        os.close(file)
-        raise TierError(f"the arena of process {handle.pid} is gone")
-    return file

@@ -100,7 +100,7 @@ def _table(config: BaseModel, every: bool) -> Table:
 
 
 def _print_plan(console: Console, plan: Plan) -> None:
-    """The effective configuration: what vLLM and the pool are told."""
+    """The effective configuration: what vLLM and the pool get."""
     table = Table("effective setting", "value")
     spec = plan.spec
     table.add_row("model", escape(spec.model))

@@ -25,7 +25,7 @@ from vllm.v1.attention.backends.triton_attn import (
 
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
 from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape
-from kvrecall.engines.vllm.attention.triton_kernel import StagedLayer, TritonKernel
+from kvrecall.engines.vllm.attention.triton_kernel import CopiedLayer, TritonKernel
 
 
 class DeviceBuilder(RetrievalBuilder):
@@ -49,8 +49,8 @@ class DeviceBuilder(RetrievalBuilder):
         shape = (heads, spec.num_kv_heads, spec.head_size, self.block_size, spec.dtype, "")
         return TritonKernel(KernelShape(*shape), self.device)
 
-    def make_whole(self, name: str) -> StagedLayer:
-        return StagedLayer(name)
+    def make_whole(self, name: str) -> CopiedLayer:
+        return CopiedLayer(name)
 
     def alone(self, common: Any, rows: Sequence[BatchRow], at: int) -> Any:
         blocks = -(-rows[at].tokens // self.block_size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
 from collections.abc import Mapping
@@ -14,7 +13,8 @@ import numpy.typing as npt
 import torch
 
 from kvrecall.attention.residency import Ints
-from kvrecall.errors import EngineError
+from kvrecall.errors import EngineError, TierError
+from kvrecall.pool.arena import open_arena
 from kvrecall.pool.base import ArenaHandle
 from kvrecall.pool.slots import ALIGNMENT
 
@@ -166,35 +166,26 @@ def _aligned(nbytes: int) -> int:
 def _map(arena: ArenaHandle, nbytes: int, behind: int) -> int:
     """Address of ``nbytes`` of private memory, yet untouched, the arena in place of its start."""
     room = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    fd = _open(arena)
+    try:
+        fd = open_arena(arena)
+    except TierError as error:
+        raise _unmappable(str(error)) from error
     try:
         address = _LIBC.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, room, -1, 0)
         if address in (None, _FAILED):
-            raise _unmappable(ctypes.get_errno())
+            raise _unmappable(os.strerror(ctypes.get_errno()))
         shared = mmap.MAP_SHARED | _MAP_FIXED
         if _LIBC.mmap(address, behind, mmap.PROT_READ, shared, fd, 0) == _FAILED:
             code = ctypes.get_errno()
             _LIBC.munmap(address, nbytes)
-            raise _unmappable(code)
+            raise _unmappable(os.strerror(code))
     finally:
         os.close(fd)
     return int(address)
 
 
-def _open(arena: ArenaHandle) -> int:
-    """A file descriptor of that arena, and of no other that has taken its place."""
-    try:
-        fd = os.open(f"/proc/{arena.pid}/fd/{arena.fd}", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise _unmappable(error.errno or 0) from error
-    if arena.inode not in (0, os.fstat(fd).st_ino):
-        os.close(fd)
-        raise _unmappable(errno.ESTALE)
-    return fd
-
-
-def _unmappable(code: int) -> EngineError:
+def _unmappable(cause: str) -> EngineError:
     return EngineError(
-        f"cannot map the arena for attention in place: {os.strerror(code)}; set "
+        f"cannot map the arena for attention in place ({cause}); set "
         "VLLM_RETRIEVAL_OFFLOAD_BOUNDARY above max_model_len to keep blocks on the device"
     )

@@ -69,7 +69,7 @@ class TritonKernel(RowKernel):
         return part.output.to(query.dtype)
 
 
-class StagedLayer:
+class CopiedLayer:
     """One layer's dense attention over partially offloaded sequences. Owned by the worker's thread.
 
     It needs all of a sequence's keys, and vLLM's kernels for GPUs read one cache. So the sequence's
@@ -93,10 +93,10 @@ class StagedLayer:
         softcap: float,
         plainly: Callable[[torch.Tensor, Any], torch.Tensor],
     ) -> torch.Tensor:
-        return plainly(self.stage(kv_cache, row), row.metadata)
+        return plainly(self.copy(kv_cache, row), row.metadata)
 
-    def stage(self, kv_cache: torch.Tensor, row: OffloadedRow) -> torch.Tensor:
-        """The sequence's blocks in its order, as a cache of the same strides within a block."""
+    def copy(self, kv_cache: torch.Tensor, row: OffloadedRow) -> torch.Tensor:
+        """Copies of the sequence's blocks in its order: a cache of the same strides in a block."""
         sequence, size = row.sequence, kv_cache.element_size()
         count = -(-row.tokens // kv_cache.shape[2])
         elements = kv_cache[0].numel()

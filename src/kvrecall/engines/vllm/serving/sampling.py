@@ -41,7 +41,7 @@ def requested_best_of(params: SamplingParams) -> int | None:
 
 
 def widened(params: SamplingParams, best_of: int) -> SamplingParams:
-    """``params`` for ``best_of`` sequences, whose probabilities are told at the end.
+    """``params`` for ``best_of`` sequences, whose probabilities come at the end.
 
     Raises VLLMValidationError for what cannot be ranked.
     """

@@ -25,7 +25,7 @@ from kvrecall.engines.vllm.serving.insight import ConnectorReports, RequestLog, 
 
 _TIMEOUT = "kvrecall_timeout"
 STOPPED = "the server was stopped"
-"""What clients of requests that were ended with the server are told."""
+"""The error of requests that end with the server."""
 _POLL_S = 0.05
 _SEARCHING: ContextVar[bool] = ContextVar("searching", default=False)
 _FORCED_S = 15.0
@@ -42,8 +42,8 @@ def with_timeout(seconds: float) -> dict[str, float]:
 
 
 def _not_the_last_output(record: logging.LogRecord) -> bool:
-    """Drops a traceback vLLM may log when it is shut down as asked: its output loop finds the
-    engine gone before it is told to end."""
+    """Drops a traceback vLLM may log in an orderly shutdown: its output loop finds the engine gone
+    before it is cancelled."""
     return record.msg != "AsyncLLM output_handler failed."
 
 

@@ -32,8 +32,8 @@ OLD, NEW = secrets.token_bytes(32), secrets.token_bytes(32)
 def open_tier(
     folder: Path, *keys: bytes, block_bytes: int = BLOCK_BYTES, io: FileIo | None = None
 ) -> Bench:
-    seal = Encrypted(Cipher(keys)) if keys else None
-    tier = DiskTier(DiskConfig(folder, 32 * MIB), io=io, codec=seal)
+    codec = Encrypted(Cipher(keys)) if keys else None
+    tier = DiskTier(DiskConfig(folder, 32 * MIB), io=io, codec=codec)
     tier.register(NAMESPACE, block_bytes)
     return Bench(tier, block_bytes=block_bytes)
 
@@ -64,28 +64,28 @@ class TestSealedBufferedDiskTier(TierContract):
 # -- the cipher ---------------------------------------------------------------------------------
 
 
-def test_a_block_opens_only_as_it_was_sealed() -> None:
+def test_a_block_decrypts_only_as_it_was_encrypted() -> None:
     cipher = Cipher([OLD])
     plain = memoryview(bytearray(random.Random(1).randbytes(5000)))
-    sealed, opened = memoryview(bytearray(5000)), memoryview(bytearray(5000))
-    proof = cipher.seal(b"label", [plain], [sealed])
+    encrypted, opened = memoryview(bytearray(5000)), memoryview(bytearray(5000))
+    proof = cipher.encrypt(b"label", [plain], [encrypted])
     assert len(proof) == TAG_BYTES
-    assert cipher.open(b"label", proof, [sealed], [opened])
+    assert cipher.decrypt(b"label", proof, [encrypted], [opened])
     assert opened == plain
     again = memoryview(bytearray(5000))
-    assert cipher.seal(b"label", [plain], [again]) != proof, "the nonce is fresh"
-    assert again != sealed
-    assert not cipher.open(b"lab", proof, [sealed], [opened])
+    assert cipher.encrypt(b"label", [plain], [again]) != proof, "the nonce is fresh"
+    assert again != encrypted
+    assert not cipher.decrypt(b"lab", proof, [encrypted], [opened])
     assert bytes(opened) == bytes(5000), "nothing unproven is left behind"
-    assert not Cipher([NEW]).open(b"label", proof, [sealed], [opened])
-    assert Cipher([NEW, OLD]).open(b"label", proof, [sealed], [opened])
+    assert not Cipher([NEW]).decrypt(b"label", proof, [encrypted], [opened])
+    assert Cipher([NEW, OLD]).decrypt(b"label", proof, [encrypted], [opened])
     for at in range(TAG_BYTES):
-        assert not cipher.open(b"label", _flipped(proof, at), [sealed], [opened])
+        assert not cipher.decrypt(b"label", _flipped(proof, at), [encrypted], [opened])
     for at in (0, 2500, 4999):
-        sealed[at] ^= 1
-        assert not cipher.open(b"label", proof, [sealed], [opened])
-        sealed[at] ^= 1
-    assert not cipher.open(b"label", proof, [sealed[:-1]], [opened[:-1]])
+        encrypted[at] ^= 1
+        assert not cipher.decrypt(b"label", proof, [encrypted], [opened])
+        encrypted[at] ^= 1
+    assert not cipher.decrypt(b"label", proof, [encrypted[:-1]], [opened[:-1]])
     assert OLD.hex() not in repr(cipher)
 
 
@@ -99,10 +99,10 @@ def _flipped(data: bytes, at: int) -> bytes:
 def test_an_onlooker_finds_blocks_without_a_key_and_none_with_one(tmp_path: Path) -> None:
     fill(tmp_path / "plain")
     assert in_the_clear(tmp_path / "plain") == len(KEYS), "else this test could not fail"
-    fill(tmp_path / "sealed", OLD)
-    assert in_the_clear(tmp_path / "sealed") == 0
+    fill(tmp_path / "encrypted", OLD)
+    assert in_the_clear(tmp_path / "encrypted") == 0
     key_bytes = [OLD, OLD.hex().encode()]
-    for path in (tmp_path / "sealed").iterdir():
+    for path in (tmp_path / "encrypted").iterdir():
         assert not any(key in path.read_bytes() for key in key_bytes)
 
 
@@ -188,7 +188,7 @@ def test_another_key_finds_nothing_and_takes_the_room(
     bench.tier.close()
 
 
-def test_rotation_keeps_what_the_old_key_sealed(tmp_path: Path) -> None:
+def test_rotation_keeps_what_the_old_key_encrypted(tmp_path: Path) -> None:
     fill(tmp_path, OLD)
     more = chain(NAMESPACE, 5, "more")
     bench = open_tier(tmp_path, NEW, OLD)
@@ -214,9 +214,9 @@ def test_a_folder_written_without_a_key_is_emptied_when_there_is_one(
     bench.tier.close()
 
 
-def test_a_sealed_folder_is_refused_without_a_key_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_an_encrypted_folder_is_refused_without_a_key_and_nothing_is_lost(tmp_path: Path) -> None:
     fill(tmp_path, OLD)
-    with pytest.raises(TierError, match=r"sealed with a key; set encryption_key_file"):
+    with pytest.raises(TierError, match=r"encrypted with a key; set encryption_key_file"):
         open_tier(tmp_path)
     bench = open_tier(tmp_path, OLD)
     assert bench.get(KEYS) == [Outcome.LOADED] * len(KEYS)
@@ -269,7 +269,7 @@ def test_administration_needs_the_key_only_to_verify(tmp_path: Path) -> None:
     assert cleared.output.strip() == '{"dropped":24,"pinned":0}'
 
 
-def test_a_sealed_disk_that_shrinks_keeps_what_is_used(tmp_path: Path) -> None:
+def test_an_encrypted_disk_that_shrinks_keeps_what_is_used(tmp_path: Path) -> None:
     """Blocks that move to another slot open there: their proof is of their key, not their place."""
     bench = open_tier(tmp_path, NEW)
     chains = [chain(NAMESPACE, 200, str(number)) for number in range(9)]

@@ -31,7 +31,7 @@ class TestSealedDirectory(StoreContract):
 
 
 class TestSealedWithSmallSections(StoreContract):
-    """Batches that do not fit the memory for sealed values go in parts."""
+    """Batches that do not fit the memory for encrypted values go in parts."""
 
     def make(self, path: Path) -> Store:
         inner = make_store({"url": f"file://{path}/store"})
@@ -45,14 +45,14 @@ class TestSealedRemoteTier(TierContract):
         return RemoteTier(store, RemoteConfig("test"))
 
 
-def sealed(inner: Store, *keys: bytes, section_bytes: int = MIB) -> Counter:
+def encrypted(inner: Store, *keys: bytes, section_bytes: int = MIB) -> Counter:
     return Counter(EncryptedStore(inner, Cipher(keys), section_bytes))
 
 
 def test_the_store_sees_no_plain_byte_and_no_plain_header() -> None:
     inner = MemoryStore()
     some = names(8)
-    sealed(inner, OLD).put(some)
+    encrypted(inner, OLD).put(some)
     seen = b"".join(inner.values.values())
     assert len(seen) > 8 * 20_000
     for name in some:
@@ -63,24 +63,24 @@ def test_the_store_sees_no_plain_byte_and_no_plain_header() -> None:
 def test_another_key_and_no_key_do_not_meet_it() -> None:
     inner = MemoryStore()
     some = names(4)
-    sealed(inner, OLD).put(some)
-    for other in (sealed(inner, NEW), Counter(inner)):
+    encrypted(inner, OLD).put(some)
+    for other in (encrypted(inner, NEW), Counter(inner)):
         assert other.store.exists(some) == [False] * 4
         assert other.get(some) == [False] * 4
         assert other.put(some) == [True] * 4
         assert other.get(some) == [True] * 4
-    assert sealed(inner, OLD).get(some) == [True] * 4
+    assert encrypted(inner, OLD).get(some) == [True] * 4
 
 
-def test_rotation_keeps_what_the_old_key_sealed() -> None:
+def test_rotation_keeps_what_the_old_key_encrypted() -> None:
     inner = MemoryStore()
     some = names(6)
-    sealed(inner, OLD).put(some[:3])
-    both = sealed(inner, NEW, OLD)
+    encrypted(inner, OLD).put(some[:3])
+    both = encrypted(inner, NEW, OLD)
     both.put(some[3:])
     assert both.store.exists(some) == [True] * 6
     assert both.get(some) == [True] * 6
-    assert sealed(inner, NEW).get(some) == [False] * 3 + [True] * 3
+    assert encrypted(inner, NEW).get(some) == [False] * 3 + [True] * 3
     both.store.remove(some)
     assert inner.values == {}
 
@@ -88,7 +88,7 @@ def test_rotation_keeps_what_the_old_key_sealed() -> None:
 @pytest.mark.parametrize("at", [0, 4, 20, 40, 5000, -1])
 def test_a_flipped_bit_is_not_there(at: int) -> None:
     inner = MemoryStore()
-    counter = sealed(inner, OLD)
+    counter = encrypted(inner, OLD)
     counter.put(names(1))
     ((name, data),) = inner.values.items()
     changed = bytearray(data)
@@ -99,7 +99,7 @@ def test_a_flipped_bit_is_not_there(at: int) -> None:
 
 def test_values_do_not_change_places() -> None:
     inner = MemoryStore()
-    counter = sealed(inner, OLD)
+    counter = encrypted(inner, OLD)
     counter.put(names(2))
     one, two = inner.values
     inner.values[one], inner.values[two] = inner.values[two], inner.values[one]
@@ -110,7 +110,7 @@ def test_a_value_too_large_for_the_memory_is_shed_and_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     inner = MemoryStore()
-    counter = sealed(inner, OLD, section_bytes=10_000)
+    counter = encrypted(inner, OLD, section_bytes=10_000)
     some = names(3)
     assert counter.put(some) == [False] * 3
     assert counter.get(some) == [False] * 3
@@ -122,22 +122,22 @@ def test_a_pool_by_its_settings(tmp_path: Path) -> None:
     """Blocks reach a second host through the store, and nothing in the store is plain."""
     path = tmp_path / "key"
     make_key_file(path)
-    remote = RemoteConfig("support.stores:make_store", {"name": "sealed"})
+    remote = RemoteConfig("support.stores:make_store", {"name": "encrypted"})
     config = PoolConfig(4 * MIB, remote=remote, encryption_key_file=path)
     keys = chain(NAMESPACE, 12)
     with Pool.open(config) as first:
         first.register(NAMESPACE, BLOCK_BYTES)
         Engine(first, BLOCK_BYTES).save(keys)
         assert first.flush(keys, 60.0)
-    stored = SHARED.pop("sealed")
+    stored = SHARED.pop("encrypted")
     assert len(stored.values) == 12
     assert not any(content(key, 32) in b"".join(stored.values.values()) for key in keys)
     stored.is_closed = False
-    SHARED["sealed"] = stored
+    SHARED["encrypted"] = stored
     with Pool.open(config) as second:
         second.register(NAMESPACE, BLOCK_BYTES)
         wait_until(lambda: second.find(keys).blocks == 12)
         engine = Engine(second, BLOCK_BYTES)
         assert len(engine.recall(keys)) == 12
         engine.close()
-    del SHARED["sealed"]
+    del SHARED["encrypted"]
