@@ -332,7 +332,7 @@ def test_command_refuses_in_one_line(small: Path, args: list[str]) -> None:
     result = CliRunner().invoke(app, [str(small), *args])
     assert result.exit_code == 2
     assert result.stdout == ""
-    assert result.stderr.startswith("kvrecall simulate: ")
+    assert result.stderr.startswith("kvrecall: ")
     assert result.stderr.count("\n") == 1
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrecall.config import DEFAULT_POLICY, parse_size
-from kvrecall.errors import ConfigError
+from kvrecall.errors import ConfigError, errors_shown
 from kvrecall.plan.model import ModelShape, read_shape
 from kvrecall.plan.sizing import (
     BreakEven,
@@ -66,7 +66,7 @@ def plan(
 
     Sizes of tiers that are not given are left out; the last line is JSON.
     """
-    try:
+    with errors_shown():
         shape = read_shape(model, kv_dtype)
         make_policy(policy, 1)
         site = Site(
@@ -86,9 +86,6 @@ def plan(
             name: parse_size(text, f"--{name}-bandwidth")
             for name, text in zip(_BANDWIDTHS, speeds, strict=True)
         }
-    except ConfigError as error:
-        typer.echo(f"kvrecall plan: {error}", err=True)
-        raise typer.Exit(2) from None
     even = break_even(shape, use, prefill_rate or 1000.0)
     report = _summary(shape, site, use, links, tiers, even, bandwidths)
     if not as_json:

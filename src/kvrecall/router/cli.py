@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from kvrecall.errors import ConfigError
+from kvrecall.errors import ConfigError, errors_shown
 
 app = typer.Typer(add_completion=False)
 
@@ -55,7 +55,7 @@ def route(
       kvrecall serve MODEL --port 8002 --pool-service --role decode
       kvrecall router --prefill http://127.0.0.1:8001 --decode http://127.0.0.1:8002
     """
-    try:
+    with errors_shown():
         prefill_urls, decode_urls = (
             instances(prefill or (), "--prefill"),
             instances(decode, "--decode"),
@@ -71,9 +71,6 @@ def route(
             raise ConfigError(
                 f"the router needs {error.name}; install it with: pip install 'kvrecall[router]'"
             ) from error
-    except ConfigError as error:
-        typer.echo(f"kvrecall: {error}", err=True)
-        raise typer.Exit(2) from error
     settings = RouterSettings(
         prefill=prefill_urls,
         decode=decode_urls,

@@ -10,7 +10,7 @@ import typer
 
 from kvrecall.config import default_socket, help_of
 from kvrecall.engines.base import DEFAULT_MAX_N, MAX_N_LIMIT, Limits, Role, ServeSpec
-from kvrecall.errors import ConfigError, KvrecallError
+from kvrecall.errors import ConfigError, errors_shown
 from kvrecall.server import launch
 
 _POOL = "Pool"
@@ -113,7 +113,7 @@ def serve(
         role=role,
         retrieval=retrieval,
     )
-    try:
+    with errors_shown():
         if config is None:
             plan = launch.plan_model(spec, pool_config)
         else:
@@ -128,9 +128,6 @@ def serve(
             plan = plan_config(config)
             plan = replace(plan, spec=replace(plan.spec, role=role))
         raise typer.Exit(launch.run(plan))
-    except KvrecallError as error:
-        typer.echo(f"kvrecall: {error}", err=True)
-        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
 
 
 def _given(params: dict[str, Any], names: str) -> dict[str, Any]:

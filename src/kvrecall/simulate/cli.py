@@ -15,7 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kvrecall.config import DEFAULT_POLICY, parse_size
-from kvrecall.errors import ConfigError
+from kvrecall.errors import ConfigError, errors_shown
 from kvrecall.pool.eviction import POLICY_NAMES, make_policy
 from kvrecall.simulate.replay import Outcome, TierSpec, clairvoyant_hits, replay
 from kvrecall.simulate.trace import Trace, TraceError, read_trace
@@ -59,7 +59,7 @@ def simulate(
     A request hits a block if that block and all before it are in the pool. "clairvoyant" is the
     most any policy could have hit, knowing the future (exact). The last line is JSON.
     """
-    try:
+    with errors_shown():
         specs = parse_tiers(capacity_blocks, tiers)
         names = POLICY_NAMES if policy == "all" else (policy,)
         for name in names:
@@ -68,9 +68,6 @@ def simulate(
         if block_bytes and size <= 0:
             raise ConfigError(f"--block-bytes: {block_bytes!r} must be more than 0")
         loaded = _load(trace)
-    except ConfigError as error:
-        typer.echo(f"kvrecall simulate: {error}", err=True)
-        raise typer.Exit(2) from None
     rows = _run(loaded, specs, names, size)
     if not as_json:
         _print_table(rows, size)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_origin
 
 import typer
 
-from kvrecall.errors import KvrecallError
+from kvrecall.errors import errors_shown
 from kvrecall.lab.bench import suite
 from kvrecall.lab.bench.report import Report, names_in, progress
 from kvrecall.lab.bench.tables import publish as publish_run
@@ -97,11 +97,8 @@ def _with_json(measure: Callable[..., Report]) -> Callable[..., None]:
     """A benchmark as a function of its options and ``--json`` that prints the report."""
 
     def run(json: bool, **options: Any) -> None:
-        try:
+        with errors_shown():
             report = measure(**options)
-        except KvrecallError as error:
-            typer.echo(f"kvrecall: {error}", err=True)
-            raise typer.Exit(1) from error
         report.print(json)
 
     signature = inspect.signature(measure, eval_str=True)
@@ -155,9 +152,6 @@ def publish(
     root: Annotated[Path, typer.Option(help="The repository.")] = Path(),
 ) -> None:
     """Plots and tables of README and documents, made from a run."""
-    try:
+    with errors_shown():
         for path in publish_run(results, root):
             typer.echo(str(path))
-    except KvrecallError as error:
-        typer.echo(f"kvrecall: {error}", err=True)
-        raise typer.Exit(1) from error
