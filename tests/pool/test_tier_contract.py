@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import queue
+import random
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from support.disks import DiskFaults, FaultyIo
 from support.tiers import FaultyTier, LatencyTier, MemoryTier, RecordingTier
 
-from kvrecall.block import TierName
+from kvrecall.block import BlockKey, TierName
 from kvrecall.config import DiskConfig
 from kvrecall.pool.disk import DiskTier
-from kvrecall.pool.tier import Get, NullTier, Outcome, Put, PutVerdict, Tier
-from kvrecall.testing.blocks import chain, namespace
+from kvrecall.pool.tier import Done, Get, NullTier, Outcome, Put, PutVerdict, Tier, ended
+from kvrecall.testing.blocks import chain, namespace, wait_until
 from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench, TierContract
 
 MIB = 1 << 20
@@ -65,3 +69,29 @@ def test_disk_says_whether_it_is_direct(tmp_path: Path, wanted: bool, possible: 
     Bench(tier).put(chain(NAMESPACE, 1))
     assert tier.is_direct == (wanted and possible)
     tier.close()
+
+
+def test_who_waits_is_back_in_time_though_another_took_what_came() -> None:
+    """Something comes just as the time is up, and is taken by another: again and again."""
+    timeout_s = 0.002
+    done: queue.Queue[Done] = queue.Queue()
+    draw = random.Random(3)
+    rounds = [0]
+    stop = threading.Event()
+
+    def wait() -> None:
+        while not stop.is_set():
+            ended(done, timeout_s)
+            rounds[0] += 1
+
+    waiter = threading.Thread(target=wait, daemon=True)
+    waiter.start()
+    for _ in range(200):
+        before = rounds[0]
+        time.sleep(timeout_s * draw.uniform(0.5, 1.1))
+        done.put(Done(BlockKey(b"key"), Outcome.STORED))
+        ended(done, 0.0)
+        wait_until(lambda before=before: rounds[0] > before)  # type: ignore[misc]
+    stop.set()
+    waiter.join(10.0)
+    assert not waiter.is_alive()

@@ -1,4 +1,4 @@
-"""The service's client is a pool like any other: the contract suite and the state machine."""
+"""The service's client is a pool like any other: the contract suites and the state machine."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 from support.pool_machine import PoolMachine
+from support.terms_contract import TermsContract
 
 from kvrecall.block import BlockKey
 from kvrecall.config import DiskConfig, PoolConfig, PoolTerms
 from kvrecall.pool.admin import PoolAdmin
 from kvrecall.pool.base import PoolClient
+from kvrecall.pool.pool import Pool
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.endpoint import ServiceThread
 from kvrecall.testing.pool_contract import PoolContract
@@ -46,6 +48,16 @@ class TestServiceClient(PoolContract):
     def drop(self, pool: PoolClient, keys: Sequence[BlockKey]) -> None:
         assert isinstance(pool, OwnService)
         pool.service.pool.drop(keys)
+
+
+class TestTermsOfService(TermsContract):
+    def make(self, host_bytes: int, disk_path: Path | None, terms: PoolTerms) -> PoolClient:
+        disk = None if disk_path is None else DiskConfig(disk_path, 64 * MIB)
+        return OwnService(host_bytes, disk, terms)
+
+    def pool_of(self, pool: PoolClient) -> Pool:
+        assert isinstance(pool, OwnService)
+        return pool.service.pool
 
 
 class ServiceMachine(PoolMachine):

@@ -16,7 +16,7 @@ from kvrecall.pool.admin import PoolAdmin
 from kvrecall.pool.base import PoolClient, TierStats, Verdict
 from kvrecall.pool.pool import Pool
 from kvrecall.testing.blocks import chain, wait_until
-from kvrecall.testing.pool_contract import BLOCK_BYTES, NAMESPACE, SLOT_BYTES, Engine
+from kvrecall.testing.pool_contract import NAMESPACE, SLOT_BYTES, Engine, engines
 
 ANN, BOB, EVE = map(tenant_of, ("ann", "bob", "eve"))
 QUARTER = PoolTerms(tenants=TenantRules(TenantTerms(Amount(share=0.25), Amount(share=0.25))))
@@ -47,18 +47,8 @@ class TermsContract:
 
     @pytest.fixture
     def start(self, tmp_path: Path) -> Iterator[Start]:
-        engines: list[Engine] = []
-
-        def start(terms: PoolTerms, blocks: int = 64, disk: bool = True) -> Engine:
-            pool = self.make(blocks * SLOT_BYTES, tmp_path / "disk" if disk else None, terms)
-            pool.register(NAMESPACE, BLOCK_BYTES)
-            engines.append(Engine(pool))
-            return engines[-1]
-
-        yield start
-        for engine in engines:
-            engine.close()
-            engine.pool.close()
+        with engines(self.make, tmp_path / "disk") as start:
+            yield start
 
     # -- limits of tenants -----------------------------------------------------------------
 

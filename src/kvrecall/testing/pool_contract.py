@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,24 @@ class Engine:
         self._arena.close()
 
 
+@contextmanager
+def engines(make: Callable[..., PoolClient], disk_path: Path) -> Iterator[Callable[..., Engine]]:
+    """Starts a pool with room for ``blocks`` in the host, and an engine on it, at each call of
+    what it gives; closes them all. ``make``: as ``PoolContract.make``, and more arguments."""
+    started: list[Engine] = []
+
+    def start(*more: object, blocks: int = 64, disk: bool = True) -> Engine:
+        pool = make(blocks * SLOT_BYTES, disk_path if disk else None, *more)
+        pool.register(NAMESPACE, BLOCK_BYTES)
+        started.append(Engine(pool))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.close()
+        engine.pool.close()
+
+
 class PoolContract:
     """Contract of ``kvrecall.pool.base.PoolClient``. A subclass overrides ``make``."""
 
@@ -91,19 +110,9 @@ class PoolContract:
 
     @pytest.fixture
     def start(self, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
-        """Starts a pool with room for ``blocks`` in the host, and an engine on it."""
-        engines: list[Engine] = []
-
-        def start(blocks: int = 64, disk: bool = True) -> Engine:
-            pool = self.make(blocks * SLOT_BYTES, tmp_path / "disk" if disk else None)
-            pool.register(NAMESPACE, BLOCK_BYTES)
-            engines.append(Engine(pool))
-            return engines[-1]
-
-        yield start
-        for engine in engines:
-            engine.close()
-            engine.pool.close()
+        """See ``engines``."""
+        with engines(self.make, tmp_path / "disk") as start:
+            yield start
 
     @pytest.mark.parametrize("disk", [False, True])
     def test_saved_chain_is_found_and_recalled(
