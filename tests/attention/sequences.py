@@ -10,9 +10,9 @@ from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.cpu import CpuKernel, InPlaceLayer, write_tokens
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
+from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.attention.layer import RetrievalLayer
 from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape, RowKernel, StepPlanner
-from kvrecall.engines.vllm.serving.heat import HeatTotals
 from kvrecall.lab.engines.decode import isa_of
 
 BLOCK = 128

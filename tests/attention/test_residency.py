@@ -13,6 +13,7 @@ from kvrecall.attention.selection import slots_of, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.cpu import attend, halves, schedule
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
+from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.attention.layer import CHECKSUM_BYTES
 from kvrecall.engines.vllm.attention.offloaded import (
     Extent,
@@ -23,7 +24,6 @@ from kvrecall.engines.vllm.attention.offloaded import (
 )
 from kvrecall.engines.vllm.attention.step import BatchRow, OffloadedRow
 from kvrecall.engines.vllm.connector.wire import Arrival, Departure, OffloadOrders
-from kvrecall.engines.vllm.serving.heat import HeatTotals
 from kvrecall.errors import EngineError
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.slots import ALIGNMENT

@@ -20,6 +20,7 @@ from kvrecall.engines.vllm.attention import checks
 from kvrecall.engines.vllm.attention.activity import Activity, ActivityLog
 from kvrecall.engines.vllm.attention.checks import offload_hindrance
 from kvrecall.engines.vllm.attention.group import RetrievalGroup, WholeLayer
+from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.attention.layer import RetrievalLayer
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
 from kvrecall.engines.vllm.attention.plugin import active_settings
@@ -32,7 +33,6 @@ from kvrecall.engines.vllm.attention.step import (
     StepWork,
 )
 from kvrecall.engines.vllm.compat import config
-from kvrecall.engines.vllm.serving.heat import HeatTotals
 
 logger = logging.getLogger("vllm.kvrecall")
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kvrecall.engines.vllm.attention.activity import Activity
+from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.attention.layer import RetrievalLayer
 from kvrecall.engines.vllm.attention.offloaded import (
     Extent,
@@ -20,7 +21,6 @@ from kvrecall.engines.vllm.attention.offloaded import (
 )
 from kvrecall.engines.vllm.attention.step import Freshness, OffloadedRow
 from kvrecall.engines.vllm.connector.wire import Arrival, Departure, OffloadOrders
-from kvrecall.engines.vllm.serving.heat import HeatTotals
 from kvrecall.errors import EngineError
 from kvrecall.pool.base import ArenaHandle
 

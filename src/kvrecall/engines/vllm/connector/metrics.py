@@ -19,8 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from kvrecall.engines.vllm.attention.activity import Activity
+from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.connector.wire import StepReport
-from kvrecall.engines.vllm.serving.heat import HeatTotals
 from kvrecall.pool.base import PoolStats
 
 SOURCES = ("device", "host", "disk", "remote", "computed")

@@ -18,6 +18,7 @@ import torch
 from kvrecall.engines.vllm.attention.activity import totals_of
 from kvrecall.engines.vllm.attention.backend import retrieval_groups
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
+from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.attention.offloaded import Records
 from kvrecall.engines.vllm.compat import config
 from kvrecall.engines.vllm.connector.compare import deviation
@@ -33,7 +34,6 @@ from kvrecall.engines.vllm.connector.wire import (
     Store,
 )
 from kvrecall.engines.vllm.identity.loaded import LoadedModel
-from kvrecall.engines.vllm.serving.heat import HeatTotals
 from kvrecall.pool.base import ArenaHandle
 
 _ROWS, _COLUMNS, _TIMES = 512, 2048, 4  # of products that tell what a token of a prefill costs

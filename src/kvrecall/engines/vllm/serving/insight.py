@@ -19,7 +19,7 @@ from vllm.outputs import RequestOutput
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from kvrecall.engines.base import REPORT, Heat, Phase, RequestView
-from kvrecall.engines.vllm.serving.heat import HeatTotals
+from kvrecall.engines.vllm.attention.heat import HeatTotals
 
 _REMEMBERED = 16_384
 _CHILD = re.compile(r"^\d+_")  # one of several samples of a request
