@@ -6,6 +6,7 @@ from __future__ import annotations
 import email
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -48,8 +49,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from the sdist alone, as an index or a distribution would."""
     folder = tmp_path_factory.mktemp("wheel")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+    shutil.unpack_archive(sdist, folder)  # tarfile's ``filter`` came with Python 3.11.4
     (source,) = folder.iterdir()
     return build("wheel", source, folder)
 
