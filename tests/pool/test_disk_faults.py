@@ -137,11 +137,24 @@ def test_failing_writes_shed_stores_and_lose_nothing(
     assert bench.holds(KEYS)
 
 
-def test_no_room_for_the_first_slab(start: Start, io: FaultyIo, folder: Path) -> None:
+def test_no_room_for_the_first_slab(
+    start: Start, io: FaultyIo, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     io.faults.no_room = True
     bench = start()
     assert bench.put(KEYS) == [Outcome.SHED] * 32
+    assert bench.put(KEYS) == [Outcome.SHED] * 32
     assert slabs(folder) == []
+    assert caplog.text.count("cannot add a slab") == 1
+
+
+def test_no_room_for_the_index_is_said_too(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = start()
+    monkeypatch.setattr(Index, "reserve", lambda self, nbytes: False)
+    assert bench.put(KEYS) == [Outcome.SHED] * 32
+    assert f"{os.strerror(errno.ENOSPC)}; blocks are stored only in place of others" in caplog.text
 
 
 def test_no_room_for_more_slabs_evicts(start: Start, io: FaultyIo) -> None:

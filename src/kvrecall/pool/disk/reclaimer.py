@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
+import os
 import sqlite3
 import time
 from collections import Counter
@@ -76,9 +78,11 @@ class Reclaimer:
         """Adds a slab, with room in the index for all its rows."""
         more = min(self._store.target_slots(slot_bytes), self._store.room_for(slot_bytes))
         rows = self._store.index_bytes - WAL_BYTES + more * ROW_BYTES
-        if not (self._index.reserve(rows) and self._store.grow(slot_bytes)):
-            self._store.full = True
-            self._grow_at = time.monotonic() + _GROW_RETRY_S
+        if not self._index.reserve(rows):
+            self._store.cannot_grow(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        elif self._store.grow(slot_bytes):
+            return
+        self._grow_at = time.monotonic() + _GROW_RETRY_S
 
     def index_works(self) -> bool:
         """Whether rows can be written; asked before blocks are given up for new ones."""

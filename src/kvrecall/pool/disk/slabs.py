@@ -129,7 +129,9 @@ class SlabStore:
         self._classes: dict[int, SlotClass] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()  # guards closing a file against its users
-        self.full = False  # the medium refused to grow; cleared when a slab is given back
+        self.full = (
+            False  # the medium refused to grow; cleared when it grows, or a slab is given back
+        )
 
     @property
     def is_direct(self) -> bool:
@@ -247,7 +249,7 @@ class SlabStore:
         try:
             fd, direct = self._open_file(path)
         except OSError as error:
-            return self._cannot_grow(error)
+            return self.cannot_grow(error)
         slab = Slab(number, path, fd, slot_bytes, slots, direct)
         try:
             self._io.allocate(fd, slab.nbytes)
@@ -255,14 +257,21 @@ class SlabStore:
         except OSError as error:
             os.close(fd)
             path.unlink(missing_ok=True)
-            return self._cannot_grow(error)
+            return self.cannot_grow(error)
         self._slabs[number] = slab
         self.slot_class(slot_bytes).add_extent(slab.base, slots)
+        self.full = False
         return True
 
-    def _cannot_grow(self, error: OSError) -> bool:
+    def cannot_grow(self, error: OSError) -> bool:
+        """Notes that the medium refused to give room, and says so the first time. False."""
         if not self.full:
-            _LOG.warning("disk tier: cannot add a slab in %s: %s", self._folder, error.strerror)
+            _LOG.warning(
+                "disk tier: cannot add a slab in %s: %s; blocks are stored only in place of others "
+                "until there is room on its file system",
+                self._folder,
+                error.strerror,
+            )
         self.full = True
         return False
 
