@@ -129,7 +129,7 @@ def test_prometheus_scrapes_what_is_there() -> None:
     config = yaml.safe_load(
         binds(SERVICES["prometheus"])["/etc/prometheus/prometheus.yml"].read_text()
     )
-    assert set(config) <= {"global", "scrape_configs"}
+    assert set(config) <= {"global", "rule_files", "scrape_configs"}
     served = {f"{name}:{parsed(engine)['port']}" for name, engine in ENGINES.items()}
     served.add(f"master:{parsed(SERVICES['master'])['metrics_port']}")
     targets = [

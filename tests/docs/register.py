@@ -43,6 +43,15 @@ _SERVING: Mapping[str, Kind] = {
     "python -m sglang.launch_server": Needs("an SGLang server, which needs a GPU", ("GPU",)),
     "podman build": Needs("a container engine", ("container engine",)),
     "podman compose": Needs("a container engine", ("container engine",)),
+    "promtool test rules": Elsewhere(
+        "tests/distribution/test_alerts.py", '("test", "rules", TESTS)'
+    ),
+    "kubectl label nodes": Needs("a cluster", ("cluster",)),
+    "kubectl apply": Needs("a cluster", ("cluster",)),
+    "install": Needs("systemd", ("systemd",)),
+    "systemd-sysusers": Needs("systemd", ("systemd",)),
+    "systemctl daemon-reload": Needs("systemd", ("systemd",)),
+    "systemctl enable": Needs("systemd", ("systemd",)),
     "pip install": Elsewhere("tests/distribution/test_wheel.py", '"-m", "pip", '),
 }
 _POOL: Mapping[str, Kind] = {
