@@ -13,7 +13,7 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ _SPACE = " \t\r\n"
 _GAP = re.compile(f"[{_SPACE}]*")
 _BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|([\[{])|([\]}])')
 _FRAGMENT = re.compile(r'"(?:[^"\\]|\\.)*"\s*[:：]')
+_CHARACTER = re.compile(r"\\u[dD][89abAB]..\\u....|\\u....|\\.|.", re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _WORD = re.compile(r"[A-Za-z_][\w.-]*")
 _MISTAKEN_WORDS = {"True": "true", "False": "false", "None": "null", "TRUE": "true"}
@@ -62,6 +63,67 @@ class Document:
         """Where a member of the root stands."""
         return self.where((key,))
 
+    @property
+    def paths(self) -> tuple[JsonPath, ...]:
+        """The paths of all keys and list items, and of the root."""
+        return tuple(self._offsets)
+
+    def opened(self, path: JsonPath, name: str) -> Document:
+        """This document with the JSON of the string at ``path`` in place of the string; its parts
+        stand where they stand in the string. Itself if there is no string, or an empty one. Raises
+        ConfigError, which calls the field ``name``, if the string holds no JSON."""
+        value: Any = self.value
+        for key in path:
+            value = value[key]
+        if not isinstance(value, str) or not value:
+            return self
+        origin = _Origin("string", self._text, _characters(self._text, self._offsets[path]))
+        try:
+            inner, offsets = _parsed(value, origin)
+        except json.JSONDecodeError as error:
+            place, said = _explained(error, origin)
+            where = f"{self.source}:{place}"
+            raise ConfigError(f"{where}: {name} is JSON in a string: {said}") from error
+        places = {(*path, *part): origin.offset(at) for part, at in offsets.items() if part}
+        changed = _replaced(self.value, path, inner)
+        return Document(self.source, changed, self._text, {**self._offsets, **places})
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Where the characters of a text stand in a file: ``offsets``, and one more for its end.
+    ``whole``: what the text is, in words."""
+
+    whole: str
+    file: str
+    offsets: Sequence[int]
+
+    def offset(self, at: int) -> int:
+        return self.offsets[min(at, len(self.offsets) - 1)]
+
+    def place(self, at: int) -> str:
+        """``line:column``, both counted from 1, the column in characters."""
+        return _place(self.file, self.offset(at))
+
+
+def _characters(file: str, at: int) -> list[int]:
+    """Where the characters of a string begin that is a list item, or the value of a key, at ``at``;
+    and where it ends."""
+    key_end = _SCALARS.raw_decode(file, at)[1]
+    gap = re.compile(rf"[{_SPACE}]*:[{_SPACE}]*").match(file, key_end)
+    begin = gap.end() if gap else at
+    end = _SCALARS.raw_decode(file, begin)[1] - 1
+    return [found.start() for found in _CHARACTER.finditer(file, begin + 1, end)] + [end]
+
+
+def _replaced(value: Any, path: JsonPath, new: object) -> Any:
+    """A copy of a JSON value, with ``new`` at ``path``."""
+    if not path:
+        return new
+    copy = value.copy()
+    copy[path[0]] = _replaced(value[path[0]], path[1:], new)
+    return copy
+
 
 def read_json(path: Path) -> Document:
     """Reads a JSON file. Raises ConfigError of one line: file, line, column, what, cure."""
@@ -92,18 +154,26 @@ def read_json(path: Path) -> Document:
 
 def parse_json(text: str, source: str) -> Document:
     """Parses JSON text; ``source`` names it in errors. Raises ConfigError."""
-    start = len(text) - len(text.lstrip(_SPACE))
-    if start == len(text):
+    if not text.strip(_SPACE):
         raise ConfigError(f"{source}: is empty; it must hold a JSON object {{ ... }}")
-    reader = _Reader(text)
+    origin = _Origin("file", text, range(len(text) + 1))
     try:
-        if _FRAGMENT.match(text, start):
-            raise json.JSONDecodeError(_without_braces(text), text, start)
-        _check_grammar(text)
-        value, _ = reader.value(start, ())
+        value, offsets = _parsed(text, origin)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{source}:{_explained(error)}") from error
-    return Document(source, value, text, reader.offsets)
+        place, said = _explained(error, origin)
+        raise ConfigError(f"{source}:{place}: {said}") from error
+    return Document(source, value, text, offsets)
+
+
+def _parsed(text: str, origin: _Origin) -> tuple[object, dict[JsonPath, int]]:
+    """The value of a JSON text, and where its parts begin in it. Raises JSONDecodeError."""
+    start = len(text) - len(text.lstrip(_SPACE))
+    if _FRAGMENT.match(text, start):
+        raise json.JSONDecodeError(_without_braces(text, origin), text, start)
+    _check_grammar(text)
+    reader = _Reader(text, origin)
+    value, _ = reader.value(start, ())
+    return value, reader.offsets
 
 
 def _check_grammar(text: str) -> None:
@@ -112,7 +182,7 @@ def _check_grammar(text: str) -> None:
     _GRAMMAR.decode(text)
 
 
-def _without_braces(text: str) -> str:
+def _without_braces(text: str, origin: _Origin) -> str:
     """What is wrong with a text that is the inside of an object, with the first error that is left
     between braces."""
     missing = "the outer braces are missing: put the whole text between { and }"
@@ -120,7 +190,7 @@ def _without_braces(text: str) -> str:
         _check_grammar("{" + text + "}")
     except json.JSONDecodeError as error:
         left = json.JSONDecodeError(error.msg, text + "}", error.pos - 1)
-        missing += f"; and at (line:column) {_explained(left)}"
+        missing += "; and at (line:column) {}: {}".format(*_explained(left, origin))
     return missing
 
 
@@ -157,8 +227,9 @@ class _Reader:
     """Reads a text that is JSON, and notes in ``offsets`` where its values begin, those with a key
     at the key. Raises JSONDecodeError for what is refused."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, origin: _Origin) -> None:
         self._text = text
+        self._origin = origin
         self.offsets: dict[JsonPath, int] = {}
 
     def value(self, at: int, path: JsonPath) -> tuple[Any, int]:
@@ -175,7 +246,7 @@ class _Reader:
             if bracket == "{":
                 key, colon = _SCALARS.raw_decode(text, at)
                 if key in read:
-                    first = _place(text, self.offsets[(*path, key)])
+                    first = self._origin.place(self.offsets[(*path, key)])
                     said = f"the key {key!r} is there twice (first at {first})"
                     raise json.JSONDecodeError(said, text, at)
                 self.offsets[(*path, key)] = at
@@ -222,14 +293,16 @@ _GRAMMAR = json.JSONDecoder(parse_int=len, parse_float=len)  # numbers are read 
 _SCALARS = json.JSONDecoder(parse_int=_int, parse_float=_float, parse_constant=_constant)
 
 
-def _explained(error: json.JSONDecodeError) -> str:
-    """``line:column: message`` of what the standard library found, and how to mend it."""
+def _explained(error: json.JSONDecodeError, origin: _Origin) -> tuple[str, str]:
+    """What the standard library found: ``line:column``, and what it is and how to mend it."""
     text, at, expected = error.doc, error.pos, _EXPECTED.get(error.msg)
     found, rest = text[at : at + 1], text[at:]
     before = text[:at].rstrip(_SPACE)
     word = _WORD.match(rest)
     key = re.search(r'"[^"\n]*"$', before)
-    if error.msg == "Expecting ':' delimiter" and key:
+    if error.msg == "Extra data":
+        expected = f"the end of the {origin.whole}"
+    elif error.msg == "Expecting ':' delimiter" and key:
         expected = f"':' after the key {key[0]}"
     if expected is None:
         said = _SAID.get(error.msg, error.msg)
@@ -238,10 +311,10 @@ def _explained(error: json.JSONDecodeError) -> str:
     elif before.endswith(",") and (found in ("}", "]") or not found):
         at, said = len(before) - 1, "a comma with nothing after it; remove it"
     elif not found:
-        said = f"the file ends here; expected {expected}"
+        said = f"the {origin.whole} ends here; expected {expected}"
         if still_open := _open_at(text, at):
             opened = still_open[-1]
-            said += f": the {text[opened]!r} of {_place(text, opened)} is not closed"
+            said += f": the {text[opened]!r} of {origin.place(opened)} is not closed"
     elif error.msg == "Extra data" and found in ("}", "]"):
         said = f"{found!r} closes nothing: there is one more of it than was opened"
     elif before[-1:].isdigit() and at == len(before) and (word or found in "0123456789._"):
@@ -263,7 +336,7 @@ def _explained(error: json.JSONDecodeError) -> str:
         elif error.msg == "Expecting ',' delimiter" and found in '"{[':
             cure = "; a comma is missing"
         said = f"expected {expected}, found {_shown(found)}{cure}"
-    return f"{_place(text, at)}: {said}"
+    return origin.place(at), said
 
 
 _EXPECTED = {
@@ -273,7 +346,6 @@ _EXPECTED = {
     "Expecting ':' delimiter": "':' between a key and its value",
     "Expecting ',' delimiter": "',' or the closing bracket",
     "Expecting value": "a value",
-    "Extra data": "the end of the file",
 }
 _SAID = {
     "Unterminated string starting at": "this text is not closed by '\"'",

@@ -77,7 +77,8 @@ def test_settings_of_what_is_off_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plugins", "then"), [(None, None), ("a,b", "a,b,retrieval"), ("retrieval", "retrieval")]
+    ("plugins", "then"),
+    [(None, None), ("", "retrieval"), ("a,b", "a,b,retrieval"), ("retrieval", "retrieval")],
 )
 def test_asking_leaves_other_plugins_alone(plugins: str | None, then: str | None) -> None:
     environ = {} if plugins is None else {"VLLM_PLUGINS": plugins}

@@ -77,6 +77,66 @@ def test_broken(text: str, spot: str, words: list[str]) -> None:
         assert word in message
 
 
+def opened_error(text: str, name: str = "f") -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_json(text, "c.json").opened((name,), name)
+    return str(caught.value)
+
+
+STRINGS = [
+    # a file whose f is JSON in a string, place, words
+    (r'{"f": "{\"a\" \"b\"}"}', "1:15", ["f is JSON in a string", "':'"]),
+    ('{"f": "{}}"}', "1:10", ["closes nothing"]),
+    ('{"f":\n "[1,"}', "2:5", ["comma with nothing after it"]),
+    ('{"f": "[1"}', "1:10", ["the string ends here", "'[' of 1:8"]),
+    ('{"f": "{} {}"}', "1:11", ["expected the end of the string"]),
+    ('{"f": " "}', "1:9", ["the string ends here; expected a value"]),
+    ('{"f": "\\u007b\\u0022a\\u0022：1}"}', "1:27", ["FULLWIDTH COLON"]),
+    ('{"f": "{\\"a\\":1,\\"a\\":2}"}', "1:17", ["'a' is there twice (first at 1:9)"]),
+    ('{"f": "prefix_cache"}', "1:8", ["prefix_cache is not a JSON value"]),
+]
+
+
+@pytest.mark.parametrize(("text", "spot", "words"), STRINGS)
+def test_broken_json_in_a_string(text: str, spot: str, words: list[str]) -> None:
+    message = opened_error(text)
+    assert message.startswith(f"c.json:{spot}: f is JSON in a string: ")
+    for word in words:
+        assert word in message
+
+
+@given(
+    st.dictionaries(st.text(), st.integers(-9, 9**9) | st.text() | st.lists(st.text()), min_size=1),
+    st.booleans(),
+)
+def test_places_in_a_string(inner: dict[str, object], ascii_only: bool) -> None:
+    """Every key stands where the file has it, however its text is escaped."""
+
+    def dumped(value: object) -> str:
+        return json.dumps(value, indent=1, ensure_ascii=ascii_only)
+
+    text, offsets = "{", {}
+    for key, value in inner.items():
+        text += "\n," if offsets else "\n"
+        offsets[key] = len(text)
+        text += f"{dumped(key)}: {dumped(value)}"
+    text += "}"
+    file = dumped({"x": 1, "list": [text]})
+    document = parse_json(file, "c.json").opened(("list", 0), "list[0]")
+    assert document.value == {"x": 1, "list": [inner]}
+    start = file.index(dumped(text))
+    for key, offset in offsets.items():
+        at = start + len(dumped(text[:offset])) - 1  # without the closing quote
+        column = at - file.rfind("\n", 0, at)
+        assert document.where(("list", 0, key)) == f"c.json:4:{column}"
+
+
+def test_what_is_no_string_stays() -> None:
+    document = parse_json('{"f": {"a": 1}, "g": ""}', "c.json")
+    assert document.opened(("f",), "f") is document
+    assert document.opened(("g",), "g") is document
+
+
 @pytest.mark.parametrize("text", ["", "  \n\t "])
 def test_empty(text: str) -> None:
     assert "is empty" in error_of(text)

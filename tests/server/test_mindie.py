@@ -11,10 +11,10 @@ import pytest
 
 from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import parse_json
-from kvrecall.server.mindie.planner import plan_config
+from kvrecall.server.mindie.planner import Beside, plan_config
 from kvrecall.server.mindie.reader import Problems, validate
 from kvrecall.server.mindie.schema import Effect, MindieConfig, effect_of
-from kvrecall.server.plan import Plan
+from kvrecall.server.plan import Plan, Plane
 
 from .configs import Json, backend, deploy, model, right, schedule, server, write
 
@@ -81,7 +81,10 @@ WRONG: list[tuple[Spoil, list[str]]] = [
     ),
     (lambda c: c.update(xyzzy=1), ["xyzzy is not a field of config.json"]),
     # plugin_params
-    (lambda c: model(c).update(plugin_params="prefix_cache"), ["not a JSON object in a string"]),
+    (
+        lambda c: model(c).update(plugin_params="prefix_cache"),
+        ["plugin_params is JSON in a string", "prefix_cache is not"],
+    ),
     (lambda c: model(c).update(plugin_params='["mtp"]'), ["not a JSON object"]),
     (lambda c: model(c).update(plugin_params='{"plugin_type":"x"}'), ["'x'", "memory_decoding"]),
     (
@@ -355,6 +358,19 @@ def test_mooncake_off_this_host_needs_a_word(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"configPath is .*allowPlaintext true"):
         plan_of(tmp_path, mooncake, away)
 
+    with pytest.raises(ConfigError, match=r"start kvrecall serve with --allow-plaintext"):
+        plan_of(tmp_path, mooncake, away)
+    config = right()
+    mooncake(config)
+    path = write(tmp_path, config, away)
+    recall = plan_config(path, Beside(allow_plaintext=True)).spec.recall
+    assert recall is not None
+    assert recall["remote"] == {
+        "kind": "mooncake",
+        "config": str(tmp_path / "pool.json"),
+        "allow_plaintext": True,
+    }
+
     def allowed(config: Json) -> None:
         mooncake(config)
         backend(config)["kvPoolConfig"]["allowPlaintext"] = True
@@ -395,6 +411,169 @@ def test_what_has_no_effect_is_told_once(tmp_path: Path) -> None:
     assert any("enablePrefixCache is retired" in line for line in plan.warnings)
 
 
+def as_string(config: Json, **fields: object) -> None:
+    backend(config)["kvPoolConfig"] = json.dumps(backend(config)["kvPoolConfig"] | fields)
+
+
+def test_a_pool_in_a_string(tmp_path: Path) -> None:
+    """As both tables of the documents type it: std::string."""
+    config = right()
+    backend(config)["kvPoolConfig"].update(asyncWrite=True)
+    path = write(tmp_path, config, {"host_size": "1GiB"})
+    as_string(config)
+    path.write_text(json.dumps(config, indent=1))
+    assert plan_config(path).spec.recall == {"host_size": "1GiB", "async_write": True}
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"backend":"","configPath":""}'])
+def test_a_string_of_no_pool(tmp_path: Path, text: str) -> None:
+    assert plan_of(tmp_path, lambda c: backend(c).update(kvPoolConfig=text)).spec.recall is None
+
+
+@pytest.mark.parametrize(
+    ("text", "at", "said"),
+    [
+        ('{"backend":"embeded"}', '"backend', "backend is 'embeded'; allowed: '' (no pool)"),
+        ('{"backend":"","asyncWrit":true}', '"asyncWrit', "did you mean asyncWrite?"),
+        ('{"backend":"embedded","configPath":"n.json"}', '"configPath', "no such file"),
+        ('{"backend"："x"}', "：", "kvPoolConfig is JSON in a string: expected ':'"),
+        ('{"backend":"",}', ",}", "comma with nothing after it"),
+        ('["embedded"]', None, "not a JSON object; write {"),
+        ("embedded", "embedded", "embedded is not a JSON value"),
+    ],
+)
+def test_a_wrong_string_has_its_place(tmp_path: Path, text: str, at: str | None, said: str) -> None:
+    config = right()
+    backend(config)["kvPoolConfig"] = text
+    path = write(tmp_path, config)
+    path.write_text(json.dumps(config, indent=1, ensure_ascii=False))
+    with pytest.raises(ConfigError) as caught:
+        plan_config(path)
+    message = str(caught.value)
+    assert said in message
+    lines = path.read_text().splitlines()
+    (line,) = (number for number, each in enumerate(lines, 1) if "kvPoolConfig" in each)
+    written = lines[line - 1]
+    mark = '"kvPoolConfig"' if at is None else at.replace('"', '\\"')
+    begin = written.index(mark, 0 if at is None else written.index(": "))
+    assert message.startswith(f"{path}:{line}:{begin + 1}: BackendConfig.kvPoolConfig")
+
+
+BESIDE: list[tuple[Beside, Callable[[Plan], object], object, str]] = [
+    # What the command line says, where it must come out, as what, the note
+    (Beside(host="127.0.0.9", port=7001), lambda p: p.address(Plane.BUSINESS), "127.0.0.9:7001",
+     "--host 127.0.0.9 (file: 127.0.0.1), --port 7001 (file: 1025)"),
+    (Beside(port=1026), lambda p: p.address(Plane.MANAGEMENT), "127.0.0.2:1026", "--port 1026"),
+    (Beside(max_n=3), lambda p: p.spec.limits.max_n, 3, "--max-n 3 (file: nothing)"),
+    (Beside(options={"max-model-len": "9k"}), lambda p: p.spec.options["max-model-len"], "9k",
+     "--max-model-len 9k (file: 2560)"),
+    (Beside(options={"max-model-len": "9k"}), lambda p: p.spec.limits.max_input_tokens, 2048,
+     "--max-model-len"),
+    (Beside(words=("--max_num_seqs=4", "-tp", "2", "--no-enable-prefix-caching")),
+     lambda p: p.spec.extra_args[1:3], ("-tp", "2"),
+     "--max-num-seqs 4 (file: 200), --tensor-parallel-size 2 (file: nothing), "
+     "--no-enable-prefix-caching (file: True)"),
+    (Beside(recall=None), lambda p: p.spec.recall, None, "--no-pool"),
+    (Beside(recall={"host_size": "2GiB"}), lambda p: p.spec.recall,
+     {"host_size": "2GiB", "async_write": False}, "pool host_size 2GiB (file: 1GiB)"),
+    (Beside(recall={"backend": "service", "socket": "/s"}), lambda p: p.spec.recall,
+     {"backend": "service", "socket": "/s", "async_write": False}, "pool backend service"),
+    (Beside(recall={"policy": "lru"}, whole_pool=True), lambda p: p.spec.recall,
+     {"policy": "lru", "async_write": False}, "pool policy lru"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("beside", "found", "value", "note"), BESIDE)
+def test_the_command_line_wins(
+    tmp_path: Path, beside: Beside, found: Callable[[Plan], object], value: object, note: str
+) -> None:
+    plan = plan_config(write(tmp_path, right(), {"host_size": "1GiB"}), beside)
+    assert found(plan) == value
+    (told,) = (each for each in plan.notes if each.startswith("the command line wins"))
+    assert note in told
+
+
+def test_another_model_beside_the_file(tmp_path: Path) -> None:
+    config = right()
+    model(config)["modelWeightPath"] = "/none"
+    path = write(tmp_path, config)
+    plan = plan_config(path, Beside(model=str(tmp_path / "model")))
+    assert plan.spec.model == str(tmp_path / "model")
+    assert any(f"MODEL {tmp_path}/model (file: /none)" in note for note in plan.notes)
+
+
+def test_a_pool_beside_a_file_without_one(tmp_path: Path) -> None:
+    config = right()
+    model(config).update(cpuMemSize=2)
+    beside = Beside(recall={"policy": "lru"})
+    plan = plan_config(write(tmp_path, config), beside)
+    assert plan.spec.recall == {"async_write": False, "policy": "lru", "host_size": 2 << 30}
+    model(config).pop("plugin_params")
+    with pytest.raises(ConfigError, match="has no prefix_cache"):
+        plan_config(write(tmp_path, config), beside)
+
+
+def test_every_network_needs_the_files_word(tmp_path: Path) -> None:
+    path = write(tmp_path, right())
+    with pytest.raises(ConfigError, match=r"allowAllZeroIpListening is false, and --host is 0\."):
+        plan_config(path, Beside(host="0.0.0.0"))
+
+
+def test_nothing_beside_the_file_is_no_note(tmp_path: Path) -> None:
+    assert not any("command line" in note for note in plan_of(tmp_path).notes)
+
+
+def test_a_memory_factor_beside_a_size(tmp_path: Path) -> None:
+    """What `kvrecall plan` says of it is given to vLLM, unless the file has a size."""
+    lowered = Beside(words=("--gpu-memory-utilization", "0.91"))
+    config = right()
+    assert plan_config(write(tmp_path, config), lowered).warnings == ()
+    model(config)["npuMemSize"] = 8
+    (warning,) = plan_config(write(tmp_path, config), lowered).warnings
+    assert "--gpu-memory-utilization is without effect: npuMemSize 8" in warning
+
+
+SILENT: list[tuple[Spoil, Json | None, str]] = [
+    # Fields that do less than they say, the pool's file, the note
+    (lambda c: model(c).update(moe_ep=4, worldSize=4, dp=2), None,
+     "moe_ep 4: expert parallelism is on; vLLM spreads the experts over all tp x dp = 4 devices"),
+    (lambda c: model(c).update(moe_tp=4), None, "moe_tp (vLLM derives it"),
+    (lambda c: model(c).update(cpuMemSize=5), None, "cpuMemSize 5 is without effect: there is no"),
+    (lambda c: model(c).update(cpuMemSize=5), {"host_size": "1GiB"}, "host_size is 1GiB"),
+    (lambda c: (model(c).update(cpuMemSize=5),
+                backend(c)["kvPoolConfig"].update(backend="service")), {},
+     "cpuMemSize 5 is without effect: the pool's memory is its service's"),
+    (lambda c: backend(c)["kvPoolConfig"].update(asyncWrite=True), None, "asyncWrite is without"),
+    (lambda c: backend(c)["kvPoolConfig"].update(allowPlaintext=True), {}, "allowPlaintext is"),
+    (lambda c: (model(c).update(worldSize=8, tp=8, dp=2),
+                backend(c).update(multiNodesInferEnabled=True)), None,
+     "worldSize is 8 on this host; in all tp x pp x dp is 8 x 1 x 2 = 16"),
+    (lambda c: schedule(c).update(templateType="Standard"), None, "templateType Standard: vLLM"),
+    (lambda c: deploy(c).update(maxLoraNum=2), None, "no LoraModules: maxLoraNum"),
+    (lambda c: server(c).update(tlsCert="x.pem", managementTlsPk="y.pem"), None,
+     "ServerConfig.tlsCert, ServerConfig.managementTlsPk (httpsEnabled is false)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spoil", "pool", "note"), SILENT)
+def test_what_does_less_than_it_says_is_told(
+    tmp_path: Path, spoil: Spoil, pool: Json | None, note: str
+) -> None:
+    plan = plan_of(tmp_path, spoil, pool)
+    (told,) = (each for each in plan.notes if note in each)
+    assert told
+    assert not any(note in each for each in plan_of(tmp_path).notes)
+
+
+def test_hosts_are_joined_by_vllms_options(tmp_path: Path) -> None:
+    config = right()
+    backend(config)["multiNodesInferEnabled"] = True
+    path = write(tmp_path, config)
+    (warning,) = plan_config(path).warnings
+    assert "--data-parallel-rank 0 --data-parallel-address" in warning
+    assert plan_config(path, Beside(words=("--data-parallel-rank", "0"))).warnings == ()
+
+
 @pytest.mark.parametrize("name", ["kv_pool.txt", "kv_pool_page.txt"])
 def test_repaired_samples_of_the_seeds(tmp_path: Path, name: str) -> None:
     """With the punctuation mended and a ServerConfig, every field of the samples is known."""
@@ -404,7 +583,8 @@ def test_repaired_samples_of_the_seeds(tmp_path: Path, name: str) -> None:
     config = json.loads("{" + text + "}")
     config["ServerConfig"] = right()["ServerConfig"]
     backend(config)["kvPoolConfig"]["backend"] = "embedded"
-    assert isinstance(validate(parse_json(json.dumps(config), "c.json")), MindieConfig)
+    checked, _ = validate(parse_json(json.dumps(config), "c.json"))
+    assert isinstance(checked, MindieConfig)
     model(config)["modelWeightPath"] = "model"
     plan = plan_config(write(tmp_path, config, {"host_size": "1GiB"}))
     assert plan.spec.options["tensor-parallel-size"] == 8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +25,7 @@ _Words = Annotated[
     list[str] | None,
     typer.Argument(metavar="[-- VLLM_OPTIONS]", help="Any option of vllm serve, after --."),
 ]
-_Config = Annotated[Path | None, _option("MindIE config.json; instead of MODEL and options.")]
+_Config = Annotated[Path | None, _option("MindIE's config.json; options here win over it.")]
 _PoolConfig = Annotated[
     Path | None,
     _option("pool.json with any setting of the pool; the options below win over it.", _POOL),
@@ -64,6 +63,14 @@ def serve(
     pool: Annotated[bool, _option("Serve with a pool.", _POOL, "--pool/--no-pool")] = True,
     pool_service: Annotated[
         bool, _option("Use the pool of this node: kvrecall pool serve.", _POOL, "--pool-service")
+    ] = False,
+    allow_plaintext: Annotated[
+        bool,
+        _option(
+            "Let the traffic of a remote store that protects none leave this machine.",
+            _POOL,
+            "--allow-plaintext",
+        ),
     ] = False,
     pool_socket: Annotated[
         str | None, _option(f"Its socket, if not {default_socket()}.", _POOL)
@@ -115,18 +122,10 @@ def serve(
     )
     with errors_shown():
         if config is None:
-            plan = launch.plan_model(spec, pool_config)
+            plan = launch.plan_model(spec, pool_config, allow_plaintext)
         else:
-            others = given.keys() - {"config", "role"}
-            if any(_from_command_line(context, name) for name in others):
-                raise ConfigError(
-                    "--config comes alone but for --role: MODEL and the other options are in the "
-                    "file"
-                )
-            from kvrecall.server.mindie.planner import plan_config
-
-            plan = plan_config(config)
-            plan = replace(plan, spec=replace(plan.spec, role=role))
+            told = {name for name in given if _from_command_line(context, name)}
+            plan = launch.plan_file(config, spec, told, pool_config, allow_plaintext)
         raise typer.Exit(launch.run(plan))
 
 
@@ -146,11 +145,14 @@ config_app = typer.Typer(no_args_is_help=True, help="MindIE's config.json: check
 def config_check(
     file: Annotated[Path, typer.Argument(help="The config.json.")],
     every: Annotated[bool, typer.Option("--all", help="Also fields that are not given.")] = False,
+    allow_plaintext: Annotated[
+        bool, typer.Option("--allow-plaintext", help="As in kvrecall serve.")
+    ] = False,
 ) -> None:
     """Say what each field of a config.json does here, and what is wrong with it."""
     from kvrecall.server.mindie.check import explain
 
-    raise typer.Exit(explain(file, every))
+    raise typer.Exit(explain(file, every, allow_plaintext))
 
 
 @config_app.command("example")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,23 +21,87 @@ log = logging.getLogger("kvrecall.server")
 DEFAULT_MODEL = Path("models/recall-tiny")
 _CONNECTOR = "--kv-transfer-config"
 """With --no-pool there is none of ours, and another project's may be given."""
+_PLAINTEXT_KINDS = ("mooncake", "objects")
+"""Kinds of remote stores with the option allow_plaintext."""
 _OWN_OPTIONS = ("--host", "--port", _CONNECTOR, "--uds", "--config", "--headless")
 
 
-def plan_model(spec: ServeSpec, pool_config: Path | None = None) -> Plan:
+def plan_model(
+    spec: ServeSpec, pool_config: Path | None = None, allow_plaintext: bool = False
+) -> Plan:
     """The plan for ``kvrecall serve MODEL``: ``spec`` over the settings in ``pool_config`` over the
     defaults. Without a model it is the repository's example. Raises ConfigError."""
+    recall = spec.recall if pool_config is None else _over_file(spec.recall, pool_config)
+    if allow_plaintext:
+        recall = _allowing_plaintext(recall)
+    options = {**ENGINE_DEFAULTS, **_engine_options(spec)}
+    model = spec.model or default_model()
+    return Plan(replace(spec, model=model, options=options, recall=recall))
+
+
+def plan_file(
+    file: Path,
+    spec: ServeSpec,
+    given: Collection[str],
+    pool_config: Path | None = None,
+    allow_plaintext: bool = False,
+) -> Plan:
+    """The plan for ``kvrecall serve --config FILE``: ``spec`` over MindIE's config.json. ``given``
+    names the options of the command line; what ``spec`` holds of others are defaults. Raises
+    ConfigError."""
+    from kvrecall.server.mindie.planner import Beside, plan_config
+
+    recall = spec.recall if pool_config is None else _over_file(spec.recall, pool_config)
+    beside = Beside(
+        model=spec.model,
+        host=spec.host if "host" in given else "",
+        port=spec.port if "port" in given else 0,
+        max_n=spec.limits.max_n if "max_n" in given else 0,
+        options=_engine_options(spec),
+        words=spec.extra_args,
+        recall=recall,
+        whole_pool=pool_config is not None,
+        allow_plaintext=allow_plaintext,
+    )
+    plan = plan_config(file, beside)
+    recall = plan.spec.recall
+    if allow_plaintext:
+        recall = _allowing_plaintext(recall)
+    whole = replace(plan.spec, recall=recall, role=spec.role, retrieval=spec.retrieval)
+    return replace(plan, spec=whole)
+
+
+def _engine_options(spec: ServeSpec) -> dict[str, object]:
+    """vLLM's options of ``spec``, in numbers. Raises ConfigError for those after -- that kvrecall
+    sets itself."""
     for word in spec.extra_args:
         name = word.partition("=")[0].replace("_", "-")
         if name in _OWN_OPTIONS and not (name == _CONNECTOR and spec.recall is None):
-            raise ConfigError(f"{name} cannot be given after --; kvrecall sets it itself")
-    options = {**ENGINE_DEFAULTS, **spec.options}
+            cure = f"; give {name} before --" if name in ("--host", "--port") else ""
+            raise ConfigError(f"{name} cannot be given after --; kvrecall sets it itself{cure}")
+    options = dict(spec.options)
     memory = "kv-cache-memory-bytes"
     if memory in options:
         options[memory] = parse_size(str(options[memory]), f"--{memory}")
-    recall = spec.recall if pool_config is None else _over_file(spec.recall, pool_config)
-    model = spec.model or default_model()
-    return Plan(replace(spec, model=model, options=options, recall=recall))
+    return options
+
+
+def _allowing_plaintext(recall: Mapping[str, object] | None) -> Mapping[str, object]:
+    """A pool's settings whose remote store may be used in the clear. Raises ConfigError if there is
+    no such store."""
+    remote = None if recall is None else recall.get("remote")
+    if recall is None or not isinstance(remote, Mapping):
+        raise ConfigError(
+            "--allow-plaintext: this server's pool has no remote store; leave the option out. (The "
+            "store of a pool service is allowed where it is set: allow_plaintext true in its "
+            "remote settings.)"
+        )
+    if remote.get("kind") not in _PLAINTEXT_KINDS:
+        raise ConfigError(
+            f"--allow-plaintext: a remote store of kind {remote.get('kind')!r} has no such option; "
+            f"those that have: {', '.join(_PLAINTEXT_KINDS)}"
+        )
+    return {**recall, "remote": {**remote, "allow_plaintext": True}}
 
 
 def _over_file(options: Mapping[str, object] | None, file: Path) -> Mapping[str, object]:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from kvrecall.errors import ConfigError, KvrecallError
 from kvrecall.jsonfile import JsonPath
-from kvrecall.server.mindie.planner import plan_config
+from kvrecall.server.mindie.planner import Beside, plan_config
 from kvrecall.server.mindie.reader import Problems, dotted, read_config
 from kvrecall.server.mindie.schema import Effect, effect_of, fields_of
 from kvrecall.server.plan import Plan
@@ -53,7 +53,7 @@ EXAMPLE = r"""{
 _STYLES = {Effect.ACTS: "green", Effect.PARTLY: "yellow", Effect.NONE: "dim", Effect.RETIRED: "red"}
 
 
-def explain(file: Path, every: bool) -> int:
+def explain(file: Path, every: bool, allow_plaintext: bool = False) -> int:
     """Prints a table of the fields and what is wrong; returns the exit status."""
     console, errors = _console(), Console(stderr=True, soft_wrap=True)
     try:
@@ -67,7 +67,7 @@ def explain(file: Path, every: bool) -> int:
         return 2
     console.print(_table(config, every))
     try:
-        plan = plan_config(file)
+        plan = plan_config(file, Beside(allow_plaintext=allow_plaintext))
         check_model(plan.spec.model)
     except KvrecallError as error:
         errors.print(escape(str(error)), highlight=False)

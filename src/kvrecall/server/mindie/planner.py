@@ -6,6 +6,7 @@ from __future__ import annotations
 import ipaddress
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvrecall.config import RecallSettings
 from kvrecall.engines.base import DEFAULT_MAX_N, Limits, Listener, ServeSpec
 from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import Document, JsonPath, read_object
+from kvrecall.pool.remote.backends import is_loopback
 from kvrecall.pool.remote.mooncake import MooncakeSettings
 from kvrecall.server.mindie.reader import dotted, problem, read_config
 from kvrecall.server.mindie.schema import Effect, MindieConfig, effect_of, fields_of
@@ -35,18 +37,42 @@ _NGRAM_TOKENS = 4
 _NGRAM_LOOKUP = 4
 
 
-def plan_config(path: Path) -> Plan:
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What the command line says beside a config.json. It wins over the file; None, and what is
+    empty, leaves the file's.
+
+    ``options`` and ``words`` go to vLLM, as those of a ServeSpec. ``recall``: settings of the pool,
+    None for no pool; with ``whole_pool`` in place of all the file's. ``allow_plaintext``: a remote
+    store may be used in the clear.
+    """
+
+    model: str = ""
+    host: str = ""
+    port: int = 0
+    max_n: int = 0
+    options: Mapping[str, object] = field(default_factory=dict)
+    words: tuple[str, ...] = ()
+    recall: Mapping[str, object] | None = field(default_factory=dict)
+    whole_pool: bool = False
+    allow_plaintext: bool = False
+
+
+def plan_config(path: Path, beside: Beside = Beside()) -> Plan:
     """The plan for ``kvrecall serve --config``. Raises ConfigError; changes nothing."""
     config, document = read_config(path)
-    return _Planner(config, document, path.parent).plan()
+    return _Planner(config, document, path.parent, beside).plan()
 
 
 class _Planner:
     """Works through one configuration; notes and warnings gather on the way."""
 
-    def __init__(self, config: MindieConfig, document: Document, folder: Path) -> None:
+    def __init__(
+        self, config: MindieConfig, document: Document, folder: Path, beside: Beside
+    ) -> None:
         self._document = document
         self._folder = folder
+        self._beside = beside
         self._server = config.ServerConfig
         self._backend = config.BackendConfig
         self._deploy = config.BackendConfig.ModelDeployConfig
@@ -54,8 +80,13 @@ class _Planner:
         self._schedule = config.BackendConfig.ScheduleConfig
         self._plugins = self._model.plugin_params
         self._config = config
+        self._weights = beside.model or str(self._resolved(self._model.modelWeightPath))
+        self._host = beside.host or self._server.ipAddress
+        self._port = beside.port or self._server.port
+        self._told = [*beside.options.items(), *_named(beside.words)]  # to vLLM
         self._notes: list[str] = []
         self._warnings: list[str] = []
+        self._wins: list[str] = []
 
     def plan(self) -> Plan:
         self._report()
@@ -68,13 +99,15 @@ class _Planner:
             **self._lora_options(),
         }
         recall = self._recall()
+        self._tell_wins(options)
         server = self._server
         listeners, homes = self._planes()
         spec = ServeSpec(
-            model=str(self._resolved(self._model.modelWeightPath)),
-            host=server.ipAddress,
-            port=server.port,
-            options=options,
+            model=self._weights,
+            host=self._host,
+            port=self._port,
+            options={**options, **self._beside.options},
+            extra_args=self._beside.words,
             recall=recall,
             limits=self._limits(),
             tls=self._tls_of(Plane.BUSINESS),
@@ -92,24 +125,60 @@ class _Planner:
     def _report(self) -> None:
         """Notes and warnings about given fields that do not act."""
         by_reason: dict[str, list[str]] = {}
-        for path, _, given, field in fields_of(self._config):
-            text = field.description or ""
-            if given and effect_of(field) is Effect.NONE:
+        in_clear = None if self._server.httpsEnabled else _SERVER
+        for path, _, given, declared in fields_of(self._config):
+            text, effect = declared.description or "", effect_of(declared)
+            if given and effect is Effect.NONE:
                 by_reason.setdefault(text, []).append(dotted(path))
-            elif given and effect_of(field) is Effect.RETIRED:
+            elif given and effect is Effect.RETIRED:
                 self._warnings.append(f"{dotted(path)} is retired and ignored: {text}")
+            elif given and path[:1] == in_clear and "tls" in str(path[-1]).lower():
+                by_reason.setdefault("httpsEnabled is false", []).append(dotted(path))
         if by_reason:
             parts = [f"{', '.join(names)} ({why})" for why, names in by_reason.items()]
             self._notes.append("accepted without effect: " + "; ".join(parts))
-        if self._backend.multiNodesInferEnabled:
+        if self._backend.multiNodesInferEnabled and not self._joins_hosts():
             self._warnings.append(
-                "BackendConfig.multiNodesInferEnabled: this server uses the devices of this host; "
-                "several hosts are joined with vLLM's own options"
+                "BackendConfig.multiNodesInferEnabled: this server uses the devices of this host "
+                "only; to join several, give vLLM's own options on each, for example -- "
+                "--data-parallel-rank 0 --data-parallel-address HOST --data-parallel-rpc-port 13345"
             )
+        if "templateType" in self._schedule.model_fields_set and not self._is_mixed:
+            self._notes.append(
+                "templateType Standard: vLLM prefills long prompts in chunks with it, too; -- "
+                "--no-enable-chunked-prefill switches that off"
+            )
+
+    def _joins_hosts(self) -> bool:
+        """Whether vLLM is told of other hosts."""
+        return any(x == "nnodes" or x.startswith("data-parallel-") for x, _ in self._told)
+
+    def _tell_wins(self, options: Mapping[str, object]) -> None:
+        """A note of all in which the command line wins over the file, and over its ``options``."""
+        beside, server, size = self._beside, self._server, self._model.npuMemSize
+        fields = (
+            ("MODEL", beside.model, self._model.modelWeightPath),
+            ("--host", beside.host, server.ipAddress),
+            ("--port", beside.port, server.port),
+            ("--max-n", beside.max_n, self._schedule.maxN),
+        )
+        wins = [f"{name} {new} ({_was(old)})" for name, new, old in fields if new]
+        for name, value in self._told:
+            old = options.get(name.removeprefix("no-"))
+            wins.append(f"--{name}{f' {value}' if value else ''} ({_was(old)})")
+            if name == "gpu-memory-utilization" and size != -1:
+                self._warnings.append(
+                    f"--{name} is without effect: npuMemSize {size:g} is the size of the device "
+                    "cache; set it to -1"
+                )
+        if wins := [*wins, *self._wins]:
+            self._notes.append(f"the command line wins over the file: {', '.join(wins)}")
 
     def _limits(self) -> Limits:
         deploy, schedule = self._deploy, self._schedule
         most = min(deploy.maxInputTokenLen, deploy.maxSeqLen - 1)
+        if "max-model-len" in dict(self._told):
+            most = deploy.maxInputTokenLen  # vLLM refuses what is longer than its own bound
         if most < deploy.maxInputTokenLen:
             self._notes.append(
                 f"maxInputTokenLen {deploy.maxInputTokenLen} is lowered to {most}, maxSeqLen - 1"
@@ -121,17 +190,16 @@ class _Planner:
             max_input_tokens=most,
             truncation="right" if cut_on_the_right else "left" if deploy.truncation else "error",
             max_new_tokens=schedule.maxIterTimes,
-            max_n=schedule.maxN or min(DEFAULT_MAX_N, schedule.maxBatchSize),
+            max_n=self._beside.max_n or schedule.maxN or min(DEFAULT_MAX_N, schedule.maxBatchSize),
         )
 
     # Engine
 
     def _model_options(self) -> dict[str, object]:
         model = self._model
-        folder = self._resolved(model.modelWeightPath)
-        if not folder.is_dir():
+        if not (self._beside.model or Path(self._weights).is_dir()):
             path = (*_MODEL, "modelWeightPath")
-            raise self._wrong(path, f"is {str(folder)!r}; there is no such folder")
+            raise self._wrong(path, f"is {self._weights!r}; there is no such folder")
         automatic = model.npuMemSize == -1
         return {
             "served-model-name": model.modelName,
@@ -144,10 +212,16 @@ class _Planner:
         model = self._model
         pp, dp = max(model.pp, 1), max(model.dp, 1)
         tp = model.tp if model.tp > 0 else max(model.worldSize // (pp * dp), 1)
-        if tp * pp * dp != model.worldSize and not self._backend.multiNodesInferEnabled:
-            raise self._wrong(
-                (*_MODEL, "worldSize"),
-                f"is {model.worldSize}, but tp x pp x dp is {tp} x {pp} x {dp} = {tp * pp * dp}",
+        devices = tp * pp * dp
+        if devices != model.worldSize:
+            product = f"tp x pp x dp is {tp} x {pp} x {dp} = {devices}"
+            if not self._backend.multiNodesInferEnabled:
+                raise self._wrong((*_MODEL, "worldSize"), f"is {model.worldSize}, but {product}")
+            self._notes.append(f"worldSize is {model.worldSize} on this host; in all {product}")
+        if (model.moe_ep or 0) > 1:
+            self._notes.append(
+                f"moe_ep {model.moe_ep}: expert parallelism is on; vLLM spreads the experts over "
+                f"all tp x dp = {tp * dp} devices and has no other size"
             )
         return {
             "tensor-parallel-size": tp if tp > 1 else None,
@@ -164,14 +238,17 @@ class _Planner:
                 f"maxPrefillTokens {schedule.maxPrefillTokens} is raised to maxBatchSize {batch}: "
                 "a step must have room for a token of each sequence"
             )
-        mixed = schedule.templateType == "Mix" or "splitfuse" in self._plugins.kinds
         return {
             "block-size": schedule.cacheBlockSize,
             "max-num-seqs": schedule.maxBatchSize,
             "max-num-batched-tokens": batch,
-            "enable-chunked-prefill": True if mixed else None,
+            "enable-chunked-prefill": True if self._is_mixed else None,
             "override-generation-config": {"max_new_tokens": schedule.maxIterTimes},
         }
+
+    @property
+    def _is_mixed(self) -> bool:
+        return self._schedule.templateType == "Mix" or "splitfuse" in self._plugins.kinds
 
     def _plugin_options(self) -> dict[str, object]:
         kinds = self._plugins.kinds
@@ -198,7 +275,7 @@ class _Planner:
 
     def _check_mtp(self) -> None:
         """A model without prediction layers cannot speculate with them."""
-        path = self._resolved(self._model.modelWeightPath) / "config.json"
+        path = Path(self._weights) / "config.json"
         if not path.is_file():
             return  # the check of the model folder says so
         try:
@@ -219,6 +296,10 @@ class _Planner:
             for module in self._deploy.LoraModules or ()
         ]
         if not modules:
+            bounds = {"maxLoraNum", "maxLoraRank"} & self._deploy.model_fields_set
+            if bounds:
+                names = ", ".join(sorted(bounds))
+                self._notes.append(f"without effect, as there are no LoraModules: {names}")
             return {}
         return {
             "enable-lora": True,
@@ -230,6 +311,59 @@ class _Planner:
     # Pool
 
     def _recall(self) -> Mapping[str, object] | None:
+        """The pool's settings, the command line's over the file's; None for no pool."""
+        pool, over = self._backend.kvPoolConfig, self._beside.recall
+        settings: Mapping[str, object] | None = None
+        if over is None:
+            self._wins.append("--no-pool")
+        elif self._beside.whole_pool or "backend" in over:
+            settings = self._under({"async_write": pool.asyncWrite}, over)
+        elif over:
+            settings = self._under(self._recall_of_file() or {"async_write": pool.asyncWrite}, over)
+        else:
+            settings = self._recall_of_file()
+        self._tell_unused(settings)
+        return settings
+
+    def _under(
+        self, settings: Mapping[str, object], over: Mapping[str, object]
+    ) -> Mapping[str, object]:
+        """A pool's settings with those of the command line over them."""
+        self._require_prefix_cache()
+        self._wins += [f"pool {key} {x} ({_was(settings.get(key))})" for key, x in over.items()]
+        merged = {**settings, **over}
+        if merged.get("backend", "embedded") == "embedded":
+            self._default_host_size(merged)
+        RecallSettings.from_mapping(merged, "the command line's pool settings over the file's")
+        return merged
+
+    def _tell_unused(self, settings: Mapping[str, object] | None) -> None:
+        """Notes on fields that say something of the pool, and do nothing."""
+        pool, model = self._backend.kvPoolConfig, self._model
+        if model.cpuMemSize > 0:
+            said = f"cpuMemSize {model.cpuMemSize:g} is without effect: "
+            size = int(model.cpuMemSize * _GIB)
+            if settings is None:
+                self._notes.append(f"{said}there is no pool (kvPoolConfig)")
+            elif settings.get("backend", "embedded") != "embedded":
+                self._notes.append(f"{said}the pool's memory is its service's (host_size there)")
+            elif settings.get("host_size") != size:
+                self._notes.append(f"{said}host_size is {settings.get('host_size')}")
+        given = pool.model_fields_set
+        if settings is None and "asyncWrite" in given:
+            self._notes.append("kvPoolConfig.asyncWrite is without effect: there is no pool")
+        if "allowPlaintext" in given and pool.backend != "mooncake":
+            self._notes.append("kvPoolConfig.allowPlaintext is without effect: it is mooncake's")
+
+    def _require_prefix_cache(self) -> None:
+        if "prefix_cache" not in self._plugins.kinds:
+            raise self._wrong(
+                (*_MODEL, "plugin_params"),
+                "has no prefix_cache, on which the KV pool builds; set "
+                r'"plugin_params": "{\"plugin_type\":\"prefix_cache\"}"',
+            )
+
+    def _recall_of_file(self) -> Mapping[str, object] | None:
         pool = self._backend.kvPoolConfig
         if not pool.backend:
             if pool.configPath:
@@ -240,12 +374,7 @@ class _Planner:
                 "kvPoolConfig.backend is set but configPath is empty: pooling is off, as in MindIE"
             )
             return None
-        if "prefix_cache" not in self._plugins.kinds:
-            raise self._wrong(
-                (*_MODEL, "plugin_params"),
-                "has no prefix_cache, on which the KV pool builds; set "
-                r'"plugin_params": "{\"plugin_type\":\"prefix_cache\"}"',
-            )
+        self._require_prefix_cache()
         return self._pool_settings()
 
     def _pool_settings(self) -> Mapping[str, object]:
@@ -287,7 +416,8 @@ class _Planner:
     def _mooncake_settings(self, file: Path) -> Mapping[str, object]:
         """A pool in the engine, with the store that Mooncake's own file describes below it."""
         pool = self._backend.kvPoolConfig
-        options = {"config": str(file), "allow_plaintext": pool.allowPlaintext}
+        allowed = pool.allowPlaintext or self._beside.allow_plaintext
+        options = {"config": str(file), "allow_plaintext": allowed}
         try:
             MooncakeSettings.of(options)
         except ConfigError as error:
@@ -306,14 +436,21 @@ class _Planner:
         """The listeners beside the business plane's, and which plane is served where. Planes with
         the same address and port share a listener."""
         server = self._server
-        business, other = server.ipAddress, server.managementIpAddress or server.ipAddress
+        business, port = self._host, self._port
+        if _is_unspecified(business) and not server.allowAllZeroIpListening:
+            raise self._wrong(
+                (*_SERVER, "allowAllZeroIpListening"),
+                f"is false, and --host is {business}, which listens on every network; set it to "
+                "true, or give another --host",
+            )
+        other = server.managementIpAddress or business
         wanted = {
             Plane.MANAGEMENT: (other, server.managementPort),
             Plane.METRICS: (other, server.metricsPort),
         }
         sharing: dict[tuple[str, int], list[Plane]] = {}
         for plane, address in wanted.items():
-            if address == (business, server.port):
+            if address == (business, port):
                 self._notes.append(f"the {plane} plane shares the business plane's")
             else:
                 sharing.setdefault(address, []).append(plane)
@@ -321,9 +458,9 @@ class _Planner:
             Listener("+".join(planes), *address, self._tls_of(planes[0]))
             for address, planes in sharing.items()
         )
-        self._check_apart((business, server.port), listeners)
+        self._check_apart((business, port), listeners)
         hosts = {business, *(listener.host for listener in listeners)}
-        if not (server.httpsEnabled or all(map(_is_loopback, hosts))):
+        if not (server.httpsEnabled or all(map(is_loopback, hosts))):
             self._warnings.append("httpsEnabled is false: requests travel in the clear")
         return listeners, {plane: "+".join(all_) for all_ in sharing.values() for plane in all_}
 
@@ -332,7 +469,7 @@ class _Planner:
         taken = [business]
         for listener in listeners:
             for host, port in taken:
-                whole = any(ipaddress.ip_address(h).is_unspecified for h in (host, listener.host))
+                whole = _is_unspecified(host) or _is_unspecified(listener.host)
                 if port == listener.port and whole:
                     name = "managementPort" if listener.name.startswith("man") else "metricsPort"
                     raise self._wrong(
@@ -386,5 +523,36 @@ class _Planner:
         return self._folder.joinpath(*parts).absolute()
 
 
-def _is_loopback(host: str) -> bool:
-    return ipaddress.ip_address(host).is_loopback
+def _is_unspecified(host: str) -> bool:
+    """Whether ``host``, an address or a name, is 0.0.0.0 or ::."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def _was(value: object) -> str:
+    return "file: nothing" if value is None else f"file: {value}"
+
+
+_SHORT = {
+    "tp": "tensor-parallel-size",
+    "pp": "pipeline-parallel-size",
+    "dp": "data-parallel-size",
+}
+
+
+def _named(words: tuple[str, ...]) -> list[tuple[str, str]]:
+    """vLLM's options among command-line words, by their long names without dashes, with their
+    values."""
+    named: list[tuple[str, str]] = []
+    for word in words:
+        text = word.lstrip("-")
+        if word != text and not text[:1].isdigit():
+            name, _, value = text.partition("=")
+            name = name.replace("_", "-")
+            named.append((_SHORT.get(name, name), value))
+        elif named:
+            name, value = named.pop()
+            named.append((name, f"{value} {word}".strip()))
+    return named

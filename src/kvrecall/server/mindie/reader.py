@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from kvrecall.config import allowed_by
 from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import Document, JsonPath, read_json
-from kvrecall.server.mindie.schema import MindieConfig
+from kvrecall.server.mindie.schema import JSON_STRINGS, MindieConfig
 
 
 class Problems(ConfigError):
@@ -27,16 +27,17 @@ class Problems(ConfigError):
 
 
 def read_config(path: Path) -> tuple[MindieConfig, Document]:
-    """The checked configuration in the file and its text's document.
+    """The checked configuration in the file and its text's document, opened.
 
     Raises ConfigError if the text is not JSON, Problems if its content is wrong.
     """
-    document = read_json(path)
-    return validate(document), document
+    return validate(read_json(path))
 
 
-def validate(document: Document) -> MindieConfig:
-    """The configuration in ``document``. Raises Problems."""
+def validate(document: Document) -> tuple[MindieConfig, Document]:
+    """The configuration in ``document``, and the document with objects in place of strings that
+    hold them. Raises Problems."""
+    document = _opened(document)
     value = document.value
     if not isinstance(value, dict):
         raise Problems([f"{document.where(())}: the file must hold a JSON object {{ ... }}"])
@@ -50,12 +51,27 @@ def validate(document: Document) -> MindieConfig:
             ]
         )
     try:
-        return MindieConfig.model_validate(value)
+        return MindieConfig.model_validate(value), document
     except ValidationError as error:
         details = error.errors(include_url=False)
         raise Problems(
             [str(problem(document, each["loc"], _explained(each))) for each in details]
         ) from error
+
+
+def _opened(document: Document) -> Document:
+    for path in document.paths:
+        if _of_any_item(path) in JSON_STRINGS:
+            try:
+                document = document.opened(path, dotted(path))
+            except ConfigError as error:
+                raise Problems([str(error)]) from error
+    return document
+
+
+def _of_any_item(path: JsonPath) -> JsonPath:
+    """``path`` as ``JSON_STRINGS`` and ``_SECTIONS`` have it."""
+    return tuple(0 if isinstance(part, int) else part for part in path)
 
 
 def problem(document: Document, path: JsonPath, message: str) -> ConfigError:
@@ -74,7 +90,7 @@ def dotted(path: JsonPath) -> str:
 def _explained(detail: ErrorDetails) -> str:
     """What is wrong with a field, and what it may be."""
     *above, last = detail["loc"]
-    section = _SECTIONS.get(tuple(0 if isinstance(part, int) else part for part in above))
+    section = _SECTIONS.get(_of_any_item(tuple(above)))
     fields = section.model_fields if section else {}
     if detail["type"] == "missing":
         return "is required"

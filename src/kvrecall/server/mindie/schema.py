@@ -202,6 +202,15 @@ class KvPoolSection(Section):
     asyncWrite: bool = acts("save blocks off the critical path", False)
     allowPlaintext: bool = acts("let Mooncake's unprotected traffic leave this machine", False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _object(cls, value: object) -> object:
+        if value == "":
+            return {}
+        if not isinstance(value, dict):
+            raise ValueError('not a JSON object; write {"backend": "embedded", "configPath": ...}')
+        return value
+
     @field_validator("backend")
     @classmethod
     def _known(cls, value: str) -> str:
@@ -295,18 +304,11 @@ class ModelSection(Section):
     @field_validator("plugin_params", mode="before")
     @classmethod
     def _object(cls, value: object) -> object:
-        """``plugin_params`` is an object, or the JSON text of one; null and "" stand for {}."""
         if value is None or value == "":
             return {}
-        if not isinstance(value, str):
-            return value
-        try:
-            read = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"not a JSON object in a string: {error}") from error
-        if not isinstance(read, dict):
+        if not isinstance(value, dict):
             raise ValueError(r'not a JSON object; write "{\"plugin_type\":\"prefix_cache\"}"')
-        return read
+        return value
 
     @field_validator("npuMemSize")
     @classmethod
@@ -416,6 +418,16 @@ class MindieConfig(Section):
     ServerConfig: ServerSection
     BackendConfig: BackendSection
     LogConfig: LogSection | None = None
+
+
+JSON_STRINGS = frozenset(
+    (
+        ("BackendConfig", "kvPoolConfig"),
+        ("BackendConfig", "ModelDeployConfig", "ModelConfig", 0, "plugin_params"),
+    )
+)
+"""Objects that MindIE writes as JSON in a string; here they may also be given as they are. Of a
+list the first item stands for all."""
 
 
 def fields_of(

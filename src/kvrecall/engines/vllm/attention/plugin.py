@@ -11,6 +11,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from kvrecall.attention.settings import PREFIX, RetrievalSettings
+from kvrecall.engines.vllm.compat.plugins import name_plugins
 from kvrecall.errors import ConfigError, EngineError
 
 NAME = "retrieval"
@@ -44,9 +45,7 @@ def is_requested(environ: Mapping[str, str]) -> bool:
 def ask(environ: MutableMapping[str, str]) -> None:
     """Asks for retrieval attention in processes yet to be started with this environment."""
     environ[SWITCH] = "1"
-    named = environ.get("VLLM_PLUGINS")
-    if named is not None and NAME not in [name.strip() for name in named.split(",")]:
-        environ["VLLM_PLUGINS"] = f"{named},{NAME}" if named else NAME
+    name_plugins(environ, [NAME])
 
 
 def active_settings(vllm_config: Any) -> RetrievalSettings:

@@ -50,6 +50,7 @@ from kvrecall.config import RecallSettings, default_socket, split_for_service
 from kvrecall.engines.base import Engine, Limits, Listener, Role, ServeSpec
 from kvrecall.engines.vllm.attention import plugin
 from kvrecall.engines.vllm.compat import waits
+from kvrecall.engines.vllm.compat.plugins import name_own_plugins
 from kvrecall.engines.vllm.compat.runner import ask_for_seeds
 from kvrecall.engines.vllm.compat.serving import end_engine_cores_with_parent, handler_as
 from kvrecall.engines.vllm.serving.engine import VllmEngine
@@ -86,6 +87,7 @@ def serve(spec: ServeSpec, attach: Attach) -> int:
     cli_env_setup()
     end_engine_cores_with_parent()
     spec = replace(spec, recall=_askable(spec))
+    name_own_plugins(os.environ)
     if spec.retrieval:
         plugin.ask(os.environ)
     args = parse_args(spec)
@@ -101,6 +103,8 @@ def serve(spec: ServeSpec, attach: Attach) -> int:
 
 def _local_replicas(args: Namespace) -> int:
     """Data-parallel replicas that this server starts on this host."""
+    if args.data_parallel_rank is not None or args.data_parallel_external_lb:
+        return 1  # the others are servers of their own
     local: int | None = args.data_parallel_size_local
     return args.data_parallel_size if local is None else max(local, 1)
 
@@ -170,12 +174,15 @@ def platform_defaults(spec: ServeSpec) -> dict[str, object]:
     """Options this platform wants unless the spec says otherwise.
 
     On a CPU: no compilation (a fast start), and a bounded KV cache, because vLLM's own default
-    there is a share of all memory and refuses to start on a machine that is in use.
+    there is a share of all memory and refuses to start on a machine that is in use. A share that
+    was asked for counts.
     """
     if not current_platform.is_cpu():
         return {}
     defaults: dict[str, object] = {"enforce-eager": True}
-    if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+    words = (word.replace("_", "-") for word in spec.extra_args)
+    by_share = any(word.startswith("--gpu-memory-utilization") for word in words)
+    if not (by_share or os.environ.get("VLLM_CPU_KVCACHE_SPACE")):
         available = psutil.virtual_memory().available
         defaults["kv-cache-memory-bytes"] = min(_MAX_DEFAULT_CPU_KV, available // 4)
     return defaults

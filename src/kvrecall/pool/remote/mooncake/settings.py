@@ -89,8 +89,9 @@ def _refuse_plaintext(values: Mapping[str, object], source: str) -> None:
             raise ConfigError(
                 f"{source}: {name} is {values[name]!r}, which is not this machine's loopback: "
                 "Mooncake sends KV blocks in the clear and without authentication. Fence its "
-                "ports (docs/remote.md), then set allowPlaintext true beside kvPoolConfig.backend, "
-                "or allow_plaintext true in the pool's remote settings"
+                "ports (docs/remote.md), then start kvrecall serve with --allow-plaintext, or set "
+                "allowPlaintext true beside kvPoolConfig.backend, or allow_plaintext true in the "
+                "pool's remote settings"
             )
 
 

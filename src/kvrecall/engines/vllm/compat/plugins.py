@@ -1,0 +1,39 @@
+"""``VLLM_PLUGINS``: while it is set, vLLM loads only the plug-ins it names, of kvrecall's too."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, MutableMapping
+from importlib.metadata import entry_points
+
+log = logging.getLogger("kvrecall.server")
+
+_VARIABLE = "VLLM_PLUGINS"
+_ON_DEMAND = "retrieval"
+"""The plug-in whose name switches something on."""
+
+
+def name_plugins(environ: MutableMapping[str, str], names: Iterable[str]) -> list[str]:
+    """Has vLLM load the plug-ins ``names``, too, if it does not load all; those that were not named
+    before."""
+    given = environ.get(_VARIABLE)
+    if given is None:
+        return []
+    named = given.split(",") if given else []
+    missing = [name for name in names if name not in named]
+    environ[_VARIABLE] = ",".join([*named, *missing])
+    return missing
+
+
+def name_own_plugins(environ: MutableMapping[str, str]) -> None:
+    """Has vLLM load kvrecall's plug-ins that guard an engine, whatever ``VLLM_PLUGINS`` names."""
+    given = environ.get(_VARIABLE)
+    own = (
+        each.name
+        for each in entry_points(group="vllm.general_plugins")
+        if each.value.startswith("kvrecall.") and each.name != _ON_DEMAND
+    )
+    if added := name_plugins(environ, sorted(own)):
+        log.info(
+            "%s is %r: kvrecall serve adds its own plug-ins %s", _VARIABLE, given, ", ".join(added)
+        )
