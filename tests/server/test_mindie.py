@@ -565,6 +565,18 @@ def test_what_does_less_than_it_says_is_told(
     assert not any(note in each for each in plan_of(tmp_path).notes)
 
 
+def test_relative_paths_of_an_installation(tmp_path: Path) -> None:
+    """In MindIE they begin in the folder around conf/, where mindieservice_daemon is started."""
+    (tmp_path / "conf").mkdir()
+    path = write(tmp_path / "conf", right(), {"host_size": "1GiB"})
+    assert plan_config(path).spec.model == str(tmp_path / "conf" / "model")
+    (tmp_path / "conf" / "model").rename(tmp_path / "model")
+    (tmp_path / "conf" / "pool.json").rename(tmp_path / "pool.json")
+    plan = plan_config(path)
+    assert plan.spec.model == str(tmp_path / "model")
+    assert plan.spec.recall == {"host_size": "1GiB", "async_write": False}
+
+
 def test_hosts_are_joined_by_vllms_options(tmp_path: Path) -> None:
     config = right()
     backend(config)["multiNodesInferEnabled"] = True

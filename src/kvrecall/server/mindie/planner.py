@@ -519,8 +519,11 @@ class _Planner:
         return problem(self._document, path, message)
 
     def _resolved(self, *parts: str) -> Path:
-        """A path of the file; relative ones lie beside the file."""
-        return self._folder.joinpath(*parts).absolute()
+        """A path of the file. A relative one lies beside the file or, where that is MindIE's
+        ``conf/config.json``, in the folder around ``conf``."""
+        folder = self._folder.absolute()
+        beside, around = folder.joinpath(*parts), folder.parent.joinpath(*parts)
+        return around if folder.name == "conf" and not beside.exists() else beside
 
 
 def _is_unspecified(host: str) -> bool:

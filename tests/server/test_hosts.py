@@ -1,0 +1,109 @@
+"""The documents' example of several hosts, on one machine: one config.json with dp 2 and a mixture
+of experts, an API process on each host (here: loopback address), joined by vLLM's own options."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrecall.lab.ports import free_port
+from kvrecall.pool.service.admin import ServiceAdmin, Stat
+
+from .configs import backend, model, right, schedule, server, write
+from .live import KVRECALL, LiveServer, all_gone
+
+pytestmark = [pytest.mark.engine, pytest.mark.long]
+
+TEXT = "The quick brown fox jumps over the lazy dog. " * 20  # 900 tokens, 7 blocks of 128 and 4
+HOSTS = ("127.0.0.1", "127.0.0.2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from kvrecall.lab.models import write_model
+
+    folder = tmp_path_factory.mktemp("hosts")
+    config = right()
+    server(config).update(port=free_port(), managementPort=free_port(), metricsPort=free_port())
+    server(config)["managementIpAddress"] = None  # each host's own
+    backend(config).update(multiNodesInferEnabled=True, multiNodesInferPort=1120)
+    model(config).update(dp=2, tp=1, worldSize=1, moe_tp=4, cpuMemSize=5, npuMemSize=0.0625)
+    schedule(config).update(maxBatchSize=8, maxIterTimes=64)
+    path = write(folder, config)
+    pool = {"backend": "service", "configPath": "pool.json", "asyncWrite": False}
+    backend(config)["kvPoolConfig"] = json.dumps(pool)  # a string, as the documents' tables say
+    path.write_text(json.dumps(config, indent=1))
+    settings = {"socket": f"{folder}/pool/pool.sock", "load_or_compute": "load"}
+    (folder / "pool.json").write_text(json.dumps(settings))
+    write_model(folder / "model", "deepseek_v3", hidden=64, layers=2, max_position=4096)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def servers(folder: Path) -> Iterator[list[LiveServer]]:
+    config = json.loads((folder / "config.json").read_text())
+    ports = config["ServerConfig"]
+    words = ["--data-parallel-address", HOSTS[0], "--data-parallel-rpc-port", str(free_port())]
+    service = subprocess.Popen(
+        [KVRECALL, "pool", "serve", "--socket", f"{folder}/pool/pool.sock", "--host-size", "64MiB"],
+        start_new_session=True,
+    )
+    started: list[LiveServer] = []
+    try:
+        for rank, host in enumerate(HOSTS):
+            (folder / host).mkdir()
+            given = ["--config", str(folder / "config.json"), "--host", host, "--"]
+            given += ["--data-parallel-rank", str(rank), *words]
+            live = LiveServer(folder / host, given, f"http://{host}:{ports['port']}")
+            live.management.base_url = f"http://{host}:{ports['managementPort']}"
+            started.append(live)
+        for live in started:
+            live.wait_ready()
+        yield started
+    finally:
+        for live in started:
+            live.close()
+        service.terminate()
+        service.wait()
+
+
+def test_each_process_is_one_replica(servers: list[LiveServer]) -> None:
+    for rank, live in enumerate(servers):
+        assert sum(p.name().startswith("VLLM::EngineCor") for p in live.family()) == 1
+        wins = (
+            f"--host {HOSTS[rank]} (file: 127.0.0.1), --data-parallel-rank {rank} (file: nothing)"
+        )
+        assert wins in live.log
+        assert "worldSize is 1 on this host; in all tp x pp x dp is 1 x 1 x 2 = 2" in live.log
+        assert "cpuMemSize 5 is without effect" in live.log
+        assert "multiNodesInferEnabled: this server" not in live.log
+
+
+def test_a_host_recalls_what_the_other_computed(servers: list[LiveServer], folder: Path) -> None:
+    def ask(rank: int, text: str) -> tuple[str, dict[str, int]]:
+        body = {"inputs": text, "parameters": {"details": True, "max_new_tokens": 4}}
+        reply = servers[rank].client.post("/generate", json=body)
+        assert reply.status_code == 200, reply.text
+        return reply.json()["generated_text"], reply.json()["details"]["recall"]
+
+    for rank in range(2):  # the second computes its first hit, too, to prove the first
+        ask(rank, "Once upon a time there was " + TEXT)
+    first, came_from = ask(0, TEXT)
+    assert came_from["computed"] == 900
+    second, came_from = ask(1, TEXT)
+    assert came_from["host"] == 896
+    assert second == first
+    with ServiceAdmin(folder / "pool" / "pool.sock") as admin:
+        assert len(admin.do(Stat()).clients) >= 2
+
+
+def test_both_end(servers: list[LiveServer]) -> None:
+    families = [live.family() for live in servers]
+    for live in servers:
+        live.process.terminate()
+    assert [live.wait_end() for live in servers] == [0, 0]
+    assert all(map(all_gone, families))
