@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ class LiveServer:
 
     ``management`` is a client of the management plane, ``client`` by default; ``program`` is what
     ``words`` are given to. ``warm``: forked from a process that has imported vLLM, in place of the
-    command; for tests of what a server does, not of how it starts and ends."""
+    command; for tests of what a server does, not of how it starts and ends. ``environment`` is set
+    beside that of the tests."""
 
     def __init__(
         self,
@@ -35,6 +36,7 @@ class LiveServer:
         management: httpx.Client | None = None,
         program: Sequence[str | Path] = (KVRECALL, "serve"),
         warm: bool = False,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = folder
         self.url = url
@@ -42,20 +44,21 @@ class LiveServer:
         self.client = httpx.Client(base_url=url, timeout=120, verify=verify)
         self.management = management or self.client
         self._log = folder / "server.log"
-        environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
+        surroundings = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
+        surroundings |= environment or {}
         # LMCache sets it when it is imported: a server would tell other processes' counters, too.
-        environment.pop("PROMETHEUS_MULTIPROC_DIR", None)
+        surroundings.pop("PROMETHEUS_MULTIPROC_DIR", None)
         self.process: subprocess.Popen[bytes] | WarmServer
         if warm:
             self._log.write_bytes(b"")
-            self.process = WarmServer(words, self._log, environment)
+            self.process = WarmServer(words, self._log, surroundings)
             return
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [*program, *words],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=surroundings,
                 start_new_session=True,
             )
 

@@ -472,12 +472,16 @@ def test_sigterm_while_starting(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_seed_without_a_pool(folder: Path) -> None:
-    """A seeded request whose prefill takes several steps ends no engine, without a pool either."""
+@pytest.mark.parametrize("plugins", [None, "ascend_enhanced_model,ascend,retrieval"])
+def test_a_seed_without_a_pool(folder: Path, plugins: str | None) -> None:
+    """A seeded request whose prefill takes several steps ends no engine, without a pool either, and
+    whatever plug-ins are named, here those of openGauss's RetrievalKV."""
     port = free_port()
     words = [str(folder / "model"), "--no-pool", "--port", str(port)]
     words += ["--kv-cache-memory-bytes", "64MiB", "--", "--max-num-batched-tokens", "256"]
-    plain = LiveServer(folder, words, f"http://127.0.0.1:{port}", warm=True)
+    named = {} if plugins is None else {"VLLM_PLUGINS": plugins}
+    url = f"http://127.0.0.1:{port}"
+    plain = LiveServer(folder, words, url, warm=plugins is None, environment=named)
     try:
         plain.wait_ready()
         sampled = {"do_sample": True, "seed": 3, "max_new_tokens": 8, "details": True}

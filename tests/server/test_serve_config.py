@@ -41,10 +41,10 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     operators = Authority(folder, "operators")
     operated, operated_key, _ = operators.issue("management")
     operator, operator_key, _ = operators.issue("operator")
-    port, other = free_port(), free_port()
+    port, other, in_the_file = free_port(), free_port(), free_port()
     config = right()
     server(config).update(
-        port=port,
+        port=in_the_file,
         managementIpAddress="127.0.0.1",
         managementPort=other,
         metricsPort=other,
@@ -68,6 +68,9 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     }
     schedule(config).update(maxIterTimes=8, maxBatchSize=8, enablePrefixCache=True)
     path = write(folder, config, {"host_size": "32MiB"})
+    backend(config)["kvPoolConfig"] = json.dumps(backend(config)["kvPoolConfig"])
+    path.write_text(json.dumps(config, indent=1))
+    beside = ["--port", str(port), "--", "--max-num-seqs", "6"]
     write_model(folder / "model", "qwen3", hidden=64, layers=2, max_position=4096)
     context = ssl.create_default_context(cafile=str(authority.path))
     context.load_cert_chain(mine, my_key)
@@ -76,11 +79,12 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     url = f"https://127.0.0.1:{other}"
     started = LiveServer(
         folder,
-        ["--config", str(path)],
+        ["--config", str(path), *beside],
         f"https://127.0.0.1:{port}",
         context,
         httpx.Client(base_url=url, timeout=60, verify=management),
         warm=True,
+        environment={"VLLM_PLUGINS": "ascend_enhanced_model,ascend"},
     )
     try:
         started.wait_ready()
@@ -96,6 +100,21 @@ def test_what_has_no_effect_is_logged_once(live: LiveServer) -> None:
     assert "BackendConfig.interNodeTLSEnabled" in idle
     assert sum("enablePrefixCache is retired" in line for line in lines) == 1
     assert sum("serving management+metrics on https://" in line for line in lines) == 1
+
+
+def test_the_command_line_wins_over_the_file(live: LiveServer) -> None:
+    """The server answers on its port, and vLLM has its batch size."""
+    lines = live.log.splitlines()
+    (wins,) = (line for line in lines if "the command line wins over the file" in line)
+    assert f"--port {httpx.URL(live.url).port} (file: " in wins
+    assert "--max-num-seqs 6 (file: 8)" in wins
+    assert live.management.get("/v1/config").json()["maxBatchSize"] == 6
+
+
+def test_vllm_loads_kvrecalls_plugins_beside_those_named(live: LiveServer) -> None:
+    (line,) = (x for x in live.log.splitlines() if "adds its own plug-ins" in x)
+    assert "VLLM_PLUGINS is 'ascend_enhanced_model,ascend'" in line
+    assert line.endswith("plug-ins seeds, waits, weights")
 
 
 def test_planes_are_apart(live: LiveServer) -> None:
