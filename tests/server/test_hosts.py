@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path.write_text(json.dumps(config, indent=1))
     settings = {"socket": f"{folder}/pool/pool.sock", "load_or_compute": "load"}
     (folder / "pool.json").write_text(json.dumps(settings))
-    write_model(folder / "model", "deepseek_v3", hidden=64, layers=2, max_position=4096)
+    write_model(folder / "model", "qwen3_moe", hidden=64, layers=2, max_position=4096)
     return folder
 
 

@@ -111,7 +111,7 @@ ONE_LINERS: list[tuple[list[str], int, str]] = [
     (["serve", "model", "--", "--port", "1"], 2, "--port cannot be given after --"),
     (["serve", "model", "--", "--kv-transfer-config", "{}"], 2, "cannot be given after --"),
     (["serve", "model", "--allow-plaintext"], 2, "pool has no remote store"),
-    (["serve", "--config", "c.json", "--", "--port", "1"], 2, "no such file"),
+    (["serve", "--config", "c.json", "--", "--port", "1"], 2, "; give --port before --"),
     (["serve", "--config", "none.json"], 2, "no such file"),
     (["serve", "--config", "."], 2, "is a folder"),
     (["serve", "--config", "broken.json"], 2, "broken.json:1:5: expected ':'"),

@@ -57,6 +57,7 @@ class Architecture(enum.StrEnum):
     """The model families that can be written, by their ``model_type``."""
 
     QWEN3 = "qwen3"
+    QWEN3_MOE = "qwen3_moe"
     QWEN2 = "qwen2"
     LLAMA = "llama"
     DEEPSEEK_V3 = "deepseek_v3"
@@ -64,6 +65,7 @@ class Architecture(enum.StrEnum):
 
 _CLASS_NAMES = {
     Architecture.QWEN3: "Qwen3ForCausalLM",
+    Architecture.QWEN3_MOE: "Qwen3MoeForCausalLM",
     Architecture.QWEN2: "Qwen2ForCausalLM",
     Architecture.LLAMA: "LlamaForCausalLM",
     Architecture.DEEPSEEK_V3: "DeepseekV3ForCausalLM",
@@ -89,6 +91,15 @@ _DEEPSEEK: dict[str, Any] = {
 }
 """Latent attention of the published head sizes, and a mixture of few experts."""
 
+_QWEN3_MOE: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+"""A mixture of few experts in every layer."""
+
 
 def write_model(
     path: Path,
@@ -108,7 +119,8 @@ def write_model(
     """Writes a model folder (replacing the files of an earlier one) and returns its path.
 
     Equal arguments give equal bytes. A deepseek_v3 model has multi-head latent attention and a
-    mixture of experts; it ignores ``kv_heads`` and ``head_dim``. Without ``weights`` an engine must
+    mixture of experts, a qwen3_moe model the latter; the first ignores ``kv_heads`` and
+    ``head_dim``. Without ``weights`` an engine must
     make its own (vLLM's ``--load-format dummy``).
     """
     if vocab < 256 + len(SPECIALS):
@@ -139,6 +151,8 @@ def write_model(
         config |= _DEEPSEEK | {"num_key_value_heads": heads, "moe_intermediate_size": hidden}
     else:
         config["head_dim"] = head_dim
+    if family is Architecture.QWEN3_MOE:
+        config |= _QWEN3_MOE | {"moe_intermediate_size": hidden}
     path.mkdir(parents=True, exist_ok=True)
     if weights:
         _save(dict(_Weights(config, seed).tensors()), path / WEIGHTS)
@@ -181,12 +195,15 @@ class _Weights:
                 return
         else:
             yield from self._attention()
-        yield from self._mlp("mlp", self._config["intermediate_size"])
+        if self._family is Architecture.QWEN3_MOE:
+            yield from self._experts()
+        else:
+            yield from self._mlp("mlp", self._config["intermediate_size"])
 
     def _attention(self) -> Iterator[tuple[str, Tensor]]:
         head_dim = self._config["head_dim"]
         queries, keys = self._heads * head_dim, self._config["num_key_value_heads"] * head_dim
-        normed = self._family is Architecture.QWEN3
+        normed = self._family in (Architecture.QWEN3, Architecture.QWEN3_MOE)
         sharp = 1.0 if normed else math.sqrt(_SHARPNESS)
         for name, rows, gain in (("q", queries, sharp), ("k", keys, sharp), ("v", keys, 1.0)):
             yield f"self_attn.{name}_proj.weight", self._matrix(rows, self._hidden, gain)
@@ -211,12 +228,15 @@ class _Weights:
         yield "self_attn.o_proj.weight", self._matrix(hidden, heads * value, _ATTENTION_GAIN)
 
     def _experts(self) -> Iterator[tuple[str, Tensor]]:
-        count = _DEEPSEEK["n_routed_experts"]
+        shares = self._family is Architecture.DEEPSEEK_V3
+        count = _DEEPSEEK["n_routed_experts"] if shares else _QWEN3_MOE["num_experts"]
         yield "mlp.gate.weight", self._matrix(count, self._hidden, 1.0)
-        yield "mlp.gate.e_score_correction_bias", torch.zeros(count, dtype=torch.float32)
+        if shares:
+            yield "mlp.gate.e_score_correction_bias", torch.zeros(count, dtype=torch.float32)
         for expert in range(count):
             yield from self._mlp(f"mlp.experts.{expert}", self._hidden)
-        yield from self._mlp("mlp.shared_experts", self._hidden)
+        if shares:
+            yield from self._mlp("mlp.shared_experts", self._hidden)
 
     def _mlp(self, prefix: str, inner: int) -> Iterator[tuple[str, Tensor]]:
         yield f"{prefix}.gate_proj.weight", self._matrix(inner, self._hidden, 1.0)
