@@ -508,6 +508,9 @@ def test_a_pool_beside_a_file_without_one(tmp_path: Path) -> None:
     beside = Beside(recall={"policy": "lru"})
     plan = plan_config(write(tmp_path, config), beside)
     assert plan.spec.recall == {"async_write": False, "policy": "lru", "host_size": 2 << 30}
+    alone = plan_config(write(tmp_path, config), Beside(recall={"async_write": True}))
+    assert alone.spec.recall is None
+    assert any("asynchronous writes are without effect" in note for note in alone.notes)
     model(config).pop("plugin_params")
     with pytest.raises(ConfigError, match="has no prefix_cache"):
         plan_config(write(tmp_path, config), beside)
@@ -543,7 +546,8 @@ SILENT: list[tuple[Spoil, Json | None, str]] = [
     (lambda c: (model(c).update(cpuMemSize=5),
                 backend(c)["kvPoolConfig"].update(backend="service")), {},
      "cpuMemSize 5 is without effect: the pool's memory is its service's"),
-    (lambda c: backend(c)["kvPoolConfig"].update(asyncWrite=True), None, "asyncWrite is without"),
+    (lambda c: backend(c)["kvPoolConfig"].update(asyncWrite=True), None,
+     "asynchronous writes are without"),
     (lambda c: backend(c)["kvPoolConfig"].update(allowPlaintext=True), {}, "allowPlaintext is"),
     (lambda c: (model(c).update(worldSize=8, tp=8, dp=2),
                 backend(c).update(multiNodesInferEnabled=True)), None,

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,6 +126,26 @@ def test_a_child_service_ends_with_its_killed_parent(tmp_path: Path) -> None:
     parent.kill()
     parent.communicate()
     assert all_gone([child])
+
+
+@pytest.mark.parametrize(
+    ("given", "replicas"),
+    [
+        ({"size": 2}, 2),
+        ({"size": 4, "size_local": 2}, 2),
+        ({"size": 2, "size_local": 1}, 1),
+        ({"size": 2, "rank": 1}, 1),
+        ({"size": 2, "rank": 0}, 1),
+        ({"size": 2, "external_lb": True}, 1),
+    ],
+)
+def test_only_replicas_of_this_server_need_a_service(given: dict[str, Any], replicas: int) -> None:
+    """With a rank of its own, a server has one replica; the others are servers of their own."""
+    from kvrecall.engines.vllm.serving.app import _local_replicas
+
+    unset = {"size": 1, "size_local": None, "rank": None, "external_lb": False}
+    args = {f"data_parallel_{name}": value for name, value in (unset | given).items()}
+    assert _local_replicas(Namespace(**args)) == replicas
 
 
 def test_replicas_with_embedded_pools_are_refused() -> None:

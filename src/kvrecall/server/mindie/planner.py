@@ -312,26 +312,26 @@ class _Planner:
 
     def _recall(self) -> Mapping[str, object] | None:
         """The pool's settings, the command line's over the file's; None for no pool."""
-        pool, over = self._backend.kvPoolConfig, self._beside.recall
+        over = self._beside.recall
         settings: Mapping[str, object] | None = None
         if over is None:
             self._wins.append("--no-pool")
-        elif self._beside.whole_pool or "backend" in over:
-            settings = self._under({"async_write": pool.asyncWrite}, over)
-        elif over:
-            settings = self._under(self._recall_of_file() or {"async_write": pool.asyncWrite}, over)
         else:
-            settings = self._recall_of_file()
+            whole = self._beside.whole_pool or "backend" in over
+            settings = None if whole else self._recall_of_file()
+            if over and (settings is not None or over.keys() - {"async_write"}):
+                settings = self._under(settings, over)
         self._tell_unused(settings)
         return settings
 
     def _under(
-        self, settings: Mapping[str, object], over: Mapping[str, object]
+        self, settings: Mapping[str, object] | None, over: Mapping[str, object]
     ) -> Mapping[str, object]:
-        """A pool's settings with those of the command line over them."""
+        """The settings of the file's pool, if it has one, with the command line's over them."""
         self._require_prefix_cache()
-        self._wins += [f"pool {key} {x} ({_was(settings.get(key))})" for key, x in over.items()]
-        merged = {**settings, **over}
+        under = settings or {}
+        self._wins += [f"pool {key} {x} ({_was(under.get(key))})" for key, x in over.items()]
+        merged = {"async_write": self._backend.kvPoolConfig.asyncWrite, **under, **over}
         if merged.get("backend", "embedded") == "embedded":
             self._default_host_size(merged)
         RecallSettings.from_mapping(merged, "the command line's pool settings over the file's")
@@ -350,8 +350,8 @@ class _Planner:
             elif settings.get("host_size") != size:
                 self._notes.append(f"{said}host_size is {settings.get('host_size')}")
         given = pool.model_fields_set
-        if settings is None and "asyncWrite" in given:
-            self._notes.append("kvPoolConfig.asyncWrite is without effect: there is no pool")
+        if settings is None and ("asyncWrite" in given or self._beside.recall):
+            self._notes.append("asynchronous writes are without effect: there is no pool")
         if "allowPlaintext" in given and pool.backend != "mooncake":
             self._notes.append("kvPoolConfig.allowPlaintext is without effect: it is mooncake's")
 
