@@ -9,7 +9,7 @@ import typer
 
 from kvrecall.config import default_socket, help_of
 from kvrecall.engines.base import DEFAULT_MAX_N, MAX_N_LIMIT, Limits, Role, ServeSpec
-from kvrecall.errors import ConfigError, errors_shown
+from kvrecall.errors import errors_shown
 from kvrecall.server import launch
 
 _POOL = "Pool"
