@@ -33,7 +33,7 @@ def name_own_plugins(environ: MutableMapping[str, str]) -> None:
         for each in entry_points(group="vllm.general_plugins")
         if each.value.startswith("kvrecall.") and each.name != _ON_DEMAND
     )
-    if added := name_plugins(environ, sorted(own)):
+    if added := name_plugins(environ, sorted(set(own))):
         log.info(
             "%s is %r: kvrecall serve adds its own plug-ins %s", _VARIABLE, given, ", ".join(added)
         )
