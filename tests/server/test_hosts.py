@@ -31,7 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     server(config).update(port=free_port(), managementPort=free_port(), metricsPort=free_port())
     server(config)["managementIpAddress"] = None  # each host's own
     backend(config).update(multiNodesInferEnabled=True, multiNodesInferPort=1120)
-    model(config).update(dp=2, tp=1, worldSize=1, moe_tp=4, cpuMemSize=5, npuMemSize=0.0625)
+    model(config).update(
+        dp=2, tp=1, worldSize=1, moe_ep=4, moe_tp=4, cpuMemSize=5, npuMemSize=0.0625
+    )
     schedule(config).update(maxBatchSize=8, maxIterTimes=64)
     path = write(folder, config)
     pool = {"backend": "service", "configPath": "pool.json", "asyncWrite": False}
@@ -80,6 +82,7 @@ def test_each_process_is_one_replica(servers: list[LiveServer]) -> None:
         assert wins in live.log
         assert "worldSize is 1 on this host; in all tp x pp x dp is 1 x 1 x 2 = 2" in live.log
         assert "cpuMemSize 5 is without effect" in live.log
+        assert "moe_ep 4: expert parallelism is on" in live.log
         assert "multiNodesInferEnabled: this server" not in live.log
 
 
