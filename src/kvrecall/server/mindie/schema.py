@@ -200,7 +200,10 @@ class KvPoolSection(Section):
         max_length=500,
     )
     asyncWrite: bool = acts("save blocks off the critical path", False)
-    allowPlaintext: bool = acts("let Mooncake's unprotected traffic leave this machine", False)
+    allowPlaintext: bool = acts(
+        "let Mooncake's unprotected traffic leave this machine; not MindIE's, as --allow-plaintext",
+        False,
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -274,7 +277,11 @@ class ModelSection(Section):
     )
     modelName: str = acts("name of the model in requests", min_length=1, max_length=256)
     modelWeightPath: Path = acts("model folder", min_length=1)
-    worldSize: int = acts("devices of the model: tp x pp", ge=1, le=1024)
+    worldSize: int = acts(
+        "devices of the model, tp x pp x dp; with multiNodesInferEnabled those of this host",
+        ge=1,
+        le=1024,
+    )
     cpuMemSize: float = partly(
         "GB of host memory; the pool's host_size where configPath sets none", ge=0, le=65536
     )
@@ -291,7 +298,9 @@ class ModelSection(Section):
         "only 1 and -1: context parallelism is not mapped", None, ge=-1
     )
     moe_tp: int | None = idle("vLLM derives it from tp, dp and moe_ep", ge=-1)
-    moe_ep: int | None = acts("more than 1: expert parallelism on", None, ge=-1)
+    moe_ep: int | None = partly(
+        "more than 1: expert parallelism on, over all tp x dp devices", None, ge=-1
+    )
     kv_trans_timeout: int | None = idle("for prefill and decode apart", ge=0)
     kv_link_timeout: int | None = idle("for prefill and decode apart", ge=0)
     async_scheduler_wait_time: int | None = idle(_SCHEDULER, ge=0)
@@ -339,7 +348,10 @@ class DeploySection(Section):
 
 
 class ScheduleSection(Section):
-    templateType: Literal["Standard", "Mix"] = acts("Mix = splitfuse: chunked prefill", "Standard")
+    templateType: Literal["Standard", "Mix"] = partly(
+        "Mix = splitfuse: chunked prefill; Standard: vLLM's default, which is chunked too",
+        "Standard",
+    )
     templateName: str | None = idle("there is one template", "Standard_LLM")
     cacheBlockSize: int = acts("tokens in a KV block", 128, ge=1, le=128)
     maxPrefillBatchSize: int | None = idle(_SCHEDULER, 50, ge=1)
