@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from kvrecall.lab.ports import free_port
@@ -60,9 +61,9 @@ def servers(folder: Path) -> Iterator[list[LiveServer]]:
             (folder / host).mkdir()
             given = ["--config", str(folder / "config.json"), "--host", host, "--"]
             given += ["--data-parallel-rank", str(rank), *words]
-            live = LiveServer(folder / host, given, f"http://{host}:{ports['port']}")
-            live.management.base_url = f"http://{host}:{ports['managementPort']}"
-            started.append(live)
+            url, plane = (f"http://{host}:{ports[x]}" for x in ("port", "managementPort"))
+            management = httpx.Client(base_url=plane, timeout=60)
+            started.append(LiveServer(folder / host, given, url, management=management))
         for live in started:
             live.wait_ready()
         yield started
