@@ -480,6 +480,7 @@ def test_a_seed_without_a_pool(folder: Path, plugins: str | None) -> None:
     words = [str(folder / "model"), "--no-pool", "--port", str(port)]
     words += ["--kv-cache-memory-bytes", "64MiB", "--", "--max-num-batched-tokens", "256"]
     named = {} if plugins is None else {"VLLM_PLUGINS": plugins}
+    named |= {"VLLM_RETRIEVAL_DENSE_LAYERS": "1"}  # of the model's two
     url = f"http://127.0.0.1:{port}"
     plain = LiveServer(folder, words, url, warm=plugins is None, environment=named)
     try:
