@@ -1,4 +1,5 @@
-# Every target makes .venv ready first: some three minutes the first time, then at once.
+# Every target makes .venv ready first, as far as it needs it: some three minutes the first time,
+# then at once. `make setup` makes it ready for all of them.
 #
 #   make demo            a server, a conversation, and what was recalled
 #   make demo-mooncake   two servers that share blocks by Mooncake
@@ -11,15 +12,16 @@
 #   make identity        pairs of engines that differ in one thing, on one pool: half an hour
 #   make bench           all benchmarks with their peers, plots and tables; QUICK=1 small, unpublished
 #   make gpu-check       retrieval and copies on this machine's GPU
-.PHONY: demo demo-mooncake serve test test-all check chaos identity bench gpu-check setup
+.PHONY: demo demo-mooncake serve test test-all check chaos identity bench gpu-check setup \
+  setup-engine setup-mooncake setup-bench
 
-demo: setup
+demo: setup-engine
 	@.venv/bin/python -m kvrecall.lab.demo $(DEMO)
 
-demo-mooncake: setup
+demo-mooncake: setup-mooncake
 	@.venv/bin/python -m kvrecall.lab.demo mooncake $(DEMO)
 
-serve: setup
+serve: setup-engine
 	@.venv/bin/python -m kvrecall.lab.demo serve $(SERVE)
 
 # Two files at a time: starting an engine keeps one core busy.
@@ -33,18 +35,21 @@ test-all: setup
 check: setup
 	@scripts/check
 
-chaos: setup
+chaos: setup-engine
 	@.venv/bin/python -m kvrecall.lab.chaos --seconds $(or $(SECONDS),120) $(if $(SEED),--seed $(SEED)) $(CHAOS)
 
 # IDENTITY="--list": which.
-identity: setup
+identity: setup-engine
 	@.venv/bin/python -m kvrecall.lab.identity $(IDENTITY)
 
-bench: setup
+bench: setup-bench
 	@scripts/bench $(if $(QUICK),--quick) $(BENCH)
 
-gpu-check: setup
+gpu-check: setup-engine
 	@.venv/bin/kvrecall gpu-check $(GPU_CHECK)
 
 setup:
 	@scripts/setup
+
+setup-engine setup-mooncake setup-bench:
+	@scripts/setup $(@:setup-%=%)
