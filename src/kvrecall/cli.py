@@ -28,6 +28,7 @@ _ROOMS = {
         "Run and administer a pool: serve, stat, ls, verify, drop, pin, resize, key.",
     ),
     "bench": ("kvrecall.lab.bench.cli", "Measure recall on this machine."),
+    "demo": ("kvrecall.lab.demo.cli", "Show what recall gains on this machine."),
     "simulate": ("kvrecall.simulate.cli", "Play a trace against pool sizes and policies."),
     "router": ("kvrecall.router.cli", "Send prompts to prefill and decode instances."),
     "plan": ("kvrecall.plan.cli", "Size a pool."),

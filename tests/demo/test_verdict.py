@@ -42,8 +42,8 @@ def test_ok_when_tokens_are_equal_and_every_tier_was_hit() -> None:
     summary = Verdict(rows(), "some-model").summary()
     assert list(summary) == [
         "ok", "tokens_equal", "device_hit_tokens", "host_hit_tokens", "disk_hit_tokens",
-        "ttft_recompute_s", "ttft_device_s", "ttft_host_s", "ttft_disk_s", "answers_right", "model",
-        "vllm",
+        "ttft_recompute_s", "ttft_device_s", "ttft_host_s", "ttft_disk_s", "answers_right",
+        "times_as_fast", "model", "vllm",
     ]  # fmt: skip
     assert (summary["ok"], summary["tokens_equal"]) == (True, True)
     assert summary["device_hit_tokens"] == 128 + 256
@@ -76,11 +76,35 @@ def test_one_wrong_answer_is_told() -> None:
     assert Verdict(wrong, "m").summary()["ok"] is True
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_the_last_line_is_one_line_of_json(terminal: bool) -> None:
+def printed(verdict: Verdict, as_json: bool = False, terminal: bool = False) -> list[str]:
     out = io.StringIO()
-    Verdict(rows(), "a[red]model" * 20).print(Console(file=out, force_terminal=terminal, width=60))
-    assert json.loads(out.getvalue().splitlines()[-1])["model"] == "a[red]model" * 20
+    verdict.print(Console(file=out, force_terminal=terminal, width=60), as_json)
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_line_of_json_is_one_line_however_narrow_it_is(terminal: bool) -> None:
+    verdict = Verdict(rows(), "a[red]model" * 20)
+    (line,) = (line for line in printed(verdict, terminal=terminal) if line.startswith("{"))
+    assert json.loads(line)["model"] == "a[red]model" * 20
+    assert printed(verdict, as_json=True, terminal=terminal) == [line]
+
+
+def test_the_last_line_says_what_was_gained() -> None:
+    fast = without(without(rows(), 1, ttft_s=6.5), 4, ttft_s=0.1)
+    assert printed(Verdict(without(fast, 5, ttft_s=2.0), "m"))[-1] == (
+        "First token of the long text: 65 times as fast from host memory, 3.2 times from disk "
+        "after a restart; 6 of 6 answers identical."
+    )
+    other = without(rows(), 4, tokens=(1, 3))
+    assert printed(Verdict(other, "m"))[-1].endswith("5 of 6 answers identical.")
+
+
+def test_what_a_model_of_random_weights_says_is_not_judged() -> None:
+    verdict = Verdict(rows(), "m", trained=False)
+    assert verdict.summary()["answers_right"] is None
+    assert verdict.summary()["ok"] is True
+    assert not [line for line in printed(verdict) if "answer about" in line]
 
 
 def test_the_conversation_is_the_guides_word_for_word() -> None:

@@ -151,7 +151,7 @@ def test_commands_that_need_no_engine(installed: Path) -> None:
     words = ["simulate", "synthetic:loop", "--capacity-blocks", "100", "--policy", "all", "--json"]
     told = json.loads(kvrecall(installed, *words).strip().splitlines()[-1])
     assert "lru" in json.dumps(told)
-    for command in ("plan", "pool", "bench", "router", "serve", "config"):
+    for command in ("plan", "pool", "bench", "demo", "router", "serve", "config"):
         assert "Usage" in kvrecall(installed, command, "--help")
 
 

@@ -14,13 +14,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
 import typer
 
 from kvrecall.errors import KvrecallError
+from kvrecall.lab.progress import ProgressLines
 
 _OURS = (
     "import sys; from kvrecall.lab.processes import end_with; end_with(int(sys.argv.pop(1))); "
@@ -62,15 +63,6 @@ def _watch(parent: int) -> None:
     os._exit(1)
 
 
-def progress_of(command: str) -> Callable[[str], None]:
-    """Prints lines of ``command`` on stderr, with the time of day."""
-
-    def progress(line: str) -> None:
-        print(f"{command}: {time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
-
-    return progress
-
-
 @contextlib.contextmanager
 def command_folder(
     command: str, keep: bool = False, keep_failed: bool = True, large: Sequence[str] = ()
@@ -81,7 +73,7 @@ def command_folder(
     with 0 or Ctrl-C; then without what is ``large``.
     """
     unwind_on_signals()
-    progress = progress_of(command)
+    progress = ProgressLines(command)
     folder = Path(tempfile.mkdtemp(prefix=f"kvrecall-{command}-"))
     failed = True
     try:

@@ -97,7 +97,7 @@ def _with_json(measure: Callable[..., Report]) -> Callable[..., None]:
     """A benchmark as a function of its options and ``--json`` that prints the report."""
 
     def run(json: bool, **options: Any) -> None:
-        with errors_shown():
+        with errors_shown(), progress.alive():
             report = measure(**options)
         report.print(json)
 
@@ -142,7 +142,8 @@ def run_suite(
             names = ", ".join(step.name for step in steps)
             raise typer.BadParameter(f"{', '.join(unknown)}; there are: {names}")
         steps = [step for step in steps if step.name in wanted]
-    failed = suite.run_all(steps, out, "quick" if quick else "full", progress, add, note)
+    with progress.alive(beats=False):  # those that it runs do
+        failed = suite.run_all(steps, out, "quick" if quick else "full", progress, add, note)
     raise typer.Exit(1 if failed else 0)
 
 

@@ -10,7 +10,6 @@ import platform
 import shutil
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from rich.table import Table
 
 from kvrecall import __version__
 from kvrecall.errors import ConfigError
+from kvrecall.lab.progress import ProgressLines
 
 Tokens = Annotated[int, typer.Option(min=128, help="Length of the prefix or document.")]
 Times = Annotated[int, typer.Option(min=1)]
@@ -103,9 +103,8 @@ class Report:
         print(json.dumps(line, separators=(",", ":")))
 
 
-def progress(line: str) -> None:
-    """Says on standard error what a benchmark does."""
-    print(f"bench: {line}", file=sys.stderr, flush=True)
+progress = ProgressLines("bench")
+"""Says on standard error what a benchmark does."""
 
 
 def names_in(text: str) -> tuple[str, ...]:

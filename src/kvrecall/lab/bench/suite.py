@@ -188,7 +188,7 @@ def _child(step: Step, say: Say) -> dict[str, Any]:
                     time.sleep(0.2)
                     for line in said:
                         if line.startswith("bench: "):
-                            say("  " + line.removeprefix("bench: ").strip())
+                            say("  " + line.split(" ", 2)[-1].rstrip())
         finally:
             child.stop(90.0)
             with suppress(ProcessLookupError):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from typing import Annotated
 
 import typer
 
 from kvrecall.config import parse_size
 from kvrecall.lab.chaos.run import ChaosRun, Settings
-from kvrecall.lab.processes import command_folder, progress_of
+from kvrecall.lab.processes import command_folder
+from kvrecall.lab.progress import ProgressLines
 
 app = typer.Typer(add_completion=False)
 
@@ -29,13 +31,14 @@ def chaos(
     damaged. Every reply is compared with that of an engine without a pool. The last line is JSON;
     the exit status is 0 only if wrong, hung, failed, lost_committed and leaked_bytes are."""
     logging.getLogger("kvrecall").setLevel(logging.CRITICAL)  # losses are meant
-    progress = progress_of("chaos")
+    progress = ProgressLines("chaos")
     seed = secrets.randbelow(1 << 20) if seed is None else seed
     with command_folder("chaos", keep) as folder:
         disk_bytes = parse_size(disk_size, "disk-size")
         settings = Settings(seconds, seed, engines, disk_bytes=disk_bytes)
-        progress(f"seed {seed}, in {folder}")
-        report = ChaosRun(settings, folder, progress).run()
+        with progress.alive():
+            progress(f"seed {seed}, in {folder}, {time.strftime('%H:%M:%S')}")
+            report = ChaosRun(settings, folder, progress).run()
         print(report.line(seed=seed, seconds=seconds), flush=True)
         raise typer.Exit(0 if report.is_clean else 1)
 

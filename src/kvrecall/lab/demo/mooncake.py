@@ -20,10 +20,13 @@ from kvrecall.lab.demo.tiers import (
     Rows,
     answers_table,
     long_question,
+    print_headline,
     print_line,
+    times,
 )
-from kvrecall.lab.engines.server import Answer, Progress, ServerProcess
+from kvrecall.lab.engines.server import Answer, ServerProcess
 from kvrecall.lab.masters import Master
+from kvrecall.lab.progress import ProgressLines
 
 _SEGMENT = "512MB"  # of memory that each server lends to the store
 _TRIES = 8  # texts asked after the master's restart, until the servers have rejoined it
@@ -33,7 +36,7 @@ _PAUSE_S = 2.0
 class MooncakeDemo:
     """Runs the demo in a folder of its own, which the caller removes."""
 
-    def __init__(self, model: Path, characters: int, folder: Path, progress: Progress) -> None:
+    def __init__(self, model: Path, characters: int, folder: Path, progress: ProgressLines) -> None:
         self._model = model
         self._folder = folder
         self._progress = progress
@@ -83,6 +86,7 @@ class MooncakeDemo:
     def _ask(
         self, servers: dict[str, ServerProcess], name: str, text: str, prompt: str, when: str
     ) -> Answer | None:
+        self._progress.now(f"{text}, {name}, {when}: waiting for the answer")
         try:
             answer = servers[name].ask(prompt, ANSWER_TOKENS)
         except (EngineError, httpx.HTTPError) as error:
@@ -117,7 +121,7 @@ class MooncakeVerdict:
         self._rows = Rows(demo.rows)
 
     def summary(self) -> dict[str, object]:
-        """The last line. ``ok``: equal tokens, no failed request, and the store was hit before
+        """The line of JSON. ``ok``: equal tokens, no failed request, and the store was hit before
         and after the restart of its master."""
         demo, rows = self._demo, self._rows
         hit = rows.recalled("remote", "stored by A") and rows.recalled("remote", "master restarted")
@@ -133,8 +137,20 @@ class MooncakeVerdict:
             "requests_failed": demo.failed,
         }
 
-    def print(self, console: Console) -> None:
-        """The table for people, and the line of JSON."""
+    def headline(self) -> str:
+        """What to remember."""
+        faster = self._rows.faster("stored by A", "new")
+        return (
+            f"First token of the long text at server B: {times(faster)} as fast with what A "
+            f"stored; {self._rows.identical}, {self._demo.failed} requests failed."
+        )
+
+    def print(self, console: Console, as_json: bool = False) -> None:
+        """The table for people, the line of JSON, and what to remember; or only the line of
+        JSON."""
+        if as_json:
+            print_line(console, self.summary())
+            return
         rows = [
             ((row.text, row.server, row.when), row.answer, self._rows.equal(row))
             for row in self._rows.all
@@ -143,3 +159,4 @@ class MooncakeVerdict:
         labels, tiers = ("request", "server", "when"), ("device", "host", "remote")
         console.print(answers_table(title, labels, tiers, rows))
         print_line(console, self.summary())
+        print_headline(console, self.headline())

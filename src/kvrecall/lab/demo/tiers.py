@@ -15,7 +15,8 @@ from rich.table import Table
 
 from kvrecall.errors import ConfigError, EngineError
 from kvrecall.lab.bench.report import engine_version
-from kvrecall.lab.engines.server import Answer, Progress, ServerProcess
+from kvrecall.lab.engines.server import Answer, ServerProcess
+from kvrecall.lab.progress import ProgressLines
 
 # -- what is asked ---------------------------------------------------------------------------
 
@@ -88,11 +89,13 @@ _BROWSER_MS = 60_000
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model, a text of so many characters for it, and the longest sequence it serves."""
+    """A model, a text of so many characters for it, and the longest sequence it serves.
+    ``trained``: its answers mean something."""
 
     model: Path
     characters: int
     max_model_len: int
+    trained: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ class TierDemo:
     dashboard; None: nowhere."""
 
     def __init__(
-        self, subject: Subject, folder: Path, progress: Progress, picture: Path | None = None
+        self, subject: Subject, folder: Path, progress: ProgressLines, picture: Path | None = None
     ) -> None:
         self._picture = picture
         self._subject = subject
@@ -133,6 +136,7 @@ class TierDemo:
             dashboard = f"{server.url}/dashboard"
             self._progress(f"  its dashboard, for as long as it runs: {dashboard}")
             self._ask(server, "new", list(self._prompts))
+            self._progress.now("waiting until the pool has written to disk")
             server.settle()
             self._ask(server, "asked again", ["long text"])
             server.forget_device()
@@ -159,6 +163,7 @@ class TierDemo:
             if when in ("no pool", "new", "server restarted"):
                 server.ask(WARM_UP, 4)
             for name in names:
+                self._progress.now(f"{name}, {when}: waiting for the answer")
                 answer = server.ask(self._prompts[name], ANSWER_TOKENS)
                 self.rows.append(Row(name, when, answer))
                 self._progress(f"  {name}, {when}: first token after {answer.ttft_s:.3f} s")
@@ -183,6 +188,16 @@ class Rows:
     def all_equal(self) -> bool:
         return bool(self.all) and all(map(self.equal, self.all))
 
+    @property
+    def identical(self) -> str:
+        """How many answers have the tokens of the first one to their text."""
+        return f"{sum(map(self.equal, self.all))} of {len(self.all)} answers identical"
+
+    def faster(self, when: str, computed: str) -> float:
+        """How many times as fast the first token of the long text came; 0 if one is missing."""
+        then, now = self.ttft(computed), self.ttft(when)
+        return then / now if then and now else 0.0
+
     def recalled(self, tier: str, when: str = "") -> int:
         """Prompt tokens from the tier, in all or by the requests sent ``when``."""
         rows = (row for row in self.all if when in ("", row.when))
@@ -197,13 +212,15 @@ class Rows:
 class Verdict:
     """What the rows of a finished demo of the tiers show."""
 
-    def __init__(self, rows: Sequence[Row], model: str) -> None:
+    def __init__(self, rows: Sequence[Row], model: str, trained: bool = True) -> None:
+        """``trained``: whether what the model says means something."""
         self._rows = Rows(rows)
         self._model = model
+        self._trained = trained
         self._long = [row for row in rows if row.text == "long text"]
 
     def summary(self) -> dict[str, object]:
-        """The last line of the demo. ``ok``: all tokens equal and every tier was hit."""
+        """The line of JSON. ``ok``: all tokens equal and every tier was hit."""
         rows = self._rows
         hits = {tier: rows.recalled(tier) for tier in ("device", "host", "disk")}
         return {
@@ -214,7 +231,11 @@ class Verdict:
             "ttft_device_s": rows.ttft("asked again"),
             "ttft_host_s": rows.ttft("device cache emptied"),
             "ttft_disk_s": rows.ttft("server restarted"),
-            "answers_right": self._right(),
+            "answers_right": self._right() if self._trained else None,
+            "times_as_fast": {
+                tier: round(self._rows.faster(when, "no pool"), 1)
+                for tier, when in (("host", "device cache emptied"), ("disk", "server restarted"))
+            },
             "model": self._model,
             "vllm": engine_version(),
         }
@@ -223,8 +244,23 @@ class Verdict:
         """Whether every reply over the long text names the value that the text states."""
         return all(ANSWER in row.answer.text.strip().split("\n")[0] for row in self._long)
 
-    def print(self, console: Console) -> None:
-        """The table for people, what the answers were, and the line of JSON."""
+    def headline(self) -> str:
+        """What to remember."""
+        host, disk = (
+            self._rows.faster(when, "no pool")
+            for when in ("device cache emptied", "server restarted")
+        )
+        return (
+            f"First token of the long text: {times(host)} as fast from host memory, {times(disk)} "
+            f"from disk after a restart; {self._rows.identical}."
+        )
+
+    def print(self, console: Console, as_json: bool = False) -> None:
+        """The table for people, what the answers were, the line of JSON, and what to remember; or
+        only the line of JSON."""
+        if as_json:
+            print_line(console, self.summary())
+            return
         rows = [((row.text, row.when), row.answer, self._rows.equal(row)) for row in self._rows.all]
         title = f"{self._model} on vLLM {engine_version()}"
         table = answers_table(title, ("request", "server"), ("device", "host", "disk"), rows)
@@ -233,11 +269,15 @@ class Verdict:
         hits = {row.answer.logprobs for row in self._long if row.when not in ("no pool", "new")}
         same = "bit-identical" if len(hits) == 1 else "NOT bit-identical"
         console.print(f"log-probabilities after a device, host and disk hit: {same}")
-        answer = self._rows.first["long text"].text.strip().splitlines()
-        verdict = "right, each time" if self._right() else "not what the text says"
-        said = answer[0] if answer else ""
-        console.print(f"answer over the long text: {said!r}, {verdict}", markup=False)
+        if self._trained:
+            answer = self._rows.first["long text"].text.strip().splitlines()
+            verdict = "right, each time" if self._right() else "not what the text says"
+            said = answer[0] if answer else ""
+            console.print(f"answer about the long text: {said!r}, {verdict}", markup=False)
+        else:
+            console.print("the weights are random: only whether answers are equal means something")
         print_line(console, self.summary())
+        print_headline(console, self.headline())
 
 
 def answers_table(
@@ -266,14 +306,24 @@ def print_line(console: Console, summary: dict[str, object]) -> None:
     console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
+def print_headline(console: Console, line: str) -> None:
+    """The last line, for people."""
+    console.print(f"\n{line}", style="bold", soft_wrap=True, markup=False, highlight=False)
+
+
+def times(factor: float) -> str:
+    """A factor, as people read it."""
+    return f"{factor:.0f} times" if factor >= 9.95 else f"{factor:.1f} times"
+
+
 def require_browser() -> None:
     """Raises ConfigError if no picture can be taken here."""
     try:
         import playwright.sync_api  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ConfigError("SHOT=1 needs playwright: pip install 'kvrecall[dev]'") from error
+        raise ConfigError("--shot needs playwright; make setup brings it") from error
     if _browser() is None:
-        raise ConfigError(f"SHOT=1 needs a browser: one of {', '.join(_BROWSERS)}")
+        raise ConfigError(f"--shot needs a browser: one of {', '.join(_BROWSERS)}")
 
 
 def _browser() -> str | None:

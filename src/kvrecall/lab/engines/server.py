@@ -87,17 +87,15 @@ class ServerProcess(ChildProcess):
         self.port = free_port()
         command = kvrecall("serve", *_with_port(self._arguments, self.port))
         self.launch(command, {**self._environment, "VLLM_SERVER_DEV_MODE": "1"})
-        begin = said = time.monotonic()
+        begin = time.monotonic()
         while not is_healthy(self.url):
             now = time.monotonic()
             if not self.is_alive:
                 raise EngineError(f"the server ended while starting:\n{self.log_tail(_CAUSE)}")
             if now - begin > START_TIMEOUT_S:
                 raise EngineError(f"the server is not ready after {now - begin:.0f} s")
-            if now - said >= 10:
-                self._progress(f"  still starting ({now - begin:.0f} s)")
-                said = now
             time.sleep(0.25)
+        self._progress(f"  the server is ready, after {time.monotonic() - begin:.0f} s")
 
     def cpu_seconds(self) -> float:
         """Processor time the server and the processes it started have used so far."""

@@ -18,6 +18,7 @@ from kvrecall.lab.bench.report import engine_version, machine
 from kvrecall.lab.gpu_check import servers
 from kvrecall.lab.gpu_check.outcome import Outcome, State, tried
 from kvrecall.lab.gpu_check.part import run_part
+from kvrecall.lab.progress import ProgressLines
 
 app = typer.Typer(add_completion=False)
 
@@ -47,10 +48,9 @@ def gpu_check(
     Ends with 1 if a check failed; without a GPU or vLLM it says so and ends with 0.
     """
 
-    def progress(text: str) -> None:
-        typer.echo(text, err=True)
-
-    outcomes = list(_outcomes(quick, progress))
+    progress = ProgressLines("gpu-check")
+    with progress.alive():
+        outcomes = list(_outcomes(quick, progress))
     report = summary(outcomes)
     if not as_json and report["ran"]:
         _show(outcomes)
@@ -86,7 +86,7 @@ def summary(outcomes: list[Outcome]) -> dict[str, object]:
 def _outcomes(quick: bool, progress: Callable[[str], None]) -> Iterator[Outcome]:
     """The first is whether there is a device; without one there is no other."""
     found = without_engine() or run_part("device", _DEVICE)
-    progress(f"gpu-check: {found.note}" + ("" if found.state is State.PASS else _NOTHING))
+    progress(found.note + ("" if found.state is State.PASS else _NOTHING))
     yield found
     if found.state is not State.PASS:
         return

@@ -14,12 +14,13 @@ import typer
 
 from kvrecall.lab.identity.pairs import PAIRS, Kv, Pair
 from kvrecall.lab.identity.trial import Laboratory, Verdict
-from kvrecall.lab.processes import command_folder, progress_of
+from kvrecall.lab.processes import command_folder
+from kvrecall.lab.progress import ProgressLines
 
 app = typer.Typer(add_completion=False)
 
 _FAULTS_SHOWN = 3
-_progress = progress_of("identity")
+_progress = ProgressLines("identity")
 
 
 @app.command()
@@ -46,9 +47,10 @@ def identity(
         return
     chosen = _chosen(only or [])
     with command_folder("identity", keep, large=("models", "pools", "cache")) as folder:
-        _progress(f"{len(chosen)} pairs, {jobs} engines at a time, in {folder}")
         began = time.monotonic()
-        verdicts = list(_try(chosen, folder, jobs, keep))
+        with _progress.alive():
+            _progress(f"{len(chosen)} pairs, {jobs} engines at a time, in {folder}")
+            verdicts = list(_try(chosen, folder, jobs, keep))
         print(_line(verdicts, time.monotonic() - began), flush=True)
         raise typer.Exit(1 if any(verdict.faults for verdict in verdicts) else 0)
 

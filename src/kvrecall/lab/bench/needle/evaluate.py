@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvrecall.attention.selection import split_of
 from kvrecall.attention.settings import RetrievalSettings
@@ -146,7 +144,7 @@ def measure_needle(
         recall = Path(model).name.startswith("recall-tiny")  # it knows one form of question
         style = ask or (PromptStyle.RECALL if recall else PromptStyle.INSTRUCT)
         facts["asked_as"] = style.value
-        advance = stack.enter_context(_bar(dataset.question_count * len(servers.variants)))
+        advance = _counting(dataset.question_count * len(servers.variants))
         results = ask_all(servers, style, dataset, advance)
     results.require_active()
     report = report_of(results, model, dataset.tasks, depths, facts)
@@ -282,21 +280,14 @@ def _replies(
     return replies
 
 
-@contextmanager
-def _bar(total: int) -> Iterator[Advance]:
-    """A bar on standard error; where that is no terminal, a line for every text and variant."""
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-    )  # fmt: skip
-    console = Console(stderr=True)
-    with Progress(*columns, console=console) as bar:
-        job = bar.add_task("asking", total=total)
+def _counting(total: int) -> Advance:
+    """Says how many of all replies have come; a line for every text and variant."""
+    come = 0
 
-        def advance(doing: str, replies: int) -> None:
-            bar.update(job, description=doing, advance=replies)
-            if not replies and not console.is_terminal:
-                console.print(
-                    f"bench: {doing}: {int(bar.tasks[0].completed)} of {total} replies so far"
-                )
+    def advance(doing: str, replies: int) -> None:
+        nonlocal come
+        come += replies
+        say = progress.now if replies else progress
+        say(f"{doing}: {come} of {total} replies so far")
 
-        yield advance
+    return advance
