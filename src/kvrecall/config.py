@@ -57,6 +57,34 @@ def parse_age(value: object, name: str) -> float:
     return float(match[1]) * _AGE_UNITS[match[2]]
 
 
+def format_size(nbytes: float) -> str:
+    """Bytes in binary units, three digits, as every table of ours shows them: ``12.3 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(nbytes) < 1023.5 or unit == "TiB":
+            break
+        nbytes /= 1024
+    return f"{nbytes:,.0f} {unit}" if abs(nbytes) >= 99.95 else f"{nbytes:.3g} {unit}"
+
+
+def setting_of(nbytes: int) -> str | int:
+    """A size as a person writes it in a setting; as a number if no unit divides it."""
+    units = (("TiB", 1 << 40), ("GiB", 1 << 30), ("TB", 10**12), ("GB", 10**9), ("MiB", 1 << 20))
+    found = (f"{nbytes // size}{unit}" for unit, size in units if nbytes and nbytes % size == 0)
+    return next(found, nbytes)
+
+
+def format_count(number: int) -> str:
+    """A number of at most seven characters: ``999,999``, ``12.3M``, ``4.56G``."""
+    if abs(number) < 1_000_000:
+        return f"{number:,}"
+    amount = float(number)
+    for unit in "MGT":
+        amount /= 1000 if unit != "M" else 1_000_000
+        if abs(amount) < 999.5:
+            break
+    return f"{amount:.3g}{unit}"
+
+
 def parse_tenant(text: str, name: str) -> Tenant:
     """A tenant as ``pool ls`` prints it, or ``salt:`` and the requests' ``cache_salt``."""
     if text.startswith("salt:") and len(text) > 5:

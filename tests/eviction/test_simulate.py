@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -261,6 +263,31 @@ def test_empty_or_binary(tmp_path: Path, content: bytes) -> None:
         read_trace(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (gzip.compress(b"{}"), "is compressed; unpack it first, with gunzip"),
+        (b"PK\x03\x04...", "is compressed; unpack it first, with unzip"),
+        (b"\x89PNG\r\n", "is no text"),
+        (b"", "holds no blocks"),
+        (b"timestamp,hash_ids\n1,2\n", ":1: not JSON"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_one_line(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "t"
+    path.write_bytes(content)
+    done = CliRunner().invoke(app, [str(path), "--capacity-blocks", "5"])
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert words in done.stderr
+
+
+def test_reading_reports_all_of_the_file(small: Path) -> None:
+    parts: list[int] = []
+    read_trace(small, parts.append)
+    assert len(parts) == 30
+    assert sum(parts) == small.stat().st_size + 1, "a line end for each, the last one's too"
+
+
 def test_workloads_are_reproducible() -> None:
     for name in WORKLOADS:
         one, same, other = (make_workload(name, seed) for seed in (1, 1, 2))
@@ -313,9 +340,59 @@ def test_command_compares_and_ends_with_json(small: Path) -> None:
     assert [tier["tier"] for tier in row["policies"][0]["tiers"]] == ["host", "disk"]
 
 
+def test_sizes_are_taken_as_well_as_blocks(small: Path) -> None:
+    def told(*words: str) -> Any:
+        result = CliRunner().invoke(app, [str(small), "--json", *words])
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    per_block = ("--block-bytes", "64MiB")
+    in_bytes = told("--tiers", "host:128MiB,disk:1GiB", *per_block)
+    in_blocks = told("--tiers", "host:2,disk:16", *per_block)
+    assert in_bytes == in_blocks
+    assert [tier["capacity_bytes"] for tier in in_bytes["tiers"]] == [128 << 20, 1 << 30]
+    assert told("--capacity", "320MiB", *per_block) == told("--capacity-blocks", "5", *per_block)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "hint"),
+    [
+        ("host:100,disk:200", "disk adds nothing: host holds the whole trace"),
+        ("host:2,disk:2", "disk adds nothing: it is no larger than host"),
+        ("host:2,disk:100", None),
+        ("host:8,disk:20,remote:100", "remote adds nothing: with host and disk alone"),
+    ],
+)
+def test_a_tier_that_adds_nothing_is_named(tmp_path: Path, tiers: str, hint: str | None) -> None:
+    path = tmp_path / "loop.jsonl"  # four blocks, at once and again later, and others once
+    rows = [{"timestamp": 1000 * n, "hash_ids": [n // 2 % 4, 10 + n]} for n in range(40)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    result = CliRunner().invoke(app, [str(path), "--tiers", tiers, "--policy", "lru"])
+    hints = json.loads(result.stdout.splitlines()[-1])["hints"]
+    assert [each for each in hints if hint and each.startswith(hint)] if hint else not hints
+    assert all(f"hint: {each[:20]}" in result.stdout for each in hints)
+
+
+@pytest.mark.parametrize(("policy", "columns"), [("all", 80), ("hazard", 80), ("all", 100)])
+def test_the_table_is_not_cut(
+    small: Path, policy: str, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    words = ["--tiers", "host:2,remote:999TiB", "--block-bytes", "1MiB", "--policy", policy]
+    result = CliRunner().invoke(app, [str(small), *words])
+    *shown, _ = result.stdout.splitlines()
+    assert max(map(len, shown)) <= columns
+    assert "…" not in result.stdout
+    assert "bypassed" in result.stdout
+
+
 @pytest.mark.parametrize(
     "args",
     [
+        ["--capacity", "64GiB"],
+        ["--capacity", "1KiB", "--block-bytes", "1MiB"],
+        ["--tiers", "host:64GiB,disk:5"],
+        ["--capacity", "64GiB", "--capacity-blocks", "5", "--block-bytes", "1MiB"],
         ["--capacity-blocks", "0"],
         ["--capacity-blocks", "-3"],
         ["--capacity-blocks", "many"],

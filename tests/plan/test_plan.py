@@ -135,7 +135,8 @@ def test_tiers(tmp_path: Path) -> None:
     assert host["sessions"] == 2 * 256 * 64 // 256
     assert 0.94 * 4e12 < disk["blocks"] * (16 << 20) < 0.95 * 4e12
     assert plan["sessions_fit"]
-    assert plan["settings"]["host_size"] == 256 << 30
+    assert plan["settings"]["host_size"] == "256GiB"
+    assert plan["settings"]["disk_size"] == "2TB"
     assert plan["warnings"] == []
 
 
@@ -189,15 +190,66 @@ def test_hit_rates_are_those_of_the_simulation(tmp_path: Path) -> None:
         (["--host-size", "4 apples"], "--host-size"),
         (["--kv-dtype", "int3"], "known: auto"),
         (["--tensor-parallel", "2"], "more than all devices"),
-        (["--device-memory", "8GB"], "the weights of 16.1 GB do not fit"),
+        (["--device-memory", "8GB"], "the weights of 15 GiB do not fit 1 devices of 7.45 GiB"),
         (["--policy", "magic"], "magic"),
-        (["--host-size", "1MiB", "--trace", "x"], "x: cannot be read"),
+        (["--host-size", "1MiB", "--trace", "/x"], "/x: cannot be read: No such file"),
     ],
 )
 def test_wrong_arguments_are_named(tmp_path: Path, arguments: list[str], words: str) -> None:
     done = CliRunner().invoke(app, [str(model(tmp_path, LLAMA_8B)), *arguments])
     assert done.exit_code == 2
     assert re.search(words, done.output), done.output
+
+
+def test_sizes_are_printed_in_binary_units_as_they_were_given(tmp_path: Path) -> None:
+    arguments = [model(tmp_path, LLAMA_8B), "--host-size", "256GiB", "--disk-size", "4TB"]
+    done = CliRunner().invoke(app, [str(each) for each in arguments])
+    *shown, _ = done.stdout.splitlines()
+    assert [line for line in shown if "host" in line and " 256 GiB " in line]
+    assert [line for line in shown if "disk" in line and " 3.64 TiB " in line]
+    assert '{"host_size": "256GiB", "disk_path": "/var/lib/kvrecall", "disk_size": "4TB"}' in (
+        done.stdout
+    )
+    assert not [line for line in shown if re.search(r"\d [KMGT]B", line)][:-1], (
+        "decimal units but for what one of ours is"
+    )
+
+
+def hub_copy(cache: Path, revision: str) -> None:
+    """A model's config.json as Hugging Face's libraries keep it."""
+    folder = cache / "models--Qwen--Qwen3-8B" / "snapshots" / revision
+    folder.mkdir(parents=True)
+    model(folder, LLAMA_8B)
+
+
+def test_a_model_of_the_hub_is_looked_for_in_the_local_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    done = CliRunner().invoke(app, ["Qwen/Qwen3-8B"])
+    assert done.exit_code == 2
+    assert "hf download Qwen/Qwen3-8B config.json" in done.stderr
+    assert str(tmp_path / "hub") in done.stderr
+    assert done.stderr.count("\n") == 1
+    hub_copy(tmp_path / "hub", "0a1b")
+    assert planned("Qwen/Qwen3-8B")["plan"] == "Qwen/Qwen3-8B"
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    refs = tmp_path / "hub" / "models--Qwen--Qwen3-8B" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0a1b")
+    assert planned("Qwen/Qwen3-8B")["bytes_per_token"] == 131072
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("folder", "has no config.json"), ("folder/x.json", "there is no such file"), ("", "folder")],
+)
+def test_a_path_that_is_no_model(tmp_path: Path, name: str, words: str) -> None:
+    (tmp_path / "folder").mkdir()
+    done = CliRunner().invoke(app, [str(tmp_path / name)])
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert words in done.stderr
 
 
 def test_notes(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,10 +11,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvrecall.config import DEFAULT_POLICY, parse_size
+from kvrecall.config import DEFAULT_POLICY, format_count, format_size, parse_size
 from kvrecall.errors import ConfigError, errors_shown
-from kvrecall.plan.model import ModelShape, read_shape
+from kvrecall.plan.model import ModelShape, find_config, read_shape
 from kvrecall.plan.sizing import (
+    TRACE_BLOCK_TOKENS,
     BreakEven,
     Links,
     Site,
@@ -26,8 +28,7 @@ from kvrecall.plan.sizing import (
     with_trace,
 )
 from kvrecall.pool.eviction import make_policy
-from kvrecall.simulate.cli import format_bytes
-from kvrecall.simulate.trace import read_trace
+from kvrecall.simulate.cli import load_trace, progress_bar
 
 app = typer.Typer(add_completion=False)
 _BANDWIDTHS = ("host", "disk", "remote")
@@ -35,26 +36,45 @@ _BANDWIDTHS = ("host", "disk", "remote")
 
 @app.command()
 def plan(
-    model: Annotated[Path, typer.Argument(help="Model folder, or its config.json.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="Model folder, its config.json, or the id of a model in the local Hugging Face "
+            "cache (Qwen/Qwen3-8B).",
+        ),
+    ],
     context: Annotated[str, typer.Option(help="Tokens of a session: 8192 or 32k.")] = "8192",
-    sessions: Annotated[int, typer.Option(min=1, help="That shall find theirs again.")] = 100,
-    hosts: Annotated[int, typer.Option(min=1)] = 1,
-    devices: Annotated[int, typer.Option(min=1, help="Of a host.")] = 1,
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="Devices of an engine.")] = 1,
-    device_memory: Annotated[str, typer.Option(help="Of a device: 64GB.")] = "0",
-    memory_factor: Annotated[float, typer.Option(min=0.1, max=1.0)] = 0.92,
-    host_size: Annotated[str, typer.Option(help="Of a host's pool: 256GiB.")] = "0",
-    disk_size: Annotated[str, typer.Option(help="Of a host's disk tier: 4TB.")] = "0",
-    remote_size: Annotated[str, typer.Option(help="Of the remote store in all.")] = "0",
+    sessions: Annotated[
+        int, typer.Option(min=1, help="Sessions whose cache must stay resident.")
+    ] = 100,
+    hosts: Annotated[int, typer.Option(min=1, help="Machines with devices.")] = 1,
+    devices: Annotated[int, typer.Option(min=1, help="Devices per host.")] = 1,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Devices per engine.")] = 1,
+    device_memory: Annotated[str, typer.Option(help="Memory of a device: 64GB.")] = "0",
+    memory_factor: Annotated[
+        float, typer.Option(min=0.1, max=1.0, help="Share of it that the engine uses.")
+    ] = 0.92,
+    host_size: Annotated[str, typer.Option(help="Host tier of each host: 256GiB.")] = "0",
+    disk_size: Annotated[str, typer.Option(help="Disk tier of each host: 4TB.")] = "0",
+    remote_size: Annotated[str, typer.Option(help="Remote store, all of it: 16TB.")] = "0",
     block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block.")] = 128,
     kv_dtype: Annotated[str, typer.Option(help="auto, bf16, fp8, ...")] = "auto",
     prefill_rate: Annotated[
         float, typer.Option(min=0, help="Tokens a second an engine prefills, short prompts.")
     ] = 0,
-    host_bandwidth: Annotated[str, typer.Option(help="To an engine, a second: 20GB.")] = "0",
-    disk_bandwidth: Annotated[str, typer.Option(help="Alike: 3GB.")] = "0",
-    remote_bandwidth: Annotated[str, typer.Option(help="Alike: 1GB.")] = "0",
-    trace: Annotated[Path | None, typer.Option(help="In Mooncake's format: hit rates.")] = None,
+    host_bandwidth: Annotated[
+        str, typer.Option(help="From the host tier to an engine, a second: 20GB.")
+    ] = "0",
+    disk_bandwidth: Annotated[
+        str, typer.Option(help="From the disk tier to an engine, a second: 3GB.")
+    ] = "0",
+    remote_bandwidth: Annotated[
+        str, typer.Option(help="From the remote store to an engine, a second: 1GB.")
+    ] = "0",
+    trace: Annotated[
+        Path | None, typer.Option(help="Requests in Mooncake's format: gives hit rates.")
+    ] = None,
     policy: Annotated[str, typer.Option(help="Eviction policy, for the trace.")] = DEFAULT_POLICY,
     linked_cards: Annotated[
         int, typer.Option(min=0, help="Ascend: cards (dies) that pool by direct links, in all.")
@@ -64,10 +84,12 @@ def plan(
 ) -> None:
     """Size a pool: bytes per token, blocks by tier, break-even bandwidth, settings.
 
-    Sizes of tiers that are not given are left out; the last line is JSON.
+    Sizes are given in binary (256GiB) or decimal (4TB) units and printed in binary ones. Tiers
+    whose size is not given are left out. The last line is JSON, in bytes.
     """
     with errors_shown():
-        shape = read_shape(model, kv_dtype)
+        config = find_config(model, _hub_cache())
+        shape = read_shape(config, kv_dtype, "" if Path(model).exists() else model)
         make_policy(policy, 1)
         site = Site(
             hosts, devices, tensor_parallel, parse_size(device_memory, "--device-memory"),
@@ -80,7 +102,9 @@ def plan(
         links = links_of(linked_cards, will_grow and linked_cards > 0)
         tiers = tiers_of(shape, site, use, links)
         if trace is not None:
-            tiers = with_trace(tiers, read_trace(trace), policy)
+            requests = load_trace(str(trace))
+            with progress_bar("replaying", len(requests.requests)) as advance:
+                tiers = with_trace(tiers, requests, policy, advance)
         speeds = (host_bandwidth, disk_bandwidth, remote_bandwidth)
         bandwidths = {
             name: parse_size(text, f"--{name}-bandwidth")
@@ -89,8 +113,18 @@ def plan(
     even = break_even(shape, use, prefill_rate or 1000.0)
     report = _summary(shape, site, use, links, tiers, even, bandwidths)
     if not as_json:
-        _print(report, Console(width=max(100, Console().width)), bool(prefill_rate))
+        _print(report, Console(), bool(prefill_rate))
     typer.echo(json.dumps(report))
+
+
+def _hub_cache() -> Path:
+    """Where Hugging Face's libraries keep models."""
+    given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    if given:
+        return Path(given).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
+    return Path(home).expanduser() / "hub"
 
 
 def _tokens(text: str) -> int:
@@ -118,6 +152,7 @@ def _summary(
         "plan": shape.name,
         "bytes_per_token": shape.kv_bytes_per_token,
         "block_bytes": shape.block_bytes(use.block_tokens),
+        "trace_block_bytes": shape.block_bytes(TRACE_BLOCK_TOKENS),
         "session_bytes": use.context * shape.kv_bytes_per_token,
         "needed_bytes": need * shape.kv_bytes_per_token,
         "tiers": [
@@ -166,30 +201,40 @@ def _warnings(shape: ModelShape, use: Use, links: Links, fits: bool, any_tier: b
 
 def _print(report: dict[str, Any], console: Console, rate_given: bool) -> None:
     facts = Table(title=f"{report['plan']}", show_header=False)
-    facts.add_row("KV of a token", format_bytes(report["bytes_per_token"]))
-    facts.add_row("of a block", format_bytes(report["block_bytes"]))
-    facts.add_row("of a session", format_bytes(report["session_bytes"]))
-    facts.add_row("of all sessions", format_bytes(report["needed_bytes"]))
+    facts.add_row("KV of a token", format_size(report["bytes_per_token"]))
+    facts.add_row("of a block", format_size(report["block_bytes"]))
+    facts.add_row(
+        f"of a trace's block ({TRACE_BLOCK_TOKENS} tokens)",
+        format_size(report["trace_block_bytes"]),
+    )
+    facts.add_row("of a session", format_size(report["session_bytes"]))
+    facts.add_row("of all sessions", format_size(report["needed_bytes"]))
     even = report["break_even"]
     rate = "" if rate_given else " (assumed; --prefill-rate)"
     facts.add_row("prefill of an engine", f"{even['prefill_tokens_per_s']:,.0f} tokens/s{rate}")
-    facts.add_row("loading wins above", f"{format_bytes(even['bytes_per_s_at_start'])}/s")
-    facts.add_row("... at the context's end", f"{format_bytes(even['bytes_per_s_at_end'])}/s")
+    facts.add_row("loading wins above", f"{format_size(even['bytes_per_s_at_start'])}/s")
+    facts.add_row("... at the context's end", f"{format_size(even['bytes_per_s_at_end'])}/s")
     for name, wins in even["worth_it"].items():
-        facts.add_row(f"loading from {name}", "faster than computing" if wins else "slower: no")
+        facts.add_row(
+            f"loading from {name}", "faster than computing" if wins else "slower than computing"
+        )
     links = report["links"]
     if links["cards"]:
-        facts.add_row("links of a card", f"{links['links']}, {format_bytes(links['bytes'])}")
+        facts.add_row("links of a card", f"{links['links']}, {format_size(links['bytes'])}")
         facts.add_row("memory factor", f"{links['memory_factor']}")
     console.print(facts)
-    table = Table("tier", "size", "blocks", "tokens", "sessions", "hit rate up to here")
+    table = Table(caption="of all hosts together; 1 GiB = 1.074 GB, 1 TiB = 1.100 TB")
+    table.add_column("tier")
+    for title in ("size", "blocks", "tokens", "sessions", "hit rate up to here"):
+        table.add_column(title, justify="right")
     for tier in report["tiers"]:
         hit = tier["hit_rate_up_to_here"]
+        counts = (format_count(tier[name]) for name in ("blocks", "tokens", "sessions"))
         table.add_row(
-            tier["tier"], format_bytes(tier["bytes"]), f"{tier['blocks']:,}", f"{tier['tokens']:,}",
-            f"{tier['sessions']:,}", "-" if hit is None else f"{hit:.4f}",
-        )  # fmt: skip
+            tier["tier"], format_size(tier["bytes"]), *counts, "-" if hit is None else f"{hit:.4f}"
+        )
     console.print(table)
-    console.print(f"pool.json of each host: {json.dumps(report['settings'])}")
+    settings = json.dumps(report["settings"])
+    console.print(f"pool.json of each host: {settings}", soft_wrap=True, highlight=False)
     for warning in report["warnings"]:
         console.print(f"note: {warning}")

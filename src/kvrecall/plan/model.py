@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,15 +48,44 @@ class ModelShape:
         return 2.0 * self.active_params + 4.0 * self.layers * self.attention_width * depth
 
 
-def read_shape(path: Path, kv_dtype: str = "auto") -> ModelShape:
-    """The shape of the model in a folder, or of a config.json. Raises ConfigError."""
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def find_config(model: str, hub_cache: Path) -> Path:
+    """The config.json of a model folder, of a file, or of a model of the Hugging Face hub that
+    lies in ``hub_cache``. Nothing is downloaded. Raises ConfigError that says how to get it."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise ConfigError(f"{path}: is no model folder: it has no config.json")
+        return path / "config.json"
+    if path.exists() or not _HUB_ID.fullmatch(model):
+        return path
+    copy = hub_cache / f"models--{model.replace('/', '--')}"
+    with contextlib.suppress(OSError):
+        revision = (copy / "refs" / "main").read_text().strip()
+        if (copy / "snapshots" / revision / "config.json").is_file():
+            return copy / "snapshots" / revision / "config.json"
+    others = sorted(copy.glob("snapshots/*/config.json"), key=lambda file: file.stat().st_mtime)
+    if others:
+        return others[-1]
+    raise ConfigError(
+        f"{model}: there is no such folder, and no such model in the local Hugging Face cache "
+        f"({hub_cache}); only its config.json is needed: `hf download {model} config.json` puts it "
+        "there"
+    )
+
+
+def read_shape(path: Path, kv_dtype: str = "auto", name: str = "") -> ModelShape:
+    """The shape of the model in a folder, or of a config.json. ``name``: what to call it, if not
+    by its folder. Raises ConfigError."""
     file = path / "config.json" if path.is_dir() else path
     read = read_json(file).value
     if not isinstance(read, dict):
         raise ConfigError(f"{file}: must hold an object")
     text = read.get("text_config")
     fields = _Fields({**read, **text} if isinstance(text, dict) else read, str(file))
-    return _shape(fields, file, kv_dtype)
+    return _shape(fields, file, kv_dtype, name)
 
 
 class _Fields:
@@ -78,7 +109,7 @@ class _Fields:
         return self._raw.get(name) is True
 
 
-def _shape(fields: _Fields, file: Path, kv_dtype: str) -> ModelShape:
+def _shape(fields: _Fields, file: Path, kv_dtype: str, name: str) -> ModelShape:
     hidden = fields.number("hidden_size", "n_embd", "d_model")
     layers = fields.number("num_hidden_layers", "n_layer", "num_layers")
     heads = fields.number("num_attention_heads", "n_head")
@@ -96,7 +127,7 @@ def _shape(fields: _Fields, file: Path, kv_dtype: str) -> ModelShape:
     params, active = _params(fields, hidden, layers, heads, kv_heads, head)
     weights = sum(f.stat().st_size for f in file.parent.glob("*.safetensors"))
     return ModelShape(
-        name=file.parent.name or str(file),
+        name=name or file.parent.name or str(file),
         layers=layers,
         kv_heads=1 if latent else kv_heads,
         is_latent=bool(latent),

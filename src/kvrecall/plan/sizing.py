@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from kvrecall.config import format_size, setting_of
 from kvrecall.errors import ConfigError
 from kvrecall.plan.model import ModelShape
 from kvrecall.pool.disk.index import ROW_BYTES
@@ -109,8 +111,8 @@ def device_tier_bytes(shape: ModelShape, site: Site, links: Links) -> int:
     left = int(devices * site.device_bytes * factor) - site.instances * shape.weight_bytes
     if left <= 0:
         raise ConfigError(
-            f"the weights of {shape.weight_bytes / 1e9:.1f} GB do not fit {site.tensor_parallel} "
-            f"devices of {site.device_bytes / 1e9:.1f} GB at a memory factor of {factor:.2f}; "
+            f"the weights of {format_size(shape.weight_bytes)} do not fit {site.tensor_parallel} "
+            f"devices of {format_size(site.device_bytes)} at a memory factor of {factor:.2f}; "
             "give more devices an engine with --tensor-parallel"
         )
     return left
@@ -136,13 +138,19 @@ def tiers_of(shape: ModelShape, site: Site, use: Use, links: Links) -> list[Tier
     ]
 
 
-def with_trace(tiers: list[TierPlan], trace: Trace, policy: str) -> list[TierPlan]:
-    """The tiers with what they would have hit on a trace, as one pool for all its requests."""
+def with_trace(
+    tiers: list[TierPlan],
+    trace: Trace,
+    policy: str,
+    advance: Callable[[int], None] = lambda _: None,
+) -> list[TierPlan]:
+    """The tiers with what they would have hit on a trace, as one pool for all its requests.
+    ``advance(1)`` is called for each request."""
     specs = [TierSpec(t.name, t.tokens // TRACE_BLOCK_TOKENS) for t in tiers]
     small = next((spec.name for spec in specs if spec.capacity < 1), None)
     if small is not None:
         raise ConfigError(f"the {small} tier holds less than a block of the trace (512 tokens)")
-    outcome = replay(trace, specs, policy)
+    outcome = replay(trace, specs, policy, advance)
     hits = 0
     found = []
     for tier, count in zip(tiers, outcome.tiers, strict=True):
@@ -161,9 +169,9 @@ def break_even(shape: ModelShape, use: Use, prefill_rate: float) -> BreakEven:
 
 def settings_of(site: Site, use: Use, several_engines: bool) -> dict[str, object]:
     """A pool.json for each host."""
-    settings: dict[str, object] = {"host_size": site.host_bytes or (4 << 30)}
+    settings: dict[str, object] = {"host_size": setting_of(site.host_bytes or (4 << 30))}
     if site.disk_bytes:
-        settings |= {"disk_path": "/var/lib/kvrecall", "disk_size": site.disk_bytes}
+        settings |= {"disk_path": "/var/lib/kvrecall", "disk_size": setting_of(site.disk_bytes)}
     if several_engines:
         settings["socket"] = "/run/kvrecall/pool.sock"
     return settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -11,14 +12,14 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console, JustifyMethod
-from rich.progress import Progress
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvrecall.config import DEFAULT_POLICY, parse_size
+from kvrecall.config import DEFAULT_POLICY, format_count, format_size, parse_size
 from kvrecall.errors import ConfigError, errors_shown
 from kvrecall.pool.eviction import POLICY_NAMES, make_policy
 from kvrecall.simulate.replay import Outcome, TierSpec, clairvoyant_hits, replay
-from kvrecall.simulate.trace import Trace, TraceError, read_trace
+from kvrecall.simulate.trace import Trace, read_trace
 from kvrecall.simulate.workload import WORKLOADS, make_workload
 
 app = typer.Typer(add_completion=False)
@@ -27,7 +28,7 @@ Row = dict[str, Any]
 """A line of JSON, or a part of it."""
 
 SYNTHETIC = "synthetic:"
-_UNITS = ("B", "KB", "MB", "GB", "TB")
+_LITTLE = 0.005  # of all blocks
 
 
 @app.command()
@@ -40,54 +41,77 @@ def simulate(
             f"hash_ids), or {SYNTHETIC}NAME with NAME one of {', '.join(WORKLOADS)}.",
         ),
     ],
+    capacity: Annotated[
+        str, typer.Option(metavar="SIZE", help="Size of the pool, one tier: 64GiB.")
+    ] = "",
     capacity_blocks: Annotated[
-        str, typer.Option(metavar="N", help="Room of the pool, one tier, in blocks.")
+        str, typer.Option(metavar="N", help="The same in blocks of the trace.")
     ] = "",
     tiers: Annotated[
-        str, typer.Option(metavar="NAME:N,...", help="Several tiers instead, nearest first.")
+        str,
+        typer.Option(
+            metavar="NAME:SIZE,...",
+            help="Several tiers instead, nearest first: host:64GiB,disk:1TiB, or in blocks: "
+            "host:1000,disk:10000.",
+        ),
     ] = "",
     policy: Annotated[
         str, typer.Option(metavar="P", help=f"{', '.join(POLICY_NAMES)}, or all.")
     ] = DEFAULT_POLICY,
     block_bytes: Annotated[
-        str, typer.Option(metavar="SIZE", help="Size of a block, e.g. 64MiB; gives bytes moved.")
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="KV of a block of the trace (512 tokens), e.g. 64MiB: `kvrecall plan MODEL` "
+            "prints it. Sizes need it; results are then also in bytes.",
+        ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Only the line of JSON.")] = False,
 ) -> None:
     """Replay TRACE against a pool and report strict-prefix hit rates.
 
-    A request hits a block if that block and all before it are in the pool. "clairvoyant" is the
-    most any policy could have hit, knowing the future (exact). The last line is JSON.
+    A request hits a block if that block and all before it are in the pool. "best" is the most any
+    policy could have hit, knowing the future (exact). The last line is JSON.
     """
     with errors_shown():
-        specs = parse_tiers(capacity_blocks, tiers)
-        names = POLICY_NAMES if policy == "all" else (policy,)
-        for name in names:
-            make_policy(name, specs[0].capacity)
         size = parse_size(block_bytes, "--block-bytes") if block_bytes else 0
         if block_bytes and size <= 0:
             raise ConfigError(f"--block-bytes: {block_bytes!r} must be more than 0")
-        loaded = _load(trace)
+        specs = parse_tiers(capacity, capacity_blocks, tiers, size)
+        names = POLICY_NAMES if policy == "all" else (policy,)
+        for name in names:
+            make_policy(name, specs[0].capacity)
+        loaded = load_trace(trace)
     rows = _run(loaded, specs, names, size)
     if not as_json:
         _print_table(rows, size)
     typer.echo(json.dumps(_summary(rows, policy)))
 
 
-def parse_tiers(capacity_blocks: str, tiers: str) -> tuple[TierSpec, ...]:
-    """Tiers of ``--capacity-blocks N`` or ``--tiers NAME:N,...``. Exactly one, else ConfigError."""
-    if bool(capacity_blocks) == bool(tiers):
-        raise ConfigError("give either --capacity-blocks N or --tiers host:N,disk:M")
+def parse_tiers(
+    capacity: str, capacity_blocks: str, tiers: str, block_bytes: int
+) -> tuple[TierSpec, ...]:
+    """Tiers of ``--capacity SIZE``, ``--capacity-blocks N`` or ``--tiers NAME:SIZE,...``. Exactly
+    one of them, else ConfigError."""
+    if sum(map(bool, (capacity, capacity_blocks, tiers))) != 1:
+        raise ConfigError(
+            "give one of --capacity SIZE, --capacity-blocks N and --tiers host:SIZE,disk:SIZE"
+        )
+    if capacity:
+        return (TierSpec("host", _blocks_in(capacity, "--capacity", block_bytes)),)
     if capacity_blocks:
         return (TierSpec("host", _blocks(capacity_blocks, "--capacity-blocks")),)
     specs: list[TierSpec] = []
     for item in tiers.split(","):
-        name, colon, number = item.strip().partition(":")
+        name, colon, amount = (part.strip() for part in item.partition(":"))
         if not colon or not name:
-            raise ConfigError(f"--tiers: {item!r} is not NAME:BLOCKS, for example host:5859")
+            raise ConfigError(f"--tiers: {item!r} is not NAME:SIZE, for example host:64GiB")
         if any(name == spec.name for spec in specs):
             raise ConfigError(f"--tiers: {name!r} is named twice")
-        specs.append(TierSpec(name, _blocks(number, f"--tiers: {name}")))
+        where = f"--tiers: {name}"
+        is_count = re.fullmatch(r"[-\d]*", amount) is not None
+        blocks = _blocks(amount, where) if is_count else _blocks_in(amount, where, block_bytes)
+        specs.append(TierSpec(name, blocks))
     return tuple(specs)
 
 
@@ -98,13 +122,29 @@ def _blocks(text: str, name: str) -> int:
     return int(digits)
 
 
-def _load(trace: str) -> Trace:
+def _blocks_in(text: str, name: str, block_bytes: int) -> int:
+    nbytes = parse_size(text, name)
+    if not block_bytes:
+        raise ConfigError(
+            f"{name}: {text!r} is a size, and how large a block is depends on the model: add "
+            "--block-bytes, the KV of 512 tokens, which `kvrecall plan MODEL` prints"
+        )
+    if nbytes < block_bytes:
+        raise ConfigError(f"{name}: {text!r} is less than a block ({format_size(block_bytes)})")
+    return nbytes // block_bytes
+
+
+def load_trace(trace: str) -> Trace:
+    """The trace of that file or ``synthetic:NAME``, with a bar on stderr. Raises ConfigError."""
     if trace.startswith(SYNTHETIC):
         return make_workload(trace.removeprefix(SYNTHETIC))
     path = Path(trace)
-    if not path.exists():
-        raise TraceError(f"{path}: no such file")
-    return read_trace(path)
+    try:
+        size = path.stat().st_size
+    except OSError:
+        size = 0
+    with progress_bar("reading", size) as advance:
+        return read_trace(path, advance)
 
 
 def _run(
@@ -112,7 +152,7 @@ def _run(
 ) -> list[Row]:
     """A row of JSON for each policy."""
     rooms = accumulate(spec.capacity for spec in specs)
-    with _progress((len(names) + len(specs)) * len(trace.requests)) as advance:
+    with progress_bar("replaying", (len(names) + len(specs)) * len(trace.requests)) as advance:
         bounds = [clairvoyant_hits(trace, room, advance) / trace.blocks for room in rooms]
         outcomes = [replay(trace, specs, name, advance) for name in names]
     return [_row(trace, outcome, bounds, block_bytes) for outcome in outcomes]
@@ -135,6 +175,7 @@ def _row(trace: Trace, outcome: Outcome, bounds: Sequence[float], block_bytes: i
             "bypassed_blocks": tier.bypassed,
         }
         if block_bytes:
+            row["capacity_bytes"] = tier.capacity * block_bytes
             row["read_bytes"] = tier.hits * block_bytes
             row["written_bytes"] = tier.writes * block_bytes
         tiers.append(row)
@@ -148,50 +189,90 @@ def _row(trace: Trace, outcome: Outcome, bounds: Sequence[float], block_bytes: i
         "blocks": outcome.accesses,
         "hits": outcome.hits,
         "tiers": tiers,
+        "hints": hints_of(outcome, bounds),
     }
 
 
 @contextmanager
-def _progress(steps: int) -> Iterator[Callable[[], None]]:
-    """A function to call once a step; moves a bar on stderr if that is a terminal."""
+def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A function to call with each part of ``total`` that is done; moves a bar on stderr if that
+    is a terminal."""
     console = Console(stderr=True)
-    done = 0
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("replaying", total=steps)
+    done = shown = 0
+    columns = TextColumn(title), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(title, total=total)
 
-        def advance() -> None:
-            nonlocal done
-            done += 1
-            if done % 512 == 0:
+        def advance(part: int = 1) -> None:
+            nonlocal done, shown
+            done += part
+            if done - shown >= total >> 8:
+                shown = done
                 bar.update(task, completed=done)
 
         yield advance
 
 
+def hints_of(outcome: Outcome, bounds: Sequence[float]) -> list[str]:
+    """Why a tier adds less than half a per cent to those before it, and what to do. ``bounds``: the
+    best possible hit rate of each tier and those before it together."""
+    if not outcome.hits:
+        why = "blocks are evicted before they are used again; try a larger pool"
+        return [f"nothing is hit: {why if bounds[-1] else 'no block of the trace is used twice'}"]
+    hints = []
+    for place, tier in enumerate(outcome.tiers[1:], 1):
+        if tier.hits > _LITTLE * outcome.accesses:
+            continue
+        before = outcome.tiers[:place]
+        names = " and ".join(each.name for each in before)
+        if not any(each.evictions for each in before):
+            why = f"{names} holds the whole trace without evicting a block"
+        elif bounds[place] - bounds[place - 1] <= _LITTLE:
+            why = f"with {names} alone the best possible is about the same"
+        elif tier.capacity <= max(each.capacity for each in before):
+            why = f"it is no larger than {names}, whose blocks it holds too; try a larger one"
+        else:
+            why = "its blocks are evicted before they are used again; try a larger one"
+        hints.append(f"{tier.name} adds {'hardly anything' if tier.hits else 'nothing'}: {why}")
+    return hints
+
+
 def _print_table(rows: Sequence[Row], block_bytes: int) -> None:
     def amount(blocks: int) -> str:
-        return format_bytes(blocks * block_bytes) if block_bytes else f"{blocks:,}"
+        return format_size(blocks * block_bytes) if block_bytes else format_count(blocks)
 
+    console = Console()
     first = rows[0]
     table = Table(
-        title=f"{first['trace']}: {first['requests']:,} requests, {first['blocks']:,} blocks"
+        title=f"{first['trace']}: {first['requests']:,} requests, {first['blocks']:,} blocks",
+        padding=(0, 1) if console.width >= 100 else 0,
     )
-    for heading in ("policy", "tier", "capacity", "hits", "hit rate", "clairvoyant", "of it",
-                    "read", "written", "evicted", "bypassed"):  # fmt: skip
+    for heading in ("policy", "tier", "capacity", "hits", "rate", "best", "of it",
+                    "written", "evicted", "bypassed"):  # fmt: skip
         justify: JustifyMethod = "left" if heading in ("policy", "tier") else "right"
-        table.add_column(heading, justify=justify, no_wrap=True)
+        table.add_column(heading, justify=justify)
     for row in rows:
         for tier in row["tiers"]:
             rate, bound = tier["hit_rate_up_to_here"], tier["clairvoyant_up_to_here"]
-            moved = (tier[f"{name}_blocks"] for name in ("read", "written", "evicted", "bypassed"))
+            moved = (tier[f"{name}_blocks"] for name in ("written", "evicted", "bypassed"))
             table.add_row(
-                row["policy"], tier["tier"], f"{tier['capacity_blocks']:,}", f"{tier['hits']:,}",
+                row["policy"], tier["tier"], amount(tier["capacity_blocks"]), amount(tier["hits"]),
                 f"{rate:.4f}", f"{bound:.4f}", f"{rate / bound:.0%}" if bound else "-",
                 *map(amount, moved),
             )  # fmt: skip
+    unit = (
+        f"bytes, at {format_size(block_bytes)} a block"
+        if block_bytes
+        else "blocks; --block-bytes SIZE gives bytes"
+    )
+    table.caption = f"in {unit}; rate: share that is hit; best: what no policy could exceed"
     if len(first["tiers"]) > 1:
-        table.caption = "hit rate and clairvoyant: of the tier and those before it together"
-    Console(width=max(120, Console().width)).print(table)
+        table.caption += "; both with the tiers before"
+    console.print(table)
+    for hint in dict.fromkeys(hint for row in rows for hint in row["hints"]):
+        console.print(f"hint: {hint}", highlight=False, markup=False)
 
 
 def _summary(rows: Sequence[Row], policy: str) -> Row:
@@ -205,12 +286,3 @@ def _summary(rows: Sequence[Row], policy: str) -> Row:
         "clairvoyant": best["clairvoyant"],
         "policies": list(rows),
     }
-
-
-def format_bytes(nbytes: float) -> str:
-    """Decimal units, four digits at most before the next unit: ``9,999 MB``, ``10 GB``."""
-    amount, units = float(nbytes), list(_UNITS)
-    while amount >= 10_000.0 and len(units) > 1:
-        amount /= 1000.0
-        del units[0]
-    return f"{amount:,.0f} {units[0]}"

@@ -90,7 +90,7 @@ def replay(
     trace: Trace,
     tiers: Sequence[TierSpec],
     policy: str,
-    advance: Callable[[], None] = lambda: None,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> Outcome:
     """Replays ``trace``, nearest tier first. Unknown policy or no room: ConfigError.
 
@@ -98,12 +98,12 @@ def replay(
     the nearest tier that has it; every tier sees the access; then every tier stores what it lacks
     of the chain (write-through down, promotion up). As in the pool only the last tier's policy may
     refuse blocks: the others are on the blocks' way down and take all.
-    ``advance`` is called once a request (progress).
+    ``advance(1)`` is called for each request (progress).
     """
     rooms = [_Tier(spec, policy, picky=spec is tiers[-1]) for spec in tiers]
     accesses = 0
     for request in trace.requests:
-        advance()
+        advance(1)
         chain = request.chain
         accesses += len(chain)
         for key in chain:
@@ -118,7 +118,7 @@ def replay(
 
 
 def clairvoyant_hits(
-    trace: Trace, capacity: int, advance: Callable[[], None] = lambda: None
+    trace: Trace, capacity: int, advance: Callable[[int], None] = lambda _: None
 ) -> int:
     """Strict-prefix block hits of the best possible cache of ``capacity`` blocks. Exact.
 
@@ -133,14 +133,14 @@ def clairvoyant_hits(
     from above; and since a prefix is used again no later than what hangs on it, breaking ties at
     the deeper block keeps the cache closed under prefixes, so the bound is reached.
 
-    ``advance`` is called once a request (progress).
+    ``advance(1)`` is called for each request (progress).
     """
     rows = _next_uses(trace)
     resident: dict[BlockKey, int] = {}  # block -> request that uses it next
     farthest: list[tuple[int, int, BlockKey]] = []  # heap of (-next use, -depth, block), lazy
     hits = 0
     for request, nexts in zip(trace.requests, rows, strict=True):
-        advance()
+        advance(1)
         prefix = True
         for depth, (key, following) in enumerate(zip(request.chain, nexts, strict=True)):
             prefix = resident.pop(key, -1) >= 0 and prefix

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvrecall.block import BlockKey
 from kvrecall.errors import ConfigError
+
+_COMPRESSED = {
+    b"\x1f\x8b": "gunzip", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz", b"\x28\xb5\x2f\xfd": "unzstd",
+    b"PK\x03\x04": "unzip",
+}  # fmt: skip
 
 
 class TraceError(ConfigError):
@@ -56,24 +61,39 @@ def trace_of(name: str, requests: Iterable[tuple[float, Sequence[int]]]) -> Trac
     return Trace(name, tuple(rows))
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: Path, advance: Callable[[int], None] = lambda _: None) -> Trace:
     """The trace in ``path``. Unreadable, empty, a broken line or field: TraceError.
 
     A line needs ``timestamp`` (milliseconds) and ``hash_ids`` (one integer a block); other fields
     are ignored, blank lines are skipped. A request without blocks counts but moves nothing.
+    ``advance`` is called with the length of each line (progress).
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: cannot be read: {error}") from error
-    rows = list(_rows(path, text))
+        raw = path.read_bytes()
+    except (OSError, ValueError) as error:
+        why = (error.strerror if isinstance(error, OSError) else "") or str(error)
+        raise TraceError(f"{path}: cannot be read: {why}") from error
+    for magic, tool in _COMPRESSED.items():
+        if raw.startswith(magic):
+            raise TraceError(f"{path}: is compressed; unpack it first, with {tool}")
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise TraceError(
+            f"{path}: is no text (byte {error.start} is no UTF-8); a trace has one JSON object a "
+            "line"
+        ) from error
+    rows = list(_rows(path, text, advance))
     if not any(ids for _, ids in rows):
         raise TraceError(f"{path}: holds no blocks; a trace needs at least one request with some")
     return trace_of(path.name, rows)
 
 
-def _rows(path: Path, text: str) -> Iterator[tuple[float, list[int]]]:
+def _rows(
+    path: Path, text: str, advance: Callable[[int], None]
+) -> Iterator[tuple[float, list[int]]]:
     for number, line in enumerate(text.split("\n"), start=1):
+        advance(len(line) + 1)
         if line.strip():
             yield _row(f"{path}:{number}", line)
 
