@@ -28,6 +28,7 @@ from kvrecall.config import (
     DiskConfig,
     PoolTerms,
     default_socket,
+    format_size,
     parse_age,
     parse_size,
     parse_tenant,
@@ -333,7 +334,7 @@ class Pin(Command[Pinned], frozen=True):
 
     def show(self, result: Pinned) -> str:
         word = "pinned" if self.on else "unpinned"
-        return f"{result.blocks} blocks ({tables.size(result.bytes)}) {word}"
+        return f"{result.blocks} blocks ({format_size(result.bytes)}) {word}"
 
 
 @command(*_WHOSE, "block")

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from kvrecall.config import PoolConfig, help_of, service_settings
+from kvrecall.config import PoolConfig, format_size, help_of, service_settings
 from kvrecall.errors import ConfigError, errors_shown
 from kvrecall.jsonfile import read_object
 from kvrecall.pool.cipher import make_key_file, rotate_key_file
@@ -75,9 +75,9 @@ def serve(
 
 def _announce(config: PoolConfig, path: Path) -> None:
     typer.echo(
-        f"kvrecall: pool service on {path}: host {tables.size(config.host_bytes)}, disk "
+        f"kvrecall: pool service on {path}: host {format_size(config.host_bytes)}, disk "
         + (
-            f"{tables.size(config.disk.capacity_bytes)} in {config.disk.path}"
+            f"{format_size(config.disk.capacity_bytes)} in {config.disk.path}"
             if config.disk
             else "none"
         )
