@@ -40,7 +40,7 @@ their tokens; and what training leaves behind, which vLLM does not load."""
 _CHUNK = 16 << 20
 _FRESH_S = 2.0  # a file that changed so recently may change again within one tick of its clock
 _REMEMBERED = 4096  # files
-_PROGRESS_S = 10.0
+_PROGRESS_S = 3.0
 _MOST_THREADS = 8
 _TRIES = 3
 

@@ -34,6 +34,7 @@ _UPGRADES = {
 }
 """How an index of that version becomes one of the next; versions that are not here are too old."""
 _PAGE = 4096
+_LARGE = 128 << 20  # of a file that takes seconds to check
 _WAL_PAGES = 256
 _SHM_BYTES = 256 << 10  # more than the log's shared memory file takes
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -97,6 +98,8 @@ class Index:
         and an empty one takes its place; one of a newer kvrecall raises TierError."""
         path = folder / INDEX_NAME
         if path.exists():
+            if (size := path.stat().st_size) > _LARGE:
+                _LOG.info("disk tier: checking %s, %d MiB", path, size >> 20)
             why = _unfit(path)
             if why:
                 _move_aside(path, why)

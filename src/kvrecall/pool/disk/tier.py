@@ -11,7 +11,7 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier, ended
 
 _LOG = logging.getLogger(__name__)
+_SILENCE_S = 3.0
 _MIB = 1 << 20
 _GIB = 1 << 30
 _LEAST_BYTES = 8 * _MIB
@@ -380,7 +381,7 @@ class DiskTier(Tier):
         limit = capacity - aside_bytes(path)
         self._store = SlabStore(path, limit, self._index.pool_id, io, self._config.direct_io)
         undo.callback(self._store.close)
-        rows = list(self._index.rows())
+        rows = list(self._told(self._index.rows()))
         typical = rows[-1].nbytes if rows else _MIB
         blocks = (capacity - INDEX_BASE_BYTES) // slot_bytes_of(typical)
         self._catalog = Catalog(policy, blocks, lambda: self._capacity_bytes, clock, self._terms)
@@ -403,6 +404,19 @@ class DiskTier(Tier):
             _LOG.warning("disk tier: %s was written without encryption; deleted", slab)
             slab.unlink()
         self._index.mark_encrypted()
+
+    def _told(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """The rows, with a log line every three seconds."""
+        said = time.monotonic()
+        for number, row in enumerate(rows):
+            if number % 10_000 == 0 and time.monotonic() - said > _SILENCE_S:
+                said = time.monotonic()
+                _LOG.info(
+                    "disk tier: %d blocks read from the index of %s so far",
+                    number,
+                    self._config.path,
+                )
+            yield row
 
     def _recover(self, rows: Sequence[Row]) -> None:
         """Finds the blocks that rows speak of; rows without a block are deleted."""

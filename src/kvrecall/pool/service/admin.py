@@ -10,6 +10,7 @@ from options: its docstring is the help, and ``@command`` adds the options all c
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import time
@@ -98,6 +99,7 @@ _QUERY = {
 }
 """Options that say which blocks are meant; all default to None."""
 _WHOSE = ("namespace", "model", "tenant")
+_LARGE_INDEX = 32 << 20
 
 commands = typer.Typer()
 """The commands below that have options."""
@@ -142,8 +144,9 @@ def command(*which: str) -> Callable[[Callable[..., Command[Any]]], None]:
                 folder, key_file = (options.pop(name, None) for name in _FOLDER)
                 query = {name: options.pop(name) for name in which}
                 order = make(*([_query(**query)] if which else []), **options)
-                open_admin = ServiceAdmin(socket) if not folder else FolderAdmin(folder, key_file)
-                with open_admin as admin, tables.progress(order.progress, not json) as progress:
+                with tables.progress(_opening(folder)):
+                    opened = FolderAdmin(folder, key_file) if folder else ServiceAdmin(socket)
+                with opened as admin, tables.progress(order.progress) as progress:
                     result = admin.do(order, progress)
                 if json:
                     typer.echo(msgspec.json.encode(result).decode())
@@ -531,6 +534,14 @@ class FolderAdmin(Admin):
 
     def close(self) -> None:
         self._pool.close()
+
+
+def _opening(folder: Path | None) -> str:
+    """Title of a progress bar, if opening the folder takes long."""
+    with contextlib.suppress(OSError):
+        if folder and (folder / INDEX_NAME).stat().st_size > _LARGE_INDEX:
+            return f"opening {folder}"
+    return ""
 
 
 def _codec_for(path: Path, key_file: Path | None) -> BlockCodec:

@@ -6,7 +6,14 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -34,13 +41,20 @@ def print_out(shown: RenderableType) -> None:
 
 
 @contextlib.contextmanager
-def progress(title: str, shown: bool) -> Iterator[OnProgress]:
-    """A progress bar, if there is a ``title``, while a command is carried out."""
-    if not (title and shown):
+def progress(title: str) -> Iterator[OnProgress]:
+    """A progress bar on standard error, if that is a terminal and there is a ``title``."""
+    console = Console(stderr=True)
+    if not (title and console.is_terminal):
         yield lambda *_: None
         return
-    columns = TextColumn(title), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    with Progress(*columns, transient=True) as bar:
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
