@@ -187,3 +187,24 @@ def test_what_needs_vllm_says_so_in_a_line(installed: Path) -> None:
     said = kvrecall(installed, "serve", str(installed / "model"), status=1)
     assert "serving needs vLLM" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.engine
+@pytest.mark.longest
+def test_the_demo_of_the_wheel(installed: Path, tmp_path: Path) -> None:
+    """Without the repository and its model: it writes one of random weights."""
+    pytest.importorskip("vllm")
+    program = str(installed / "site" / "bin" / "kvrecall")
+    done = subprocess.run(
+        [sys.executable, program, "demo", "--characters", "4000", "--json"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(installed / "site")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    (line,) = done.stdout.splitlines()
+    told = json.loads(line)
+    assert (told["ok"], told["tokens_equal"], told["model"]) == (True, True, "random-qwen3")
+    assert min(told[f"{tier}_hit_tokens"] for tier in ("device", "host", "disk")) > 1000
+    assert not list(tmp_path.iterdir())

@@ -45,6 +45,7 @@ class ProgressLines:
         doing what the last line says: on a terminal by a moving line; elsewhere, if ``beats``, by
         one more line for every ten seconds without any. The command begins here."""
         self._began = self._said = time.monotonic()
+        self._line = "working"
         if sys.stderr.isatty():
             columns = (
                 SpinnerColumn(),
@@ -58,7 +59,7 @@ class ProgressLines:
                 transient=True,
                 redirect_stdout=False,
             ) as self._bar:
-                self._bar.add_task("starting")
+                self._bar.add_task(self._line)
                 try:
                     yield
                 finally:
