@@ -267,9 +267,11 @@ def _print_table(rows: Sequence[Row], block_bytes: int) -> None:
         if block_bytes
         else "blocks; --block-bytes SIZE gives bytes"
     )
-    table.caption = f"in {unit}; rate: share that is hit; best: what no policy could exceed"
-    if len(first["tiers"]) > 1:
-        table.caption += "; both with the tiers before"
+    with_those = " by the tier and those before it" if len(first["tiers"]) > 1 else ""
+    table.caption = (
+        f"in {unit}\nrate: share that is hit{with_those}; best: what no policy could exceed "
+        "(clairvoyant)"
+    )
     console.print(table)
     for hint in dict.fromkeys(hint for row in rows for hint in row["hints"]):
         console.print(f"hint: {hint}", highlight=False, markup=False)
