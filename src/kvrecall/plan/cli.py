@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvrecall.config import DEFAULT_POLICY, format_count, format_size, parse_size
 from kvrecall.errors import ConfigError, errors_shown
@@ -200,7 +201,7 @@ def _warnings(shape: ModelShape, use: Use, links: Links, fits: bool, any_tier: b
 
 
 def _print(report: dict[str, Any], console: Console, rate_given: bool) -> None:
-    facts = Table(title=f"{report['plan']}", show_header=False)
+    facts = Table(title=Text(report["plan"]), show_header=False)
     facts.add_row("KV of a token", format_size(report["bytes_per_token"]))
     facts.add_row("of a block", format_size(report["block_bytes"]))
     facts.add_row(

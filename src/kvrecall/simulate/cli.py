@@ -14,6 +14,7 @@ import typer
 from rich.console import Console, JustifyMethod
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from kvrecall.config import DEFAULT_POLICY, format_count, format_size, parse_size
 from kvrecall.errors import ConfigError, errors_shown
@@ -246,7 +247,7 @@ def _print_table(rows: Sequence[Row], block_bytes: int) -> None:
     console = Console()
     first = rows[0]
     table = Table(
-        title=f"{first['trace']}: {first['requests']:,} requests, {first['blocks']:,} blocks",
+        title=Text(f"{first['trace']}: {first['requests']:,} requests, {first['blocks']:,} blocks"),
         padding=(0, 1) if console.width >= 100 else 0,
     )
     for heading in ("policy", "tier", "capacity", "hits", "rate", "best", "of it",

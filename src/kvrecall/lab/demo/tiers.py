@@ -12,6 +12,7 @@ from pydoc_data.topics import topics
 import httpx
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvrecall.errors import ConfigError, EngineError
 from kvrecall.lab.bench.report import engine_version
@@ -287,7 +288,7 @@ def answers_table(
     rows: Iterable[tuple[Sequence[str], Answer, bool]],
 ) -> Table:
     """A row for each answer: its labels, tokens by ``tiers``, and whether its tokens are equal."""
-    table = Table(title=title)
+    table = Table(title=Text(title))
     for name in labels:
         table.add_column(name)
     for name in ("prompt", *tiers, "computed", "first token", "tokens"):
