@@ -100,6 +100,12 @@ def test_the_last_line_says_what_was_gained() -> None:
     assert printed(Verdict(other, "m"))[-1].endswith("5 of 6 answers identical.")
 
 
+def test_a_tier_that_was_not_hit_is_explained() -> None:
+    assert not [line for line in printed(Verdict(rows(), "m")) if "nothing came from" in line]
+    missed = without(rows(), 5, recalled={"computed": 300})
+    assert "nothing came from disk: " in " ".join(printed(Verdict(missed, "m")))
+
+
 def test_what_a_model_of_random_weights_says_is_not_judged() -> None:
     verdict = Verdict(rows(), "m", trained=False)
     assert verdict.summary()["answers_right"] is None

@@ -77,6 +77,7 @@ def long_question(characters: int) -> str:
 # -- the demo --------------------------------------------------------------------------------
 
 _SIZES = ("--host-size", "1GiB", "--disk-size", "2GiB")
+_TIERS = ("device", "host", "disk")
 _DEVICE = ("--kv-cache-memory-bytes", "1GiB")
 """Host and device hold everything that the demo computes."""
 
@@ -223,7 +224,7 @@ class Verdict:
     def summary(self) -> dict[str, object]:
         """The line of JSON. ``ok``: all tokens equal and every tier was hit."""
         rows = self._rows
-        hits = {tier: rows.recalled(tier) for tier in ("device", "host", "disk")}
+        hits = {tier: rows.recalled(tier) for tier in _TIERS}
         return {
             "ok": rows.all_equal and all(hits.values()),
             "tokens_equal": rows.all_equal,
@@ -264,7 +265,7 @@ class Verdict:
             return
         rows = [((row.text, row.when), row.answer, self._rows.equal(row)) for row in self._rows.all]
         title = f"{self._model} on vLLM {engine_version()}"
-        table = answers_table(title, ("request", "server"), ("device", "host", "disk"), rows)
+        table = answers_table(title, ("request", "server"), _TIERS, rows)
         console.print(table)
         console.print("device, host, disk, computed: where each prompt's tokens came from")
         hits = {row.answer.logprobs for row in self._long if row.when not in ("no pool", "new")}
@@ -277,6 +278,11 @@ class Verdict:
             console.print(f"answer about the long text: {said!r}, {verdict}", markup=False)
         else:
             console.print("the weights are random: only whether answers are equal means something")
+        if missed := [tier for tier in _TIERS if not self._rows.recalled(tier)]:
+            console.print(
+                f"nothing came from {' and '.join(missed)}: kvrecall computes what it expects to "
+                "load more slowly; on a busy machine, run it again"
+            )
         print_line(console, self.summary())
         print_headline(console, self.headline())
 
