@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
 import re
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console, RenderableType
@@ -91,3 +95,32 @@ def test_a_listing(by: By, name: str, columns: int) -> None:
         assert re.search(rf"[│┃] ?{name[:12]}", text)
     for whole in ("988G", "999 TiB", "34.7 d"):
         assert whole in text
+
+
+_SCRIPT = """
+import time
+from kvrecall.pool.service import tables
+tables._LONG_S = 0.0
+with tables.progress("dropping") as report:
+    report(1, 2)
+    time.sleep(0.5)
+tables._LONG_S = 3600.0
+with tables.progress("soon done"):
+    pass
+print("[]")
+"""
+
+
+def test_a_bar_is_on_standard_error_and_only_on_a_terminal() -> None:
+    command = [sys.executable, "-c", _SCRIPT]
+    ours, theirs = pty.openpty()
+    try:
+        shown = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, check=True)
+        drawn = os.read(ours, 1 << 16).decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert shown.stdout == b"[]\n"
+    assert ("dropping" in drawn, "soon done" in drawn) == (True, False)
+    piped = subprocess.run(command, capture_output=True, check=True)
+    assert (piped.stdout, piped.stderr) == (b"[]\n", b"")

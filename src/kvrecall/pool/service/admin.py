@@ -10,7 +10,6 @@ from options: its docstring is the help, and ``@command`` adds the options all c
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import os
 import time
@@ -99,7 +98,6 @@ _QUERY = {
 }
 """Options that say which blocks are meant; all default to None."""
 _WHOSE = ("namespace", "model", "tenant")
-_LARGE_INDEX = 32 << 20
 
 commands = typer.Typer()
 """The commands below that have options."""
@@ -110,7 +108,7 @@ class Command(msgspec.Struct, Generic[R], frozen=True, array_like=True):
     bar, if it takes long. ``on_folder``: whether a disk folder that no pool uses will do."""
 
     result: ClassVar[Any]
-    progress: ClassVar[str] = ""
+    progress: ClassVar[str] = "working"
     on_folder: ClassVar[bool] = True
 
     def run(self, inventory: Inventory, progress: OnProgress) -> R:
@@ -144,7 +142,7 @@ def command(*which: str) -> Callable[[Callable[..., Command[Any]]], None]:
                 folder, key_file = (options.pop(name, None) for name in _FOLDER)
                 query = {name: options.pop(name) for name in which}
                 order = make(*([_query(**query)] if which else []), **options)
-                with tables.progress(_opening(folder)):
+                with tables.progress(f"opening {folder or socket}"):
                     opened = FolderAdmin(folder, key_file) if folder else ServiceAdmin(socket)
                 with opened as admin, tables.progress(order.progress) as progress:
                     result = admin.do(order, progress)
@@ -534,14 +532,6 @@ class FolderAdmin(Admin):
 
     def close(self) -> None:
         self._pool.close()
-
-
-def _opening(folder: Path | None) -> str:
-    """Title of a progress bar, if opening the folder takes long."""
-    with contextlib.suppress(OSError):
-        if folder and (folder / INDEX_NAME).stat().st_size > _LARGE_INDEX:
-            return f"opening {folder}"
-    return ""
 
 
 def _codec_for(path: Path, key_file: Path | None) -> BlockCodec:

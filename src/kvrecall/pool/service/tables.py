@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 
 from rich.console import Console, Group, RenderableType
@@ -30,6 +31,7 @@ from kvrecall.pool.service.inventory import (
 )
 
 _TENANTS_SHOWN = 20
+_LONG_S = 1.0
 
 
 def print_out(shown: RenderableType) -> None:
@@ -42,9 +44,9 @@ def print_out(shown: RenderableType) -> None:
 
 @contextlib.contextmanager
 def progress(title: str) -> Iterator[OnProgress]:
-    """A progress bar on standard error, if that is a terminal and there is a ``title``."""
+    """On standard error, if that is a terminal: a bar, once it takes longer than a second."""
     console = Console(stderr=True)
-    if not (title and console.is_terminal):
+    if not console.is_terminal:
         yield lambda *_: None
         return
     columns = (
@@ -54,9 +56,16 @@ def progress(title: str) -> Iterator[OnProgress]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(title, total=None)
+    bar = Progress(*columns, console=console, transient=True)
+    task = bar.add_task(title, total=None)
+    timer = threading.Timer(_LONG_S, bar.start)
+    timer.start()
+    try:
         yield lambda done, total: bar.update(task, completed=done, total=total)
+    finally:
+        timer.cancel()
+        timer.join()  # it is started or never will be
+        bar.stop()
 
 
 def duration(seconds: float) -> str:
