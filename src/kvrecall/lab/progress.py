@@ -35,7 +35,7 @@ class ProgressLines:
             self._now(line)
 
     def _now(self, line: str) -> None:
-        self._line = line.strip()
+        self._line = line.strip().partition("\n")[0]
         if self._bar is not None:
             self._bar.reset(self._bar.task_ids[0], description=self._line)
 
@@ -73,6 +73,8 @@ class ProgressLines:
             yield
         finally:
             over.set()
+            if beats:
+                thread.join()
 
     def _beat(self, over: threading.Event) -> None:
         while not over.wait(1.0):

@@ -95,8 +95,9 @@ def tiers(
     the long text came, and how many answers are identical. The exit status is 0 only if every tier
     was hit and no token differs.
 
-    Needs vLLM and some 5 GiB of memory; downloads nothing. On two cores it takes two to five
-    minutes. Everything lies in a temporary folder, which is removed at the end.
+    Needs vLLM, and room for 2 GiB of KV blocks in memory and 2 GiB on disk; downloads nothing. It
+    takes some minutes without a GPU. Everything lies in a temporary folder, which is removed at the
+    end.
 
     \b
     kvrecall demo                      everything as above
