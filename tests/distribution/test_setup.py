@@ -37,7 +37,7 @@ case "$2" in
 *_base_executable*) echo "$me" ;;
 *m.distributions*) [ -e "$(dirname "$me")/has-engine" ] ;;
 *vllm.platforms*) ;;
-*) exec {python} "$@" ;;
+*) exec {python} -S -E "$@" ;;
 esac
 """
 ENGINE = ["upgrade pip", "engine"]
