@@ -120,6 +120,7 @@ def test_everything_is_one_call_of_pip(machine: Machine) -> None:
     assert sorted(found[2:]) == ["-- bench", "-- sglang"]
 
 
+@pytest.mark.long
 def test_after_a_change_of_the_project_each_step_is_done_again(machine: Machine) -> None:
     machine.set_up()
     with (machine.root / "pyproject.toml").open("a") as file:
@@ -138,6 +139,7 @@ def test_an_environment_of_before_there_were_steps(machine: Machine) -> None:
     assert machine.set_up()[0] == "mooncake plots peers dev"
 
 
+@pytest.mark.long
 def test_a_failed_step_leaves_the_engine_that_was_ready(machine: Machine) -> None:
     machine.set_up("engine")
     machine.failing.touch()
@@ -152,6 +154,7 @@ def test_a_failed_step_leaves_the_engine_that_was_ready(machine: Machine) -> Non
     assert machine.set_up("engine") == ENGINE, "it may be half of one: made afresh"
 
 
+@pytest.mark.long
 def test_after_an_interruption_it_begins_afresh(machine: Machine) -> None:
     machine.set_up()
     (machine.root / ".venv" / ".kvrecall-unfinished").touch()
