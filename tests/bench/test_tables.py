@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,10 +51,12 @@ def _decode() -> Report:
 
 
 def _needle() -> Report:
-    variants = (DENSE, Variant("retrieval", True))
+    settings = RetrievalSettings(init_tokens=128, local_tokens=256, dense_boundary=512)
+    variants = (DENSE, Variant("retrieval", True, settings))
     right, replies = (True, False), ("a", "b")
+    facts = {"settings": dataclasses.asdict(settings)}
     records = [Record(n, "single", 0.5, "?", ("a",), right, replies) for n in (2048, 8192)]
-    return report_of(Results(variants, records, {"retrieval": 7}), "m", ["single"], 4, {})
+    return report_of(Results(variants, records, {"retrieval": 7}), "m", ["single"], 4, facts)
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +88,15 @@ def test_tables_show_what_was_measured(run: dict[str, Any]) -> None:
     assert "| kvrecall: host | 2 | 750 | 80% | 0.50 | 0.50 | 0.50 |" in shown["chat"]
     assert "Left out: lmcache: EngineError: LMCache is not installed" in shown["chat"]
     assert "| kvrecall: host | 80% | 0.50 s | 0.50 s | 750 |" in shown["summary"]
+    assert "| kvrecall：主机内存 | 80% | 0.50 s | 0.50 s | 750 |" in shown["summary-zh"]
     assert "| 65,536 | 20% | 25.0% | 200.00 |" in shown["decode"]
-    assert "| dense | 100 (1 of 1) | 100 (1 of 1) |" in shown["needle"]
-    assert "| retrieval | 0 (0 of 1) | 0 (0 of 1) |" in shown["needle"]
-    assert "| remote tier puts, to Mooncake's bare client | 0.80 | 0.9 |" in shown["pool"]
-    assert "worst median | 0.50 | 1.1 |" in shown["pool"]
+    assert "| per cent right | 8,192 tokens |" in shown["needle"]
+    assert "| dense | 100 (1 of 1) |\n| retrieval | 0 (0 of 1) |" in shown["needle"]
+    assert "Texts of 2,048 tokens were asked about, too, and are left out" in shown["needle"]
+    bare = "to Mooncake's bare client"
+    assert f"| remote tier puts, {bare} | 0.80 | at least 0.9 | **missed** |" in shown["pool"]
+    assert f"| remote tier gets, {bare} | 0.98 | at least 0.9 | met |" in shown["pool"]
+    assert "worst median | 0.50 | at most 1.1 | met |" in shown["pool"]
     assert "`make bench` measures it" in shown["tiers"]
 
 

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.errors import ConfigError
-from kvrecall.lab.bench.tables import SERVED, SOURCES, Run, plots_of
+from kvrecall.lab.bench.tables import (
+    GIB_S,
+    REMOTE,
+    SERVED,
+    SOURCES,
+    Run,
+    first_tokens,
+    plots_of,
+)
 
 GREY = "#7a7f87"
 """Grey that reads on white and on near-black alike."""
@@ -30,7 +38,7 @@ def write_plots(run: Run, folder: Path) -> list[Path]:
     good = {name: one for name, one in run["results"].items() if "error" not in one}
     written = []
     for name, draw in _PLOTS.items():
-        figure = matplotlib_figure(8.0, 3.6, layout="constrained")
+        figure = matplotlib_figure(8.0, 4.0, layout="constrained")
         if name in plots_of(run):
             draw(figure, good)
             path = folder / f"{name}.png"
@@ -59,6 +67,7 @@ def _serving(figure: Any, results: Mapping[str, Any]) -> None:
     hits.set_title("share of prompt tokens recalled", fontsize=9, color=GREY)
     hits.set_xlim(0, 1)
     _dress(hits)
+    _legend(hits, columns=2)
 
 
 def _tiers(figure: Any, results: Mapping[str, Any]) -> None:
@@ -70,40 +79,44 @@ def _tiers(figure: Any, results: Mapping[str, Any]) -> None:
     for axis, medium, phases in kinds:
         stores = {n: one for n, one in found["stores"].items() if one["medium"] == medium}
         words = {"put": "put", "durable": "put, durable", "cold": "get, cold", "warm": "get, warm"}
-        series = {words[p]: [one[p]["gb_s"] for one in stores.values()] for p in phases}
+        series = {words[p]: [one[p]["gb_s"] * GIB_S for one in stores.values()] for p in phases}
         _bars(axis, list(stores), series)
-        axis.set_title(f"{medium}, GB/s", fontsize=9, color=GREY)
+        axis.set_title(f"{medium}, GiB/s", fontsize=9, color=GREY)
 
 
 def _restore(figure: Any, results: Mapping[str, Any]) -> None:
-    """First token on a prefix, by where it lies; logarithmic."""
-    found = results["restore"]
-    figure.set_size_inches(8.0, 2.2)
+    """First token on a prefix, by where it lies; how many times as fast as computing it."""
+    found = first_tokens(results)
+    figure.set_size_inches(8.0, 2.4)
     axis = figure.subplots()
-    series = {"median": [one["p50"] * 1e3 for one in found["ttft_s"].values()]}
-    _bars(axis, list(found["ttft_s"]), series)
-    axis.set_xscale("log")
-    title = f"milliseconds to the first token, prefix of {found['tokens']:,} tokens (logarithmic)"
+    colours = {"computed": GREY, REMOTE: _COLOURS[1]}
+    for place, one in enumerate(found):
+        seconds = one.seconds["p50"]
+        axis.barh(place, seconds, height=0.6, color=colours.get(one.source, _COLOURS[0]))
+        faster = "" if one.source == "computed" else f" ({one.speed_up:.0f} times as fast)"
+        axis.text(seconds, place, f"  {seconds:.2f} s{faster}", va="center", fontsize=9, color=GREY)
+    axis.set_yticks(range(len(found)), [one.source for one in found])
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.12 * max(one.seconds["p50"] for one in found))
+    tokens = results["restore"]["tokens"]
+    title = f"seconds to the first token, {tokens:,} tokens seen before"
     axis.set_title(title, fontsize=9, color=GREY)
+    _dress(axis)
+    axis.grid(False)
 
 
 def _retrieval(figure: Any, results: Mapping[str, Any]) -> None:
-    """Time of attention to dense, and answers that stay right, by share and context."""
+    """Time of attention to dense, by share and context."""
     decodes = [one for name, one in results.items() if name.startswith("decode")]
-    found = results["needle"]
-    times, right = figure.subplots(1, 2)
+    axis = figure.subplots()
     labels = [f"{one['context'] >> 10}K, {one['selected_share']:.0%} chosen" for one in decodes]
     shown = {
         "dense": [one["dense_ms"] for one in decodes],
         "retrieval": [one["sparse_ms"] for one in decodes],
+        "retrieval, blocks off the device": [one.get("offload_ms", 0.0) for one in decodes],
     }
-    _bars(times, labels, shown)
-    times.set_title("attention of a token, ms a layer", fontsize=9, color=GREY)
-    arms = {"dense": found["dense"], **{arm["name"]: arm["results"] for arm in found["arms"]}}
-    lengths = [str(length) for length in found["lengths"]]
-    percents = {n: [one[at]["all"]["percent"] for at in lengths] for n, one in arms.items()}
-    _bars(right, [f"{int(at):,} tokens" for at in lengths], percents)
-    right.set_title("questions answered right, %", fontsize=9, color=GREY)
+    _bars(axis, labels, shown)
+    axis.set_title("attention of a decoded token, ms a layer", fontsize=9, color=GREY)
 
 
 def _bars(axis: Any, labels: Sequence[str], series: Mapping[str, Sequence[float]]) -> None:
@@ -116,6 +129,22 @@ def _bars(axis: Any, labels: Sequence[str], series: Mapping[str, Sequence[float]
     if not axis.yaxis_inverted():
         axis.invert_yaxis()
     _dress(axis)
+    _legend(axis)
+
+
+def _legend(axis: Any, columns: int = 3) -> None:
+    """Below the axis, where it covers nothing."""
+    axis.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0),
+        bbox_transform=axis.transAxes,
+        borderaxespad=2.2,
+        ncols=columns,
+        columnspacing=1.2,
+        fontsize=8,
+        labelcolor=GREY,
+        frameon=False,
+    )
 
 
 def _dress(axis: Any) -> None:
@@ -126,8 +155,6 @@ def _dress(axis: Any) -> None:
         spine.set_visible(name in ("left", "bottom"))
     axis.grid(axis="x", color=GREY, alpha=0.25)
     axis.set_axisbelow(True)
-    legend = axis.legend(fontsize=7, labelcolor=GREY, frameon=False)
-    legend.set_zorder(3)
 
 
 _PLOTS: Mapping[str, Callable[[Any, Mapping[str, Any]], None]] = {

@@ -73,7 +73,7 @@ def full() -> Sequence[Step]:
         *(_decode(context, share) for context in (16384, 65536) for share in ("0.2", "0.05")),
         Step(
             "needle",
-            ("needle", "--lengths", "2K,8K", "--samples", "6", "--share", "0.2,0.05"),
+            ("needle", "--lengths", "8K,16K", "--samples", "6", "--share", "0.2,0.05"),
             480,
         ),
     )

@@ -9,13 +9,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from kvrecall.errors import KvrecallError
 from kvrecall.lab.bench.report import BIAS
 
-PAGES = (PurePosixPath("README.md"), PurePosixPath("docs/benchmarks.md"))
+PAGES = tuple(
+    map(
+        PurePosixPath,
+        ("README.md", "README.zh-CN.md", "docs/benchmarks.md", "docs/choosing.md"),
+    )
+)
 """Whose marked parts are filled."""
 
 Run = Mapping[str, Any]
@@ -61,7 +67,7 @@ def plots_of(run: Run) -> set[str]:
         "chat": {"chat"},
         "tiers": {"tiers"},
         "restore": {"restore"},
-        "retrieval": {"decode", "needle"},
+        "retrieval": {"decode"},
     }
     return {name for name, needed in needs.items() if needed <= good}
 
@@ -78,8 +84,12 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[st
         yield "| " + " | ".join(row) + " |"
 
 
-def _of(name: str, make: Callable[[Figures], Iterator[str]]) -> Callable[[Run], Iterator[str]]:
-    """For tables of one step's figures: where there are none, why there are none."""
+Make = Callable[[Run], Iterator[str]]
+"""Makes the lines of a marked part."""
+
+
+def _if_measured(name: str, make: Make) -> Make:
+    """``make``; where step ``name`` has no figures, why there are none."""
 
     def table(run: Run) -> Iterator[str]:
         found = run["results"].get(name)
@@ -89,9 +99,14 @@ def _of(name: str, make: Callable[[Figures], Iterator[str]]) -> Callable[[Run], 
         elif "error" in found:
             yield f"Not measured: {found['error']}."
         else:
-            yield from make(found)
+            yield from make(run)
 
     return table
+
+
+def _of(name: str, make: Callable[[Figures], Iterator[str]]) -> Make:
+    """``make`` of one step's figures."""
+    return _if_measured(name, lambda run: make(run["results"][name]))
 
 
 def machine(run: Run) -> Iterator[str]:
@@ -118,10 +133,11 @@ def bias(_: Run) -> Iterator[str]:
 
 
 def steps(run: Run) -> Iterator[str]:
-    """Every command of the run, and how it ended."""
+    """Every command of the run, and how it ended. Files by their names: where they lay is of the
+    machine."""
     rows = [
         (
-            f"`{found['command']}`",
+            f"`{' '.join(PurePosixPath(word).name for word in found['command'].split())}`",
             f"{found['took_s']:.0f}",
             f"{found['load_before']:.1f}",
             found.get("error", "done"),
@@ -158,6 +174,13 @@ def serving(found: Figures) -> Iterator[str]:
     yield from _absent(found["absent"])
 
 
+def against_lmcache(found: Figures) -> Iterator[str]:
+    """The rows of ``serving`` that compare with LMCache's connector."""
+    columns, rows = serving_table(found)
+    names = {SERVED[variant] for variant in ("device", "host", "lmcache")}
+    yield from _table(columns, [row for row in rows if row[0] in names])
+
+
 def _absent(reasons: Mapping[str, str]) -> Iterator[str]:
     for name, reason in reasons.items():
         yield ""
@@ -176,6 +199,19 @@ SERVED = {
 }
 """Deployments of the serving benchmarks in words."""
 
+_SERVED_ZH = {
+    "none": "不用任何缓存",
+    "device": "vLLM 自带的前缀缓存（设备显存）",
+    "host": "kvrecall：主机内存",
+    "disk": "kvrecall：主机内存和磁盘",
+    "mooncake": "kvrecall：主机内存和 Mooncake Store",
+    "lmcache": "LMCache 的 connector 和服务：主机内存",
+}
+"""Those with one engine, in Chinese."""
+
+GIB_S = 1e9 / 2**30
+"""GiB/s in one GB/s. Results are in GB/s, pages in GiB/s, as sizes are."""
+
 
 SOURCES = ("device", "host", "disk", "remote", "unspecified")
 """Where prompt tokens came from; ``unspecified``: what another project's connector brought."""
@@ -183,10 +219,10 @@ SOURCES = ("device", "host", "disk", "remote", "unspecified")
 
 def tiers(found: Figures) -> Iterator[str]:
     """Bandwidths of memory and disk tiers, each with its limit."""
-    short = ("memory", "put GB/s", "get, first", "get, again", "ms a request p50 / p95 / p99")
+    short = ("memory", "put GiB/s", "get, first", "get, again", "ms a request p50 / p95 / p99")
     yield from _table(short, list(_stores(found["stores"], "memory", ("put", "cold", "warm"))))
     yield ""
-    columns = ("disk", "checks", "put GB/s", "put, durable", "get, cold", "get, warm")
+    columns = ("disk", "checks", "put GiB/s", "put, durable", "get, cold", "get, warm")
     rows = _stores(found["stores"], "disk", ("put", "durable", "cold", "warm"))
     yield from _table((*columns, "ms a request, cold, p50 / p95 / p99"), list(rows))
     yield ""
@@ -204,7 +240,7 @@ def _stores(
     for name, one in stores.items():
         if one["medium"] != medium:
             continue
-        rates = [f"{one[p]['gb_s']:.2f} ({one[p]['to_limit']:.2f})" for p in phases]
+        rates = [f"{one[p]['gb_s'] * GIB_S:.2f} ({one[p]['to_limit']:.2f})" for p in phases]
         last = "warm" if medium == "memory" else "cold"
         waits = " / ".join(f"{value:.1f}" for value in one[last]["request_ms"].values())
         checks = [] if medium == "memory" else ["yes" if one["checks"] else "no"]
@@ -228,14 +264,91 @@ def restore_table(found: Figures) -> Table:
     return (*columns, "times as fast as computing"), rows
 
 
-def restore(found: Figures) -> Iterator[str]:
-    yield from _table(*restore_table(found))
+REMOTE = "remote"
+"""What a prefix that another server computed is called among those of ``restore``."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokens:
+    """Seconds to the first token behind a prefix, by where it lies: percentiles, and the median of
+    computing it, which the benchmark of the remote tier measures on its own servers."""
+
+    source: str
+    seconds: Mapping[str, float]
+    computed: float
+
+    @property
+    def speed_up(self) -> float:
+        return self.computed / self.seconds["p50"]
+
+
+def first_tokens(results: Figures) -> list[FirstTokens]:
+    """Slowest source of ``restore`` first, as it reports them; the remote store last."""
+    times = results["restore"]["ttft_s"]
+    found = [FirstTokens(name, one, times["computed"]["p50"]) for name, one in times.items()]
+    remote = results.get("remote", {})
+    if "ttft_remote_s" in remote and remote["tokens"] == results["restore"]["tokens"]:
+        found.append(FirstTokens(REMOTE, remote["ttft_remote_s"], remote["ttft_computed_s"]["p50"]))
+    return found
+
+
+def restore(run: Run) -> Iterator[str]:
+    """First tokens by where the prefix lay."""
+    found = run["results"]["restore"]
+    columns, rows = restore_table(found)
+    for one in first_tokens(run["results"]):
+        if one.source == REMOTE:
+            ranks = (f"{one.seconds[rank] * 1e3:.1f}" for rank in ("p10", "p50", "p90"))
+            to_device = f"{one.seconds['p50'] / found['ttft_s']['device']['p50']:.2f}"
+            rows = (*rows, (REMOTE, *ranks, to_device, f"{one.speed_up:.0f}"))
+    yield from _table(columns, rows)
     yield ""
     yield (
         f"A prefix of {found['tokens']:,} tokens, {found['prefix_bytes'] / 2**20:.0f} MiB of KV "
-        f"cache. Arena to device {found['restore_gb_s']:.1f} GB/s, "
+        f"cache. Arena to device {found['restore_gb_s'] * GIB_S:.1f} GiB/s, "
         f"{found['restore_to_plain']:.2f} of a plain copy of the same bytes."
     )
+    if len(rows) > len(found["ttft_s"]):
+        computed = run["results"]["remote"]["ttft_computed_s"]["p50"]
+        yield (
+            "The remote prefix comes from Mooncake Store over loopback and was computed by another "
+            f"server, which took {computed:.2f} s; it is compared with that."
+        )
+
+
+def first_token(run: Run) -> Iterator[str]:
+    """What the picture of the README shows."""
+    found, facts = run["results"]["restore"], run["machine"]
+    layers, width = _bench_model()
+    yield (
+        f"Seconds to the first token of a prompt whose first {found['tokens']:,} tokens were seen "
+        f"before ({found['prefix_bytes'] / 2**20:.0f} MiB of KV cache), by where they lie; "
+        f"medians. Model: a Qwen3 shape of {layers} layers, {width:,} wide, random weights, "
+        f"{found['dtype']}. Machine: {facts['cpu']}, {facts['cores']} cores, "
+        f"{facts['gpu'] or 'no GPU'}. Remote: computed by another server, through Mooncake Store "
+        "over loopback. A larger model gains more; a faster device gains less."
+    )
+
+
+def first_token_zh(run: Run) -> Iterator[str]:
+    found, facts = run["results"]["restore"], run["machine"]
+    layers, width = _bench_model()
+    yield (
+        f"首 token 时延（秒，中位数）：提示词的前 {found['tokens']:,} 个 token 以前出现过"
+        f"（KV Cache 共 {found['prefix_bytes'] / 2**20:.0f} MiB），按其所在位置比较。"
+        f"模型：Qwen3 结构，{layers} 层，宽 {width:,}，随机权重，{found['dtype']}。"
+        f"机器：{facts['cpu']}，{facts['cores']} 核，{facts['gpu'] or '无 GPU'}。"
+        "remote：由另一个服务算出，经回环网络上的 Mooncake Store 取回。"
+        "模型越大收益越大；设备算得越快收益越小。"
+    )
+
+
+def _bench_model() -> tuple[int, int]:
+    """Layers and width of what ``restore`` serves."""
+    from kvrecall.lab.bench.model import BenchModel  # takes seconds: PyTorch
+
+    fields = BenchModel.__dataclass_fields__
+    return fields["layers"].default, fields["hidden"].default
 
 
 def decode(run: Run) -> Iterator[str]:
@@ -262,90 +375,158 @@ def decode(run: Run) -> Iterator[str]:
 
 
 def needle(found: Figures) -> Iterator[str]:
-    """Right answers of each variant by length."""
+    """Right answers of each variant by length, without lengths at which retrieval chooses nothing:
+    there every variant attends to everything."""
     arms = {"dense": found["dense"], **{arm["name"]: arm["results"] for arm in found["arms"]}}
+    vacuous = [n for n in found["lengths"] if not _chooses(n, found)]
+    lengths = [n for n in found["lengths"] if n not in vacuous]
     rows = []
     for name, scores in arms.items():
-        cells = [scores[str(length)]["all"] for length in found["lengths"]]
+        cells = [scores[str(length)]["all"] for length in lengths]
         rows.append(
             (name, *(f"{one['percent']:.0f} ({one['right']} of {one['asked']})" for one in cells))
         )
-    yield from _table(("per cent right", *(f"{n:,} tokens" for n in found["lengths"])), rows)
+    yield from _table(("per cent right", *(f"{n:,} tokens" for n in lengths)), rows)
+    if vacuous:
+        yield ""
+        shown = ", ".join(f"{n:,}" for n in vacuous)
+        yield (
+            f"Texts of {shown} tokens were asked about, too, and are left out: they have no more "
+            "blocks than retrieval takes in any case, so every variant attends to everything."
+        )
+
+
+def _chooses(tokens: int, found: Figures) -> bool:
+    """Whether a variant chose among the blocks of so long a text; True where its settings are not
+    known, as those of an endpoint."""
+    from kvrecall.attention.settings import RetrievalSettings
+    from kvrecall.lab.bench.decode import chooses  # takes seconds: PyTorch
+
+    shares = [arm["share"] for arm in found["arms"]]
+    if "settings" not in found or None in shares:
+        return True
+    known = RetrievalSettings.__dataclass_fields__.keys()
+    given = {name: value for name, value in found["settings"].items() if name in known}
+    return any(chooses(tokens, RetrievalSettings(**{**given, "topk_share": s})) for s in shares)
+
+
+# -- promises --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """Something measured, and the bound that was set for it before. ``unit``: a format of both
+    figures. ``is_limit``: it must not be more than ``goal``, else not less."""
+
+    text: str
+    figure: float
+    goal: float
+    unit: str = "{:g}"
+    is_limit: bool = False
+
+    @property
+    def is_kept(self) -> bool:
+        return self.figure <= self.goal if self.is_limit else self.figure >= self.goal
+
+    def row(self) -> tuple[str, ...]:
+        goal = f"{'at most' if self.is_limit else 'at least'} {self.unit.format(self.goal)}"
+        shown = f"{self.figure:.2f}" if self.unit == "{:g}" else self.unit.format(self.figure)
+        return self.text, shown, goal, "met" if self.is_kept else "**missed**"
 
 
 def pool(run: Run) -> Iterator[str]:
     """What the pool promises, a line a promise."""
-    yield from _table(("measured", "here", "goal"), list(_promises(run["results"])))
+    rows = [promise.row() for promise in _promises(run["results"])]
+    yield from _table(("measured", "here", "goal", "outcome"), rows)
 
 
-def _promises(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def _promises(results: Mapping[str, Any]) -> Iterator[Promise]:
     good = {name: one for name, one in results.items() if "error" not in one}
     if one := good.get("lookup"):
-        text = f"{one['median_us']['find_host']:.0f} us"
-        yield f"look-up of {one['blocks']:,} blocks, in host memory", text, "1,000 us"
+        text = f"look-up of {one['blocks']:,} blocks, in host memory"
+        yield Promise(text, one["median_us"]["find_host"], 1000, "{:,.0f} us", True)
     if one := good.get("disk"):
-        yield "disk tier reads, to bare direct I/O", f"{one['read_ratio']:.2f}", "0.85"
-        yield "disk tier writes, to bare direct I/O", f"{one['write_ratio']:.2f}", ""
+        yield Promise("disk tier reads, to bare direct I/O", one["read_ratio"], 0.85)
+    if one := good.get("restore"):
+        yield Promise(
+            "hit in host memory, to one on the device", one["host_to_device"], 1.3, is_limit=True
+        )
+        yield Promise(
+            "hit on disk, to one on the device", one["disk_to_device"], 2.5, is_limit=True
+        )
+        text = "slowest of these hits, to computing"
+        yield Promise(text, one["worst_hit_to_computed"], 0.1, is_limit=True)
+        yield Promise("copies to the device, to one plain copy", one["restore_to_plain"], 0.8)
     if one := good.get("overhead"):
-        yield "prefill throughput that saving costs", f"{one['cost']['p50']:.1%}", "3%"
+        text = "prefill throughput that saving costs"
+        yield Promise(text, one["cost"]["p50"], 0.03, "{:.1%}", True)
     if one := good.get("throttle"):
         text = "hit on a disk of any bandwidth, to computing, worst median"
-        yield text, f"{one['worst_ratio']:.2f}", f"{one['goal']}"
+        yield Promise(text, one["worst_ratio"], one["goal"], is_limit=True)
     if one := good.get("service"):
-        blocks = f"{one['lookup_blocks']:,}"
-        yield f"pool service: look-up of {blocks} blocks", _ms(one["lookup_s"]), "2 ms"
+        text = f"pool service: look-up of {one['lookup_blocks']:,} blocks"
+        yield Promise(text, one["lookup_s"]["p50"] * 1e3, 2, "{:.2f} ms", True)
         text = "pool service: two clients restoring, to two plain copies"
-        yield text, f"{one['restore_to_plain']['p50']:.2f}", "0.9"
+        yield Promise(text, one["restore_to_plain"]["p50"], 0.9)
         text = f"pool service: start with {one['blocks_on_disk']:,} blocks on disk"
-        yield text, f"{one['start_s']['ready']['p50']:.1f} s", "3 s"
+        yield Promise(text, one["start_s"]["ready"]["p50"], 3, "{:.1f} s", True)
     if one := good.get("remote"):
-        yield "remote tier puts, to Mooncake's bare client", f"{one['put_ratio']:.2f}", "0.9"
-        yield "remote tier gets, to Mooncake's bare client", f"{one['get_ratio']:.2f}", "0.9"
+        yield Promise("remote tier puts, to Mooncake's bare client", one["put_ratio"], 0.9)
+        yield Promise("remote tier gets, to Mooncake's bare client", one["get_ratio"], 0.9)
         if "computed_to_remote" in one:
-            text = "first token on another server's prefix, to computing it"
-            yield text, f"{one['computed_to_remote']:.1f} times as fast", "3"
-
-
-def _ms(seconds: Mapping[str, float]) -> str:
-    return f"{seconds['p50'] * 1e3:.2f} ms"
+            text = "first token on another server's prefix, times as fast as computing it"
+            yield Promise(text, one["computed_to_remote"], 3, "{:.1f}")
 
 
 def summary(found: Figures) -> Iterator[str]:
-    """For the README: what a first token waits for, by where its prompt lies."""
-    rows = [
+    """For the README: deployments of one engine, side by side."""
+    columns = ("served with", "prompt tokens recalled", "first token, median", "p95")
+    served = {name: SERVED[name] for name in _SERVED_ZH}
+    yield from _table((*columns, "prompt tokens a second"), _summary_rows(found, served))
+
+
+def summary_zh(found: Figures) -> Iterator[str]:
+    columns = ("部署方式", "命中的提示词 token", "首 token，中位数", "p95", "提示词 token/s")
+    yield from _table(columns, _summary_rows(found, _SERVED_ZH))
+
+
+def _summary_rows(found: Figures, served: Mapping[str, str]) -> list[tuple[str, ...]]:
+    return [
         (
-            SERVED.get(variant, variant),
+            served[variant],
             f"{one['hit_rate']:.0%}",
             *(f"{one['ttft_s'][rank]:.2f} s" for rank in ("p50", "p95")),
             f"{one['tokens_per_s']:,.0f}",
         )
         for variant, one in found["variants"].items()
+        if variant in served
     ]
-    columns = ("served with", "prompt tokens recalled", "first token, median", "p95")
-    yield from _table((*columns, "prompt tokens a second"), rows)
-    yield ""
-    yield f"{found['story'][0].upper()}{found['story'][1:]}, on {found['cores']} cores."
 
 
 _PICTURES: Mapping[str, tuple[str, str]] = {
-    "summary": ("chat", "Seconds to the first token, and where prompt tokens came from"),
+    "first-token": ("restore", "Seconds to the first token: computed, device, host, disk, remote"),
+    "first-token-zh": ("restore", "首 token 时延：计算、设备、主机内存、磁盘、远端"),
     "chat": ("chat", "Seconds to the first token, and where prompt tokens came from"),
     "tiers": ("tiers", "Bandwidth of memory and disk tiers"),
-    "restore": ("restore", "Milliseconds to the first token"),
-    "decode": ("retrieval", "Time of attention, and answers that stay right"),
+    "restore": ("restore", "Seconds to the first token: computed, device, host, disk, remote"),
+    "decode": ("retrieval", "Milliseconds of attention of a token, a layer"),
 }
 """The plot that stands above a table, and what it shows."""
 
-TABLES: Mapping[str, Callable[[Run], Iterator[str]]] = {
+TABLES: Mapping[str, Make] = {
     "machine": machine,
     "bias": bias,
     "steps": steps,
+    "first-token": _if_measured("restore", first_token),
+    "first-token-zh": _if_measured("restore", first_token_zh),
     "summary": _of("chat", summary),
+    "summary-zh": _of("chat", summary_zh),
     "chat": _of("chat", serving),
+    "against-lmcache": _of("chat", against_lmcache),
     "replay": _of("replay", serving),
     "tiers": _of("tiers", tiers),
     "pool": pool,
-    "restore": _of("restore", restore),
+    "restore": _if_measured("restore", restore),
     "decode": decode,
     "needle": _of("needle", needle),
 }
