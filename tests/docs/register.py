@@ -39,7 +39,7 @@ _SERVING: Mapping[str, Kind] = {
     "kvrecall gpu-check": Needs("a GPU", ("GPU",)),
     "vllm serve": Elsewhere("tests/engine/test_vllm_serve.py", 'documented("README.md", '),
     "export": Runs(silent=True),
-    "curl": Runs(before=scenes.a_server, more=" --fail"),
+    "curl": Runs(swaps=(("curl ", "curl --fail "),), before=scenes.a_server),
     "python -m sglang.launch_server": Needs("an SGLang server, which needs a GPU", ("GPU",)),
     "podman build": Needs("a container engine", ("container engine",)),
     "podman compose": Needs("a container engine", ("container engine",)),

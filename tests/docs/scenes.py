@@ -61,7 +61,8 @@ def repository(stage: Stage) -> None:
     ``scripts/setup`` finds nothing to do."""
     if (stage.folder / "Makefile").exists():
         return
-    for name in ("README.md", "Makefile", "scripts/bench", "bench/results/latest.json"):
+    names = ("README.md", "README.zh-CN.md", "Makefile", "scripts/bench")
+    for name in (*names, "bench/results/latest.json"):
         (stage.folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, stage.folder / name)
     shutil.copytree(ROOT / "docs", stage.folder / "docs")
@@ -175,6 +176,12 @@ def a_server(stage: Stage) -> None:
     from kvrecall.server.plan import Plan
 
     app = FastAPI()
+
+    @app.post("/v1/completions")
+    def completions() -> dict[str, object]:
+        """As `vllm serve` with the connector (tests/engine/test_vllm_serve.py)."""
+        return {"kv_transfer_params": {"kvrecall": {"device": 0, "computed": 3}}}
+
     attach_all(app, FakeEngine(), Plan(ServeSpec("m", "127.0.0.1", 1, {})))
     config = uvicorn.Config(app, port=stage.port(8000), log_level="warning")
     server = uvicorn.Server(config)

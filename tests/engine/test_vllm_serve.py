@@ -1,8 +1,10 @@
-"""`vllm serve` with the connector, by the command line that README gives."""
+"""`vllm serve` with the connector, by the command lines that README gives."""
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -28,7 +30,7 @@ def documented(page: str, folder: Path, port: int) -> list[str]:
     # Whatever is found is loaded: on a busy machine computing may look faster.
     line = line.replace('"host_size"', '"load_or_compute": "load", "host_size"')
     _, _, model, *words = type(command)(command.page, "", line).words
-    small = f"--port {port} --served-model-name tiny --dtype float32 --max-model-len 2048"
+    small = f"--port {port} --served-model-name tiny --dtype float32 --max-model-len 8192"
     more = "--enforce-eager --max-num-seqs 8 --kv-cache-memory-bytes 67108864"
     assert model == "MODEL"
     return [default_model(), *words, *small.split(), *more.split()]
@@ -43,7 +45,15 @@ def from_host(server: LiveServer) -> float:
     return sum(map(float, found))
 
 
-def test_the_documented_line_serves_and_recalls(tmp_path: Path) -> None:
+def split_of_a_reply(page: str, port: int) -> dict[str, int]:
+    """What the page's request prints: prompt tokens by where they came from."""
+    (command,) = (each for each in commands(ROOT / page) if each.shape == "curl")
+    line = command.line.replace("8000", str(port)).replace("MODEL", "tiny")
+    said = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True).stdout
+    return dict(json.loads(f"{{{said}}}")["kvrecall"])
+
+
+def test_the_documented_lines_serve_and_recall(tmp_path: Path) -> None:
     port = free_port()
     words = documented("README.md", tmp_path, port)
     server = LiveServer(tmp_path, words, f"http://127.0.0.1:{port}", program=(VLLM, "serve"))
@@ -58,5 +68,9 @@ def test_the_documented_line_serves_and_recalls(tmp_path: Path) -> None:
             texts.add(reply.json()["choices"][0]["text"])
             server.client.post("/reset_prefix_cache")
         assert len(texts) == 1
+        first, again = (split_of_a_reply("README.md", port) for _ in range(2))
+        assert first["computed"] == sum(first.values()), "a text that was not asked before"
+        assert again["device"] > again["computed"]
+        assert sum(again.values()) == sum(first.values())
     finally:
         server.close()
