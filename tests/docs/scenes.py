@@ -165,8 +165,8 @@ def instances(stage: Stage) -> None:
 
 def a_server(stage: Stage) -> None:
     """kvrecall's routes over an engine that answers with the words it is given, at port 8000."""
-    if stage.uses(8100):
-        return  # the page's own, started by an earlier line
+    if stage.uses(8100) or stage.uses(8000):
+        return  # started by an earlier line: the page's own, or this one
     import uvicorn
     from fastapi import FastAPI
     from server.fake import FakeEngine

@@ -347,8 +347,8 @@ def _bench_model() -> tuple[int, int]:
     """Layers and width of what ``restore`` serves."""
     from kvrecall.lab.bench.model import BenchModel  # takes seconds: PyTorch
 
-    fields = BenchModel.__dataclass_fields__
-    return fields["layers"].default, fields["hidden"].default
+    model = BenchModel(dtype="")
+    return model.layers, model.hidden
 
 
 def decode(run: Run) -> Iterator[str]:
