@@ -40,10 +40,12 @@ def test_counts_and_gauges_reach_prometheus_under_their_labels(pool: Pool) -> No
         stats = pool.stats()
         host = SimpleNamespace(**{name: getattr(stats.tiers[0], name) for name in TIER})
         host.hits = hits
+        tally.count_load("disk", hits / 100)
         gauges = tally.watch(SimpleNamespace(tiers=[host], **POOL))  # type: ignore[arg-type]
-        counts, splits = tally.take()
+        counts, splits, loads = tally.take()
         assert "blocks_refused" not in counts, "what did not move is not sent"
-        metrics.observe(RecallStats.of(counts, gauges, splits).data, 0)
+        sent = RecallStats.of(counts, gauges, splits, loads=loads)
+        metrics.observe(RecallStats.of({}, {}).aggregate(sent).data, 0)
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(f"kvrecall_{name}", {"engine": "0", **labels})
@@ -56,10 +58,16 @@ def test_counts_and_gauges_reach_prometheus_under_their_labels(pool: Pool) -> No
     assert value("tier_capacity_bytes", tier="host") == 1 << 20
     assert value("leases") == 3
     assert value("audits_failed_total") is None
+    assert value("load_latency_seconds_count", tier="disk") == 2, "each load once"
+    assert value("load_latency_seconds_sum", tier="disk") == pytest.approx(0.17)
+    assert value("load_latency_seconds_bucket", tier="disk", le="0.05") == 1
+    assert value("pool_up") == 1
+    assert value("tier_full", tier="host") == 0
 
 
 TIER = (
     "name capacity_bytes used_bytes blocks hits reads read_bytes read_seconds writes write_bytes "
-    "write_seconds evictions dropped errors corrupt pinned_bytes over_quota quota_evictions"
+    "write_seconds evictions dropped errors corrupt pinned_bytes over_quota quota_evictions full"
 ).split()
-POOL = {"leases": 3, "reserved": 0, "queued_writes": 0, "queued_reads": 0, "unwritten_bytes": 0}
+QUEUES = {"queued_writes": 0, "queued_reads": 0, "unwritten_bytes": 0}
+POOL = {"leases": 3, "reserved": 0, "pool_up": 1, **QUEUES}

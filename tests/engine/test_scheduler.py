@@ -200,6 +200,7 @@ def test_a_failed_load_is_not_tried_again(pool: Pool) -> None:
     (load,) = bench.side.orders(SimpleNamespace(num_scheduled_tokens={}), None).loads
     assert load.copy.block_ids == (1, 2)
     bench.side.reported(None, {"again"}, {"again"})
+    assert bench.side.tally.loads == {}
     assert pool.stats().leases == 0
     assert bench.matched(request) == 0
     request.status = RequestStatus.FINISHED_STOPPED
@@ -257,6 +258,7 @@ def test_reset_is_refused_while_loading_and_private_afterwards(pool: Pool) -> No
     bench.side.allocated(request, bench.blocks["again"], 32)
     assert not bench.side.reset()
     bench.side.reported(None, {"again"}, set())
+    assert list(bench.side.tally.loads) == ["host"]
     assert bench.side.reset()
     assert bench.matched(bench.request("third", 40)) == 0
     bench.report(bench.step(bench.request("fourth", 40), 40))

@@ -146,6 +146,11 @@ def test_no_room_for_the_first_slab(
     assert bench.put(KEYS) == [Outcome.SHED] * 32
     assert slabs(folder) == []
     assert caplog.text.count("cannot add a slab") == 1
+    assert bench.tier.stats().full == 1
+    io.faults.no_room = False
+    bench.tier._flusher._reclaimer._grow_at = 0.0  # it is tried again now
+    assert bench.put(KEYS) == [Outcome.STORED] * 32
+    assert bench.tier.stats().full == 0
 
 
 def test_no_room_for_the_index_is_said_too(
@@ -165,6 +170,7 @@ def test_no_room_for_more_slabs_evicts(start: Start, io: FaultyIo) -> None:
     outcomes = [bench.put(keys[at : at + 20]) for at in range(60, 200, 20)]
     assert any(Outcome.STORED in some for some in outcomes)
     assert bench.tier.stats().evictions > 0
+    assert bench.tier.stats().full == 1
 
 
 def test_index_that_cannot_grow_sheds(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

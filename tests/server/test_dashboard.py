@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -13,15 +14,17 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from support.clocks import ManualClock
 
 from kvrecall.lab.ports import free_port
-from kvrecall.server.dashboard import history
+from kvrecall.server.dashboard import cached_prefixes, history
+from kvrecall.server.dashboard.alarms import Alarms
 from kvrecall.server.dashboard.routes import dashboard_router
+from kvrecall.server.dashboard.sample import Sample
 
 from .browser import browsing
-from .fake import FakeEngine
+from .fake import INFO, FakeEngine
 from .live import LiveServer
 
 GRAFANA = Path(__file__).parents[2] / "examples" / "grafana.json"
@@ -51,6 +54,88 @@ def test_samples_are_read_from_the_metrics_and_bounded() -> None:
     assert [each.at for each in kept.since(everything[-3].at)] == [e.at for e in everything[-2:]]
 
 
+def test_a_histogram_is_kept_where_it_changed_and_whole_in_the_oldest_sample() -> None:
+    registry = CollectorRegistry()
+    name = "kvrecall_load_latency_seconds"
+    loads = Histogram(name, "x", ["engine", "tier"], registry=registry, buckets=(0.1, 1.0))
+    clock = ManualClock()
+    kept = history.History(registry, clock)
+    for engine in ("0", "1"):
+        loads.labels(engine, "disk").observe(0.05)
+    for _ in range(history.KEPT):
+        kept.take()
+        clock.advance(2.0)
+    assert kept.bounds == {"load:disk": [0.1, 1.0, None]}
+    samples = kept.since(0.0)
+    assert samples[0].buckets == {"load:disk": [2, 2, 2]}
+    assert all(not each.buckets for each in samples[1:]), "what did not change is not sent again"
+    loads.labels("0", "disk").observe(7.0)
+    kept.take()
+    samples = kept.since(0.0)
+    assert len(samples) == history.KEPT
+    assert samples[0].buckets == {"load:disk": [2, 2, 2]}, "handed on by the one that was forgotten"
+    assert samples[-1].buckets == {"load:disk": [2, 2, 3]}
+
+
+def test_a_counter_that_grows_is_an_alarm_for_as_long_as_it_is_kept() -> None:
+    alarms = Alarms(kept_s=100.0)
+
+    def told(at: float) -> list[tuple[str, int | None, float, float]]:
+        return [(each.name, each.count, each.since, each.last) for each in alarms.active(at)]
+
+    def see(at: float, corrupt: float, full: float = 0.0) -> None:
+        alarms.see(Sample(at, tiers={"disk": {"corrupt": corrupt, "full": full}}))
+
+    see(10.0, 0.0)
+    assert told(10.0) == []
+    see(20.0, 2.0)
+    see(60.0, 5.0, full=1.0)
+    see(80.0, 5.0, full=1.0)
+    assert told(80.0) == [
+        ("KvrecallDiskFull", None, 60.0, 80.0),
+        ("KvrecallCorruptBlocks", 5, 20.0, 60.0),
+    ]
+    see(90.0, 5.0)
+    assert told(90.0) == [("KvrecallCorruptBlocks", 5, 20.0, 60.0)], "a state that ended"
+    assert told(161.0) == []
+    see(170.0, 6.0)
+    assert told(170.0) == [("KvrecallCorruptBlocks", 1, 170.0, 170.0)], "a new one"
+
+
+def test_warnings_come_after_errors_and_a_failed_audit_stays() -> None:
+    alarms = Alarms(kept_s=100.0)
+    counts = Sample(0.0).counts | {"audits_failed": 1.0}
+    alarms.see(Sample(10.0, counts=counts))
+    alarms.see(Sample(20.0, tiers={"host": {"dropped": 3.0}}, counts=counts))
+    names = [(each.name, str(each.severity)) for each in alarms.active(20.0)]
+    assert names == [("KvrecallAuditFailed", "error"), ("KvrecallWritesDropped", "warning")]
+    (audit,) = alarms.active(1e6)
+    assert (audit.name, audit.since) == ("KvrecallAuditFailed", 10.0)
+
+
+def test_a_pool_that_does_not_answer_and_an_engine_that_died(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine = FakeEngine()
+    engine.info = dataclasses.replace(INFO, pooled=True, pool_socket=tmp_path / "nothing.sock")
+    monkeypatch.setattr(cached_prefixes, "_FRESH_S", 0.0)
+    monkeypatch.setattr(cached_prefixes, "_SHARE", 1e9)
+    app = FastAPI()
+    app.include_router(dashboard_router(engine))
+    with TestClient(app) as client:
+
+        def told() -> dict[str, str]:
+            found = client.get("/dashboard/data.json").json()["alarms"]
+            assert all(each["cure"] and each["since"] <= each["last"] for each in found)
+            return {each["name"]: each["detail"] for each in found}
+
+        assert told() == {}
+        assert "does not answer" in client.get("/dashboard/tree.json").json()["empty"]
+        assert "nothing.sock" in told()["KvrecallPoolAway"]
+        engine.lives = False
+        assert list(told()) == ["KvrecallEngineDown"], "of which the other one follows"
+
+
 def test_files_and_figures_without_an_engine() -> None:
     app = FastAPI()
     app.include_router(dashboard_router(FakeEngine()))
@@ -64,6 +149,9 @@ def test_files_and_figures_without_an_engine() -> None:
         assert client.get("/dashboard/nothing.js").status_code == 404
         told = client.get("/dashboard/data.json").json()
         assert (told["pool"], told["heat"], told["live_total"]) == (False, None, 0)
+        assert (told["alarms"], told["ended"], told["live"]) == ([], [], [])
+        assert told["sample"]["counts"]["preemptions"] >= 0
+        assert told["kept_samples"] * told["every_s"] == 1800, "half an hour"
         assert client.get("/dashboard/data.json?since=soon").status_code == 422
         tree = client.get("/dashboard/tree.json").json()
         assert (tree["roots"], tree["empty"]) == ([], "This server runs without a pool.")

@@ -91,9 +91,11 @@ def test_without_a_service_everything_is_a_miss_until_there_is_one(tmp_path: Pat
     assert client.find(keys).blocks == 0
     assert {answer.verdict for answer in client.reserve(keys)} == {Verdict.REFUSED}
     assert client.stats().tiers == ()
+    assert client.stats().pool_up == 0
     with Service(tmp_path / "service"):
         wait_until(lambda: client.is_connected)
         client.find(keys)
+        assert client.stats().pool_up == 1
         assert len(saved(client, 4)) == 4
         assert client.find(keys).blocks == 4
         client.close()

@@ -115,6 +115,7 @@ class TierStats:
     pinned_bytes: int = 0  # gauge
     over_quota: int = 0  # blocks refused for a tenant's limit
     quota_evictions: int = 0  # blocks evicted for their tenant's limit; among ``evictions``
+    full: int = 0  # gauge; 1: the medium has no room, though the tier is below its limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,7 @@ class PoolStats:
     hits: int = 0  # blocks found, any tier
     refused: int = 0  # reservations refused
     unwritten_bytes: int = 0  # in the host and, by the write policy, not written yet
+    pool_up: int = 1  # gauge; 0: the pool is a service's, and it is away
     histograms: dict[str, tuple[tuple[float, int], ...]] = field(default_factory=dict)
 
 

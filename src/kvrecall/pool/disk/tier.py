@@ -167,6 +167,7 @@ class DiskTier(Tier):
             pinned_bytes=self._catalog.pinned_bytes,
             over_quota=accounts.refused,
             quota_evictions=accounts.evicted,
+            full=int(self._store.full),
         )
 
     def histograms(self) -> dict[str, Buckets]:

@@ -60,7 +60,7 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 1.0
 _WATCH_S = 1.0
 _POOL_COUNTERS = ("lookups", "hits", "refused")
-_TIER_GAUGES = ("name", "capacity_bytes", "used_bytes", "blocks", "pinned_bytes")
+_TIER_GAUGES = ("name", "capacity_bytes", "used_bytes", "blocks", "pinned_bytes", "full")
 _TIER_COUNTERS = tuple(
     field.name for field in dataclasses.fields(TierStats) if field.name not in _TIER_GAUGES
 )
@@ -90,10 +90,11 @@ class _Totals:
     def without_service(self) -> PoolStats:
         """The sums so far, with gauges at rest."""
         tiers = tuple(
-            dataclasses.replace(t, used_bytes=0, blocks=0, pinned_bytes=0) for t in self.last.tiers
+            dataclasses.replace(t, used_bytes=0, blocks=0, pinned_bytes=0, full=0)
+            for t in self.last.tiers
         )
         counts = {name: getattr(self.last, name) for name in _POOL_COUNTERS}
-        return PoolStats(tiers, **counts, histograms=self.last.histograms)
+        return PoolStats(tiers, **counts, histograms=self.last.histograms, pool_up=0)
 
 
 def _plus(now: S, before: S | None, counters: Sequence[str]) -> S:

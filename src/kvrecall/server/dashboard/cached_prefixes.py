@@ -18,13 +18,15 @@ _TIMEOUT_S = 5.0
 
 
 class CachedPrefixes:
-    """The pool's prefix trees; an answer serves all pages that poll."""
+    """The pool's prefix trees; an answer serves all pages that poll. ``failure``: why the pool did
+    not answer when it was last asked, empty if it did."""
 
     def __init__(self, info: EngineInfo) -> None:
         self._info = info
         self._lock = asyncio.Lock()
         self._answer: dict[str, Any] = {}
         self._good_until = float("-inf")
+        self.failure = ""
 
     async def answer(self) -> dict[str, Any]:
         """Model, tenant and prefixes as nested nodes; or ``empty``, why there are none."""
@@ -46,7 +48,9 @@ class CachedPrefixes:
             with ServiceAdmin(socket, _TIMEOUT_S) as admin:
                 trees = admin.do(PrefixTrees())
         except KvrecallError as error:
+            self.failure = str(error)
             return _nothing(f"The pool does not answer: {error}.")
+        self.failure = ""
         if not trees:
             return _nothing("Nothing is cached yet.")
         blocks = sum(tree.blocks for tree in trees)

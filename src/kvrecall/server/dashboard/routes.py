@@ -5,19 +5,26 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from dataclasses import asdict
 from importlib import resources
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter, Query
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from kvrecall import __version__
 from kvrecall.engines.base import Engine, Heat
+from kvrecall.server.dashboard.alarms import ENGINE_DOWN, POOL_AWAY
 from kvrecall.server.dashboard.cached_prefixes import CachedPrefixes
 from kvrecall.server.dashboard.history import EVERY_S, KEPT, History
 
-_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_TYPES = {
+    "html": "text/html",
+    "css": "text/css",
+    "js": "text/javascript",
+    "json": "application/json",
+    "svg": "image/svg+xml",
+}
 _HEADERS = {
     "cache-control": "no-cache",
     "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'",
@@ -27,6 +34,7 @@ _HEADERS = {
 
 
 _MOST_LIVE = 200
+_AWAY = "as of the engine's last step"
 _NO_HEAT = (
     "Retrieval attention has chosen no blocks yet. It acts on long sequences where it is switched "
     "on (docs/retrieval.md)."
@@ -57,6 +65,11 @@ def dashboard_router(engine: Engine) -> APIRouter:
         live, total = insight.live(_MOST_LIVE)
         heat = insight.heat()
         now = time.time()
+        sample = history.latest()
+        alive = await engine.alive()
+        history.alarms.note(ENGINE_DOWN, not alive, now)
+        away = (prefixes.failure or ("" if sample.pool_up else _AWAY)) if alive else ""
+        history.alarms.note(POOL_AWAY, bool(away), now, away)
         answer = {
             "boot": boot,
             "now": now,
@@ -67,19 +80,21 @@ def dashboard_router(engine: Engine) -> APIRouter:
             "every_s": EVERY_S,
             "kept_samples": KEPT,
             "kept_requests": insight.remembered,
-            "sample": asdict(history.latest()),
-            "samples": [asdict(sample) for sample in history.since(since)],
-            "live": [asdict(view) for view in live],
+            "alarms": history.alarms.active(now),
+            "bounds": history.bounds,
+            "sample": sample,
+            "samples": history.since(since),
+            "live": live,
             "live_total": total,
-            "ended": [asdict(view) for view in insight.ended(ended_since)],
+            "ended": insight.ended(ended_since),
             "heat": None if heat is None else _heat(heat),
             "heat_note": _NO_HEAT,
         }
-        return JSONResponse(answer, headers=_HEADERS)
+        return _json(answer)
 
     @router.get("/dashboard/tree.json")
     async def tree() -> Response:
-        return JSONResponse(await prefixes.answer(), headers=_HEADERS)
+        return _json(await prefixes.answer())
 
     @router.get("/dashboard/{name}")
     async def file(name: str) -> Response:
@@ -100,6 +115,10 @@ def _file(name: str) -> Response:
     if content is None:
         return Response("there is no such file", 404, media_type="text/plain")
     return Response(content, 200, _HEADERS, _TYPES[name.rpartition(".")[2]])
+
+
+def _json(answer: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(answer), 200, _HEADERS, _TYPES["json"])
 
 
 def _heat(heat: Heat) -> dict[str, Any]:

@@ -319,8 +319,10 @@ class RecallConnector(KVConnectorBase_V1):
         if self._scheduler is None or self._pool is None:
             return None
         gauges = self._scheduler.tally.watch(self._pool.stats())
-        counts, splits = self._scheduler.tally.take()
-        return RecallStats.of(counts, gauges, splits) if counts or splits else None
+        counts, splits, loads = self._scheduler.tally.take()
+        if not (counts or splits or loads):
+            return None
+        return RecallStats.of(counts, gauges, splits, loads=loads)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> RecallStats | None:

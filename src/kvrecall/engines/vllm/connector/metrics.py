@@ -1,8 +1,8 @@
 """Counts of the connector, and their way to vLLM's logs and Prometheus endpoint.
 
 vLLM carries a ``KVConnectorStats`` payload from the engine to the API process once a step; the
-payload holds increments of counters, current values of gauges, and for requests that began where
-their prompts come from (``serving/insight.py``).
+payload holds increments of counters, current values of gauges, the latencies of loads, and for
+requests that began where their prompts come from (``serving/insight.py``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -66,6 +66,7 @@ TIER_GAUGES = {
     "used_bytes": "Bytes in use.",
     "blocks": "Blocks held.",
     "pinned_bytes": "Bytes of pinned blocks.",
+    "full": "1 if the medium has no room though the tier is below its limit, else 0.",
 }
 POOL_GAUGES = {
     "leases": "Blocks leased by requests.",
@@ -73,16 +74,25 @@ POOL_GAUGES = {
     "queued_writes": "Blocks waiting to be written below the host.",
     "queued_reads": "Blocks waiting to be promoted.",
     "unwritten_bytes": "Bytes that the write policy has not written below the host yet.",
+    "pool_up": "1 if the engine reaches its pool, 0 if the pool service is away.",
 }
+LOAD_LATENCY = (
+    "Seconds from asking the pool for a prefix until it was on the device, by the lowest tier that "
+    "held a block of it."
+)
+LOAD_BUCKETS = tuple(
+    round(base * 10.0**power, 4) for power in range(-3, 2) for base in (1.0, 2.5, 5.0)
+)  # 1 ms to 50 s
 
 
 class Tally:
-    """Counters of the scheduler side since the last report (names as in ``COUNTERS``), and prompt
-    tokens by source of the requests that began since then."""
+    """Counters of the scheduler side since the last report (names as in ``COUNTERS``), the loads
+    that ended since then, and prompt tokens by source of the requests that began."""
 
     def __init__(self) -> None:
         self.counts: Counts[str] = Counts()
         self.splits: dict[str, dict[str, int]] = {}
+        self.loads: dict[str, list[float]] = {}  # tier -> seconds of each
         self._totals: Counts[str] = Counts()  # of the pool, when they were last watched
 
     def count_request(self, sources: dict[str, int]) -> None:
@@ -90,6 +100,10 @@ class Tally:
         self.counts["requests"] += 1
         for source, tokens in sources.items():
             self.counts[f"{source}:prompt_tokens"] += tokens
+
+    def count_load(self, tier: str, seconds: float) -> None:
+        """Adds a prefix that was loaded."""
+        self.loads.setdefault(str(tier), []).append(round(seconds, 6))
 
     def count_step(self, report: StepReport) -> None:
         """Adds the copies of a step."""
@@ -108,16 +122,18 @@ class Tally:
                 gauges[f"{tier.name}:tier_{name}"] = float(getattr(tier, name))
         return gauges
 
-    def take(self) -> tuple[dict[str, float], dict[str, dict[str, int]]]:
-        """The counts that moved, and the splits; starts anew."""
+    def take(self) -> tuple[dict[str, float], dict[str, dict[str, int]], dict[str, list[float]]]:
+        """The counts that moved, the splits, and the loads; starts anew."""
         counts, self.counts = self.counts, Counts()
         splits, self.splits = self.splits, {}
-        return {name: amount for name, amount in counts.items() if amount}, splits
+        loads, self.loads = self.loads, {}
+        return {name: amount for name, amount in counts.items() if amount}, splits, loads
 
 
 class RecallStats(KVConnectorStats):
     """Payload: ``counts`` (name -> increment), ``gauges`` (name -> value), ``splits`` (request
-    -> source -> tokens) and ``heat`` (layer -> where its blocks lay and were chosen)."""
+    -> source -> tokens), ``heat`` (layer -> where its blocks lay and were chosen) and ``loads``
+    (tier -> seconds of each)."""
 
     @classmethod
     def of(
@@ -126,12 +142,20 @@ class RecallStats(KVConnectorStats):
         gauges: dict[str, float],
         splits: dict[str, dict[str, int]] | None = None,
         heat: Mapping[int, list[list[int]]] | None = None,
+        loads: Mapping[str, list[float]] | None = None,
     ) -> RecallStats:
         plain = {str(layer): rows for layer, rows in (heat or {}).items()}
-        return cls(data={"counts": counts, "gauges": gauges, "splits": splits or {}, "heat": plain})
+        data = {"counts": counts, "gauges": gauges, "splits": splits or {}, "heat": plain}
+        return cls(data=data | {"loads": dict(loads or {})})
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = {"counts": {}, "gauges": {}, "splits": {}, "heat": {}}
+        self.data: dict[str, Any] = {
+            "counts": {},
+            "gauges": {},
+            "splits": {},
+            "heat": {},
+            "loads": {},
+        }
 
     def is_empty(self) -> bool:
         return not self.data.get("counts") and not self.data.get("gauges")
@@ -143,9 +167,12 @@ class RecallStats(KVConnectorStats):
         gauges = {**self.data.get("gauges", {}), **other.data.get("gauges", {})}
         splits = {**self.data.get("splits", {}), **other.data.get("splits", {})}
         heat = HeatTotals()
+        loads: dict[str, list[float]] = {}
         for payload in (self, other):
             heat.add(payload.data.get("heat", {}))
-        return RecallStats.of(counts, gauges, splits, heat.take())
+            for tier, seconds in payload.data.get("loads", {}).items():
+                loads.setdefault(tier, []).extend(seconds)
+        return RecallStats.of(counts, gauges, splits, heat.take(), loads)
 
     def reduce(self) -> dict[str, int | float]:
         """What a person wants in the log line of the last interval."""
@@ -187,6 +214,12 @@ class RecallPromMetrics(KVConnectorPromMetrics):
         register(Counter, TIER_COUNTERS, "tier_", "tier")
         register(Gauge, POOL_GAUGES)
         register(Gauge, TIER_GAUGES, "tier_", "tier")
+        self._load_latency = metric_types[Histogram](
+            name="kvrecall_load_latency_seconds",
+            documentation=LOAD_LATENCY,
+            buckets=LOAD_BUCKETS,
+            labelnames=[*labelnames, "tier"],
+        )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Feeds one payload of ``RecallStats``. ``label:metric`` names a labelled metric."""
@@ -196,3 +229,6 @@ class RecallPromMetrics(KVConnectorPromMetrics):
                 label, _, metric = name.rpartition(":")
                 series = self._metrics[metric].labels(*labels, *([label] if label else []))
                 getattr(series, act)(value)
+        for tier, loads in transfer_stats_data.get("loads", {}).items():
+            for seconds in loads:
+                self._load_latency.labels(*labels, tier).observe(seconds)

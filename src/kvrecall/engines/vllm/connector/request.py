@@ -319,6 +319,12 @@ class PrefixLoad:
         self.recall = Recall(RecallState.READY, offsets, tiers)
         return self.recall
 
+    @property
+    def lowest_tier(self) -> TierName:
+        """The tier farthest from the device that a block came from."""
+        assert self.recall is not None
+        return max(self.recall.tiers, key=list(TierName).index)
+
     def _holds(self) -> bool:
         """Whether what has come is still there: a pool service may have died since, and another
         one have other blocks in its place. Keeps them so until the next ``arena_handle``."""

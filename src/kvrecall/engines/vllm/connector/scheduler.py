@@ -267,6 +267,8 @@ class RecallScheduler:
         for request_id in loaded:
             load = self._loading.pop(request_id, None)
             if load is not None:
+                if request_id not in failed:
+                    self.tally.count_load(load.lowest_tier, self.costs.elapsed(load.mark))
                 load.release()
         for request_id in failed:  # the engine recomputes it, and is not offered the pool again
             self.tally.counts["loads_failed"] += 1

@@ -2,16 +2,17 @@
 
 import { clock, count, h, hideTip, percent, replace, s, seconds, showTip } from "./dom.js";
 
-const LEFT = 52, RIGHT = 10, TOP = 8, BOTTOM = 24;
+const LEFT = 58, RIGHT = 10, TOP = 24, BOTTOM = 28;
 
 export const note = (text) => h("p", { class: "note" }, text);
 
-function ticks(most, wanted = 4) {
+function ticks(most, whole = false, wanted = 4) {
   const rough = Math.max(most, 1e-9) / wanted;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough);
+  let step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough * 0.999);
+  if (whole) step = Math.max(1, step);
   const found = [];
-  for (let value = 0; found.length < 2 || found.at(-1) < most; value += step) found.push(value);
+  for (let i = 0; found.length < 2 || found.at(-1) < most * 0.999; i += 1) found.push(i * step);
   return found;
 }
 
@@ -20,38 +21,86 @@ function timeAxis(from, to, x, bottom) {
   const step = [10, 30, 60, 120, 300, 600].find((n) => span / n <= 8) ?? 600;
   const marks = [];
   for (let at = Math.ceil(from / step) * step; at <= to; at += step) {
+    if (x(at) < LEFT + 12) continue;
     const label = step < 60 ? clock(at) : clock(at).slice(0, 5);
-    marks.push(s("text", { x: x(at), y: bottom + 16, "text-anchor": "middle" }, label));
+    marks.push(s("text", { x: x(at), y: bottom + 20, "text-anchor": "middle" }, label));
   }
-  return marks;
+  return [s("text", { x: LEFT - 8, y: bottom + 20, "text-anchor": "end" }, step < 60 ? "h:m:s" : "h:min"), marks];
 }
+
+// A frame of two axes with their units: {svg parts, x, y}. scale: {log, format, unit, whole}
+function frame(box, from, to, values, scale, tall) {
+  const width = Math.max(280, box.clientWidth), height = tall, bottom = height - BOTTOM;
+  const x = (at) => LEFT + ((at - from) / Math.max(1, to - from)) * (width - LEFT - RIGHT);
+  let marks, y;
+  if (scale.log) {
+    const low = Math.floor(Math.log10(Math.max(1e-4, Math.min(...values) * 0.95)));
+    const high = Math.max(low + 1, Math.ceil(Math.log10(Math.max(1e-3, Math.max(...values) * 1.02))));
+    marks = [];
+    for (let power = low; power <= high; power += 1) marks.push(10 ** power);
+    y = (value) => bottom - ((Math.log10(Math.max(value, 10 ** low)) - low) / (high - low)) * (bottom - TOP);
+  } else {
+    marks = ticks(Math.max(...values, scale.least ?? 0), scale.whole);
+    y = (value) => bottom - (value / marks.at(-1)) * (bottom - TOP);
+  }
+  const back = [
+    marks.map((mark, i) => s("line", { class: i ? "gridline" : "axis", x1: LEFT, x2: width - RIGHT, y1: y(mark), y2: y(mark) })),
+    marks.map((mark) => s("text", { x: LEFT - 8, y: y(mark) + 4, "text-anchor": "end" }, scale.format(mark))),
+    s("text", { class: "unit", x: 0, y: 11 }, scale.unit),
+    timeAxis(from, to, x, bottom),
+  ];
+  return { width, height, bottom, x, y, back };
+}
+
+const drawing = (width, height, label, ...parts) =>
+  s("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": label }, ...parts);
 
 function table(caption, heads, rows) {
   return h("details", { class: "figures" },
     h("summary", {}, "The figures as a table"),
-    h("div", { class: "scroll", tabindex: 0 },
+    h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": caption },
       h("table", {}, h("caption", { class: "muted" }, caption),
         h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))),
         h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell) => h("td", {}, cell))))))));
 }
 
-// Keeps the open table open, and the pointer's tooltip, over redraws.
+// Keeps the open table open, where it was, over redraws.
 function put(box, svg, figures) {
-  const open = box.querySelector("details")?.open;
-  if (figures && open) figures.open = true;
+  const before = box.querySelector("details");
+  if (figures && before?.open) figures.open = true;
+  const top = before?.querySelector(".scroll").scrollTop ?? 0;
+  const focused = before?.contains(document.activeElement) ? document.activeElement.tagName : null;
   replace(box, svg, figures ?? null);
+  if (!figures) return;
+  figures.querySelector(".scroll").scrollTop = top;
+  if (focused) figures.querySelector(focused.toLowerCase())?.focus({ preventScroll: true });
 }
 
-// series: [{label, color, values}], values as heights per interval that ends at times[i]
+// A line that follows the pointer, and the values there.
+function crosshair(svg, frame_, from, to, times, tell) {
+  const { x, width, bottom } = frame_;
+  const cross = s("line", { class: "cross", y1: TOP, y2: bottom, visibility: "hidden" });
+  svg.append(cross);
+  svg.addEventListener("pointermove", (event) => {
+    if (event.target.tagName === "circle" || !times.length) { cross.setAttribute("visibility", "hidden"); return; }
+    const at = from + ((event.clientX - svg.getBoundingClientRect().left - LEFT) / (width - LEFT - RIGHT)) * (to - from);
+    let near = 0;
+    times.forEach((time, i) => { if (Math.abs(time - at) < Math.abs(times[near] - at)) near = i; });
+    for (const end of ["x1", "x2"]) cross.setAttribute(end, x(times[near]));
+    cross.setAttribute("visibility", "visible");
+    showTip(event, clock(times[near]), tell(near));
+  });
+  svg.addEventListener("pointerleave", () => { cross.setAttribute("visibility", "hidden"); hideTip(); });
+}
+
+const perSecond = (value) => `${value < 10 && value > 0 ? value.toFixed(1) : count(value)} tokens/s`;
+
+// series: [{label, color, values}], values as tokens a second in the interval that ends at times[i]
 export function stacked(box, times, series, label) {
-  const width = Math.max(280, box.clientWidth), height = 230;
   const from = times[0], to = times.at(-1);
   const sums = times.map((_, i) => series.reduce((sum, one) => sum + one.values[i], 0));
-  const marks = ticks(Math.max(...sums, 1));
-  const most = marks.at(-1);
-  const bottom = height - BOTTOM;
-  const x = (at) => LEFT + ((at - from) / Math.max(1, to - from)) * (width - LEFT - RIGHT);
-  const y = (value) => bottom - (value / most) * (bottom - TOP);
+  const fitted = frame(box, from, to, sums, { format: count, unit: "prompt tokens/s", least: 1 }, 240);
+  const { x, y, width, height } = fitted;
   const beneath = times.map(() => 0);
   const areas = series.map((one) => {
     const low = [...beneath];
@@ -60,59 +109,47 @@ export function stacked(box, times, series, label) {
     const path = `M${edge(beneath).join("L")}L${edge(low).reverse().join("L")}Z`;
     return s("path", { d: path, fill: one.color, "fill-opacity": 0.9, stroke: "var(--card)", "stroke-width": 0.6 });
   });
-  const cross = s("line", { class: "cross", y1: TOP, y2: bottom, visibility: "hidden" });
-  const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": label },
-    marks.map((mark) => s("line", { class: mark ? "gridline" : "axis", x1: LEFT, x2: width - RIGHT, y1: y(mark), y2: y(mark) })),
-    marks.map((mark) => s("text", { x: LEFT - 8, y: y(mark) + 4, "text-anchor": "end" }, count(mark))),
-    timeAxis(from, to, x, bottom), areas, cross);
-  svg.addEventListener("pointermove", (event) => {
-    const box = svg.getBoundingClientRect();
-    const at = from + ((event.clientX - box.left - LEFT) / (width - LEFT - RIGHT)) * (to - from);
-    let near = 0;
-    times.forEach((time, i) => { if (Math.abs(time - at) < Math.abs(times[near] - at)) near = i; });
-    cross.setAttribute("x1", x(times[near])); cross.setAttribute("x2", x(times[near]));
-    cross.setAttribute("visibility", "visible");
-    showTip(event, clock(times[near]), [...series].reverse().map((one) => [one.label, count(one.values[near]), one.color]));
-  });
-  svg.addEventListener("pointerleave", () => { cross.setAttribute("visibility", "hidden"); hideTip(); });
-  const rows = times.map((at, i) => [clock(at), ...series.map((one) => count(one.values[i]))])
+  const svg = drawing(width, height, label, fitted.back, areas);
+  crosshair(svg, fitted, from, to, times, (i) => [...series].reverse().map((one) => [one.label, perSecond(one.values[i]), one.color]));
+  const rows = times.map((at, i) => [clock(at), ...series.map((one) => perSecond(one.values[i]))])
     .filter((_, i) => sums[i] > 0).slice(-60).reverse();
-  put(box, svg, table("Tokens per interval", ["until", ...series.map((one) => one.label)], rows));
+  put(box, svg, table("Prompt tokens per second, by source", ["until", ...series.map((one) => one.label)], rows));
 }
 
-// points: [{at, seconds, tokens, recalled, kind}]
-export function scatter(box, from, to, points, kinds, label) {
-  const width = Math.max(280, box.clientWidth), height = 230;
-  const bottom = height - BOTTOM;
-  const lowest = Math.min(...points.map((p) => p.seconds)), highest = Math.max(...points.map((p) => p.seconds));
-  const low = Math.floor(Math.log10(Math.max(1e-4, lowest * 0.9)));
-  const high = Math.max(low + 1, Math.ceil(Math.log10(Math.max(1e-3, highest * 1.05))));
-  const x = (at) => LEFT + ((at - from) / Math.max(1, to - from)) * (width - LEFT - RIGHT);
-  const y = (value) => bottom - ((Math.log10(Math.max(value, 10 ** low)) - low) / (high - low)) * (bottom - TOP);
-  const marks = [];
-  for (let power = low; power <= high; power += 1) marks.push(10 ** power);
-  const dots = points.map((point) => s("circle", {
-    cx: x(point.at).toFixed(1), cy: y(point.seconds).toFixed(1),
-    r: Math.max(3, Math.min(9, Math.sqrt(point.tokens) / 12)),
-    fill: kinds[point.kind].color, "fill-opacity": 0.65, stroke: kinds[point.kind].color,
-    onpointermove: (event) => showTip(event, clock(point.at), [
-      ["first token after", seconds(point.seconds)],
-      ["prompt", `${count(point.tokens)} tokens`],
-      ["of it recalled", percent(point.recalled), kinds[point.kind].color],
-    ]),
-    onpointerleave: hideTip,
-  }));
-  const medians = Object.values(kinds).filter((kind) => kind.median !== null).sort((a, b) => b.median - a.median);
-  const lines = medians.map((kind, place) => [
-    s("line", { x1: LEFT, x2: width - RIGHT, y1: y(kind.median), y2: y(kind.median), stroke: kind.color, "stroke-width": 1.5, "stroke-dasharray": "6 4" }),
-    s("text", { class: "over", x: LEFT + 4, y: y(kind.median) + (place ? 15 : -6) }, `median ${seconds(kind.median)}`),
-  ]);
-  const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": label },
-    marks.map((mark) => s("line", { class: "gridline", x1: LEFT, x2: width - RIGHT, y1: y(mark), y2: y(mark) })),
-    marks.map((mark) => s("text", { x: LEFT - 8, y: y(mark) + 4, "text-anchor": "end" }, mark < 1 ? seconds(mark) : `${mark} s`)),
-    timeAxis(from, to, x, bottom), dots, lines);
-  const rows = points.slice(-60).reverse().map((p) => [clock(p.at), seconds(p.seconds), count(p.tokens), percent(p.recalled)]);
-  put(box, svg, table("Requests", ["ended", "first token after", "prompt tokens", "recalled"], rows));
+// A line broken where nothing was measured; lone points are dots.
+function trace(times, values, x, y, look) {
+  const runs = [];
+  values.forEach((value, i) => {
+    if (value === null) return;
+    if (!i || values[i - 1] === null) runs.push([]);
+    runs.at(-1).push(`${x(times[i]).toFixed(1)},${y(value).toFixed(1)}`);
+  });
+  return runs.map((run) => run.length > 1
+    ? s("path", { d: `M${run.join("L")}`, fill: "none", stroke: look.color, "stroke-width": look.dash ? 1.4 : 2, "stroke-dasharray": look.dash, "stroke-linejoin": "round" })
+    : s("rect", { x: run[0].split(",")[0] - 1.5, y: run[0].split(",")[1] - 1.5, width: 3, height: 3, fill: look.color }));
+}
+
+// lines: [{label, color, dash, values: [number or null]}] at times; dots: [{at, value, size, color, tip}];
+// marks: [{at, text}] at the foot; scale as of frame, with tell: value -> text with its unit
+export function plot(box, { times, from, to, lines, dots = [], marks = [], scale, label, caption, tall = 200, figures }) {
+  const values = [...lines.flatMap((line) => line.values), ...dots.map((dot) => dot.value)].filter((value) => value !== null);
+  const fitted = frame(box, from, to, values.length ? values : [0], scale, tall);
+  const { x, y, width, height, bottom } = fitted;
+  const svg = drawing(width, height, label, fitted.back,
+    dots.map((dot) => s("circle", {
+      cx: x(dot.at).toFixed(1), cy: y(dot.value).toFixed(1), r: dot.size, fill: dot.color, "fill-opacity": 0.55, stroke: dot.color,
+      onpointermove: (event) => showTip(event, clock(dot.at), dot.tip), onpointerleave: hideTip,
+    })),
+    lines.map((line) => trace(times, line.values, x, y, line)),
+    marks.map((mark) => s("path", { class: "mark", d: `M${x(mark.at)},${bottom - 9}l5,9h-10Z` }, s("title", {}, mark.text))));
+  crosshair(svg, fitted, from, to, times, (i) =>
+    lines.map((line) => [line.label, line.values[i] === null ? "–" : scale.tell(line.values[i]), line.color]));
+  const [heads, rows] = figures ?? [
+    ["until", ...lines.map((line) => line.label)],
+    times.map((at, i) => [clock(at), ...lines.map((line) => line.values[i] === null ? "–" : scale.tell(line.values[i]))])
+      .filter((_, i) => lines.some((line) => line.values[i])).slice(-60).reverse(),
+  ];
+  put(box, svg, table(caption, heads, rows));
 }
 
 // heat: {layers: [name], shares: [[share or null]]}, columns from the start of the context to its end
@@ -135,7 +172,7 @@ export function heatMap(box, heat, label) {
   })));
   const every = Math.ceil(rows / Math.floor(240 / 16));
   const base = TOP + rows * tall;
-  const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": label }, cells,
+  const svg = drawing(width, height, label, s("text", { class: "unit", x: 0, y: 11 }, "layer"), cells,
     heat.layers.map((name, row) => row % every ? null : s("text", { x: LEFT - 8, y: TOP + row * tall + tall / 2 + 4, "text-anchor": "end" }, name)),
     s("text", { x: LEFT, y: base + 16 }, "start of the context"),
     s("text", { x: width - RIGHT, y: base + 16, "text-anchor": "end" }, "end"),

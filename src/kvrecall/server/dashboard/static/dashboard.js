@@ -1,16 +1,19 @@
 // Asks the server every two seconds for what is new, and draws it.
 
-import { heatMap, note, scatter, spark, stacked } from "./charts.js";
-import { age, bytes, clock, count, h, legend, median, percent, replace, seconds, swatch } from "./dom.js";
+import { heatMap, note, plot, spark, stacked } from "./charts.js";
+import { age, bytes, clock, count, h, legend, median, percent, quantile, replace, seconds, swatch } from "./dom.js";
 import { drawTree } from "./tree.js";
 
 const EVERY_MS = 2000, TREE_EVERY_MS = 6000, GIVE_UP_MS = 8000;
 const SOURCES = ["device", "host", "disk", "remote", "unspecified", "computed"];
+const LOADED = ["host", "disk", "remote"];
+const NOW_S = 60; // what "now" means for rates
+const POINTS = 100; // at most, in a line
 const color = (source) => `var(--${source})`;
 const RECALLED = SOURCES.slice(0, -1);
 const $ = (id) => document.getElementById(id);
 
-const state = { samples: [], ended: [], latest: null, paused: false, since: 0, endedSince: 0 };
+const state = { samples: [], ended: [], latest: null, paused: false, since: 0, endedSince: 0, gone: null };
 
 async function get(path) {
   const reply = await fetch(path, { signal: AbortSignal.timeout(GIVE_UP_MS), cache: "no-store" });
@@ -26,64 +29,226 @@ function status(kind, text) {
   }
 }
 
+const span = () => Number($("window").value);
 const windowed = (list, at) => {
-  const from = (state.latest?.now ?? 0) - Number($("window").value);
+  const from = (state.latest?.now ?? 0) - span();
   return list.filter((each) => each[at] >= from);
 };
 
 const sum = (split) => SOURCES.reduce((total, source) => total + (split?.[source] ?? 0), 0);
 const recalledOf = (split) => { const all = sum(split); return all ? 1 - (split.computed ?? 0) / all : 0; };
 
+// ---- what went wrong ----------------------------------------------------------------------
+
+const times = (many) => many === 1 ? "once" : `${count(many)} times`;
+const day = (unix) => Date.now() / 1000 - unix < 72_000 ? clock(unix) : `${new Date(unix * 1000).toLocaleDateString("en-CA")} ${clock(unix)}`;
+
+// Text of which `this` is code.
+const prose = (text) => text.split("`").map((part, i) => i % 2 ? h("code", {}, part) : part);
+
+function drawAlarms() {
+  const found = [...(state.latest?.alarms ?? [])];
+  if (state.gone) {
+    found.unshift({
+      name: "gone", severity: "error", title: "The server does not answer", count: null, since: state.gone.since, last: state.gone.since, detail: state.gone.why,
+      cure: `${state.latest ? `The figures below are those of ${clock(state.latest.now)}. ` : ""}Look at the end of the server's log. If the process has ended, start it again: blocks on disk are recalled.`,
+      page: "docs/troubleshooting.md",
+    });
+  }
+  const list = $("alarm-list");
+  const known = new Map([...list.children].map((element) => [element.dataset.key, element]));
+  const elements = found.map((alarm) => {
+    const key = `${alarm.name} ${alarm.title}`;
+    const when = `${alarm.count === null ? "" : `${count(alarm.count)} ${alarm.unit.slice(0, alarm.count === 1 ? -1 : undefined)}, `}since ${day(alarm.since)}${alarm.count > 1 ? `, last ${day(alarm.last)}` : ""}`;
+    const what = alarm.detail ? `${alarm.title}: ${alarm.detail}` : alarm.title;
+    const element = known.get(key) ?? h("div", { class: "alarm", "data-key": key, "data-name": alarm.name, "data-severity": alarm.severity },
+      h("span", { class: "sign", "aria-hidden": "true" }, "!"),
+      h("div", { class: "what" }), h("div", { class: "when", "aria-live": "off" }),
+      h("div", { class: "cure" }, prose(alarm.cure), " See ", h("code", {}, alarm.page), "."));
+    for (const [part, text] of [[".what", what], [".when", when]]) {
+      const place = element.querySelector(part);
+      if (place.textContent !== text) place.textContent = text;
+    }
+    return element;
+  });
+  const same = elements.length === list.children.length && elements.every((element, i) => element === list.children[i]);
+  if (!same) replace(list, elements);
+  const errors = found.filter((alarm) => alarm.severity === "error").length;
+  const warnings = found.length - errors;
+  const many = (number, word) => number ? [`${number} ${word}${number > 1 ? "s" : ""}`] : [];
+  const problems = $("problems");
+  problems.hidden = !found.length;
+  problems.dataset.severity = errors ? "error" : "warning";
+  problems.textContent = [...many(errors, "error"), ...many(warnings, "warning")].join(", ");
+  $("no-alarms").hidden = found.length > 0 || !state.latest;
+  if (state.latest) {
+    const kept = Math.min(state.latest.uptime_s, state.latest.kept_samples * state.latest.every_s);
+    $("no-alarms").textContent = `No errors in the last ${age(kept)}.`;
+    document.title = `${errors ? "(!) " : ""}${state.latest.model} · kvrecall`;
+  }
+}
+
 // ---- what is drawn ------------------------------------------------------------------------
 
 // The last sample of each interval. Intervals begin at multiples of their length, which doubles as
 // the history grows, so that a picture does not change but at its end.
-function increments(samples) {
+function marksOf(samples) {
   let length = state.latest.every_s;
-  while (length * 100 < samples.at(-1).at - samples[0].at) length *= 2;
+  while (length * POINTS < samples.at(-1).at - samples[0].at) length *= 2;
   const of = (sample) => Math.floor(sample.at / length);
-  const kept = samples.filter((sample, i) => i + 1 === samples.length || of(sample) !== of(samples[i + 1]));
-  const times = kept.slice(1).map((sample) => sample.at);
-  const values = {};
-  for (const source of SOURCES) {
-    values[source] = kept.slice(1).map((sample, i) =>
-      Math.max(0, (sample.tokens[source] ?? 0) - (kept[i].tokens[source] ?? 0)));
-  }
-  return { times, values, every: kept.length > 1 ? (kept.at(-1).at - kept[0].at) / (kept.length - 1) : 0 };
+  return samples.filter((sample, i) => i + 1 === samples.length || of(sample) !== of(samples[i + 1]));
 }
 
-function drawRecall() {
-  const box = $("recall");
+// Of each interval between marks what `read` of a sample grew by, a second.
+const rates = (marks, read) => marks.slice(1).map((mark, i) =>
+  Math.max(0, read(mark) - read(marks[i])) / Math.max(0.001, mark.at - marks[i].at));
+
+// How many values came into each bucket between two samples.
+function grown(kind, from, to) {
+  const last = to.buckets[kind];
+  if (!last) return null;
+  const first = from?.buckets[kind];
+  return first ? last.map((many, i) => many - first[i]) : last;
+}
+
+function quantileOf(share, kind, from, to) {
+  const rows = grown(kind, from, to);
+  return rows && quantile(share, state.latest.bounds[kind], rows);
+}
+
+// A quantile at each mark, of the values in the time before it: a fifteenth of what is shown.
+function quantiles(share, kind, marks) {
+  const before = Math.max(20, span() / 15);
+  let first = 0;
+  return marks.slice(1).map((mark, i) => {
+    while (marks[first + 1].at <= mark.at - before && first < i) first += 1;
+    return quantileOf(share, kind, marks[first], mark);
+  });
+}
+
+// The samples shown, or null, with the reason in the boxes, if there are too few.
+function shown() {
   const samples = windowed(state.samples, "at");
-  if (!state.latest.pool) { replace(box, note("This server runs without a pool, so nothing is counted here.")); return; }
-  if (samples.length < 3) { replace(box, note("Gathering figures.")); return; }
-  const { times, values, every } = increments(samples);
-  if (times.length < 2) { replace(box, note("Gathering figures.")); return; }
-  const shown = SOURCES.filter((source) => source !== "unspecified" || values[source].some((v) => v > 0));
-  legend($("recall-legend"), shown.map((source) => [source, color(source)]));
-  const totals = shown.map((source) => `${source} ${count(values[source].reduce((a, b) => a + b, 0))}`);
-  stacked(box, times, shown.map((source) => ({ label: source, color: color(source), values: values[source] })),
-    `Prompt tokens every ${Math.round(every)} seconds, by source. In all: ${totals.join(", ")}.`);
+  return samples.length < 3 ? null : samples;
 }
 
-function drawTtft() {
+const GATHERING = "Gathering figures: the first are there after some seconds.";
+const LATENCY = { format: seconds, tell: seconds };
+
+function drawRecall(marks, from) {
+  const box = $("recall");
+  if (!state.latest.pool) { replace(box, note("This server runs without a pool, so nothing is counted here.")); return; }
+  if (!marks) { replace(box, note(GATHERING)); return; }
+  const values = Object.fromEntries(SOURCES.map((source) => [source, rates(marks, (sample) => sample.tokens[source] ?? 0)]));
+  const named = SOURCES.filter((source) => source !== "unspecified" || values[source].some((v) => v > 0));
+  legend($("recall-legend"), named.map((source) => [source, color(source)]));
+  const last = state.samples.at(-1).tokens, first = from.tokens;
+  const totals = named.map((source) => `${source} ${count((last[source] ?? 0) - (first[source] ?? 0))}`);
+  stacked(box, marks.slice(1).map((mark) => mark.at), named.map((source) => ({ label: source, color: color(source), values: values[source] })),
+    `Prompt tokens per second, by source. Tokens in all: ${totals.join(", ")}.`);
+}
+
+function quantileLines(kind, marks) {
+  return [
+    { label: "p50", color: "var(--ink)", values: quantiles(0.5, kind, marks) },
+    { label: "p95", color: "var(--accent)", dash: "6 3", values: quantiles(0.95, kind, marks) },
+  ];
+}
+
+function drawTtft(marks, from, range) {
   const box = $("ttft");
   const ended = windowed(state.ended, "ended").filter((each) => each.ttft_s > 0);
-  if (!ended.length) { replace(box, note("No request has ended in this window.")); return; }
-  const points = ended.map((each) => {
-    const recalled = recalledOf(each.split);
-    return { at: each.ended, seconds: each.ttft_s, tokens: each.prompt_tokens, recalled, kind: recalled >= 0.5 ? "recalled" : "computed" };
+  const whole = quantileOf(0.5, "ttft", from, state.latest.sample);
+  if (!marks || (!ended.length && whole === null)) { replace(box, note(marks ? "No request has had its first token in this window." : GATHERING)); return; }
+  const points = ended.map((each) => ({ ...each, share: recalledOf(each.split) }));
+  const half = (with_) => seconds(median(points.filter((point) => point.share >= 0.5 === with_).map((point) => [point.ttft_s, point.prompt_tokens])));
+  const dot = (with_) => with_ ? "var(--host)" : "var(--computed)";
+  legend($("ttft-legend"), [
+    [`at least half recalled: ${half(true)}`, dot(true), "round"], [`mostly computed: ${half(false)}`, dot(false), "round"],
+    ["p50", "var(--ink)", "line"], ["p95", "var(--accent)", "dash"],
+  ]);
+  plot(box, {
+    ...range, times: marks.slice(1).map((mark) => mark.at), lines: quantileLines("ttft", marks), tall: 240,
+    dots: points.filter((point) => point.ended >= range.from).map((point) => ({
+      at: point.ended, value: point.ttft_s, color: dot(point.share >= 0.5), size: Math.max(2.5, Math.min(8, Math.sqrt(point.prompt_tokens) / 14)),
+      tip: [["first token after", seconds(point.ttft_s)], ["prompt", `${count(point.prompt_tokens)} tokens`], ["of it recalled", percent(point.share), dot(point.share >= 0.5)]],
+    })),
+    scale: { ...LATENCY, log: true, unit: "time to first token, logarithmic" },
+    label: `Time to first token of ${points.length} requests, and its p50 and p95. Medians, requests weighed by their prompts: with recall ${half(true)}, mostly computed ${half(false)}.`,
+    caption: "Requests",
+    figures: [["ended", "first token after", "prompt", "recalled"],
+      points.slice(-60).reverse().map((point) => [clock(point.ended), seconds(point.ttft_s), `${count(point.prompt_tokens)} tokens`, percent(point.share)])],
   });
-  const of = (kind) => points.filter((point) => point.kind === kind).map((point) => [point.seconds, point.tokens]);
-  const kinds = {
-    recalled: { color: "var(--host)", median: median(of("recalled")) },
-    computed: { color: "var(--computed)", median: median(of("computed")) },
-  };
-  legend($("ttft-legend"), [["at least half recalled", kinds.recalled.color, true], ["mostly computed", kinds.computed.color, true]]);
-  const to = state.latest.now;
-  const from = Math.max(to - Number($("window").value), Math.min(...points.map((p) => p.at)) - 5);
-  scatter(box, from, to, points, kinds,
-    `Time to first token of ${points.length} requests. Median, requests weighed by their prompts: with recall ${seconds(kinds.recalled.median)}, mostly computed ${seconds(kinds.computed.median)}.`);
+}
+
+function drawTpot(marks, from, range) {
+  const box = $("tpot");
+  if (!marks || quantileOf(0.5, "tpot", from, state.latest.sample) === null) { replace(box, note(marks ? "No request with several output tokens has ended in this window." : GATHERING)); return; }
+  const lines = quantileLines("tpot", marks);
+  legend($("tpot-legend"), [["p50", "var(--ink)", "line"], ["p95", "var(--accent)", "dash"]]);
+  plot(box, {
+    ...range, times: marks.slice(1).map((mark) => mark.at), lines, tall: 240,
+    scale: { ...LATENCY, unit: "time per output token" },
+    label: "Time per output token after the first, a request's mean: p50 and p95.", caption: "Time per output token",
+  });
+}
+
+function drawOutput(marks, range) {
+  const box = $("output");
+  if (!marks) { replace(box, note(GATHERING)); return; }
+  legend($("output-legend"), [["output tokens", "var(--accent)", "line"]]);
+  const lines = [{ label: "output", color: "var(--accent)", values: rates(marks, (sample) => sample.counts.output_tokens) }];
+  const ended = rates(marks, (sample) => sample.counts.requests);
+  const tell = (value) => `${value.toFixed(value < 10 ? 1 : 0)} tokens/s`;
+  const at = marks.slice(1).map((mark) => mark.at);
+  const prompt = rates(marks, (sample) => sample.counts.prompt_tokens);
+  plot(box, {
+    ...range, times: at, lines, scale: { format: count, tell, unit: "output tokens/s", least: 1 },
+    label: "Output tokens per second.", caption: "Throughput",
+    figures: [["until", "output", "prompts", "requests ended"], at.map((time, i) => [clock(time), tell(lines[0].values[i]), tell(prompt[i]), `${ended[i].toFixed(2)} /s`]).slice(-60).reverse()],
+  });
+}
+
+function drawQueue(marks, range) {
+  const box = $("queue");
+  if (!marks) { replace(box, note(GATHERING)); return; }
+  legend($("queue-legend"), [["running", "var(--accent)", "line"], ["waiting", "var(--disk)", "dash"], ["preempted", "var(--bad)", "mark"]]);
+  const most = (name) => marks.slice(1).map((mark) => mark.most[name]);
+  const at = marks.slice(1).map((mark) => mark.at);
+  const cut = marks.slice(1).map((mark, i) => mark.counts.preemptions - marks[i].counts.preemptions);
+  const lines = [
+    { label: "running", color: "var(--accent)", values: most("running") },
+    { label: "waiting", color: "var(--disk)", dash: "5 3", values: most("waiting") },
+  ];
+  plot(box, {
+    ...range, times: at, lines, scale: { format: count, tell: (value) => `${count(value)} requests`, unit: "requests, most at a time", least: 2, whole: true },
+    marks: cut.flatMap((many, i) => many > 0 ? [{ at: at[i], text: `${count(many)} preemptions` }] : []),
+    label: `Requests running and waiting. ${count(cut.reduce((a, b) => a + b, 0))} preemptions.`, caption: "Requests and preemptions",
+    figures: [["until", "running", "waiting", "preempted"], at.map((time, i) => [clock(time), `${lines[0].values[i]} requests`, `${lines[1].values[i]} requests`, times(cut[i])]).filter((_, i) => lines[0].values[i] + lines[1].values[i] + cut[i] > 0).slice(-60).reverse()],
+  });
+}
+
+function drawLoads(marks, from, range) {
+  const box = $("load"), now = state.latest.sample;
+  const facts = $("load-facts");
+  replace(facts);
+  legend($("load-legend"), []);
+  if (!state.latest.pool) { replace(box, note("This server runs without a pool, so nothing is loaded.")); return; }
+  const tiers = LOADED.filter((tier) => grown(`load:${tier}`, from, now)?.at(-1));
+  if (!marks || !tiers.length) { replace(box, note(marks ? "Nothing was loaded from the pool in this window." : GATHERING)); return; }
+  legend($("load-legend"), [...tiers.map((tier) => [tier, color(tier)]), ["p50", "var(--soft)", "dash"], ["p95", "var(--soft)", "line"]]);
+  plot(box, {
+    ...range, times: marks.slice(1).map((mark) => mark.at),
+    lines: tiers.flatMap((tier) => [
+      { label: `${tier} p95`, color: color(tier), values: quantiles(0.95, `load:${tier}`, marks) },
+      { label: `${tier} p50`, color: color(tier), dash: "3 3", values: quantiles(0.5, `load:${tier}`, marks) },
+    ]),
+    scale: { ...LATENCY, log: true, unit: "time of a load, logarithmic" },
+    label: `Load latency: ${tiers.map((tier) => `${tier} p95 ${seconds(quantileOf(0.95, `load:${tier}`, from, now))}`).join(", ")}.`, caption: "Load latency by tier",
+  });
+  const copied = now.counts.loaded_bytes - from.counts.loaded_bytes, took = now.counts.load_seconds - from.counts.load_seconds;
+  replace(facts, tiers.map((tier) => h("div", {}, `${tier}: ${count(grown(`load:${tier}`, from, now).at(-1))} loads, p50 ${seconds(quantileOf(0.5, `load:${tier}`, from, now))}, p95 ${seconds(quantileOf(0.95, `load:${tier}`, from, now))}`)),
+    took > 0 ? h("div", {}, `copies to the device: ${bytes(copied)} at ${bytes(copied / took)}/s`) : null);
 }
 
 function drawTiers() {
@@ -143,41 +308,76 @@ function drawRequests() {
     h("td", {}, sum(each.split) ? percent(recalledOf(each.split)) : "–"),
     h("td", {}, each.ttft_s > 0 ? seconds(each.ttft_s) : "–"),
     h("td", {}, each.output_tokens === null ? "–" : count(each.output_tokens)),
+    h("td", {}, each.ended && each.ttft_s > 0 && each.output_tokens > 1 ? seconds((each.ended - each.began - each.ttft_s) / (each.output_tokens - 1)) : "–"),
     h("td", {}, seconds(each.ended ? each.ended - each.began : now - each.began)));
   const box = $("requests"), top = box.scrollTop;
   replace(box, h("table", {},
-    h("thead", {}, h("tr", {}, ["state", "request", "began", "prompt", "from", "recalled", "first token", "answer", "time"].map((name) => h("th", { scope: "col" }, name)))),
+    h("caption", { class: "unseen" }, "Requests under way and the last that ended"),
+    h("thead", {}, h("tr", {}, ["state", "request", "began", "prompt, tokens", "from", "recalled", "first token", "output, tokens", "per output token", "time"].map((name) => h("th", { scope: "col" }, name)))),
     h("tbody", {}, live.map(row), ended.map(row))));
   box.scrollTop = top;
 }
 
-function tile(name, value, unit, more) {
+function tile(name, value, more) {
+  const [number, ...unit] = value.split(" ");
   return h("div", { class: "tile" }, h("div", { class: "name" }, name),
-    h("div", { class: "value" }, value, unit ? h("small", {}, ` ${unit}`) : null), h("div", { class: "more" }, more));
+    h("div", { class: "value" }, number, unit.length ? h("small", {}, ` ${unit.join(" ")}`) : null), h("div", { class: "more" }, more));
 }
 
-function drawTiles() {
-  const samples = windowed(state.samples, "at");
-  const first = samples[0]?.tokens ?? {}, last = samples.at(-1)?.tokens ?? {};
-  const grown = Object.fromEntries(SOURCES.map((source) => [source, Math.max(0, (last[source] ?? 0) - (first[source] ?? 0))]));
-  const all = sum(grown), recalled = all - grown.computed;
-  const ended = windowed(state.ended, "ended").filter((each) => each.ttft_s > 0);
-  const times = (with_) => median(ended.filter((each) => recalledOf(each.split) >= 0.5 === with_).map((each) => [each.ttft_s, each.prompt_tokens]));
-  const now = state.latest.sample ?? {};
-  const best = RECALLED.filter((source) => grown[source]).map((source) => `${source} ${Math.round((100 * grown[source]) / all)} %`).join(" · ");
-  const parts = seconds(times(true)).split(" ");
+const rate = (value, unit) => `${value > 0 && value < 10 ? value.toFixed(value < 1 ? 2 : 1) : count(value)} ${unit}`;
+
+function drawTiles(from) {
+  const now = state.latest.sample, began = from ?? now;
+  const split = Object.fromEntries(SOURCES.map((source) => [source, Math.max(0, (now.tokens[source] ?? 0) - (began.tokens[source] ?? 0))]));
+  const all = sum(split), recalled = all - split.computed;
+  const best = RECALLED.filter((source) => split[source]).map((source) => `${source} ${Math.round((100 * split[source]) / all)} %`).join(" · ");
+  const at = (share, kind) => seconds(from && quantileOf(share, kind, from, now));
+  const recent = state.samples.find((sample) => sample.at >= state.latest.now - NOW_S) ?? began;
+  const over = Math.max(1, now.at - recent.at);
+  const lately = (name) => Math.max(0, now.counts[name] - recent.counts[name]) / over;
+  const cut = now.counts.preemptions - began.counts.preemptions;
+  const { retrieval } = now;
   replace($("tiles"),
-    tile("Prompt tokens recalled", all ? percent(recalled / all) : "–", "", all ? best || "all computed" : "none asked in this window"),
-    tile("Tokens not computed", count(recalled), "", `of ${count(all)} asked`),
-    tile("First token with recall", parts[0], parts[1], `mostly computed: ${seconds(times(false))}`),
-    tile("Requests", count(now.running ?? 0), "running", `${count(now.waiting ?? 0)} waiting · ${count(now.requests ?? 0)} ended`),
-    tile("Sparse decoding", now.retrieval?.steps ? percent(now.retrieval.steps_sparse / now.retrieval.steps) : "off", now.retrieval?.steps ? "of steps" : "",
-      now.retrieval?.considered ? `${percent(now.retrieval.selected / now.retrieval.considered)} of blocks chosen` : "retrieval attention"));
+    tile("Prompt tokens recalled", all ? percent(recalled / all) : "–", all ? `${best || "all computed"}, of ${count(all)} tokens` : "no prompts in this window"),
+    tile("Time to first token, p50", at(0.5, "ttft"), `p95 ${at(0.95, "ttft")}`),
+    tile("Time per output token, p50", at(0.5, "tpot"), `p95 ${at(0.95, "tpot")}`),
+    tile("Output, last minute", rate(lately("output_tokens"), "tokens/s"), `prompts ${rate(lately("prompt_tokens"), "tokens/s")}`),
+    tile("Requests, last minute", rate(lately("requests"), "requests/s"), `${count(now.counts.running)} running · ${count(now.counts.waiting)} waiting · ${count(now.counts.requests)} ended`),
+    tile("Preemptions", `${count(cut)} requests`, `in this window; ${count(now.counts.preemptions)} since the start`),
+    tile("Sparse decoding", retrieval.steps ? `${percent((retrieval.steps_sparse ?? 0) / retrieval.steps)} of steps` : "off",
+      retrieval.considered ? `${percent(retrieval.selected / retrieval.considered)} of blocks chosen` : "retrieval attention"));
+  $("tiles").removeAttribute("aria-busy");
 }
 
 function draw() {
+  drawAlarms();
   if (!state.latest) return;
-  for (const part of [drawTiles, drawRecall, drawTtft, drawTiers, drawHeat, drawRequests]) part();
+  const samples = shown();
+  const marks = samples && withMost(marksOf(samples), samples);
+  const from = samples?.[0];
+  const range = samples && { from: samples[0].at, to: samples.at(-1).at };
+  drawTiles(from);
+  drawRecall(marks, from);
+  drawTtft(marks, from, range);
+  drawTpot(marks, from, range);
+  drawOutput(marks, range);
+  drawQueue(marks, range);
+  drawLoads(marks, from, range);
+  drawTiers();
+  drawHeat();
+  drawRequests();
+}
+
+// Adds to each mark how many requests ran and waited at most since the one before.
+function withMost(marks, samples) {
+  let i = 0;
+  return marks.map((mark) => {
+    const most = { running: 0, waiting: 0 };
+    for (; i < samples.length && samples[i].at <= mark.at; i += 1) {
+      for (const name of ["running", "waiting"]) most[name] = Math.max(most[name], samples[i].counts[name]);
+    }
+    return { ...mark, most };
+  });
 }
 
 // ---- what is asked -------------------------------------------------------------------------
@@ -186,16 +386,19 @@ async function poll() {
   const told = await get(`dashboard/data.json?since=${state.since}&ended_since=${state.endedSince}`);
   if (state.latest && told.boot !== state.latest.boot) { state.samples = []; state.ended = []; state.since = 0; state.endedSince = 0; state.latest = told; return poll(); }
   state.latest = told;
-  state.samples.push(...told.samples);
+  for (const sample of told.samples) { // histograms that did not change are left out
+    sample.buckets = { ...state.samples.at(-1)?.buckets, ...sample.buckets };
+    state.samples.push(sample);
+  }
   state.ended.push(...told.ended);
   state.since = told.samples.at(-1)?.at ?? state.since;
   state.endedSince = told.ended.at(-1)?.ended ?? state.endedSince;
-  state.samples.splice(0, state.samples.length - told.kept_samples);
-  state.ended.splice(0, state.ended.length - told.kept_requests);
+  state.samples.splice(0, Math.max(0, state.samples.length - told.kept_samples));
+  state.ended.splice(0, Math.max(0, state.ended.length - told.kept_requests));
   $("model").textContent = told.model.startsWith("/") ? told.model.split("/").filter(Boolean).at(-1) : told.model;
   $("model").title = told.model;
-  document.title = `${told.model} · kvrecall`;
   $("version").textContent = `kvrecall ${told.version} · up ${age(told.uptime_s)} · samples every ${told.every_s} s, kept for ${age(told.kept_samples * told.every_s)}`;
+  state.gone = null;
   status("live", "live");
   draw();
 }
@@ -207,13 +410,17 @@ async function pollTree() {
   else replace($("tree"), note(told.empty));
 }
 
-async function keep(work, everyMs) {
+function lost(error) {
+  console.warn(error);
+  status("gone", `no answer since ${state.latest ? clock(state.latest.now) : "the start"}`);
+  state.gone ??= { since: state.latest?.now ?? Date.now() / 1000, why: error.name === "TimeoutError" ? `nothing came in ${GIVE_UP_MS / 1000} s` : error.message };
+  drawAlarms();
+}
+
+async function keep(work, everyMs, failed) {
   for (;;) {
     if (!state.paused && document.visibilityState !== "hidden") {
-      try { await work(); } catch (error) {
-        console.warn(error);
-        status("gone", `no answer since ${state.latest ? clock(state.latest.now) : "the start"}`);
-      }
+      try { await work(); } catch (error) { failed(error); }
     }
     await new Promise((resolve) => setTimeout(resolve, everyMs));
   }
@@ -242,7 +449,7 @@ applyTheme(theme in THEMES ? theme : "auto");
 
 $("pause").addEventListener("click", () => {
   state.paused = !state.paused;
-  $("pause").textContent = state.paused ? "Go on" : "Pause";
+  $("pause").textContent = state.paused ? "Resume" : "Pause";
   $("pause").setAttribute("aria-pressed", String(state.paused));
   status(state.paused ? "paused" : "live", state.paused ? `paused at ${clock(state.latest?.now ?? Date.now() / 1000)}` : "live");
 });
@@ -250,5 +457,5 @@ $("window").addEventListener("change", draw);
 let resize = 0;
 addEventListener("resize", () => { cancelAnimationFrame(resize); resize = requestAnimationFrame(draw); });
 
-keep(poll, EVERY_MS);
-keep(pollTree, TREE_EVERY_MS);
+keep(poll, EVERY_MS, lost);
+keep(pollTree, TREE_EVERY_MS, (error) => console.warn(error));

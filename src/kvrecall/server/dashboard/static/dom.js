@@ -38,7 +38,9 @@ export function count(value) {
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
+  if (value > 0 && value < 0.0095) return `${(value * 1000).toFixed(1).replace(/\.0$/, "")} ms`;
   if (value < 1) return `${Math.round(value * 1000)} ms`;
+  if (Number.isInteger(value)) return `${value} s`;
   return value < 100 ? `${value.toFixed(value < 10 ? 2 : 1)} s` : `${Math.round(value)} s`;
 }
 
@@ -65,11 +67,22 @@ export function median(pairs) {
   return null;
 }
 
-export const swatch = (color, round = false) =>
-  h("span", { class: round ? "swatch round" : "swatch", style: { background: color } });
+// The value below which a share of those lie that were counted between two states of a histogram,
+// straight within a bucket, as Prometheus' histogram_quantile. rows: how many are at most each bound.
+export function quantile(share, bounds, rows) {
+  const rank = share * rows.at(-1);
+  if (!(rank > 0)) return null;
+  const i = rows.findIndex((many) => many >= rank);
+  const low = i ? bounds[i - 1] : 0, under = i ? rows[i - 1] : 0;
+  return bounds[i] === null ? low : low + ((bounds[i] - low) * (rank - under)) / (rows[i] - under);
+}
+
+// shape: "square", "round", "line" or "dash"
+export const swatch = (color, shape = "square") =>
+  h("span", { class: `swatch ${shape}`, style: shape === "dash" ? { color } : { background: color } });
 
 export function legend(list, items) {
-  replace(list, items.map(([label, color, round]) => h("li", {}, swatch(color, round), label)));
+  replace(list, items.map(([label, color, shape]) => h("li", {}, swatch(color, shape), label)));
 }
 
 const tip = () => document.getElementById("tip");

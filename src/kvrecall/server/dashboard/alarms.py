@@ -1,0 +1,285 @@
+"""What goes wrong in a running server, for those who look at it: what, how often, since when, and
+what helps. The names are those of the alert rules for Prometheus (deploy/alerts.yml)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import inf
+
+from kvrecall.server.dashboard.sample import Sample
+
+ENGINE_DOWN = "KvrecallEngineDown"
+POOL_AWAY = "KvrecallPoolAway"
+HELP = "docs/troubleshooting.md"
+
+
+class Severity(StrEnum):
+    """How grave it is."""
+
+    ERROR = "error"  # something is broken, or was lost
+    WARNING = "warning"  # recall is less than it could be
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """``count``: how many ``unit`` since ``since``; None: it is a state that lasts. Times are
+    wall-clock seconds; ``last`` is when it was last seen. ``page``: where the documentation says
+    more."""
+
+    name: str
+    severity: Severity
+    title: str
+    count: int | None
+    unit: str
+    since: float
+    last: float
+    detail: str
+    cure: str
+    page: str = HELP
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """``value``: a counter of ``unit``, or with ``state`` not 0 while it lasts; None: it is set by ``note``.
+    ``lasts``: once counted, it stays until the server ends."""
+
+    name: str
+    severity: Severity
+    title: str
+    cure: str
+    value: Callable[[Sample], float] | None
+    unit: str = "blocks"
+    state: bool = False
+    lasts: bool = False
+
+
+def _count(name: str) -> Callable[[Sample], float]:
+    return lambda sample: sample.counts[name]
+
+
+def _of_tier(tier: str, figure: str) -> Callable[[Sample], float]:
+    return lambda sample: sample.tiers.get(tier, {}).get(figure, 0.0)
+
+
+_RULES = (
+    _Rule(
+        ENGINE_DOWN,
+        Severity.ERROR,
+        "An engine process has died",
+        "Every request fails, and the server is about to end. Its log has the traceback; start the "
+        "server again: blocks on disk are recalled.",
+        None,
+        state=True,
+    ),
+    _Rule(
+        POOL_AWAY,
+        Severity.ERROR,
+        "The pool does not answer",
+        "Prompts are computed, nothing is recalled or saved. Start `kvrecall pool serve` with the "
+        "socket that this server was given; engines rejoin by themselves with their next request.",
+        None,
+        state=True,
+    ),
+    _Rule(
+        "KvrecallAuditFailed",
+        Severity.ERROR,
+        "Audits failed: the pool's blocks differ from what this engine computes",
+        "The engine reads and writes no shared blocks of this namespace until it is restarted. "
+        "Compare the namespaces in the logs of all engines of the pool (docs/identity.md).",
+        _count("audits_failed"),
+        "audits",
+        lasts=True,
+    ),
+    *(
+        _Rule(
+            "KvrecallCorruptBlocks",
+            Severity.ERROR,
+            f"Corrupt blocks dropped from the {tier} tier",
+            cure,
+            _of_tier(tier, "corrupt"),
+        )
+        for tier, cure in (
+            (
+                "disk",
+                "Answers stay right, the blocks are computed again. Check the medium (dmesg, "
+                "smartctl), then `kvrecall pool verify`.",
+            ),
+            (
+                "remote",
+                "Answers stay right, the blocks are computed again. Check the store, and that only "
+                "kvrecall writes under its prefix.",
+            ),
+        )
+    ),
+    *(
+        _Rule(
+            "KvrecallTierErrors",
+            Severity.ERROR,
+            f"I/O errors of the {tier} tier",
+            cure,
+            _of_tier(tier, "errors"),
+            "errors",
+        )
+        for tier, cure in (
+            (
+                "disk",
+                "The blocks are computed again. The server's log names the file and the error; "
+                "check the mount, permissions and the medium.",
+            ),
+            (
+                "remote",
+                "The store is left alone for a pause and tried again. The server's log names the "
+                "error; check address, credentials and network.",
+            ),
+        )
+    ),
+    _Rule(
+        "KvrecallLoadsFailed",
+        Severity.ERROR,
+        "Loads failed: their prompts were computed again",
+        "The worker's log names the cause. Engines and a pool service need one PID namespace and "
+        "one user.",
+        _count("loads_failed"),
+        "requests",
+    ),
+    _Rule(
+        "KvrecallSequencesLost",
+        Severity.ERROR,
+        "Sequences computed anew: their blocks off the device were out of reach",
+        "The pool went away under retrieval attention. Keep the pool service running while engines "
+        "do.",
+        _count("sequences_lost"),
+        "sequences",
+    ),
+    _Rule(
+        "KvrecallStoresFailed",
+        Severity.ERROR,
+        "Stores failed: blocks that a worker could not save",
+        "The worker's log names the cause. Answers are not affected.",
+        _count("stores_failed"),
+        "stores",
+    ),
+    _Rule(
+        "KvrecallDiskFull",
+        Severity.ERROR,
+        "The disk of the pool is full",
+        "The tier keeps what it has and evicts for new blocks. Free space on its file system, or "
+        "lower the limit with `kvrecall pool resize`.",
+        _of_tier("disk", "full"),
+        state=True,
+    ),
+    *(
+        _Rule(
+            "KvrecallWritesDropped",
+            Severity.WARNING,
+            f"Blocks not stored in the {tier} tier",
+            cure,
+            _of_tier(tier, "dropped"),
+        )
+        for tier, cure in (
+            (
+                "host",
+                "Host memory of the pool is full of blocks in use. Raise host_size.",
+            ),
+            (
+                "disk",
+                "The disk is slower than the blocks come, or full. Use a faster disk, or a write "
+                "policy that stores fewer blocks.",
+            ),
+            (
+                "remote",
+                "The store is slower than the blocks come, or away. Check its bandwidth.",
+            ),
+        )
+    ),
+    _Rule(
+        "KvrecallFlushesMissed",
+        Severity.WARNING,
+        "Replies sent before their blocks were durable",
+        "async_write is off and the disk did not keep up. Use a faster disk.",
+        _count("flushes_missed"),
+        "answers",
+    ),
+)
+
+
+class _Watch:
+    """What is known of one rule."""
+
+    __slots__ = ("_before", "count", "detail", "last", "rule", "since", "wrong")
+
+    def __init__(self, rule: _Rule) -> None:
+        self.rule = rule
+        self.since = self.last = 0.0
+        self.count = 0
+        self.detail = ""
+        self.wrong = False
+        self._before = 0.0
+
+    def set(self, wrong: bool, at: float, detail: str = "") -> None:
+        if wrong and not self.wrong:
+            self.since = at
+        if wrong:
+            self.last, self.detail = at, detail
+        self.wrong = wrong
+
+    def counted(self, value: float, at: float, kept_s: float) -> None:
+        grown, self._before = value - self._before, value
+        if grown > 0:
+            if not self.count or at - self.last > kept_s:
+                self.since, self.count = at, 0
+            self.count += int(grown)
+            self.last = at
+
+    def is_active(self, now: float, kept_s: float) -> bool:
+        return self.wrong if self.rule.state else self.count > 0 and now - self.last <= kept_s
+
+
+class Alarms:
+    """A counter that grew is an alarm for ``kept_s`` seconds more, a state for as long as it
+    lasts."""
+
+    def __init__(self, kept_s: float) -> None:
+        self._kept_s = kept_s
+        self._watches = [_Watch(rule) for rule in _RULES]
+
+    def see(self, sample: Sample) -> None:
+        """Takes the figures of a moment, in their order."""
+        for watch in self._watches:
+            rule = watch.rule
+            if rule.value is None:
+                continue
+            if rule.state:
+                watch.set(rule.value(sample) > 0, sample.at)
+            else:
+                watch.counted(rule.value(sample), sample.at, self._kept(rule))
+
+    def note(self, name: str, wrong: bool, at: float, detail: str = "") -> None:
+        """Sets a state that is in no sample: ENGINE_DOWN or POOL_AWAY."""
+        for watch in self._watches:
+            if watch.rule.name == name:
+                watch.set(wrong, at, detail)
+
+    def active(self, now: float) -> Sequence[Alarm]:
+        """What is wrong now or was just now; the gravest first, then the latest."""
+        alarms = [
+            Alarm(
+                watch.rule.name,
+                watch.rule.severity,
+                watch.rule.title,
+                None if watch.rule.state else watch.count,
+                watch.rule.unit,
+                watch.since,
+                watch.last,
+                watch.detail,
+                watch.rule.cure,
+            )
+            for watch in self._watches
+            if watch.is_active(now, self._kept(watch.rule))
+        ]
+        return sorted(alarms, key=lambda each: (each.severity, -each.since))
+
+    def _kept(self, rule: _Rule) -> float:
+        return inf if rule.lasts else self._kept_s
