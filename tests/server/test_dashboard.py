@@ -6,28 +6,35 @@ import contextlib
 import dataclasses
 import json
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn
+import yaml
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from support.clocks import ManualClock
 
 from kvrecall.lab.ports import free_port
+from kvrecall.router.fleet import Fleet
+from kvrecall.router.metrics import RouterMetrics
 from kvrecall.server.dashboard import cached_prefixes, history
-from kvrecall.server.dashboard.alarms import Alarms
+from kvrecall.server.dashboard.alarms import HELP, RULES, Alarms
 from kvrecall.server.dashboard.routes import dashboard_router
 from kvrecall.server.dashboard.sample import Sample
+from kvrecall.testing.blocks import wait_until
 
 from .browser import browsing
 from .fake import INFO, FakeEngine
 from .live import LiveServer
 
-GRAFANA = Path(__file__).parents[2] / "examples" / "grafana.json"
+ROOT = Path(__file__).parents[2]
+GRAFANA = ROOT / "examples" / "grafana.json"
 TEXT = "A long text that retrieval has something to choose from. " * 40  # 2,280 tokens
 LAYERS = 4
 
@@ -108,7 +115,7 @@ def test_warnings_come_after_errors_and_a_failed_audit_stays() -> None:
     alarms.see(Sample(10.0, counts=counts))
     alarms.see(Sample(20.0, tiers={"host": {"dropped": 3.0}}, counts=counts))
     names = [(each.name, str(each.severity)) for each in alarms.active(20.0)]
-    assert names == [("KvrecallAuditFailed", "error"), ("KvrecallWritesDropped", "warning")]
+    assert names == [("KvrecallAuditFailed", "error"), ("KvrecallTierDropsWrites", "warning")]
     (audit,) = alarms.active(1e6)
     assert (audit.name, audit.since) == ("KvrecallAuditFailed", 10.0)
 
@@ -131,9 +138,9 @@ def test_a_pool_that_does_not_answer_and_an_engine_that_died(
 
         assert told() == {}
         assert "does not answer" in client.get("/dashboard/tree.json").json()["empty"]
-        assert "nothing.sock" in told()["KvrecallPoolAway"]
+        assert "nothing.sock" in told()["KvrecallPoolServiceAway"]
         engine.lives = False
-        assert list(told()) == ["KvrecallEngineDown"], "of which the other one follows"
+        assert list(told()) == ["KvrecallReplicaDown"], "of which the other one follows"
 
 
 def test_files_and_figures_without_an_engine() -> None:
@@ -162,6 +169,97 @@ def test_nothing_is_fetched_from_elsewhere() -> None:
     for file in folder.iterdir():
         links = re.findall(r"https?://[^\s\"'<>]+", file.read_text())
         assert set(links) <= {"http://www.w3.org/2000/svg"}, file.name
+
+
+def test_alarms_have_the_names_and_runbooks_of_the_alert_rules() -> None:
+    groups = yaml.safe_load((ROOT / "deploy" / "alerts.yml").read_text())["groups"]
+    rules = [rule for group in groups for rule in group["rules"] if "alert" in rule]
+    runbooks = {rule["alert"]: rule["annotations"]["runbook"] for rule in rules}
+    for rule in RULES:
+        assert runbooks[rule.name] == HELP + rule.page
+
+
+def test_every_panel_of_the_grafana_dashboard_has_a_unit() -> None:
+    for panel in json.loads(GRAFANA.read_text())["panels"]:
+        unit = panel["fieldConfig"]["defaults"]["unit"]
+        assert unit != "short", panel["title"]
+        assert (unit == "none") == (panel["title"].endswith("in the last 30 minutes"))
+
+
+# ---- in a browser, without an engine ------------------------------------------------------------
+
+
+@pytest.fixture
+def faulty(tmp_path: Path) -> Iterator[tuple[str, FakeEngine, Counter]]:
+    """A dashboard's address, its engine, whose pool service is away, and a counter of damage."""
+    corrupt = Counter("kvrecall_tier_corrupt", "x", ["tier"])
+    engine = FakeEngine()
+    engine.info = dataclasses.replace(INFO, pooled=True, pool_socket=tmp_path / "nothing.sock")
+    app = FastAPI()
+    app.include_router(dashboard_router(engine))
+    port = free_port()
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait_until(lambda: server.started)
+        yield f"http://127.0.0.1:{port}", engine, corrupt
+    finally:
+        server.should_exit = True
+        thread.join()
+        REGISTRY.unregister(corrupt)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_errors_cannot_be_overlooked(
+    browser: Any, faulty: tuple[str, FakeEngine, Counter], scheme: str
+) -> None:
+    url, engine, corrupt = faulty
+    page = Page(browser, url, viewport={"width": 400, "height": 800}, color_scheme=scheme)
+    tab = page.tab
+    away = tab.locator(".alarm[data-name=KvrecallPoolServiceAway]")
+    away.wait_for()
+    assert away.evaluate("(e) => e.parentElement.getAttribute('role')") == "alert"
+    text = away.inner_text()
+    assert "The pool does not answer: no pool service at" in text
+    assert re.search(r"since \d\d:\d\d:\d\d", text)
+    assert "Start kvrecall pool serve" in text
+    assert "docs/troubleshooting.md#" in text
+    corrupt.labels("disk").inc(3)
+    damaged = tab.locator(".alarm[data-name=KvrecallCorruptBlocks]")
+    damaged.wait_for()
+    assert "3 blocks, since" in damaged.inner_text()
+    element = damaged.element_handle()
+    corrupt.labels("disk").inc()
+    tab.wait_for_function("(e) => e.textContent.includes('4 blocks, since')", arg=element)
+    assert element.evaluate("(e) => e.isConnected"), "made anew, so read aloud anew"
+    assert tab.inner_text("#problems") == "2 errors"
+    assert tab.title().startswith("(!) ")
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 400
+    assert page.faint() == []
+    assert damaged.bounding_box()["y"] < tab.locator("#tiles").bounding_box()["y"]
+    engine.lives = False
+    tab.locator(".alarm[data-name=KvrecallReplicaDown]").wait_for()
+    away.wait_for(state="detached")
+    assert page.wrong == []
+    tab.close()
+
+
+@pytest.mark.long
+def test_before_there_are_figures(browser: Any, faulty: tuple[str, FakeEngine, Counter]) -> None:
+    """No card is empty or shows a nought that was not measured."""
+    page = Page(browser, faulty[0])
+    page.tab.wait_for_selector("#tree .note")
+    for name in ("recall", "ttft", "tpot", "output", "queue", "load", "heat", "requests", "tree"):
+        said = page.tab.inner_text(f"#{name}")
+        assert said.endswith((".", "table")), f"{name}: {said}"
+        assert "Loading" not in said
+    tiles = page.tab.inner_text("#tiles")
+    assert "NaN" not in tiles
+    assert "undefined" not in tiles
+    assert re.search(r"Time to first token, p50\s+–\s+p95 –", tiles)
+    page.tab.close()
 
 
 # ---- live --------------------------------------------------------------------------------------
@@ -212,7 +310,7 @@ def browser() -> Iterator[Any]:
 class Page:
     """The dashboard in a tab; what went wrong in it, and what it asked for, is kept."""
 
-    def __init__(self, browser: Any, server: LiveServer, **context: Any) -> None:
+    def __init__(self, browser: Any, url: str, **context: Any) -> None:
         self.tab = browser.new_page(**context)
         self.wrong: list[str] = []
         self.asked: set[str] = set()
@@ -221,18 +319,59 @@ class Page:
             "console", lambda said: said.type == "error" and self.wrong.append(str(said.text))
         )
         self.tab.on("request", lambda request: self.asked.add(request.url))
-        self.tab.goto(f"{server.url}/dashboard")
+        self.tab.goto(f"{url}/dashboard")
         self.tab.wait_for_selector("#status[data-state=live]", timeout=60_000)
-        self.tab.wait_for_selector("#recall svg", timeout=60_000)
 
     def style(self, name: str) -> str:
         return str(self.tab.evaluate(f"getComputedStyle(document.body).{name}"))
+
+    def faint(self) -> list[str]:
+        """Texts whose contrast with what is behind them is below WCAG's 4.5."""
+        found: list[str] = self.tab.evaluate(CONTRASTS)
+        return found
+
+
+def opened(browser: Any, server: LiveServer, **context: Any) -> Page:
+    page = Page(browser, server.url, **context)
+    page.tab.wait_for_selector("#recall svg", timeout=60_000)
+    return page
+
+
+CONTRASTS = """() => {
+  const parse = (text) => {
+    const numbers = text.match(/[-\\d.]+(e-?\\d+)?/g).map(Number);
+    const scale = text.startsWith('color(') ? 255 : 1;
+    return [...numbers.slice(0, 3).map((n) => n * scale), numbers[3] ?? 1];
+  };
+  const over = (top, under) =>
+    [0, 1, 2].map((i) => top[i] * top[3] + under[i] * (1 - top[3])).concat(1);
+  const behind = (element) => {
+    if (!element) return [255, 255, 255, 1];
+    const own = parse(getComputedStyle(element).backgroundColor);
+    return own[3] === 1 ? own : over(own, behind(element.parentElement));
+  };
+  const light = (color) => color.slice(0, 3).map((n) => n / 255)
+    .map((n) => n <= 0.03928 ? n / 12.92 : ((n + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, n, i) => sum + n * [0.2126, 0.7152, 0.0722][i], 0);
+  const texts = 'h1, h2, button, select, .tile *, .legend li, .chart text, .alarm *, .problems, ' +
+    '.status, .calm, .note, .facts, .muted, .row span, th, td, .pill, summary, footer span';
+  return [...document.querySelectorAll(texts)].flatMap((element) => {
+    const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+    if (!own || !element.getClientRects().length) return [];
+    const style = getComputedStyle(element);
+    const back = behind(element instanceof SVGElement ? element.closest('div') : element);
+    const ink = over(parse(element instanceof SVGElement ? style.fill : style.color), back);
+    const [low, high] = [light(ink), light(back)].sort((a, b) => a - b);
+    const ratio = (high + 0.05) / (low + 0.05);
+    return ratio < 4.5 ? [`${element.outerHTML.slice(0, 80)}: ${ratio}`] : [];
+  });
+}"""
 
 
 @pytest.mark.long
 @pytest.mark.engine
 def test_the_page_shows_what_happened(browser: Any, server: LiveServer) -> None:
-    page = Page(browser, server, viewport={"width": 1280, "height": 900})
+    page = opened(browser, server, viewport={"width": 1280, "height": 900})
     tab = page.tab
     assert tab.inner_text("#model") == "tiny"
     label = tab.get_attribute("#recall svg", "aria-label")
@@ -248,6 +387,8 @@ def test_the_page_shows_what_happened(browser: Any, server: LiveServer) -> None:
     assert tab.locator("#heat rect").count() == (LAYERS - 1) * 24 + 20
     assert tab.locator("#requests tbody tr").count() == 3
     assert "done" in tab.inner_text("#requests")
+    assert tab.inner_text("#no-alarms").startswith("No errors in the last ")
+    assert re.search(r"host: 1 load, p50 [\d.]+ m?s, p95 [\d.]+ m?s", tab.inner_text("#load-facts"))
     page.tab.hover("#ttft circle >> nth=0")
     assert "first token after" in tab.inner_text("#tip")
     assert page.wrong == []
@@ -256,9 +397,59 @@ def test_the_page_shows_what_happened(browser: Any, server: LiveServer) -> None:
 
 @pytest.mark.long
 @pytest.mark.engine
+def test_every_number_has_its_unit(browser: Any, server: LiveServer) -> None:
+    tab = opened(browser, server).tab
+    tab.wait_for_selector("#load svg")
+    tiles = {
+        one.locator(".name").inner_text(): one.inner_text().replace("\n", " ")
+        for one in tab.locator(".tile").all()
+    }
+    time = r"\d[\d.]* m?s"
+    for name, pattern in {
+        "Prompt tokens recalled": r"\d %.* tokens$",
+        "Time to first token, p50": rf"p50 {time} p95 {time}",
+        "Time per output token, p50": rf"p50 {time} p95 {time}",
+        "Output, last minute": r"[\d.]+ tokens/s prompts [\d.,]+ k?\s?tokens/s",
+        "Requests, last minute": r"[\d.]+ requests/s 0 running · 0 waiting · 3 ended",
+        "Preemptions": "0 requests in this window; 0 since the start",
+    }.items():
+        assert re.search(pattern, tiles[name]), tiles[name]
+    charts = ("recall", "ttft", "tpot", "output", "queue", "load")
+    units = [tab.text_content(f"#{name} .unit") for name in charts]
+    assert [unit.split(",")[0] for unit in units] == [
+        "prompt tokens/s",
+        "time to first token",
+        "time per output token",
+        "output tokens/s",
+        "requests",
+        "time of a load",
+    ]
+    for name in ("ttft", "tpot", "load"):
+        marks = tab.locator(f"#{name} svg text[text-anchor=end]").all_text_contents()
+        assert sum(bool(re.fullmatch(r"[\d.]+ m?s", mark)) for mark in marks) >= 2, marks
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_a_reload_loses_nothing(browser: Any, server: LiveServer) -> None:
+    """The half hour is kept by the server."""
+    page = opened(browser, server)
+
+    def totals() -> str:
+        return str(page.tab.get_attribute("#recall svg", "aria-label")).partition("in all")[2]
+
+    before, dots = totals(), page.tab.locator("#ttft circle").count()
+    assert before
+    page.tab.reload()
+    page.tab.wait_for_selector("#recall svg")
+    assert (totals(), page.tab.locator("#ttft circle").count()) == (before, dots)
+
+
+@pytest.mark.long
+@pytest.mark.engine
 def test_light_dark_and_keys(browser: Any, server: LiveServer) -> None:
-    light = Page(browser, server, color_scheme="light").style("backgroundColor")
-    page = Page(browser, server, color_scheme="dark")
+    light = opened(browser, server, color_scheme="light").style("backgroundColor")
+    page = opened(browser, server, color_scheme="dark")
     dark = page.style("backgroundColor")
     assert light != dark
     for name, expected in (("Light", light), ("Dark", dark), ("Auto", dark)):
@@ -270,6 +461,11 @@ def test_light_dark_and_keys(browser: Any, server: LiveServer) -> None:
     page.tab.press("#tree .twist >> nth=0", "Enter")
     assert page.tab.locator("#tree li").count() < before
     assert page.tab.evaluate("document.activeElement.getAttribute('aria-expanded')") == "false"
+    page.tab.press("#output summary", "Enter")
+    shown = page.tab.query_selector("#output svg")
+    page.tab.wait_for_function("(old) => !old.isConnected", arg=shown)
+    assert page.tab.locator("#output details[open] td").count() > 0, "closed by a redraw"
+    assert page.tab.evaluate("document.activeElement.closest('#output')?.id") == "output"
     page.tab.click("#pause")
     assert "paused" in page.tab.inner_text("#status")
     assert page.wrong == []
@@ -277,8 +473,17 @@ def test_light_dark_and_keys(browser: Any, server: LiveServer) -> None:
 
 @pytest.mark.long
 @pytest.mark.engine
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_texts_have_contrast(browser: Any, server: LiveServer, scheme: str) -> None:
+    page = opened(browser, server, color_scheme=scheme)
+    page.tab.wait_for_selector("#tree .row.group")
+    assert page.faint() == []
+
+
+@pytest.mark.long
+@pytest.mark.engine
 def test_small_screens_need_no_sideways_scrolling(browser: Any, server: LiveServer) -> None:
-    page = Page(browser, server, viewport={"width": 390, "height": 800})
+    page = opened(browser, server, viewport={"width": 390, "height": 800})
     wide = page.tab.evaluate("document.documentElement.scrollWidth")
     assert wide <= 390
 
@@ -287,7 +492,7 @@ def test_small_screens_need_no_sideways_scrolling(browser: Any, server: LiveServ
 @pytest.mark.engine
 def test_everything_has_a_name(browser: Any, server: LiveServer) -> None:
     """Buttons, drawings and meters, as a screen reader would hear them."""
-    page = Page(browser, server)
+    page = opened(browser, server)
     page.tab.wait_for_selector("#tree .row.group")
     nameless = page.tab.evaluate(
         "[...document.querySelectorAll('button, select, svg[role=img], [role=meter]')].filter("
@@ -314,7 +519,7 @@ def test_polls_are_small_and_tell_only_what_is_new(server: LiveServer) -> None:
 @pytest.mark.long
 @pytest.mark.engine
 def test_every_metric_of_the_grafana_dashboard_is_exported(server: LiveServer) -> None:
-    page = server.client.get("/metrics").text
+    page = server.client.get("/metrics").text + RouterMetrics(Fleet([], [], 0)).page().decode()
     exported = set(re.findall(r"^# TYPE (\S+) ", page, re.MULTILINE))
     exported |= {f"{name}_bucket" for name in exported}
     dashboard = json.loads(GRAFANA.read_text())
@@ -329,7 +534,7 @@ def test_every_metric_of_the_grafana_dashboard_is_exported(server: LiveServer) -
 def test_a_server_whose_engine_dies(browser: Any, server: LiveServer) -> None:
     """The page says so; who was being answered is told or cut off, and waits no longer; until the
     server has ended, with a clear line, it is not well."""
-    page = Page(browser, server)
+    page = opened(browser, server)
     asked = {"inputs": "x", "parameters": {"max_new_tokens": 15_000, "ignore_eos": True}}
     with server.client.stream("POST", "/generate_stream", json=asked) as reply:
         lines = (line for line in reply.iter_lines() if line)

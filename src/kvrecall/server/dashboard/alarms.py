@@ -10,9 +10,9 @@ from math import inf
 
 from kvrecall.server.dashboard.sample import Sample
 
-ENGINE_DOWN = "KvrecallEngineDown"
-POOL_AWAY = "KvrecallPoolAway"
-HELP = "docs/troubleshooting.md"
+ENGINE_DOWN = "KvrecallReplicaDown"
+POOL_AWAY = "KvrecallPoolServiceAway"
+HELP = "docs/troubleshooting.md#"
 
 
 class Severity(StrEnum):
@@ -37,18 +37,20 @@ class Alarm:
     last: float
     detail: str
     cure: str
-    page: str = HELP
+    page: str
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
-    """``value``: a counter of ``unit``, or with ``state`` not 0 while it lasts; None: it is set by ``note``.
-    ``lasts``: once counted, it stays until the server ends."""
+class Rule:
+    """``value``: a counter of ``unit``, or with ``state`` not 0 while it lasts; None: it is set by
+    ``note``. ``page``: the section of HELP. ``lasts``: once counted, it stays until the server
+    ends."""
 
     name: str
     severity: Severity
     title: str
     cure: str
+    page: str
     value: Callable[[Sample], float] | None
     unit: str = "blocks"
     state: bool = False
@@ -63,41 +65,45 @@ def _of_tier(tier: str, figure: str) -> Callable[[Sample], float]:
     return lambda sample: sample.tiers.get(tier, {}).get(figure, 0.0)
 
 
-_RULES = (
-    _Rule(
+RULES = (
+    Rule(
         ENGINE_DOWN,
         Severity.ERROR,
         "An engine process has died",
         "Every request fails, and the server is about to end. Its log has the traceback; start the "
         "server again: blocks on disk are recalled.",
+        "a-server-is-down",
         None,
         state=True,
     ),
-    _Rule(
+    Rule(
         POOL_AWAY,
         Severity.ERROR,
         "The pool does not answer",
         "Prompts are computed, nothing is recalled or saved. Start `kvrecall pool serve` with the "
         "socket that this server was given; engines rejoin by themselves with their next request.",
+        "the-pool-service-is-away",
         None,
         state=True,
     ),
-    _Rule(
+    Rule(
         "KvrecallAuditFailed",
         Severity.ERROR,
         "Audits failed: the pool's blocks differ from what this engine computes",
         "The engine reads and writes no shared blocks of this namespace until it is restarted. "
         "Compare the namespaces in the logs of all engines of the pool (docs/identity.md).",
+        "an-audit-failed",
         _count("audits_failed"),
         "audits",
         lasts=True,
     ),
     *(
-        _Rule(
+        Rule(
             "KvrecallCorruptBlocks",
             Severity.ERROR,
             f"Corrupt blocks dropped from the {tier} tier",
             cure,
+            "blocks-are-damaged",
             _of_tier(tier, "corrupt"),
         )
         for tier, cure in (
@@ -113,69 +119,72 @@ _RULES = (
             ),
         )
     ),
-    *(
-        _Rule(
-            "KvrecallTierErrors",
-            Severity.ERROR,
-            f"I/O errors of the {tier} tier",
-            cure,
-            _of_tier(tier, "errors"),
-            "errors",
-        )
-        for tier, cure in (
-            (
-                "disk",
-                "The blocks are computed again. The server's log names the file and the error; "
-                "check the mount, permissions and the medium.",
-            ),
-            (
-                "remote",
-                "The store is left alone for a pause and tried again. The server's log names the "
-                "error; check address, credentials and network.",
-            ),
-        )
+    Rule(
+        "KvrecallTierErrors",
+        Severity.ERROR,
+        "I/O errors of the disk tier",
+        "The blocks are computed again. The server's log names the file and the error; check the "
+        "mount, permissions and the medium.",
+        "the-disk-fails-or-is-full",
+        _of_tier("disk", "errors"),
+        "errors",
     ),
-    _Rule(
+    Rule(
+        "KvrecallRemoteStoreErrors",
+        Severity.ERROR,
+        "Errors of the remote store",
+        "The store is left alone for a pause and tried again. The server's log names the error; "
+        "check address, credentials and network.",
+        "mooncake-or-another-store-is-away",
+        _of_tier("remote", "errors"),
+        "errors",
+    ),
+    Rule(
         "KvrecallLoadsFailed",
         Severity.ERROR,
         "Loads failed: their prompts were computed again",
         "The worker's log names the cause. Engines and a pool service need one PID namespace and "
         "one user.",
+        "workers-cannot-map-the-arena",
         _count("loads_failed"),
         "requests",
     ),
-    _Rule(
+    Rule(
         "KvrecallSequencesLost",
         Severity.ERROR,
         "Sequences computed anew: their blocks off the device were out of reach",
         "The pool went away under retrieval attention. Keep the pool service running while engines "
         "do.",
+        "the-pool-service-is-away",
         _count("sequences_lost"),
         "sequences",
     ),
-    _Rule(
+    Rule(
         "KvrecallStoresFailed",
         Severity.ERROR,
         "Stores failed: blocks that a worker could not save",
         "The worker's log names the cause. Answers are not affected.",
+        "workers-cannot-map-the-arena",
         _count("stores_failed"),
         "stores",
     ),
-    _Rule(
+    Rule(
         "KvrecallDiskFull",
         Severity.ERROR,
         "The disk of the pool is full",
         "The tier keeps what it has and evicts for new blocks. Free space on its file system, or "
         "lower the limit with `kvrecall pool resize`.",
+        "the-disk-fails-or-is-full",
         _of_tier("disk", "full"),
         state=True,
     ),
     *(
-        _Rule(
-            "KvrecallWritesDropped",
+        Rule(
+            "KvrecallTierDropsWrites",
             Severity.WARNING,
             f"Blocks not stored in the {tier} tier",
             cure,
+            "the-disk-fails-or-is-full",
             _of_tier(tier, "dropped"),
         )
         for tier, cure in (
@@ -194,11 +203,12 @@ _RULES = (
             ),
         )
     ),
-    _Rule(
-        "KvrecallFlushesMissed",
+    Rule(
+        "KvrecallRepliesBeforeDurable",
         Severity.WARNING,
         "Replies sent before their blocks were durable",
         "async_write is off and the disk did not keep up. Use a faster disk.",
+        "the-disk-fails-or-is-full",
         _count("flushes_missed"),
         "answers",
     ),
@@ -210,7 +220,7 @@ class _Watch:
 
     __slots__ = ("_before", "count", "detail", "last", "rule", "since", "wrong")
 
-    def __init__(self, rule: _Rule) -> None:
+    def __init__(self, rule: Rule) -> None:
         self.rule = rule
         self.since = self.last = 0.0
         self.count = 0
@@ -243,7 +253,7 @@ class Alarms:
 
     def __init__(self, kept_s: float) -> None:
         self._kept_s = kept_s
-        self._watches = [_Watch(rule) for rule in _RULES]
+        self._watches = [_Watch(rule) for rule in RULES]
 
     def see(self, sample: Sample) -> None:
         """Takes the figures of a moment, in their order."""
@@ -275,11 +285,12 @@ class Alarms:
                 watch.last,
                 watch.detail,
                 watch.rule.cure,
+                HELP + watch.rule.page,
             )
             for watch in self._watches
             if watch.is_active(now, self._kept(watch.rule))
         ]
         return sorted(alarms, key=lambda each: (each.severity, -each.since))
 
-    def _kept(self, rule: _Rule) -> float:
+    def _kept(self, rule: Rule) -> float:
         return inf if rule.lasts else self._kept_s

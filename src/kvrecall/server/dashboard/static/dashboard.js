@@ -52,7 +52,7 @@ function drawAlarms() {
     found.unshift({
       name: "gone", severity: "error", title: "The server does not answer", count: null, since: state.gone.since, last: state.gone.since, detail: state.gone.why,
       cure: `${state.latest ? `The figures below are those of ${clock(state.latest.now)}. ` : ""}Look at the end of the server's log. If the process has ended, start it again: blocks on disk are recalled.`,
-      page: "docs/troubleshooting.md",
+      page: "docs/troubleshooting.md#a-server-is-down",
     });
   }
   const list = $("alarm-list");
@@ -247,7 +247,10 @@ function drawLoads(marks, from, range) {
     label: `Load latency: ${tiers.map((tier) => `${tier} p95 ${seconds(quantileOf(0.95, `load:${tier}`, from, now))}`).join(", ")}.`, caption: "Load latency by tier",
   });
   const copied = now.counts.loaded_bytes - from.counts.loaded_bytes, took = now.counts.load_seconds - from.counts.load_seconds;
-  replace(facts, tiers.map((tier) => h("div", {}, `${tier}: ${count(grown(`load:${tier}`, from, now).at(-1))} loads, p50 ${seconds(quantileOf(0.5, `load:${tier}`, from, now))}, p95 ${seconds(quantileOf(0.95, `load:${tier}`, from, now))}`)),
+  replace(facts, tiers.map((tier) => {
+    const kind = `load:${tier}`, many = grown(kind, from, now).at(-1);
+    return h("div", {}, `${tier}: ${count(many)} load${many > 1 ? "s" : ""}, p50 ${seconds(quantileOf(0.5, kind, from, now))}, p95 ${seconds(quantileOf(0.95, kind, from, now))}`);
+  }),
     took > 0 ? h("div", {}, `copies to the device: ${bytes(copied)} at ${bytes(copied / took)}/s`) : null);
 }
 
