@@ -224,7 +224,7 @@ def test_errors_cannot_be_overlooked(
     text = away.inner_text()
     assert "The pool does not answer: no pool service at" in text
     assert re.search(r"since \d\d:\d\d:\d\d", text)
-    assert "Start kvrecall pool serve" in text
+    assert "start kvrecall pool serve" in text
     assert "docs/troubleshooting.md#" in text
     corrupt.labels("disk").inc(3)
     damaged = tab.locator(".alarm[data-name=KvrecallCorruptBlocks]")

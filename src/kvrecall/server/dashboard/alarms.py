@@ -80,8 +80,9 @@ RULES = (
         POOL_AWAY,
         Severity.ERROR,
         "The pool does not answer",
-        "Prompts are computed, nothing is recalled or saved. Start `kvrecall pool serve` with the "
-        "socket that this server was given; engines rejoin by themselves with their next request.",
+        "Prompts are computed, nothing is recalled or saved. A pool service: start `kvrecall pool "
+        "serve` with the socket that this server was given; engines rejoin by themselves, and the "
+        "next request shows it. A pool of this server's own: its log has the cause.",
         "the-pool-service-is-away",
         None,
         state=True,
