@@ -37,11 +37,10 @@ _COUNTS = {
 }
 _DEVICE = "vllm:kv_cache_usage_perc"
 _POOL_UP = "kvrecall_pool_up"
-_LOADS = "kvrecall_load_latency_seconds"
 _HISTOGRAMS = {
     "vllm:time_to_first_token_seconds": "ttft",
     "vllm:request_time_per_output_token_seconds": "tpot",
-    _LOADS: "load",
+    "kvrecall_load_latency_seconds": "load",
 }
 _METRICS = (
     _TOKENS,
