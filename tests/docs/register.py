@@ -32,6 +32,7 @@ _MAKE: Mapping[str, Kind] = {
     "make gpu-check": Needs("a GPU", ("GPU",)),
 }
 _SERVING: Mapping[str, Kind] = {
+    "kvrecall demo": Elsewhere("tests/distribution/test_wheel.py", 'program, "demo", '),
     "kvrecall serve": Elsewhere("tests/server/live.py", '= (KVRECALL, "serve")'),
     "kvrecall config check": Runs(before=scenes.mindie, says="modelWeightPath"),
     "kvrecall config example": Runs(says="modelWeightPath"),
