@@ -9,6 +9,7 @@ import os
 import selectors
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
@@ -210,6 +211,24 @@ def test_command_line() -> None:
     )  # fmt: skip
     assert args.kv_transfer_config.kv_load_failure_policy == "recompute"
     assert connector_config({"a": 1})["kv_connector_extra_config"] == {"a": 1}
+
+
+@pytest.mark.parametrize("word", ["--gpu-memory-utilization", "--gpu_memory_utilization=0.3"])
+def test_a_memory_factor_is_no_default_of_ours(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    """On a CPU kvrecall bounds the cache by bytes, which would win over the factor."""
+    from vllm.platforms import current_platform
+
+    from kvrecall.engines.vllm.serving.app import parse_args
+
+    if not current_platform.is_cpu():
+        pytest.skip("elsewhere kvrecall sets no size")
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    plain = ServeSpec(model="m", host="127.0.0.1", port=1, options={})
+    words = (word,) if "=" in word else (word, "0.3")
+    assert parse_args(plain).kv_cache_memory_bytes > 0
+    lowered = parse_args(replace(plain, extra_args=words))
+    assert lowered.kv_cache_memory_bytes is None
+    assert lowered.gpu_memory_utilization == 0.3
 
 
 def test_an_engine_core_ends_with_its_parent() -> None:
