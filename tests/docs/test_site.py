@@ -35,7 +35,8 @@ def click_command(words: list[str]) -> tuple[Any, list[str]]:
             return typer.main.get_command(bench.benchmark(words[0])), words[1:]
     while words and words[0] in getattr(top, "commands", {}):
         top, words = top.commands[words[0]], words[1:]
-    assert not hasattr(top, "commands"), f"there is no command {words[:1]}"
+    alone = not hasattr(top, "commands") or top.invoke_without_command
+    assert alone, f"there is no command {words[:1]}"
     return top, words
 
 
