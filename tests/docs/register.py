@@ -34,7 +34,6 @@ _MAKE: Mapping[str, Kind] = {
 _SERVING: Mapping[str, Kind] = {
     "kvrecall demo": Elsewhere("tests/distribution/test_wheel.py", 'program, "demo", '),
     "kvrecall serve": Elsewhere("tests/server/live.py", '= (KVRECALL, "serve")'),
-    "kvrecall demo": Elsewhere("tests/distribution/test_wheel.py", '"demo", "--characters"'),
     "kvrecall config check": Runs(before=scenes.mindie, says="modelWeightPath"),
     "kvrecall config example": Runs(says="modelWeightPath"),
     "kvrecall router": Runs(before=scenes.instances, stays="Uvicorn running"),
