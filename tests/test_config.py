@@ -7,15 +7,24 @@ from pathlib import Path
 import pytest
 
 from kvrecall.block import Namespace
-from kvrecall.config import RecallSettings, help_of, parse_size, reference, split_for_service
+from kvrecall.config import (
+    RecallSettings,
+    help_of,
+    option_of,
+    parse_size,
+    reference,
+    split_for_service,
+)
 from kvrecall.errors import ConfigError
 
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
     [
-        (4096, 4096),
-        ("4096", 4096),
+        (1 << 20, 1 << 20),
+        ("1048576", 1 << 20),
+        (0, 0),
+        ("8B", 8),
         ("4GiB", 4 << 30),
         ("4GB", 4 * 10**9),
         ("1.5g", 1_500_000_000),
@@ -32,6 +41,22 @@ def test_sizes(text: str | int, nbytes: int) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ConfigError, match="host_size"):
         parse_size(text, "host_size")
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("8", "8GiB, or 8B"), (8, "8GiB"), ("1.5", "1.5GiB"), ("512", "512GiB"), ("4096", "4096KiB")],
+)
+def test_a_small_size_without_a_unit_is_refused(text: str | int, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"host_size: {text!r} has no unit.* write {meant}"):
+        RecallSettings.from_mapping({"host_size": text})
+
+
+def test_a_setting_given_as_an_option_is_named_so() -> None:
+    with pytest.raises(ConfigError, match=r"^--host-size: 'lots' is not a size"):
+        RecallSettings.from_mapping({"host_size": "lots"}, option_of)
+    with pytest.raises(ConfigError, match=r"^--load-deadline is 0.0; allowed: above 0"):
+        RecallSettings.from_mapping({"load_deadline": 0.0}, option_of)
 
 
 def test_defaults() -> None:

@@ -18,7 +18,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"pool", "attention"}),
     frozenset({"engines", "simulate", "testing"}),
     frozenset({"server", "plan"}),
-    frozenset({"router"}),
+    frozenset({"router", "doctor"}),
     frozenset({"cli", "__main__"}),
     frozenset({"lab"}),
 )

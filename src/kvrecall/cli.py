@@ -1,7 +1,7 @@
-"""The ``kvrecall`` command. Importing this module must stay cheap: no engine, no torch.
+"""The ``kvrecall`` command. Importing this module must stay cheap: no engine, no torch, no pool.
 
-``serve`` and ``config`` belong to the server. Other rooms bring commands of their own as typer
-apps; ``_ROOMS`` names them, and they are imported only when they are called.
+Each room brings its commands as a typer app; ``_ROOMS`` names them, and one is imported only when
+it is called, asked for its help, or completed by a shell.
 """
 
 from __future__ import annotations
@@ -11,66 +11,117 @@ import importlib
 import logging
 import os
 import sys
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from kvrecall import __version__
-from kvrecall.server.cli import config_app, serve
+from kvrecall.errors import ExitStatus, errors_shown
 
-app = typer.Typer(name="kvrecall", no_args_is_help=True, add_completion=False)
-app.command(context_settings={"allow_interspersed_args": True})(serve)
-app.add_typer(config_app, name="config")
+app = typer.Typer(
+    name="kvrecall",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},  # of all sub-commands, too
+    pretty_exceptions_enable=False,  # an exception here is a bug: Python's traceback, to report
+)
 
 _ROOMS = {
+    "serve": (
+        "kvrecall.server.cli",
+        "Serve a model: OpenAI and MindIE/TGI routes, with recall from the pool.",
+    ),
+    "doctor": (
+        "kvrecall.doctor.cli",
+        "Check this machine: what is installed, what fits, what is missing, what would hit.",
+    ),
     "pool": (
         "kvrecall.pool.service.cli",
         "Run and administer a pool: serve, stat, ls, verify, drop, pin, resize, key.",
     ),
+    "router": ("kvrecall.router.cli", "Send prompts to prefill and decode instances."),
+    "config": ("kvrecall.server.config_cli", "MindIE's config.json: check it, or begin one."),
+    "plan": ("kvrecall.plan.cli", "Size a pool."),
+    "simulate": (
+        "kvrecall.simulate.cli",
+        "Play a trace against pool sizes and policies.",
+    ),
     "bench": ("kvrecall.lab.bench.cli", "Measure recall on this machine."),
     "demo": ("kvrecall.lab.demo.cli", "Show what recall gains on this machine."),
-    "simulate": ("kvrecall.simulate.cli", "Play a trace against pool sizes and policies."),
-    "router": ("kvrecall.router.cli", "Send prompts to prefill and decode instances."),
-    "plan": ("kvrecall.plan.cli", "Size a pool."),
     "gpu-check": (
         "kvrecall.lab.gpu_check.cli",
         "Check kvrecall on this machine's GPU, and measure it.",
     ),
 }
-"""Sub-commands by the module whose ``app`` they are, with their help."""
+"""Commands by the module whose ``app`` they are, with the help that `kvrecall --help` shows."""
 
 
-def _add_room(name: str, module: str, text: str) -> None:
-    """Adds a command that imports its room's app when it is called."""
+def add_lazily(group: typer.Typer, name: str, text: str, load: Callable[[], typer.Typer]) -> None:
+    """Adds a command to ``group`` whose typer app is loaded when the command is needed. ``text``:
+    its line in the group's help."""
 
-    @app.command(
-        name,
-        help=text,
-        add_help_option=False,
-        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    )
-    def room(context: typer.Context) -> None:
-        sub_app: Any = importlib.import_module(module).app
-        sub_app(args=context.args, prog_name=f"kvrecall {name}")
+    class Lazy(TyperCommand):
+        def make_context(
+            self, info_name: str | None, args: list[str], *more: Any, **extra: Any
+        ) -> Any:
+            return typer.main.get_command(load()).make_context(info_name, args, *more, **extra)
+
+    @group.command(name, cls=Lazy, help=text)
+    def command() -> None:
+        """Never called: the context is that of the loaded command."""
+
+
+def _app_of(module: str) -> typer.Typer:
+    found: typer.Typer = importlib.import_module(module).app
+    return found
 
 
 for _name, (_module, _text) in _ROOMS.items():
-    _add_room(_name, _module, _text)
+    add_lazily(app, _name, _text, partial(_app_of, _module))
 
 
-@app.command()
-def version() -> None:
-    """Print the version."""
-    typer.echo(f"kvrecall {__version__}")
+def version_line() -> str:
+    """``kvrecall 0.1.0 (vLLM 0.32.0+cpu, torch 2.13.0+cpu, Python 3.11.7)``, from the metadata of
+    what is installed."""
+    from kvrecall.doctor.installed import VLLM, installed_version
+
+    engines = {"vLLM": installed_version(*VLLM), "torch": installed_version("torch")}
+    found = [f"{name} {version}" if version else f"no {name}" for name, version in engines.items()]
+    python = ".".join(map(str, sys.version_info[:3]))
+    return f"kvrecall {__version__} ({', '.join(found)}, Python {python})"
+
+
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(version_line())
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print kvrecall's, vLLM's, torch's and Python's version.",
+            is_eager=True, callback=_tell_version,
+        ),
+    ] = False,
+) -> None:  # fmt: skip
+    """Keep KV-cache blocks in a pool of tiers, and recall them instead of recomputing."""
 
 
 def main() -> None:
     """Runs the command line and exits with its status."""
     status = 1
     try:
-        app()
+        with errors_shown():
+            app()
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    if status == ExitStatus.INTERRUPTED:
+        typer.echo("kvrecall: interrupted", err=True)
     if "vllm" not in sys.modules:
         sys.exit(status)
     # Libraries of the engine print pages of leak reports when the interpreter is taken down.

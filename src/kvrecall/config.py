@@ -28,21 +28,30 @@ from kvrecall.errors import ConfigError
 DEFAULT_POLICY = "hazard"  # of eviction
 DEFAULT_AUDIT_EVERY = 4096  # hits
 _UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_LEAST_BARE = 1 << 20  # bytes that a size without a unit must have at least
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)\s*", re.IGNORECASE)
 
 
-def parse_size(value: str | int | float, name: str) -> int:
+def parse_size(value: str | int | float, name: str, least_bare: int = _LEAST_BARE) -> int:
     """Bytes of ``8GiB``, ``"4GB"``, ``1.5g`` or a plain number of bytes.
 
     ``KiB, MiB, GiB, TiB`` are powers of 1024; ``KB, MB, GB, TB`` and the bare letters are powers
-    of 1000. Raises ConfigError naming the setting ``name``.
+    of 1000. Raises ConfigError naming the setting ``name``: also for a number without a unit that
+    is not 0 and below ``least_bare``, as its unit was probably forgotten.
     """
     match = _SIZE.fullmatch(str(value))
     if match is None:
         raise ConfigError(f"{name}: {value!r} is not a size; write for example 8GiB or 500MB")
-    number, unit, binary, _ = match.groups()
+    number, unit, binary, byte = match.groups()
     power = "bkmgt".index(unit.lower() or "b")
-    return int(float(number) * (1024**power if binary else _UNITS[unit.lower()]))
+    nbytes = int(float(number) * (1024**power if binary else _UNITS[unit.lower()]))
+    if 0 < nbytes < least_bare and not (unit or byte):
+        meant = f"{number}GiB" if nbytes < 1024 else f"{number}KiB"
+        raise ConfigError(
+            f"{name}: {value!r} has no unit, which makes it {nbytes} bytes; write {meant}, or "
+            f"{number}B if you mean bytes"
+        )
+    return nbytes
 
 
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd]?)")
@@ -222,8 +231,8 @@ class RecallSettings:
         cls, raw: Mapping[str, object], source: str | Callable[[str], str] = "settings"
     ) -> RecallSettings:
         """Checks the settings in ``raw``. Errors begin with ``source``, which may also give the
-        place (``file:line:column``) of a setting. Raises ConfigError for the first one that is
-        unknown or wrong."""
+        place of a setting: ``file:line:column``, or its option (``option_of``). Raises ConfigError
+        for the first one that is unknown or wrong."""
         return _settings(Settings.read(raw, source))
 
 
@@ -255,9 +264,14 @@ def _parsed(parse: Callable[[Any, str], Any]) -> BeforeValidator:
     def validated(value: Any, info: ValidationInfo) -> Any:
         assert info.context is not None
         assert info.field_name is not None
-        return parse(value, f"{info.context['place'](info.field_name)}: {info.field_name}")
+        return parse(value, _named(info.context["place"](info.field_name), info.field_name))
 
     return BeforeValidator(validated)
+
+
+def _named(place: str, key: str) -> str:
+    """A setting for errors: the option it was given by, or its place and its name."""
+    return place if place.startswith("--") else f"{place}: {key}"
 
 
 def _wrong(name: str, value: object, allowed: str) -> ConfigError:
@@ -530,15 +544,16 @@ class Settings(BaseModel):
             detail = error.errors(include_url=False)[0]
             key = str(detail["loc"][0])
             allowed = allowed_by(detail, cls.model_fields[key])
-            raise _wrong(f"{place(key)}: {key}", raw[key], allowed) from error
+            raise _wrong(_named(place(key), key), raw[key], allowed) from error
         if not of_service:
             foreign = Owner.POOL if read.backend == "service" else Owner.CLIENT
             for key in raw:
                 if owner_of(key) is foreign:
                     allowed = f"it has no effect with backend {read.backend!r}"
-                    raise _wrong(f"{place(key)}: {key}", raw[key], allowed)
+                    raise _wrong(_named(place(key), key), raw[key], allowed)
         elif raw.get("backend", "service") != "service":
-            raise _wrong(f"{place('backend')}: backend", read.backend, "allowed here: service")
+            name = _named(place("backend"), "backend")
+            raise _wrong(name, read.backend, "allowed here: service")
         read._check_together(place)
         return read
 
@@ -554,7 +569,7 @@ class Settings(BaseModel):
         if self.remote is None and "remote_write" in self.model_fields_set:
             raise ConfigError(f"{place('remote_write')}: remote_write is set but remote is not")
         if self.host_max_size is not None and self.host_max_size < self.host_size:
-            name = f"{place('host_max_size')}: host_max_size"
+            name = _named(place("host_max_size"), "host_max_size")
             raise _wrong(name, self.host_max_size, "it must not be below host_size")
 
 
@@ -599,6 +614,11 @@ def _settings(given: Settings) -> RecallSettings:
         retrieval=given.retrieval,
         audit_every=given.audit,
     )
+
+
+def option_of(key: str) -> str:
+    """The option of a setting on a command line."""
+    return {"backend": "--pool-service"}.get(key, f"--{key.replace('_', '-')}")
 
 
 def default_socket() -> Path:
@@ -702,9 +722,9 @@ def reference() -> str:
         "<!-- Made by `python -m kvrecall.config docs/settings.md`; do not edit. -->\n",
         "These stand in vLLM's `kv_connector_extra_config`, in a pool.json (`kvrecall serve "
         "--pool-config`, `kvrecall pool serve --config`, `configPath` of MindIE's kvPoolConfig) "
-        "and, the common ones, as options: `disk_path` is `--disk-path`. Sizes are bytes or "
-        "`8GiB` (powers of 1024), `8GB` (of 1000); ages `90m`, `12h`, `7d`. What is unknown or "
-        "wrong is an error with its place, its value and what is allowed.",
+        "and, the common ones, as options: `disk_path` is `--disk-path`. Sizes are "
+        "`8GiB` (powers of 1024), `8GB` (of 1000) or bytes, `8B` below 1 MiB; ages `90m`, `12h`, "
+        "`7d`. What is unknown or wrong is an error with its place, its value and what is allowed.",
     ]
     titles = {
         Owner.POOL: (

@@ -7,8 +7,10 @@ exception here means a wrong configuration, a broken medium or a bug.
 from __future__ import annotations
 
 import contextlib
+import errno
 import sys
 from collections.abc import Iterator
+from enum import IntEnum
 
 
 class KvrecallError(Exception):
@@ -27,12 +29,71 @@ class EngineError(KvrecallError):
     """The engine cannot be served by kvrecall as configured (unsupported model or version)."""
 
 
+class ExitStatus(IntEnum):
+    """What a command ends with. ``text`` is the line of each in the reference."""
+
+    text: str
+
+    def __new__(cls, number: int, text: str) -> ExitStatus:
+        status = int.__new__(cls, number)
+        status._value_ = number
+        status.text = text
+        return status
+
+    OK = 0, "Done; a check found nothing wrong; a server was stopped by SIGINT or SIGTERM."
+    FAILED = (
+        1,
+        "It could not be done, or a check failed: a path that cannot be used, no service at a "
+        "socket, an engine that did not start or died, damaged blocks, a machine that does not "
+        "fit, a benchmark that missed its goal.",
+    )
+    WRONG_SETTINGS = (
+        2,
+        "An option, an argument, a setting or a file of settings is wrong. Nothing was started "
+        "and nothing changed.",
+    )
+    INTERRUPTED = 130, "Interrupted by Ctrl-C before it was done."
+    TERMINATED = (
+        143,
+        "Ended by SIGTERM: `router`, once its requests are done, and commands that are no servers.",
+    )
+
+
+def status_of(error: Exception) -> ExitStatus:
+    """The status that a command which raises ``error`` ends with."""
+    wrong = isinstance(error, ConfigError)
+    return ExitStatus.WRONG_SETTINGS if wrong else ExitStatus.FAILED
+
+
 @contextlib.contextmanager
 def errors_shown() -> Iterator[None]:
-    """Ends a command that raises a KvrecallError with one line on stderr and status 1; 2 if it is
-    a ConfigError."""
+    """Ends a command that raises a KvrecallError, or an OSError about a path, with one line on
+    stderr and the status of the error."""
     try:
         yield
-    except KvrecallError as error:
-        print(f"kvrecall: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(2 if isinstance(error, ConfigError) else 1) from error
+    except (KvrecallError, OSError) as error:
+        if isinstance(error, OSError) and error.filename is None:
+            raise  # not of a path: a bug, or of a connection
+        said = _of_path(error) if isinstance(error, OSError) else str(error)
+        print(f"kvrecall: {said}", file=sys.stderr, flush=True)
+        raise SystemExit(status_of(error)) from error
+
+
+_CURES = {
+    errno.EACCES: "give this user access to it, or name another path",
+    errno.EPERM: "give this user access to it, or name another path",
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "a part of this path is a file; check the path",
+    errno.EISDIR: "name a file, not a folder",
+    errno.ENOSPC: "free some room, or name a path on another file system",
+    errno.EDQUOT: "free some room, or name a path on another file system",
+    errno.EROFS: "name a path on a file system that is writable",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENAMETOOLONG: "use a shorter path",
+}
+
+
+def _of_path(error: OSError) -> str:
+    """An error of the operating system about a path, in one line: the path, the cause, the cure."""
+    cure = _CURES.get(error.errno or 0)
+    return f"{error.filename}: {error.strerror}" + (f"; {cure}" if cure else "")

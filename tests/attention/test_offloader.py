@@ -172,7 +172,7 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture
 def small_pool() -> Iterator[Pool]:
     """Room for sixteen blocks."""
-    with Pool.open(RecallSettings.from_mapping({"host_size": 16 * 4096}).pool) as pool:
+    with Pool.open(RecallSettings.from_mapping({"host_size": f"{16 * 4096}B"}).pool) as pool:
         yield pool
 
 

@@ -12,6 +12,7 @@ import sys
 import tarfile
 import zipfile
 from email.message import Message
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -143,7 +144,7 @@ def test_it_is_the_installed_one_and_says_its_version(installed: Path, metadata:
     file, version = said.split()
     assert Path(file).is_relative_to(installed)
     assert version == metadata["Version"]
-    assert version in kvrecall(installed, "version")
+    assert version in kvrecall(installed, "--version")
 
 
 def test_commands_that_need_no_engine(installed: Path) -> None:
@@ -151,8 +152,17 @@ def test_commands_that_need_no_engine(installed: Path) -> None:
     words = ["simulate", "synthetic:loop", "--capacity-blocks", "100", "--policy", "all", "--json"]
     told = json.loads(kvrecall(installed, *words).strip().splitlines()[-1])
     assert "lru" in json.dumps(told)
-    for command in ("plan", "pool", "bench", "demo", "router", "serve", "config"):
+    for command in ("plan", "pool", "bench", "demo", "router", "serve", "config", "doctor"):
         assert "Usage" in kvrecall(installed, command, "--help")
+
+
+@pytest.mark.skipif(not find_spec("vllm"), reason="its metadata is not there either")
+def test_the_doctor_says_what_cannot_be_imported(installed: Path) -> None:
+    said = kvrecall(installed, "doctor", "--host-size", "8MiB", "--json", status=1)
+    findings = json.loads(said.splitlines()[0])["findings"]
+    found = {each["check"]: each["found"] for each in findings if each["state"] == "broken"}
+    assert "no torch here" in found["torch"]
+    assert "no vllm here" in found["vllm"]
 
 
 def test_the_pool(installed: Path) -> None:

@@ -13,6 +13,7 @@ from .pages import ROOT
 
 _SOCKET = " --socket {folder}/pool.sock"
 _TRACE = (("TRACE", "trace.jsonl"),)
+_MODEL = "models/recall-tiny"
 _SMALL_BENCH = " BENCH='--only lookup --add'"
 
 # `make demo`, `make demo-mooncake` and the benchmarks restore, overhead and throttle are run by
@@ -38,6 +39,13 @@ _SERVING: Mapping[str, Kind] = {
     "kvrecall config example": Runs(says="modelWeightPath"),
     "kvrecall router": Runs(before=scenes.instances, stays="Uvicorn running"),
     "kvrecall gpu-check": Needs("a GPU", ("GPU",)),
+    # With the engine: tests/test_doctor.py.
+    "kvrecall doctor": Runs(
+        swaps=(("MODEL", str(ROOT / _MODEL)), ("/var/cache/", ""), ("100G", "8M")),
+        more=" --quick --host-size 8MiB",
+        before=scenes.pool_settings,
+        says="machine",
+    ),
     "vllm serve": Elsewhere("tests/engine/test_vllm_serve.py", 'documented("README.md", '),
     "export": Runs(silent=True),
     "curl": Runs(swaps=(("curl ", "curl --fail "),), before=scenes.a_server),
@@ -108,7 +116,6 @@ _SIZING: Mapping[str, Kind] = {
     ),
     "python -m bench.eviction cost": Runs(more=" 2000"),
 }
-_MODEL = "models/recall-tiny"
 _MODELS: Mapping[str, Kind] = {
     "python -m bench.model.tokenizer": Runs(before=scenes.blank_model),
     "python -m bench.model.train": Runs(

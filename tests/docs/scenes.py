@@ -56,6 +56,11 @@ def mindie(stage: Stage) -> None:
     (stage.folder / "config.json").write_text(text)
 
 
+def pool_settings(stage: Stage) -> None:
+    """The pool.json that a machine is checked for."""
+    (stage.folder / "pool.json").write_text('{"host_size": "16MiB"}')
+
+
 def repository(stage: Stage) -> None:
     """What ``make`` and ``kvrecall bench publish`` use of a checkout. The environment is this one;
     ``scripts/setup`` finds nothing to do."""

@@ -87,7 +87,7 @@ def test_what_is_no_file(tmp_path: Path) -> None:
 
 def test_settings_name_the_file_and_it_is_checked_before_the_start(tmp_path: Path) -> None:
     path = key_file(tmp_path, KEY)
-    settings = RecallSettings.from_mapping({"host_size": 4096, "encryption_key_file": str(path)})
+    settings = RecallSettings.from_mapping({"host_size": "4096B", "encryption_key_file": str(path)})
     assert settings.pool.encryption_key_file == path
     check_pool(settings.pool)
     path.chmod(0o644)

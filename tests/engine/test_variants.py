@@ -23,7 +23,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 
 def pool_at(folder: Path, block_bytes: int) -> dict[str, Any]:
     return {
-        "host_size": 24 * block_bytes,
+        "host_size": f"{24 * block_bytes}B",
         "disk_path": str(folder),
         "disk_size": "256MiB",
         "async_write": True,

@@ -54,6 +54,21 @@ def test_is_the_owners_alone(tmp_path: Path) -> None:
     bench.tier.close()
 
 
+def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    other = tmp_path / "notes.txt"
+    other.write_text("mine")
+    other.chmod(0o644)
+    open_tier(tmp_path).tier.close()
+    assert stat.S_IMODE(other.stat().st_mode) == 0o644
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    with pytest.raises(TierError, match="shared is shared with other users; name a folder below"):
+        open_tier(shared)
+    assert list(shared.iterdir()) == []
+    open_tier(shared / "mine").tier.close()
+
+
 def test_blocks_are_there_after_a_restart(tmp_path: Path) -> None:
     filled(tmp_path)
     bench = open_tier(tmp_path)

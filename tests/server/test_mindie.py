@@ -177,12 +177,12 @@ POOL_WRONG: list[tuple[Json, Spoil, list[str]]] = [
         ["asyncWrite is False", "pool.json:2:2", "True"],
     ),
     (
-        {"host_size": 1},
+        {"host_size": "1GiB"},
         lambda c: model(c).pop("plugin_params"),
         ["prefix_cache", "on which the KV pool builds"],
     ),
     (
-        {"host_size": 1},
+        {"host_size": "1GiB"},
         lambda c: model(c).update(plugin_params='{"plugin_type":"splitfuse"}'),
         [f"{MODEL}.plugin_params has no prefix_cache"],
     ),

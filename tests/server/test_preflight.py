@@ -64,7 +64,7 @@ def test_port() -> None:
         preflight.check_port("192.0.2.1", port)
 
 
-def disk(path: Path, size: int = 1 << 20) -> PoolConfig:
+def disk(path: Path, size: int = 8 << 20) -> PoolConfig:
     return PoolConfig(host_bytes=1 << 20, disk=DiskConfig(path, size))
 
 
@@ -78,15 +78,8 @@ def test_pool(tmp_path: Path) -> None:
         preflight.check_pool(disk(tmp_path / "file"))
     with pytest.raises(TierError, match="not a folder"):
         preflight.check_pool(disk(tmp_path / "file" / "below"))
-    with pytest.raises(ConfigError, match=r"host_size is .* this machine .* memory left"):
+    with pytest.raises(ConfigError, match=r"host_size: .* this machine .* left"):
         preflight.check_pool(PoolConfig(host_bytes=1 << 60))
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_unwritable_disk(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(TierError, match="writ"):
-        preflight.check_pool(disk(tmp_path / "below"))
 
 
 def test_folder_in_use(tmp_path: Path) -> None:
@@ -99,41 +92,6 @@ def test_folder_in_use(tmp_path: Path) -> None:
     preflight.check_pool(disk(tmp_path))
 
 
-ONE_LINERS: list[tuple[list[str], int, str]] = [
-    (["serve", "/none"], 2, "there is no folder /none"),
-    (["serve", "model", "--disk-path", "d"], 2, "disk_size is not"),
-    (["serve", "model", "--disk-size", "1GiB"], 2, "disk_path is not"),
-    (["serve", "model", "--host-size", "lots"], 2, "'lots' is not a size"),
-    (["serve", "model", "--kv-cache-memory-bytes", "x"], 2, "'x' is not a size"),
-    (["serve", "model", "--disk-path", "d", "--disk-size", "999TiB"], 1, "disk_size"),
-    (["serve", "model", "--disk-path", "/proc/x", "--disk-size", "1MiB"], 1, "disk_path"),
-    (["serve", "model", "--host", "192.0.2.1"], 2, "no address of this machine"),
-    (["serve", "model", "--", "--port", "1"], 2, "--port cannot be given after --"),
-    (["serve", "model", "--", "--kv-transfer-config", "{}"], 2, "cannot be given after --"),
-    (["serve", "model", "--allow-plaintext"], 2, "pool has no remote store"),
-    (["serve", "--config", "c.json", "--", "--port", "1"], 2, "; give --port before --"),
-    (["serve", "--config", "none.json"], 2, "no such file"),
-    (["serve", "--config", "."], 2, "is a folder"),
-    (["serve", "--config", "broken.json"], 2, "broken.json:1:5: expected ':'"),
-    (["config", "check", "broken.json"], 2, "broken.json:1:5: expected ':'"),
-]
-
-
-@pytest.mark.parametrize(("words", "status", "said"), ONE_LINERS, ids=lambda v: str(v)[:60])
-def test_one_line_and_nothing_changed(
-    model: Path, words: list[str], status: int, said: str
-) -> None:
-    folder = model.parent
-    (folder / "broken.json").write_text('{"a"："b"}')
-    before = sorted(folder.rglob("*"))
-    done = kvrecall(*words, cwd=folder)
-    assert done.returncode == status
-    assert said in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert done.stdout == ""
-    assert sorted(folder.rglob("*")) == before
-
-
 def test_help_is_fast_and_without_engine() -> None:
     code = (
         "import sys, kvrecall.cli; kvrecall.cli.app(['serve', '--help'], standalone_mode=False);"
@@ -143,12 +101,6 @@ def test_help_is_fast_and_without_engine() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--disk-path" in done.stdout
-
-
-def test_version() -> None:
-    from kvrecall import __version__
-
-    assert kvrecall("version").stdout == f"kvrecall {__version__}\n"
 
 
 def test_example_is_right_but_for_the_model(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _check_memory(nbytes: int, cure: str) -> None:
+def check_memory(nbytes: int, cure: str) -> None:
     """Raises ConfigError if the machine has not so much memory to give."""
     room = available_memory()
     room -= room // 20  # for other programs
@@ -125,7 +125,7 @@ class Arena:
     def create(cls, nbytes: int, background: bool = True, most_bytes: int = 0) -> Arena:
         """A new arena of ``nbytes`` that can grow to ``most_bytes``. Raises ConfigError if the
         machine has not that much memory to give now."""
-        _check_memory(nbytes, "set a smaller host_size")
+        check_memory(nbytes, "set a smaller host_size")
         fd = os.memfd_create("kvrecall-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         most_bytes = max(nbytes, most_bytes)
         os.ftruncate(fd, most_bytes)
@@ -144,7 +144,7 @@ class Arena:
         owner at a time."""
         if nbytes <= self.goal_bytes:
             return
-        _check_memory(nbytes - self.goal_bytes, "grow by less")
+        check_memory(nbytes - self.goal_bytes, "grow by less")
         self.wait_ready()
         self.goal_bytes = min(nbytes, self.nbytes)
         self._populate()

@@ -62,15 +62,22 @@ def route(
         )
         if both := set(prefill_urls) & set(decode_urls):
             raise ConfigError(f"{min(both)} is given for --prefill and for --decode")
+        if f"http://{host}:{port}" in (*prefill_urls, *decode_urls):
+            raise ConfigError(
+                f"--port: {host}:{port} is the router's own address and an instance's; give the "
+                "router another port"
+            )
         try:
             import uvicorn
 
             from kvrecall.router.application import application
             from kvrecall.router.router import RouterSettings
+            from kvrecall.server.preflight import check_port
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"the router needs {error.name}; install it with: pip install 'kvrecall[router]'"
             ) from error
+        check_port(host, port)
     settings = RouterSettings(
         prefill=prefill_urls,
         decode=decode_urls,
@@ -96,11 +103,12 @@ def route(
 
 
 def base_url(text: str, option: str) -> str:
-    """``text`` as a base URL without a path. Raises ConfigError."""
-    url = text if "://" in text else f"http://{text}"
+    """``text``, a URL or ``host:port``, as a base URL without a path. Raises ConfigError."""
+    is_url = "://" in text
+    url = text if is_url else f"http://{text}"
     try:
         parts = urlsplit(url)
-        named = bool(parts.hostname) and parts.port != 0
+        named = bool(parts.hostname) and parts.port != 0 and (is_url or parts.port is not None)
     except ValueError:
         named = False
     if not named or parts.scheme not in ("http", "https") or parts.path.strip("/") or parts.query:

@@ -1,16 +1,16 @@
-"""``kvrecall serve`` and ``kvrecall config``."""
+"""``kvrecall serve``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvrecall.config import default_socket, help_of
+from kvrecall.config import default_socket, help_of, option_of
 from kvrecall.engines.base import DEFAULT_MAX_N, MAX_N_LIMIT, Limits, Role, ServeSpec
-from kvrecall.errors import errors_shown
-from kvrecall.server import launch
+from kvrecall.errors import ConfigError, errors_shown
 
 _POOL = "Pool"
 _ENGINE = "Engine"
@@ -121,12 +121,30 @@ def serve(
         retrieval=retrieval,
     )
     with errors_shown():
+        from kvrecall.server import launch  # imports the pool
+
+        _refuse_odd(model, recall, pool)
         if config is None:
             plan = launch.plan_model(spec, pool_config, allow_plaintext)
+            if not spec.model:
+                typer.echo(
+                    f"kvrecall: no MODEL given: this serves the example {plan.spec.model}, whose "
+                    "answers mean nothing. Yours: kvrecall serve MODEL",
+                    err=True,
+                )
         else:
             told = {name for name in given if _from_command_line(context, name)}
             plan = launch.plan_file(config, spec, told, pool_config, allow_plaintext)
         raise typer.Exit(launch.run(plan))
+
+
+def _refuse_odd(model: str | None, recall: Mapping[str, object], pool: bool) -> None:
+    """Raises ConfigError for what can only be a mistake."""
+    if model is not None and not model.strip():
+        raise ConfigError(f"MODEL is {model!r}; name a model folder or a hub id")
+    if recall and not pool:
+        name = option_of("pool_socket" if "socket" in recall else next(iter(recall)))
+        raise ConfigError(f"{name} and --no-pool contradict each other")
 
 
 def _given(params: dict[str, Any], names: str) -> dict[str, Any]:
@@ -138,26 +156,5 @@ def _from_command_line(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-config_app = typer.Typer(no_args_is_help=True, help="MindIE's config.json: check it, or begin one.")
-
-
-@config_app.command("check")
-def config_check(
-    file: Annotated[Path, typer.Argument(help="The config.json.")],
-    every: Annotated[bool, typer.Option("--all", help="Also fields that are not given.")] = False,
-    allow_plaintext: Annotated[
-        bool, typer.Option("--allow-plaintext", help="As in kvrecall serve.")
-    ] = False,
-) -> None:
-    """Say what each field of a config.json does here, and what is wrong with it."""
-    from kvrecall.server.mindie.check import explain
-
-    raise typer.Exit(explain(file, every, allow_plaintext))
-
-
-@config_app.command("example")
-def config_example() -> None:
-    """Print a minimal config.json."""
-    from kvrecall.server.mindie.check import EXAMPLE
-
-    typer.echo(EXAMPLE, nl=False)
+app = typer.Typer(add_completion=False)
+app.command(context_settings={"allow_interspersed_args": True})(serve)

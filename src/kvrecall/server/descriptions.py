@@ -196,4 +196,4 @@ def _host_gb(plan: Plan) -> int:
     recall = plan.spec.recall
     if recall is None or recall.get("backend", "embedded") != "embedded":
         return 0
-    return RecallSettings.from_mapping(recall, "kvrecall").pool.host_bytes // _GIB
+    return RecallSettings.from_mapping(recall).pool.host_bytes // _GIB

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from kvrecall.config import RecallSettings, parse_size
+from kvrecall.config import RecallSettings, option_of, parse_size
 from kvrecall.engines.base import Role, ServeSpec
 from kvrecall.errors import ConfigError, EngineError
 from kvrecall.jsonfile import read_object
@@ -31,7 +31,7 @@ def plan_model(
 ) -> Plan:
     """The plan for ``kvrecall serve MODEL``: ``spec`` over the settings in ``pool_config`` over the
     defaults. Without a model it is the repository's example. Raises ConfigError."""
-    recall = spec.recall if pool_config is None else _over_file(spec.recall, pool_config)
+    recall = _recall(spec.recall, pool_config)
     if allow_plaintext:
         recall = _allowing_plaintext(recall)
     options = {**ENGINE_DEFAULTS, **_engine_options(spec)}
@@ -51,7 +51,7 @@ def plan_file(
     ConfigError."""
     from kvrecall.server.mindie.planner import Beside, plan_config
 
-    recall = spec.recall if pool_config is None else _over_file(spec.recall, pool_config)
+    recall = spec.recall if pool_config is None else _recall(spec.recall, pool_config)
     beside = Beside(
         model=spec.model,
         host=spec.host if "host" in given else "",
@@ -104,15 +104,19 @@ def _allowing_plaintext(recall: Mapping[str, object] | None) -> Mapping[str, obj
     return {**recall, "remote": {**remote, "allow_plaintext": True}}
 
 
-def _over_file(options: Mapping[str, object] | None, file: Path) -> Mapping[str, object]:
-    """The pool's settings in ``file``, under those given as ``options``."""
+def _recall(options: Mapping[str, object] | None, file: Path | None) -> Mapping[str, object] | None:
+    """The pool's settings in ``file``, if there is one, under those given as ``options``."""
     if options is None:
-        raise ConfigError("--pool-config and --no-pool contradict each other")
-    settings, document = read_object(file, "pool settings")
+        if file is not None:
+            raise ConfigError("--pool-config and --no-pool contradict each other")
+        return None
+    settings, document = ({}, None) if file is None else read_object(file, "pool settings")
     given = {**settings, **options}
 
     def place(key: str) -> str:
-        return f"--{key.replace('_', '-')}" if key in options else document.where_key(key)
+        if document is None or key in options:
+            return "--pool-socket" if key == "socket" else option_of(key)
+        return document.where_key(key)
 
     RecallSettings.from_mapping(given, place)
     return given
@@ -142,7 +146,7 @@ def check(plan: Plan) -> None:
 
         RetrievalSettings.from_environ(os.environ)
     if spec.recall is not None:
-        settings = RecallSettings.from_mapping(spec.recall, "kvrecall")
+        settings = RecallSettings.from_mapping(spec.recall)
         if settings.service is None:  # which owns memory and disk, and may come later
             preflight.check_pool(settings.pool)
     for host, port in ((spec.host, spec.port), *((x.host, x.port) for x in spec.listeners)):

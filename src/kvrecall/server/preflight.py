@@ -11,25 +11,29 @@ from pathlib import Path
 
 from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.errors import ConfigError, TierError
-from kvrecall.pool.arena import available_memory
-from kvrecall.pool.cipher import read_keys
+from kvrecall.pool.arena import check_memory
+from kvrecall.pool.cipher import read_cipher
 from kvrecall.pool.disk.folder import LOCK_NAME, check_room
+from kvrecall.pool.eviction import make_policy
+from kvrecall.pool.remote.backends import check_store
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_GIB = 1 << 30
 
 
 def check_model(model: str) -> None:
     """Raises ConfigError unless ``model`` is a model folder or may be the id of a hub model."""
     path = Path(model).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"model: {model} is no model folder: it has no config.json")
-        return
-    if path.is_file():
-        if path.suffix == ".gguf":
+    try:
+        if path.is_dir():
+            if not (path / "config.json").is_file():
+                raise ConfigError(f"model: {model} is no model folder: it has no config.json")
             return
-        raise ConfigError(f"model: {model} is a file; it must be a model folder")
+        if path.is_file():
+            if path.suffix == ".gguf":
+                return
+            raise ConfigError(f"model: {model} is a file; it must be a model folder")
+    except OSError as error:
+        raise ConfigError(f"model: {model} cannot be read: {error.strerror}") from error
     local = path.is_absolute() or model.startswith((".", "~"))
     if local or Path(*path.parts[:1]).is_dir() or not _HUB_ID.fullmatch(model):
         raise ConfigError(f"model: there is no folder {model}")
@@ -61,28 +65,31 @@ def check_port(host: str, port: int) -> None:
 
 def check_pool(pool: PoolConfig) -> None:
     """Raises ConfigError or TierError if the pool cannot be opened as configured."""
-    room = available_memory()
-    if pool.host_bytes > room:
-        raise ConfigError(
-            f"host_size is {pool.host_bytes / _GIB:.2f} GiB; this machine (or container) has "
-            f"{room / _GIB:.2f} GiB of memory left"
-        )
-    if pool.encryption_key_file is not None:
-        read_keys(pool.encryption_key_file)
+    check_memory(pool.host_bytes, "set a smaller host_size")
+    check_terms(pool)
     if pool.disk is not None:
         _check_disk(pool.disk)
+
+
+def check_terms(pool: PoolConfig) -> None:
+    """Raises ConfigError for settings that only the parts of the pool can judge: its policy, its
+    key file, its remote store. Nothing is connected."""
+    make_policy(pool.policy, 1)
+    read_cipher(pool.encryption_key_file)
+    if pool.remote is not None:
+        check_store(pool.remote.kind, pool.remote.options)
 
 
 def _check_disk(disk: DiskConfig) -> None:
     folder = disk.path.expanduser().absolute()
     check_room(folder, disk.capacity_bytes)
-    if holder := _holder(folder / LOCK_NAME):
+    if holder := holder_of(folder / LOCK_NAME):
         raise TierError(
             f"disk_path: {folder} is in use by process {holder}; stop it or use another folder"
         )
 
 
-def _holder(lock: Path) -> str:
+def holder_of(lock: Path) -> str:
     """The process that holds the lock file, "" if none does. The file is not changed.
 
     The pool takes the lock itself when it is opened, long after this look; this one is for the

@@ -75,7 +75,7 @@ def simulate(
     policy could have hit, knowing the future (exact). The last line is JSON.
     """
     with errors_shown():
-        size = parse_size(block_bytes, "--block-bytes") if block_bytes else 0
+        size = parse_size(block_bytes, "--block-bytes", 1) if block_bytes else 0
         if block_bytes and size <= 0:
             raise ConfigError(f"--block-bytes: {block_bytes!r} must be more than 0")
         specs = parse_tiers(capacity, capacity_blocks, tiers, size)

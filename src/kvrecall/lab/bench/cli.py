@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_origin
 
 import typer
 
+from kvrecall.cli import add_lazily
 from kvrecall.errors import errors_shown
 from kvrecall.lab.bench import suite
 from kvrecall.lab.bench.report import Report, names_in, progress
@@ -80,19 +82,6 @@ def benchmark(name: str) -> typer.Typer:
     return one
 
 
-def _add(name: str, text: str) -> None:
-    """Adds a benchmark as a command that reads its options when it is called."""
-
-    @app.command(
-        name,
-        help=text,
-        add_help_option=False,
-        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    )
-    def command(context: typer.Context) -> None:
-        benchmark(name)(args=context.args, prog_name=f"kvrecall bench {name}")
-
-
 def _with_json(measure: Callable[..., Report]) -> Callable[..., None]:
     """A benchmark as a function of its options and ``--json`` that prints the report."""
 
@@ -118,7 +107,7 @@ def _with_json(measure: Callable[..., Report]) -> Callable[..., None]:
 
 
 for _name, (_, _text) in COMMANDS.items():
-    _add(_name, _text)
+    add_lazily(app, _name, _text, partial(benchmark, _name))
 
 
 @app.command("all")

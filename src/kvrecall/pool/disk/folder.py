@@ -11,23 +11,44 @@ from kvrecall.errors import TierError
 
 _GIB = 1 << 30
 LOCK_NAME = "lock"
+LEAST_BYTES = 8 << 20
+_OWN = (LOCK_NAME, "index.sqlite*", "slab-*.kv")
+"""Names of a tier's files. It leaves others alone."""
+
+
+def standing_part(path: Path) -> Path:
+    """``path``, or the nearest part of it that exists. Raises OSError where that cannot be seen."""
+    while not path.exists():
+        path = path.parent
+    return path
 
 
 def own_bytes(path: Path) -> int:
     """Bytes on the medium that files of a tier in ``path`` take already."""
     if not path.is_dir():
         return 0
-    names = [*path.glob("slab-*.kv"), *path.glob("index.sqlite*")]
+    names = (file for name in _OWN for file in path.glob(name))
     return sum(name.stat().st_blocks * 512 for name in names)
 
 
 def check_room(path: Path, capacity_bytes: int) -> None:
     """Raises TierError if ``path`` cannot become a tier of that size. Changes nothing."""
-    standing = path
-    while not standing.exists():
-        standing = standing.parent
+    if capacity_bytes < LEAST_BYTES:
+        raise TierError(f"disk_size: {capacity_bytes} bytes is too small; the least is 8MiB")
+    try:
+        standing = standing_part(path)
+    except OSError as error:
+        raise TierError(
+            f"disk_path: {path} cannot be reached: {error.strerror}; give this user access, or use "
+            "another folder"
+        ) from error
     if not standing.is_dir():
         raise TierError(f"disk_path: {standing} is not a folder")
+    if standing == path and path.stat().st_mode & stat.S_ISVTX:
+        raise TierError(
+            f"disk_path: {path} is shared with other users; name a folder below it, which the tier "
+            "will have for itself"
+        )
     if not os.access(standing, os.R_OK | os.W_OK | os.X_OK):
         raise TierError(f"disk_path: {standing} is not writable for this user")
     system = os.statvfs(standing)
@@ -40,9 +61,9 @@ def check_room(path: Path, capacity_bytes: int) -> None:
 
 
 def _keep_private(folder: Path) -> None:
-    """Has the folder and what lies in it readable by this user alone. Raises TierError if any of
-    it is another user's, who could change it at any time."""
-    for path in (folder, *folder.iterdir()):
+    """Has the folder and the tier's files in it readable by this user alone. Raises TierError if
+    any of it is another user's, who could change it at any time."""
+    for path in (folder, *(file for name in _OWN for file in folder.glob(name))):
         status = path.lstat()
         if status.st_uid != os.getuid():
             raise TierError(

@@ -6,6 +6,7 @@ deletion of its old row is. Used by one thread at a time.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -279,6 +280,27 @@ class Index:
 
     def close(self) -> None:
         self._connection.close()
+
+
+def counts_in(folder: Path) -> list[tuple[tuple[tuple[str, str], ...], int]]:
+    """The parts of each namespace and how many blocks it has, most first, in the index of a folder
+    that a tier may be using meanwhile. Changes nothing. TierError if it cannot be read."""
+    path = folder / INDEX_NAME
+    query = (
+        "SELECT parts, count(*) FROM blocks JOIN namespaces ON namespaces.id = blocks.namespace"
+        " GROUP BY namespaces.id ORDER BY count(*) DESC"
+    )
+    # Without a log SQLite would make one; where there is none, no process has the index open.
+    is_open = path.with_name(path.name + "-wal").exists()
+    uri = f"{path.absolute().as_uri()}?{'mode=ro' if is_open else 'immutable=1'}"
+    try:
+        with contextlib.closing(sqlite3.connect(uri, uri=True)) as index:
+            return [
+                (tuple((name, text) for name, text in json.loads(parts)), count)
+                for parts, count in index.execute(query)
+            ]
+    except (sqlite3.Error, ValueError) as error:
+        raise TierError(f"disk_path: {path} cannot be read: {error}") from error
 
 
 def is_encrypted(folder: Path) -> bool:

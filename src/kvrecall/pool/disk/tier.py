@@ -21,7 +21,7 @@ from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.base import TierStats
 from kvrecall.pool.disk.catalog import Catalog, DiskCounters, Entry
 from kvrecall.pool.disk.flusher import Flusher
-from kvrecall.pool.disk.folder import FolderLock, check_room
+from kvrecall.pool.disk.folder import LEAST_BYTES, FolderLock, check_room
 from kvrecall.pool.disk.index import MAX_ROWS, WAL_BYTES, Index, Row, aside_bytes
 from kvrecall.pool.disk.reclaimer import Reclaimer
 from kvrecall.pool.disk.slabs import (
@@ -42,7 +42,6 @@ _LOG = logging.getLogger(__name__)
 _SILENCE_S = 3.0
 _MIB = 1 << 20
 _GIB = 1 << 30
-_LEAST_BYTES = 8 * _MIB
 _MERGE_BYTES = 4 << 20
 _MERGE_BLOCKS = 512  # buffers of one system call (IOV_MAX is 1024)
 _CHECK_PATIENCE_S = 0.05  # how long a check lets one load go first
@@ -79,10 +78,6 @@ class DiskTier(Tier):
 
         ``codec`` (default: a checksum): see ``_admit`` for folders that were written with another.
         """
-        if config.capacity_bytes < _LEAST_BYTES:
-            raise TierError(
-                f"disk_size: {config.capacity_bytes} bytes is too small; the least is 8MiB"
-            )
         make_policy(policy, 1)  # before anything is touched
         check_room(config.path, config.capacity_bytes)
         self._config = config
@@ -343,7 +338,7 @@ class DiskTier(Tier):
     def resize(self, capacity_bytes: int) -> None:
         """Sets the limit. Shrinking goes on in the background, see ``surplus_bytes``. ConfigError
         if the medium has not that much, or too much is pinned."""
-        if capacity_bytes < _LEAST_BYTES:
+        if capacity_bytes < LEAST_BYTES:
             raise ConfigError(f"disk: {capacity_bytes} bytes is too small; the least is 8MiB")
         if capacity_bytes > self._capacity_bytes:
             try:

@@ -26,8 +26,28 @@ BACKENDS = {
 returns the store without waiting for anything; ConfigError if an option is wrong."""
 
 
+Factory = Callable[[Mapping[str, object]], Store]
+
+
+def check_store(kind: str, options: Mapping[str, object]) -> None:
+    """Raises ConfigError if there is no such kind, or it does not take these options as far as
+    that is known without making anything."""
+    factory_of(kind)
+    makes_folder = str(options.get("url", "")).startswith("file:")
+    if kind in BACKENDS and not makes_folder:
+        make_store(kind, options).close()
+
+
 def make_store(kind: str, options: Mapping[str, object]) -> Store:
     """The store of a kind, or of ``package.module:Factory``. Raises ConfigError."""
+    try:
+        return factory_of(kind)(options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"remote: kind {kind!r} does not take these options: {error}") from error
+
+
+def factory_of(kind: str) -> Factory:
+    """What makes stores of a kind. Raises ConfigError."""
     path = BACKENDS.get(kind, kind)
     module_name, colon, factory_name = path.partition(":")
     if not (colon and module_name and factory_name):
@@ -40,10 +60,7 @@ def make_store(kind: str, options: Mapping[str, object]) -> Store:
     factory = getattr(module, factory_name, None)
     if not callable(factory):
         raise ConfigError(f"remote: kind {kind!r}: {module_name} has no {factory_name}")
-    try:
-        return cast(Callable[[Mapping[str, object]], Store], factory)(options)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"remote: kind {kind!r} does not take these options: {error}") from error
+    return cast(Factory, factory)
 
 
 def with_remote(

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from kvrecall.config import PoolConfig, format_size, help_of, service_settings
+from kvrecall.config import PoolConfig, format_size, help_of, option_of, service_settings
 from kvrecall.errors import ConfigError, errors_shown
 from kvrecall.jsonfile import read_object
 from kvrecall.pool.cipher import make_key_file, rotate_key_file
@@ -65,10 +65,13 @@ def serve(
         given: dict[str, Any] = {k: v for k, v in context.params.items() if v is not None}
         given.pop("config", None)
         if config is None:
-            pool, path = service_settings(given, "options")
+            pool, path = service_settings(given, option_of)
         else:
             settings, document = read_object(config, "pool settings")
-            pool, path = service_settings(settings | given, document.where_key)
+            pool, path = service_settings(
+                settings | given,
+                lambda key: option_of(key) if key in given else document.where_key(key),
+            )
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
         run_service(pool, path, lambda: _announce(pool, path))
 
@@ -89,7 +92,9 @@ def _announce(config: PoolConfig, path: Path) -> None:
 def master(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of its calls.", min=1, max=65535)] = 50051,
-    metrics_port: Annotated[int, typer.Option(help="Port of its metrics.")] = 9003,
+    metrics_port: Annotated[
+        int, typer.Option(help="Port of its metrics.", min=1, max=65535)
+    ] = 9003,
     eviction_high_watermark_ratio: Annotated[
         float, typer.Option(help="Share of the memory at which it starts to evict.", min=0, max=1)
     ] = 0.8,

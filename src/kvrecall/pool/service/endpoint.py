@@ -40,15 +40,17 @@ class SocketLock:
 
     def __init__(self, path: Path) -> None:
         """Raises TierError if a service runs there, ConfigError if the place will not do."""
-        check_socket(path)
         self._path = path.with_name(path.name + ".lock")
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
+            check_socket(path)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_folder(path.parent)
             self._fd = os.open(self._path, flags, 0o600)
         except OSError as error:
-            raise ConfigError(f"socket: {path}: {error.strerror}") from error
+            raise ConfigError(
+                f"socket: {error.filename or path}: {error.strerror}; give another path"
+            ) from error
         owner = os.fstat(self._fd).st_uid
         if owner != os.getuid():
             os.close(self._fd)
@@ -87,6 +89,8 @@ def check_socket(path: Path) -> None:
         raise ConfigError(f"socket: {path} is relative; engines start elsewhere: give a full path")
     if len(os.fsencode(path)) > _MAX_PATH:
         raise ConfigError(f"socket: {path} is longer than {_MAX_PATH} bytes; use a shorter path")
+    if path.exists() and not path.is_socket():
+        raise ConfigError(f"socket: {path} is there and is no socket; name another path")
 
 
 def check_folder(folder: Path) -> None:

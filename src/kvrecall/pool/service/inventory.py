@@ -273,7 +273,7 @@ class Inventory:
         disk = self.pool.admin.disk
         known = [*(disk.namespaces() if disk is not None else ()), *self.pool.namespaces()]
         return {
-            namespace.digest: _Known(_model_of(namespace.parts), nbytes, dict(namespace.parts))
+            namespace.digest: _Known(model_of(namespace.parts), nbytes, dict(namespace.parts))
             for namespace, nbytes in known
         }
 
@@ -332,7 +332,7 @@ def _row(
     )
 
 
-def _model_of(parts: Iterable[tuple[str, str]]) -> str:
+def model_of(parts: Iterable[tuple[str, str]]) -> str:
     """What a person calls the model of a namespace: architecture, types, adapter."""
     named = dict(parts)
     name = named.get("model", "")

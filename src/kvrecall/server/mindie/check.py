@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvrecall.config import RecallSettings
 from kvrecall.errors import ConfigError, KvrecallError
 from kvrecall.jsonfile import JsonPath
 from kvrecall.server.mindie.planner import Beside, plan_config
 from kvrecall.server.mindie.reader import Problems, dotted, read_config
 from kvrecall.server.mindie.schema import Effect, effect_of, fields_of
 from kvrecall.server.plan import Plan
-from kvrecall.server.preflight import check_model
+from kvrecall.server.preflight import check_model, check_terms
 
 EXAMPLE = r"""{
   "Version": "1.0.0",
@@ -67,13 +69,59 @@ def explain(file: Path, every: bool, allow_plaintext: bool = False) -> int:
         return 2
     console.print(_table(config, every))
     try:
-        plan = plan_config(file, Beside(allow_plaintext=allow_plaintext))
-        check_model(plan.spec.model)
+        plan = _planned(file, allow_plaintext)
     except KvrecallError as error:
         errors.print(escape(str(error)), highlight=False)
         return 2
     _print_plan(console, plan)
     return 0
+
+
+def report(file: Path, every: bool, allow_plaintext: bool = False) -> dict[str, Any]:
+    """What ``explain`` prints, as JSON has it: ``ok``, ``problems`` (a line each), ``fields`` and
+    the ``effective`` settings, as far as the file can be read."""
+    found: dict[str, Any] = {"file": str(file), "ok": False, "problems": [], "fields": []}
+    try:
+        config, _ = read_config(file)
+        found["fields"] = [
+            {
+                "field": dotted(path),
+                "value": value,
+                "given": given,
+                "effect": effect_of(field).value,
+                "text": field.description or "",
+            }
+            for path, value, given, field in fields_of(config)
+            if given or every
+        ]
+        plan = _planned(file, allow_plaintext)
+    except Problems as error:
+        return found | {"problems": list(error.lines)}
+    except KvrecallError as error:
+        return found | {"problems": [str(error)]}
+    effective = {
+        "model": plan.spec.model,
+        "options": {k: v for k, v in plan.spec.options.items() if v is not None},
+        "pool": None if plan.spec.recall is None else dict(plan.spec.recall),
+        "bounds": plan.bounds(),
+    }
+    return found | {
+        "ok": True,
+        "effective": effective,
+        "warnings": list(plan.warnings),
+        "notes": list(plan.notes),
+    }
+
+
+def _planned(file: Path, allow_plaintext: bool) -> Plan:
+    """The plan of a file whose model is there and whose pool can be. Raises KvrecallError."""
+    plan = plan_config(file, Beside(allow_plaintext=allow_plaintext))
+    check_model(plan.spec.model)
+    if plan.spec.recall is not None:
+        settings = RecallSettings.from_mapping(plan.spec.recall)
+        if settings.service is None:
+            check_terms(settings.pool)
+    return plan
 
 
 def _console() -> Console:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from enum import Enum, auto
 
 from kvrecall.errors import EngineError
 
@@ -16,6 +17,23 @@ logger = logging.getLogger("vllm.kvrecall")
 def minor(version: str) -> str:
     """``major.minor`` of a version such as ``0.32.1+cu130``."""
     return ".".join(version.split("+")[0].split(".")[:2])
+
+
+class Fit(Enum):
+    """How an installed vLLM stands to ``SUPPORTED``."""
+
+    TESTED = auto()
+    NEWER = auto()  # and untested
+    TOO_OLD = auto()
+
+
+def fit_of(version: str) -> Fit:
+    """Of a version such as ``0.32.1+cu130``. One built from source counts as new enough: it is
+    numbered from the last tag found, if any."""
+    found = minor(version)
+    if _order(found) < _order(SUPPORTED) and "dev" not in version:
+        return Fit.TOO_OLD
+    return Fit.TESTED if found == SUPPORTED else Fit.NEWER
 
 
 def engine_version() -> str:
@@ -31,13 +49,13 @@ def require_version() -> None:
     import vllm
 
     installed = engine_version()
-    is_source = "dev" in str(vllm.__version__)  # numbered from the last tag found, if any
-    if _order(installed) < _order(SUPPORTED) and not is_source:
+    fit = fit_of(str(vllm.__version__))
+    if fit is Fit.TOO_OLD:
         raise EngineError(
             f"kvrecall is for vLLM {SUPPORTED}, and this is {installed}, which lacks parts of the "
             f"connector interface; install vllm {SUPPORTED}"
         )
-    if installed != SUPPORTED:
+    if fit is Fit.NEWER:
         logger.warning(
             "kvrecall: built and tested for vLLM %s, and this is %s, where it is untested",
             SUPPORTED,

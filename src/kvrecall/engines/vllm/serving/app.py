@@ -300,7 +300,7 @@ def _pool_socket(spec: ServeSpec) -> Path | None:
     """Where the pool can be asked what is in it: the service, or the engine's own."""
     if spec.recall is None:
         return None
-    settings = RecallSettings.from_mapping(spec.recall, "kvrecall")
+    settings = RecallSettings.from_mapping(spec.recall)
     return settings.admin_socket if settings.service is None else settings.service.socket
 
 

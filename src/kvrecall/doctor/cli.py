@@ -1,0 +1,125 @@
+"""``kvrecall doctor``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvrecall import __version__
+from kvrecall.config import help_of
+from kvrecall.doctor.finding import Finding, State
+from kvrecall.doctor.installed import check_engine, check_packages
+from kvrecall.doctor.machine import check_machine
+from kvrecall.doctor.model import check_layout
+from kvrecall.doctor.pool import check_pool, read_settings
+from kvrecall.errors import ExitStatus
+
+app = typer.Typer(add_completion=False)
+
+JSON_VERSION = 1
+"""Of the shape of ``--json``: raised when a key goes or changes its meaning, not when one comes."""
+_STYLES = {State.OK: "green", State.NOTE: "dim", State.WARNING: "yellow", State.BROKEN: "bold red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is asked about. ``imports``: whether vLLM is imported, in a child process."""
+
+    model: str | None = None
+    pool_config: Path | None = None
+    options: tuple[tuple[str, str], ...] = ()
+    imports: bool = True
+
+
+@app.command()
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help="Model folder or hub id to serve.", show_default=False)
+    ] = None,
+    pool_config: Annotated[
+        Path | None, typer.Option(help="pool.json of the pool; the options below win over it.")
+    ] = None,
+    host_size: Annotated[str | None, typer.Option(help=help_of("host_size"))] = None,
+    disk_path: Annotated[str | None, typer.Option(help=help_of("disk_path"))] = None,
+    disk_size: Annotated[str | None, typer.Option(help=help_of("disk_size"))] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Do not import vLLM, which takes some ten seconds.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check this machine: what is installed, what fits, what is missing, what would hit.
+
+    Changes nothing. Ends with 1 if something is broken.
+    """
+    given = {"host_size": host_size, "disk_path": disk_path, "disk_size": disk_size}
+    options = tuple((name, value) for name, value in given.items() if value is not None)
+    console = Console(stderr=True)
+    with console.status("looking ...") as status:
+        findings = list(examine(Subject(model, pool_config, options, not quick), status.update))
+    if as_json:
+        typer.echo(json.dumps(report(findings)))
+    else:
+        _show(findings)
+    raise typer.Exit(ExitStatus.OK if fits(findings) else ExitStatus.FAILED)
+
+
+def examine(
+    subject: Subject, progress: Callable[[str], None] = lambda _: None
+) -> Iterator[Finding]:
+    """All checks, the quick ones first; ``progress`` is told what takes longer."""
+    yield from check_packages(serves=subject.model is not None)
+    yield from check_machine()
+    settings, found = read_settings(subject.pool_config, dict(subject.options))
+    yield found
+    if settings is not None:
+        yield from check_pool(settings)
+    local = None
+    if subject.model is not None:
+        layout = list(check_layout(subject.model, settings))
+        yield from layout
+        local = subject.model if any(each.check == "layout" for each in layout) else None
+    if subject.imports:
+        progress("importing torch, vLLM and the connector in a child process ...")
+        remote = settings and settings.pool.remote
+        yield from check_engine(local, uses_mooncake=bool(remote and remote.kind == "mooncake"))
+
+
+def fits(findings: list[Finding]) -> bool:
+    return not any(each.state is State.BROKEN for each in findings)
+
+
+def report(findings: list[Finding]) -> dict[str, object]:
+    return {
+        "doctor": JSON_VERSION,
+        "version": __version__,
+        "fits": fits(findings),
+        "findings": [each.as_dict() for each in findings],
+    }
+
+
+def _show(findings: list[Finding]) -> None:
+    table = Table(title="kvrecall doctor", show_lines=False)
+    for name in ("", "check", "found"):
+        table.add_column(name, no_wrap=name == "check")
+    area = ""
+    for each in findings:
+        if each.area != area:
+            area = each.area
+            table.add_section()
+            table.add_row("", f"[bold]{area}[/]", "")
+        style = _STYLES[each.state]
+        cure = f"\n[{style}]-> {escape(each.cure)}[/]" if each.cure else ""
+        table.add_row(f"[{style}]{each.state.value}[/]", each.check, escape(each.found) + cure)
+    console = Console()
+    console.print(table)
+    counts = {state: sum(each.state is state for each in findings) for state in State}
+    verdict = "fits" if fits(findings) else f"{counts[State.BROKEN]} broken"
+    console.print(f"{verdict}; {counts[State.WARNING]} warnings, {counts[State.NOTE]} notes")

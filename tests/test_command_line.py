@@ -1,0 +1,323 @@
+"""The command line: what is wrong is said in one line, with a status; help, version, completion."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.commands import Commands
+
+from kvrecall import __version__, cli
+from kvrecall.config import PoolConfig
+from kvrecall.errors import ConfigError, ExitStatus, TierError, errors_shown
+from kvrecall.lab.ports import free_port
+from kvrecall.pool.service.endpoint import ServiceThread
+
+KVRECALL = Path(sys.executable).parent / "kvrecall"
+POOL = "pool serve --socket {folder}/run/p.sock --host-size 8MiB"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("commands")
+    for name, content in {
+        "binary.json": b"\x00\x01\xff\xfe",
+        "empty.json": b"",
+        "list.json": b"[1]",
+        "policy.json": b'{"policy": "lur"}',
+        "eight.json": b'{"host_size": 8}',
+        "store.json": b'{"remote": {"kind": "mooncacke"}}',
+        "secret.json": b"{}",
+        "broken.json": '{"a"："b"}'.encode(),
+        "file": b"text",
+    }.items():
+        (folder / name).write_bytes(content)
+    (folder / "secret.json").chmod(0)
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    (folder / "closed" / "model").mkdir(parents=True)
+    (folder / "closed").chmod(0)
+    (folder / "fixed").mkdir(mode=0o500)
+    (folder / "run").mkdir(mode=0o700)
+    (folder / "run" / "file").write_text("precious")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def commands(folder: Path) -> Iterator[Commands]:
+    with Commands(folder) as running:
+        yield running
+    (folder / "closed").chmod(0o700)
+
+
+DENIED = "Permission denied"
+ONE_LINE: list[tuple[str, int, str]] = [
+    # paths that cannot be read or written
+    ("serve closed/model", 2, f"model: closed/model cannot be read: {DENIED}"),
+    ("serve model --pool-config closed/p.json", 2, f"closed/p.json: cannot be read: {DENIED}"),
+    ("serve --config closed/config.json", 2, DENIED),
+    ("serve model --host-size 8MiB --disk-path closed/d --disk-size 8MiB", 1, "cannot be reached"),
+    (f"{POOL} --disk-path closed/d --disk-size 8MiB", 1, f"closed/d cannot be reached: {DENIED}"),
+    (f"{POOL} --disk-path file/d --disk-size 8MiB", 1, "disk_path"),
+    (f"{POOL} --disk-path file --disk-size 8MiB", 1, "file is not a folder"),
+    ("pool serve --config closed/pool.json", 2, DENIED),
+    ("pool serve --socket {folder}/closed/x/p.sock", 2, DENIED),
+    ("pool serve --socket {folder}/file/p.sock", 2, "/file: File exists; give another"),
+    ("pool ls --disk-path closed/d", 1, f"closed/d/index.sqlite: {DENIED}; give this user access"),
+    ("pool ls --disk-path file/d", 1, "holds no blocks"),
+    ("pool ls --socket {folder}/closed/p.sock", 1, "no pool service"),
+    ("pool key closed/key", 2, DENIED),
+    ("pool key file/key", 2, "Not a directory"),
+    ("simulate closed/trace --capacity-blocks 3", 2, f"closed/trace: cannot be read: {DENIED}"),
+    ("simulate model --capacity-blocks 3", 2, "model: cannot be read"),
+    ("plan closed/model", 1, f"closed/model: {DENIED}; give this user access"),
+    ("bench disk --path closed/d", 1, f"closed/d: {DENIED}"),
+    ("bench publish closed/results.json", 1, DENIED),
+    ("gpu-check --out file/x", 1, "file/x: Not a directory; a part of this path is a file"),
+    ("serve model --host-size 8MiB --disk-path fixed/d --disk-size 8MiB", 1, "is not writable for"),
+    ("serve model --host-size 8MiB --disk-path /proc/x --disk-size 8MiB", 1, "disk_path"),
+    ("serve model --host-size 8MiB --disk-path /tmp --disk-size 8MiB", 1, "/tmp is shared with"),
+    ("pool serve --socket {folder}/run/file", 2, "run/file is there and is no socket"),
+    # files that are not there or hold something else
+    ("serve /none", 2, "there is no folder /none"),
+    ("serve --config none.json", 2, "no such file"),
+    ("serve --config model", 2, "is a folder"),
+    ("serve --config broken.json", 2, "broken.json:1:5: expected ':'"),
+    ("pool serve --config binary.json", 2, "binary.json:1:3: byte 0xff is not UTF-8"),
+    ("pool serve --config empty.json", 2, "empty.json: is empty"),
+    ("pool serve --config list.json", 2, "must hold a JSON object"),
+    ("pool serve --config model", 2, "model: is a folder"),
+    ("serve model --pool-config binary.json", 2, "binary.json:1:3"),
+    ("simulate binary.json --capacity-blocks 3", 2, "binary.json: is no text"),
+    ("simulate empty.json --capacity-blocks 3", 2, "holds no blocks"),
+    ("plan binary.json", 2, "binary.json:1:3"),
+    ("bench publish binary.json", 1, "binary.json: no results"),
+    # what is known to be wrong before an engine is loaded
+    ("serve model --pool-config policy.json", 2, "'lur' is unknown; known: lru"),
+    ("serve model --pool-config store.json", 2, "kind is 'mooncacke'; allowed: mooncake"),
+    ("serve model --host-size 8MiB --disk-path d --disk-size 1MiB", 1, "the least is 8MiB"),
+    ("serve model --host-size 999TiB", 2, "host_size: 1022976.00 GiB is more than"),
+    ("serve model --no-pool --host-size 8GiB", 2, "--host-size and --no-pool contradict"),
+    ("serve model --pool-service --host-size 8GiB", 2, "--host-size is '8GiB'; it has no effect"),
+    ("serve ''", 2, "MODEL is ''"),
+    ("serve model --port 80", 2, "port 80 needs more rights"),
+    ("serve model --port {taken}", 2, "is in use; stop its server or choose another"),
+    ("serve model --host 192.0.2.1", 2, "no address of this machine"),
+    ("serve model --disk-path d", 2, "disk_size is not; the disk tier needs a hard limit"),
+    ("serve model --disk-size 1GiB", 2, "disk_path is not"),
+    ("serve model --host-size lots", 2, "--host-size: 'lots' is not a size"),
+    ("serve model --kv-cache-memory-bytes x", 2, "'x' is not a size"),
+    ("serve model --host-size 8MiB --disk-path d --disk-size 999TiB", 1, "disk_size"),
+    ("serve model -- --port 1", 2, "--port cannot be given after --"),
+    ("serve model -- --kv-transfer-config {{}}", 2, "cannot be given after --"),
+    ("serve model --allow-plaintext", 2, "pool has no remote store"),
+    ("serve --config c.json -- --port 1", 2, "; give --port before --"),
+    # sizes that lack their unit
+    ("serve model --host-size 8", 2, "--host-size: '8' has no unit, which makes it 8 bytes"),
+    ("serve model --pool-config eight.json", 2, "eight.json:1:2: host_size: 8 has no unit"),
+    ("pool serve --host-size 8", 2, "--host-size: '8' has no unit"),
+    ("pool resize --host 4096", 2, "--host: '4096' has no unit"),
+    # the router
+    ("router --decode foo", 2, "--decode: 'foo' is no address of an instance"),
+    ("router --decode http://127.0.0.1:99999", 2, "no address of an instance"),
+    ("router --decode 127.0.0.1:8000 --port {taken}", 2, "is in use"),
+    ("router --decode 127.0.0.1:8000 --host 192.0.2.1", 2, "no address of this machine"),
+    ("router --decode http://127.0.0.1:8100", 2, "the router's own address"),
+]  # fmt: skip
+
+
+def files_in(folder: Path) -> list[Path]:
+    """All but the locks of sockets, which stay."""
+    return sorted(path for path in folder.rglob("*") if path.suffix != ".lock")
+
+
+@pytest.mark.parametrize(("line", "status", "said"), ONE_LINE, ids=lambda each: str(each)[:70])
+def test_one_line_says_what_is_wrong(
+    commands: Commands, folder: Path, line: str, status: int, said: str
+) -> None:
+    before = files_in(folder)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        line = line.format(folder=folder, taken=taken.getsockname()[1])
+        words = ["" if word == "''" else word for word in line.split()]
+        done = commands.run(words)
+    last = done.err.splitlines()[-1]
+    assert (done.status, done.out) == (status, ""), done
+    assert last.startswith("kvrecall: ")
+    assert said in last
+    assert "kvrecall: kvrecall" not in last
+    others = [line for line in done.err.splitlines()[:-1] if not line.startswith("gpu-check: ")]
+    assert others == []
+    assert files_in(folder) == before, "nothing is changed"
+
+
+def test_a_server_without_a_model_says_first_what_it_serves(commands: Commands) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = commands.run(["serve", "--port", str(taken.getsockname()[1])])
+    first, last = done.err.splitlines()
+    assert first.startswith("kvrecall: no MODEL given: this serves the example /")
+    assert "recall-tiny, whose answers mean nothing" in first
+    assert "is in use" in last
+
+
+def test_config_check(commands: Commands, folder: Path) -> None:
+    done = commands.run(["config", "check", "broken.json"])
+    assert (done.status, done.out) == (2, "")
+    assert done.err.startswith("broken.json:1:5: expected ':' after the key \"a\"")
+    assert done.err.count("\n") == 1
+    done = commands.run(["config", "check", "broken.json", "--json"])
+    told = json.loads(done.out)
+    assert (done.status, told["ok"], len(told["problems"])) == (2, False, 1)
+
+
+def test_config_check_of_a_right_file_as_json(commands: Commands, tmp_path: Path) -> None:
+    example = commands.run(["config", "example"]).out
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "pool.json").write_text('{"host_size": "1GiB"}')
+    path = tmp_path / "config.json"
+    path.write_text(example.replace("/path/to/the/model", str(tmp_path / "model")))
+    done = commands.run(["config", "check", str(path), "--json"])
+    told = json.loads(done.out)
+    assert (done.status, told["ok"], told["problems"]) == (0, True, [])
+    assert told["effective"]["pool"]["host_size"] == "1GiB"
+    fields = {each["field"]: each for each in told["fields"]}
+    assert fields["ServerConfig.port"]["value"] == 1025
+    assert all(each["given"] for each in told["fields"])
+    (tmp_path / "pool.json").write_text('{"host_size": "1GiB", "policy": "lur"}')
+    done = commands.run(["config", "check", str(path), "--json"])
+    assert done.status == 2
+    assert "'lur' is unknown" in json.loads(done.out)["problems"][0]
+
+
+USAGE = [
+    "serve --port 99999", "serve --port x", "serve model --pool-config secret.json", "nonsense",
+    "pool nonsense", "bench nonsense", "router", "router --decode a:1 --timeout soon", "simulate",
+    "pool ls --by colour", "pool ls --disk-path closed", "config", "pool", "bench",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", USAGE)
+def test_wrong_usage_is_no_traceback(commands: Commands, line: str) -> None:
+    done = commands.run(line.split())
+    assert done.status == ExitStatus.WRONG_SETTINGS
+    assert "Usage: kvrecall" in done.err + done.out
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("line", [*cli._ROOMS, "pool serve", "config check", "bench decode", ""])
+def test_every_command_has_short_help(commands: Commands, line: str) -> None:
+    done = commands.run([*line.split(), "-h"])
+    assert done.status == ExitStatus.OK
+    assert f"Usage: {f'kvrecall {line}'.strip()}" in done.out
+    assert "-h" in done.out
+
+
+def test_version(commands: Commands) -> None:
+    done = commands.run(["--version"])
+    python = ".".join(map(str, sys.version_info[:3]))
+    assert done.status == ExitStatus.OK
+    assert done.out.startswith(f"kvrecall {__version__} (")
+    assert done.out.endswith(f", Python {python})\n")
+    assert "vLLM" in done.out
+    assert "torch" in done.out
+
+
+def test_version_and_help_import_no_room() -> None:
+    code = (
+        "import sys, kvrecall.cli\n"
+        "for words in (['--version'], ['--help']):\n"
+        "    kvrecall.cli.app(words, standalone_mode=False)\n"
+        "sys.exit(sorted({'numpy', 'pydantic', 'torch', 'fastapi', 'vllm'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "[]\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("kvrecall d", "doctor"),
+        ("kvrecall pool l", "ls"),
+        ("kvrecall bench dis", "disk"),
+        ("kvrecall serve --disk-p", "--disk-path"),
+    ],
+)
+def test_a_shell_completes_commands_and_options(words: str, offered: str) -> None:
+    asks = {"_KVRECALL_COMPLETE": "complete_bash", "COMP_WORDS": words}
+    asks["COMP_CWORD"] = str(len(words.split()) - 1)
+    done = subprocess.run([KVRECALL], env=os.environ | asks, capture_output=True, text=True)
+    assert offered in done.stdout.split()
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="there is no engine to load")
+def test_an_interrupted_start_is_one_line(tmp_path: Path) -> None:
+    """Ctrl-C while the engine's libraries are imported."""
+    (tmp_path / "config.json").write_text("{}")
+    process = subprocess.Popen(
+        [KVRECALL, "serve", str(tmp_path), "--host-size", "8MiB", "--port", str(free_port())],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stderr is not None
+    watchdog = threading.Timer(300, process.kill)
+    watchdog.start()
+    for line in process.stderr:
+        if "loading the engine" in line:
+            process.send_signal(signal.SIGINT)
+            break
+    said = process.stderr.read()
+    watchdog.cancel()
+    assert process.wait() == ExitStatus.INTERRUPTED
+    assert said.splitlines()[-1] == "kvrecall: interrupted"
+    assert "Traceback" not in said
+
+
+def test_two_services_on_one_socket(commands: Commands, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    path = tmp_path / "run" / "p.sock"
+    service = ServiceThread(PoolConfig(8 << 20), path)
+    try:
+        done = commands.run(f"pool serve --host-size 8MiB --socket {path}".split())
+    finally:
+        service.close()
+    assert done.status == ExitStatus.FAILED
+    assert f"{path} is served by process {os.getpid()} already" in done.err
+    assert len(done.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (ConfigError("a is 1"), 2, "kvrecall: a is 1"),
+        (TierError("no room"), 1, "kvrecall: no room"),
+        (OSError(28, "No space left on device", "/d"), 1, "kvrecall: /d: No space left .*; free"),
+    ],
+)
+def test_errors_become_statuses(
+    error: Exception, status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended, errors_shown():
+        raise error
+    assert ended.value.code == status
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(said, line)
+
+
+def test_an_error_of_no_path_is_a_bug_and_keeps_its_traceback() -> None:
+    with pytest.raises(ConnectionResetError), errors_shown():
+        raise ConnectionResetError(104, "Connection reset by peer")
