@@ -31,11 +31,11 @@ from kvrecall.engines.vllm.identity.weights import draft_model
 
 
 class Fate(enum.Enum):
-    """What becomes of a setting. The value says it to people."""
+    """How a setting enters a block's identity. The value is the text for people."""
 
     IN_NAMESPACE = "in the namespace by its value"
     ADAPTER = "in the namespaces of LoRA adapters"
-    PARTS = "decided part by part, below"
+    PARTS = "decided field by field, below"
     LOADED_MODEL = "read off the loaded model"
     FILES = "identified by the content of files"
     BLOCK_HASH = "carried by vLLM's block hash"
@@ -386,19 +386,19 @@ def _name_of(named: Any) -> str:
 
 def as_markdown() -> str:
     """All decisions as Markdown tables, for docs/identity.md."""
-    lines = ["| Configuration | Fate | Why | Fields |", "|---|---|---|---|"]
+    lines = ["| Configuration | Decision | Why | Fields |", "|---|---|---|---|"]
     for config, table in TABLE.items():
         for decision, names in table.items():
             why = f"{decision.fate.value} | {decision.reason}"
             lines.append(f"| `{config}` | {why} | {_code(names)} |")
-    lines += ["", "| Environment | Why | Variables |", "|---|---|---|"]
+    lines += ["", "| Decision | Why | Variables |", "|---|---|---|"]
     for decision, names in ENVIRONMENT.items():
         lines.append(f"| {decision.fate.value} | {decision.reason} | {_code(names)} |")
-    below = "in the namespace when set | Read below or beside `vllm.envs`."
+    below = "in the namespace when set | Read by libraries or outside `vllm.envs`."
     lines.append(f"| {below} | {_code(LIBRARIES)} |")
-    lines += ["", "| vLLM hashes it, and here it has no effect | Why |", "|---|---|"]
+    lines += ["", "| Hashed by vLLM, without effect here | Why |", "|---|---|"]
     lines += [f"| {_code(names)} | {reason} |" for reason, names in HASHED_ALL_THE_SAME.items()]
-    lines += ["", "| Configuration that no engine's has | What stands for it |", "|---|---|"]
+    lines += ["", "| Configuration outside `VllmConfig` | Represented by |", "|---|---|"]
     lines += [f"| `{name}` | {reason} |" for name, reason in ELSEWHERE.items()]
     return "\n".join(lines) + "\n"
 
