@@ -1,4 +1,4 @@
-"""The nouns every room shares: what a block is called and where it may lie."""
+"""The nouns that all packages share: keys, namespaces, tenants and tiers of blocks."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_in_a_process_that_has_multiplied_nothing_yet() -> None:
 
 
 def test_nothing_to_choose_from_is_an_error() -> None:
-    with pytest.raises(KvrecallError, match="nothing to choose from"):
+    with pytest.raises(KvrecallError, match="no blocks to select from"):
         measure_decode_report(4096, replace(SMALL, local_tokens=4000), 1, None)
-    with pytest.raises(KvrecallError, match=r"nothing to choose from.* at least 32 blocks"):
+    with pytest.raises(KvrecallError, match=r"no blocks to select from.* at least 32 blocks"):
         measure_decode_report(10_240, RetrievalSettings(), 1, None)  # 15 blocks between

@@ -179,7 +179,7 @@ def test_without_numkong_pytorch_searches() -> None:
         "assert selection.best_products(query, rows).shape == (2, 4, 9)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
-    assert b"searched by PyTorch" in done.stderr
+    assert b"falls back to PyTorch" in done.stderr
 
 
 def test_threads_may_search_at_once(threads: int) -> None:

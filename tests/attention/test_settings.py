@@ -54,7 +54,7 @@ def test_the_same_in_the_connectors_extra_config() -> None:
 @pytest.mark.parametrize(
     ("raw", "named"),
     [
-        ({"topk": 1}, r"retrieval\.topk is not a setting; there are .*retrieval\.topk_percent"),
+        ({"topk": 1}, r"retrieval\.topk is not a setting; known: .*retrieval\.topk_percent"),
         ({"gate": 1}, r"retrieval\.gate is 1; it must be true or false"),
         ({"init_tokens_num": True}, r"init_tokens_num is True; it must be a whole number"),
         ({"topk_percent": 20}, "TOPK_PERCENT is 20"),

@@ -69,7 +69,7 @@ def test_every_table_is_shown() -> None:
 
 def test_a_page_that_asks_for_an_unknown_table_is_refused() -> None:
     text = "<!-- bench:nothing -->\n<!-- /bench:nothing -->"
-    with pytest.raises(KvrecallError, match="no table is called 'nothing'; there are: machine"):
+    with pytest.raises(KvrecallError, match="no table is named 'nothing'; known: machine"):
         filled(text, {}, PAGE)
 
 

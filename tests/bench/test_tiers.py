@@ -80,6 +80,6 @@ def test_what_cannot_run_or_brings_other_bytes_is_listed_with_the_reason(tmp_pat
     found = measured([candidate("memory copy"), liar, absent], tmp_path)
     assert found["stores"].keys() == {"memory copy"}
     assert found["absent"] == {
-        "liar": "StoreError: a get brought other bytes than were put",
+        "liar": "StoreError: a get returned other bytes than were put",
         "absent": "StoreError: not on this machine",
     }

@@ -180,7 +180,7 @@ def test_another_key_finds_nothing_and_takes_the_room(
     fill(tmp_path, OLD)
     bench = open_tier(tmp_path, NEW)
     assert "24 of 24 blocks" in caplog.text
-    assert "encryption_key_file does not hold" in caplog.text
+    assert "encryption_key_file does not contain" in caplog.text
     assert bench.get(KEYS) == [Outcome.MISS] * len(KEYS)
     assert bench.tier.stats().used_bytes == 0
     assert bench.put(KEYS) == [Outcome.STORED] * len(KEYS)
@@ -262,7 +262,7 @@ def test_administration_needs_the_key_only_to_verify(tmp_path: Path) -> None:
     assert '"disk_blocks":24' in listed.output
     blind = run.invoke(app, ["verify", "--disk-path", str(folder)])
     assert blind.exit_code == 1
-    assert "give the file of their key, --encryption-key-file" in blind.output
+    assert "pass their key file with --encryption-key-file" in blind.output
     seeing = ["verify", "--disk-path", str(folder), "--encryption-key-file", str(path), "--json"]
     assert run.invoke(app, seeing).output.strip() == '{"checked":24,"damaged":0}'
     cleared = run.invoke(app, ["clear", "--disk-path", str(folder), "--json"])

@@ -53,9 +53,9 @@ def test_several_keys_in_their_order(tmp_path: Path) -> None:
         (b"", "holds no key"),
         (b"# nothing\n", "holds no key"),
         (KEY[:31], "holds 31 bytes|31 characters"),
-        (KEY + KEY, "holds 64 bytes that are no text"),
-        (KEY.hex()[:-1].encode(), "key:1: these 63 characters are no key"),
-        (KEY.hex().encode() + b"\nsecret", "key:2: these 6 characters are no key"),
+        (KEY + KEY, "holds 64 bytes that are not text"),
+        (KEY.hex()[:-1].encode(), "key:1: these 63 characters are not a key"),
+        (KEY.hex().encode() + b"\nsecret", "key:2: these 6 characters are not a key"),
         (bytes(32), "not random"),
         (b"00" * 32, "not random"),
         (b"a" * 100_000, "larger than 64 KiB"),
@@ -102,7 +102,7 @@ def test_make_and_rotate(tmp_path: Path) -> None:
     make_key_file(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     (first,) = read_keys(path)
-    with pytest.raises(ConfigError, match=r"exists and is left alone.*--rotate"):
+    with pytest.raises(ConfigError, match=r"exists and is not changed.*--rotate"):
         make_key_file(path)
     assert rotate_key_file(path) == 2
     second, old = read_keys(path)

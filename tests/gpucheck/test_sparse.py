@@ -207,11 +207,11 @@ def test_sequences_that_the_engine_refuses_fail_with_its_words() -> None:
     ("sparse_one", "share", "said"),
     [
         (Replies((1, 2, 4), (1, 2, 4), 9, 9), 1.0, r"than dense attention: \(1, 2, 4\) instead of"),
-        (Replies((1, 2, 3), (1, 2, 4), 9, 9), 1.0, "asked again, retrieval of 1.0 of the blocks"),
-        (Replies((5, 6, 7), (5, 6, 8), 9, 3), 0.3, "asked again, retrieval of 0.3 of the blocks"),
+        (Replies((1, 2, 3), (1, 2, 4), 9, 9), 1.0, "on repetition, retrieval of 1.0 of the blocks"),
+        (Replies((5, 6, 7), (5, 6, 8), 9, 3), 0.3, "on repetition, retrieval of 0.3 of the blocks"),
         (Replies((1, 2, 3), (1, 2, 3), 0, 0), 1.0, "retrieval did not act"),
-        (Replies((1, 2, 3), (1, 2, 3), 9, 8), 1.0, "of 9 blocks only 8 were chosen"),
-        (Replies((1, 2, 3), (1, 2, 3), 9, 9), 0.3, "all of 9 blocks were chosen, not 0.3"),
+        (Replies((1, 2, 3), (1, 2, 3), 9, 8), 1.0, "of 9 blocks only 8 were selected"),
+        (Replies((1, 2, 3), (1, 2, 3), 9, 9), 0.3, "all of 9 blocks were selected, not 0.3"),
     ],
 )
 def test_wrong_tokens_and_counts_are_seen(sparse_one: Replies, share: float, said: str) -> None:
@@ -310,7 +310,7 @@ def test_servers_that_do_not_do_what_they_should_are_seen(server: type[Server]) 
     assert [each.note for each in outcomes] == [
         "dense, 4096 tokens: retrieval acted",
         "retrieval, 4096 tokens: retrieval did not act",
-        "retrieval did not act: of 0 blocks none was chosen",
+        "retrieval did not act: of 0 blocks none was selected",
     ]
 
 

@@ -102,7 +102,7 @@ def test_larger_than_the_file_system(tmp_path: Path) -> None:
 
 
 def test_too_small(tmp_path: Path) -> None:
-    with pytest.raises(TierError, match="the least is 8MiB"):
+    with pytest.raises(TierError, match="the minimum is 8MiB"):
         open_tier(tmp_path / "new", MIB)
     assert list(tmp_path.iterdir()) == []
 

@@ -104,7 +104,7 @@ def test_ls_of_some(at: tuple[object, ...]) -> None:
     assert rows(*at, "--pinned") == {}
     assert EVE in pool("ls", *at, "--by", "tenant").stdout
     for wrong, text in (
-        (("--tier", "tape"), "say host or disk"),
+        (("--tier", "tape"), "allowed: host, disk"),
         (("-t", "ann"), "is no tenant"),
         (("--sort", "colour"), "known: size"),
         (("-m", "three"), "see: kvrecall pool ls"),
@@ -161,7 +161,7 @@ def test_resize(at: tuple[object, ...], service: ServiceThread) -> None:
     for wrong, text in (
         (("--host", "1TiB"), "this pool can grow to"),
         (("--disk", "1000000TiB"), "free on the file system"),
-        (("--disk", "1MiB"), "the least is 8MiB"),
+        (("--disk", "1MiB"), "the minimum is 8MiB"),
         (("--host", "much"), "is not a size"),
         ((), "say what to resize"),
     ):

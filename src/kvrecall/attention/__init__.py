@@ -1,6 +1,6 @@
-"""Retrieval attention without an engine: which blocks of a long sequence take part in a step.
+"""Retrieval attention without an engine: selects the blocks of a long sequence for a step.
 
-The first tokens (init) and the last ones (local) always do; of the blocks between them only those
-whose digests are most similar to the current query, chosen anew in every step, layer and KV head.
-Torch, no vLLM.
+A step always attends to the first tokens (init) and the last ones (local). Of the blocks between
+them it attends only to those whose digests are most similar to the current query, selected anew in
+every step, layer and KV head. Torch, no vLLM.
 """

@@ -1,12 +1,12 @@
-"""Digests: short vectors that stand for the keys of a few tokens, and how a block's are stored.
+"""Digests: short vectors that represent the keys of a few tokens, and their storage format.
 
-Every kind is an inner product: ``of_query(q) @ of_keys(keys)`` says how similar the tokens are to
-the query, so that one search serves all of them. Keys are indexed after rotary embedding.
+Every kind is an inner product: ``of_query(q) @ of_keys(keys)`` is the similarity of the tokens to
+the query, so one search serves all kinds. Keys are indexed after rotary embedding.
 
-A block's digests are rows, one after the other, coded in eight bits: whole numbers, and behind them
-the scale they are multiples of. A search reads every row of every candidate, so its time goes with
+A block's digests are consecutive rows, coded in eight bits: whole numbers, followed by the scale
+they are multiples of. A search reads every row of every candidate, so its time is proportional to
 their bytes; and sums of products of whole numbers are exact, wherever and in whatever order they
-are computed (docs/digest-study.md has what the rounding costs).
+are computed (docs/digest-study.md shows the cost of rounding).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Which of a sequence's offloaded blocks lie on the device: a cache of slots, per KV head, LRU.
+"""Tracks a sequence's offloaded blocks on the device: an LRU cache of slots per KV head.
 
-Only book-keeping: the caller copies what is missing into the slots it is given.
+Bookkeeping only: the caller copies missing blocks into the slots it is given.
 """
 
 from __future__ import annotations

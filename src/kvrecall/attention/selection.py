@@ -1,5 +1,6 @@
-"""Which blocks of a sequence take part in a step: the first and last ones, and of those between the
-ones whose digests are most similar to the query, chosen for each KV head, where that pays."""
+"""Selects the blocks that a sequence attends to in a step: the first and last ones, and of those
+between them the ones whose digests are most similar to the query, per KV head, where that pays.
+"""
 
 from __future__ import annotations
 

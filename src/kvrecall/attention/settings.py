@@ -149,7 +149,7 @@ def _require_known(given: Mapping[str, object], prefix: str, spelt: Callable[[st
     unknown = sorted(given.keys() - {spelt(name) for name in _VARIABLES})
     if unknown:
         known = ", ".join(prefix + spelt(name) for name in _VARIABLES)
-        raise ConfigError(f"{prefix}{unknown[0]} is not a setting; there are {known}")
+        raise ConfigError(f"{prefix}{unknown[0]} is not a setting; known: {known}")
 
 
 def _parsed(name: str, text: str) -> int | float | str | bool:

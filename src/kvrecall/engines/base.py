@@ -1,6 +1,6 @@
-"""What the server needs of an engine: plain values and one interface, without an engine import.
+"""What the server needs from an engine: plain values and one interface, without an engine import.
 
-The server builds a ``ServeSpec``, the engine room runs it and hands back a ``Generator``. Nothing
+The server builds a ``ServeSpec``; the engine package runs it and returns a ``Generator``. Nothing
 here knows HTTP, and nothing here imports vLLM.
 """
 

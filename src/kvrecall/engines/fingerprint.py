@@ -1,8 +1,8 @@
-"""Exact digests of model and adapter folders, taken in the background. Imports no engine.
+"""Exact digests of model and adapter folders, computed in the background. Imports no engine.
 
 Every byte of every file that can shape KV is hashed: weights, configuration, index files and, where
-the engine runs code of the folder, that code. A digest of a file is remembered by its path, inode,
-size, mtime and ctime, so only the first start reads the files.
+the engine runs code of the folder, that code. The digest of a file is remembered by its path,
+inode, size, mtime and ctime, so only the first start reads the files.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def state_of(path: Path, name: str) -> FileState:
     real = os.path.realpath(path)
     found = os.stat(real)
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(f"{path} is no regular file")
+        raise OSError(f"{path} is not a regular file")
     return FileState(name, real, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
@@ -133,7 +133,7 @@ class Memory:
             partial.write_text(json.dumps(entries))
             partial.replace(self._path)
         except OSError as error:
-            logger.info("kvrecall: fingerprints are not remembered: %s", error)
+            logger.info("kvrecall: cannot store fingerprints: %s", error)
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
 
@@ -210,7 +210,7 @@ class Fingerprint:
             if self._list() == files:
                 break
         else:
-            raise OSError(f"{self._path} changes while it is read")
+            raise OSError(f"{self._path} changed while it was read")
         self._memory.add(list(zip(files, digests, strict=True)))
         text = json.dumps(
             [[file.name, digest] for file, digest in zip(files, digests, strict=True)]

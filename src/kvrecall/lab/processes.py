@@ -1,7 +1,7 @@
-"""Processes of the laboratory: its commands, and what they start, which ends when they do.
+"""Processes of the laboratory: its commands, and their children, which end with them.
 
-A benchmark or test that dies of ``kill -9`` ends nothing in order; what it started finds out by
-itself.
+A benchmark or test that dies of ``kill -9`` shuts nothing down; its children detect its death
+themselves.
 """
 
 from __future__ import annotations

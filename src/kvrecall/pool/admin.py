@@ -1,4 +1,4 @@
-"""The administration of a pool: what is in it, what is pinned, dropped, expired."""
+"""The administration of a pool: listing, pinning, dropping and expiring blocks."""
 
 from __future__ import annotations
 
@@ -114,16 +114,16 @@ class PoolAdmin:
 
     def _wait_durable(self) -> None:
         if self.disk is not None and not self.disk.wait_pins_durable(10.0):
-            raise ConfigError("the disk does not answer: what was pinned may not survive a restart")
+            raise ConfigError("the disk does not answer: pins may not survive a restart")
 
 
 def _check_pins(more: Iterable[BlockInfo], tier: TierName, pinned: int, limit: int) -> None:
     nbytes = sum(block.slot_bytes for block in more if block.tier is tier)
     if nbytes and pinned + nbytes > limit:
         raise ConfigError(
-            f"pin: {nbytes / _GIB:.3f} GiB more would make {(pinned + nbytes) / _GIB:.3f} GiB "
-            f"pinned in the {tier}, and its pin_limit is {limit / _GIB:.3f} GiB; unpin something, "
-            "or raise pin_limit"
+            f"pin: {nbytes / _GIB:.3f} GiB more would make {(pinned + nbytes) / _GIB:.3f} "
+            f"GiB pinned in the {tier}, and its pin_limit is {limit / _GIB:.3f} GiB; unpin "
+            "some blocks, or raise pin_limit"
         )
 
 

@@ -178,7 +178,7 @@ class Arena:
             self.memory.release()
             self._map.close()
         except BufferError:
-            _LOG.debug("arena views are still in use; the memory goes with the last of them")
+            _LOG.debug("arena views are still in use; the memory is freed with the last of them")
 
     def _populate(self) -> None:
         if self.ready_bytes >= self.goal_bytes:

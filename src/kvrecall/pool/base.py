@@ -1,8 +1,8 @@
-"""What the pool promises to an engine: values and the one interface both its forms satisfy.
+"""What the pool promises to an engine: values, and the interface that both its forms implement.
 
-A *pool* holds blocks of bytes under keys. An engine talks to it in two conversations:
+A *pool* holds blocks of bytes under keys. An engine uses it in two sequences of calls:
 
-recall   ``find`` how much of a prefix is there, ``acquire`` it (leases host blocks, starts
+recall   ``find`` how long a prefix is present, ``acquire`` it (leases host blocks, starts
          promoting the others), ``poll`` until READY, copy from the arena, ``release``.
 save     ``reserve`` arena slots for freshly computed blocks, copy into them, ``commit``.
 

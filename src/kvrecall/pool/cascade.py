@@ -1,4 +1,4 @@
-"""Two tiers below the host as one: a near one on this host, a far one beyond it."""
+"""Combines two tiers below the host into one: a near one on this host, a far one beyond it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""AES-256-GCM over blocks: a fresh nonce each, decrypted by the right key only; and the file of the
-keys."""
+"""AES-256-GCM over blocks, each under a fresh nonce; and the key file."""
 
 from __future__ import annotations
 
@@ -144,7 +143,7 @@ def read_keys(path: Path, name: str = "encryption_key_file") -> tuple[bytes, ...
         lines = raw.decode("ascii").splitlines()
     except UnicodeDecodeError:
         raise ConfigError(
-            f"{name}: {path} holds {len(raw)} bytes that are no text; a binary key has {KEY_BYTES}"
+            f"{name}: {path} holds {len(raw)} bytes that are not text; a binary key has {KEY_BYTES}"
         ) from None
     keys = [
         _key_of(line.strip(), f"{name}: {path}:{number}")
@@ -162,11 +161,11 @@ def make_key_file(path: Path) -> None:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
         raise ConfigError(
-            f"{path} exists and is left alone; name another file, or add --rotate to put a new "
-            "key before those in it"
+            f"{path} exists and is not changed; name another file, or add --rotate to put a "
+            "new key before those in it"
         ) from None
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be made: {error.strerror}") from error
+        raise ConfigError(f"{path}: cannot be created: {error.strerror}") from error
     _write(fd, (secrets.token_bytes(KEY_BYTES),))
 
 
@@ -197,7 +196,7 @@ def _read_private(path: Path, name: str) -> bytes:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         raise ConfigError(
-            f"{name}: there is no file {path}; make one: kvrecall pool key {path}"
+            f"{name}: there is no file {path}; create one: kvrecall pool key {path}"
         ) from None
     except OSError as error:
         raise ConfigError(f"{name}: {path}: {error.strerror}") from error
@@ -211,7 +210,9 @@ def _read_private(path: Path, name: str) -> bytes:
     finally:
         os.close(fd)
     if len(raw) > _MAX_BYTES:
-        raise ConfigError(f"{name}: {path} is larger than {_MAX_BYTES >> 10} KiB; it is no key")
+        raise ConfigError(
+            f"{name}: {path} is larger than {_MAX_BYTES >> 10} KiB; it is not a key file"
+        )
     return raw
 
 
@@ -239,13 +240,13 @@ def _key_of(text: str, where: str) -> bytes:
     except (ValueError, binascii.Error):
         key = b""
     if len(key) != KEY_BYTES:
-        raise ConfigError(f"{where}: these {len(text)} characters are no key; {_WRITE}")
+        raise ConfigError(f"{where}: these {len(text)} characters are not a key; {_WRITE}")
     return _checked(key, where)
 
 
 def _checked(key: bytes, where: str) -> bytes:
     if len(set(key)) < KEY_BYTES // 4:
         raise ConfigError(
-            f"{where}: this key is not random; `kvrecall pool key FILE` makes a good one"
+            f"{where}: this key is not random; `kvrecall pool key FILE` generates one"
         )
     return key

@@ -1,4 +1,4 @@
-"""What tiers below the host count: operations, bytes, latencies, failures."""
+"""Counters of the tiers below the host: operations, bytes, latencies, failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host tier: blocks in slots of the arena, and room for more by evicting what is idle."""
+"""The host tier: blocks in slots of the arena; it evicts idle blocks to make room for new ones."""
 
 from __future__ import annotations
 

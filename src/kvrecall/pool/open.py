@@ -1,4 +1,4 @@
-"""The pool an engine's settings ask for."""
+"""Opens the pool that an engine's settings describe."""
 
 from __future__ import annotations
 

@@ -458,8 +458,8 @@ class Pool:
         if nbytes > most:
             raise ConfigError(
                 f"host: {nbytes / _GIB:.2f} GiB is more than the {most / _GIB:.2f} GiB this "
-                "pool can grow to; shared memory that engines map has its bound at the start: "
-                "start the pool with host_max_size (or a larger host_size)"
+                "pool can grow to; the limit of shared memory that engines map is fixed at "
+                "start: start the pool with host_max_size (or a larger host_size)"
             )
         with self._resizing:
             self._arena.grow(nbytes)
@@ -468,7 +468,7 @@ class Pool:
             if pinned > share * nbytes:
                 raise ConfigError(
                     f"host: {pinned / _GIB:.2f} GiB are pinned, more than pin_limit "
-                    f"({share:g}) allows of {nbytes / _GIB:.2f} GiB; unpin some"
+                    f"({share:g}) allows of {nbytes / _GIB:.2f} GiB; unpin some blocks"
                 )
             self._host.slots.limit_bytes = nbytes
             self._changed.notify_all()

@@ -1,5 +1,4 @@
-"""Which blocks a tier holds: who uses them, which go first, which an operator pinned, and how much
-each tenant has."""
+"""The resident blocks of a tier: users, eviction order, pins, and the share of each tenant."""
 
 from __future__ import annotations
 

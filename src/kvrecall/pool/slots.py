@@ -1,5 +1,6 @@
 """Slots for blocks of different sizes in one address space: runs of free bytes, size classes of
-slots, and the arena's, which take room from each other."""
+slots, and the classes of the arena, which take space from each other.
+"""
 
 from __future__ import annotations
 

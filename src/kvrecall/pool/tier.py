@@ -1,4 +1,4 @@
-"""A tier below the host: takes and gives blocks of bytes asynchronously."""
+"""A tier below the host: stores and loads blocks of bytes asynchronously."""
 
 from __future__ import annotations
 

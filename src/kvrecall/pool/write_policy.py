@@ -1,5 +1,6 @@
-"""When committed blocks are written to a tier below: at once, at the last moment, or once they
-are known to be wanted."""
+"""Write policies: a committed block is written to a lower tier at once, at the last moment, or
+after evidence of reuse.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The writer: stores blocks of the host in the tier below, when the write policies say so."""
+"""The writer: stores blocks of the host in the lower tier, when the write policies say so."""
 
 from __future__ import annotations
 

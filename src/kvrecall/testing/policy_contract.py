@@ -1,4 +1,4 @@
-"""What every eviction policy must do. Subclass ``PolicyContract`` and give it a policy."""
+"""The contract of every eviction policy. Subclass ``PolicyContract`` and give it a policy."""
 
 from __future__ import annotations
 

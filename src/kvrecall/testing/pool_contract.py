@@ -1,4 +1,4 @@
-"""What every pool must do. Subclass ``PoolContract`` in a test module and give it a pool."""
+"""The contract of every pool. Subclass ``PoolContract`` in a test module and give it a pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every store must do. Subclass ``StoreContract`` in a test module and give it a store."""
+"""The contract of every store. Subclass ``StoreContract`` in a test module and give it a store."""
 
 from __future__ import annotations
 

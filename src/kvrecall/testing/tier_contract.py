@@ -1,4 +1,4 @@
-"""What every tier must do. Subclass ``TierContract`` in a test module and give it a tier."""
+"""The contract of every tier. Subclass ``TierContract`` in a test module and give it a tier."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Search, attention over chosen blocks, and copies: in plain torch, compiled, and in Triton."""
+"""Search, attention over selected blocks, and copies: in plain torch, compiled, and in Triton."""

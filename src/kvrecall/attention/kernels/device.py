@@ -1,7 +1,7 @@
 """Launches the Triton kernels: sparse attention, the search for blocks, copies of many pieces.
 
 They have run in Triton's interpreter only (tests/attention/test_kernels.py), never on a GPU: see
-docs/retrieval.md. Triton is imported when one is first called.
+docs/retrieval.md. Triton is imported on the first call.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Products of int8 matrices on a CPU: exact sums, by NumKong, else by PyTorch.
+"""Products of int8 matrices on a CPU: exact sums, by NumKong, or by PyTorch as the fallback.
 
-PyTorch multiplies bytes well by large matrices, but a query has few heads: NumKong's packed
+PyTorch multiplies bytes fast only by large matrices, but a query has few heads: NumKong's packed
 products read the digests about as fast as memory delivers them (docs/log.md).
 """
 
@@ -72,14 +72,19 @@ def _numkong() -> Any:
     try:
         import numkong
     except ImportError as error:
-        _LOG.warning("kvrecall: digests are searched by PyTorch, several times slower: %s", error)
+        _LOG.warning(
+            "kvrecall: the digest search falls back to PyTorch, several times slower: %s", error
+        )
         return None
     codes = (torch.arange(3 * 320) * 104729 % 255 - 127).to(torch.int8).view(1, 3, 320)
     rows = (torch.arange(29 * 324) * 7919 % 255 - 127).to(torch.int8).view(1, 29, 324)[..., :320]
     packed = numkong.dots_pack(codes[0].numpy(), dtype="int8")
     found = torch.from_numpy(np.asarray(numkong.dots_packed(rows[0].numpy(), packed)))
     if not torch.equal(found, products_by_torch(codes, rows)[0]):
-        _LOG.warning("kvrecall: digests are searched by PyTorch: NumKong's products are wrong here")
+        _LOG.warning(
+            "kvrecall: the digest search falls back to PyTorch: NumKong's products are wrong "
+            "on this processor"
+        )
         return None
     return numkong
 

@@ -1,4 +1,4 @@
-"""Sparse attention in plain torch: slow, obvious, and what every kernel is tested against."""
+"""Sparse attention in plain torch: slow and obvious, the reference of every kernel's tests."""
 
 from __future__ import annotations
 

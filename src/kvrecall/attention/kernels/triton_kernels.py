@@ -1,4 +1,4 @@
-"""The Triton kernels; ``device.py`` launches them. Imported only where they are used."""
+"""The Triton kernels, launched by ``device.py``. Imported only where they are used."""
 
 from __future__ import annotations
 

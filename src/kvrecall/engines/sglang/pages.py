@@ -1,5 +1,6 @@
-"""Pages in and out of a pool, by plain blocking calls on memory as a storage backend is asked; and
-whose they are: everything that SGLang's page hash does not carry."""
+"""Moves pages in and out of a pool by plain blocking calls, as a storage backend requires, and
+identifies them by all that SGLang's page hash does not cover.
+"""
 
 from __future__ import annotations
 
@@ -207,8 +208,8 @@ def read_settings(extra: Mapping[str, Any] | None) -> tuple[RecallSettings, str]
         weights = _digest(Path(path), source)
     else:
         raise ConfigError(
-            f"{source}: say which weights the pages were computed with: model_path (their folder) "
-            "or revision (any text that changes with them)"
+            f"{source}: name the weights that the pages were computed with: model_path "
+            "(their folder) or revision (any text that changes with them)"
         )
     return RecallSettings.from_mapping(left, source), weights
 

@@ -1,4 +1,4 @@
-"""vLLM: the connector a vLLM engine loads, and the only room that imports vLLM.
+"""vLLM: the connector that a vLLM engine loads. The only package that imports vLLM.
 
 ``--kv-transfer-config '{"kv_connector":"RecallConnector",
 "kv_connector_module_path":"kvrecall.engines.vllm","kv_role":"kv_both"}'``

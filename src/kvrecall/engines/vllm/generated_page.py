@@ -1,4 +1,4 @@
-"""Pages of the docs with a part that is written from the code."""
+"""Writes the generated part of a page of the docs."""
 
 from __future__ import annotations
 

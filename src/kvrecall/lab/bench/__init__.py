@@ -1,1 +1,1 @@
-"""``kvrecall bench``: measures this machine, with a real server where one is meant."""
+"""``kvrecall bench``: measures this machine, with a real server where a benchmark needs one."""

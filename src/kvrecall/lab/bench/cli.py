@@ -113,14 +113,13 @@ for _name, (_, _text) in COMMANDS.items():
 @app.command("all")
 def run_suite(
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small sizes, some minutes; figures mean little.")
+        bool,
+        typer.Option("--quick", help="Small sizes: takes minutes; figures are not representative."),
     ] = False,
-    out: Annotated[Path, typer.Option(help="File of results.")] = suite.LATEST,
+    out: Annotated[Path, typer.Option(help="Results file.")] = suite.LATEST,
     only: Annotated[str, typer.Option(help="These benchmarks only, comma-separated.")] = "",
-    add: Annotated[
-        bool, typer.Option("--add", help="Keep other results that the file holds.")
-    ] = False,
-    note: Annotated[str, typer.Option(help="What a reader has to know of this run.")] = "",
+    add: Annotated[bool, typer.Option("--add", help="Keep the other results in the file.")] = False,
+    note: Annotated[str, typer.Option(help="A note for readers of the results.")] = "",
 ) -> None:
     """All benchmarks with their peers, one after the other; what fails is recorded."""
     steps = suite.quick() if quick else suite.full()
@@ -129,7 +128,7 @@ def run_suite(
         unknown = sorted(set(wanted) - {step.name for step in steps})
         if unknown:
             names = ", ".join(step.name for step in steps)
-            raise typer.BadParameter(f"{', '.join(unknown)}; there are: {names}")
+            raise typer.BadParameter(f"{', '.join(unknown)}; known: {names}")
         steps = [step for step in steps if step.name in wanted]
     with progress.alive(beats=False):  # those that it runs do
         failed = suite.run_all(steps, out, "quick" if quick else "full", progress, add, note)
@@ -138,7 +137,7 @@ def run_suite(
 
 @app.command()
 def publish(
-    results: Annotated[Path, typer.Argument(help="What `bench all` wrote.")] = suite.LATEST,
+    results: Annotated[Path, typer.Argument(help="Results of `bench all`.")] = suite.LATEST,
     root: Annotated[Path, typer.Option(help="The repository.")] = Path(),
 ) -> None:
     """Plots and tables of README and documents, made from a run."""

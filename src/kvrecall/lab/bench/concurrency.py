@@ -1,6 +1,6 @@
-"""``kvrecall bench crowd``: long sequences that decode at once in a fixed device cache.
+"""``kvrecall bench crowd``: how many long sequences decode at once in a fixed device cache.
 
-Two engines in turn over the same prompts and with the same pool: vLLM's dense attention, which
+Two engines in turn run the same prompts with the same pool: vLLM's dense attention, which
 preempts when the cache is full, and retrieval attention with offload.
 """
 
@@ -57,12 +57,15 @@ class Load:
 def measure_crowd(
     context: Annotated[int, typer.Option(min=2048, help="Tokens of each prompt.")] = 16384,
     sequences: Annotated[int, typer.Option(min=1, help="Prompts.")] = 8,
-    decoded: Annotated[int, typer.Option(min=2, help="Tokens each decodes.")] = 128,
+    decoded: Annotated[int, typer.Option(min=2, help="Tokens that each sequence decodes.")] = 128,
     dense_fits: Annotated[
         int, typer.Option(min=1, help="Whole sequences the device cache holds.")
     ] = 2,
     pooled: Annotated[
-        bool, typer.Option(help="The prompts are in the pool, with random KV, and not computed.")
+        bool,
+        typer.Option(
+            help="Put the prompts into the pool with random KV instead of computing them."
+        ),
     ] = False,
 ) -> Report:
     """Long sequences that decode at once in a fixed device cache, dense and by retrieval.
@@ -80,7 +83,7 @@ def measure_crowd(
             progress(f"  {figures[name]}")
     did = figures["offload"]["activity"]
     if not did["blocks_loaded"] or (load.pooled and not did["blocks_left"]):
-        raise EngineError("offload did not act: no block was recalled; the figures mean nothing")
+        raise EngineError("offload did not act: no block was recalled; the figures are meaningless")
     return _report(load, figures)
 
 

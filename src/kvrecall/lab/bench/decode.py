@@ -1,8 +1,8 @@
 """``kvrecall bench decode`` and ``regimes``: attention of a decoded token, dense and by retrieval.
 
-``decode`` times one length and share in detail. ``regimes`` asks of many whether retrieval is ever
-slower than dense attention, as an engine would serve them: where the gate leaves a sequence dense
-retrieval costs its planning, elsewhere its selection, loading and attention.
+``decode`` times one length and share in detail. ``regimes`` checks over many whether retrieval is
+ever slower than dense attention, as an engine would serve them: where the gate leaves a sequence
+dense retrieval costs its planning, elsewhere its selection, loading and attention.
 """
 
 from __future__ import annotations
@@ -58,15 +58,13 @@ def use_threads(threads: int | None) -> int:
 
 def measure_decode(
     context: Annotated[int, typer.Option(min=128, help="Tokens of the sequence.")] = 65536,
-    share: Annotated[float, typer.Option(help="Share of the middle blocks chosen.")] = 0.2,
+    share: Annotated[float, typer.Option(help="Share of the middle blocks selected.")] = 0.2,
     digest: Annotated[str, typer.Option(help="bounds or mean.")] = "bounds",
-    digest_tokens: Annotated[
-        int, typer.Option(help="Keys a digest stands for; 0: by the share.")
-    ] = 0,
+    digest_tokens: Annotated[int, typer.Option(help="Keys per digest; 0: by the share.")] = 0,
     rounds: Times = 10,
     threads: Threads = None,
     cosine: Annotated[
-        float, typer.Option(min=0, max=1, help="How much a query resembles the one before.")
+        float, typer.Option(min=0, max=1, help="Similarity of a query to the previous one.")
     ] = 0.9,
 ) -> Report:
     """Attention of a decoded token: dense, and by retrieval with RetrievalKV's defaults; from
@@ -92,24 +90,29 @@ def measure_decode_report(
 
     if not chooses(context, settings):
         raise KvrecallError(
-            f"--context {context} leaves nothing to choose from: the first {settings.init_tokens} "
-            f"and the last {settings.local_tokens} tokens always take part, and between them at "
-            f"least {settings.fewest_blocks} blocks; ask for more"
+            f"--context {context} leaves no blocks to select from: the first "
+            f"{settings.init_tokens} and the last {settings.local_tokens} tokens are always "
+            f"attended to, and between them at least {settings.fewest_blocks} blocks; use a "
+            "longer context"
         )
     threads = use_threads(threads)
     times = decode.measure_decode(context, settings, rounds, cosine)
     if not times.activity["blocks_selected"]:
-        raise KvrecallError("retrieval did not act: no block was chosen; the figures mean nothing")
+        raise KvrecallError(
+            "retrieval did not act: no block was selected; the figures are meaningless"
+        )
     if times.whole_error > 0.02:
         raise KvrecallError(
-            f"choosing every block differs from dense attention by {times.whole_error:.3f}"
+            f"selecting every block differs from dense attention by {times.whole_error:.3f}"
         )
     if times.offload is not None and times.offload.error > 0:
         raise KvrecallError(
             f"blocks recalled to the device give other results, by {times.offload.error:.3g}"
         )
     if times.offload is not None and not times.offload.hits + times.offload.loaded:
-        raise KvrecallError("offload did not act: no block was recalled; the figures mean nothing")
+        raise KvrecallError(
+            "offload did not act: no block was recalled; the figures are meaningless"
+        )
     return _report(context, settings, times, threads, cosine)
 
 
@@ -208,12 +211,15 @@ def measure_regimes(
             progress(f"{context} tokens, share {share}: {best['as_served']:.2f} of dense")
             points.append(best)
     if not points:
-        raise KvrecallError(f"{max(contexts)} tokens leave nothing to choose from; ask for more")
+        raise KvrecallError(
+            f"{max(contexts)} tokens leave no blocks to select from; use a longer context"
+        )
     worst = max(points, key=_as_served)
     if worst["as_served"] > WORST:
         raise KvrecallError(
-            f"{worst['context']} tokens at share {worst['share']} take {worst['as_served']:.2f} of "
-            f"dense attention's time by retrieval; at most {WORST} was promised"
+            f"{worst['context']} tokens at share {worst['share']} take "
+            f"{worst['as_served']:.2f} of dense attention's time by retrieval; the "
+            f"limit is {WORST}"
         )
     figures = {
         "worst_ratio": worst["as_served"],

@@ -1,4 +1,4 @@
-"""The model that benchmarks serve, and prompts for it."""
+"""The model that benchmarks serve, and its prompts."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """``kvrecall bench overhead``: prefill throughput with the pool saving everything, against no pool.
 
-Two servers, asked in turns with documents neither has seen. A round is several documents in a
+Two servers take turns with documents that neither has seen. A round is several documents in a
 row on one server, so that most of the pool's write-behind falls into the pool's own time; the
-order of the two alternates from round to round. Processor time is given beside throughput: it says
-what the pool costs where the machine is busy with other work, too.
+order of the two alternates from round to round. Processor time is reported beside throughput: it
+shows the cost of the pool where the machine is busy with other work, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plots: PNG with transparent ground, for light and dark pages. Needs matplotlib."""
+"""Plots: PNG with a transparent background, for light and dark pages. Needs matplotlib."""
 
 from __future__ import annotations
 

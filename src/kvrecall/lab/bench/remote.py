@@ -50,7 +50,8 @@ def measure_remote(
     tokens: Tokens = 8192,
     repetitions: Times = 5,
     engines: Annotated[
-        bool, typer.Option("--engines/--no-engines", help="Also a remote hit against computing.")
+        bool,
+        typer.Option("--engines/--no-engines", help="Also compare a remote hit with computing."),
     ] = True,
 ) -> Report:
     """Remote tier over Mooncake against its bare client; a remote hit against computing."""

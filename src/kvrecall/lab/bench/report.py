@@ -1,5 +1,6 @@
-"""How every benchmark is asked, repeats and reports: options they share, times taken in turns,
-percentiles, a table for people and one line of JSON for machines."""
+"""Common parts of all benchmarks: shared options, alternating timing, percentiles, a table for
+people and one line of JSON for machines.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from kvrecall.lab.progress import ProgressLines
 Tokens = Annotated[int, typer.Option(min=128, help="Length of the prefix or document.")]
 Times = Annotated[int, typer.Option(min=1)]
 Folder = Annotated[
-    Path, typer.Option(help="Folder on the file system to measure; a sub-folder is made.")
+    Path, typer.Option(help="Folder on the file system to measure; a sub-folder is created.")
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="Default: torch's.")]
 
@@ -118,7 +119,7 @@ def lengths_in(text: str) -> tuple[int, ...]:
     for name in names_in(text):
         number, scale = (name[:-1], 1024) if name[-1] in "kK" else (name, 1)
         if not number.isdigit():
-            raise ConfigError(f"--lengths: {name!r} is no number of tokens; write 4K or 4096")
+            raise ConfigError(f"--lengths: {name!r} is not a number of tokens; write 4K or 4096")
         lengths.append(int(number) * scale)
     return tuple(lengths)
 

@@ -1,7 +1,7 @@
 """``kvrecall bench restore``: time to first token on a long prefix, by the tier it comes from.
 
-One server, asked over HTTP. Its host memory holds one and a half prefixes, so three documents
-asked in turn push each other to disk: every turn measures a disk hit, a device hit and, after the
+One server, queried over HTTP. Its host memory holds one and a half prefixes, so three documents
+in turn push each other to disk: every turn measures a disk hit, a device hit and, after the
 engine's own cache was emptied, a host hit of the same prefix; some turns a new document, computed.
 """
 

@@ -1,4 +1,4 @@
-"""``kvrecall bench service``: look-ups, two clients restoring at once, start-up.
+"""``kvrecall bench service``: lookups, two clients restoring at once, start-up.
 
 All against a real ``kvrecall pool serve`` process.
 """

@@ -191,7 +191,7 @@ DEPLOYMENTS = {
 _ALL = ",".join(DEPLOYMENTS)
 Variants = Annotated[str, typer.Option(help="Which servers, by name.")]
 Budget = Annotated[
-    float, typer.Option(min=0, help="Seconds in all; servers for which none are left are left out.")
+    float, typer.Option(min=0, help="Total seconds; servers for which no time is left are skipped.")
 ]
 
 
@@ -211,7 +211,7 @@ def measure_replay(
     requests: Annotated[int, typer.Option(min=2, help="How many, from its beginning.")] = 100,
     block_tokens: Annotated[int, typer.Option(min=1, help="Tokens for a block of 512.")] = 32,
     seconds: Annotated[float, typer.Option(min=0, help="From first to last arrival.")] = 60.0,
-    every: Annotated[int, typer.Option(min=1, help="Of so many sessions one is played.")] = 12,
+    every: Annotated[int, typer.Option(min=1, help="Play one of this many sessions.")] = 12,
     variants: Variants = "device,host,disk",
     budget: Budget = math.inf,
 ) -> Report:
@@ -229,7 +229,7 @@ def measure_serving(workload: Workload, variants: Sequence[str], budget_s: float
     """
     for name in variants:
         if name not in DEPLOYMENTS:
-            raise EngineError(f"there is no variant {name!r}; there are: {', '.join(DEPLOYMENTS)}")
+            raise EngineError(f"there is no variant {name!r}; known: {', '.join(DEPLOYMENTS)}")
     # smaller than other benchmarks': every kind of server has 120,000 tokens to compute
     model = BenchModel(hidden=512, layers=6, heads=8)
     longest = workload.longest_prompt + 2 * ANSWER_TOKENS * len(workload.sessions[0].turns) + 256

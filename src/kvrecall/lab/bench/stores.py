@@ -1,5 +1,6 @@
-"""What every library does in this benchmark, and the stores that need no other project: the
-machine's limits, plain files, our own tiers."""
+"""The store interface of this benchmark, and the stores that need no other project: the
+machine's limits, plain files, kvrecall's own tiers.
+"""
 
 from __future__ import annotations
 

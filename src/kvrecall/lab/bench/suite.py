@@ -1,5 +1,6 @@
-"""``kvrecall bench all``: which benchmarks belong to a run, and running them one after the other,
-each in a process of its own. What fails is recorded."""
+"""``kvrecall bench all``: runs the benchmarks of a suite one after the other, each in its own
+process, and records failures.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""``kvrecall bench publish``: tables in documents, made from a run's results.
+"""``kvrecall bench publish``: tables in documents, generated from a run's results.
 
-``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->`` stand on lines of their own; what is between
-them is made here and nowhere else.
+``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->`` are on lines of their own; the text between
+them is generated here and nowhere else.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def filled(text: str, run: Run, page: PurePosixPath) -> str:
     def part(match: re.Match[str]) -> str:
         make = TABLES.get(match[2])
         if make is None:
-            raise KvrecallError(f"no table is called {match[2]!r}; there are: {', '.join(TABLES)}")
+            raise KvrecallError(f"no table is named {match[2]!r}; known: {', '.join(TABLES)}")
         lines = list(make(run))
         plot, story = _PICTURES.get(match[2], ("", ""))
         if plot in plots_of(run):

@@ -1,9 +1,9 @@
 """``kvrecall bench throttle``: load or recompute on a slow disk, at several bandwidths.
 
-A real engine on a pool service whose disk reads as fast as it is set to. The prefix lies on that
-disk only. Every hit stands between two computations of new prompts of the same length, and is
-compared with their mean, so that a machine that is busy for a while is busy for both. The engine
-knows nothing of the throttle; the first hit after each change finds it with the wrong belief.
+A real engine on a pool service whose disk reads at a configurable speed. The prefix is on that
+disk only. Every hit is between two computations of new prompts of the same length, and is
+compared with their mean, so that temporary load on the machine affects both. The engine
+does not know of the throttle; the first hit after each change meets it with an outdated estimate.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""``kvrecall bench tiers``: every library puts and gets the same blocks, round by round, taking
-turns."""
+"""``kvrecall bench tiers``: every library puts and gets the same blocks, in turns."""
 
 from __future__ import annotations
 
@@ -182,7 +181,7 @@ class Blocks:
     def check(self, request: int) -> None:
         """Raises StoreError if what was got is not what was put."""
         if not np.array_equal(self._got[request], self._put[request]):
-            raise StoreError("a get brought other bytes than were put")
+            raise StoreError("a get returned other bytes than were put")
 
     def _views(self, first: int) -> list[memoryview]:
         ends = range(first, first + self.size.request_bytes + 1, self.size.block_bytes)

@@ -1,4 +1,4 @@
-"""What clients ask, conversations or a slice of a recorded trace, and the clients that ask it."""
+"""The workloads of clients, conversations or a slice of a recorded trace, and the clients."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""``make chaos``: real engines on a real pool service, killed and damaged while they answer."""
+"""``make chaos``: kills real engines and a real pool service and damages their files."""

@@ -19,11 +19,15 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def chaos(
-    seconds: Annotated[float, typer.Option(min=1, help="How long there are faults.")] = 120.0,
-    seed: Annotated[int | None, typer.Option(help="Of questions and faults; else drawn.")] = None,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="Duration of the faults in seconds.")
+    ] = 120.0,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of questions and faults; random by default.")
+    ] = None,
     engines: Annotated[int, typer.Option(min=1, help="Engine processes on the service.")] = 2,
     disk_size: Annotated[
-        str, typer.Option(help="Limit of the disk tier; 64MiB has it evict all the time.")
+        str, typer.Option(help="Limit of the disk tier; 64MiB makes it evict all the time.")
     ] = "1GiB",
     keep: Annotated[bool, typer.Option("--keep", help="Keep logs and files.")] = False,
 ) -> None:

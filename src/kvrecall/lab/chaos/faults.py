@@ -1,5 +1,6 @@
-"""What goes wrong on purpose: damage to the disk folder, and three threads that hurt the service,
-the engines and the files."""
+"""Injected faults: damage to the disk folder, and three threads that attack the service, the
+engines and the files.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engines of a run: kept busy, judged, and replaced when they were killed."""
+"""The engines of a run: kept busy, checked, and replaced after they are killed."""
 
 from __future__ import annotations
 

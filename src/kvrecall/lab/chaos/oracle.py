@@ -1,9 +1,9 @@
-"""What must hold: the tokens of every answer, and the durability of every block called durable.
+"""What must hold: the tokens of every answer, and the durability of every block reported durable.
 
-Conversations are played once to an engine without a pool and go on with its own answers. An answer
-counts up to its first ambiguous token (two tokens all but equally likely), because there another
-cut of the prefill or another batch may rightly choose otherwise; every token before is compared
-exactly.
+Each conversation is first played to an engine without a pool and continues with its answers. An
+answer counts up to its first ambiguous token (two tokens almost equally likely), because there
+another chunking of the prefill or another batch may legitimately choose otherwise; every token
+before is compared exactly.
 """
 
 from __future__ import annotations

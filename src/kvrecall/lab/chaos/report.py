@@ -1,4 +1,4 @@
-"""Counts of a chaos run, and the verdict that follows from them."""
+"""Counters of a chaos run, and the verdict that follows from them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One run: a pool service, engines on it, questions, faults, and the leak check at the end.
 
-Leaks are attributed to the run by what its own processes held, as others work on the same machine.
+Leaks are attributed to the run by what its own processes held, because the machine may be shared.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def arenas_held(arenas: Iterable[ArenaHandle]) -> list[tuple[ArenaHandle, int]]:
 
 
 def _arena_inodes(process: Path) -> set[int]:
-    """Of arenas open or mapped in a process, as far as it lets itself be looked at."""
+    """Of arenas open or mapped in a process, as far as it can be inspected."""
     found = set()
     with suppress(OSError):
         for name in os.listdir(process / "fd"):

@@ -1,1 +1,1 @@
-"""Engines that the laboratory hosts."""
+"""Engines hosted by the laboratory."""

@@ -1,6 +1,6 @@
 """In an engine process: how many long sequences it decodes at once in its device cache, how fast.
 
-The prompts may be in the pool already, with random KV, so that what is measured comes after their
+The prompts may be in the pool already, with random KV, so that the measurement starts after their
 prefill, which takes minutes each: attention and copies cost the same whatever the numbers are.
 """
 

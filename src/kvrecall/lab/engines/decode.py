@@ -1,6 +1,6 @@
 """Measures one decoded token's attention, dense and by retrieval, on vLLM's CPU kernel.
 
-Layers are taken in turn, as a model's are, so that nothing stays in the processor's caches from
+Layers run in turn, as in a model, so that nothing stays in the processor's caches from
 one to the next that would not in an engine.
 """
 

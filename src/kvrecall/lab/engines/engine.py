@@ -1,4 +1,4 @@
-"""The near end of an engine process (``kvrecall.lab.engines.host``)."""
+"""The parent's side of an engine process (``kvrecall.lab.engines.host``)."""
 
 from __future__ import annotations
 

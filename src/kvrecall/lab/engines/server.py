@@ -1,4 +1,4 @@
-"""Drives a real ``kvrecall serve`` process over HTTP, as a person with curl would."""
+"""Drives a real ``kvrecall serve`` process over HTTP, as a user with curl would."""
 
 from __future__ import annotations
 

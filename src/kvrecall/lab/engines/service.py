@@ -1,4 +1,4 @@
-"""The pool service process: started, killed, stalled, started again."""
+"""The pool service process: started, killed, stalled, restarted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changing retrieval settings in a running engine, so that one prefill serves a comparison."""
+"""Changes retrieval settings in a running engine, so that one prefill serves a comparison."""
 
 from __future__ import annotations
 

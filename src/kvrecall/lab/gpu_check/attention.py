@@ -1,7 +1,7 @@
 """Retrieval on a device: the search for blocks and the attention over them, against plain torch on
 the CPU; and a decoded token's attention in one layer, dense and by retrieval.
 
-This is the part of retrieval that knows no engine; ``sparse.py`` has whole servers.
+This part of the check uses no engine; ``servers.py`` has whole servers.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def gpu_check(
     as_json: Json = False,
     out: Annotated[Path | None, typer.Option(help="Also write the line of JSON here.")] = None,
     require: Annotated[
-        bool, typer.Option("--require", help="End with 1 where there is nothing to check on.")
+        bool, typer.Option("--require", help="Exit with 1 if there is nothing to check.")
     ] = False,
 ) -> None:
     """Check kvrecall on this machine's GPU, and measure it.

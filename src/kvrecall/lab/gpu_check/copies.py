@@ -76,7 +76,7 @@ def check_fetches(device: torch.device, blocks: int = 64, page_bytes: int = 1 <<
     _synchronize(device)
     copier.drain()
     if not torch.equal(pages.rows.cpu(), want.view(blocks + 1, page_bytes)):
-        raise CheckError("a kernel fetched other bytes from the arena than lie there")
+        raise CheckError("a kernel fetched other bytes than the arena contains")
 
 
 def _round(

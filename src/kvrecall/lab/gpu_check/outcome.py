@@ -1,4 +1,4 @@
-"""What a check gave, and how a check is run."""
+"""The outcome of a check, and how a check runs."""
 
 from __future__ import annotations
 

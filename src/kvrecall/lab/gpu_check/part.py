@@ -1,4 +1,4 @@
-"""One check on a device, in a process of its own: an illegal access poisons a CUDA context, and a
+"""One check on a device, in its own process: an illegal access poisons a CUDA context, and a
 context holds memory that an engine started later needs.
 
 ``python -m kvrecall.lab.gpu_check.part CHECK DEVICE [QUICK]`` ends with one line: the ``Outcome``.

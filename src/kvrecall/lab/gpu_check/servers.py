@@ -1,6 +1,6 @@
 """Whole engines on the device: the same tokens from every tier and by every attention, and times
-beside vLLM's own. Checks raise CheckError for what is not as it must be, and EngineError for an
-engine that fails."""
+beside vLLM's own. A failed check raises CheckError, a failed engine EngineError.
+"""
 
 from __future__ import annotations
 
@@ -260,15 +260,15 @@ def require_right(dense: Replies, sparse: Replies, share: float) -> None:
     """Raises CheckError if retrieval of this share of the blocks is not as it must be."""
     if sparse.first != sparse.again:
         raise CheckError(
-            f"asked again, retrieval of {share} of the blocks gives other tokens: "
+            f"on repetition, retrieval of {share} of the blocks gives other tokens: "
             f"{sparse.again} instead of {sparse.first}"
         )
     if not sparse.selected:
-        raise CheckError(f"retrieval did not act: of {sparse.considered} blocks none was chosen")
+        raise CheckError(f"retrieval did not act: of {sparse.considered} blocks none was selected")
     if share < 1 and sparse.selected >= sparse.considered:
-        raise CheckError(f"all of {sparse.considered} blocks were chosen, not {share} of them")
+        raise CheckError(f"all of {sparse.considered} blocks were selected, not {share} of them")
     if share == 1 and sparse.selected != sparse.considered:
-        raise CheckError(f"of {sparse.considered} blocks only {sparse.selected} were chosen")
+        raise CheckError(f"of {sparse.considered} blocks only {sparse.selected} were selected")
     if share == 1 and sparse.first != dense.first:
         raise CheckError(
             f"retrieval of every block gives other tokens than dense attention: {sparse.first} "

@@ -1,8 +1,8 @@
-"""Runs engines of the pairs, one life after the other, and notes what they answer.
+"""Runs the engines of the pairs, one after the other, and records their answers.
 
-``python -m kvrecall.lab.identity.engines`` is an engine process as of ``kvrecall.lab.engines.host``
+``python -m kvrecall.lab.identity.engines`` is an engine process like ``kvrecall.lab.engines.host``
 for the blind pairs: every engine has one and the same namespace, and every adapter the same
-content, so that only the audit stands between them.
+content, so that only the audit separates them.
 """
 
 from __future__ import annotations

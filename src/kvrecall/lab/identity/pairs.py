@@ -1,7 +1,7 @@
-"""The pairs: two engines that differ in one thing, and whether their KV is the same.
+"""The pairs: two engines that differ in one respect, and whether their KV is the same.
 
-The engines of ``EQUAL`` share, those of ``OTHER`` are told apart by their identity, and those of
-``BLIND`` have none (see ``kvrecall.lab.identity.engines``) and leave it to the audit.
+The engines of ``EQUAL`` share blocks, those of ``OTHER`` differ in identity, and those of
+``BLIND`` have none (see ``kvrecall.lab.identity.engines``) and rely on the audit.
 """
 
 from __future__ import annotations

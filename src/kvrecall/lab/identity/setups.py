@@ -1,4 +1,4 @@
-"""Engines as the pairs need them, the folder their models lie in, and what they are asked."""
+"""The engines of the pairs, the folder of their models, and their prompts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What the disk holds, in memory: the entries of durable blocks, their slots to be freed, and the
-tier's counters."""
+"""The contents of the disk, in memory: the entries of durable blocks, their slots to be freed, and
+the tier's counters.
+"""
 
 from __future__ import annotations
 

@@ -334,7 +334,9 @@ class Flusher:
             return []
         if not self._index.is_in_place():
             self._broken = True
-            _LOG.error("disk tier: its index was deleted; nothing more is stored until a restart")
+            _LOG.error(
+                "disk tier: the index was deleted; no further block is stored until a restart"
+            )
             return []
         with self._wake:
             wanted = [row for row in rows if self._pending[row.key]]

@@ -1,4 +1,4 @@
-"""The folder of a disk tier: checked before anything is changed, locked, owner-only."""
+"""The folder of a disk tier: checked before any change, locked, owner-only."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The disk tier's index: one SQLite file saying which block lies in which slot.
+"""The disk tier's index: one SQLite file that maps blocks to slots.
 
-A row exists only for a block whose bytes are durable; a slot is used again only after the
-deletion of its old row is. Used by one thread at a time.
+A row exists only for a block whose bytes are durable; a slot is reused only after the deletion of
+its old row is durable. Used by one thread at a time.
 """
 
 from __future__ import annotations

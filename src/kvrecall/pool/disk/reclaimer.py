@@ -1,4 +1,4 @@
-"""The reclaimer: makes room in the slabs, and never before the index has let go of it."""
+"""The reclaimer: frees slots in the slabs, but only after the index has deleted their rows."""
 
 from __future__ import annotations
 

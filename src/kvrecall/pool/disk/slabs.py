@@ -1,7 +1,7 @@
-"""Slab files, and how blocks lie in their slots: as they are with a checksum, or encrypted.
+"""Slab files, and the format of blocks in their slots: plain with a checksum, or encrypted.
 
-A slab is a preallocated file of equal slots: a header page that says whose it is, then the slots.
-Slabs are added on demand, up to a hard limit.
+A slab is a preallocated file of equal slots: a header page that identifies its pool, then the
+slots. Slabs are added on demand, up to a hard limit.
 """
 
 from __future__ import annotations
@@ -501,7 +501,7 @@ def make_codec(cipher: Cipher | None) -> BlockCodec:
 
 
 def _no_key() -> TierError:
-    return TierError("the blocks are encrypted: give the file of their key, --encryption-key-file")
+    return TierError("the blocks are encrypted; pass their key file with --encryption-key-file")
 
 
 def _label(key: BlockKey, nbytes: int) -> bytes:

@@ -1,5 +1,6 @@
 """The disk tier: blocks in slab files, found by an index, durable across crashes. Its readers are
-threads that fetch blocks into slots of the host, before all writes."""
+threads that fetch blocks into slots of the host; reads have priority over writes.
+"""
 
 from __future__ import annotations
 
@@ -339,7 +340,7 @@ class DiskTier(Tier):
         """Sets the limit. Shrinking goes on in the background, see ``surplus_bytes``. ConfigError
         if the medium has not that much, or too much is pinned."""
         if capacity_bytes < LEAST_BYTES:
-            raise ConfigError(f"disk: {capacity_bytes} bytes is too small; the least is 8MiB")
+            raise ConfigError(f"disk: {capacity_bytes} bytes is too small; the minimum is 8MiB")
         if capacity_bytes > self._capacity_bytes:
             try:
                 check_room(self._config.path, capacity_bytes)
@@ -349,7 +350,7 @@ class DiskTier(Tier):
         if pinned > share * capacity_bytes:
             raise ConfigError(
                 f"disk: {pinned / _GIB:.2f} GiB are pinned, more than pin_limit ({share:g}) "
-                f"allows of {capacity_bytes / _GIB:.2f} GiB; unpin some"
+                f"allows of {capacity_bytes / _GIB:.2f} GiB; unpin some blocks"
             )
         self._capacity_bytes = capacity_bytes
         self._store.limit_bytes = capacity_bytes - aside_bytes(self._config.path)
@@ -392,8 +393,8 @@ class DiskTier(Tier):
         path = self._config.path
         if not self._codec.encrypts:
             raise TierError(
-                f"disk_path: {path} holds blocks encrypted with a key; set encryption_key_file, or "
-                "delete the folder to go on without encryption"
+                f"disk_path: {path} holds blocks encrypted with a key; set "
+                "encryption_key_file, or delete the folder to continue without encryption"
             )
         self._index.delete_all()
         for slab in path.glob("slab-*.kv"):
@@ -438,7 +439,7 @@ class DiskTier(Tier):
         if strange:
             _LOG.warning(
                 "disk tier: %d of %d blocks in %s are encrypted with a key that "
-                "encryption_key_file does not hold; they are dropped",
+                "encryption_key_file does not contain; they are dropped",
                 strange,
                 len(rows),
                 self._config.path,

@@ -1,4 +1,4 @@
-"""Eviction policies: which blocks a full tier gives up."""
+"""Eviction policies: they choose the blocks that a full tier evicts."""
 
 from __future__ import annotations
 

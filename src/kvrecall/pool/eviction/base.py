@@ -1,4 +1,4 @@
-"""What a tier asks of an eviction policy."""
+"""The interface between a tier and its eviction policy."""
 
 from __future__ import annotations
 

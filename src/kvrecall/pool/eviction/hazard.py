@@ -1,4 +1,4 @@
-"""Keeps what will be used soonest, as far as the past tells: our own policy."""
+"""The hazard policy: keeps the blocks with the soonest expected use, learned from past uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When blocks come back: life tables learned while serving, and what they say a block is worth."""
+"""Life tables: learned while serving, they predict when blocks come back and thus their value."""
 
 from __future__ import annotations
 

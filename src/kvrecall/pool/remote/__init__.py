@@ -1,1 +1,1 @@
-"""Stores beyond this host, and the tier that makes a well-behaved ``Tier`` of any of them."""
+"""Stores beyond this host, and the tier that turns any of them into a well-behaved ``Tier``."""

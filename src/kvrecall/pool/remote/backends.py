@@ -1,4 +1,4 @@
-"""The backend registry: stores by name, and the tier that settings ask for."""
+"""The backend registry: stores by name, and the tier that the settings describe."""
 
 from __future__ import annotations
 

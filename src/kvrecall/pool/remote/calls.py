@@ -1,4 +1,4 @@
-"""How a store is called: in batches from queues, in sizes it answers soon, not while it fails."""
+"""Calls to a store: in batches from queues, sized for short calls, paused after failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store that sees encrypted values only: what leaves the host leaves it under a key."""
+"""A store wrapper that encrypts values before they leave the host."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ class EncryptedStore:
                 if not self._told:
                     self._told = True
                     _LOG.error(
-                        "remote tier: blocks of %d bytes are not stored with encryption; at most "
-                        "%d",
+                        "remote tier: blocks of %d bytes are too large to be stored with "
+                        "encryption; at most %d",
                         objects[at].nbytes,
                         self._section_bytes,
                     )

@@ -1,4 +1,4 @@
-"""The existence cache: what is believed to be in a store, for a short while."""
+"""The existence cache: remembers for a short while which blocks a store has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks as objects: S3 and what speaks like it, Google, Azure, a directory, or memory."""
+"""Blocks as objects: S3 and compatible stores, Google, Azure, a directory, or memory."""
 
 from __future__ import annotations
 
@@ -268,8 +268,8 @@ def _speaks_plaintext(config: Mapping[str, str], allowed: bool) -> bool:
     for host in plain:
         if not (allowed or is_loopback(host)):
             raise ConfigError(
-                f"remote: endpoint http://{host} is another machine and its traffic is in the "
-                "clear; use https://, or set allow_plaintext if its network is yours alone"
+                f"remote: endpoint http://{host} is another machine and its traffic is in "
+                "the clear; use https://, or set allow_plaintext if you control its network"
             )
     return bool(plain)
 
@@ -277,7 +277,7 @@ def _speaks_plaintext(config: Mapping[str, str], allowed: bool) -> bool:
 def _local(url: str) -> Any:
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or not parts.path.strip("/"):
-        raise ConfigError(f"remote: url is {url!r}; a directory is written file:///path/of/it")
+        raise ConfigError(f"remote: url is {url!r}; write a directory as file:///path")
     folder = Path(unquote(parts.path))
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""What a store beyond this host must do: the whole interface of a tier of one's own.
+"""The interface of a store beyond this host: all that your own store must implement.
 
-A store keeps byte strings under names. It may be slow, lose what it was given, vanish and come
-back empty: whatever it answers is checked by the tier that uses it (``RemoteTier``), which brings
-threads, bounded queues, deadlines, checksums and a pause after failures. So a store is plain
-blocking code: batches in, batches out.
+A store keeps byte strings under names. It may be slow, lose values, vanish and come back empty:
+the tier that uses it (``RemoteTier``) verifies every answer, and adds threads, bounded queues,
+deadlines, checksums and a pause after failures. A store is therefore plain blocking code: batches
+in, batches out.
 """
 
 from __future__ import annotations

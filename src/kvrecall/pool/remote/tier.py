@@ -1,4 +1,4 @@
-"""The remote tier: makes a well-behaved ``Tier`` of any ``Store``."""
+"""The remote tier: turns any ``Store`` into a well-behaved ``Tier``."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class RemoteTier(Tier):
     ends at once; memory that an overdue call may still touch is owed until the call returns.
 
     The store is shared: ``clear`` forgets what this tier knows to be there, ``drop`` removes
-    blocks for everybody, and ``stats`` counts only what is known of.
+    blocks for all hosts, and ``stats`` counts only what is known of.
     """
 
     name = TierName.REMOTE
@@ -276,7 +276,7 @@ class RemoteTier(Tier):
             work.close(max(0.1, until - time.monotonic()))
         closer.join(_STORE_CLOSE_S)
         if closer.is_alive():
-            _LOG.error("remote tier: the store does not end; its threads are left to themselves")
+            _LOG.error("remote tier: the store does not close; its threads are abandoned")
         with self._lock:
             puts, gets = list(self._storing.values()), list(self._fetching)
         self._end_puts(puts, {})
@@ -440,7 +440,7 @@ class RemoteTier(Tier):
         try:
             answers = call()
             if len(answers) != expected:
-                raise ValueError(f"{len(answers)} answers to {expected} questions")
+                raise ValueError(f"{len(answers)} answers to {expected} requests")
         except Exception as error:  # noqa: BLE001 - a store may raise anything
             self._ledger.failed()
             if self._breaker.failed():

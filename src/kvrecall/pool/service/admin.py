@@ -1,11 +1,11 @@
 """Administration: every command of ``kvrecall pool`` on blocks, each in one place.
 
-A command is a struct: its fields travel over the socket, and ``run`` carries it out where the
-pool is: in the service, or in this process for a disk folder that no pool uses. Its result is what
-``--json`` prints; ``show`` makes it readable. The function below it, if there is one, builds it
-from options: its docstring is the help, and ``@command`` adds the options all commands have.
+A command is a struct: its fields travel over the socket, and ``run`` executes it where the
+pool is: in the service, or in this process for a disk folder that no pool uses. ``--json`` prints
+its result; ``show`` makes it readable. The function below it, if there is one, builds it
+from options: its docstring is the help, and ``@command`` adds the options that all commands have.
 
-``ServiceAdmin`` and ``FolderAdmin`` carry out any command: ``admin.do(Drop(query, False))``.
+``ServiceAdmin`` and ``FolderAdmin`` execute any command: ``admin.do(Drop(query, False))``.
 """
 
 from __future__ import annotations
@@ -61,33 +61,35 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Size = Annotated[str | None, typer.Option(help="A size such as 50GiB.")]
 _FOLDER = {
     "disk_path": Annotated[
-        Path | None, typer.Option(help="Instead of a service: a disk folder that no pool uses.")
+        Path | None, typer.Option(help="A disk folder that no pool uses, instead of a service.")
     ],
     "encryption_key_file": Annotated[
-        Path | None, typer.Option(help="Of a folder whose blocks are encrypted.")
+        Path | None, typer.Option(help="Key file of a folder with encrypted blocks.")
     ],
 }
 _QUERY = {
     "namespace": Annotated[
         list[str] | None,
-        typer.Option("--namespace", "-n", help="Only this one: its digest or the beginning of it."),
+        typer.Option(
+            "--namespace", "-n", help="Only this namespace: its digest, or a prefix of it."
+        ),
     ],
     "model": Annotated[
         list[str] | None,
-        typer.Option("--model", "-m", help="Only models whose description holds this text."),
+        typer.Option("--model", "-m", help="Only models whose description contains this text."),
     ],
     "tenant": Annotated[
         list[str] | None,
         typer.Option(
-            "--tenant", "-t", help="Only this one: as `ls --by tenant` prints, or salt:SALT."
+            "--tenant", "-t", help="Only this tenant: as `ls --by tenant` prints it, or salt:SALT."
         ),
     ],
     "block": Annotated[
         str | None, typer.Option(help="Only the prefix that ends with this block (ls --by chain).")
     ],
-    "tier": Annotated[str | None, typer.Option(help="Only blocks there: host or disk.")],
+    "tier": Annotated[str | None, typer.Option(help="Only blocks in this tier: host or disk.")],
     "older_than": Annotated[
-        str | None, typer.Option(help="Only blocks not used for so long: 90m, 12h, 7d.")
+        str | None, typer.Option(help="Only blocks not used for this long: 90m, 12h, 7d.")
     ],
     "younger_than": Annotated[
         str | None, typer.Option(help="Only blocks used since: 90m, 12h, 7d.")
@@ -210,9 +212,9 @@ class List(Command[Listing], frozen=True):
 @command(*_QUERY)
 def ls(
     query: Query,
-    by: Annotated[By, typer.Option(help="What the rows are.")] = By.NAMESPACE,
+    by: Annotated[By, typer.Option(help="What a row stands for.")] = By.NAMESPACE,
     sort: Annotated[str, typer.Option(help=f"One of: {', '.join(SORTS)}.")] = "size",
-    limit: Annotated[int, typer.Option(min=1, help="Rows at most (10,000).")] = 100,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of rows (10,000).")] = 100,
 ) -> List:
     """List what is in the pool."""
     return List(query, by, sort, limit)
@@ -294,7 +296,9 @@ class Drop(Command[Dropped], frozen=True):
 @command(*_WHOSE, "older_than")
 def drop(
     query: Query,
-    with_pinned: Annotated[bool, typer.Option("--with-pinned", help="Pinned blocks, too.")] = False,
+    with_pinned: Annotated[
+        bool, typer.Option("--with-pinned", help="Drop pinned blocks, too.")
+    ] = False,
 ) -> Drop:
     """Drop blocks by namespace, model, tenant and age: those that fit all that is said."""
     if query == Query():
@@ -347,7 +351,7 @@ def pin(query: Query) -> Pin:
 @command(*_WHOSE, "block")
 def unpin(
     query: Query,
-    everything: Annotated[bool, typer.Option("--all", help="Whatever is pinned.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Unpin all blocks.")] = False,
 ) -> Pin:
     """Let pinned blocks be evicted again."""
     if everything:

@@ -1,4 +1,4 @@
-"""A pool service that belongs to one server: started by it for its replicas, ended with it."""
+"""A pool service that belongs to one server: the server starts it for its replicas and ends it."""
 
 from __future__ import annotations
 
@@ -88,8 +88,9 @@ class ChildService:
                 pause_s = _FIRST_PAUSE_S
             if not self._closing.is_set():
                 _LOG.error(
-                    "kvrecall: the pool service of this server's replicas (process %d) ended with "
-                    "status %d; it is started again in %.1f s, until then every block is computed",
+                    "kvrecall: the pool service of this server's replicas (process %d) "
+                    "ended with status %d; it restarts in %.1f s, and until then every "
+                    "block is computed",
                     self.pid,
                     status,
                     pause_s,

@@ -1,4 +1,4 @@
-"""``kvrecall pool``: run the node's pool service, look at it, check it, empty it."""
+"""``kvrecall pool``: runs the node's pool service, and shows, checks and empties it."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
 """``ServiceClient``: the pool of a node service, as an engine sees it.
 
-It behaves as a ``Pool`` while a service is there, and as a pool that holds nothing while none is.
-No call waits longer than its deadline for a service that died, stalls or speaks nonsense.
+It behaves as a ``Pool`` while a service is there, and as an empty pool otherwise. No call waits
+longer than its deadline for a service that died, stalls or sends invalid messages.
 
-**Which arena an offset belongs to.** A service that is started again has another arena. Offsets
-given out by ``poll`` and ``reserve`` belong to the arena of the next ``arena_handle``; the client
-goes over to another arena only in ``find`` or ``arena_handle``, and only if it gave out no offset
-since the last ``arena_handle``. So an engine that sends the offsets of a step together with one
-handle, as the connector does, never mixes arenas.
+**Which arena an offset belongs to.** A restarted service has another arena. Offsets
+returned by ``poll`` and ``reserve`` belong to the arena of the next ``arena_handle``; the client
+switches to another arena only in ``find`` or ``arena_handle``, and only if it returned no offset
+since the last ``arena_handle``. An engine that sends the offsets of a step together with one
+handle, as the connector does, therefore never mixes arenas.
 
-**What a lost connection held.** The service keeps those slots until this client tells it that the
+**What a lost connection held.** The service keeps those slots until this client reports that the
 copies have ended: when every ticket was released and every reservation committed or abandoned.
 Blocks that were reserved on a lost connection are never committed, and until their copy has ended
 they are not reserved again.

@@ -1,4 +1,4 @@
-"""Where a pool is served: the lock and the socket of a service, its start and its end."""
+"""The endpoint of a pool: the lock and the socket of a service, its start and its end."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class SocketLock:
             holder = words[0] if words else "unknown"
             os.close(self._fd)
             raise TierError(
-                f"socket: {path} is served by process {holder} already; stop it, or give another "
-                "socket (and disk_path)"
+                f"socket: {path} is served by process {holder} already; stop it, or use "
+                "another socket (and disk_path)"
             ) from error
         words = os.pread(self._fd, 64, 0).decode("ascii", "replace").split()
         self.old_arena = int(words[1]) if len(words) == 2 and words[1].isdigit() else None
@@ -86,7 +86,9 @@ class SocketLock:
 def check_socket(path: Path) -> None:
     """Raises ConfigError if no Unix socket can have that path."""
     if not path.is_absolute():
-        raise ConfigError(f"socket: {path} is relative; engines start elsewhere: give a full path")
+        raise ConfigError(
+            f"socket: {path} is relative, but engines start in other folders; use an absolute path"
+        )
     if len(os.fsencode(path)) > _MAX_PATH:
         raise ConfigError(f"socket: {path} is longer than {_MAX_PATH} bytes; use a shorter path")
     if path.exists() and not path.is_socket():
@@ -98,8 +100,9 @@ def check_folder(folder: Path) -> None:
     status = folder.stat()
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise ConfigError(
-            f"socket: {folder} must be a folder of this user that no other can enter (mode "
-            f"0700, not {stat.S_IMODE(status.st_mode):04o}); give the socket a folder of its own"
+            f"socket: {folder} must be a folder of this user that no other user can enter "
+            f"(mode 0700, not {stat.S_IMODE(status.st_mode):04o}); give the socket its own "
+            "folder"
         )
 
 

@@ -1,4 +1,4 @@
-"""What lies in a pool: chosen, listed, drawn as trees; and what an administrator sees."""
+"""The contents of a pool: selected, listed, shown as trees; and the view of an administrator."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class Inventory:
 
     def overview(self) -> Overview:
         if self._overview is None:
-            raise ConfigError("a folder has no clients and no traffic; give the --socket of a pool")
+            raise ConfigError("a folder has no clients and no traffic; pass the --socket of a pool")
         return self._overview()
 
     # -- what is there ---------------------------------------------------------------------
@@ -169,7 +169,7 @@ class Inventory:
     def select(self, query: Query) -> list[BlockInfo]:
         """The blocks that fit; one in two tiers is named twice."""
         if query.tier not in ("", TierName.HOST, TierName.DISK):
-            raise ConfigError(f"--tier: {query.tier!r} is none; say host or disk")
+            raise ConfigError(f"--tier: {query.tier!r} is unknown; allowed: host, disk")
         held = self.pool.admin.blocks()
         if query.block:
             prefix = _prefix_of(query.block, held)
@@ -203,7 +203,7 @@ class Inventory:
             if any(text.lower() in namespace.model.lower() for text in query.models)
         }
         if query.models and not chosen:
-            raise ConfigError(f"--model: none is like {list(query.models)}; {_SEE}")
+            raise ConfigError(f"--model: no match for {list(query.models)}; {_SEE}")
         for prefix in query.namespaces:
             fitting = [digest for digest in known if digest.hex().startswith(prefix.lower())]
             if len(fitting) != 1:

@@ -1,5 +1,6 @@
-"""What the kernel knows of the processes at the other end: who they are, whether they live, who
-maps the arena. Linux only; reads /proc."""
+"""What the kernel knows of the processes at the other end: their identity, whether they live, and
+which of them map the arena. Linux only; reads /proc.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What is cached, as prefix trees: by model and tenant, the prefixes that begin alike.
+"""The cached blocks as prefix trees: for each model and tenant, prefixes with a common beginning.
 
-A pool knows blocks and their parents. A *node* is a run of blocks in which nothing branches; the
-nodes that grow out of its end are its children. All trees together have at most ``limit`` nodes,
-the largest ones; what is left out is counted.
+A pool knows blocks and their parents. A *node* is a run of blocks without branches; the nodes that
+continue its end are its children. All trees together have at most ``limit`` nodes, the largest
+ones; the omitted ones are counted.
 """
 
 from __future__ import annotations

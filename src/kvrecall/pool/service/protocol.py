@@ -1,13 +1,13 @@
-"""What service and clients say to each other: MessagePack in length-prefixed frames.
+"""The protocol between service and clients: MessagePack in length-prefixed frames.
 
 A frame is a little-endian 32-bit length and that many bytes: one message, an array whose first
-element is its tag. KV bytes never travel here; they lie in the arena, which both sides map.
+element is its tag. KV bytes never travel here; they stay in the arena, which both sides map.
 
-A client speaks first (``Hello``), the service answers ``Welcome`` or ``Refusal``. Requests with a
-``number`` are answered by a reply of the same number, in any order; all others have no reply. The
-service takes the requests of a connection in their order.
+A client sends ``Hello`` first, and the service answers ``Welcome`` or ``Refusal``. Each request
+with a ``number`` gets a reply of the same number, in any order; all others have no reply. The
+service processes the requests of a connection in order.
 
-Everything is checked while it is decoded, so that what a handler gets is of the right type and
+Every message is checked while it is decoded, so a handler receives values of the right type and
 within bounds. Nothing here can name a Python object (no pickle).
 """
 

@@ -1,7 +1,7 @@
-"""The service: one asyncio loop takes the requests of all connections and asks the pool.
+"""The service: one asyncio loop receives the requests of all connections and calls the pool.
 
-The pool answers within microseconds a key, so one thread is faster than a thread a connection. What
-takes time (flushes, administration) goes to worker threads.
+The pool answers within microseconds per key, so one thread is faster than a thread per connection.
+Slow calls (flushes, administration) run in worker threads.
 """
 
 from __future__ import annotations

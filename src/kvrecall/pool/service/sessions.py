@@ -244,7 +244,7 @@ class Reaper:
         try:
             seen = await loop.run_in_executor(self._thread, self._gather, living, lost, dead)
         except OSError as error:  # no files left, say: what is not seen is not dead
-            _LOG.warning("pool service: cannot look at processes: %s", error.strerror)
+            _LOG.warning("pool service: cannot inspect processes: %s", error.strerror)
             await asyncio.sleep(_ORPHANS_S)
             return
         self._looked_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""Retrieval attention inside vLLM: a subclass of its CPU attention backend.
+"""Retrieval attention inside vLLM: subclasses of its attention backends.
 
-Switched on by naming ``retrieval`` in ``VLLM_PLUGINS``; otherwise vLLM is left untouched.
+Enabled by naming ``retrieval`` in ``VLLM_PLUGINS``; otherwise vLLM is unchanged.
 """

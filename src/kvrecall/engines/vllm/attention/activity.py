@@ -1,4 +1,4 @@
-"""What retrieval did in this worker, so that a run in which it never acted can be told."""
+"""Counts what retrieval did in this worker, to recognise a run in which it never acted."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ class ActivityLog:
         new = {name: count - self._said[name] for name, count in totals.items()}
         self._said_at, self._said = now, totals
         logger.info(
-            "kvrecall: retrieval: %(steps_sparse)d of %(steps)d steps sparse; of "
-            "%(blocks_considered)d blocks considered %(blocks_selected)d chosen; "
-            "%(sequences_gated)d tokens left dense by the gate; of blocks off the device "
+            "kvrecall: retrieval: %(steps_sparse)d of %(steps)d steps sparse; "
+            "%(blocks_selected)d of %(blocks_considered)d considered blocks selected; "
+            "%(sequences_gated)d tokens left dense by the gate; of the offloaded blocks "
             "%(blocks_hit)d found in slots, %(blocks_loaded)d loaded",
             new,
         )

@@ -1,6 +1,5 @@
-"""Retrieval in vLLM's attention backends, whatever the platform: a metadata builder that plans
-every step once for all layers of a group, and the layers' attention. Both are mixed into classes of
-vLLM's.
+"""Retrieval in vLLM's attention backends, for every platform: a metadata builder that plans each
+step once for all layers of a group, and the layers' attention. Both are mixins for vLLM's classes.
 """
 
 from __future__ import annotations
@@ -283,8 +282,9 @@ class RetrievalBuilder(ABC):
             self._settings.regime(row.tokens) is Regime.OFFLOAD for row in rows
         ):
             logger.warning(
-                "kvrecall: sequences past VLLM_RETRIEVAL_OFFLOAD_BOUNDARY=%d are attended to "
-                "sparsely but stay on the device: this engine does not offload their blocks, as %s",
+                "kvrecall: sequences past VLLM_RETRIEVAL_OFFLOAD_BOUNDARY=%d are attended "
+                "to sparsely but stay on the device: this engine does not offload their "
+                "blocks, because %s",
                 self._settings.offload_boundary,
                 self._hindrance,
             )

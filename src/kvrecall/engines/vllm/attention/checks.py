@@ -1,6 +1,6 @@
-"""What retrieval attention cannot serve is refused when the engine starts, never served densely.
+"""Refuses at engine start what retrieval attention cannot serve, rather than serve it densely.
 
-Every refusal names the setting and the way out.
+Every refusal names the setting and the cure.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ def require_engine(vllm_config: Any, settings: RetrievalSettings) -> None:
     hindrance = offload_hindrance(vllm_config) if offloads else None
     if hindrance is not None:
         raise EngineError(
-            f"sequences past VLLM_RETRIEVAL_OFFLOAD_BOUNDARY={settings.offload_boundary} cannot "
-            f"leave the device in this engine, as {hindrance}; or set the boundary above "
-            f"max_model_len={model.max_model_len}: they are then attended to sparsely on the device"
+            f"sequences past VLLM_RETRIEVAL_OFFLOAD_BOUNDARY={settings.offload_boundary} "
+            f"cannot leave the device in this engine, because {hindrance}; or set the "
+            f"boundary above max_model_len={model.max_model_len}: they are then attended to "
+            "sparsely on the device"
         )
     if model.max_model_len <= settings.dense_boundary:
         logger.warning(

@@ -1,7 +1,7 @@
 """vLLM's CPU attention backend with retrieval, by rewritten block tables.
 
-The cache ``[blocks, kv_heads, tokens, 2 * dim]`` is viewed as ``[blocks * kv_heads, 1, ...]`` and
-every row is made a sequence of its own, of one KV head.
+The cache ``[blocks, kv_heads, tokens, 2 * dim]`` is viewed as ``[blocks * kv_heads, 1, ...]``, and
+every row becomes a sequence of its own, of one KV head.
 """
 
 from __future__ import annotations

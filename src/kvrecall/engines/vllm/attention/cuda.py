@@ -1,8 +1,8 @@
 """vLLM's attention backends for NVIDIA GPUs, with retrieval.
 
-Prefill and dense decoding are theirs; sparse decoding is our own Triton kernel. What a step does
-depends on how long its sequences are, so attention is not captured in CUDA graphs: vLLM captures
-what lies between the layers' attention (piecewise).
+vLLM's kernels do prefill and dense decoding; sparse decoding is kvrecall's own Triton kernel. A
+step depends on the lengths of its sequences, so attention is not captured in CUDA graphs: vLLM
+captures what lies between the layers' attention (piecewise).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the connector's worker side and the attention layers of a KV group tell each other."""
+"""The state that the connector's worker side and the attention layers of a KV group share."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""One sparse layer: the digests of its blocks, the choice among them, and attention to the chosen.
+"""One sparse layer: the digests of its blocks, the selection, and attention over selected blocks.
 
-Digests have checksums. A block's bytes are checked when they come from a disk or from another host;
-in memory they are not, and are read once for every use. Digests are read once for a sequence's
-whole life, and a wrong one silently has the wrong blocks chosen; but they can be computed anew from
-the block's keys.
+Digests have checksums. A block's bytes are verified when they come from a disk or from another
+host; in memory they are not, and are read once for every use. Digests are read once for a
+sequence's whole life, and a damaged digest silently selects wrong blocks; but it can be recomputed
+from the block's keys.
 """
 
 from __future__ import annotations

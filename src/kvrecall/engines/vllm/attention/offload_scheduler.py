@@ -1,15 +1,15 @@
-"""Scheduler side of offloading: which blocks of long sequences leave the device, and vLLM's block
-manager that gives them back.
+"""Scheduler side of offloading: decides which blocks of long sequences leave the device, and
+contains the vLLM block manager that returns them.
 
 A block leaves when the pool holds it in the arena and a lease keeps it there. In exchange the
-sequence holds slots: device blocks of no token's own, into which the worker recalls what each layer
-and KV head needs. Lease and slots end with the sequence's stay in the batch: a preempted sequence
-comes back as any other, from the device's prefix cache and the pool. Middle blocks of a prefix that
-is found in the pool do not come to the device at all.
+sequence holds slots: device blocks without tokens of their own, into which the worker recalls what
+each layer and KV head needs. Lease and slots end with the sequence's stay in the batch: a preempted
+sequence comes back like any other, from the device's prefix cache and the pool. Middle blocks of a
+prefix that is found in the pool are not loaded to the device at all.
 
-A pool service may die, and another one take its place. What has left the device by then stays
-where it is: workers keep the dead one's arena mapped while sequences read it. Of such a sequence
-nothing more leaves, so that all that has lies in one arena.
+A pool service may die and be replaced. Blocks that have left the device by then stay in the old
+arena: workers keep it mapped while sequences read it. Such a sequence offloads no further blocks,
+so that all its offloaded blocks are in one arena.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The ``vllm.general_plugins`` entry point, called by vLLM in every one of its processes.
+"""The ``vllm.general_plugins`` entry point, which vLLM calls in every one of its processes.
 
 vLLM calls the plug-ins of all installed packages while ``VLLM_PLUGINS`` is unset, so this one acts
-only if it is named there, or if ``kvrecall serve --retrieval`` asked for it.
+only if that variable names it, or under ``kvrecall serve --retrieval``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A step of retrieval, planned once for all layers: which sequences are attended to sparsely, what
-there is to do beside dense attention of the whole batch, and which digests must be computed first.
+"""Plans a step of retrieval once for all layers: which sequences are attended to sparsely, the work
+beside dense attention of the whole batch, and which digests must be computed first.
 
 Every (sequence, KV head) is a row of its own, so that each may have its own blocks; a row names a
 block of a head by ``block * kv_heads + head``. Keys are stored after rotary embedding, so the order
-of blocks means nothing; only the last one, which may be partial, must stay last.
+of blocks does not matter; only the last one, which may be partial, must stay last.
 """
 
 from __future__ import annotations

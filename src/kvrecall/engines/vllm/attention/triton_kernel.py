@@ -1,4 +1,4 @@
-"""Sparse attention of decoded tokens where vLLM keeps keys and values as they are: on a GPU."""
+"""Sparse attention of decoded tokens over vLLM's own layout of keys and values, on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All that depends on vLLM's versions: ``versions`` says which is supported, ``config`` reads its
-configuration and layouts, ``patches`` lists every replaced part, the other modules hold those
-parts. docs/compat.md has the table.
+"""All code that depends on vLLM's version: ``versions`` defines the supported one, ``config`` reads
+its configuration and layouts, ``patches`` lists every patch, and the other modules contain them.
+docs/compat.md has the table.
 """

@@ -1,5 +1,6 @@
-"""What vLLM's configuration, KV layout, platform and parallel groups say of an engine. Version
-branches of reading them stand here."""
+"""Reads an engine's facts from vLLM's configuration, KV layout, platform and parallel groups.
+Version branches of reading them are here.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""vLLM's workers and model runners: what they show and when they call the connector, and requests
-with a ``seed`` on a CPU."""
+"""Patches of vLLM's workers and model runners: access to the model, the time of connector calls,
+and requests with a ``seed`` on a CPU.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The engine core: what the connector interface does not reach of its executor, its scheduler and
-its block manager."""
+"""Patches of the engine core: parts of its executor, scheduler and block manager that the connector
+interface does not reach.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's API server: its engine cores, which end with it, their outputs, and its handlers."""
+"""Patches of vLLM's API server: engine cores that end with it, their outputs, its handlers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Which vLLM kvrecall is for. The one place that says it; pyproject.toml and the docs agree
-(tests/engine/test_compat.py)."""
+"""The supported version of vLLM, defined only here; a test holds pyproject.toml and the docs to it
+(tests/engine/test_compat.py).
+"""
 
 from __future__ import annotations
 

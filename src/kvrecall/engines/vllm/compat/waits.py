@@ -1,10 +1,10 @@
 """How vLLM's engine and worker processes wait for each other on a CPU.
 
-For a second after each message they look again and again, and give the processor up by
-``sched_yield`` in between. On few cores that takes the processor from those who compute, and where
-one process is alone on its core with it, some kernels (Linux 6.18 here) lose count of whose turn it
-is: other threads that are ready to run stood for up to 78 s (docs/log.md). A sleep of a microsecond
-costs a step some 0.1 ms and leaves the processor to the others.
+For a second after each message they poll, and yield the processor by ``sched_yield`` in between.
+With few cores that takes the processor from threads that compute. If one process is alone on its
+core with it, some kernels (Linux 6.18 here) schedule wrongly: other runnable threads did not run
+for up to 78 s (docs/log.md). A sleep of a microsecond costs a step some 0.1 ms and leaves the
+processor to the others.
 """
 
 from __future__ import annotations

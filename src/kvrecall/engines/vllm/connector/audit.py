@@ -1,13 +1,13 @@
-"""The audit: an engine believes a writer's blocks after it has seen that it computes the same.
+"""The audit: an engine loads a writer's blocks only after it has seen that it computes the same.
 
-No list of what KV depends on is ever complete. So every block carries the *origin* of its writer, a
-number drawn when an engine starts, and an engine loads blocks only of origins that it has proved:
-the first hit on another origin's blocks is not loaded but computed, and compared when it is there.
-An engine that has proved an origin writes under it from then on, so that few are left to prove.
-Of the hits on proved origins one in a few thousand is checked again, by its last block.
+No list of what KV depends on is ever complete. Every block therefore carries the *origin* of its
+writer, a number drawn when an engine starts, and an engine loads only blocks of origins that it has
+proved: it computes the first hit on another origin's blocks and then compares them. An engine that
+has proved an origin writes under it from then on, so that few are left to prove. Of the hits on
+proved origins, one in a few thousand is checked again, by its last block.
 
-Belief is per namespace, and apart for prompts with images or sound, which take other paths through
-a model. Everything here belongs to the scheduler side and runs in its thread.
+Proofs are kept per namespace, and separately for prompts with images or sound, which take other
+paths through a model. Everything here belongs to the scheduler side and runs in its thread.
 """
 
 from __future__ import annotations
@@ -282,12 +282,12 @@ class Auditor:
             return
         self._tally.counts["audits_failed"] += 1
         logger.error(
-            "kvrecall: AUDIT FAILED: this engine computes other KV than lies in the pool under the "
-            "namespace %s: %d of %d blocks differ (request %s, origins %s), most in layer %s: "
-            "relative deviation %.2g, %.1f times what rounding may cause. Something that shapes KV "
-            "is not in the namespace; please report both engines' settings. From now on this "
-            "engine reads and writes nothing of that namespace: its blocks are private to this "
-            "process",
+            "kvrecall: AUDIT FAILED: this engine computes other KV than the pool contains "
+            "under namespace %s: %d of %d blocks differ (request %s, origins %s), most in "
+            "layer %s: relative deviation %.2g, %.1f times what rounding may cause. "
+            "Something that shapes KV is not in the namespace; please report both engines' "
+            "settings. From now on this engine neither reads nor writes that namespace: "
+            "its blocks are private to this process",
             audit.namespace.digest.hex(),
             total.unequal,
             total.blocks,
@@ -307,9 +307,9 @@ class Auditor:
             belief.writes = min(audit.origins)
         if new or total.unequal:
             logger.info(
-                "kvrecall: audit passed: this engine computes what lies in the pool under %s: %d "
-                "blocks compared, %d of them bit for bit equal, the others within rounding (%.2f "
-                "of the bound, in layer %s)",
+                "kvrecall: audit passed: this engine computes the same KV as the pool "
+                "contains under %s: %d blocks compared, %d of them bit for bit equal, the "
+                "others within rounding (%.2f of the bound, in layer %s)",
                 audit.namespace.digest.hex(),
                 total.blocks,
                 total.blocks - total.unequal,

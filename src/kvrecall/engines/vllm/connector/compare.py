@@ -1,8 +1,8 @@
-"""How far KV that this rank has just computed lies from what the pool has under the same keys.
+"""Compares KV that this rank has just computed with the pool's blocks under the same keys.
 
-Another batch shape or another cut of the prompt may round differently, so bytes that are not equal
+Another batch shape or another chunking of the prompt may round differently, so bytes that differ
 are judged by value: per layer, the deviation that a tenth of the vectors exceed, relative to
-their length. What noise was measured, and how far other models lie, is in docs/identity.md.
+their length. docs/identity.md has the measured noise, and the deviation of other models.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``RecallConnector``: what vLLM loads. It only hands calls to one side or the other."""
+"""``RecallConnector``: the class that vLLM loads. It only forwards calls to one of its sides."""
 
 from __future__ import annotations
 
@@ -204,8 +204,8 @@ class RecallConnector(KVConnectorBase_V1):
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         if len(shards) != ranks:
             raise EngineError(
-                f"{len(shards)} of {ranks} ranks show what they hold of a block; kvrecall supports "
-                "tensor and pipeline parallel engines whose ranks all report"
+                f"{len(shards)} of {ranks} ranks report their shard of a block; kvrecall "
+                "supports tensor and pipeline parallel engines whose ranks all report"
             )
         replicas = config.kv_replicas(self._kv_cache_config)
         return EngineFacts(
@@ -357,7 +357,7 @@ def _endpoint(pool: PoolClient, settings: RecallSettings) -> AdminEndpoint | Non
     try:
         return AdminEndpoint(pool, settings.admin_socket, settings.pool)
     except KvrecallError as error:
-        logger.warning("kvrecall: the pool of this engine cannot be asked: %s", error)
+        logger.warning("kvrecall: the pool of this engine cannot be administered: %s", error)
         return None
 
 

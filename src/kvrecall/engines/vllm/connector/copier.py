@@ -1,9 +1,9 @@
 """Copies blocks between the device KV cache of one rank and the arena: an order becomes one batch
-of addresses, however its blocks lie, and batches of a direction are completed in their order.
+of addresses, wherever its blocks are, and batches of one direction complete in order.
 
-``CopyQueue`` has a form a kind of device: in place on the CPU, on a stream elsewhere. Tests have a
-third, which copies as late as it may (tests/engine/late_copies.py). Nothing outside this module
-names CUDA.
+``CopyQueue`` has a form for each kind of device: in place on the CPU, on a stream elsewhere. Tests
+have a third, which copies as late as it may (tests/engine/late_copies.py). Nothing outside this
+module names CUDA.
 """
 
 from __future__ import annotations
@@ -175,8 +175,9 @@ def page_lock(memory: torch.Tensor, device: torch.device) -> None:
         status = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), flags))
         if status != 0:
             raise TierError(
-                f"the driver does not page-lock the arena of {memory.numel()} bytes (CUDA error "
-                f"{status}); make host_size smaller or raise the limit of locked memory"
+                f"the driver cannot page-lock the arena of {memory.numel()} bytes (CUDA "
+                f"error {status}); make host_size smaller or raise the limit of locked "
+                "memory"
             )
 
 

@@ -1,8 +1,8 @@
-"""Counts of the connector, and their way to vLLM's logs and Prometheus endpoint.
+"""Counters of the connector, and their path to vLLM's logs and Prometheus endpoint.
 
-vLLM carries a ``KVConnectorStats`` payload from the engine to the API process once a step; the
+vLLM carries a ``KVConnectorStats`` payload from the engine to the API process once per step. The
 payload holds increments of counters, current values of gauges, the latencies of loads, and for
-requests that began where their prompts come from (``serving/insight.py``).
+requests that began the sources of their prompts (``serving/insight.py``).
 """
 
 from __future__ import annotations

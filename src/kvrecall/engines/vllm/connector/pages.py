@@ -1,4 +1,4 @@
-"""The KV cache of one rank as bytes: where the blocks of each layer lie on the device.
+"""The KV cache of one rank as bytes: the location of each layer's blocks on the device.
 
 A block of a layer is a run of bytes, or several, whatever the backend packs into it (K and V, of
 all heads of the rank, fp8 or bf16): the pool moves bytes and never interprets them.

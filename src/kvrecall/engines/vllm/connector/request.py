@@ -1,15 +1,15 @@
-"""A request on the scheduler side: its blocks, and the load of the prefix that the pool has.
+"""A request on the scheduler side: its blocks, and the load of the prefix found in the pool.
 
 A request *matches* (which leading blocks does the pool have?), *waits* (for blocks that a prefill
 instance promised, for a store's answer, for blocks on their way into the arena), *loads* (the
 workers copy, leases hold the blocks) and is then an ordinary request of the engine.
-``RecallScheduler`` moves it from one to the next.
+``RecallScheduler`` moves it from one state to the next.
 
-A hit that loses to recomputing is worse than a miss, so ``LoadCostModel`` says how much of a match
-to load and how long to wait for it. Loading costs time in proportion to bytes, by tier; computing a
-token costs more the deeper it lies (attention). Both are measured on the engine's own work, so
-neither needs settings: prefill steps as they run, recalls as they arrive. Before the first prefill
-step, the rate of matrix products on this device stands in for it.
+A hit that is slower than recomputing is worse than a miss, so ``LoadCostModel`` decides how much
+of a match to load and how long to wait for it. The cost of loading is proportional to bytes, per
+tier; computing a token costs more the deeper it is (attention). Both are measured on the engine's
+own work, so neither needs settings: prefill steps as they run, recalls as they arrive. Before the
+first prefill step, the rate of matrix products on this device is used instead.
 """
 
 from __future__ import annotations

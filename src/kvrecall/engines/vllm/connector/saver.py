@@ -1,4 +1,4 @@
-"""Saving: which blocks the workers copy to the arena, and what becomes of the copies."""
+"""Saving: chooses the blocks that the workers copy to the arena, and commits or abandons them."""
 
 from __future__ import annotations
 

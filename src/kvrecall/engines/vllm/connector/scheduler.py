@@ -1,7 +1,7 @@
 """The scheduler side: decides what to recall and what to save. Never touches KV bytes.
 
-It runs inside the engine's scheduling step, so it asks the pool only questions that are answered
-at once; promotions from disk are polled. The one exception is asked for: with ``async_write``
+It runs inside the engine's scheduling step, so it makes only pool calls that return at once;
+promotions from disk are polled. The one exception is a setting: with ``async_write``
 off, the step that ends a request waits (bounded) until its blocks are durable.
 """
 
@@ -285,8 +285,8 @@ class RecallScheduler:
         if self.offloader is not None:
             self.offloader.out_of_reach()
         logger.error(
-            "kvrecall: blocks of %d sequences off the device cannot be read in the pool; they are "
-            "computed anew, and sequences stay on the device from now on",
+            "kvrecall: the offloaded blocks of %d sequences cannot be read; these "
+            "sequences are recomputed, and sequences stay on the device from now on",
             len(lost),
         )
 
@@ -384,9 +384,10 @@ class RecallScheduler:
         if not self._warned_of_foreign:
             self._warned_of_foreign = True
             logger.warning(
-                "kvrecall: the blocks of the prefill instance do not fit this engine (namespace "
-                "%s there, %s here): prompts are computed again. Both logs list what a namespace "
-                "is made of; model, dtype, block size, parallel sizes and vLLM must be the same",
+                "kvrecall: the blocks of the prefill instance do not fit this engine "
+                "(namespace %s there, %s here): prompts are computed again. Both logs list "
+                "the contents of the namespace; model, dtype, block size, parallel sizes "
+                "and vLLM must be the same",
                 promise.namespace[:64],
                 namespace.digest.hex(),
             )

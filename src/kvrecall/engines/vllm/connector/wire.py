@@ -1,7 +1,7 @@
-"""What the scheduler side and the worker side of the connector tell each other: at start what a
-rank holds of a block, then step by step.
+"""The messages between the scheduler side and the worker side of the connector: at start a rank's
+shard of a block, then orders and reports step by step.
 
-Everything here is pickled by vLLM once a step, so it is small and plain.
+vLLM pickles everything here once per step, so it is small and plain.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Identity of an engine's blocks: what a namespace holds, and where each ingredient comes from."""
+"""The identity of an engine's blocks: the contents of a namespace, and the source of each part."""

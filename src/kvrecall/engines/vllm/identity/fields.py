@@ -1,9 +1,9 @@
 """Which of vLLM's settings shape the bytes of KV: a decision for each field and variable.
 
-The tables are in fields.toml. The namespace holds the value of every setting that is
-``Fate.IN_NAMESPACE`` there. A setting that the tables do not know, because a newer vLLM has added
-it, counts as such: an upgrade may cost hits, and never brings wrong ones.
-tests/engine/test_fields.py fails for a setting of the installed vLLM that is not decided.
+The tables are in fields.toml. The namespace contains the value of every setting that is
+``Fate.IN_NAMESPACE`` there. A setting that the tables do not know, because a newer vLLM added
+it, is treated likewise: an upgrade may cost hits, but never causes wrong ones.
+tests/engine/test_fields.py fails for a setting of the installed vLLM without a decision.
 ``python -m kvrecall.engines.vllm.identity.fields docs/identity.md`` writes the
 tables into the docs.
 """

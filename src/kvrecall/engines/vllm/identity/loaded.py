@@ -1,8 +1,8 @@
-"""What a configuration has become in the loaded model: its code, its switches, its rope caches.
+"""The effect of a configuration on the loaded model: its code, its switches, its rope caches.
 
-``max_model_len`` alone says nothing of KV: for most models another limit changes no byte, for some
-it flips a switch (Phi-3's long rope factors, Llama 4's attention temperature). So the namespace
-holds what the loaded modules are, and not the limits they were made from.
+``max_model_len`` alone says nothing about KV: for most models another limit changes no byte, for
+some it flips a switch (Phi-3's long rope factors, Llama 4's attention temperature). The namespace
+therefore describes the loaded modules, not the limits that they were built from.
 """
 
 from __future__ import annotations

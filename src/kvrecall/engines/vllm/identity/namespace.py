@@ -1,4 +1,4 @@
-"""Which namespace the blocks of each request belong to: the engine's, and what an adapter adds."""
+"""The namespace of each request's blocks: the engine's, and an adapter's addition."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def namespace_of(
         reason = "calculate_kv_scales takes scales from the first request served"
     if reason:
         logger.warning(
-            "kvrecall: blocks of this engine fit no other; NOTHING WILL HIT AFTER A RESTART: %s",
+            "kvrecall: no other engine can use this engine's blocks; NOTHING WILL HIT "
+            "AFTER A RESTART: %s",
             reason,
         )
         parts["private"] = secrets.token_hex(16)
@@ -79,8 +80,8 @@ def _loaded_text(vllm_config: Any, shards: Sequence[Shard]) -> str:
     if any(shard.model is None for shard in shards):
         limit = vllm_config.model_config.max_model_len
         logger.warning(
-            "kvrecall: this platform's workers do not show the model they have loaded, so blocks "
-            "are shared only by engines of the same max_model_len (%d)",
+            "kvrecall: this platform's workers do not expose the model they have loaded, "
+            "so blocks are shared only by engines of the same max_model_len (%d)",
             limit,
         )
         loaded.append(f"max_model_len {limit}")

@@ -1,4 +1,4 @@
-"""Which weights an engine has: fingerprints of its model folders, taken while the engine loads."""
+"""Identifies an engine's weights: fingerprints of its model folders, taken while it loads."""
 
 from __future__ import annotations
 
@@ -119,9 +119,9 @@ class Weights:
 
 def _private(name: str, reason: str) -> str:
     logger.warning(
-        "kvrecall: cannot tell which weights %s has: %s. Blocks are private to this process and "
-        "NOTHING WILL HIT AFTER A RESTART. Pass the path of a downloaded model that does not "
-        "change while the engine starts",
+        "kvrecall: cannot determine the weights of %s: %s. Blocks are private to this "
+        "process and NOTHING WILL HIT AFTER A RESTART. Pass the path of a downloaded model "
+        "that does not change while the engine starts",
         name,
         reason,
     )

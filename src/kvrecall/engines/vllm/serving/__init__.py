@@ -1,1 +1,1 @@
-"""vLLM as a server: its async engine, its OpenAI application, and our answers in it."""
+"""vLLM as a server: its async engine, its OpenAI application, and additions to replies."""

@@ -1,6 +1,6 @@
-"""vLLM as a server: its own async engine, OpenAI app and HTTP loop, with our routes on top.
+"""vLLM as a server: its own async engine, OpenAI app and HTTP loop, with kvrecall's routes on top.
 
-``serve`` is the only entry. Everything here follows vLLM 0.32's own ``vllm serve``
+``serve`` is the only entry point. Everything here follows vLLM 0.32's own ``vllm serve``
 (``vllm/entrypoints/launchers/api_server/entry.py``): the same functions in the same order, with
 four differences: handlers of ``openai_handlers.py`` replace vLLM's, routes are attached before the
 first request, further addresses are served beside vLLM's own (each by a uvicorn server in the same

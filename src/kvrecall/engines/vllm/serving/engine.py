@@ -1,4 +1,4 @@
-"""Our Engine over vLLM's async engine: what the MindIE and TGI routes and the management plane ask.
+"""The ``Engine`` interface over vLLM's async engine, for the MindIE and TGI routes and management.
 
 Prompts go through vLLM's own renderer, so that the same text gives the same blocks on every route.
 """

@@ -1,8 +1,8 @@
-"""What the server sees of its engine while it runs: where prompts came from, steps, requests.
+"""What the server learns about its running engine: sources of prompts, steps, requests.
 
-vLLM hands a connector's last word on a request to the API process only when the *engine* ends it;
-a stop string is found outside the engine, which then merely aborts the request. So the split of
-every request also travels with the step's statistics, and lies here for the reply to pick up.
+vLLM passes a connector's final parameters of a request to the API process only when the *engine*
+ends it; a stop string is found outside the engine, which then merely aborts the request. The split
+of every request therefore also travels with the step's statistics, and the reply reads it here.
 """
 
 from __future__ import annotations

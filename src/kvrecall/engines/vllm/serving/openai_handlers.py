@@ -1,10 +1,11 @@
-"""vLLM's OpenAI handlers, made to say where a prompt's tokens came from, and to know best_of.
+"""vLLM's OpenAI handlers, extended by the sources of a prompt's tokens and by best_of.
 
-The connector reports per finished request ``kv_transfer_params["kvrecall"]`` (tokens by source).
-The handlers below are vLLM's own with that report added to ``usage.prompt_tokens_details`` as
-``recall``. They override few methods, whose outputs they take apart as little as possible: a
-reply object is given one more attribute, and of a stream only the usage chunk is rewritten.
-``best_of``, a field vLLM dropped and would pass over in silence, goes to the engine (sampling.py).
+For each finished request the connector reports ``kv_transfer_params["kvrecall"]`` (tokens by
+source). The handlers below are vLLM's own with that report added to
+``usage.prompt_tokens_details`` as ``recall``. They override few methods and take their outputs
+apart as little as possible: a reply object gets one more attribute, and in a stream only the usage
+chunk is rewritten. ``best_of``, a field that vLLM dropped and would silently ignore, goes to the
+engine (sampling.py).
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Sampling parameters beyond vLLM's: ``best_of``, and what its own checks let through.
+"""Sampling parameters beyond vLLM's: ``best_of``, and checks that vLLM lacks.
 
-``best_of``: more sequences are computed than wanted, and the most probable are given, by their
+``best_of``: the engine computes more sequences than requested and returns the most probable by
 cumulative log probability, as vLLM did when it had the parameter. It travels in ``extra_args``, so
-that every route that ends in the engine's ``generate`` serves it.
+that every route that ends in the engine's ``generate`` supports it.
 
-The checks refuse what breaks more than the request itself, found by sending such requests to a
-live server (docs/log.md, 2026-11-21): vLLM 0.32 validates a JSON schema that xgrammar does not
-take by building llguidance's grammar of it, within the API server and with memory in proportion to
-``minItems`` and ``maxItems``: one request could have the whole server killed. The others cost only
-their own request, an internal error without a word.
+The checks refuse requests that break more than themselves, found by sending such requests to a
+live server (docs/log.md, 2026-11-21): for a JSON schema that xgrammar does not support, vLLM 0.32
+validates by building llguidance's grammar, within the API server and with memory in proportion to
+``minItems`` and ``maxItems``; one request could have the whole server killed. The others cost only
+their own request, an internal error without a message.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def check_output(output: RequestOutput, params: SamplingParams) -> None:
         return
     if any(each.finish_reason == "error" for each in output.outputs):
         raise VLLMValidationError(
-            "the engine cannot follow this structured output: its grammar does not compile, or "
-            "none of the tokens that are allowed fits it",
+            "the engine cannot follow this structured output: its grammar does not "
+            "compile, or no allowed token fits it",
             parameter="structured_outputs",
         )
 
@@ -111,8 +111,8 @@ def _check_items(wanted: StructuredOutputsParams) -> None:
         total += max(count, 0)
         if total > MOST_ITEMS:
             raise VLLMValidationError(
-                f"the arrays of a schema may have {MOST_ITEMS} items together "
-                "(minItems, maxItems); leave out a bound that bounds nothing",
+                f"the arrays of a schema may have {MOST_ITEMS} items together (minItems, "
+                "maxItems); omit bounds that limit nothing",
                 parameter="structured_outputs",
             )
 

@@ -1,5 +1,6 @@
-"""vLLM's async engine as a server uses it: with limits of time, ways to refuse what is new and to
-end what runs, and ``best_of``, which vLLM no longer has."""
+"""vLLM's async engine as a server uses it: with time limits, refusal of new requests, ending of
+running ones, and ``best_of``, which vLLM no longer has.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +105,7 @@ class ServedLLM(AsyncLLM):
         request for too many sequences."""
         if self.draining and not _SEARCHING.get():
             raise GracefulHTTPError(
-                "the server is stopping and takes no new requests", HTTPStatus.SERVICE_UNAVAILABLE
+                "the server is stopping and accepts no new requests", HTTPStatus.SERVICE_UNAVAILABLE
             )
         self._check_count("n", n)
         super().check_admission(n, request_id)

@@ -1,6 +1,6 @@
-"""``kvrecall bench needle``: does a model still answer when attention is by retrieval.
+"""``kvrecall bench needle``: does a model still answer with retrieval attention?
 
-``words`` and ``tasks`` make documents and questions and need nothing but the standard library; they
+``words`` and ``tasks`` generate documents and questions with the standard library only; they
 draw from ``random.random()`` alone, whose sequence Python guarantees, so a seed gives the same text
 everywhere. ``bench/model`` trains its model on them.
 """

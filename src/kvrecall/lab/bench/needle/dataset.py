@@ -1,4 +1,4 @@
-"""Which documents are made, which questions about them are asked, and how a model is asked."""
+"""The dataset: its documents, the questions about them, and the prompts for a model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""``kvrecall bench needle``: asks every question of a dataset under every variant, and reports
-what was right."""
+"""``kvrecall bench needle``: runs every question of a dataset with every variant and reports the
+results.
+"""
 
 from __future__ import annotations
 
@@ -67,16 +68,21 @@ def measure_needle(
     ] = None,
     lengths: Annotated[str, typer.Option(help="Tokens of the prompts: 4K,16K,65536.")] = "2K,8K",
     tasks: Annotated[str, typer.Option(help="Which tasks.")] = ",".join(TASKS),
-    samples: Annotated[int, typer.Option(help="Questions a task and length.", min=1)] = 16,
+    samples: Annotated[int, typer.Option(help="Questions per task and length.", min=1)] = 16,
     documents: Annotated[
         int | None,
-        typer.Option(help="Texts a length at most. Default: one for eight of each task.", min=1),
+        typer.Option(
+            help="Maximum number of texts per length. Default: one per eight of each task.",
+            min=1,
+        ),
     ] = None,
     depths: Annotated[int, typer.Option(help="Parts of the text, by depth.", min=1, max=50)] = 10,
     seed: Annotated[int, typer.Option(help="Another seed makes other texts.")] = SEED,
     ask: Annotated[
         PromptStyle | None,
-        typer.Option(help="As recall-tiny was trained, or in plain language. Default: by model."),
+        typer.Option(
+            help="Prompt style: as recall-tiny was trained, or plain language. Default: by model."
+        ),
     ] = None,
     share: Annotated[
         str, _option(_RETRIEVAL, "Share of the middle blocks chosen; several: 0.2,0.05.")
@@ -88,8 +94,8 @@ def measure_needle(
     least: Annotated[
         int, _option(_RETRIEVAL, "Fewest blocks chosen, at any share. 0: by the share.", min=0)
     ] = 0,
-    init: Annotated[int, _option(_RETRIEVAL, "First tokens that always take part.")] = 128,
-    local: Annotated[int, _option(_RETRIEVAL, "Last tokens that always take part.")] = 256,
+    init: Annotated[int, _option(_RETRIEVAL, "First tokens that are always attended to.")] = 128,
+    local: Annotated[int, _option(_RETRIEVAL, "Last tokens that are always attended to.")] = 256,
     dense_boundary: Annotated[int, _option(_RETRIEVAL, "Shorter sequences stay dense.")] = 512,
     dense_layers: Annotated[
         int, _option(_RETRIEVAL, "First layers that attend to everything; 0 is the hard case.")
@@ -171,9 +177,9 @@ def _shares(text: str) -> tuple[float, ...]:
         try:
             shares.append(float(name))
         except ValueError:
-            raise ConfigError(f"--share: {name!r} is no number") from None
+            raise ConfigError(f"--share: {name!r} is not a number") from None
         if not 0 < shares[-1] <= 1:
-            raise ConfigError(f"--share: {name} is not in (0, 1]; 0.2 chooses a fifth")
+            raise ConfigError(f"--share: {name} is not in (0, 1]; 0.2 selects a fifth")
     if not shares:
         raise ConfigError("--share: name at least one, such as 0.2")
     return tuple(shares)
@@ -206,8 +212,9 @@ def _local(
         )
     if not split_of(longest, BLOCK, settings).middle:
         raise ConfigError(
-            f"--lengths: {longest} tokens leave nothing to choose from, as the first "
-            f"{settings.init_tokens} and the last {settings.local_tokens} always take part"
+            f"--lengths: {longest} tokens leave no blocks to select from, because the first "
+            f"{settings.init_tokens} and the last {settings.local_tokens} are always "
+            "attended to"
         )
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrecall-needle-")))
     progress(f"starting {model}, once for all lengths and settings")

@@ -1,4 +1,4 @@
-"""What was right, with intervals and sign tests: the report and the heat map."""
+"""Scores with intervals and sign tests: the report and the heat map."""
 
 from __future__ import annotations
 
@@ -61,13 +61,14 @@ class Results:
             count = self.selected.get(variant.name)
             if variant.retrieval and count is None:
                 raise KvrecallError(
-                    "whether retrieval acted is unknown: the server's metrics hold no "
+                    "whether retrieval acted is unknown: the server's metrics contain no "
                     "kvrecall_retrieval_* counters (they come with RecallConnector)"
                 )
             if variant.retrieval and not count:
                 raise KvrecallError(
-                    f"{variant.name}: retrieval did not act, no block was chosen; the lengths may "
-                    "lie within the dense boundary, or init and local tokens cover them"
+                    f"{variant.name}: retrieval did not act, no block was selected; the "
+                    "lengths may be within the dense boundary, or init and local tokens "
+                    "cover them"
                 )
 
     @property

@@ -1,4 +1,4 @@
-"""The servers that are asked: a local one whose retrieval settings are switched, or others'."""
+"""The servers under test: a local one whose retrieval settings are switched, or other endpoints."""
 
 from __future__ import annotations
 

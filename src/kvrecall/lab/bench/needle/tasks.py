@@ -1,8 +1,8 @@
-"""Documents with facts strewn in, and questions about them. Standard library only.
+"""Documents with scattered facts, and questions about them. Standard library only.
 
-The text interface of the needle bench: `make_document` gives a document and questions,
-each with the prompt text, the reply a perfect model gives, the strings by which a reply is
-judged and the depth of the fact. Everything follows from the `random.Random` handed in, of
+The text interface of the needle benchmark: `make_document` returns a document and questions,
+each with the prompt text, the reply of a perfect model, the strings by which a reply is
+scored and the depth of the fact. Everything follows from the `random.Random` argument, of
 which only `random()` is used, so that a seed gives the same text on every machine.
 """
 

@@ -1,4 +1,4 @@
-"""The words facts are made of, and ordinary sentences that carry none. Standard library only.
+"""The words of facts, and ordinary sentences that contain none of them. Standard library only.
 
 A key is an adjective and a noun ("amber falcon"), a value a number of three digits. The tokenizer
 is trained so that every one of these words, with the space before it, is one token. Filler comes

@@ -1,4 +1,4 @@
-"""Mooncake Store as a store of the remote tier. Its client runs in a process of its own."""
+"""Mooncake Store as a store of the remote tier. Its client runs in its own process."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""The process of Mooncake's client: does what the pool's process asks, call by call.
+"""The process of Mooncake's client: executes the calls of the pool's process, one by one.
 
-``python -m kvrecall.pool.remote.mooncake.client_process SETUP``. It is a process of its own because
+``python -m kvrecall.pool.remote.mooncake.client_process SETUP``. It is a separate process because
 some of Mooncake's calls (setting up, closing) hold Python's lock for as long as the network is
-silent, and because a call that never returns can be ended by ending the process: then no other
-process writes into the arena any more. It ends with the process that started it.
+silent, and because a call that never returns can be ended by ending the process, after which no
+other process writes into the arena any more. It ends with the process that started it.
 
-Both processes map the arena, so no KV bytes travel between them. Over a pair of sockets for each
-call that is under way go a length and a MessagePack array: one request, then one reply.
+Both processes map the arena, so no KV bytes travel between them. Each concurrent call uses its own
+pair of sockets, over which a length and a MessagePack array go: one request, then one reply.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mooncake's master: started with the flags of the guide, or looked at where one runs."""
+"""Mooncake's master: starts one with the flags of the guide, or checks a running one."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ class MasterFlags:
         """The command line. Raises ConfigError, TierError."""
         if not (self.allow_plaintext or is_loopback(self.host)):
             raise ConfigError(
-                f"--host: {self.host} is not this machine's loopback, and Mooncake's traffic is in "
-                "the clear and without authentication; fence the port, then give --allow-plaintext"
+                f"--host: {self.host} is not this machine's loopback, and Mooncake's "
+                "traffic is in the clear and without authentication; isolate the port from "
+                "other networks, then pass --allow-plaintext"
             )
         return [
             str(master_binary()),

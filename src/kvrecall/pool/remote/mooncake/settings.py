@@ -1,4 +1,4 @@
-"""Mooncake's own configuration (mooncake.json), checked."""
+"""Validates Mooncake's own configuration (mooncake.json)."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def _check(values: Mapping[str, object], source: str) -> None:
     for name in _REQUIRED:
         value = values.get(name)
         if not isinstance(value, str) or not value.strip():
-            raise ConfigError(f"{source}: {name} is {value!r}; it must be a text, as in Mooncake")
+            raise ConfigError(f"{source}: {name} is {value!r}; it must be a string, as in Mooncake")
     for name in _TEXTS:
         if not isinstance(values.get(name, ""), str):
-            raise ConfigError(f"{source}: {name} is {values[name]!r}; it must be a text")
+            raise ConfigError(f"{source}: {name} is {values[name]!r}; it must be a string")
     for name, value in values.items():
         if not isinstance(value, str | int | float | bool):
-            raise ConfigError(f"{source}: {name} is {value!r}; it must be a text or a number")
+            raise ConfigError(f"{source}: {name} is {value!r}; it must be a string or a number")
 
 
 def _refuse_plaintext(values: Mapping[str, object], source: str) -> None:
@@ -88,7 +88,7 @@ def _refuse_plaintext(values: Mapping[str, object], source: str) -> None:
         if not is_loopback(host):
             raise ConfigError(
                 f"{source}: {name} is {values[name]!r}, which is not this machine's loopback: "
-                "Mooncake sends KV blocks in the clear and without authentication. Fence its "
+                "Mooncake sends KV blocks in the clear and without authentication. Isolate its "
                 "ports (docs/remote.md), then start kvrecall serve with --allow-plaintext, or set "
                 "allowPlaintext true beside kvPoolConfig.backend, or allow_plaintext true in the "
                 "pool's remote settings"

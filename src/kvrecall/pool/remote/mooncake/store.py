@@ -1,4 +1,4 @@
-"""``MooncakeStore``: values in the memory of Mooncake's clients, found by its master."""
+"""``MooncakeStore``: values in the memory of Mooncake's clients, located by its master."""
 
 from __future__ import annotations
 
