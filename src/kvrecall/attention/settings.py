@@ -12,12 +12,12 @@ from kvrecall.errors import ConfigError
 PREFIX = "VLLM_RETRIEVAL_"
 
 SMALL_SHARE = 0.05
-"""Up to this share of the blocks a digest stands for fewer tokens."""
+"""Up to this share of the blocks a digest represents fewer tokens."""
 
 NARROW_SHARE = 0.02
 COARSE_TOKENS = 64
-"""Up to NARROW_SHARE of the blocks a search narrows down by coarse digests, of COARSE_TOKENS keys
-each. For larger shares that saves no time (docs/digest-study.md)."""
+"""Up to NARROW_SHARE of the blocks a search narrows by coarse digests of COARSE_TOKENS keys.
+For larger shares that saves no time (docs/digest-study.md)."""
 
 
 class Regime(Enum):
@@ -32,14 +32,14 @@ class Regime(Enum):
 class RetrievalSettings:
     """Lengths are tokens. The first five are openGauss RetrievalKV's, with its defaults.
 
-    ``topk_share``: share of the middle blocks chosen, in (0, 1]. ``least_blocks``: so many are
-    chosen even where the share is less, 0: what suits the share; where there are no more, that is
-    dense attention.
-    ``digest``, ``digest_tokens``: kind of digest, and tokens to a digest vector; 0: by the share.
-    ``dense_layers``: the first layers, which attend to everything.
+    ``topk_share``: share of the middle blocks selected, in (0, 1]. ``least_blocks``: minimum number
+    of selected blocks even if the share is less; 0: by the share. If there are no more blocks than
+    that, attention is dense.
+    ``digest``, ``digest_tokens``: kind of digest, and tokens per digest vector; 0: by the share.
+    ``dense_layers``: the number of first layers, which attend to all tokens.
     ``gate``: attend densely where sparse attention is expected to be slower.
-    ``cache_share``: of an offloaded sequence, share of the middle blocks that the device holds
-    beside those chosen in a step.
+    ``cache_share``: of an offloaded sequence, share of the middle blocks that the device keeps
+    beyond those selected in a step.
     """
 
     init_tokens: int = 1024
@@ -58,7 +58,7 @@ class RetrievalSettings:
         """Raises ConfigError naming the variable, its value and what is allowed."""
         _require(self.init_tokens >= 0, "INIT_TOKENS_NUM", self.init_tokens, "0 or more")
         _require(self.local_tokens >= 1, "LOCAL_TOKENS_NUM", self.local_tokens, "1 or more")
-        share = "a share in (0, 1]; 0.2 chooses a fifth of the middle blocks"
+        share = "a share in (0, 1]; 0.2 selects a fifth of the middle blocks"
         _require(0 < self.topk_share <= 1, "TOPK_PERCENT", self.topk_share, share)
         _require(self.dense_boundary >= 0, "DENSE_BOUNDARY", self.dense_boundary, "0 or more")
         ordered = self.offload_boundary >= self.dense_boundary
@@ -75,18 +75,18 @@ class RetrievalSettings:
 
     @property
     def tokens_a_digest(self) -> int:
-        """Tokens to a digest vector: fewer where few blocks are chosen, as each must then be right
-        (docs/digest-study.md)."""
+        """Tokens per digest vector: fewer if few blocks are selected, because each must then be
+        right (docs/digest-study.md)."""
         return self.digest_tokens or (8 if self.topk_share <= SMALL_SHARE else 16)
 
     @property
     def fewest_blocks(self) -> int:
-        """Blocks chosen even where the share is less: more where digests stand for more tokens
+        """Minimum number of selected blocks: more if digests represent more tokens
         (docs/needle.md)."""
         return self.least_blocks or (16 if self.topk_share <= SMALL_SHARE else 32)
 
     def layout(self, block_size: int) -> Layout:
-        """The rows of a block of so many tokens."""
+        """The rows of a block of ``block_size`` tokens."""
         tokens = self.tokens_a_digest
         narrows = self.topk_share <= NARROW_SHARE and block_size % COARSE_TOKENS == 0
         coarse = block_size // COARSE_TOKENS if narrows and tokens < COARSE_TOKENS else 0
@@ -106,8 +106,8 @@ class RetrievalSettings:
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, object], source: str) -> RetrievalSettings:
-        """Reads the same settings from a mapping: names as those of the variables, small and
-        without the prefix (``topk_percent``), values of their types. ``source``: for errors."""
+        """Reads the same settings from a mapping: names like those of the variables, in lower case
+        and without the prefix (``topk_percent``), values of their types. ``source``: for errors."""
         _require_known(raw, f"{source}.", str.lower)
         values: dict[str, object] = {}
         for name, value in raw.items():

@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 REPORT = "kvrecall"
-"""Key in ``kv_transfer_params`` of a reply: prompt tokens by where they came from."""
+"""Key in ``kv_transfer_params`` of a reply: prompt tokens by source."""
 
 RECALL_HEADER = "x-kvrecall"
-"""Reply header with the same, for replies whose body has no place for it, and from the router."""
+"""Reply header with the same, for replies whose body has no field for it, and from the router."""
 
 HANDOVER = "kvrecall_handover"
 """Key in ``kv_transfer_params``, of a prefill instance's reply and the decode instance's request:
-which part of the prompt lies in the pool."""
+which part of the prompt is in the pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecallSplit:
-    """Where the prompt tokens of one request came from. The counts add up to the prompt.
+    """The sources of a request's prompt tokens. The counts add up to the prompt.
 
     ``unspecified`` counts tokens that were recalled from a tier the engine did not name (beam
     search, or statistics switched off and the request ended by a stop string).
@@ -43,10 +43,10 @@ class RecallSplit:
     def of_report(
         cls, report: Mapping[str, object] | None, prompt: int, cached: int, pooled: bool
     ) -> RecallSplit:
-        """The split of a request with ``prompt`` tokens, of which the engine calls ``cached``
-        recalled.
+        """The split of a request with ``prompt`` tokens, of which the engine reports ``cached``
+        as recalled.
 
-        ``report`` is what the connector said (source -> tokens), None if it said nothing; then
+        ``report`` is the connector's (source -> tokens), None without one; then
         the cached tokens are device hits, or of an unspecified tier if a pool is in use
         (``pooled``).
         """
@@ -67,7 +67,7 @@ class RecallSplit:
 
 
 class Finish(StrEnum):
-    """Why a sequence ended, in TGI's words, and one of our own: it was stopped by its name."""
+    """Why a sequence ended, in TGI's terms, and one more: it was stopped by its request id."""
 
     LENGTH = "length"
     EOS = "eos_token"
@@ -79,8 +79,8 @@ class Finish(StrEnum):
 class Sampling:
     """How to sample. ``temperature`` 0 is greedy; None leaves a value to the model's defaults.
 
-    ``n`` sequences are wanted. With ``best_of`` so many are computed and the ``n`` most probable
-    of them are given, best first; with ``beam`` they are found by a beam search of width ``n``.
+    ``n`` sequences are returned. With ``best_of`` that many are computed and the ``n`` most
+    probable of them returned, best first; with ``beam`` a beam search of width ``n`` finds them.
     Neither can be streamed.
     """
 
@@ -109,11 +109,11 @@ class Sampling:
 class GenerateRequest:
     """One prompt to complete, a text or token ids.
 
-    ``truncate`` keeps only the last so many prompt tokens (0: all of them). ``adapter`` names a
-    LoRA adapter. The lower ``priority``, the earlier it is served; requests of routes that know
-    no priority have 0. ``timeout_s`` shortens the server's limit for the whole (0: it does not).
-    With ``stream`` an update follows each step, otherwise there is one update with everything.
-    With ``paced`` updates tell their pace.
+    ``truncate`` keeps only the last that many prompt tokens (0: all of them). ``adapter`` names a
+    LoRA adapter. The lower ``priority``, the earlier it is served; requests of routes without
+    priorities have 0. ``timeout_s`` shortens the server's limit for the whole (0: it does not).
+    With ``stream`` an update follows each step, otherwise one update contains everything.
+    With ``paced`` updates contain their pace.
     """
 
     request_id: str
@@ -129,11 +129,11 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How the engine went about a request.
+    """How the engine processed a request.
 
-    ``queued_s`` is the time until it first had a place in a step, None if the engine does not
-    tell. ``batch_sizes``: of the step of a streamed update, or of each step of a whole answer, how
-    many sequences got a token; empty if that is not known.
+    ``queued_s`` is the time until its first step, None if unknown. ``batch_sizes``: the number of
+    sequences that got a token in the step of a streamed update, or in each step of a whole answer;
+    empty if unknown.
     """
 
     queued_s: float | None = None
@@ -154,9 +154,9 @@ class Token:
 class Update:
     """New tokens of sequence ``index``; ``finish`` is set on its last update.
 
-    ``tokens`` is empty unless the request's sampling asks for ``logprobs``.
+    ``tokens`` is empty unless the request's sampling requests ``logprobs``.
     ``split``, ``prompt_tokens`` and ``prefill`` (the prompt's tokens, if prompt log
-    probabilities were asked for) are final in an update with ``finish``.
+    probabilities were requested) are final in an update with ``finish``.
     """
 
     index: int
@@ -172,8 +172,8 @@ class Update:
 class Fault(StrEnum):
     """Kinds of failed requests."""
 
-    INPUT = "input"  # the request cannot be served as it stands
-    UNKNOWN = "unknown"  # it names a model or adapter that is not there
+    INPUT = "input"  # the request is invalid
+    UNKNOWN = "unknown"  # it names an unknown model or adapter
     BUSY = "busy"  # try again later
     TIMEOUT = "timeout"
     ENGINE = "engine"
@@ -200,7 +200,7 @@ class Generator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What an engine has to do at a moment."""
+    """The load of an engine at a moment."""
 
     running: int  # sequences in the batch
     waiting: int
@@ -213,13 +213,13 @@ class Load:
 
     @property
     def busy(self) -> bool:
-        """Whether a further request would have to wait."""
+        """Whether another request would have to wait."""
         starved = self.waiting > 0 and self.used_share >= _FULL
         return max(self.running + self.waiting, self.unfinished) >= self.max_running or starved
 
     @property
     def free_slots(self) -> int:
-        """Sequences that the batch has room for."""
+        """Free places for sequences in the batch."""
         return max(self.max_running - self.running, 0)
 
     @property
@@ -233,9 +233,9 @@ _FULL = 0.95
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What is served; fixed from the start on."""
+    """Facts about the served model; fixed at start."""
 
-    names: tuple[str, ...]  # under which requests may ask for it
+    names: tuple[str, ...]  # that requests may use for it
     model: str
     dtype: str
     device: str
@@ -247,11 +247,11 @@ class EngineInfo:
     devices: int  # of the model: tensor x pipeline x data parallel
     version: str  # of the engine
     pooled: bool = False
-    pool_socket: Path | None = None  # where the pool can be asked what is in it
+    pool_socket: Path | None = None  # where the pool answers queries
 
 
 class Phase(StrEnum):
-    """Where a request is."""
+    """The phase of a request."""
 
     PREFILL = "prefill"  # waiting, recalling or computing its prompt
     DECODE = "decode"
@@ -262,11 +262,11 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """One request, for the dashboard: no prompt and no answer is in it.
+    """One request, for the dashboard: without its prompt and answer.
 
-    Times are wall-clock seconds; ``ended`` is 0 while it is under way. ``ttft_s``: seconds to its
+    Times are wall-clock seconds; ``ended`` is 0 while it runs. ``ttft_s``: seconds to its
     first token, 0 if there is none. ``output_tokens``: None if not known. ``split``: its prompt's
-    tokens by source, empty until that is known.
+    tokens by source, empty until known.
     """
 
     id: str
@@ -281,10 +281,10 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class Heat:
-    """Blocks that retrieval chose, by layer and place in the context: running totals.
+    """Blocks that retrieval selected, by layer and place in the context: running totals.
 
-    ``considered[l][p]`` middle blocks lay in the ``p``-th part of their contexts when layer ``l``
-    chose, ``selected[l][p]`` of them were chosen; over all KV heads. Parts are of equal length,
+    Layer ``l`` considered ``considered[l][p]`` middle blocks in the ``p``-th part of their contexts
+    and selected ``selected[l][p]`` of them; over all KV heads. Parts are of equal length,
     from the start of a context to its end.
     """
 
@@ -294,20 +294,20 @@ class Heat:
 
 
 class Insight(Protocol):
-    """A running engine, to be watched. No method waits."""
+    """Observes a running engine. No method waits."""
 
     def live(self, most: int) -> tuple[Sequence[RequestView], int]:
-        """Requests under way, at most so many, and how many there are."""
+        """Running requests, at most ``most``, and their total number."""
 
     def ended(self, since: float) -> Sequence[RequestView]:
         """The last requests that ended after ``since``, oldest first."""
 
     @property
     def remembered(self) -> int:
-        """How many ended requests are remembered at most."""
+        """Maximum number of ended requests that are remembered."""
 
     def heat(self) -> Heat | None:
-        """None if retrieval has chosen nothing."""
+        """None if retrieval has selected no block."""
 
 
 class Engine(Generator, Protocol):
@@ -318,7 +318,7 @@ class Engine(Generator, Protocol):
 
     @property
     def insight(self) -> Insight:
-        """What it shows of itself while it runs."""
+        """Its observable state while it runs."""
 
     def load(self) -> Load:
         """Does not wait."""
@@ -328,40 +328,40 @@ class Engine(Generator, Protocol):
         """Whether new requests are refused (503) because the server is about to end."""
 
     def drain(self) -> None:
-        """Refuses requests from now on; those that run go on."""
+        """Refuses new requests from now on; running ones continue."""
 
     async def end_all(self) -> None:
-        """Ends all requests, now and those that come: they fail with Fault.BUSY."""
+        """Ends all requests, present and future: they fail with Fault.BUSY."""
 
     async def alive(self) -> bool:
-        """Whether the engine's processes are there."""
+        """Whether the engine's processes are alive."""
 
     async def models(self) -> Sequence[Mapping[str, object]]:
-        """What can be asked for, as the OpenAI API describes it: the model by each of its names,
+        """The available models, as the OpenAI API describes them: the model by each of its names,
         and its adapters."""
 
     async def tokens(self, text: str) -> Sequence[str]:
-        """The texts of the tokens of ``text``, no special ones added. Raises GenerateError."""
+        """The texts of the tokens of ``text``, without special tokens. Raises GenerateError."""
 
     async def stop(self, request_id: str) -> None:
-        """Ends a request: its generator gives what there is, with Finish.STOPPED. Without
-        effect on one that has ended."""
+        """Ends a request: its generator returns the text so far, with Finish.STOPPED. No
+        effect on a request that has ended."""
 
 
 DEFAULT_MAX_N = 128
-"""Sequences one request may ask for where nothing else is configured; MindIE's default of maxN."""
+"""Default limit of sequences per request; MindIE's default of maxN."""
 
 MAX_N_LIMIT = 8192
-"""The most that can be configured, as in MindIE."""
+"""The largest configurable limit, as in MindIE."""
 
 MAX_SEQUENCES = 1024
-"""Sequences of all prompts of one request (``n`` of each): as many as vLLM takes prompts."""
+"""Sequences of all prompts of one request (``n`` of each): as many as vLLM accepts prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on what a request may ask for and how long it may take. 0 means no bound, but for
-    ``max_n``: one request must not be able to fill the server."""
+    """Bounds on the size and duration of a request. 0 means no bound, except for ``max_n``: one
+    request must not be able to fill the server."""
 
     token_timeout_s: float = 0.0  # for each step of output, the first included
     total_timeout_s: float = 0.0
@@ -372,13 +372,13 @@ class Limits:
 
 
 class Tls(Protocol):
-    """Makes the TLS context of the listener."""
+    """Creates the TLS context of the listener."""
 
     def context(self) -> ssl.SSLContext: ...
 
 
 class Role(StrEnum):
-    """What an instance is for, where prefill and decode are apart."""
+    """The role of an instance in prefill/decode disaggregation."""
 
     BOTH = "both"
     PREFILL = "prefill"
@@ -387,7 +387,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """A further address, for an application of its own beside the engine's."""
+    """An additional address, for another application beside the engine's."""
 
     name: str
     host: str
@@ -397,12 +397,12 @@ class Listener:
 
 @dataclass(frozen=True, slots=True)
 class ServeSpec:
-    """Everything an engine room needs to serve a model over HTTP.
+    """Everything an engine package needs to serve a model over HTTP.
 
     ``options`` are engine options by their command-line names without dashes in front
     (``max-model-len``); True and False become ``--x`` and ``--no-x``, mappings JSON, lists
     several words; None leaves the option out.
-    ``extra_args`` are further command-line words, given as they are; they win over ``options``.
+    ``extra_args`` are further command-line words, passed unchanged; they override ``options``.
     ``recall`` are the pool's settings (RecallSettings keys), None for no pool.
     ``listeners`` are opened beside ``host``:``port``, before the engine is loaded.
     ``retrieval``: decode long sequences by retrieval attention.

@@ -24,11 +24,11 @@ class ArenaHandle:
     """How another process of the same user maps the arena: ``/proc/<pid>/fd/<fd>``.
 
     The arena is an anonymous memory file: it has no name in ``/dev/shm`` and is freed by the
-    kernel with its last holder, however that one ends.
+    kernel with its last holder, however that process ends.
 
-    A service that is started again may well get the same process number and file descriptor (in a
-    container it usually does), so the handle also carries the memory file's ``inode`` and, for a
-    service, the ``boot`` id of that life of it: equal handles mean the same memory.
+    A restarted service may get the same process number and file descriptor (in a container it
+    usually does), so the handle also carries the memory file's ``inode`` and, for a service, the
+    ``boot`` id of its run: equal handles mean the same memory.
     """
 
     pid: int
@@ -44,9 +44,9 @@ NO_ARENA = ArenaHandle(pid=0, fd=-1, nbytes=0)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The longest prefix of the asked keys that is in the pool, and the tier of each block.
+    """The longest prefix of the requested keys that is in the pool, and the tier of each block.
 
-    ``pending``: whether a tier beyond this host has the next block is being asked; ask again.
+    ``pending``: a lookup of the next block in a tier beyond this host is in flight; call again.
     """
 
     tiers: tuple[TierName, ...]
@@ -58,7 +58,7 @@ class Found:
 
 
 class RecallState(enum.Enum):
-    """READY is final: nothing more will come."""
+    """READY is final: no further block will arrive."""
 
     PENDING = "pending"
     READY = "ready"
@@ -68,7 +68,7 @@ class RecallState(enum.Enum):
 class Recall:
     """State of an acquisition. READY: ``offsets[i]`` is the arena offset (bytes) of block i.
 
-    May hold fewer blocks than were asked for (evicted, corrupt, too late, no room): always a
+    May contain fewer blocks than requested (evicted, corrupt, too late, no space): always a
     prefix of them. ``tiers[i]`` is where block i was when it was acquired.
     """
 
@@ -82,7 +82,7 @@ class Verdict(enum.Enum):
 
     RESERVED = "reserved"  # fill the slot, then commit or abandon
     PRESENT = "present"  # the pool has it, or another caller is filling it
-    REFUSED = "refused"  # no room, or shedding load; compute on, nothing is owed
+    REFUSED = "refused"  # no space, or shedding load; compute on, nothing is owed
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class TierStats:
 @dataclass(frozen=True, slots=True)
 class PoolStats:
     """Counters since the pool was opened, and gauges. ``histograms``: latencies by name, rows of
-    ``(upper bound in seconds, how many were at most that)``."""
+    ``(upper bound in seconds, number of samples up to that)``."""
 
     tiers: tuple[TierStats, ...]
     leases: int = 0
@@ -144,7 +144,7 @@ class PoolClient(Protocol):
     def register(self, namespace: Namespace, block_bytes: int) -> None:
         """Declares a namespace and the size of its blocks (bytes, any positive number).
 
-        Must come before keys of it are used. Raises ConfigError if the arena cannot hold even
+        Call before using keys of the namespace. Raises ConfigError if the arena cannot hold even
         one block of that size.
         """
 
@@ -159,11 +159,11 @@ class PoolClient(Protocol):
         parent: BlockKey | None = None,
         tenant: Tenant = SHARED,
     ) -> int:
-        """Leases the present prefix of ``keys`` and starts promoting what is not in the host, on
-        the account of ``tenant``.
+        """Leases the present prefix of ``keys`` and starts promoting the blocks that are not in the
+        host, charged to ``tenant``.
 
         Returns a ticket for ``poll``/``release``. After ``deadline_s`` seconds the recall is
-        READY with what has arrived. Does not count as a use of the blocks: ``touch`` does.
+        READY with the blocks that have arrived. Does not count as a use: ``touch`` does.
         """
 
     def poll(self, ticket: int) -> Recall:
@@ -174,7 +174,7 @@ class PoolClient(Protocol):
         leased, or reserved by the caller. Empty if the arena cannot be read."""
 
     def release(self, ticket: int) -> None:
-        """Gives back all leases of a ticket, finished or not. Idempotent."""
+        """Releases all leases of a ticket, finished or not. Idempotent."""
 
     def reserve(
         self,
@@ -182,24 +182,24 @@ class PoolClient(Protocol):
         parent: BlockKey | None = None,
         tenant: Tenant = SHARED,
     ) -> tuple[Reservation, ...]:
-        """Room for the blocks of ``keys`` (a chain, prefix first). Evicts if need be: blocks of
-        ``tenant`` where its limit would be exceeded, else whatever is worth least.
+        """Reserves slots for the blocks of ``keys`` (a chain, prefix first). Evicts if needed: blocks
+        of ``tenant`` if its limit would be exceeded, else the least valuable ones.
 
         ``parent``: key before ``keys[0]`` if the chain starts in the middle of a sequence.
         """
 
     def commit(self, keys: Sequence[BlockKey]) -> None:
-        """The slots reserved for ``keys`` are filled: makes them visible, and has them
-        written to the lower tier as the write policy says. Keys not reserved are ignored."""
+        """The slots reserved for ``keys`` are filled: publishes them, and writes them to the
+        lower tier when the write policy says so. Keys not reserved are ignored."""
 
     def abandon(self, keys: Sequence[BlockKey]) -> None:
-        """Gives reserved slots back unfilled. Keys not reserved are ignored."""
+        """Returns reserved slots unfilled. Keys not reserved are ignored."""
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """The chain ``keys`` (prefix first) was used: refreshes recency in every tier.
 
-        Once per request, on arrival, with all its full blocks, in the pool or not: policies learn
-        also from what was not there.
+        Once per request, on arrival, with all its full blocks, in the pool or not: policies also
+        learn from misses.
         """
 
     def flush(self, keys: Sequence[BlockKey], deadline_s: float) -> bool:

@@ -18,7 +18,7 @@ Buckets = tuple[tuple[float, int], ...]
 class Put:
     """A block to store. ``data`` is its whole slot (a multiple of 4096 bytes, aligned to 4096),
     the block is its first ``nbytes`` bytes; it must not change until the put is done. ``shared``:
-    it is also for a tier beyond this host, if there is one behind this tier."""
+    also store it in a tier beyond this host, if there is one behind this tier."""
 
     key: BlockKey
     parent: BlockKey | None
@@ -52,7 +52,7 @@ class Outcome(enum.Enum):
     STORED = "stored"  # durable
     SHED = "shed"  # not stored: no room, the medium failed, or the tier is closing
     LOADED = "loaded"  # the bytes are in the slot and their checksum is right
-    MISS = "miss"  # not there (any more)
+    MISS = "miss"  # not present (any more)
     CORRUPT = "corrupt"  # bytes missing or wrong; the block is dropped
     ERROR = "error"  # the medium failed; the block is dropped
 
@@ -68,29 +68,29 @@ class Done:
 class Tier(ABC):
     """Stores blocks under keys. No method but ``close`` waits for I/O; all are thread-safe.
 
-    Owner: one pool. It owes every queued put and get its memory until the matching ``Done`` was
-    polled; the tier owes each exactly one ``Done``, also when it fails or closes. A block that
-    ``contains`` reports is durable in this tier.
+    Owner: one pool. It keeps the memory of every queued put and get valid until the matching
+    ``Done`` is polled; the tier returns exactly one ``Done`` for each, even if it fails or closes.
+    A block that ``contains`` reports is durable in this tier.
     """
 
     name: TierName
 
     @abstractmethod
     def register(self, namespace: Namespace, block_bytes: int) -> None:
-        """Blocks of ``namespace`` have ``block_bytes`` bytes. Comes before puts of its keys."""
+        """Blocks of ``namespace`` have ``block_bytes`` bytes. Called before puts of its keys."""
 
     @abstractmethod
     def contains(self, key: BlockKey) -> bool:
-        """Whether the block can be fetched. A hint: it may be gone when asked for."""
+        """Whether the block can be fetched. A hint: it may be gone when fetched."""
 
     def tier_of(self, key: BlockKey) -> TierName:
-        """Where a block that ``contains`` reports lies, for a tier made of several."""
+        """The tier of a block that ``contains`` reports, for a tier composed of several."""
         return self.name
 
     def ask(self, keys: Sequence[BlockKey]) -> bool:
-        """Starts finding out which of ``keys`` (what is asked for of a chain, prefix first) are
-        there, if that takes asking elsewhere. True if nothing is left to find out of the first of
-        them: ``contains`` says what is known. Does not wait."""
+        """Starts a lookup of ``keys`` (the requested part of a chain, prefix first), if that takes
+        remote calls. True if the state of the first of them is known: ``contains`` returns it. Does
+        not wait."""
         return True
 
     @abstractmethod
@@ -99,7 +99,7 @@ class Tier(ABC):
 
     @abstractmethod
     def submit_put(self, puts: Sequence[Put]) -> list[PutVerdict]:
-        """Queues blocks to be stored; a chain comes prefix first."""
+        """Queues blocks to be stored; a chain is given prefix first."""
 
     @abstractmethod
     def submit_get(self, gets: Sequence[Get]) -> None:
@@ -107,7 +107,7 @@ class Tier(ABC):
 
     @abstractmethod
     def poll(self, timeout_s: float = 0.0) -> list[Done]:
-        """Operations that ended since the last call; waits up to ``timeout_s`` for the first."""
+        """Operations completed since the last call; waits up to ``timeout_s`` for the first."""
 
     @abstractmethod
     def touch(self, chain: Sequence[BlockKey]) -> None:
@@ -125,7 +125,7 @@ class Tier(ABC):
     def stats(self) -> TierStats: ...
 
     def stats_of_each(self) -> tuple[TierStats, ...]:
-        """``stats`` of every tier this one is made of, nearest first."""
+        """``stats`` of every tier that this one is composed of, nearest first."""
         return (self.stats(),)
 
     @abstractmethod
@@ -138,14 +138,14 @@ class Tier(ABC):
 
     @abstractmethod
     def close(self, deadline_s: float = 10.0) -> None:
-        """Finishes queued puts as far as ``deadline_s`` allows; ends all else. Idempotent."""
+        """Finishes queued puts as far as ``deadline_s`` allows; ends all others. Idempotent."""
 
 
 def ended(done: queue.Queue[Done], timeout_s: float) -> list[Done]:
-    """What a tier's threads have put into ``done``, as ``Tier.poll`` gives it.
+    """The entries that a tier's threads have put into ``done``, as ``Tier.poll`` returns them.
 
-    No SimpleQueue: when another thread takes what it woke up for at the end of its time, CPython's
-    (3.11) waits on without end.
+    Not a SimpleQueue: if another thread takes the entry that woke it up just at its timeout,
+    CPython's (3.11) waits forever.
     """
     taken: list[Done] = []
     try:
@@ -158,7 +158,7 @@ def ended(done: queue.Queue[Done], timeout_s: float) -> list[Done]:
 
 
 class NullTier(Tier):
-    """No tier: holds nothing, takes nothing, finds nothing."""
+    """No tier: stores and finds nothing."""
 
     def __init__(self, name: TierName = TierName.DISK) -> None:
         self.name = name

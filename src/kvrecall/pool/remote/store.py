@@ -15,12 +15,12 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """A value to put, or room for one to get: ``name`` and the pieces its bytes lie in, in order.
+    """A value to put, or memory to get one into: ``name`` and the pieces of memory, in order.
 
     ``name``: up to 200 characters of ``[A-Za-z0-9._-]``, the first a letter or digit; safe in a
     URL and as a file name. Case matters.
-    ``parts``: contiguous views of bytes (uint8), writable for a get. They lie in the memory that
-    was announced with ``attach``, but for parts of at most 64 bytes, and stay put during a call.
+    ``parts``: contiguous views of bytes (uint8), writable for a get. They are in the memory
+    announced by ``attach``, except parts of at most 64 bytes, and do not move during a call.
     """
 
     name: str
@@ -34,8 +34,8 @@ class Object:
 class Store(Protocol):
     """Values under names, somewhere else. Blocking; called by several threads at once.
 
-    Every method may raise any ``Exception``: the whole batch counts as failed then (blocks to be
-    put are shed, blocks to be got are misses), and the tier leaves the store alone for a while.
+    Every method may raise any ``Exception``: the whole batch counts as failed then (puts are
+    shed, gets are misses), and the tier pauses its calls to the store.
     """
 
     def attach(self, memory: memoryview) -> None:
@@ -44,18 +44,18 @@ class Store(Protocol):
         (memfd) whose descriptor this process holds, so that another process can map it, too."""
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Which of ``names`` can be got, in one round trip where the store has one. A hint."""
+        """Which of ``names`` can be got, in one round trip if the store supports that. A hint."""
 
     def put(self, objects: Sequence[Object]) -> list[bool]:
-        """Stores values; which of them are there now. A name that is there already is True:
-        names are digests of content, the bytes are the same. Never visible in part."""
+        """Stores values; returns which of them are stored now. True for a name that exists already:
+        names are digests of content, so the bytes are the same. Never visible in part."""
 
     def get(self, objects: Sequence[Object]) -> list[bool]:
-        """Fills the parts of each of ``objects``; False for a name that is not there or a value of
-        another size than ``item.nbytes``, whose parts may hold anything then."""
+        """Fills the parts of each of ``objects``; False for a name that does not exist or a value
+        of another size than ``item.nbytes``; the content of its parts is then undefined."""
 
     def remove(self, names: Sequence[str]) -> None:
-        """Forgets values, as far as the store can; names not there are ignored."""
+        """Forgets values, as far as the store can; unknown names are ignored."""
 
     def close(self) -> None:
-        """Gives back what was acquired. What is stored stays. Idempotent."""
+        """Releases the store's resources. Stored values stay. Idempotent."""

@@ -98,7 +98,7 @@ _QUERY = {
         bool | None, typer.Option("--pinned/--not-pinned", help="Only blocks that are (not).")
     ],
 }
-"""Options that say which blocks are meant; all default to None."""
+"""Options that select blocks; all default to None."""
 _WHOSE = ("namespace", "model", "tenant")
 
 commands = typer.Typer()
@@ -107,14 +107,14 @@ commands = typer.Typer()
 
 class Command(msgspec.Struct, Generic[R], frozen=True, array_like=True):
     """Base of all commands. ``result``: what ``run`` returns. ``progress``: title of a progress
-    bar, if it takes long. ``on_folder``: whether a disk folder that no pool uses will do."""
+    bar, if it takes long. ``on_folder``: whether it works on a disk folder that no pool uses."""
 
     result: ClassVar[Any]
     progress: ClassVar[str] = "working"
     on_folder: ClassVar[bool] = True
 
     def run(self, inventory: Inventory, progress: OnProgress) -> R:
-        """Carries it out. Blocks. Raises ConfigError if what is asked for cannot be."""
+        """Executes the command. Blocks. Raises ConfigError if it cannot be executed."""
         raise NotImplementedError
 
     def show(self, result: R) -> RenderableType:
@@ -174,7 +174,7 @@ def command(*which: str) -> Callable[[Callable[..., Command[Any]]], None]:
 
 
 class Stat(Command[Overview], frozen=True):
-    """The service now."""
+    """The current state of the service."""
 
     result = Overview
     on_folder = False
@@ -184,7 +184,7 @@ class Stat(Command[Overview], frozen=True):
 
 
 class PrefixTrees(Command[tuple[PrefixTree, ...]], frozen=True):
-    """What is cached, as trees by model and tenant, largest first, of ``limit`` nodes."""
+    """The cached blocks as trees by model and tenant, largest first, of ``limit`` nodes."""
 
     result = tuple[PrefixTree, ...]
     limit: int = 300
@@ -194,7 +194,7 @@ class PrefixTrees(Command[tuple[PrefixTree, ...]], frozen=True):
 
 
 class List(Command[Listing], frozen=True):
-    """What is there of the blocks that fit, in rows."""
+    """The selected blocks, in rows."""
 
     result = Listing
     query: Query = Query()
@@ -216,7 +216,7 @@ def ls(
     sort: Annotated[str, typer.Option(help=f"One of: {', '.join(SORTS)}.")] = "size",
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of rows (10,000).")] = 100,
 ) -> List:
-    """List what is in the pool."""
+    """List the contents of the pool."""
     return List(query, by, sort, limit)
 
 
@@ -226,7 +226,7 @@ class Verified(msgspec.Struct, frozen=True):
 
 
 class Verify(Command[Verified], frozen=True):
-    """Reads and checks the blocks on disk that fit; drops the damaged."""
+    """Reads and checks the selected blocks on disk; drops damaged ones."""
 
     result = Verified
     progress = "verifying"
@@ -259,7 +259,7 @@ class Verify(Command[Verified], frozen=True):
 
 @command(*_WHOSE)
 def verify(query: Query) -> Verify:
-    """Read and check every block on disk; drop the damaged. Ends with 1 if there were any."""
+    """Read and check every block on disk; drop damaged ones. Exits with 1 if there were any."""
     return Verify(query)
 
 
@@ -274,7 +274,7 @@ class Dropped(msgspec.Struct, frozen=True):
 
 
 class Drop(Command[Dropped], frozen=True):
-    """Drops the blocks that fit, pinned ones only if ``pinned`` says so. Leased blocks stay in the
+    """Drops the selected blocks, pinned ones only with ``pinned``. Leased blocks stay in the
     host."""
 
     result = Dropped
@@ -300,10 +300,10 @@ def drop(
         bool, typer.Option("--with-pinned", help="Drop pinned blocks, too.")
     ] = False,
 ) -> Drop:
-    """Drop blocks by namespace, model, tenant and age: those that fit all that is said."""
+    """Drop blocks by namespace, model, tenant and age: those that match all conditions."""
     if query == Query():
         raise ConfigError(
-            "say what to drop: --namespace, --model, --tenant, --older-than; or use: pool clear"
+            "select what to drop: --namespace, --model, --tenant, --older-than; or use: pool clear"
         )
     return Drop(query, with_pinned)
 
@@ -318,14 +318,14 @@ def clear() -> Drop:
 
 
 class Pinned(msgspec.Struct, frozen=True):
-    """Each block is counted once, in however many tiers it is."""
+    """Each block is counted once, regardless of the number of tiers it is in."""
 
     blocks: int
     bytes: int
 
 
 class Pin(Command[Pinned], frozen=True):
-    """Pins, or unpins, the blocks that fit: all or none."""
+    """Pins, or unpins, the selected blocks: all or none."""
 
     result = Pinned
     query: Query
@@ -344,7 +344,7 @@ class Pin(Command[Pinned], frozen=True):
 
 @command(*_WHOSE, "block")
 def pin(query: Query) -> Pin:
-    """Keep blocks that are there now from being evicted or expired, also after a restart."""
+    """Protect the present blocks from eviction and expiry, also after a restart."""
     return Pin(_some(query), True)
 
 
@@ -353,7 +353,7 @@ def unpin(
     query: Query,
     everything: Annotated[bool, typer.Option("--all", help="Unpin all blocks.")] = False,
 ) -> Pin:
-    """Let pinned blocks be evicted again."""
+    """Allow eviction of pinned blocks again."""
     if everything:
         query = replace(query, pinned=True)
     return Pin(_some(query), False)
@@ -374,7 +374,7 @@ class Resized(msgspec.Struct, frozen=True):
 
 
 class Resize(Command[Resized], frozen=True):
-    """Sets the sizes given (bytes); ends when what has to go is gone."""
+    """Sets the given sizes (bytes); ends when the surplus is gone."""
 
     result = Resized
     progress = "making room"
@@ -404,10 +404,10 @@ class Resize(Command[Resized], frozen=True):
 
 @command()
 def resize(host: _Size = None, disk: _Size = None) -> Resize:
-    """Change how much memory and disk a running service uses, until it is started again.
+    """Change how much memory and disk a running service uses, until its next restart.
 
-    Shrinking drops what is worth least and waits until it is gone; interrupted, it goes on in the
-    service. The host can grow up to the service's host_max_size.
+    Shrinking drops the least valuable blocks and waits until they are gone; if interrupted, it
+    continues in the service. The host can grow up to the service's host_max_size.
     """
     if host is None and disk is None:
         raise ConfigError("say what to resize: --host, --disk")
@@ -447,7 +447,7 @@ _COMMANDS = {kind.__name__: kind for kind in (Stat, PrefixTrees, List, Verify, D
 
 
 def command_of(name: str, fields: bytes) -> Command[Any]:
-    """The command that came over the socket. Raises ProtocolError."""
+    """The command received over the socket. Raises ProtocolError."""
     kind = _COMMANDS.get(name)
     if kind is None:
         raise p.ProtocolError(f"no command: {name!r}")
@@ -461,11 +461,11 @@ def command_of(name: str, fields: bytes) -> Command[Any]:
 
 
 class Admin(ABC):
-    """Carries out commands on a pool. A context manager."""
+    """Executes commands on a pool. A context manager."""
 
     @abstractmethod
     def do(self, command: Command[R], progress: OnProgress = lambda *_: None) -> R:
-        """Carries it out. Blocks. Raises TierError; ConfigError if what is asked for cannot be."""
+        """Executes it. Blocks. Raises TierError; ConfigError if it cannot be executed."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -478,7 +478,7 @@ class Admin(ABC):
 
 
 class ServiceAdmin(Admin):
-    """Of the service at a socket."""
+    """Administration of the service at a socket."""
 
     def __init__(self, path: Path, timeout_s: float = 5.0) -> None:
         self._path = path
@@ -513,8 +513,8 @@ class ServiceAdmin(Admin):
 
 
 class FolderAdmin(Admin):
-    """Of a disk tier's folder, which it holds meanwhile: a pool without host memory. If its blocks
-    are encrypted, it takes the key to verify them; all else needs none."""
+    """Administration of a disk tier's folder, which it locks: a pool without host memory. If its
+    blocks are encrypted, verifying them needs the key; all other commands do not."""
 
     def __init__(self, path: Path, key_file: Path | None = None) -> None:
         if not (path / INDEX_NAME).exists():
@@ -546,7 +546,7 @@ def _codec_for(path: Path, key_file: Path | None) -> BlockCodec:
 
 
 def _present_size(path: Path) -> int:
-    """A capacity at which opening the folder gives nothing up."""
+    """A capacity at which opening the folder evicts nothing."""
     own = own_bytes(path)
     system = os.statvfs(path)
     return min(own + own // 10 + (64 << 20), own + system.f_bavail * system.f_frsize)

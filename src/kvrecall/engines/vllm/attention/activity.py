@@ -12,31 +12,31 @@ logger = logging.getLogger("vllm.kvrecall")
 
 
 def _count(text: str) -> Any:
-    """A counter, and what its metric says of it."""
+    """A counter with the description of its metric."""
     return field(default=0, metadata={"text": text})
 
 
 @dataclass(slots=True)
 class Activity:
-    """Running totals, each of them a metric. Blocks are counted once a layer and KV head, unless
-    they leave the device or are digested: then once for all layers."""
+    """Running totals, each of them a metric. Blocks are counted once per layer and KV
+    head, but once for all layers when they leave the device or are digested."""
 
-    steps: int = _count("Steps of the workers, if retrieval attention is on.")
-    steps_sparse: int = _count("Steps in which some sequence was attended to sparsely.")
+    steps: int = _count("Steps of the workers with retrieval attention on.")
+    steps_sparse: int = _count("Steps with at least one sequence attended to sparsely.")
     sequences_sparse: int = _count("Decoded tokens attended to sparsely.")
     sequences_gated: int = _count("Decoded tokens left dense by the gate.")
-    layers_sparse: int = _count("Sparse attentions made: one a layer and decoded token.")
-    blocks_considered: int = _count("Middle blocks chosen from, by layer and KV head.")
-    blocks_selected: int = _count("Middle blocks chosen, by layer and KV head.")
-    blocks_attended: int = _count("Blocks attended to sparsely, by layer and KV head.")
+    layers_sparse: int = _count("Sparse attentions: one per layer and decoded token.")
+    blocks_considered: int = _count("Middle blocks considered, per layer and KV head.")
+    blocks_selected: int = _count("Middle blocks selected, per layer and KV head.")
+    blocks_attended: int = _count("Blocks attended to sparsely, per layer and KV head.")
     blocks_digested: int = _count("Blocks whose digests were computed.")
-    sequences_offloaded: int = _count("Decoded tokens of sequences off the device in part.")
-    blocks_offloaded: int = _count("Blocks that left the device while their sequence runs.")
+    sequences_offloaded: int = _count("Decoded tokens of partially offloaded sequences.")
+    blocks_offloaded: int = _count("Blocks that left the device while their sequence ran.")
     blocks_left: int = _count("Blocks of prefixes found in the pool that were left there.")
-    bytes_digests: int = _count("Bytes of their digests, which were loaded.")
-    digests_mended: int = _count("Digests that came damaged from memory, by block and layer.")
-    blocks_hit: int = _count("Chosen blocks off the device found in its slots.")
-    blocks_loaded: int = _count("Chosen blocks off the device that were loaded.")
+    bytes_digests: int = _count("Bytes of digests loaded in place of such blocks.")
+    digests_mended: int = _count("Digests damaged in memory and recomputed, per block and layer.")
+    blocks_hit: int = _count("Selected offloaded blocks found in the slots.")
+    blocks_loaded: int = _count("Selected offloaded blocks that were loaded.")
     bytes_loaded: int = _count("Bytes recalled into device slots.")
 
     def totals(self) -> dict[str, int]:
@@ -44,7 +44,7 @@ class Activity:
 
 
 def totals_of(activities: Iterable[Activity]) -> dict[str, int]:
-    """Their sums."""
+    """The sums of their totals."""
     totals = Activity().totals()
     for activity in activities:
         for name, count in activity.totals().items():
@@ -53,7 +53,7 @@ def totals_of(activities: Iterable[Activity]) -> dict[str, int]:
 
 
 class ActivityLog:
-    """Says in the log what was done since it last did, at most once in ``every`` seconds."""
+    """Logs the activity since the last report, at most once in ``every`` seconds."""
 
     def __init__(
         self, activity: Activity, every: float = 60.0, clock: Callable[[], float] = time.monotonic
@@ -65,7 +65,7 @@ class ActivityLog:
         self._said = activity.totals()
 
     def sparse_step(self) -> None:
-        """To be called after a step that attended sparsely has been planned."""
+        """Call after planning a step that attends sparsely."""
         now = self._clock()
         if now < self._said_at + self._every:
             return

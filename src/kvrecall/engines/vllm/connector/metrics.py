@@ -28,24 +28,24 @@ SOURCES = ("device", "host", "disk", "remote", "computed")
 COUNTERS = {
     "requests": "Requests finished.",
     "loaded_bytes": "Bytes copied from the arena to the device.",
-    "load_seconds": "Seconds spent copying them.",
+    "load_seconds": "Seconds spent copying from the arena to the device.",
     "stored_bytes": "Bytes copied from the device to the arena.",
-    "store_seconds": "Seconds spent copying them.",
-    "blocks_refused": "Blocks not saved because the pool had no room or was shedding load.",
-    "blocks_declined": "Blocks found but computed, as loading was expected to take longer.",
+    "store_seconds": "Seconds spent copying from the device to the arena.",
+    "blocks_refused": "Blocks not saved because the pool was full or shedding load.",
+    "blocks_declined": "Blocks found but computed, because loading was expected to take longer.",
     "stores_failed": "Stores that failed on a worker.",
-    "loads_given_up": "Loads ended early, as waiting on did not pay.",
+    "loads_given_up": "Loads abandoned because further waiting did not pay.",
     "loads_failed": "Requests recomputed because their load failed.",
-    "sequences_lost": "Sequences recomputed because their blocks off the device were out of reach.",
+    "sequences_lost": "Sequences recomputed because their offloaded blocks were unreachable.",
     "audits": "Hits that were computed and compared with the pool's blocks.",
-    "audits_failed": "Of these, those that differed: the engine's blocks turned private.",
-    "handovers": "Requests that came with blocks promised by a prefill instance.",
-    "handovers_late": "Of these, those whose blocks did not come in time and were computed.",
-    "handovers_foreign": "Of these, those whose blocks fit no engine like this one.",
+    "audits_failed": "Audits that found a difference: the engine's blocks became private.",
+    "handovers": "Requests with blocks promised by a prefill instance.",
+    "handovers_late": "Handovers whose blocks did not arrive in time and were computed.",
+    "handovers_foreign": "Handovers whose blocks do not fit this engine.",
     "flushes_missed": "Replies sent before their blocks were durable (async_write off).",
     **{f"retrieval_{one.name}": one.metadata["text"] for one in fields(Activity)},
 }
-PROMPT_TOKENS = "Prompt tokens by where their KV came from."
+PROMPT_TOKENS = "Prompt tokens by source of their KV."
 TIER_COUNTERS = {
     "hits": "Blocks found in the tier.",
     "reads": "Blocks read from the tier.",
@@ -58,8 +58,8 @@ TIER_COUNTERS = {
     "dropped": "Stores shed by the tier.",
     "errors": "I/O errors of the tier.",
     "corrupt": "Blocks dropped because their checksum or length was wrong.",
-    "over_quota": "Blocks refused for their tenant's limit.",
-    "quota_evictions": "Blocks evicted for their tenant's limit.",
+    "over_quota": "Blocks refused because of their tenant's limit.",
+    "quota_evictions": "Blocks evicted because of their tenant's limit.",
 }
 TIER_GAUGES = {
     "capacity_bytes": "Hard limit of the tier.",
@@ -73,12 +73,12 @@ POOL_GAUGES = {
     "reserved": "Slots being filled.",
     "queued_writes": "Blocks waiting to be written below the host.",
     "queued_reads": "Blocks waiting to be promoted.",
-    "unwritten_bytes": "Bytes that the write policy has not written below the host yet.",
+    "unwritten_bytes": "Bytes that the write policy has not yet written below the host.",
     "pool_up": "1 if the engine reaches its pool, 0 if the pool service is away.",
 }
 LOAD_LATENCY = (
-    "Seconds from asking the pool for a prefix until it was on the device, by the lowest tier that "
-    "held a block of it."
+    "Seconds from requesting a prefix from the pool until it was on the device, by the lowest tier "
+    "that held one of its blocks."
 )
 LOAD_BUCKETS = tuple(
     round(base * 10.0**power, 4) for power in range(-3, 2) for base in (1.0, 2.5, 5.0)
