@@ -182,7 +182,7 @@ class PoolClient(Protocol):
         parent: BlockKey | None = None,
         tenant: Tenant = SHARED,
     ) -> tuple[Reservation, ...]:
-        """Reserves slots for the blocks of ``keys`` (a chain, prefix first). Evicts if needed: blocks
+        """Reserves slots for ``keys`` (a chain, prefix first). Evicts if needed: blocks
         of ``tenant`` if its limit would be exceeded, else the least valuable ones.
 
         ``parent``: key before ``keys[0]`` if the chain starts in the middle of a sequence.
