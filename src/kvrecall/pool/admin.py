@@ -21,8 +21,8 @@ _GIB = 1 << 30
 
 
 class PoolAdmin:
-    """Works on the host and the disk of one pool, from any thread. Calls hold the pool's lock for
-    milliseconds at most, however many blocks they are about."""
+    """Administers the host and the disk of one pool, from any thread. Calls hold the pool's lock
+    for milliseconds at most, whatever the number of blocks."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class PoolAdmin:
         self._expire_at = float("-inf")
 
     def blocks(self) -> list[BlockInfo]:
-        """Every block in every local tier: one in both is named twice."""
+        """Every block in every local tier; a block in both appears twice."""
         return self.pool.host_blocks() + ([] if self.disk is None else self.disk.blocks())
 
     # -- dropping --------------------------------------------------------------------------
@@ -53,7 +53,7 @@ class PoolAdmin:
             self.pool.drop(part)
 
     def expire(self) -> None:
-        """Drops what was not used for longer than its tenant's TTL, if it is time to look."""
+        """Drops blocks unused for longer than their tenant's TTL, if a check is due."""
         now = time.monotonic()
         if self._expiry_s is None or now < self._expire_at:
             return
@@ -87,9 +87,8 @@ class PoolAdmin:
     # -- pins ------------------------------------------------------------------------------
 
     def pin(self, keys: Collection[BlockKey]) -> None:
-        """Keeps blocks from being evicted, expired and dropped for a limit, in the tiers they
-        are in and those they come to. All or none: ConfigError if they are too many for a tier.
-        """
+        """Protects blocks from eviction, expiry and quotas, in their present tiers and in those
+        they move to. All or none: raises ConfigError if they exceed a tier's limit."""
         wanted = frozenset(keys)
         more = [block for block in self.blocks() if block.key in wanted and not block.pinned]
         _check_pins(more, TierName.HOST, *self.pool.pin_room())
@@ -102,7 +101,7 @@ class PoolAdmin:
         self._wait_durable()
 
     def unpin(self, keys: Collection[BlockKey]) -> None:
-        """Takes ``pin`` back."""
+        """Undoes ``pin``."""
         for part in _parts(keys):
             self._unpin(part)
         self._wait_durable()

@@ -57,7 +57,7 @@ def _number(path: Path) -> int | None:
 
 
 def check_memory(nbytes: int, cure: str) -> None:
-    """Raises ConfigError if the machine has not so much memory to give."""
+    """Raises ConfigError if the machine does not have that much free memory."""
     room = available_memory()
     room -= room // 20  # for other programs
     if nbytes > room:
@@ -68,13 +68,14 @@ def check_memory(nbytes: int, cure: str) -> None:
 
 
 def _allocated(fd: int) -> int:
-    """Bytes of a memory file that have pages: its first, as its owner fills it from the start."""
+    """Bytes of a memory file that have pages: the first ones, because its owner populates it from
+    the start."""
     return os.fstat(fd).st_blocks * 512
 
 
 def open_arena(handle: ArenaHandle, mode: int = os.O_RDONLY) -> int:
     """A descriptor of the memory file of another process's arena, which the caller closes. Raises
-    TierError if that arena is gone, also where another one has taken its place."""
+    TierError if that arena is gone, or replaced by another one."""
     try:
         fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", mode | os.O_CLOEXEC)
     except OSError as error:
@@ -90,21 +91,21 @@ def open_arena(handle: ArenaHandle, mode: int = os.O_RDONLY) -> int:
 
 
 class Arena:
-    """A fixed number of bytes of anonymous shared memory.
+    """A fixed number of bytes of anonymous shared memory. ``create`` creates one (the owner),
+    ``attach`` maps another process's. The memory has no name and the kernel frees it with its last
+    holder. Its size is sealed, so that it cannot shrink under a reader.
 
-    ``create`` makes one (the owner), ``attach`` maps another process's. The memory has no name
-    and is freed by the kernel with its last holder. Its size is sealed, so that it cannot shrink
-    under a reader. Bytes below ``ready_bytes`` are backed by real pages, so touching them can
-    neither fault nor fail; a background thread raises ``ready_bytes`` to the owner's
-    ``goal_bytes``. What lies above is address space only, which takes no memory until ``grow``.
+    Bytes below ``ready_bytes`` are backed by real pages, so accessing them can neither fault nor
+    fail; a background thread raises ``ready_bytes`` to the owner's ``goal_bytes``. The rest is
+    address space only, which takes no memory until ``grow``.
 
     ``memory`` is the whole arena as a writable memoryview; for torch use
     ``torch.frombuffer(arena.memory, dtype=torch.uint8)`` and slice, for numpy ``array``.
     """
 
     def __init__(self, fd: int, nbytes: int, background: bool, goal_bytes: int | None) -> None:
-        """``goal_bytes``: how much the owner has pages for at first; None for those who attach,
-        which take over the pages that there are by then, and the others as they touch them."""
+        """``goal_bytes``: bytes that the owner populates at first; None for attaching processes,
+        which map the pages present at that time, and the others as they access them."""
         self._fd = fd
         self._inode = os.fstat(fd).st_ino
         self.nbytes = nbytes
@@ -124,7 +125,7 @@ class Arena:
     @classmethod
     def create(cls, nbytes: int, background: bool = True, most_bytes: int = 0) -> Arena:
         """A new arena of ``nbytes`` that can grow to ``most_bytes``. Raises ConfigError if the
-        machine has not that much memory to give now."""
+        machine does not have that much free memory."""
         check_memory(nbytes, "set a smaller host_size")
         fd = os.memfd_create("kvrecall-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         most_bytes = max(nbytes, most_bytes)
@@ -139,9 +140,9 @@ class Arena:
         return cls(open_arena(handle, os.O_RDWR), handle.nbytes, background, None)
 
     def grow(self, nbytes: int) -> None:
-        """Gets pages for the first ``nbytes`` bytes (at most the arena's); nothing if it has them.
-        Raises ConfigError if the machine has not that much memory to give. For one thread of the
-        owner at a time."""
+        """Populates the first ``nbytes`` bytes (at most the arena's); no effect if they are
+        populated. Raises ConfigError if the machine does not have that much free memory. For one
+        thread of the owner at a time."""
         if nbytes <= self.goal_bytes:
             return
         check_memory(nbytes - self.goal_bytes, "grow by less")
@@ -162,12 +163,12 @@ class Arena:
         return np.frombuffer(self.memory, dtype=np.uint8)
 
     def wait_ready(self) -> None:
-        """Waits until every page up to ``goal_bytes`` is there, or the kernel has none left."""
+        """Waits until every page up to ``goal_bytes`` is populated, or the kernel has none left."""
         if self._filler is not None:
             self._filler.join()
 
     def close(self) -> None:
-        """Lets go of the memory. Views still held by others stay valid. Idempotent."""
+        """Releases the memory. Views that others still hold stay valid. Idempotent."""
         if self._fd < 0:
             return
         self._stop.set()

@@ -16,7 +16,7 @@ _SLICE_S = 0.01  # how long one of the tiers is waited for while both work
 
 @dataclass(slots=True)
 class _Storing:
-    """A put that some tier still works on. ``outcome`` is the near tier's."""
+    """A put that a tier still works on. ``outcome`` is the near tier's."""
 
     outcome: Outcome
     near: bool
@@ -24,17 +24,17 @@ class _Storing:
 
 
 class Cascade(Tier):
-    """Stores each block in both tiers (or in the near one only, if its put is not ``shared``),
-    fetches it from the nearest that has it.
+    """Stores each block in both tiers (or only in the near one, if its put is not ``shared``), and
+    fetches it from the nearest tier that has it.
 
-    The near tier decides: a put counts as it ended there, and ``name`` is its name. The far one is
-    a bonus: what it sheds or loses is still in the near one. A put is done when
-    both are done with its memory. ``tier_of`` tells where a block is; one that is only in the far
-    tier may be put again.
+    The near tier decides: its outcome is the outcome of a put, and ``name`` is its name. The far
+    one is best effort: a block that it sheds or loses is still in the near one. A put is done when
+    both tiers are done with its memory. ``tier_of`` returns the tier of a block; a block that is
+    only in the far tier may be put again.
     """
 
     def __init__(self, near: Tier, far: Tier) -> None:
-        """Takes over both."""
+        """Takes ownership of both."""
         self.near = near
         self.far = far
         self.name = near.name
@@ -99,7 +99,7 @@ class Cascade(Tier):
             wait_s = left if idle else min(left, _SLICE_S)
 
     def _take(self, tier: Tier, timeout_s: float) -> list[Done]:
-        """What ``tier`` has done, as far as it ends something here."""
+        """Processes the completed operations of ``tier``."""
         ended = tier.poll(timeout_s)
         with self._lock:
             return [done for item in ended if (done := self._end(tier, item)) is not None]

@@ -28,11 +28,9 @@ TAG_BYTES = _ID_BYTES + _NONCE_BYTES + _GCM_TAG_BYTES
 class Cipher:
     """Encrypts bytes with the first of its keys and decrypts them with any. Thread-safe.
 
-    A *tag* is what must be kept beside the encrypted bytes, which have the length of the plain
-    ones. ``label`` is bound to them (GCM's associated data): they decrypt under the same only.
-
-    Nonces are random, so a key should encrypt no more than 2**32 blocks; at a MiB a block that is
-    4 PiB.
+    A *tag* is kept beside the encrypted bytes, which have the length of the plain ones. ``label``
+    is bound to them (GCM's associated data): they decrypt under the same label only. Nonces are
+    random, so a key should encrypt no more than 2**32 blocks; at a MiB per block that is 4 PiB.
     """
 
     def __init__(self, keys: Sequence[bytes]) -> None:
@@ -46,23 +44,23 @@ class Cipher:
 
     @property
     def key_id(self) -> str:
-        """Tells keys apart and reveals nothing about them: of the key that encrypts."""
+        """Id of the encrypting key: distinguishes keys and reveals nothing about them."""
         return self._first.hex()
 
     def knows(self, tag: bytes) -> bool:
-        """Whether the key that made this tag is one of these."""
+        """Whether the key of this tag is one of these keys."""
         return len(tag) == TAG_BYTES and tag[:_ID_BYTES] in self._keys
 
     @property
     def key_ids(self) -> list[str]:
-        """Of all keys, the one that encrypts first."""
+        """The ids of all keys, the encrypting one first."""
         return [self.key_id, *(i.hex() for i in self._keys if i != self._first)]
 
     def encrypt(
         self, label: bytes, data: Sequence[memoryview], into: Sequence[memoryview]
     ) -> bytes:
         """Encrypts the pieces of ``data`` into those of ``into`` (of the same lengths, other
-        memory); returns the tag of them all."""
+        memory); returns their common tag."""
         nonce = os.urandom(_NONCE_BYTES)
         encryptor = self._make(self._keys[self._first], nonce, None).encryptor()
         encryptor.authenticate_additional_data(label)
@@ -79,9 +77,9 @@ class Cipher:
         data: Sequence[memoryview],
         into: Sequence[memoryview],
     ) -> bool:
-        """Writes the plain pieces of ``data`` into ``into`` (as in ``encrypt``). False if they are
-        not what was encrypted under ``label``, or the key is none of these; bytes that were not
-        proven are never left in ``into``."""
+        """Writes the plain pieces of ``data`` into ``into`` (as in ``encrypt``). False if they were
+        not encrypted under ``label``, or with another key; unverified bytes are never left in
+        ``into``."""
         if not self.knows(tag):
             return False
         nonce, gcm_tag = tag[_ID_BYTES:-_GCM_TAG_BYTES], tag[-_GCM_TAG_BYTES:]
@@ -101,8 +99,8 @@ class Cipher:
 
 
 def read_cipher(key_file: Path | None) -> Cipher | None:
-    """The cipher with the keys in a file; None without one. ConfigError if the
-    file or the library is missing or unfit."""
+    """The cipher with the keys in a file; None without a file. Raises ConfigError if the file or
+    the library is missing or invalid."""
     return None if key_file is None else Cipher(read_keys(key_file))
 
 
@@ -130,12 +128,10 @@ def _id_of(key: bytes) -> bytes:
 
 
 def read_keys(path: Path, name: str = "encryption_key_file") -> tuple[bytes, ...]:
-    """The keys in a file: exactly 32 bytes, or text with one key a line, hexadecimal or base64
-    (empty lines and ``#`` comments are skipped). The first encrypts, all of them decrypt.
-
-    ConfigError, which never shows a key, if it cannot be read, is not the owner's alone or holds
-    something else.
-    """
+    """The keys in a file: exactly 32 bytes, or text with one key per line, hexadecimal or base64
+    (empty lines and ``#`` comments are skipped). The first encrypts, all of them decrypt. Raises
+    ConfigError, which never shows a key, if the file cannot be read, is accessible to other users
+    or is invalid."""
     raw = _read_private(path, name)
     if len(raw) == KEY_BYTES:
         return (_checked(raw, f"{name}: {path}"),)
@@ -156,7 +152,8 @@ def read_keys(path: Path, name: str = "encryption_key_file") -> tuple[bytes, ...
 
 
 def make_key_file(path: Path) -> None:
-    """Writes a new random key to a new file of the owner's alone. ConfigError if it exists."""
+    """Writes a new random key to a new file that only the owner can access. Raises ConfigError if
+    it exists."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
@@ -170,7 +167,7 @@ def make_key_file(path: Path) -> None:
 
 
 def rotate_key_file(path: Path) -> int:
-    """Puts a new key before those in the file, atomically; returns how many are in it now."""
+    """Puts a new key before those in the file, atomically; returns the number of keys in it."""
     keys = (secrets.token_bytes(KEY_BYTES), *read_keys(path, "key file"))
     target = path.resolve()
     fresh = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
@@ -232,7 +229,7 @@ def _check_private(status: os.stat_result, path: Path, name: str) -> None:
 
 
 def _key_of(text: str, where: str) -> bytes:
-    """The key of one line. Errors tell its length only."""
+    """The key of one line. Errors show its length only."""
     try:
         if len(text) == 2 * KEY_BYTES:
             return _checked(bytes.fromhex(text), where)

@@ -19,7 +19,7 @@ _BOUNDS = tuple(
 
 
 class Histogram:
-    """Counts of seconds in fixed buckets. One writer at a time; readers may look any time."""
+    """Counts of seconds in fixed buckets. One writer at a time; readers may read at any time."""
 
     __slots__ = ("_counts",)
 
@@ -30,7 +30,7 @@ class Histogram:
         self._counts[bisect_left(_BOUNDS, seconds)] += 1
 
     def buckets(self) -> Buckets:
-        """``(upper bound in seconds, how many were at most that)``, ascending, up to infinity."""
+        """``(upper bound in seconds, number of samples up to that)``, ascending, up to infinity."""
         bounds = (*_BOUNDS, float("inf"))
         counts = accumulate(self._counts)
         return tuple((round(at, 6), count) for at, count in zip(bounds, counts, strict=True))
@@ -96,7 +96,7 @@ class TierCounters:
             self._errors += 1
 
     def warn(self, what: str) -> None:
-        """Logs what went wrong, unless something was logged just now."""
+        """Logs a failure, unless another was logged just before."""
         now = time.monotonic()
         with self._changed:
             if now < self._silent_until:
@@ -112,7 +112,7 @@ class TierCounters:
             }
 
     def stats(self, capacity_bytes: int, used_bytes: int, blocks: int) -> TierStats:
-        """The counters, beside the gauges that the tier knows."""
+        """The counters, together with the tier's gauges."""
         with self._changed:
             return TierStats(
                 name=self._name,

@@ -41,7 +41,7 @@ class Block(Resident):
 class HostStore(Residents[Block]):
     """The committed blocks of an arena. Not thread-safe; never waits.
 
-    A slot is owned by the caller from ``take`` until it is given back with ``free`` or becomes a
+    The caller owns a slot from ``take`` until it returns it with ``free`` or turns it into a
     visible block with ``publish``.
     """
 
@@ -54,14 +54,14 @@ class HostStore(Residents[Block]):
         self.stored: Counter[int] = Counter()  # visible blocks that are below, by slot size
 
     def take(self, slot_bytes: int, count: int, tenant: Tenant) -> list[int]:
-        """Offsets of up to ``count`` slots that are free now, on a tenant's account."""
+        """Offsets of up to ``count`` slots that are free now, charged to a tenant."""
         offsets = self.slots.take(slot_bytes, count)
         if offsets:
             self.accounts.charge(tenant, len(offsets) * slot_bytes)
         return offsets
 
     def free(self, block: Block) -> None:
-        """Gives the slot of a block back that is not (or no longer) visible."""
+        """Frees the slot of a block that is not (or no longer) visible."""
         self.slots.give(block.slot_bytes, block.offset)
         self.accounts.refund(block.tenant, block.slot_bytes)
 
@@ -74,19 +74,19 @@ class HostStore(Residents[Block]):
             self.stored[block.slot_bytes] += 1
 
     def withdraw(self, block: Block) -> None:
-        """Makes a block invisible; its slot is the caller's to free, after a write under way."""
+        """Makes a block invisible; the caller frees its slot, after a write in flight."""
         self.remove(block.key)
         if block.stored:
             self.stored[block.slot_bytes] -= 1
 
     def set_stored(self, block: Block, stored: bool) -> None:
-        """Notes whether the tier below has the block."""
+        """Records whether the tier below has the block."""
         if block.extent is not None:
             self.stored[block.slot_bytes] += stored - block.stored
         block.stored = stored
 
     def count_failure(self, block: Block) -> None:
-        """Notes that the block could not be stored below."""
+        """Records that storing the block below failed."""
         block.tries += 1
 
     def extents_to_empty(self, slot_bytes: int) -> dict[int, Extent]:
@@ -101,17 +101,17 @@ class HostStore(Residents[Block]):
 
     @property
     def least_limit(self) -> int:
-        """Bytes of the smallest limit there is: the host's, or a tenant's."""
+        """Bytes of the smallest limit: the host's, or a tenant's."""
         limit = self.slots.limit_bytes
         amounts = [terms.host for terms in self._terms.tenants.all if terms.host is not None]
         return min([limit, *(amount.of(limit) for amount in amounts)])
 
 
 class Evictor:
-    """Gives out slots of the host, for which it evicts idle blocks. Used under its pool's lock;
-    never waits: a dirty block whose write it has to begin stays until that has ended.
+    """Allocates slots of the host, for which it evicts idle blocks. Used under its pool's lock;
+    never waits: a dirty block whose write it starts stays until the write has ended.
 
-    A refusal costs no walk over the blocks: leased ones are not looked at, and the extents tell
+    A refusal costs no walk over the blocks: leased ones are skipped, and the extents show
     beforehand whether there are idle ones.
     """
 
@@ -124,11 +124,9 @@ class Evictor:
     def allocate(
         self, nbytes: int, count: int, tenant: Tenant = SHARED, blocks: Sequence[Block] = ()
     ) -> list[int]:
-        """Offsets of slots for ``count`` blocks of a tenant, ascending; fewer if room cannot be
-        made, or not within the tenant's limit.
-
-        If ``blocks`` names them, room is made only for as many as the eviction policy wants.
-        """
+        """Offsets of slots for ``count`` blocks of a tenant, ascending; fewer if there is not
+        enough space, or the tenant's limit is reached. If ``blocks`` names them, evicts only for
+        those that the eviction policy admits."""
         host, slot_bytes = self._host, slot_bytes_of(nbytes)
         count = self._within_limit(tenant, slot_bytes, count)
         offsets = host.take(slot_bytes, count, tenant)
@@ -147,8 +145,8 @@ class Evictor:
         return offsets
 
     def drop(self, keys: Sequence[BlockKey]) -> None:
-        """Drops blocks from the host, clean or not, but those that are leased. The slots of blocks
-        that are being written come back when that ends."""
+        """Drops blocks from the host, clean or not, except leased ones. Slots of blocks that are
+        being written are freed when that ends."""
         for key in keys:
             block = self._host.blocks[key]
             if block.leases:
@@ -159,9 +157,9 @@ class Evictor:
                 self._host.free(block)
 
     def trim(self, most: int) -> bool:
-        """Evicts up to ``most`` blocks if the host is above its high mark (or the limit was
-        lowered), until it is at the low one. False if there is no more to do, or nothing can be
-        done now."""
+        """Evicts up to ``most`` blocks if the host is above its high watermark (or the limit was
+        lowered), until it is at the low one. False if there is nothing left to do, or nothing
+        possible now."""
         limit, used = self._host.slots.limit_bytes, self._host.slots.used_bytes
         if used > self._marks.high * limit:
             self._trimming = True
@@ -180,7 +178,8 @@ class Evictor:
     # -- within a tenant's limit -----------------------------------------------------------
 
     def _within_limit(self, tenant: Tenant, slot_bytes: int, count: int) -> int:
-        """How many of ``count`` slots the tenant may have. Its own coldest blocks make room."""
+        """How many of ``count`` slots the tenant may have. Evicts its own coldest blocks if
+        needed."""
         accounts = self._host.accounts
         excess = accounts.excess(tenant, count * slot_bytes)
         if excess:
@@ -200,7 +199,7 @@ class Evictor:
     # -- making room -----------------------------------------------------------------------
 
     def _make_room(self, slot_bytes: int, count: int) -> bool:
-        """Evicts for ``count`` slots of that size. False if nothing could be evicted."""
+        """Evicts for ``count`` slots of that size. False if no block could be evicted."""
         cold: list[Block] = []
         if self._host.has_idle(slot_bytes, others=True):
             cold = self._host.victims(max(64, count))
@@ -212,7 +211,7 @@ class Evictor:
         return bool(cold) and self._take_over(slot_bytes, cold)
 
     def _evict_own(self, slot_bytes: int, count: int) -> bool:
-        """Evicts blocks of that size class, among the coldest those first that are clean."""
+        """Evicts blocks of that size class; among the coldest, clean ones first."""
         host, writer = self._host, self._writer
         looked_at = count + max(count, _LEEWAY) if writer.has_below else count
         victims = host.victims(looked_at, slot_bytes)
@@ -230,8 +229,8 @@ class Evictor:
         return self._evict(stored, offer=False) > 0
 
     def _take_over(self, slot_bytes: int, cold: Sequence[Block]) -> bool:
-        """Empties extents of other size classes so that a slot of this size fits. ``cold``: the
-        coldest blocks of all sizes."""
+        """Empties extents of other size classes to make space for a slot of this size. ``cold``:
+        the coldest blocks of all sizes."""
         host = self._host
         extents = host.extents_to_empty(slot_bytes)
         cost = {base: float(len(extent.blocks)) for base, extent in extents.items()}
@@ -248,8 +247,8 @@ class Evictor:
         return True
 
     def _evict(self, blocks: Sequence[Block], offer: bool = True) -> int:
-        """Evicts idle blocks, but those that have to be written before (without ``offer``: to the
-        tier that counts only). Returns how many."""
+        """Evicts idle blocks, except those that must be written first (without ``offer``: to the
+        tier that counts only). Returns their number."""
         writer = self._writer
         staying: Collection[BlockKey] = ()
         if writer.has_below:

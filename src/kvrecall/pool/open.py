@@ -8,15 +8,13 @@ from kvrecall.pool.pool import Pool
 from kvrecall.pool.service.client import ServiceClient
 
 _STATS_AGE_S = 0.5
-"""An engine asks for statistics in every step; readers need them less often."""
+"""An engine requests statistics in every step; readers need them less often."""
 
 
 def open_pool(settings: RecallSettings) -> PoolClient:
-    """A pool of the engine's own (backend ``embedded``), or a client of the node's (``service``).
-
-    Raises ConfigError or TierError if the former cannot be opened. The latter is a pool that
-    holds nothing while no service is there.
-    """
+    """The engine's own pool (backend ``embedded``), or a client of the node's pool (``service``).
+    Raises ConfigError or TierError if the former cannot be opened. The latter behaves as an empty
+    pool while there is no service."""
     service = settings.service
     if service is None:
         return Pool.open(settings.pool)

@@ -62,7 +62,7 @@ class Ticket:
     """The state of one recall: its blocks, leased as they arrive, None while they are ``missing``.
     Used under its pool's lock.
 
-    Methods that shorten it return the blocks whose lease the caller has to give back.
+    Methods that shorten it return the blocks whose lease the caller must release.
     """
 
     deadline: float
@@ -72,7 +72,7 @@ class Ticket:
     result: Recall | None = None  # once it stands, or the caller no longer waits
 
     def waiting(self) -> list[int]:
-        """Places of blocks that are not there."""
+        """Places of missing blocks."""
         return [place for place, block in enumerate(self.blocks) if block is None]
 
     def fill(self, place: int, block: Block) -> bool:
@@ -84,7 +84,7 @@ class Ticket:
         return True
 
     def cut(self, place: int) -> list[Block]:
-        """The block at ``place`` cannot come: the recall ends before it."""
+        """The block at ``place`` cannot arrive: the recall ends before it."""
         beyond = self.blocks[place:]
         del self.blocks[place:], self.tiers[place:]
         leased = [block for block in beyond if block is not None]
@@ -105,7 +105,7 @@ class Ticket:
 
 @dataclass(slots=True, eq=False)
 class _Loading:
-    """A block on its way up: the slot it goes to and the recalls that wait for it."""
+    """A block being promoted: its target slot and the recalls that wait for it."""
 
     block: Block
     tier: TierName
@@ -118,8 +118,8 @@ class _Loading:
 class Pool:
     """A ``PoolClient`` that owns its arena and its lower tier. Thread-safe.
 
-    Every method but ``flush`` and ``close`` returns within microseconds per key; all I/O is done
-    by threads of the tier below. Use as a context manager or call ``close``.
+    Every method except ``flush`` and ``close`` returns within microseconds per key; threads of the
+    lower tier do all I/O. Use as a context manager or call ``close``.
     """
 
     def __init__(
@@ -131,7 +131,8 @@ class Pool:
         monotonic: Callable[[], float] = time.monotonic,
         terms: PoolTerms | None = None,
     ) -> None:
-        """Takes over ``arena`` and ``below``. ``clock`` dates uses, ``monotonic`` deadlines."""
+        """Takes ownership of ``arena`` and ``below``. ``clock`` dates uses, ``monotonic``
+        deadlines."""
         terms = terms or PoolTerms()
         self._arena = arena
         self._below = below
@@ -229,7 +230,7 @@ class Pool:
             self._below.register(namespace, block_bytes)
 
     def namespaces(self) -> list[tuple[Namespace, int]]:
-        """The namespaces that were registered, and the bytes of their blocks."""
+        """The registered namespaces, and the bytes of their blocks."""
         with self._changed:
             return [(name, self._sizes[digest]) for digest, name in self._names.items()]
 
@@ -414,7 +415,8 @@ class Pool:
             self._expire_loads(keys)
 
     def lost_below(self, keys: Sequence[BlockKey]) -> None:
-        """These blocks are no longer below; copies in the host are stored when used next."""
+        """These blocks are no longer in the lower tier; copies in the host are stored on next
+        use."""
         with self._changed:
             blocks = self._host.blocks
             self._writer.lost([blocks[key] for key in keys if key in blocks])
@@ -423,7 +425,7 @@ class Pool:
         return key in self._host.blocks
 
     def host_blocks(self, unused_since: float | None = None) -> list[BlockInfo]:
-        """Every block in the host, or those not used since that wall-clock second."""
+        """Every block in the host, or those unused since that wall-clock second."""
         with self._changed:
             blocks = list(self._host.blocks.values())
         if unused_since is not None:
@@ -436,24 +438,24 @@ class Pool:
             return self._host.accounts.uses()
 
     def pin(self, keys: Collection[BlockKey]) -> None:
-        """Blocks of these keys, here or to come, are not evicted from the host."""
+        """Pins blocks of these keys, present or future: they are not evicted from the host."""
         with self._changed:
             self._host.pin(keys)
 
     def unpin(self, keys: Collection[BlockKey]) -> None:
-        """Takes ``pin`` back."""
+        """Undoes ``pin``."""
         with self._changed:
             self._host.unpin(keys)
 
     def pin_room(self) -> tuple[int, int]:
-        """Bytes of the host that are pinned, and that may be."""
+        """Bytes of the host that are pinned, and the limit."""
         with self._changed:
             return self._host.pinned_bytes, self._host.pin_limit
 
     def resize_host(self, nbytes: int) -> None:
-        """Sets how much of the arena is used. Shrinking goes on in the background, see
-        ``host_surplus``. The memory itself stays with the owner. ConfigError if the arena cannot
-        grow so far, the machine has not that much memory, or too much is pinned."""
+        """Sets how much of the arena is used. Shrinking continues in the background, see
+        ``host_surplus``. The memory itself stays with the owner. Raises ConfigError if the arena
+        cannot grow that far, the machine does not have that much memory, or too much is pinned."""
         most = self._host.slots.nbytes
         if nbytes > most:
             raise ConfigError(
@@ -474,7 +476,7 @@ class Pool:
             self._changed.notify_all()
 
     def host_surplus(self) -> int:
-        """Bytes in use above what the host may use now."""
+        """Bytes in use above the host's present limit."""
         slots = self._host.slots
         return max(0, slots.used_bytes - slots.limit_bytes)
 
@@ -499,7 +501,7 @@ class Pool:
     # -- inside, under the lock ------------------------------------------------------------
 
     def _drain(self) -> None:
-        """Takes note of everything the tier below has done by now."""
+        """Processes the operations that the tier below has completed."""
         if self._writer.has_below:
             self._apply(self._below.poll())
 
@@ -527,10 +529,9 @@ class Pool:
         return 0 if depth is None else depth + 1
 
     def _give_slots(self, blocks: Sequence[Block]) -> int:
-        """Gives slots to the first of ``blocks``, all of one size; returns to how many.
-
-        With nothing below, the policy may keep blocks out that are worth less than those they
-        would push out; else the arena is on their way down and takes all."""
+        """Allocates slots for the first of ``blocks``, all of one size; returns their number.
+        Without a lower tier, the policy may refuse blocks that are worth less than those they would
+        displace; otherwise the arena is on their way down and accepts all."""
         choosy = blocks if not self._writer.has_below else ()
         first = blocks[0]
         offsets = self._evictor.allocate(first.nbytes, len(blocks), first.tenant, choosy)
@@ -541,9 +542,9 @@ class Pool:
     # -- from below into the host, under the lock ------------------------------------------
 
     def _below_answers(self) -> bool:
-        """Whether the tier below gives what is asked of it. After a load is overdue it counts as
-        empty, until a load arrives or a while has passed: one hung medium costs one deadline now
-        and then, not one for each request. A remote tier sees to that by itself."""
+        """Whether the tier below answers. After an overdue load it counts as empty, until a load
+        arrives or a while has passed: a hung medium costs one deadline now and then, not one per
+        request. A remote tier handles that itself."""
         if not (self._loading and self._writer.has_below):
             return self._writer.has_below
         now = self._monotonic()
@@ -558,7 +559,7 @@ class Pool:
         return now >= self._silent_until
 
     def _is_below_here(self, key: BlockKey) -> bool:
-        """Whether the block is below on this host, or on its way up."""
+        """Whether the block is in a lower tier of this host, or being promoted."""
         below = self._below
         return self._writer.has_below and (
             key in self._loading
@@ -566,7 +567,7 @@ class Pool:
         )
 
     def _lease_present(self, keys: Sequence[BlockKey], deadline: float) -> Ticket:
-        """Leases what of the present prefix is in the host; notes what is below."""
+        """Leases the blocks of the present prefix that are in the host; records those below."""
         get = self._host.blocks.get
         blocks = [get(key) for key in keys]
         tiers = [TierName.HOST] * len(blocks)
@@ -588,7 +589,7 @@ class Pool:
     def _load(
         self, keys: Sequence[BlockKey], ticket: Ticket, parent: BlockKey | None, tenant: Tenant
     ) -> None:
-        """Starts loading the blocks ``ticket`` has not; cuts it where room ends."""
+        """Starts loading the missing blocks of ``ticket``; cuts it where space ends."""
         gets: list[Get] = []
         for place, block in self._slots_to_load(keys, ticket, tenant).items():
             block.parent = keys[place - 1] if place else parent
@@ -603,8 +604,8 @@ class Pool:
     def _slots_to_load(
         self, keys: Sequence[BlockKey], ticket: Ticket, tenant: Tenant
     ) -> dict[int, Block]:
-        """Slots, by place, for what is to be loaded. Where there are too few the ticket gives up
-        blocks from its end, so that its beginning can come in their stead."""
+        """Slots, by place, for the blocks to load. If there are too few, the ticket gives up blocks
+        from its end, so that its beginning can be loaded instead."""
         blocks: dict[int, Block] = {}
         while True:
             wanted: dict[BlockKey, int] = {}
@@ -647,8 +648,8 @@ class Pool:
             self._host.free(block)
 
     def _expire_loads(self, keys: Iterable[BlockKey]) -> None:
-        """What is on its way up now is out of date: it is kept only for recalls that wait for
-        it."""
+        """Blocks being promoted now are outdated: they are kept only for recalls that wait for
+        them."""
         for key in keys:
             if key in self._loading:
                 self._loading[key].wanted = False
@@ -656,8 +657,8 @@ class Pool:
     # -- in the background -----------------------------------------------------------------
 
     def _reap(self) -> None:
-        """Thread: takes what the tier below has done, so that waiting calls hear of it; keeps
-        the host between its marks; has blocks written that are due; drops expired ones."""
+        """Thread: processes completed operations of the lower tier, so that waiting calls notice;
+        keeps the host between its watermarks; starts due writes; drops expired blocks."""
         more = False
         while not self._closed:
             done = self._below.poll(0.0 if more else _TICK_S) if self._writer.has_below else []
@@ -672,7 +673,7 @@ class Pool:
             self.admin.expire()
 
     def _write_rest(self, until: float) -> None:
-        """Has the blocks written that the write policy kept back, as far as there is time."""
+        """Writes the blocks that the write policy kept back, as far as time allows."""
         while self._monotonic() < until:
             with self._changed:
                 self._drain()

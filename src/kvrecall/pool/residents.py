@@ -33,8 +33,8 @@ class BlockInfo:
 
 @dataclass(frozen=True, slots=True)
 class TenantUse:
-    """One tenant's part of a tier. ``limit_bytes`` is None where there is none; ``refused`` and
-    ``evicted`` count blocks since the tenant last came to the tier, for its limit's sake."""
+    """One tenant's share of a tier. ``limit_bytes`` is None without a limit; ``refused`` and
+    ``evicted`` count blocks since the tenant last came to the tier, because of its limit."""
 
     tenant: Tenant
     used_bytes: int
@@ -44,7 +44,7 @@ class TenantUse:
 
 
 class Resident:
-    """A block in a tier. Only the ``Residents`` it belongs to changes it."""
+    """A block in a tier. Only its ``Residents`` changes it."""
 
     __slots__ = (
         "depth",
@@ -102,8 +102,8 @@ R = TypeVar("R", bound=Resident)
 
 
 class Extent:
-    """The blocks in one stretch of slots of one size, which the tier can only give up as a whole:
-    an extent of the arena, or a slab of the disk."""
+    """The blocks in one run of slots of one size, which the tier can only release as a whole: an
+    extent of the arena, or a slab of the disk."""
 
     __slots__ = ("base", "blocks", "fixed", "pinned", "slot_bytes")
 
@@ -118,13 +118,13 @@ class Extent:
 class Residents(Generic[R]):
     """The visible blocks of one tier. Not thread-safe; never waits.
 
-    A block is *idle* if it is neither leased nor pinned and no I/O of it is under way; only idle
-    blocks are evicted. The eviction policy does not know pinned blocks, and holds the others that
-    are not idle once it has passed them, so that searches do not pass them again and again.
+    A block is *idle* if it is neither leased nor pinned and has no I/O in flight; only idle blocks
+    are evicted. The eviction policy does not know pinned blocks, and holds other busy blocks once
+    it has passed them, so that searches do not pass them again and again.
 
-    Tenants may be bounded to shares of the tier. Then each tenant's blocks are also kept in an
-    order of their own (least recently used, suffixes before prefixes), so that a tenant at its
-    limit gives up its own coldest block without a search among those of all others.
+    Tenants may be limited to shares of the tier. Each tenant's blocks are then also kept in their
+    own order (least recently used, suffixes before prefixes), so that a tenant at its limit evicts
+    its own coldest block without a search among those of all others.
     """
 
     def __init__(
@@ -136,8 +136,8 @@ class Residents(Generic[R]):
         clock: Callable[[], float],
         terms: PoolTerms,
     ) -> None:
-        """``capacity_bytes()`` is what shares of tenants and of pinned blocks are taken of;
-        ``clock`` is the wall clock."""
+        """Shares of tenants and of pinned blocks are fractions of ``capacity_bytes()``; ``clock``
+        is the wall clock."""
         self.blocks: dict[BlockKey, R] = {}
         self.pins: set[BlockKey] = set()  # keys an operator pinned, of blocks here or not
         self.pinned_bytes = 0
@@ -156,20 +156,20 @@ class Residents(Generic[R]):
         self.accounts = Accounts(any(amount is not None for amount in amounts), self.limit_of)
 
     def now(self) -> float:
-        """The wall clock, except that it stands still while the system's clock is set back."""
+        """The wall clock, but constant while the system's clock is set back."""
         self._now = max(self._now, self._clock())
         return self._now
 
     def resize_policy(self, capacity_blocks: int) -> None:
-        """Fits the policy to a tier of so many blocks, if nothing is in it yet."""
+        """Sizes the policy for a tier of that many blocks, if the tier is empty."""
         if not self.blocks:
             self._policy = make_policy(self._policy_name, max(1, capacity_blocks))
 
     # -- coming and going ------------------------------------------------------------------
 
     def insert(self, block: R, base: int, used: float, pinned: bool) -> None:
-        """Makes a block visible whose slot lies in the extent at ``base``. ``used``: when it was
-        used last, at most ``now()``."""
+        """Makes a block visible whose slot is in the extent at ``base``. ``used``: time of its last
+        use, at most ``now()``."""
         self.blocks[block.key] = block
         block.used = used
         self._place(block, base)
@@ -179,7 +179,7 @@ class Residents(Generic[R]):
             self._make_evictable(block, used)
 
     def remove(self, key: BlockKey) -> R:
-        """Makes a block invisible; its slot is the caller's to free, after I/O under way."""
+        """Makes a block invisible; the caller frees its slot, after I/O in flight."""
         block = self.blocks.pop(key)
         if block.pinned:
             self._set_pinned(block, False)
@@ -189,7 +189,7 @@ class Residents(Generic[R]):
         return block
 
     def replace(self, old: R, new: R, base: int) -> None:
-        """``new`` is the same block in a slot of another extent. I/O of ``old`` may go on."""
+        """``new`` is the same block in a slot of another extent. I/O of ``old`` may continue."""
         if not (old.is_idle or old.pinned):
             self._release_held(old)
         self._displace(old)
@@ -197,7 +197,7 @@ class Residents(Generic[R]):
         self._place(new, base)
 
     def _place(self, block: R, base: int) -> None:
-        """The block lies in the extent at ``base``."""
+        """Adds the block to the extent at ``base``."""
         extent = self._extents.get(base)
         if extent is None:
             extent = self._extents[base] = Extent(base, block.slot_bytes)
@@ -207,7 +207,7 @@ class Residents(Generic[R]):
         block.extent = extent
 
     def _displace(self, block: R) -> None:
-        """The block lies in no extent any more."""
+        """Removes the block from its extent."""
         extent = block.extent
         assert extent is not None
         del extent.blocks[block.key]
@@ -218,7 +218,7 @@ class Residents(Generic[R]):
         block.extent = None
 
     def _make_fixed(self, block: R) -> None:
-        """The orders, which hold what can be evicted, lose the block."""
+        """Removes the block from the orders, which contain evictable blocks."""
         for order in self._orders(block.tenant):
             order.remove(block.key)
         self._held.discard(block.key)
@@ -228,12 +228,12 @@ class Residents(Generic[R]):
             order.insert(block.key, block.parent, block.depth, used)
 
     def _orders(self, tenant: Tenant) -> tuple[EvictionPolicy, ...]:
-        """The orders that a block of the tenant, which is charged for it, stands in."""
+        """The orders that contain a block of the tenant it is charged to."""
         return (self._policy, *self.accounts.order(tenant))
 
     def touch(self, chain: Sequence[BlockKey], stale_s: float = 0.0) -> list[R]:
-        """A request used ``chain`` (prefix first). Returns those blocks whose last use was noted
-        ``stale_s`` seconds ago or longer; it is noted anew."""
+        """A request used ``chain`` (prefix first). Returns those blocks whose last use was recorded
+        ``stale_s`` seconds ago or longer, and records it again."""
         now, get = self.now(), self.blocks.get
         self._policy.access(chain, now)
         last: R | None = None
@@ -261,7 +261,7 @@ class Residents(Generic[R]):
                 block.extent.fixed += 1  # type: ignore[union-attr]
 
     def unlease(self, blocks: Sequence[R]) -> None:
-        """Gives leases back."""
+        """Releases leases."""
         self.leases -= len(blocks)
         held = self._held
         for block in blocks:
@@ -273,7 +273,7 @@ class Residents(Generic[R]):
                     self._release_held(block)
 
     def begin_io(self, block: R) -> None:
-        """The slot is being read or written; it is not used for anything else before ``end_io``."""
+        """The slot is being read or written; it is not reused before ``end_io``."""
         if block.extent is not None and block.is_idle:
             block.extent.fixed += 1
         block.io_refs += 1
@@ -286,17 +286,17 @@ class Residents(Generic[R]):
                 self._release_held(block)
 
     def has_idle(self, slot_bytes: int, others: bool = False) -> bool:
-        """Whether there is an idle block of that slot size, or of any other. Looks at the extents,
-        not at the blocks."""
+        """Whether there is an idle block of that slot size, or of any other. Checks the extents,
+        not the blocks."""
         return any(
             extent.fixed < len(extent.blocks) and (extent.slot_bytes == slot_bytes) is not others
             for extent in self._extents.values()
         )
 
     def _hold(self, blocks: Sequence[R]) -> None:
-        """The orders need not look at these again before they are idle: the first of them, so that
-        no search takes much longer than without. What was held comes back as the oldest, so a few
-        that are in use, which may be the youngest, keep their places."""
+        """The orders skip these blocks until they are idle: only the first of them, so that no
+        search takes much longer than without. A held block comes back as the oldest, so a few
+        blocks in use, which may be the youngest, keep their places."""
         if len(blocks) < _HELD_FROM:
             return
         hold, held = self._policy.hold, self._held
@@ -315,16 +315,16 @@ class Residents(Generic[R]):
 
     @property
     def pin_limit(self) -> int:
-        """Bytes that pinned blocks may take."""
+        """Limit of bytes of pinned blocks."""
         return int(self._terms.pin_limit * self._capacity_bytes())
 
     def may_pin(self, block: R) -> bool:
-        """Whether the block, which is to be pinned, fits within ``pin_limit``."""
+        """Whether pinning the block stays within ``pin_limit``."""
         return self.pinned_bytes + block.slot_bytes <= self.pin_limit
 
     def pin(self, keys: Iterable[BlockKey]) -> list[R]:
-        """Blocks of these keys, here or to come, are not evicted, as far as ``pin_limit`` allows.
-        Returns those that are pinned now and were not."""
+        """Pins blocks of these keys, present or future, as far as ``pin_limit`` allows. Returns
+        those that are newly pinned."""
         changed: list[R] = []
         for key in keys:
             self.pins.add(key)
@@ -336,7 +336,7 @@ class Residents(Generic[R]):
         return changed
 
     def unpin(self, keys: Iterable[BlockKey]) -> list[R]:
-        """Takes ``pin`` back. Returns those blocks that were pinned."""
+        """Undoes ``pin``. Returns those blocks that were pinned."""
         changed: list[R] = []
         for key in keys:
             self.pins.discard(key)
@@ -365,7 +365,7 @@ class Residents(Generic[R]):
         wanted: Callable[[R], bool] | None = None,
     ) -> list[R]:
         """Up to ``count`` idle blocks (of a slot size, that are ``wanted``), the least valuable
-        first. Nothing is removed."""
+        first. Removes none."""
         blocks = self.blocks
         busy: list[R] = []
 
@@ -385,7 +385,7 @@ class Residents(Generic[R]):
     def victims_of(
         self, tenant: Tenant, nbytes: int, wanted: Callable[[R], bool] | None = None
     ) -> list[R]:
-        """A bounded tenant's idle blocks, coldest first, until they have ``nbytes`` bytes."""
+        """A limited tenant's idle blocks, coldest first, up to ``nbytes`` bytes."""
         found: list[R] = []
         busy: list[R] = []
         for key in itertools.chain.from_iterable(
@@ -403,15 +403,15 @@ class Residents(Generic[R]):
         return found
 
     def admits(self, key: BlockKey, parent: BlockKey | None, depth: int) -> bool:
-        """Whether the policy wants the block at the price of another. Called when full."""
+        """Whether the policy admits the block at the price of another. Called when full."""
         return self._policy.admit(key, parent, depth, self.now())
 
     def chance(self, key: BlockKey) -> float | None:
-        """How likely the policy thinks it that the block is used again; None: it cannot tell."""
+        """The policy's probability that the block is used again; None: no estimate."""
         return self._policy.chance(key, self.now())
 
     def limit_of(self, tenant: Tenant) -> int | None:
-        """Bytes the tenant may hold; None if it is not bounded."""
+        """Bytes the tenant may hold; None without a limit."""
         amount = self._amount(self._terms.tenants.of(tenant))
         return None if amount is None else amount.of(self._capacity_bytes())
 
@@ -428,8 +428,8 @@ class _Account:
 
 
 class Accounts:
-    """How much of a tier each tenant holds, and if tenants are ``bounded``, in which order it
-    gives that up. Not thread-safe; never waits."""
+    """The bytes that each tenant holds in a tier, and if tenants are ``bounded``, its eviction
+    order. Not thread-safe; never waits."""
 
     def __init__(self, bounded: bool, limit_of: Callable[[Tenant], int | None]) -> None:
         self.is_bounded = bounded
@@ -439,7 +439,7 @@ class Accounts:
         self.evicted = 0
 
     def charge(self, tenant: Tenant, nbytes: int) -> None:
-        """The tenant got that much room."""
+        """Charges the tenant for that many bytes."""
         account = self._accounts.get(tenant)
         if account is None:
             order = (LruPolicy(),) if self.is_bounded else ()
@@ -447,14 +447,14 @@ class Accounts:
         account.used_bytes += nbytes
 
     def refund(self, tenant: Tenant, nbytes: int) -> None:
-        """The tenant gave that much back; one that holds nothing any more is forgotten."""
+        """Refunds the tenant; a tenant without any bytes is forgotten."""
         account = self._accounts[tenant]
         account.used_bytes -= nbytes
         if not account.used_bytes:
             del self._accounts[tenant]
 
     def excess(self, tenant: Tenant, nbytes: int) -> int:
-        """By how much ``nbytes`` more would be above the tenant's limit; 0 if they would not."""
+        """Bytes by which ``nbytes`` more would exceed the tenant's limit; 0 if they would not."""
         limit = self._limit_of(tenant) if self.is_bounded else None
         if limit is None:
             return 0
@@ -463,26 +463,26 @@ class Accounts:
         return max(0, used + nbytes - limit)
 
     def refuse(self, tenant: Tenant, blocks: int) -> None:
-        """Blocks were not taken for the sake of the limit."""
+        """Counts blocks refused because of the limit."""
         self.refused += blocks
         if tenant in self._accounts:
             self._accounts[tenant].refused += blocks
 
     def evict(self, tenant: Tenant, blocks: int) -> None:
-        """Blocks were evicted for the sake of the limit."""
+        """Counts blocks evicted because of the limit."""
         self.evicted += blocks
         if tenant in self._accounts:
             self._accounts[tenant].evicted += blocks
 
     def order(self, tenant: Tenant) -> tuple[LruPolicy, ...]:
-        """The order in which the tenant gives up its blocks; none if tenants are not bounded, or
-        this one holds nothing."""
+        """The tenant's eviction order; none if tenants are not limited, or this one holds no
+        block."""
         if not self.is_bounded or tenant not in self._accounts:
             return ()
         return self._accounts[tenant].order
 
     def uses(self) -> list[TenantUse]:
-        """Tenants that hold something."""
+        """Tenants that hold blocks."""
         return [
             TenantUse(
                 tenant,

@@ -45,11 +45,9 @@ class RunSet:
         self._note(start, end - start)
 
     def take(self, length: int, unit: int) -> list[tuple[int, int]]:
-        """Takes up to ``length`` bytes in whole ``unit`` pieces, as few runs as can be.
-
-        ``length`` is a multiple of ``unit``. Returns runs by ascending start; less than asked, or
-        nothing, if no run has room for a unit more.
-        """
+        """Takes up to ``length`` bytes in whole ``unit`` pieces, in as few runs as possible.
+        ``length`` is a multiple of ``unit``. Returns runs by ascending start; less than requested,
+        or none, if no run has space for another unit."""
         taken: list[tuple[int, int]] = []
         while length > 0:
             start = self._fitting(length)
@@ -71,7 +69,7 @@ class RunSet:
         return taken
 
     def has_run(self, length: int) -> bool:
-        """Whether one run has room for ``length`` bytes (may miss a barely fitting one)."""
+        """Whether one run has space for ``length`` bytes (may miss a barely fitting one)."""
         return self._fitting(length) is not None
 
     def runs(self) -> list[tuple[int, int]]:
@@ -79,7 +77,7 @@ class RunSet:
         return list(self._length_at.items())
 
     def remove_within(self, start: int, length: int) -> None:
-        """Takes out all that is free in ``[start, start + length)``. O(number of runs)."""
+        """Removes all free bytes in ``[start, start + length)``. O(number of runs)."""
         end = start + length
         inside = [
             (begin, begin + size)
@@ -134,10 +132,8 @@ class _Extent:
 
 
 class SlotClass:
-    """All slots of one size: extents of room are given to it, slots taken from and given to them.
-
-    Not thread-safe.
-    """
+    """All slots of one size: extents are added to it, slots are taken from it and returned to it.
+    Not thread-safe."""
 
     def __init__(self, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
@@ -156,7 +152,7 @@ class SlotClass:
         return sum(extent.slots for extent in self._extents.values())
 
     def add_extent(self, base: int, slots: int, used: Iterable[int] = ()) -> None:
-        """Room for ``slots`` slots from address ``base`` on; those at addresses ``used`` are
+        """Adds space for ``slots`` slots from address ``base`` on; those at addresses ``used`` are
         taken already."""
         taken = sorted(used)
         self._extents[base] = _Extent(slots, len(taken))
@@ -204,14 +200,14 @@ class SlotClass:
         return [base for base, extent in self._extents.items() if extent.used == 0]
 
     def remove_extent(self, base: int) -> int:
-        """Takes back an empty extent; returns its length in bytes."""
+        """Removes an empty extent; returns its length in bytes."""
         extent = self._extents[base]
         if extent.used:
             raise ValueError(f"extent {base} still holds {extent.used} slots")
         return self.discard_extent(base)
 
     def discard_extent(self, base: int) -> int:
-        """Takes away an extent whose used slots do not come back; returns its length."""
+        """Removes an extent whose used slots are lost; returns its length."""
         length = self._extents.pop(base).slots * self.slot_bytes
         self._bases.remove(base)
         self._runs.remove_within(base, length)
@@ -219,11 +215,11 @@ class SlotClass:
 
 
 class ArenaSlots:
-    """The slots of an arena of ``nbytes``. Size classes get extents on demand and give them back
-    when they are empty. Not thread-safe; never waits.
+    """The slots of an arena of ``nbytes``. Size classes get extents on demand and return them when
+    they are empty. Not thread-safe; never waits.
 
-    ``ready`` says how many bytes from the start may be handed out by now; it never decreases.
-    ``limit_bytes``: how much of them may be in use at first; all of them if absent.
+    ``ready`` returns the number of bytes from the start that may be used by now; it never
+    decreases. ``limit_bytes``: how many of them may be in use at first; all of them if absent.
     """
 
     def __init__(
@@ -231,7 +227,7 @@ class ArenaSlots:
     ) -> None:
         self.nbytes = nbytes - nbytes % ALIGNMENT
         self.limit_bytes = self.nbytes if limit_bytes is None else limit_bytes
-        """How much of it may be in use; may be set to anything up to ``nbytes``."""
+        """Bytes that may be in use; can be set to any value up to ``nbytes``."""
         self.used_bytes = 0
         self._ready_now = ready
         self._ready = 0
@@ -270,9 +266,9 @@ class ArenaSlots:
         return self._classes[slot_bytes].used_in(base)
 
     def window(self, slot_bytes: int, cost: Mapping[int, float]) -> tuple[int, ...] | None:
-        """Bases of the cheapest extents of other size classes whose room, with the gaps between
-        them, would hold a slot. ``cost`` maps bases of extents to the price of emptying them;
-        extents that are not in it cannot be emptied."""
+        """Bases of the cheapest extents of other size classes whose space, with the gaps between
+        them, would hold a slot. ``cost`` maps bases of extents to the cost of emptying them;
+        extents that it omits cannot be emptied."""
         pieces = [(start, length, 0.0, False) for start, length in self._gaps.runs()]
         for slots in self._classes.values():
             if slots.slot_bytes != slot_bytes:
@@ -299,13 +295,13 @@ class ArenaSlots:
         return None if best is None else best[1]
 
     def take_back(self, bases: Iterable[int]) -> None:
-        """Makes gaps of these extents, which are empty now."""
+        """Turns these extents, which are now empty, into gaps."""
         for slots in self._classes.values():
             for base in slots.extents().keys() & set(bases):
                 self._gaps.add(base, slots.remove_extent(base))
 
     def _grow(self, slots: SlotClass, count: int) -> None:
-        """Gives a class an extent with room for at least ``count`` slots if there is such."""
+        """Gives a class an extent with space for at least ``count`` slots, if there is one."""
         if count < 1:
             return
         if self._ready < self.nbytes:

@@ -15,7 +15,7 @@ from kvrecall.pool.host import Block
 from kvrecall.pool.tier import Tier
 
 STORE_TRIES = 3
-"""How often storing a block below may fail before it is left alone."""
+"""Number of failed attempts after which a block is no longer stored below."""
 _DUE_AT_ONCE = 512
 _REMEMBER = 131_072  # keys; about 20 MB
 _LIKELY = 0.5  # chance of being used again from which a block is written at first sight
@@ -23,10 +23,10 @@ _PAUSE_S = 1.0  # after the remote tier took nothing
 
 
 class WritePolicy(ABC):
-    """Says which blocks of the host are to be stored below, and when.
+    """Decides which blocks of the host to store below, and when.
 
-    Owner: one pool's writer; used under the pool's lock; never waits. The writer passes over what
-    is stored already, or on its way, and stores what is flushed whatever a policy says.
+    Owner: one pool's writer; used under the pool's lock; never waits. The writer skips blocks that
+    are stored already, or being stored, and stores flushed blocks whatever the policy says.
     """
 
     unwritten_bytes = 0
@@ -37,35 +37,36 @@ class WritePolicy(ABC):
 
     @abstractmethod
     def committed(self, blocks: Sequence[Block]) -> Sequence[Block]:
-        """Blocks became visible: those to store now."""
+        """Called when blocks become visible; returns those to store now."""
 
     def touched(self, chain: Sequence[BlockKey]) -> Sequence[BlockKey]:
-        """A request asked for ``chain``: keys to store now if the host has them."""
+        """Called when a request looks up ``chain``; returns keys to store now if the host has
+        them."""
         return ()
 
     def recalled(self, blocks: Sequence[Block]) -> Sequence[Block]:
-        """Blocks are in use that are not stored: those to store now."""
+        """Called when unstored blocks are in use; returns those to store now."""
         return ()
 
     def leaving(self, blocks: Sequence[Block]) -> Sequence[Block]:
-        """Blocks that are not stored are about to be evicted: those to store before."""
+        """Called before unstored blocks are evicted; returns those to store first."""
         return ()
 
     def due(self, blocks: Mapping[BlockKey, Block], host_bytes: int) -> Sequence[Block]:
-        """Those to store now, though nothing happened to them. Called repeatedly."""
+        """Returns further blocks to store now. Called repeatedly."""
         return ()
 
     @abstractmethod
     def settled(self, key: BlockKey) -> None:
-        """The block was stored, or has left the host."""
+        """Called when the block was stored, or has left the host."""
 
     def rest(self, blocks: Mapping[BlockKey, Block]) -> Sequence[Block]:
-        """Those to store before the pool closes."""
+        """Returns blocks to store before the pool closes."""
         return ()
 
 
 class WriteThrough(WritePolicy):
-    """Every block, at once."""
+    """Stores every block at once."""
 
     def committed(self, blocks: Sequence[Block]) -> Sequence[Block]:
         return blocks
@@ -78,8 +79,8 @@ class WriteThrough(WritePolicy):
 
 
 class WriteBack(WritePolicy):
-    """Every block, when it is about to leave the host or too much is unwritten: then the least
-    recently used first, until the low mark."""
+    """Stores every block when it is about to leave the host or too much is unwritten; then the
+    least recently used first, until the low watermark."""
 
     def __init__(self, marks: Watermarks) -> None:
         self._marks = marks
@@ -137,8 +138,8 @@ class WriteBack(WritePolicy):
 
 class RemoteWriteBack(WriteBack):
     """Writes each block to the remote tier when it is about to leave the host, the pool closes, or
-    too much is dirty. A block is offered to the remote tier once: what that does not take then, it
-    never gets, as nothing here waits for it."""
+    too much is dirty. A block is offered to the remote tier once: a block that it refuses is never
+    stored there, because nothing waits for it."""
 
     def __init__(self, remote: Tier, marks: Watermarks, monotonic: Callable[[], float]) -> None:
         super().__init__(marks)
@@ -159,11 +160,11 @@ class RemoteWriteBack(WriteBack):
         return self._lacking(idle)[:_DUE_AT_ONCE]
 
     def pause(self) -> None:
-        """The tier took nothing of what was due."""
+        """Called when the tier accepted none of the due blocks."""
         self._not_before = self._monotonic() + _PAUSE_S
 
     def _lacking(self, blocks: Sequence[Block]) -> list[Block]:
-        """Those that are not known to be in the remote tier; the others are settled."""
+        """Blocks not known to be in the remote tier; the others are settled."""
         lacking: list[Block] = []
         for block in blocks:
             if self._remote.contains(block.key):
@@ -174,17 +175,15 @@ class RemoteWriteBack(WriteBack):
 
 
 class WriteSelective(WritePolicy):
-    """Blocks that a second request asked for, or that the eviction policy thinks likely to be.
-
-    The keys of requests and of blocks committed are remembered, the latest ``remember`` of them.
-    """
+    """Stores blocks that a second request looks up, or that the eviction policy considers likely to
+    be reused. It remembers the latest ``remember`` keys of requests and committed blocks."""
 
     def __init__(
         self,
         chance: Callable[[BlockKey], float | None] = lambda key: None,
         remember: int = _REMEMBER,
     ) -> None:
-        """``chance``: the likelihood that a block is used again, None if unknown."""
+        """``chance``: the probability that a block is used again, None if unknown."""
         self._chance = chance
         self._remember = remember
         self._sights: OrderedDict[BlockKey, int] = OrderedDict()
@@ -212,7 +211,7 @@ class WriteSelective(WritePolicy):
         return [block for block in blocks if self._sights.get(block.key, 0) > 1]
 
     def settled(self, key: BlockKey) -> None:
-        """A key that was seen stays so."""
+        """Remembered keys stay remembered."""
 
     def _is_likely(self, key: BlockKey) -> bool:
         chance = self._chance(key)

@@ -17,11 +17,12 @@ _OFFERED_SHARE = 0.25
 
 
 class Writer:
-    """Queues puts of host blocks and takes their ends. Used under its pool's lock; never waits.
+    """Queues puts of host blocks and processes their completion. Used under its pool's lock; never
+    waits.
 
-    A block may be dirty in two ways: not in the tier below that counts (``policy`` knows when it
-    is written), and not in a remote tier beyond it that is written back (``remote_policy``). For
-    the remote tier a put is an *offer*: ``Put.shared``.
+    A block may be dirty in two ways: not in the lower tier that counts (``policy`` knows when it is
+    written), and not in a remote tier beyond it with write-back (``remote_policy``). For the remote
+    tier a put is an *offer*: ``Put.shared``.
     """
 
     def __init__(
@@ -55,15 +56,15 @@ class Writer:
         return self._policy.unwritten_bytes
 
     def is_durable(self, key: BlockKey) -> bool:
-        """Whether the block is in the tier below that counts."""
+        """Whether the block is in the lower tier that counts."""
         return self._below.contains(key) and self._below.tier_of(key) is self._below.name
 
     def is_clean(self, block: Block) -> bool:
-        """Whether nothing is left to write before the block is evicted."""
+        """Whether the block can be evicted without further writes."""
         return block.stored and not self._is_owed(block.key)
 
     def _is_owed(self, key: BlockKey) -> bool:
-        """Whether the block is to be offered to the remote tier yet."""
+        """Whether the block is still to be offered to the remote tier."""
         return self._remote_policy is not None and key in self._remote_policy
 
     # -- what happens to blocks ------------------------------------------------------------
@@ -88,7 +89,7 @@ class Writer:
         self._store_missing(self._policy.recalled(blocks))
 
     def lost(self, blocks: Sequence[Block]) -> None:
-        """Blocks are no longer below: they are stored when used next."""
+        """Blocks are no longer in the lower tier: they are stored on next use."""
         for block in blocks:
             self._host.set_stored(block, False)
         self._policy.committed(blocks)
@@ -101,10 +102,10 @@ class Writer:
             self._remote_policy.settled(block.key)
 
     def leaving(self, blocks: Sequence[Block]) -> frozenset[BlockKey]:
-        """Stores those of ``blocks``, which are about to be evicted, that are dirty. Returns those
-        that must stay until that is done. No block must on account of a tier that takes no more
-        and has not ended a write for a while, or of a remote one that takes no more: what is lost
-        then is counted as shed."""
+        """Stores dirty blocks among ``blocks``, which are about to be evicted. Returns those that
+        must stay until that is done. No block must stay because of a tier that accepts no more and
+        has not finished a write for a while, or a remote tier that accepts no more: such lost
+        blocks are counted as shed."""
         wanted = self._policy.leaving([block for block in blocks if not block.stored])
         remote = self._remote_policy
         offers = [] if remote is None else self._offerable(remote.leaving(blocks))
@@ -116,8 +117,8 @@ class Writer:
         return frozenset(staying + [b.key for b in offers if b.io_refs])
 
     def _offerable(self, blocks: Sequence[Block]) -> list[Block]:
-        """The first of ``blocks``, so few that room for new ones need not wait for a remote tier:
-        with those under way a share of the smallest limit."""
+        """The first of ``blocks``, few enough that making room for new ones need not wait for a
+        remote tier: together with those in flight, a share of the smallest limit."""
         left = int(_OFFERED_SHARE * self._host.least_limit) - self._offered_bytes
         sizes = itertools.accumulate(block.slot_bytes for block in blocks)
         return [block for block, size in zip(blocks, sizes, strict=True) if size <= left]
@@ -125,7 +126,7 @@ class Writer:
     # -- storing ---------------------------------------------------------------------------
 
     def store_due(self) -> None:
-        """Stores what the policies want to be stored by now."""
+        """Stores the blocks that are due by the policies."""
         if not self.has_below:
             return
         blocks, host = self._host.blocks, self._host
@@ -137,8 +138,8 @@ class Writer:
                 self._remote_policy.pause()
 
     def store_rest(self) -> bool:
-        """Stores what was kept back, before the pool closes. False if nothing of it is left, or
-        the tier below takes no more."""
+        """Stores the blocks that were kept back, before the pool closes. False if none is left, or
+        the lower tier accepts no more."""
         if not self.has_below:
             return False
         blocks = self._host.blocks
@@ -149,8 +150,8 @@ class Writer:
         return bool(rest or offers) and self._below.queued()[0] > 0
 
     def store_until_durable(self, keys: Sequence[BlockKey]) -> list[BlockKey] | None:
-        """Of ``keys`` those not durable yet, queued again if they were shed. None if one of them
-        cannot become durable."""
+        """The ``keys`` that are not durable yet, queued again if they were shed. None if one of
+        them cannot become durable."""
         waiting: list[BlockKey] = []
         again: list[Block] = []
         for key in keys:
@@ -173,14 +174,14 @@ class Writer:
         return waiting
 
     def _store_missing(self, blocks: Iterable[Block]) -> None:
-        """Stores those of ``blocks`` that are not, unless it failed too often."""
+        """Stores the unstored ones of ``blocks``, except those that failed too often."""
         self.store([b for b in blocks if not (b.stored or b.io_refs or b.tries >= STORE_TRIES)])
 
     def store(self, blocks: Sequence[Block], offering: bool = False) -> None:
-        """Queues committed blocks, a chain prefix first, to be stored below. Passes over keys of
-        which an older block is still being stored. ``offering``: in the remote tier, too, even if
-        that is written back. What the tier's queue has no room for now follows when it has, unless
-        it leaves the host before."""
+        """Queues committed blocks, a chain prefix first, to be stored below. Skips keys of which an
+        older block is still being stored. ``offering``: also in the remote tier, even with
+        write-back. Blocks that do not fit in the tier's queue follow when there is space, unless
+        they leave the host before."""
         blocks = [block for block in blocks if block.key not in self._writing]
         if not (self.has_below and blocks):
             return
@@ -218,7 +219,7 @@ class Writer:
                 self._policy.settled(block.key)
 
     def ended(self, done: Done) -> None:
-        """A put is done."""
+        """Processes a completed put."""
         block = self._writing.pop(done.key)
         self._wrote_at = self._monotonic()
         self._host.end_io(block)

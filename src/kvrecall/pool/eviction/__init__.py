@@ -23,7 +23,8 @@ POLICY_NAMES: tuple[str, ...] = tuple(_MAKERS)
 
 
 def make_policy(name: str, capacity_blocks: int) -> EvictionPolicy:
-    """A fresh policy for a tier of ``capacity_blocks``. Unknown name or no room: ConfigError."""
+    """A new policy for a tier of ``capacity_blocks``. Raises ConfigError for an unknown name or no
+    capacity."""
     if name not in _MAKERS:
         close = difflib.get_close_matches(name, POLICY_NAMES, 1)
         hint = f"; did you mean {close[0]!r}?" if close else ""

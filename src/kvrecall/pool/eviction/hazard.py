@@ -27,10 +27,10 @@ _RETURNS = 16  # ticks in which blocks came back, before the tables are believed
 
 
 class _Block(msgspec.Struct, gc=False, eq=False):
-    """A name we know: resident, or remembered for a while after it was evicted or refused.
+    """A known name: resident, or remembered for a while after it was evicted or refused.
 
     There are very many of these: they hold nothing that could form a cycle, so that the garbage
-    collector need not look at them (it would take three times as long as all the rest).
+    collector can skip them (otherwise it would take three times as long as everything else).
     """
 
     key: BlockKey
@@ -42,7 +42,7 @@ class _Block(msgspec.Struct, gc=False, eq=False):
 
 
 class _Cohort:
-    """The blocks of one class that were last used at the same time: they age together."""
+    """The blocks of one class with the same time of last use: they age together."""
 
     __slots__ = ("alive", "bin", "born", "forgotten", "kind", "names", "number", "runs")
 
@@ -272,8 +272,8 @@ class HazardPolicy(EvictionPolicy):
         found: dict[BlockKey, _Block],
         going: dict[BlockKey, int],
     ) -> bool:
-        """Adds what the cohort can give to ``found``, the oldest run first, from its end. False
-        if it has nothing to give until a child of one of its blocks is removed, or one of them is
+        """Adds the cohort's evictable blocks to ``found``, the oldest run first, from its end.
+        False if it has none until a child of one of its blocks is removed, or one of them is
         released."""
         cohort.trim()
         able = False
@@ -294,7 +294,7 @@ class HazardPolicy(EvictionPolicy):
         found: dict[BlockKey, _Block],
         going: dict[BlockKey, int],
     ) -> None:
-        """If that was not enough: the blocks that became leaves by it."""
+        """If those are not enough: the blocks that became leaves."""
         pending = list(found.values()) if len(found) < count else []
         for block in pending:
             above = None if block.parent is None else self._residents.get(block.parent)
@@ -329,7 +329,7 @@ class HazardPolicy(EvictionPolicy):
         return block
 
     def _use(self, block: _Block, ended: int) -> None:
-        """Books a further use of a known block and puts it with others of its kind."""
+        """Records another use of a known block and puts it with others of its kind."""
         old = self._cohorts[block.cohort]
         old.alive -= 1
         self._table.used[old.kind][old.bin] += 1.0
@@ -346,7 +346,8 @@ class HazardPolicy(EvictionPolicy):
             self._make_ready(cohort)
 
     def _join(self, kind: int, slack: float = 0.0) -> _Cohort:
-        """The cohort of ``kind`` born now, or ``slack`` seconds ago, with one more member."""
+        """The cohort of ``kind`` that starts now, or ``slack`` seconds ago, with one more
+        member."""
         cohort = self._youngest.get(kind)
         if cohort is None or self._now - cohort.born > slack or cohort.forgotten:
             self._born += 1
@@ -361,7 +362,7 @@ class HazardPolicy(EvictionPolicy):
         return cohort
 
     def _adopt(self, block: _Block, parent: BlockKey) -> None:
-        """Learns whose child a block is that was announced without a parent."""
+        """Records the parent of a block that was announced without one."""
         block.parent = parent
         if block.resident:
             self._count_child(parent)
@@ -400,7 +401,7 @@ class HazardPolicy(EvictionPolicy):
                 self._grow(queue.popleft())
 
     def _grow(self, cohort: _Cohort) -> None:
-        """Puts a cohort where its age belongs; it is in no bin's queue now."""
+        """Puts a cohort into the bin of its age; it is in no bin's queue now."""
         was_ready = self._make_unready(cohort)
         if cohort.alive == 0:
             del self._cohorts[cohort.number]
@@ -435,7 +436,7 @@ class HazardPolicy(EvictionPolicy):
             self._memory_limit = 64 + 2 * len(self._memory)
 
     def _refresh(self) -> None:
-        """Looks at the life table and ranks the cells anew."""
+        """Ranks the cells again by the life table."""
         evidence = _EVIDENCE * self._mean_chain
         seen = sum(map(sum, self._table.used))
         self._is_taught = self._returns >= _RETURNS and seen >= evidence

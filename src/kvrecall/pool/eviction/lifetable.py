@@ -31,10 +31,11 @@ class AgeBins:
 
 
 class LifeTable:
-    """For each class of blocks and bin of age: how many came that far, how many were used there.
+    """For each class of blocks and bin of age: how many blocks reached that age, and how many were
+    used there.
 
     ``entered[c][b]`` and ``used[c][b]`` are counts of blocks, faded over time so that old habits
-    are forgotten. The owner adds to them directly (this is the innermost loop), ``worth`` turns
+    are forgotten. The owner adds to them directly (this is the innermost loop); ``worth`` turns
     them into ranks.
     """
 
@@ -49,30 +50,31 @@ class LifeTable:
             table[:] = (np.asarray(table) * factor).tolist()
 
     def worth(self, weight: float) -> Floats:
-        """Hits per second of room of a block of each class at the start of each age bin.
+        """Hits per second of occupied space of a block of each class at the start of each age bin.
 
-        Shape (classes, bins). It is the best, over all ages at which one could give the block up,
-        of P(used before then) / E[seconds kept until used or given up]: the Gittins index of a
-        job that pays 1 when done. LHD (Beckmann et al., NSDI 2018) ranks by the same ratio
-        without the choice of giving up. Unlike a rate it knows that waiting pays: a block one
-        think time away from its next turn ranks above one that was used just now.
+        Shape (classes, bins). It is the best ratio, over all ages at which the block could be
+        evicted, of P(used before then) / E[seconds kept until used or evicted]: the Gittins index
+        of a job that pays 1 when done. LHD (Beckmann et al., NSDI 2018) ranks by the same ratio
+        without the choice of when to evict. Unlike a rate it accounts for blocks worth waiting for:
+        a block one think time away from its next turn ranks above one that was used just now.
 
-        Where evidence is thin, a bin leans with the weight of ``weight`` blocks on its class
-        being to all blocks, at this age, as it is at all ages; and all blocks at this age on
-        being as they were one bin younger, to begin with a tenth used per bin. What was never
-        seen is thus taken to fade with age; but not from the first bin to the second, which is a
-        quarter as wide, so no block should be ranked by these priors alone.
+        Where evidence is thin, a bin leans with the weight of ``weight`` blocks on two priors: its
+        class relates to all blocks at this age as it does at all ages; and all blocks at this age
+        behave as they did one bin younger, starting from a tenth used per bin. Unseen ages are thus
+        assumed to fade with age; but not from the first bin to the second, which is a quarter as
+        wide, so no block should be ranked by these priors alone.
         """
         return _gittins(self._hazard(weight), self.bins.widths)
 
     def chances(self, weight: float) -> Floats:
-        """How likely a block of each class, at the start of each age bin, is used before the end
-        of the last bin. Shape (classes, bins); leans as ``worth`` does."""
+        """The probability that a block of each class, at the start of each age bin, is used before
+        the end of the last bin. Shape (classes, bins); uses the priors of ``worth``."""
         unused = np.cumprod((1.0 - self._hazard(weight))[:, ::-1], axis=1)[:, ::-1]
         return np.asarray(1.0 - unused, dtype=np.float64)
 
     def _hazard(self, weight: float) -> Floats:
-        """Shape (classes, bins): how likely a block that reached the bin is used in it."""
+        """Shape (classes, bins): the probability that a block that reached the bin is used in
+        it."""
         used, entered = np.asarray(self.used), np.asarray(self.entered)
         usual = np.empty(self.bins.count)
         share = 0.1

@@ -13,7 +13,7 @@ from kvrecall.pool.eviction.base import EvictionPolicy
 
 
 class Node:
-    """A block's place. ``uses`` is for policies that count; ``queue`` is where it stands."""
+    """A block's place. ``uses`` is for policies that count; ``queue`` is its queue."""
 
     __slots__ = ("key", "next", "prev", "queue", "uses")
 
@@ -62,14 +62,14 @@ class Queue:
         self.size += 1
 
     def take(self, node: Node) -> None:
-        """Takes ``node``, which is in this queue, out of it."""
+        """Removes ``node``, which is in this queue."""
         node.prev.next = node.next
         node.next.prev = node.prev
         node.queue = None
         self.size -= 1
 
     def __iter__(self) -> Iterator[Node]:
-        """Oldest first. The node handed out may be taken out or moved meanwhile."""
+        """Oldest first. The yielded node may be removed or moved meanwhile."""
         node = self._end.next
         while node is not self._end:
             following = node.next
@@ -78,9 +78,11 @@ class Queue:
 
 
 class QueuePolicy(EvictionPolicy):
-    """Blocks leave from the front of one queue; where they join it is the subclass's choice. Held
-    blocks are out of the queue; they come back to its front, as all that were passed over with
-    them were older than the rest."""
+    """Blocks leave from the front of one queue; the subclass decides where they join it.
+
+    Held blocks are out of the queue; they come back to its front, because all blocks skipped with
+    them were older than the rest.
+    """
 
     def __init__(self) -> None:
         self._nodes: dict[BlockKey, Node] = {}
@@ -116,8 +118,8 @@ class QueuePolicy(EvictionPolicy):
         return list(islice(filter(evictable, self.oldest()), count))
 
     def oldest(self) -> Iterator[BlockKey]:
-        """All blocks that are not held, in the order in which they leave. The one handed out may
-        be removed or held."""
+        """All blocks that are not held, in eviction order. The yielded one may be removed or
+        held."""
         return (node.key for node in self._queue)
 
 
@@ -247,7 +249,7 @@ class S3FifoPolicy(EvictionPolicy):
     def _sweep_main(
         self, count: int, evictable: Callable[[BlockKey], bool], found: list[BlockKey]
     ) -> None:
-        """Oldest first: used ones go round again with a use less, the others are victims."""
+        """Oldest first: used ones go round again with one use less, the others are victims."""
         taken = frozenset(found)
         for _ in range(4):  # a use is counted up to 3: the fourth round finds every block
             for node in islice(self._main, self._main.size):
