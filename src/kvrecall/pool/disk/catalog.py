@@ -41,7 +41,8 @@ class Entry(Resident):
 
 @dataclass(frozen=True, slots=True)
 class SlabUse:
-    """How many blocks a slab holds, how many of them cannot go now, and how many are pinned."""
+    """The number of blocks in a slab, of those that cannot be moved or dropped now, and of pinned
+    ones."""
 
     blocks: int = 0
     fixed: int = 0
@@ -49,11 +50,11 @@ class SlabUse:
 
 
 class Catalog(Residents[Entry]):
-    """The entries of one disk tier. The methods that are defined here are thread-safe; they never
-    wait for I/O.
+    """The entries of one disk tier. The methods defined here are thread-safe; they never wait for
+    I/O.
 
-    An entry that is forgotten is not found from that moment on. Its slot is handed to the flusher
-    (``take_pending_free``), which deletes the row before the slot is used again.
+    A forgotten entry is not found from that moment on. Its slot is passed to the flusher
+    (``take_pending_free``), which deletes the row before the slot is reused.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Catalog(Residents[Entry]):
         return None if entry is None else entry.depth
 
     def infos(self, unused_since: float | None = None) -> list[BlockInfo]:
-        """Every block, or those not used since that wall-clock second."""
+        """Every block, or those unused since that wall-clock second."""
         with self._lock:
             entries = list(self.blocks.values())
         if unused_since is not None:
@@ -96,7 +97,7 @@ class Catalog(Residents[Entry]):
     # -- coming ----------------------------------------------------------------------------
 
     def recover(self, rows: Iterable[Row]) -> None:
-        """Takes in what an earlier process left, least recently used first."""
+        """Takes over the blocks of an earlier process, least recently used first."""
         with self._lock:
             used = now = self.now()
             for row in rows:
@@ -129,7 +130,7 @@ class Catalog(Residents[Entry]):
     # -- in use ----------------------------------------------------------------------------
 
     def acquire(self, key: BlockKey) -> Entry | None:
-        """Keeps the block's slot, which is to be read, until ``release``. None if the block is not
+        """Protects the block's slot for a read, until ``release``. None if the block is not
         here."""
         with self._lock:
             entry = self.blocks.get(key)
@@ -151,7 +152,7 @@ class Catalog(Residents[Entry]):
             return stale
 
     def take_unnoted_uses(self, limit: int) -> list[tuple[int, int]]:
-        """``(second, address)`` of last uses not yet noted in the index."""
+        """``(second, address)`` of last uses not yet written to the index."""
         with self._lock:
             uses = self._unnoted_uses
             taken = [uses.popitem() for _ in range(min(limit, len(uses)))]
@@ -171,19 +172,19 @@ class Catalog(Residents[Entry]):
         return changed
 
     def pinned_keys(self) -> frozenset[BlockKey]:
-        """All keys that are pinned, of blocks here or not."""
+        """All pinned keys, of blocks here or not."""
         with self._lock:
             return frozenset(self.pins)
 
     def take_unnoted_pins(self, limit: int) -> list[tuple[int, int]]:
-        """``(1 or 0, address)`` of blocks pinned or unpinned, not yet noted in the index."""
+        """``(1 or 0, address)`` of blocks pinned or unpinned, not yet written to the index."""
         with self._lock:
             pins = self._unnoted_pins
             taken = [pins.popitem() for _ in range(min(limit, len(pins)))]
             return [(pinned, address) for address, pinned in taken]
 
     def return_unnoted_pins(self, pins: Iterable[tuple[int, int]]) -> None:
-        """Gives back what could not be noted; what is newer stands."""
+        """Returns entries that could not be written; newer ones override them."""
         with self._lock:
             for pinned, address in pins:
                 self._unnoted_pins.setdefault(address, pinned)
@@ -202,7 +203,7 @@ class Catalog(Residents[Entry]):
             return 0 if slab is None else sum(self._forget(key) for key in list(slab.blocks))
 
     def forget_namespace(self, digest: bytes, but_of: int) -> int:
-        """Drops the blocks of a namespace that have not ``but_of`` bytes."""
+        """Drops the blocks of a namespace whose size is not ``but_of`` bytes."""
         with self._lock:
             keys = [
                 key
@@ -223,8 +224,8 @@ class Catalog(Residents[Entry]):
             return self._evict(self.victims(count, slot_bytes))
 
     def evict_bytes(self, nbytes: int) -> int:
-        """Drops the least valuable blocks of any size until that many bytes are given up, or none
-        can be. Returns how many bytes are."""
+        """Drops the least valuable blocks of any size until that many bytes are freed, or none can
+        be. Returns the number of bytes."""
         given = 0
         while given < nbytes:
             going: list[Entry] = []
@@ -241,8 +242,8 @@ class Catalog(Residents[Entry]):
 
     def make_way(self, tenant: Tenant, nbytes: int, parent: BlockKey | None) -> int:
         """Evicts the tenant's own coldest blocks so that it may store ``nbytes`` more below
-        ``parent``, whose ancestors stay; if the parent is not here, which makes them useless,
-        nothing goes. Returns by how much it would still be too much."""
+        ``parent``, whose ancestors stay; evicts none if the parent is not here, because the new
+        blocks would then be useless. Returns by how much the limit would still be exceeded."""
         with self._lock:
             excess = self.accounts.excess(tenant, nbytes)
             orphan = parent is not None and parent not in self.blocks
@@ -282,19 +283,19 @@ class Catalog(Residents[Entry]):
             return taken
 
     def add_pending_free(self, addresses: Iterable[int]) -> None:
-        """Gives slots (back) to the list of those whose rows are to be deleted."""
+        """Adds (or returns) slots to the list of those whose rows are to be deleted."""
         with self._lock:
             self._pending_free.extend(addresses)
 
     # -- limits, and what the reclaimer goes by --------------------------------------------
 
     def refuse(self, tenant: Tenant, blocks: int) -> None:
-        """Blocks were not stored for the sake of a tenant's limit."""
+        """Counts blocks not stored because of a tenant's limit."""
         with self._lock:
             self.accounts.refuse(tenant, blocks)
 
     def tenants(self) -> list[TenantUse]:
-        """Tenants that hold something."""
+        """Tenants that hold blocks."""
         with self._lock:
             return self.accounts.uses()
 
@@ -308,7 +309,7 @@ class Catalog(Residents[Entry]):
             return self.victims(count)
 
     def slab_uses(self) -> dict[int, SlabUse]:
-        """What is in each slab that holds a block, by its number."""
+        """The use of each slab that holds a block, by its number."""
         with self._lock:
             return {
                 number: SlabUse(len(slab.blocks), slab.fixed, slab.pinned)
@@ -316,7 +317,7 @@ class Catalog(Residents[Entry]):
             }
 
     def in_order(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Those that are here, in the order in which they lie on the medium."""
+        """The blocks that are here, in the order of their addresses on the medium."""
         with self._lock:
             placed = [(self.blocks[key].address, key) for key in keys if key in self.blocks]
         return [key for _, key in sorted(placed)]
@@ -329,8 +330,9 @@ class Catalog(Residents[Entry]):
         return sorted(entries, key=lambda e: (not e.pinned, -e.used))
 
     def relocate(self, old: Entry, address: int) -> bool:
-        """The block of ``old`` was copied to ``address``, and its row says so. False if it is gone
-        meanwhile: the caller owns the new slot. Reads of the old slot may still be under way."""
+        """Records that the block of ``old`` was copied to ``address`` and its row updated. False if
+        it is gone meanwhile: the caller then owns the new slot. Reads of the old slot may still be
+        in flight."""
         with self._lock:
             if self.blocks.get(old.key) is not old:
                 return False
@@ -342,7 +344,7 @@ class Catalog(Residents[Entry]):
 
 
 class DiskCounters(TierCounters):
-    """Counters of one disk tier, and which reads are under way. Thread-safe."""
+    """Counters of one disk tier, and its reads in flight. Thread-safe."""
 
     def __init__(self) -> None:
         super().__init__("disk")
@@ -365,7 +367,8 @@ class DiskCounters(TierCounters):
         self.warn(f"{what}: {error}")
 
     def yield_to_reads(self, at_most_s: float) -> None:
-        """Waits until no read is queued, so that loads go before stores; but not for ever."""
+        """Waits until no read is queued, so that loads have priority over stores; but not
+        forever."""
         until = time.monotonic() + at_most_s
         with self._changed:
             while self.reading and (left := until - time.monotonic()) > 0:

@@ -35,11 +35,11 @@ class _Queued:
 
 
 class Flusher:
-    """Makes puts durable: slots, bytes, fdatasync, rows, then visible. Group commit: whatever
-    waits goes in one batch with one sync and one transaction.
+    """Makes puts durable: slots, bytes, fdatasync, rows, then visible.
 
-    ``submit``, ``cancel`` and ``clear`` may be called from any thread and do not wait; everything
-    else happens in the flusher's thread, which alone uses the index and the slot maps.
+    Group commit: all waiting puts go into one batch with one sync and one transaction. ``submit``,
+    ``cancel`` and ``clear`` may be called from any thread and do not wait; everything else runs in
+    the flusher's thread, which alone uses the index and the slot maps.
     """
 
     def __init__(
@@ -114,27 +114,27 @@ class Flusher:
         return verdicts
 
     def cancel(self, keys: Sequence[BlockKey] | None) -> None:
-        """Puts of these keys (None: all) that are under way shall not become visible."""
+        """Cancels puts in flight of these keys (None: all): they do not become visible."""
         with self._wake:
             for key in list(self._pending) if keys is None else keys:
                 if key in self._pending:
                     self._pending[key] = False
 
     def report_lost(self, slab: int) -> None:
-        """The file of that slab is gone."""
+        """Reports that the file of that slab is gone."""
         with self._wake:
             self._lost.add(slab)
             self._wake.notify_all()
         self._catalog.forget_slab(slab)
 
     def hurry(self) -> None:
-        """Has the thread look after its duties now."""
+        """Wakes the thread to do its duties now."""
         with self._wake:
             self._hurried = True
             self._wake.notify_all()
 
     def wait_pins_noted(self, timeout_s: float) -> bool:
-        """Waits until what is pinned now is written down. False if that does not come."""
+        """Waits until the present pins are written to the index. False if that fails."""
         with self._wake:
             goal = self._tended + 2  # the round under way may have begun before
             until = time.monotonic() + timeout_s
@@ -145,8 +145,8 @@ class Flusher:
             return self._tended >= goal
 
     def close(self, deadline_s: float) -> bool:
-        """Stores what is queued as far as ``deadline_s`` allows, then ends. False if the thread
-        is stuck in the medium."""
+        """Stores queued puts as far as ``deadline_s`` allows, then ends. False if the thread is
+        stuck in the medium."""
         with self._wake:
             self._closing_at = time.monotonic() + deadline_s
             self._wake.notify_all()
@@ -170,7 +170,7 @@ class Flusher:
             self._fail_rest(batch)
 
     def _fail_rest(self, batch: list[_Queued]) -> None:
-        """Ends what is queued still; nothing is unless the thread ends by a bug."""
+        """Ends puts that are still queued; there are none unless the thread ended by a bug."""
         with self._wake:
             self._broken = True
             rest = [item for item in batch if item.put.key in self._pending]
@@ -179,7 +179,7 @@ class Flusher:
         self._finish(rest, set())
 
     def _next_batch(self) -> list[_Queued]:
-        """The next puts, waiting for one at most a tick."""
+        """The next puts; waits for one for at most a tick."""
         with self._wake:
             idle = not self._queue and self._closing_at is None and not self._lost
             if idle and not self._hurried:
@@ -230,7 +230,7 @@ class Flusher:
                 return
 
     def _note_pins(self) -> None:
-        """Writes down what was pinned and unpinned."""
+        """Writes pins and unpins to the index."""
         while pins := self._catalog.take_unnoted_pins(MAX_ROWS):
             try:
                 self._index.mark_pinned(pins)
@@ -276,8 +276,8 @@ class Flusher:
     def _write(
         self, placed: list[tuple[int, Put]], tags: dict[BlockKey, bytes]
     ) -> list[tuple[int, Put]]:
-        """Writes runs of adjacent slots; returns what was written and adds its ``tags``. Lets
-        reads go first before every few MiB, however small the runs."""
+        """Writes runs of adjacent slots; returns the written ones and adds their ``tags``. Yields
+        to reads before every few MiB, however small the runs."""
         written: list[tuple[int, Put]] = []
         since = _WRITE_BYTES
         for run in _adjacent(placed):
@@ -364,7 +364,7 @@ class Flusher:
 
 
 def _adjacent(placed: Sequence[tuple[int, Put]]) -> Iterator[list[tuple[int, Put]]]:
-    """Cuts puts, by ascending address, into runs that one system call can write."""
+    """Splits puts, by ascending address, into runs that one system call can write."""
     run: list[tuple[int, Put]] = []
     end = size = 0
     for address, put in placed:

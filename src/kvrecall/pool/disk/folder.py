@@ -24,7 +24,7 @@ def standing_part(path: Path) -> Path:
 
 
 def own_bytes(path: Path) -> int:
-    """Bytes on the medium that files of a tier in ``path`` take already."""
+    """Bytes on the medium that files of a tier in ``path`` already occupy."""
     if not path.is_dir():
         return 0
     names = (file for name in _OWN for file in path.glob(name))
@@ -79,10 +79,11 @@ class FolderHeld(TierError):
 
 
 class FolderLock:
-    """Held by the one process that uses the folder; the kernel lets go of it at any exit."""
+    """Held by the one process that uses the folder; the kernel releases it at any exit."""
 
     def __init__(self, path: Path) -> None:
-        """Makes the folder if need be. TierError if another process holds it, or another user."""
+        """Creates the folder if needed. Raises TierError if another process holds it, or another
+        user owns it."""
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             _keep_private(path)

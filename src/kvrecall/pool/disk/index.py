@@ -33,7 +33,7 @@ _UPGRADES = {
         "ALTER TABLE blocks ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0",
     ),
 }
-"""How an index of that version becomes one of the next; versions that are not here are too old."""
+"""Migrations from each version to the next; versions that are missing here are too old."""
 _PAGE = 4096
 _LARGE = 128 << 20  # of a file that takes seconds to check
 _WAL_PAGES = 256
@@ -41,12 +41,12 @@ _SHM_BYTES = 256 << 10  # more than the log's shared memory file takes
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
 WAL_BYTES = 4 << 20
-"""Bound of the write-ahead log and its shared memory file: checkpoints come after 1 MiB, and a
-transaction of ``MAX_ROWS`` rows adds 2.5 MiB at the worst (a page for every row)."""
+"""Bound of the write-ahead log and its shared memory file: checkpoints run after 1 MiB, and a
+transaction of ``MAX_ROWS`` rows adds 2.5 MiB at worst (a page for every row)."""
 MAX_ROWS = 512
 """Rows a transaction may insert, delete or update."""
 ROW_BYTES = 288
-"""Upper estimate of what a row costs in the file, half-filled pages included."""
+"""Upper estimate of a row's bytes in the file, half-filled pages included."""
 
 _SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -64,8 +64,8 @@ CREATE TABLE blocks (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A stored block. ``address`` is its slot, ``tag`` what its bytes are checked against (see
-    ``codec``), ``used`` the wall-clock second of its last use."""
+    """A stored block. ``address`` is its slot, ``tag`` the value that its bytes are verified
+    against (see ``codec``), ``used`` the wall-clock second of its last use."""
 
     address: int
     key: BlockKey
@@ -79,8 +79,8 @@ class Row:
 
 
 class Index:
-    """An open index. Its methods raise sqlite3.Error when the medium fails; the change they were
-    to make is then not made."""
+    """An open index. Its methods raise sqlite3.Error when the medium fails; their change is then
+    not made."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection, pool_id: bytes) -> None:
         self._path = path
@@ -95,8 +95,8 @@ class Index:
 
     @classmethod
     def open(cls, folder: Path) -> Index:
-        """Opens or makes the index of a folder. A damaged, foreign or older file is moved aside
-        and an empty one takes its place; one of a newer kvrecall raises TierError."""
+        """Opens or creates the index of a folder. A damaged, foreign or older file is moved aside
+        and replaced by an empty one; one of a newer kvrecall raises TierError."""
         path = folder / INDEX_NAME
         if path.exists():
             if (size := path.stat().st_size) > _LARGE:
@@ -163,7 +163,7 @@ class Index:
         return key[:NAMESPACE_BYTES] in self._ids
 
     def register(self, namespace: Namespace, block_bytes: int) -> None:
-        """Notes a namespace. Durable when it returns."""
+        """Records a namespace. Durable on return."""
         with self._connection as connection:
             connection.execute("BEGIN IMMEDIATE")
             cursor = connection.execute(
@@ -175,7 +175,7 @@ class Index:
             self._ids[namespace.digest] = cursor.fetchone()[0]
 
     def insert(self, rows: Sequence[Row]) -> None:
-        """Adds at most ``MAX_ROWS`` rows, all or none. Durable when it returns."""
+        """Adds at most ``MAX_ROWS`` rows, all or none. Durable on return."""
         with self._connection as connection:
             connection.execute("BEGIN IMMEDIATE")
             connection.executemany(
@@ -198,7 +198,7 @@ class Index:
             )
 
     def delete(self, addresses: Sequence[int]) -> None:
-        """Deletes rows, all or none; ones that are not there are ignored. Durable on return."""
+        """Deletes rows, all or none; missing ones are ignored. Durable on return."""
         with self._connection as connection:
             connection.execute("BEGIN IMMEDIATE")
             connection.executemany(
@@ -206,21 +206,22 @@ class Index:
             )
 
     def delete_all(self) -> None:
-        """Deletes every row. Durable when it returns."""
+        """Deletes every row. Durable on return."""
         with self._connection as connection:
             connection.execute("BEGIN IMMEDIATE")
             connection.execute("DELETE FROM blocks")
 
     def mark_used(self, uses: Sequence[tuple[int, int]]) -> None:
-        """Notes ``(wall-clock second, address)`` of last uses."""
+        """Records ``(wall-clock second, address)`` of last uses."""
         self._update("UPDATE blocks SET used = ? WHERE address = ?", uses)
 
     def mark_pinned(self, pins: Sequence[tuple[int, int]]) -> None:
-        """Notes ``(1 or 0, address)`` of blocks that were pinned or unpinned. Durable on return."""
+        """Records ``(1 or 0, address)`` of blocks that were pinned or unpinned. Durable on
+        return."""
         self._update("UPDATE blocks SET pinned = ? WHERE address = ?", pins)
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Notes ``(new, old)`` addresses of blocks that were copied, all or none. Durable on
+        """Records ``(new, old)`` addresses of blocks that were copied, all or none. Durable on
         return; at most ``MAX_ROWS``."""
         self._update("UPDATE blocks SET address = ? WHERE address = ?", moves)
 
@@ -230,14 +231,14 @@ class Index:
             connection.executemany(query, rows)
 
     def compact(self) -> None:
-        """Gives the room of deleted rows back to the file system. Takes as much room as the rows
-        that are left while it works."""
+        """Returns the space of deleted rows to the file system. Temporarily takes as much space as
+        the remaining rows."""
         self._connection.execute("PRAGMA max_page_count = 1073741823").fetchone()
         self._connection.execute("VACUUM")
         self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
     def probe(self) -> None:
-        """Writes something durable; raises sqlite3.Error if the medium takes no writes now."""
+        """Tests a durable write; raises sqlite3.Error if the medium accepts no writes now."""
         with self._connection as connection:
             connection.execute("BEGIN IMMEDIATE")
             connection.execute(
@@ -245,9 +246,9 @@ class Index:
             )
 
     def reserve(self, nbytes: int) -> bool:
-        """Makes sure that the medium has room for ``nbytes`` of index and for its log, so that
-        blocks that have a slot can also get a row. False if it has not; True also where the file
-        system cannot tell."""
+        """Ensures that the medium has space for ``nbytes`` of index and for its log, so that blocks
+        that have a slot can also get a row. False if not; True also if the file system cannot
+        tell."""
         return _reserve(self._path, nbytes) and _reserve(self._log_path, WAL_BYTES - _SHM_BYTES)
 
     @property
@@ -256,13 +257,13 @@ class Index:
         return _is_encrypted(self._connection)
 
     def mark_encrypted(self) -> None:
-        """Declares it so, for good. Durable when it returns."""
+        """Marks the folder as encrypted, permanently. Durable on return."""
         with self._connection as connection:
             connection.execute("BEGIN IMMEDIATE")
             connection.execute("INSERT OR REPLACE INTO meta VALUES ('sealed', '1')")
 
     def limit(self, nbytes: int) -> None:
-        """From now on the file cannot grow beyond ``nbytes``; changes that need more fail."""
+        """Limits the file to ``nbytes`` from now on; changes that need more fail."""
         pages = max(1, nbytes // _PAGE)
         self._connection.execute(f"PRAGMA max_page_count = {pages}").fetchone()
 
@@ -271,7 +272,7 @@ class Index:
         return os.stat(self._path).st_size
 
     def is_in_place(self) -> bool:
-        """Whether the files are still where they were opened (neither deleted nor replaced)."""
+        """Whether the files are still in place (neither deleted nor replaced)."""
         try:
             inodes = [os.stat(file).st_ino for file in (self._path, self._log_path)]
         except FileNotFoundError:
@@ -304,7 +305,7 @@ def counts_in(folder: Path) -> list[tuple[tuple[tuple[str, str], ...], int]]:
 
 
 def is_encrypted(folder: Path) -> bool:
-    """Whether the index of a folder that no tier uses says so. False if there is none."""
+    """Whether the index of an unused folder says that it is encrypted. False without an index."""
     path = folder / INDEX_NAME
     if not path.exists() or _unfit(path):
         return False
@@ -343,7 +344,7 @@ def _make_schema(connection: sqlite3.Connection) -> None:
 
 
 def _upgrade(path: Path, connection: sqlite3.Connection) -> None:
-    """Brings an index of an earlier version up to this one, all or nothing."""
+    """Migrates an index of an earlier version to this one, all or nothing."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     while version < SCHEMA_VERSION:
         connection.execute("BEGIN IMMEDIATE")
@@ -398,7 +399,7 @@ def _unfit(path: Path) -> str:
 
 
 def aside_bytes(folder: Path) -> int:
-    """Bytes of an index that was moved aside."""
+    """Bytes of indexes that were moved aside."""
     aside = folder / _ASIDE_NAME
     return aside.stat().st_size if aside.exists() else 0
 

@@ -25,11 +25,10 @@ _UNUSED = SlabUse()
 
 class Reclaimer:
     """Grows slabs, evicts, deletes the rows of dropped blocks and then frees their slots; empties
-    slabs when the limit was lowered.
+    slabs when the limit was lowered. Used by the flusher's thread only; waits for the medium.
 
-    Used by the flusher's thread only; waits for the medium. A block that is moved to another slab
-    gets its new row only when its copy is durable, and its old slot is not used again before that:
-    whenever the process dies, the row leads to the right bytes.
+    A block that is moved to another slab gets its new row only when its copy is durable, and its
+    old slot is not reused before that: whenever the process dies, the row leads to the right bytes.
     """
 
     def __init__(
@@ -51,8 +50,8 @@ class Reclaimer:
         self._grow_at = 0.0
 
     def make_room(self, slot_bytes: int, count: int) -> None:
-        """Grows, then evicts down to the low watermark, so that ``count`` slots are free if that
-        can be had."""
+        """Grows, then evicts down to the low watermark, so that ``count`` slots are free if
+        possible."""
         slots = self._store.slot_class(slot_bytes)
         room = self._room_to_grow(slot_bytes)
         total = slots.slots + room
@@ -75,7 +74,7 @@ class Reclaimer:
             self.reap()
 
     def _grow(self, slot_bytes: int) -> None:
-        """Adds a slab, with room in the index for all its rows."""
+        """Adds a slab, with space in the index for all its rows."""
         more = min(self._store.target_slots(slot_bytes), self._store.room_for(slot_bytes))
         rows = self._store.index_bytes - WAL_BYTES + more * ROW_BYTES
         if not self._index.reserve(rows):
@@ -85,7 +84,7 @@ class Reclaimer:
         self._grow_at = time.monotonic() + _GROW_RETRY_S
 
     def index_works(self) -> bool:
-        """Whether rows can be written; asked before blocks are given up for new ones."""
+        """Whether rows can be written; checked before blocks are evicted for new ones."""
         if self._failing:
             try:
                 self._index.probe()
@@ -105,7 +104,7 @@ class Reclaimer:
         return sum(entry.slot_bytes != slot_bytes for entry in coldest) * 2 > len(coldest)
 
     def _take_over(self, slot_bytes: int, count: int) -> None:
-        """Gives up slabs of other sizes, coldest first, until ``count`` slots could be added."""
+        """Releases slabs of other sizes, coldest first, until ``count`` slots could be added."""
         uses = self._catalog.slab_uses()
         cold = Counter(slab_of(entry.address) for entry in self._catalog.coldest(64))
         others = [
@@ -142,7 +141,7 @@ class Reclaimer:
                 self._store.slot_class(slab.slot_bytes).give(address)
 
     def admitted(self, slot_bytes: int, puts: list[Put]) -> list[Put]:
-        """Those that the policy wants at the price of others; all while there is room."""
+        """The puts that the policy admits at the price of others; all while there is space."""
         slots = self._store.slot_class(slot_bytes)
         room = slots.free + self._room_to_grow(slot_bytes) - len(puts)
         if room >= (slots.slots + room) * (1 - self._watermarks.high):
@@ -154,8 +153,8 @@ class Reclaimer:
         return [put for put in puts if put.key not in refused]
 
     def within_limits(self, puts: list[Put]) -> list[Put]:
-        """Those that their tenants may store: the coldest blocks of a tenant make room for its
-        new ones; where that is not enough the new ones are cut, suffixes first."""
+        """The puts that their tenants may store: the coldest blocks of a tenant make room for its
+        new ones; if that is not enough the new ones are cut, suffixes first."""
         by_tenant: dict[Tenant, list[Put]] = {}
         for put in puts:
             by_tenant.setdefault(put.tenant, []).append(put)
@@ -174,9 +173,9 @@ class Reclaimer:
     # -- towards a lowered limit -----------------------------------------------------------
 
     def shrink(self) -> None:
-        """A step towards the limit, if that was lowered: empties a slab whose blocks find room in
-        others; if there is none, evicts some of what is worth least. Where nothing more can be
-        evicted blocks are lost with their slab, but no pinned ones: such a slab stays."""
+        """A step towards a lowered limit: empties a slab whose blocks fit in others; if there is
+        none, evicts some of the least valuable blocks. If no more blocks can be evicted, blocks are
+        lost with their slab, but not pinned ones: such a slab stays."""
         self._remove_emptied()
         self.surplus_bytes = self._surplus()
         if not self.surplus_bytes or self._emptied:
@@ -199,14 +198,13 @@ class Reclaimer:
         return max(0, over)
 
     def _to_evict(self) -> int:
-        """Bytes to evict before it is looked again for a slab that can be emptied."""
+        """Bytes to evict before the next search for a slab that can be emptied."""
         free = sum(slots.free * slots.slot_bytes for slots in self._store.classes())
         return max(_EVICTED_BYTES, self.surplus_bytes - free, self.surplus_bytes // 64)
 
     def _costs(self) -> list[tuple[int, int, int]]:
-        """Of every slab the bytes that would be lost, and those that would be moved, if it were
-        emptied, and its number; the cheapest first. Without those that would lose a pinned
-        block."""
+        """For every slab the bytes that emptying it would lose, the bytes it would move, and its
+        number; the cheapest first. Omits slabs whose emptying would lose a pinned block."""
         uses = self._catalog.slab_uses()
         costs: list[tuple[int, int, int]] = []
         for slab in self._store.slabs():
@@ -219,9 +217,9 @@ class Reclaimer:
         return sorted(costs)
 
     def _empty(self, slab: Slab) -> None:
-        """Moves the blocks of a slab, drops those there is no room for, and deletes it: now, or
-        when reads of it have ended. Raises OSError if the medium fails; blocks not moved by then
-        are dropped with the slab."""
+        """Moves the blocks of a slab, drops those without space elsewhere, and deletes it: now, or
+        when its reads have ended. Raises OSError if the medium fails; blocks not moved by then are
+        dropped with the slab."""
         self._store.slot_class(slab.slot_bytes).discard_extent(slab.base)
         entries = self._catalog.in_slab(slab.number)
         try:
@@ -264,8 +262,8 @@ class Reclaimer:
                     self._store.remove(number)
 
     def _end_shrinking(self) -> None:
-        """Evicts to the low watermark if what is left is above the high one; takes back what the
-        index needs no more."""
+        """Evicts to the low watermark if the remaining blocks are above the high one; returns space
+        that the index no longer needs."""
         total = sum(slots.slots * slots.slot_bytes for slots in self._store.classes())
         if self._catalog.used_bytes > total * self._watermarks.high:
             self._catalog.evict_bytes(self._catalog.used_bytes - int(total * self._watermarks.low))
@@ -278,6 +276,6 @@ class Reclaimer:
             self.index_failed(error)
 
     def index_failed(self, error: sqlite3.Error) -> None:
-        """The index could not be written; what was to be changed in it is not changed."""
+        """Called when the index could not be written; its pending changes are undone."""
         self._failing = True
         self._counters.fault("index failed, stores are shed", error)

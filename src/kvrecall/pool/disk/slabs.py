@@ -35,11 +35,11 @@ _HEADER = struct.Struct("<8sI16sIQQ")  # magic, version, pool id, number, slot b
 _CHECKSUM_BYTES = 16
 _GIB = 1 << 30
 INDEX_BASE_BYTES = WAL_BYTES + (256 << 10)
-"""What the index takes before its first row: its log and the empty file."""
+"""Bytes of the index before its first row: its log and the empty file."""
 
 
 def address_of(slab: int, offset: int = 0) -> int:
-    """Address of the slot at a byte offset in the file of a slab, of which this is the number."""
+    """Address of the slot at a byte offset in the file of the slab with this number."""
     return slab << _OFFSET_BITS | offset
 
 
@@ -62,14 +62,14 @@ class FileIo:
         return os.open(path, flags | (os.O_DIRECT if direct else 0), 0o600)
 
     def allocate(self, fd: int, nbytes: int) -> None:
-        """Reserves the file's room on the medium."""
+        """Reserves the file's space on the medium."""
         os.posix_fallocate(fd, 0, nbytes)
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return os.pwritev(fd, buffers, offset)
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Bytes read; less than asked means that the file ends there."""
+        """Returns the bytes read; fewer than requested means that the file ends there."""
         return os.preadv(fd, buffers, offset)
 
     def sync(self, fd: int) -> None:
@@ -103,18 +103,18 @@ class Slab:
         return address_of(self.number, ALIGNMENT)
 
     def check(self) -> None:
-        """Raises SlabLost if the file is not there in full."""
+        """Raises SlabLost if the file is missing or too short."""
         status = os.fstat(self.fd)
         if status.st_nlink == 0 or status.st_size < self.nbytes:
             raise SlabLost(errno.EIO, f"{self.path} was deleted or truncated")
 
 
 class SlabStore:
-    """All slabs of a folder: gives out slots and moves their bytes. Only ``read``, ``write`` and
+    """All slabs of a folder: allocates slots and moves their bytes. Only ``read``, ``write`` and
     ``sync`` are thread-safe.
 
     ``limit_bytes`` bounds slabs plus the index that so many slots can need (``INDEX_BASE_BYTES``
-    and ``ROW_BYTES`` a slot).
+    and ``ROW_BYTES`` per slot).
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class SlabStore:
 
     @property
     def index_bytes(self) -> int:
-        """Upper bound of the index for the slots there are."""
+        """Upper bound of the index for the present slots."""
         slots = sum(slab.slots for slab in self._slabs.values())
         return INDEX_BASE_BYTES + slots * ROW_BYTES
 
@@ -239,7 +239,7 @@ class SlabStore:
     # -- growing and shrinking -------------------------------------------------------------
 
     def grow(self, slot_bytes: int) -> bool:
-        """Adds a slab of that size class. False if the limit or the medium has no room."""
+        """Adds a slab of that size class. False if the limit or the medium has no space."""
         slots = min(self.target_slots(slot_bytes), self.room_for(slot_bytes))
         if slots < 1:
             return False
@@ -291,7 +291,7 @@ class SlabStore:
             os.close(folder)
 
     def remove(self, number: int) -> None:
-        """Deletes a slab. Its slots must be free (or it is lost and they do not come back)."""
+        """Deletes a slab. Its slots must be free (or the slab is lost)."""
         slab = self._slabs[number]
         slots = self.slot_class(slab.slot_bytes)
         if slab.base in slots.extents():
@@ -330,7 +330,7 @@ class SlabStore:
             self._leave(slab)
 
     def sync(self, address: int) -> None:
-        """Makes what was written to the slab of ``address`` durable."""
+        """Makes the writes to the slab of ``address`` durable."""
         slab = self._enter(address)
         try:
             self._io.sync(slab.fd)
@@ -373,39 +373,39 @@ def checksum_of(key: BlockKey, data: memoryview) -> bytes:
 
 
 class BlockCodec(ABC):
-    """Between slots of the host and slots on disk. Thread-safe; never waits for I/O.
+    """Converts between slots of the host and slots on disk. Thread-safe; never waits for I/O.
 
-    What it keeps of a block beside its bytes, in the block's row of the index, is the *tag*: bytes
-    that do not match it are never given out.
+    The *tag* is stored in the block's row of the index: bytes that do not match it are never
+    returned.
     """
 
     encrypts: bool
-    """Whether what lies on disk cannot be read without a key."""
+    """Whether the blocks on disk cannot be read without a key."""
 
     @abstractmethod
     def knows(self, tag: bytes) -> bool:
-        """Whether a block with this tag can be decoded at all: by one of these keys."""
+        """Whether a block with this tag can be decoded with the present keys."""
 
     @abstractmethod
     def encode(self, puts: Sequence[Put], tags: dict[BlockKey, bytes]) -> Sequence[memoryview]:
-        """What to write into the slots of ``puts``, which are adjacent; adds their tags to
-        ``tags``. The data of the puts is not changed. Valid until the thread's next call."""
+        """The bytes to write into the slots of ``puts``, which are adjacent; adds their tags to
+        ``tags``. Does not change the data of the puts. Valid until the thread's next call."""
 
     @abstractmethod
     def buffers(self, slots: Sequence[memoryview]) -> Sequence[memoryview]:
-        """Where to read blocks to that are for ``slots``, one after the other; then call
-        ``decode`` for each. Valid until the thread's next call."""
+        """Buffers to read the blocks for ``slots`` into, one after the other; then call ``decode``
+        for each. Valid until the thread's next call."""
 
     @abstractmethod
     def decode(
         self, key: BlockKey, nbytes: int, tag: bytes, read: memoryview, slot: memoryview
     ) -> bool:
-        """Brings the block from where it was read to its slot. False if its bytes are wrong; the
-        slot's content is undefined then."""
+        """Decodes the block from its buffer into its slot. False if its bytes are wrong; the slot's
+        content is undefined then."""
 
 
 class Plain(BlockCodec):
-    """Blocks as they are, each with a checksum."""
+    """Plain blocks, each with a checksum."""
 
     encrypts = False
 
@@ -427,11 +427,9 @@ class Plain(BlockCodec):
 
 
 class Encrypted(BlockCodec):
-    """Blocks encrypted with AES-256-GCM, bound to their key (namespace and hash) and length.
-
-    Each thread that writes or reads has memory of its own for encrypted bytes: as much as the
-    largest run of slots it moved at once.
-    """
+    """Blocks encrypted with AES-256-GCM, bound to their key (namespace and hash) and length. Each
+    thread that writes or reads has its own memory for encrypted bytes: as much as the largest run
+    of slots it moved at once."""
 
     encrypts = True
 
@@ -496,7 +494,7 @@ class Locked(BlockCodec):
 
 
 def make_codec(cipher: Cipher | None) -> BlockCodec:
-    """The codec for what settings ask for."""
+    """The codec that the settings describe."""
     return Plain() if cipher is None else Encrypted(cipher)
 
 

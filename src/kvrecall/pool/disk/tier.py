@@ -59,10 +59,8 @@ class _Read:
 
 
 class DiskTier(Tier):
-    """One folder of blocks, used by one process at a time. See ``Tier`` for the contract.
-
-    All it writes, the index included, stays within ``config.capacity_bytes``.
-    """
+    """One folder of blocks, used by one process at a time. See ``Tier`` for the contract. All its
+    files, the index included, stay within ``config.capacity_bytes``."""
 
     name = TierName.DISK
 
@@ -275,8 +273,9 @@ class DiskTier(Tier):
         return outcomes
 
     def check(self, keys: Sequence[BlockKey]) -> Iterator[tuple[BlockKey, Outcome]]:
-        """Reads blocks in the caller's thread, beside the loads, which go first: LOADED if a block
-        is right, MISS if it is gone. Drops the damaged. Blocks; a pass over a medium in use."""
+        """Reads blocks in the caller's thread, beside the loads, which have priority: LOADED if a
+        block is right, MISS if it is gone. Drops damaged blocks. Blocks; one pass over a medium in
+        use."""
         buffers: dict[int, memoryview] = {}
         for key in self._catalog.in_order(keys):
             entry = self._catalog.acquire(key)
@@ -306,12 +305,12 @@ class DiskTier(Tier):
         self._catalog.unpin(keys)
 
     def wait_pins_durable(self, timeout_s: float) -> bool:
-        """Waits until what is pinned now will be after a restart. False if that does not come."""
+        """Waits until the present pins would survive a restart. False if that fails."""
         self._flusher.hurry()
         return self._flusher.wait_pins_noted(timeout_s)
 
     def pinned_keys(self) -> frozenset[BlockKey]:
-        """Keys that are pinned, of blocks that are here or not."""
+        """Pinned keys, of blocks that are here or not."""
         return self._catalog.pinned_keys()
 
     @property
@@ -320,7 +319,7 @@ class DiskTier(Tier):
 
     @property
     def pin_limit(self) -> int:
-        """Bytes that pinned blocks may take."""
+        """Limit of bytes of pinned blocks."""
         return self._catalog.pin_limit
 
     @property
@@ -329,7 +328,7 @@ class DiskTier(Tier):
         return self._config.path
 
     def blocks(self, unused_since: float | None = None) -> list[BlockInfo]:
-        """Every block, or those not used since that wall-clock second."""
+        """Every block, or those unused since that wall-clock second."""
         return self._catalog.infos(unused_since)
 
     def tenants(self) -> list[TenantUse]:
@@ -370,7 +369,7 @@ class DiskTier(Tier):
         clock: Callable[[], float],
         undo: contextlib.ExitStack,
     ) -> None:
-        """Opens index and slabs and finds what is in them; ``undo`` learns how to close them."""
+        """Opens index and slabs and finds their blocks; ``undo`` collects how to close them."""
         path, capacity = self._config.path, self._config.capacity_bytes
         self._index = Index.open(path)
         undo.callback(self._index.close)
@@ -386,8 +385,8 @@ class DiskTier(Tier):
         self._index.reserve(self._store.index_bytes - WAL_BYTES)
 
     def _admit(self) -> None:
-        """Sees to it that what lies in the folder fits the codec. TierError if a key is missing;
-        blocks that lie there as they are go when there is a key now, before anything is stored."""
+        """Ensures that the content of the folder fits the codec. Raises TierError if a key is
+        missing; if there is a key now, plain blocks are deleted before any block is stored."""
         if self._index.is_encrypted == self._codec.encrypts:
             return
         path = self._config.path
@@ -416,7 +415,7 @@ class DiskTier(Tier):
             yield row
 
     def _recover(self, rows: Sequence[Row]) -> None:
-        """Finds the blocks that rows speak of; rows without a block are deleted."""
+        """Finds the blocks of the rows; rows without a block are deleted."""
         began = time.monotonic()
         self._known = self._index.namespaces()
         used: dict[int, list[int]] = {}
@@ -461,7 +460,7 @@ class DiskTier(Tier):
         )
 
     def _shrink(self, used: dict[int, list[int]]) -> list[int]:
-        """Gives up the emptiest slabs while the tier is above its (lowered) limit."""
+        """Releases the emptiest slabs while the tier is above its (lowered) limit."""
         given_up: list[int] = []
         for slab in sorted(self._store.slabs(), key=lambda slab: len(used[slab.number])):
             if self._store.file_bytes + self._store.index_bytes <= self._store.limit_bytes:

@@ -22,8 +22,8 @@ BACKENDS = {
     "mooncake": "kvrecall.pool.remote.mooncake:make_store",
     "objects": "kvrecall.pool.remote.objects:make_store",
 }
-"""``module:function`` of each backend. A function takes the options of ``remote`` but ``kind``, and
-returns the store without waiting for anything; ConfigError if an option is wrong."""
+"""``module:function`` of each backend. A function takes the options of ``remote`` except ``kind``,
+and returns the store without waiting; it raises ConfigError if an option is wrong."""
 
 
 Factory = Callable[[Mapping[str, object]], Store]
@@ -66,9 +66,9 @@ def factory_of(kind: str) -> Factory:
 def with_remote(
     above: Tier, config: RemoteConfig, arena: Arena, cipher: Cipher | None = None
 ) -> Tier:
-    """``above`` (perhaps none) with the remote tier below it; takes it over. Raises ConfigError
-    or TierError, and leaves ``above`` open, if there is no such store. ``cipher`` encrypts
-    what leaves the host."""
+    """``above`` (possibly a null tier) with the remote tier below it; takes ownership of it. Raises
+    ConfigError or TierError, and leaves ``above`` open, if there is no such store. ``cipher``
+    encrypts the blocks that leave the host."""
     share = 2 if isinstance(above, NullTier) else 4  # of the arena may wait to be stored
     queued = min(config.max_queued_bytes, arena.nbytes // share)
     store = make_store(config.kind, config.options)

@@ -18,9 +18,9 @@ _FORGET = 1.2  # how fast a latency that was short once is forgotten
 
 
 class CircuitBreaker:
-    """Leaves a store alone after it failed: open for ``_FIRST_PAUSE_S`` seconds, then twice as long
-    each time, up to ``_LONGEST_PAUSE_S``; the first call after the pause is the trial. Thread-safe.
-    """
+    """Pauses calls to a store after a failure: open for ``_FIRST_PAUSE_S`` seconds, then twice as
+    long each time, up to ``_LONGEST_PAUSE_S``; the first call after the pause is the trial.
+    Thread-safe."""
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
@@ -30,11 +30,11 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether the store must not be asked now."""
+        """Whether the store must not be called now."""
         return self._monotonic() < self._until
 
     def failed(self) -> bool:
-        """A call failed. True if that begins an outage."""
+        """Records a failed call. True if that begins an outage."""
         with self._lock:
             begins = self._pause_s == 0.0
             if not self.is_open:  # of several calls that fail together one counts
@@ -43,7 +43,7 @@ class CircuitBreaker:
             return begins
 
     def worked(self) -> bool:
-        """A call succeeded. True if that ends an outage."""
+        """Records a successful call. True if that ends an outage."""
         with self._lock:
             ends = self._pause_s > 0.0
             self._pause_s = 0.0
@@ -52,12 +52,12 @@ class CircuitBreaker:
 
 
 class BatchSize:
-    """Bytes of blocks for one call: what the store moves in ``turn_s`` seconds.
+    """Bytes of blocks for one call: as much as the store moves in ``turn_s`` seconds.
 
-    So blocks arrive one after the other instead of all at the end: who waits for them sees that
-    they come. A distant store gets more at once, so that its distance is paid for a few times
-    only, and none gets more than it moves in ``limit_s``. Owner: one queue; its threads may call
-    it at the same time.
+    Blocks thus arrive one after the other instead of all at the end, and a waiting request sees
+    progress. A distant store gets more at once, so that its latency is paid only a few times, and
+    none gets more than it moves in ``limit_s``. Owner: one queue; its threads may call it at the
+    same time.
     """
 
     def __init__(self, turn_s: float, limit_s: float) -> None:
@@ -67,12 +67,13 @@ class BatchSize:
         self.nbytes = _FIRST_BYTES
 
     def answered(self, seconds: float) -> None:
-        """The store took ``seconds`` for a question, which moves no blocks."""
+        """Records ``seconds`` of a lookup, which moves no blocks."""
         known = self._latency_s
         self._latency_s = seconds if known is None else min(seconds, _FORGET * known)
 
     def moved(self, nbytes: int, seconds: float) -> None:
-        """A call moved ``nbytes`` of blocks; ``seconds`` from handing it over to its end."""
+        """Records a call that moved ``nbytes`` of blocks; ``seconds`` from submission to its
+        end."""
         if nbytes:
             turn_s = max(self._turn_s, _LATENCIES * (self._latency_s or 0.0))
             fitting = int(nbytes / max(seconds, 1e-6) * min(turn_s, self._limit_s))
@@ -80,11 +81,8 @@ class BatchSize:
 
 
 class CallQueue(Generic[T]):
-    """Work for a store: hands what is added, in order and several at a time, to ``call`` in
-    threads of its own.
-
-    ``call`` may block for as long as it likes and must not raise.
-    """
+    """Work for a store: passes added items, in order and several at a time, to ``call`` in its own
+    threads. ``call`` may block for any time and must not raise."""
 
     def __init__(
         self,
@@ -117,21 +115,21 @@ class CallQueue(Generic[T]):
             self._changed.notify_all()
 
     def clear(self) -> list[T]:
-        """Takes out what no thread has begun with."""
+        """Removes items that no thread has started."""
         with self._changed:
             left = list(self._queue)
             self._queue.clear()
             return left
 
     def is_stuck(self, for_s: float) -> bool:
-        """Whether some batch has been under way for that long."""
+        """Whether a batch has been in flight for that long."""
         if not self._began:
             return False
         since = self._monotonic() - for_s
         return any(began < since for began in list(self._began.values()))
 
     def close(self, deadline_s: float) -> bool:
-        """Ends the threads when the queue is empty; False if that is not so in time."""
+        """Ends the threads when the queue is empty; False if that takes too long."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()

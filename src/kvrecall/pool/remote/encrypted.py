@@ -22,13 +22,13 @@ class EncryptedStore:
     """Passes values on to ``inner``, encrypted with AES-256-GCM and bound to their name. See
     ``Store`` for the contract.
 
-    A value is stored as its tag and then its encrypted bytes, under its name and the id of the key:
-    so other keys, and hosts without one, do not meet it. What an older key of the cipher encrypted
-    is still found. A value whose tag is wrong is not there.
+    A value is stored as its tag and then its encrypted bytes, under its name and the id of the key,
+    so other keys, and hosts without one, do not meet it. Values that an older key of the cipher
+    encrypted are still found. A value whose tag is wrong counts as absent.
     """
 
     def __init__(self, inner: Store, cipher: Cipher, section_bytes: int = _SECTION_BYTES) -> None:
-        """Takes over ``inner``, to which nothing was attached. No value may be larger than
+        """Takes ownership of ``inner``, to which nothing was attached. No value may be larger than
         ``section_bytes``."""
         self._inner = inner
         self._cipher = cipher
@@ -42,7 +42,7 @@ class EncryptedStore:
 
     def attach(self, memory: memoryview) -> None:
         """``inner`` moves encrypted values only, so it gets memory for those instead of the arena:
-        a memory file, too, whose pages are taken from the system as they are used."""
+        also a memory file, whose pages are allocated as they are used."""
         nbytes = _SECTIONS * self._section_bytes
         self._fd = os.memfd_create("kvrecall-encrypted", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, nbytes)
@@ -109,7 +109,7 @@ class EncryptedStore:
         objects: Sequence[Object],
         call: Callable[[Sequence[Object], memoryview], list[bool]],
     ) -> list[bool]:
-        """What ``call`` answers for objects that fit a section together, with that section; False
+        """The answers of ``call`` for objects that fit a section together, with that section; False
         for one that fits none."""
         answers: list[bool] = []
         at = 0

@@ -17,7 +17,7 @@ _MAX_ENTRIES = 1 << 18
 
 
 class Belief(enum.Enum):
-    """What is known of a block in a store."""
+    """What the cache knows about a block in a store."""
 
     UNKNOWN = "unknown"
     THERE = "there"
@@ -55,11 +55,11 @@ class ExistenceCache:
         return None if entry is None or entry.belief is not Belief.THERE else entry.depth
 
     def stored(self, key: BlockKey, nbytes: int, depth: int) -> None:
-        """This host put the block there."""
+        """Records that this host stored the block."""
         self._note(key, Entry(Belief.THERE, self._monotonic() + _OWN_S, nbytes, depth))
 
     def told(self, key: BlockKey, is_there: bool, nbytes: int) -> None:
-        """The store answered. What was dropped here stays dropped."""
+        """Records an answer of the store. Blocks dropped here stay dropped."""
         if self.of(key) is Belief.DROPPED:
             return
         if is_there:
@@ -68,11 +68,11 @@ class ExistenceCache:
             self._note(key, Entry(Belief.ABSENT, self._monotonic() + _ABSENT_S))
 
     def dropped(self, key: BlockKey) -> None:
-        """The block shall not be found any more."""
+        """Records a dropped block: it is not found any more."""
         self._note(key, Entry(Belief.DROPPED, self._monotonic() + _DROPPED_S))
 
     def drop_all(self) -> None:
-        """No block that is known of now shall be found any more."""
+        """Drops all known blocks: they are not found any more."""
         for key in [k for k, entry in self._entries.items() if entry.belief is Belief.THERE]:
             self.dropped(key)
 

@@ -203,8 +203,8 @@ class ObjectStore:
     # -- many ------------------------------------------------------------------------------
 
     def _each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """Does it for all items at once, as far as ``concurrency`` allows. The first error is
-        raised, but only when no thread works on any item any more."""
+        """Calls the function for all items in parallel, as far as ``concurrency`` allows. The first
+        error is raised, but only when no thread works on an item any more."""
         if len(items) == 1:
             return [_named(work, items[0])]
         futures: list[Future[R]] = [self._threads.submit(_named, work, item) for item in items]
@@ -221,7 +221,7 @@ class ObjectStore:
         return {item for item, is_so in zip(items, answers, strict=True) if is_so}
 
     def _listed(self, folder: str, wanted: int) -> tuple[set[str], bool]:
-        """What a listing of ``folder`` finds if that may take fewer round trips than asking for
+        """The result of listing ``folder`` if that may take fewer round trips than querying
         ``wanted`` objects one by one, and whether it is the whole folder."""
         pages = wanted // (4 * self._concurrency)
         with self._lock:
@@ -240,8 +240,8 @@ class ObjectStore:
 
 
 def path_of(name: str) -> str:
-    """The object of a value. Names of the tier's form lie by namespace and in 256 folders each;
-    others in a folder of their own, so that no two names meet."""
+    """The object of a value. Names of the tier's form are grouped by namespace and in 256 folders
+    each; others are in a separate folder, so that no two names collide."""
     match = _TIER_NAME.fullmatch(name)
     if match is None:
         return f"_/other/00/{name}"
@@ -250,7 +250,7 @@ def path_of(name: str) -> str:
 
 
 def _named(work: Callable[[T], R], item: T) -> R:
-    """Errors in one line: the library's tell pages, with addresses and headers."""
+    """Errors in one line: the library's contain pages, with addresses and headers."""
     try:
         return work(item)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is shortened and raised
@@ -262,7 +262,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _speaks_plaintext(config: Mapping[str, str], allowed: bool) -> bool:
-    """Whether the endpoint is http://. ConfigError if it is, on another machine, unallowed."""
+    """Whether the endpoint is http://. Raises ConfigError if it is, on another machine, without
+    permission."""
     endpoints = [value for name, value in config.items() if "endpoint" in name.lower()]
     plain = [urlsplit(value).hostname or "" for value in endpoints if value.startswith("http://")]
     for host in plain:

@@ -60,7 +60,7 @@ class _RemoteLedger(TierCounters):
 
 @dataclass(eq=False, slots=True)
 class _Storing:
-    """A put on its way. ``ended``: its ``Done`` was given."""
+    """A put in flight. ``ended``: its ``Done`` was returned."""
 
     put: Put
     at: float
@@ -70,7 +70,7 @@ class _Storing:
 
 @dataclass(eq=False, slots=True)
 class _Fetching:
-    """A get on its way."""
+    """A get in flight."""
 
     get: Get
     nbytes: int
@@ -81,12 +81,12 @@ class _Fetching:
 class RemoteTier(Tier):
     """Blocks in a store beyond this host. See ``Tier`` for the contract.
 
-    The store is used only by this tier's threads. While a call of it is overdue, and for a pause
-    after one failed, the tier is empty and takes nothing; then it tries again. What was queued
-    ends at once; memory that an overdue call may still touch is owed until the call returns.
+    Only this tier's threads use the store. While a call to it is overdue, and for a pause after a
+    failed one, the tier is empty and accepts nothing; then it tries again. Queued operations end at
+    once; memory that an overdue call may still touch stays owed until the call returns.
 
-    The store is shared: ``clear`` forgets what this tier knows to be there, ``drop`` removes
-    blocks for all hosts, and ``stats`` counts only what is known of.
+    The store is shared: ``clear`` forgets what this tier knows of its content, ``drop`` removes
+    blocks for all hosts, and ``stats`` counts only known blocks.
     """
 
     name = TierName.REMOTE
@@ -97,7 +97,7 @@ class RemoteTier(Tier):
         config: RemoteConfig,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Takes over ``store``, to which the memory was attached."""
+        """Takes ownership of ``store``, to which the memory was attached."""
         self._store = store
         self._config = config
         self._ledger = _RemoteLedger()
@@ -174,7 +174,7 @@ class RemoteTier(Tier):
         return False
 
     def _is_up(self) -> bool:
-        """Whether the store may be asked for anything now."""
+        """Whether the store may be called now."""
         limit = self._config.call_deadline_s
         stuck = self._gets.is_stuck(limit) or self._looks.is_stuck(limit)
         return not (stuck or self._breaker.is_open or self._puts.is_stuck(2 * limit))
@@ -229,7 +229,7 @@ class RemoteTier(Tier):
         return ended(self._done, timeout_s)
 
     def touch(self, chain: Sequence[BlockKey]) -> None:
-        """Stores keep their own account of uses."""
+        """Does nothing: stores track uses themselves."""
 
     def drop(self, keys: Sequence[BlockKey]) -> None:
         with self._lock:
@@ -309,7 +309,7 @@ class RemoteTier(Tier):
         self._end_puts(batch, stored)
 
     def _end_puts(self, items: Sequence[_Storing], stored: dict[BlockKey, bool]) -> None:
-        """Gives each put that has none yet its end."""
+        """Ends each put that has not ended yet."""
         unwanted: list[BlockKey] = []
         now = time.monotonic()
         with self._lock:
@@ -354,8 +354,8 @@ class RemoteTier(Tier):
         self._end_gets(batch, outcomes)
 
     def _remove_bad(self, outcomes: dict[BlockKey, Outcome]) -> None:
-        """Notes values of a wrong size, which a store reports as not there, and has all that
-        are corrupt removed, so that they can be stored again."""
+        """Records values of a wrong size, which a store reports as absent, and removes all corrupt
+        ones, so that they can be stored again."""
         believed = [
             key
             for key, outcome in outcomes.items()
@@ -373,8 +373,8 @@ class RemoteTier(Tier):
             self.drop(corrupt)
 
     def _is_hopeless(self, key: BlockKey) -> bool:
-        """Whether a block that is there could not be got for a long while: its size is wrong. In
-        a shorter while the host that holds it may only be out of reach."""
+        """Whether a present block could not be fetched for a long time: its size is wrong. For a
+        shorter time the host that holds it may only be unreachable."""
         now = self._monotonic()
         with self._lock:
             since = self._unreadable.setdefault(key, now)
@@ -386,7 +386,7 @@ class RemoteTier(Tier):
             return True
 
     def _end_gets(self, items: Sequence[_Fetching], outcomes: dict[BlockKey, Outcome]) -> None:
-        """Gives each get that has none yet its end."""
+        """Ends each get that has not ended yet."""
         now = time.monotonic()
         with self._lock:
             for item in items:
@@ -436,7 +436,7 @@ class RemoteTier(Tier):
         self._ask_store("remove", remove, 1)
 
     def _ask_store(self, what: str, call: Callable[[], list[bool]], expected: int) -> list[bool]:
-        """The store's answers; none at all if it failed."""
+        """The store's answers; none if it failed."""
         try:
             answers = call()
             if len(answers) != expected:
@@ -466,9 +466,9 @@ def name_of(key: BlockKey) -> str:
 
 
 def header_of(key: BlockKey, data: memoryview) -> bytearray:
-    """The header of the block ``data`` (its bytes and no more): whose bytes follow, how many, and
-    what they must add up to. So whatever a store hands out, old, short, torn or another's, is
-    either the block that was asked for or a miss."""
+    """The header of the block ``data`` (its bytes only): key, length and checksum of the bytes that
+    follow. Whatever a store returns, old, short, torn or another block's, is therefore either the
+    requested block or a miss."""
     digest = hashlib.blake2b(key, digest_size=16).digest()
     return bytearray(_HEADER.pack(_MAGIC, _VERSION, data.nbytes, digest, _checksum(key, data)))
 

@@ -21,13 +21,13 @@ _LOG = logging.getLogger(__name__)
 _END_S = FLUSH_S + 10.0
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
-"""Before a start after a death; one that served for longer begins with the first pause again."""
+"""Pauses before a restart; a service that ran for longer begins with the first pause again."""
 
 
 class ChildService:
-    """A service in a child process, which ends when this process ends, however that happens, and
-    is started again when it dies before that: on the same socket and disk, so that its clients
-    rejoin it and find what was durable.
+    """A service in a child process, which ends when this process ends, however that happens, and is
+    restarted if it dies earlier: on the same socket and disk, so that its clients rejoin it and
+    find the durable blocks.
 
     The child reads its orders from a pipe and ends when the pipe closes: the kernel closes it with
     the last process that holds it, the server or an engine that outlives it for a moment.
@@ -48,7 +48,7 @@ class ChildService:
         return self._process.pid
 
     def close(self) -> None:
-        """Ends it, once it has stored what is queued. Idempotent."""
+        """Ends the service after it has stored queued blocks. Idempotent."""
         with self._lock:
             self._closing.set()
         self._process.terminate()
@@ -79,7 +79,7 @@ class ChildService:
             raise TierError(f"the pool service of this server's replicas did not start: {error}")
 
     def _keep(self) -> None:
-        """Thread: starts it again when it has died."""
+        """Thread: restarts the service when it has died."""
         pause_s = _FIRST_PAUSE_S
         while True:
             began = time.monotonic()

@@ -67,8 +67,8 @@ _TIER_COUNTERS = tuple(
 
 
 class _Totals:
-    """Sums of the counters over all lives of a service, as one client saw them. Histograms are
-    those of the present life. Not thread-safe."""
+    """Sums of the counters over all runs of a service, as one client saw them. Histograms are those
+    of the present run. Not thread-safe."""
 
     def __init__(self) -> None:
         self._boot = ""
@@ -77,7 +77,7 @@ class _Totals:
         self.last = PoolStats(())
 
     def add(self, boot: str, stats: PoolStats) -> None:
-        """``stats`` of the life ``boot``."""
+        """Adds ``stats`` of the run ``boot``."""
         if boot != self._boot:
             self._boot = boot
             self._before = self.last
@@ -98,7 +98,7 @@ class _Totals:
 
 
 def _plus(now: S, before: S | None, counters: Sequence[str]) -> S:
-    """``now`` with what ``before`` had counted."""
+    """``now`` plus the counts of ``before``."""
     if before is None:
         return now
     sums = {name: getattr(now, name) + getattr(before, name) for name in counters}
@@ -107,7 +107,7 @@ def _plus(now: S, before: S | None, counters: Sequence[str]) -> S:
 
 @dataclass(eq=False, slots=True)
 class _Life:
-    """A connection and what is open on it."""
+    """A connection and its open operations."""
 
     link: Link
     knows: set[bytes]  # namespaces registered when it began
@@ -127,7 +127,7 @@ class _Life:
             return []
 
     def close(self) -> None:
-        """Lets go of the arena, whose memory ends with its last holder."""
+        """Unmaps the arena, whose memory ends with its last holder."""
         if self.file >= 0:
             os.close(self.file)
             self.file = -1
@@ -138,7 +138,7 @@ class _Life:
 
     @property
     def boot(self) -> str:
-        """The life of the service."""
+        """The id of the service's present run."""
         return self.handle.boot
 
     @property
@@ -160,11 +160,9 @@ class ServiceClient:
     """A ``PoolClient``. Thread-safe. See the module for what it promises."""
 
     def __init__(self, path: Path, call_timeout_s: float = 0.1, stats_age_s: float = 0.0) -> None:
-        """Connects if there is a service; if not, it is looked for in the background.
-
-        ``call_timeout_s``: the longest any call waits for a reply, but ``flush``, ``clear`` and
-        ``register``. ``stats_age_s``: how old ``stats`` may be.
-        """
+        """Connects if there is a service; otherwise searches for one in the background.
+        ``call_timeout_s``: the longest any call waits for a reply, except ``flush``, ``clear`` and
+        ``register``. ``stats_age_s``: maximum age of ``stats``."""
         self._path = path
         self._timeout_s = call_timeout_s
         self._stats_age_s = stats_age_s
@@ -190,13 +188,13 @@ class ServiceClient:
 
     @property
     def is_connected(self) -> bool:
-        """Whether a service is there, or was when last heard of."""
+        """Whether a service is connected, as far as known."""
         life = self._next or self._life
         return life is not None and not life.is_over
 
     def arena_handle(self) -> ArenaHandle:
-        """The arena of the offsets given out since the last call. ``NO_ARENA`` before there was
-        a service."""
+        """The arena of the offsets returned since the last call. ``NO_ARENA`` before there was a
+        service."""
         with self._lock:
             self._adopt()
             self._unsent = False
@@ -327,8 +325,8 @@ class ServiceClient:
     def _take_in(
         self, life: _Life, keys: Sequence[BlockKey], reply: p.ReserveReply
     ) -> list[Reservation]:
-        """Notes what was reserved. Keys that are still being copied for a lost connection are
-        given back: the end of that copy must not commit this one."""
+        """Records reservations. Keys that are still being copied for a lost connection are
+        returned: the end of that copy must not commit this one."""
         offsets = iter(reply.offsets)
         answers: list[Reservation] = []
         unwanted: list[BlockKey] = []
@@ -392,7 +390,8 @@ class ServiceClient:
     # -- the rest --------------------------------------------------------------------------
 
     def stats(self) -> PoolStats:
-        """Of the whole service, all its engines together. Counters go on over its restarts."""
+        """Statistics of the whole service, all its engines together. Counters continue across
+        restarts."""
         now = time.monotonic()
         life = self._current()
         if life is None:
@@ -407,7 +406,7 @@ class ServiceClient:
             return self._totals.last
 
     def close(self) -> None:
-        """Ends the connection. The caller has ended all its copies; the service goes on."""
+        """Ends the connection. The caller has ended all its copies; the service continues."""
         if self._closed.is_set():
             return
         life = self._current()
@@ -451,8 +450,8 @@ class ServiceClient:
         return reply
 
     def _are_inside(self, life: _Life | None, offsets: Sequence[int]) -> bool:
-        """Whether blocks at these offsets can lie in the arena; if not, the service is given up:
-        a worker must not copy what it names."""
+        """Whether blocks at these offsets can be in the arena; if not, the service is abandoned: a
+        worker must not copy what it names."""
         if life is None:
             return False
         end = life.handle.nbytes - ALIGNMENT
@@ -471,7 +470,7 @@ class ServiceClient:
             return
 
     def _adopt(self) -> None:
-        """Goes over to a new connection if there is one and no caller could mix the arenas."""
+        """Switches to a new connection if there is one and no caller could mix the arenas."""
         if self._next is None or self._unsent or self._closed.is_set():
             return
         old, self._life, self._next = self._life, self._next, None
@@ -550,7 +549,7 @@ class ServiceClient:
             _LOG.warning("kvrecall: joined the pool service at %s", self._path)
 
     def _say(self, text: str) -> None:
-        """Once, until something else happens."""
+        """Logs a message once, until it changes."""
         if text != self._said:
             self._said = text
             _LOG.warning("kvrecall: %s", text)

@@ -31,12 +31,12 @@ _MAX_PATH = 107  # of a Unix socket, bytes
 _LET_GO_S = 10.0
 _STARTS_WITHIN_S = 60.0
 _SWITCH_S = 0.0005
-"""How long a thread may keep the interpreter while the loop has a request. Python's own 5 ms would
-be fifty times the time of a request."""
+"""Longest time that a thread may keep the interpreter while the loop has a request. Python's own 5
+ms would be fifty times the duration of a request."""
 
 
 class SocketLock:
-    """Held by the one service on a socket; the kernel lets go of it at any exit."""
+    """Held by the one service on a socket; the kernel releases it at any exit."""
 
     def __init__(self, path: Path) -> None:
         """Raises TierError if a service runs there, ConfigError if the place will not do."""
@@ -71,12 +71,12 @@ class SocketLock:
         self.note_arena(self.old_arena or 0)  # until there is another
 
     def note_arena(self, inode: int) -> None:
-        """Leaves the arena's inode to the service after this one, as ``old_arena``."""
+        """Stores the arena's inode for the next service, as ``old_arena``."""
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()} {inode}\n".encode(), 0)
 
     def forget(self) -> None:
-        """Removes its file, where the place will hardly be used again; before ``release``."""
+        """Removes its file, if the path is unlikely to be used again; before ``release``."""
         self._path.unlink(missing_ok=True)
 
     def release(self) -> None:
@@ -108,8 +108,8 @@ def check_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def listening(path: Path) -> Iterator[socket.socket]:
-    """A listening socket at ``path``, owner-only; replaces what a dead service left there. The
-    caller holds the lock of the path."""
+    """A listening socket at ``path``, owner-only; replaces the socket of a dead service. The caller
+    holds the lock of the path."""
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -126,9 +126,9 @@ def listening(path: Path) -> Iterator[socket.socket]:
 
 
 def clear_dead(own: Path) -> None:
-    """Removes what servers that were killed have left beside ``own``: sockets of the same kind
-    (``serve-PORT.sock``) whose lock no process holds. Young ones stay, they may just be starting.
-    """
+    """Removes leftovers of killed servers beside ``own``: sockets of the same kind
+    (``serve-PORT.sock``) whose lock no process holds. Young ones stay, because they may just be
+    starting."""
     kind = own.name.partition("-")[0]
     for lock in own.parent.glob(f"{kind}-*.sock.lock"):
         if lock.stem == own.name:
@@ -145,7 +145,7 @@ def clear_dead(own: Path) -> None:
 
 
 def serve(config: PoolConfig, path: Path, on_ready: Callable[[], None]) -> None:
-    """Serves until SIGTERM or SIGINT, then stores what is queued for at most ``FLUSH_S`` seconds.
+    """Serves until SIGTERM or SIGINT, then stores queued blocks for at most ``FLUSH_S`` seconds.
     Raises ConfigError or TierError, with nothing left behind, if it cannot start."""
     lock = SocketLock(path)
     try:
@@ -169,8 +169,8 @@ def serve(config: PoolConfig, path: Path, on_ready: Callable[[], None]) -> None:
 
 
 def wait_for_memory(nbytes: int, old_arena: int | None) -> None:
-    """Gives engines time to let go of the arena of the service that died here, where its memory
-    is needed. If there is not enough in the end, it is the pool that says so."""
+    """Gives engines time to unmap the arena of a dead service, if its memory is needed. If there is
+    not enough memory in the end, the pool reports it."""
     until = time.monotonic() + _LET_GO_S
     while (
         old_arena is not None
@@ -182,7 +182,7 @@ def wait_for_memory(nbytes: int, old_arena: int | None) -> None:
 
 
 def _tune() -> None:
-    """Makes this process answer evenly."""
+    """Tunes this process for even latency."""
     sys.setswitchinterval(_SWITCH_S)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
@@ -193,9 +193,8 @@ def _tune() -> None:
 
 
 class AdminEndpoint:
-    """Serves a pool on a socket by a thread of its own, until ``close``; does not own it. So the
-    pool of an engine can be asked from outside as a service is, by ``kvrecall pool`` and the
-    dashboard."""
+    """Serves a pool on a socket in its own thread, until ``close``; does not own the pool.
+    ``kvrecall pool`` and the dashboard can thus query the pool of an engine like a service."""
 
     def __init__(
         self,
@@ -204,8 +203,8 @@ class AdminEndpoint:
         config: PoolConfig | None = None,
         patience: Patience | None = None,
     ) -> None:
-        """``config``: of the pool, for people. Raises ConfigError or TierError if the socket
-        cannot be had."""
+        """``config``: the pool's, for people. Raises ConfigError or TierError if the socket is not
+        available."""
         clear_dead(path)
         with contextlib.ExitStack() as undo:
             lock = SocketLock(path)
@@ -225,7 +224,7 @@ class AdminEndpoint:
         self._thread.join()
 
     def close(self) -> None:
-        """Gives everything back. The pool is closed by now, so that no worker waits for it."""
+        """Releases everything. The pool is closed by now, so that no worker waits for it."""
         self.stop()
         self._held.close()
         self._server.close()
@@ -250,7 +249,7 @@ class ServiceThread:
             raise
 
     def close(self) -> None:
-        """Stops serving, stores what is queued. Idempotent."""
+        """Stops serving and stores queued blocks. Idempotent."""
         self._endpoint.stop()
         self.pool.close()
         self._endpoint.close()

@@ -21,17 +21,15 @@ _MAX_ROWS = 10_000
 _SEE = "see: kvrecall pool ls"
 
 OnProgress = Callable[[int, int], None]
-"""Called with what is done and what there is to do."""
+"""Called with the work done and the total work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Which blocks: those that everything said here fits.
-
-    ``namespaces``: each the beginning of one digest in hex. ``models``: texts that the models'
-    descriptions hold. ``block``: the beginning of the hex name of one block, which stands for the
-    prefix that ends with it. ``tier``: host, disk, or empty. Ages are seconds since the last use.
-    """
+    """Selects the blocks that match all conditions. ``namespaces``: each a prefix of one digest in
+    hex. ``models``: texts contained in the models' descriptions. ``block``: a prefix of the hex
+    name of one block, which selects the prefix that ends with it. ``tier``: host, disk, or empty.
+    Ages are seconds since the last use."""
 
     namespaces: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
@@ -44,7 +42,7 @@ class Query:
 
 
 class By(enum.StrEnum):
-    """What the rows of a listing are."""
+    """The unit of a listing's rows."""
 
     NAMESPACE = "namespace"
     MODEL = "model"
@@ -55,9 +53,9 @@ class By(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Blocks of one kind. ``name`` is a namespace's digest, a model, a tenant, or the hex name of
-    a block. Empty fields (-1) say nothing: the blocks differ in it. Ages are seconds since the
-    youngest and the oldest last use."""
+    """Blocks of one kind. ``name`` is a namespace's digest, a model, a tenant, or the hex name of a
+    block. Empty fields (-1): the blocks differ in it. Ages are seconds since the youngest and the
+    oldest last use."""
 
     name: str
     namespace: str
@@ -83,12 +81,12 @@ SORTS: dict[str, Callable[[Row], tuple[float, str]]] = {
     "depth": lambda row: (-row.depth, row.name),
     "name": lambda row: (0.0, row.name),
 }
-"""Orders of a listing, what people look for first."""
+"""Sort orders of a listing, most interesting rows first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """``total``: rows there are; those beyond what was asked for are left out."""
+    """``total``: number of rows; those beyond the requested limit are omitted."""
 
     by: By
     rows: tuple[Row, ...]
@@ -110,8 +108,8 @@ class ClientView:
 
 @dataclass(frozen=True, slots=True)
 class TenantView:
-    """A tenant that holds something. Limits are -1 where there is none; ``refused`` and
-    ``evicted`` count its blocks for the sake of its limits."""
+    """A tenant that holds blocks. Limits are -1 without a limit; ``refused`` and ``evicted`` count
+    its blocks refused and evicted because of its limits."""
 
     tenant: str
     host_bytes: int
@@ -124,7 +122,7 @@ class TenantView:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """The service now. ``tenants``: those that hold most, of ``tenant_count``."""
+    """The current state of the service. ``tenants``: those that hold most, of ``tenant_count``."""
 
     pid: int
     version: str
@@ -140,7 +138,7 @@ class Overview:
 
 
 class _Known(NamedTuple):
-    """A namespace: what a person calls its model, and the bytes of a block."""
+    """A namespace: a readable name of its model, and the bytes of a block."""
 
     model: str
     block_bytes: int
@@ -151,8 +149,8 @@ _UNKNOWN = _Known("unknown", -1, {})
 
 
 class Inventory:
-    """Over a pool. Its methods block; call them outside of any loop. ConfigError if a query names
-    what is not there."""
+    """The inventory of a pool. Its methods block; call them outside of any loop. Raises ConfigError
+    if a query names something unknown."""
 
     def __init__(self, pool: Pool, overview: Callable[[], Overview] | None = None) -> None:
         """``overview``: of the service that has the pool."""
@@ -167,7 +165,7 @@ class Inventory:
     # -- what is there ---------------------------------------------------------------------
 
     def select(self, query: Query) -> list[BlockInfo]:
-        """The blocks that fit; one in two tiers is named twice."""
+        """The selected blocks; a block in two tiers appears twice."""
         if query.tier not in ("", TierName.HOST, TierName.DISK):
             raise ConfigError(f"--tier: {query.tier!r} is unknown; allowed: host, disk")
         held = self.pool.admin.blocks()
@@ -213,7 +211,7 @@ class Inventory:
         return chosen
 
     def listing(self, query: Query, by: By, sort: str, limit: int) -> Listing:
-        """Rows about the blocks that fit."""
+        """Rows about the selected blocks."""
         if sort not in SORTS:
             raise ConfigError(f"--sort: {sort!r} is unknown; known: {', '.join(SORTS)}")
         held = self.select(query)
@@ -241,7 +239,7 @@ class Inventory:
         return Listing(by, tuple(rows[: min(limit, _MAX_ROWS)]), len(rows))
 
     def prefix_trees(self, limit: int) -> tuple[PrefixTree, ...]:
-        """What is there, as trees of at most ``limit`` nodes."""
+        """The cached blocks as trees of at most ``limit`` nodes."""
         known = {digest: (one.model, one.block_bytes) for digest, one in self._namespaces().items()}
         return prefix_trees(self.pool.admin.blocks(), known, time.time(), limit)
 
@@ -279,8 +277,8 @@ class Inventory:
 
 
 def _prefix_of(name: str, held: Collection[BlockInfo]) -> set[BlockKey]:
-    """The block whose hex name begins with ``name`` (or goes on so after its namespace), with all
-    it hangs on."""
+    """The block whose hex name begins with ``name`` (or continues so after its namespace), with all
+    its ancestors."""
     name = name.lower()
     parents = {block.key: block.parent for block in held}
     skip = 2 * NAMESPACE_BYTES

@@ -21,7 +21,7 @@ Ts = TypeVarTuple("Ts")
 
 _CHUNK = 1 << 18
 _LATE_LIMIT_S = 3.0
-"""How long a service may owe a reply before it counts as lost."""
+"""Time after which a service that owes a reply counts as lost."""
 
 
 class LinkLost(Exception):
@@ -33,12 +33,11 @@ class LinkLate(Exception):
 
 
 class Link:
-    """A greeted connection.
+    """A greeted connection. ``ask`` waits for the reply at most its deadline. Any waiting caller
+    reads for all others, so that a lone caller gets its reply without a thread switch.
 
-    ``ask`` waits for the reply at most its deadline. Whichever caller waits reads for all others,
-    so that a lone caller has its reply without a change of threads. After a reply that did not
-    come in time every ``ask`` fails at once with LinkLate, until it came: a service that stalls
-    costs its client one deadline, not one a call.
+    After a late reply every ``ask`` fails at once with LinkLate, until the reply arrives: a service
+    that stalls costs its client one deadline, not one per call.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -62,7 +61,7 @@ class Link:
 
     @classmethod
     def open(cls, path: Path, timeout_s: float) -> Link:
-        """Connects and greets. LinkLost if that does not succeed in time."""
+        """Connects and greets. Raises LinkLost if that does not succeed in time."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.settimeout(timeout_s)
         try:
@@ -110,11 +109,9 @@ class Link:
         on_progress: Callable[[p.Progress], None] | None = None,
     ) -> p.Reply:
         """Sends ``kind(number, *fields)`` and returns its reply. Raises LinkLate or LinkLost if
-        there is none.
-
-        ``slow``: the request takes the service time, so being late means nothing; its timeout is
-        then counted from the last ``on_progress``, which is called for every Progress.
-        """
+        there is none. ``slow``: the request takes the service long, so a late reply means nothing;
+        its timeout then counts from the last ``on_progress``, which is called for every
+        Progress."""
         until = time.monotonic() + timeout_s
         number = next(self._numbers)
         frame = p.frame_of(kind(number, *fields))
@@ -162,7 +159,7 @@ class Link:
         return True
 
     def fail(self, reason: str) -> None:
-        """Gives the connection up; callers that wait get LinkLost. Idempotent, from any thread."""
+        """Closes the connection; waiting callers get LinkLost. Idempotent, from any thread."""
         with self._changed:
             if not self._lost:
                 self._lost = reason
@@ -174,7 +171,7 @@ class Link:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """After all callers are done."""
+        """Closes the connection, after all callers are done."""
         self.fail("closed")
         with self._sending:
             self._sock.close()
@@ -233,7 +230,7 @@ class Link:
             self._read(left)
 
     def _read(self, timeout_s: float) -> None:
-        """Takes in what comes within the time. The caller has set ``_reading``."""
+        """Processes messages that arrive within the time. The caller has set ``_reading``."""
         try:
             if self._readable.poll(timeout_s * 1000):
                 data = self._sock.recv(_CHUNK)

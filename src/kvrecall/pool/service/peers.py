@@ -19,14 +19,16 @@ _ARENA_NAME = "/memfd:kvrecall-arena"
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A process. ``born`` (clock ticks since boot) tells it from a later one of the same number."""
+    """A process. ``born`` (clock ticks since boot) distinguishes it from a later one of the same
+    number."""
 
     pid: int
     born: int
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still runs (a zombie does not), or may do so: it cannot be seen now."""
+        """Whether it still runs (a zombie does not), or may still run because it cannot be
+        inspected now."""
         try:
             status = _status(self.pid)
         except OSError:

@@ -14,7 +14,7 @@ from kvrecall.block import NAMESPACE_BYTES, BlockKey, Tenant, TierName
 from kvrecall.pool.residents import BlockInfo
 
 MAX_BLOCKS = 200_000
-"""With more blocks in a pool its trees are not built: they would hold up its engines."""
+"""With more blocks in a pool no trees are built: they would delay its engines."""
 
 _CHILDREN = 12
 _DEEPEST = 24  # nodes on the way from a root: deeper ones are counted and not shown
@@ -23,9 +23,9 @@ _DEEPEST = 24  # nodes on the way from a root: deeper ones are counted and not s
 @dataclass(frozen=True, slots=True)
 class PrefixNode:
     """``name``: hex of its last block's hash, shortened. ``depth``: blocks before it in the
-    sequence. Bytes are those of this node and all that grows out of it, in each tier; a block in
-    both tiers counts in both. ``age_s``: since the last use of any block in it. ``hidden``:
-    children that are not shown."""
+    sequence. Bytes are those of this node and its descendants, in each tier; a block in both tiers
+    counts in both. ``age_s``: since the last use of any block in it. ``hidden``: children that are
+    not shown."""
 
     name: str
     depth: int
@@ -70,8 +70,8 @@ class _Block:
 def prefix_trees(
     held: Sequence[BlockInfo], known: Mapping[bytes, tuple[str, int]], now: float, limit: int = 300
 ) -> tuple[PrefixTree, ...]:
-    """The trees of these blocks, largest first. ``known``: by a namespace's digest, what a person
-    calls it and the bytes of its blocks."""
+    """The trees of these blocks, largest first. ``known``: by a namespace's digest, a readable name
+    and the bytes of its blocks."""
     groups: dict[tuple[bytes, Tenant], list[BlockInfo]] = {}
     for block in held:
         groups.setdefault((block.key[:NAMESPACE_BYTES], block.tenant), []).append(block)
@@ -128,8 +128,8 @@ def _roots(held: Sequence[BlockInfo]) -> list[_Block]:
 def _nodes(
     blocks: list[_Block], now: float, left: list[int], level: int
 ) -> tuple[tuple[PrefixNode, ...], int]:
-    """The largest of ``blocks`` as nodes, as far as ``left`` (nodes that may still be made) goes,
-    and how many of them are not among them."""
+    """The largest of ``blocks`` as nodes, as far as ``left`` (nodes that may still be made) allows,
+    and the number of omitted ones."""
     if level >= _DEEPEST:
         return (), len(blocks)
     chosen = sorted(blocks, key=lambda block: -(block.host + block.disk))

@@ -29,18 +29,18 @@ from kvrecall.pool.base import ArenaHandle, PoolStats, Verdict
 E = TypeVar("E", bound=enum.Enum)
 
 PROTOCOL = 100 * FORMAT_VERSION + 6
-"""Both sides must say the same. The format of blocks is part of it."""
+"""Both sides must use the same version. It includes the format of blocks."""
 
 MAX_FRAME = 8 << 20
 MAX_KEYS = 60_000
-"""In one message; a chain of so many blocks of 16 tokens is about a million tokens."""
+"""Keys in one message; a chain of that many blocks of 16 tokens is about a million tokens."""
 MAX_SECONDS = 86_400.0
 
 _LENGTH = struct.Struct("<I")
 
 
 class ProtocolError(KvrecallError):
-    """The other side said something that is no message of this protocol."""
+    """The other side sent something that is not a message of this protocol."""
 
 
 class _Codes(Generic[E]):
@@ -101,7 +101,7 @@ class Find(Message, frozen=True, tag=3):
 
 
 class Acquire(Message, frozen=True, tag=4):
-    """``ticket`` is chosen by the client, and new on its connection."""
+    """The client chooses ``ticket``; it is unique on its connection."""
 
     ticket: Number
     keys: Keys
@@ -135,7 +135,8 @@ class Abandon(Message, frozen=True, tag=9):
 
 
 class Cancel(Message, frozen=True, tag=10):
-    """Abandons all that ``Reserve`` ``number`` gave: its reply came too late to be used."""
+    """Abandons all slots that ``Reserve`` ``number`` returned: its reply came too late to be
+    used."""
 
     number: Number
 
@@ -161,13 +162,13 @@ class Stats(Message, frozen=True, tag=14):
 
 
 class Settle(Message, frozen=True, tag=15):
-    """No copy of the lost connection ``token`` is under way any more."""
+    """No copy of the lost connection ``token`` is in flight any more."""
 
     token: Token
 
 
 class Bye(Message, frozen=True, tag=16):
-    """No copy of this connection is under way any more; it ends."""
+    """No copy of this connection is in flight any more; it ends."""
 
     number: Number
 

@@ -36,18 +36,19 @@ _FIRST_ORDINARY, _MAX_ORDINARY = 4, 64  # calls
 _LENGTH = struct.Struct("<I")
 
 SMALL_BYTES = 64
-"""Pieces of a value up to this size travel with the request; larger ones lie in the arena."""
+"""Pieces of a value up to this size travel with the request; larger ones are in the arena."""
 BUFFER_BYTES = 1 << 20
-"""Of small pieces in one request: they lie in memory of the client that Mooncake knows."""
+"""Bytes of small pieces in one request: they are in memory of the client that Mooncake knows."""
 
 Piece = tuple[int, int] | bytes | int
-"""Of a value: offset and length in the arena; or bytes to put; or how many bytes to get."""
+"""A piece of a value: offset and length in the arena; or bytes to put; or the number of bytes to
+get."""
 
 
 class ClientSetup(msgspec.Struct, frozen=True):
-    """What the process is started with. ``parent``: the process it ends with. ``arena``:
-    file descriptor, offset and size. ``sockets``: file descriptors, one per thread. ``calls``:
-    of Mooncake in one direction at once; further ones wait in that process, ready to begin."""
+    """Arguments of the process. ``parent``: the process it ends with. ``arena``: file descriptor,
+    offset and size. ``sockets``: file descriptors, one per thread. ``calls``: concurrent calls of
+    Mooncake per direction; further ones wait in that process, ready to begin."""
 
     parent: int
     arena: tuple[int, int, int]
@@ -65,7 +66,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
-    """Mooncake's code for each name, the small pieces that were got, or what went wrong."""
+    """Mooncake's code for each name, the small pieces that were read, or the error."""
 
     codes: list[int]
     smalls: list[list[bytes]] = []
@@ -104,7 +105,7 @@ def _exactly(sock: socket.socket, count: int) -> bytearray | None:
 
 
 def main(text: str) -> None:
-    """Sets the client up, says so on the first socket, then serves all sockets."""
+    """Sets up the client, reports it on the first socket, then serves all sockets."""
     setup = msgspec.json.decode(text, type=ClientSetup)
     sockets = [socket.socket(fileno=fd) for fd in setup.sockets]
     threading.Thread(target=_end_with, args=(setup.parent,), daemon=True).start()
@@ -148,7 +149,7 @@ def _end_with(parent: int) -> None:
 
 
 class _Worker:
-    """Serves the requests of one sock, one after the other."""
+    """Serves the requests of one socket, one after the other."""
 
     def __init__(
         self,
@@ -233,10 +234,8 @@ def _total(sizes: Sequence[Sequence[int]]) -> int:
 
 
 class CallTimes:
-    """What calls of one direction took, and whether the next one may begin at low priority.
-
-    Not thread-safe.
-    """
+    """Durations of calls of one direction, and whether the next one may begin at low priority. Not
+    thread-safe."""
 
     def __init__(self) -> None:
         self._seconds_a_byte: float | None = None
@@ -262,29 +261,28 @@ class CallTimes:
         self._next_ordinary = _FIRST_ORDINARY
 
     def late(self) -> None:
-        """A call at low priority had to be raised: others want the processors."""
+        """A call at low priority had to be raised: others need the processors."""
         self._ordinary = self._next_ordinary
         self._next_ordinary = min(_MAX_ORDINARY, 2 * self._next_ordinary)
 
 
 @dataclass(slots=True)
 class Call:
-    """A call under way. ``moved``: whether it moved all that it was to; its maker says so. One that
-    did not says nothing of how long calls take."""
+    """A call in flight. ``moved``: whether it moved all its bytes, set by its caller. A call that
+    did not says nothing about durations."""
 
     moved: bool = False
 
 
 class SpinPriority:
-    """Lowers the priority of threads that only look whether a call has ended, and raises those that
-    are late. Thread-safe.
+    """Lowers the priority of threads that only poll for the end of a call, and raises late ones.
+    Thread-safe.
 
-    While a call moves bytes, Mooncake's client looks again and again, without a pause, whether it
-    has ended. That takes from the threads that move the bytes, here and in other processes, the
-    processor they need; and a thread that never has a processor does not see the end. So a call
-    begins at the system's lowest priority, is raised to the ordinary one when it takes longer
-    than such calls take, and the next ones begin at that until there is reason to think that
-    processors are free.
+    While a call moves bytes, Mooncake's client polls without a pause for its end. That takes the
+    processor from the threads that move the bytes, here and in other processes; and a thread that
+    never gets a processor does not notice the end. A call therefore begins at the system's lowest
+    priority and is raised to the ordinary one when it takes longer than usual; the next calls begin
+    at the ordinary priority until there is reason to think that processors are free.
     """
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -300,8 +298,7 @@ class SpinPriority:
 
     @contextmanager
     def call(self, way: str, nbytes: int) -> Iterator[Call]:
-        """Around a call in direction ``way`` that is to move ``nbytes``, in the thread that makes
-        it."""
+        """Wraps a call in direction ``way`` of ``nbytes``, in the calling thread."""
         call = Call()
         if not self._lowers:
             yield call
@@ -351,7 +348,7 @@ class SpinPriority:
 
 
 def can_raise() -> bool:
-    """Whether this process may give a thread its ordinary priority back (CAP_SYS_NICE)."""
+    """Whether this process may restore a thread's ordinary priority (CAP_SYS_NICE)."""
     answers: list[bool] = []
 
     def attempt() -> None:

@@ -21,7 +21,7 @@ _STOP_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class MasterFlags:
-    """How a master is run. Where it is not loopback, ``allow_plaintext`` is needed."""
+    """How to run a master. Beyond loopback it requires ``allow_plaintext``."""
 
     host: str = "127.0.0.1"
     port: int = 50051
@@ -60,7 +60,8 @@ def master_binary() -> Path:
 
 
 def run_master(flags: MasterFlags, quiet: bool = True) -> int:
-    """Runs a master in the foreground until it ends or SIGTERM or SIGINT comes; its status."""
+    """Runs a master in the foreground until it ends or receives SIGTERM or SIGINT; returns its
+    status."""
     command = flags.command()
     environment = {"GLOG_minloglevel": "1", **os.environ} if quiet else dict(os.environ)
     process = subprocess.Popen(command, env=environment, process_group=0)
@@ -84,7 +85,7 @@ def run_master(flags: MasterFlags, quiet: bool = True) -> int:
 
 
 def check_master(host: str, port: int) -> float:
-    """Seconds a real client takes to join the master and ask it something. Raises TierError."""
+    """Seconds that a real client takes to join the master and query it. Raises TierError."""
     began = time.monotonic()
     setup = {
         "local_hostname": "localhost" if is_loopback(host) else host,

@@ -20,11 +20,9 @@ _SET_UP_AS = {"device_name": "rdma_devices", "master_server_address": "master_se
 
 @dataclass(frozen=True, slots=True)
 class MooncakeSettings:
-    """What Mooncake's client is set up with.
-
-    ``setup``: keys and values as ``MooncakeDistributedStore.setup`` takes them; what kvrecall does
-    not know passes through untouched. ``master``: host and port of the master.
-    """
+    """The setup of Mooncake's client. ``setup``: keys and values as
+    ``MooncakeDistributedStore.setup`` takes them; keys unknown to kvrecall pass through unchanged.
+    ``master``: host and port of the master."""
 
     setup: Mapping[str, str]
     master: tuple[str, int]
@@ -53,7 +51,7 @@ class MooncakeSettings:
 
 
 def split_address(text: str) -> tuple[str, int] | None:
-    """``host:port`` as a pair; None if it is none."""
+    """``host:port`` as a pair; None if the text has another form."""
     host, colon, port = text.rpartition(":")
     if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
         return None
@@ -122,7 +120,8 @@ def _as_setup(values: Mapping[str, object], source: str) -> dict[str, str]:
 
 
 def _bytes(value: object, name: str) -> int:
-    """As Mooncake reads sizes: a number of bytes, or a text whose units are powers of 1024."""
+    """A size as Mooncake reads it: a number of bytes, or a string with units that are powers of
+    1024."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None

@@ -48,8 +48,8 @@ ENVIRONMENT = {
     "MC_SLICE_TIMEOUT": "5",
     "MC_TCP_LANES_PER_PEER": "2",
 }
-"""Unless the operator's environment says otherwise: quiet, and quick to give up. Values of several
-pieces, as ours are, go over lasting connections: over two they get 5 % faster than over four."""
+"""Defaults unless the operator's environment sets them: quiet, and short time limits. Values of
+several pieces, as kvrecall's are, use persistent connections: two are 5 % faster than four."""
 _AT_ONCE = 512
 """Objects in one call. Mooncake's client queues some 1,000 transfers to a host, of all calls
 together; it fails those beyond, and may not answer at all."""
@@ -58,9 +58,9 @@ _SETUP_S = 30.0
 _CALL_S = 40.0  # beyond all of Mooncake's own time limits
 _PROBE_S = 1.0
 _CALLS = {"tcp": 1}
-"""Calls of one direction under way, by protocol. Over TCP a call of Mooncake's client looks again
-and again, without a pause, whether its transfers have ended: a second one takes from the first
-the processor that its bytes need."""
+"""Concurrent calls of one direction, by protocol. Over TCP a call of Mooncake's client polls
+without a pause for the end of its transfers: a second call takes the processor that the first one's
+bytes need."""
 _READY = 1
 """Further calls that wait in the client's process, so that one begins when another ends."""
 _OTHERWISE = 8
@@ -69,12 +69,10 @@ _PATIENCE = 4  # failures with a master that is reachable, until the client is m
 
 
 class MooncakeStore:
-    """A ``Store`` on Mooncake. Nothing is connected before the first call; a client that is lost
-    is replaced by a new one at the next.
-
-    A call ends within ``_CALL_S`` seconds: if Mooncake hangs, the process of its client is ended.
-    The memory this host lends to the cluster (``global_segment_size``) lies in that process.
-    """
+    """A ``Store`` on Mooncake. It connects at the first call; a lost client is replaced by a new
+    one at the next call. A call ends within ``_CALL_S`` seconds: if Mooncake hangs, the process of
+    its client is ended. The memory that this host lends to the cluster (``global_segment_size``) is
+    in that process."""
 
     def __init__(self, settings: MooncakeSettings) -> None:
         self._settings = settings
@@ -94,7 +92,7 @@ class MooncakeStore:
         threading.Thread(target=self._begin, name="kvrecall-mooncake", daemon=True).start()
 
     def _begin(self) -> None:
-        """Thread: has the client ready when it is needed, if the master is there."""
+        """Thread: prepares the client in advance, if the master answers."""
         with contextlib.suppress(TierError):
             self._connected()
 
@@ -153,7 +151,8 @@ class MooncakeStore:
         return reply
 
     def _failed(self) -> None:
-        """After some failures although the master is there, the client has lost its session."""
+        """Called on failure: after several while the master answers, the client has lost its
+        session."""
         with self._lock:
             self._failures += 1
             if self._failures >= _PATIENCE and self._is_master_there():
@@ -230,13 +229,13 @@ def _descriptor(device: int, inode: int) -> int | None:
 
 class Client:
     """A process of Mooncake's client that is set up. Thread-safe; ``close`` ends it and the calls
-    under way."""
+    in flight."""
 
     def __init__(
         self, setup: Mapping[str, str], memory: memoryview, calls: int, limit_s: float
     ) -> None:
-        """Starts the process and waits at most ``limit_s`` until it is set up. It makes
-        ``calls`` calls of one direction at once. Raises ClientLost, TierError."""
+        """Starts the process and waits at most ``limit_s`` until it is set up. It makes ``calls``
+        concurrent calls per direction. Raises ClientLost, TierError."""
         if importlib.util.find_spec("mooncake") is None:
             raise TierError("Mooncake is not installed; pip install 'kvrecall[mooncake]'")
         fd, offset = shared_file_of(memory)
@@ -281,7 +280,7 @@ class Client:
         return self._process.poll() is None
 
     def call(self, request: Request, limit_s: float) -> Reply:
-        """Raises ClientLost, and then nothing of the call goes on; TierError if it failed."""
+        """Raises ClientLost, after which no part of the call continues; TierError if it failed."""
         try:
             sock = self._idle.get(timeout=limit_s)
         except queue.Empty:
@@ -310,7 +309,7 @@ class Client:
         return reply
 
     def close(self) -> None:
-        """Takes the client out of the cluster if it answers; ends the process. Idempotent."""
+        """Removes the client from the cluster if it answers; ends the process. Idempotent."""
         if self.is_alive:
             with contextlib.suppress(TierError):
                 self.call(Request("close", []), _CLOSE_S)
@@ -330,7 +329,7 @@ class Client:
         return "".join(f"\n  {line}" for line in list(self._said)[-3:])
 
     def _listen(self) -> None:
-        """Thread: keeps the last of what the process prints."""
+        """Thread: keeps the last lines that the process prints."""
         assert self._process.stdout is not None
         with self._process.stdout as output:
             for raw in output:
