@@ -20,7 +20,7 @@ import torch
 
 SCALE_BYTES = 4
 WIDE = 6
-"""Where there are coarse rows, fine ones are read only of WIDE times the blocks to choose: those
+"""With coarse rows, fine ones are read only for WIDE times the number of blocks to select: those
 whose coarse rows score best (docs/digest-study.md)."""
 _MAX_CODE = 127
 
@@ -76,8 +76,8 @@ def digests_of(kind: Digest, keys: torch.Tensor, tokens: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The rows of a block: ``coarse`` ones, by which a search narrows down, then ``fine`` ones of
-    fewer keys each. All are ``kind.parts`` times a head wide."""
+    """The rows of a block: ``coarse`` ones, by which a search narrows, then ``fine`` ones of fewer
+    keys each. All are ``kind.parts`` times a head wide."""
 
     kind: Digest
     coarse: int
@@ -96,7 +96,7 @@ class Layout:
         return slice(self.coarse, self.rows)
 
     def narrowed(self, blocks: int, count: int) -> int:
-        """Of how many of ``blocks`` the fine rows are read to find ``count``."""
+        """Number of ``blocks`` whose fine rows are read to find ``count``."""
         return min(blocks, WIDE * count)
 
     def scored(self, blocks: int, count: int) -> int:

@@ -16,11 +16,9 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Where blocks lie, and what must be copied there first.
-
-    ``slots``: int64, shaped as the blocks asked for; meaningless where none was wanted. ``heads``,
-    ``blocks``, ``into``: the copies to make, one a place. ``hits``: wanted blocks that were there.
-    """
+    """Slots of blocks, and the copies to make first. ``slots``: int64, with the shape of the
+    requested blocks; meaningless where not wanted. ``heads``, ``blocks``, ``into``: the copies to
+    make, one per place. ``hits``: wanted blocks that were present."""
 
     slots: Ints
     heads: Ints
@@ -39,7 +37,7 @@ class Residency:
         self._now = 0
 
     def grow(self, slots: int, blocks: int) -> None:
-        """From now on there are so many slots and so many blocks; neither ever shrinks."""
+        """Grows to that many slots and blocks; neither ever shrinks."""
         more = ((0, 0), (0, slots - self._holds.shape[1]))
         self._holds = np.pad(self._holds, more, constant_values=-1)
         self._used = np.pad(self._used, more)

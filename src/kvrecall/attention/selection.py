@@ -19,20 +19,18 @@ from kvrecall.attention.kernels.int8 import PackedRows
 from kvrecall.attention.settings import RetrievalSettings
 
 OVERHEAD_BYTES = 8 * 2**20
-"""What preparing one sequence's selection costs in a layer, in bytes of KV read in that time:
-half a millisecond at 16 GB/s (docs/retrieval.md)."""
+"""Cost of preparing one sequence's selection in a layer, in bytes of KV read in that time: half a
+millisecond at 16 GB/s (docs/retrieval.md)."""
 
 DEVICE_OVERHEAD_BYTES = 512 * 2**20
-"""The same on a GPU: some thirty small kernels, each started by the host, at 3.4 TB/s. Reckoned,
-not measured: `kvrecall gpu-check` tells."""
+"""The same on a GPU: some thirty small kernels, each started by the host, at 3.4 TB/s. Estimated,
+not measured: `kvrecall gpu-check` measures it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Blocks ``[0, init)`` and ``[local, blocks)`` always take part, ``chosen`` of those between.
-
-    ``last_tokens``: tokens in the last block, 1 to ``block_size``.
-    """
+    """Blocks ``[0, init)`` and ``[local, blocks)`` are always attended to, and ``chosen`` of those
+    between. ``last_tokens``: tokens in the last block, 1 to ``block_size``."""
 
     blocks: int
     init: int
@@ -43,7 +41,7 @@ class Split:
 
     @property
     def middle(self) -> int:
-        """Blocks to choose from."""
+        """Blocks to select from."""
         return self.local - self.init
 
     @property
@@ -69,8 +67,8 @@ def split_of(tokens: int, block_size: int, settings: RetrievalSettings) -> Split
 
 
 def slots_of(split: Split, offloaded: int, settings: RetrievalSettings) -> tuple[int, int]:
-    """Device slots a sequence needs with so many of its middle blocks off the device, and how many
-    it should have, so that those of earlier steps are found there."""
+    """Minimum number of device slots for a sequence with that many offloaded middle blocks, and the
+    preferred number, which also keeps blocks of earlier steps."""
     spare = math.ceil(split.middle * settings.cache_share)
     return min(offloaded, split.chosen), min(offloaded, split.chosen + spare)
 
@@ -78,7 +76,7 @@ def slots_of(split: Split, offloaded: int, settings: RetrievalSettings) -> tuple
 @dataclass(frozen=True, slots=True)
 class Gate:
     """Whether sparse attention is expected to be faster than dense. ``token_bytes``: keys and
-    values of a token, in one layer. ``overhead_bytes``: what is read of them in the time that
+    values of a token, in one layer. ``overhead_bytes``: bytes of them read in the time that
     preparing a sequence's selection takes."""
 
     settings: RetrievalSettings
@@ -86,9 +84,9 @@ class Gate:
     overhead_bytes: int = OVERHEAD_BYTES
 
     def passes(self, tokens: int, split: Split) -> bool:
-        """Whether there is something to choose from and sparse attention reads enough less than
-        dense to be worth its overhead. Where all blocks would be chosen it is never, gate or not,
-        unless a share of 1 asks for them."""
+        """Whether there are blocks to select from and sparse attention reads enough less than dense
+        to be worth its overhead. False if all blocks would be selected, gate or not, unless the
+        share is 1."""
         if not split.middle:
             return False
         if split.chosen == split.middle and self.settings.topk_share < 1:
@@ -138,12 +136,12 @@ def best_products(
 
 
 def on_device(tensor: torch.Tensor) -> bool:
-    """Whether it lies where Triton compiles for."""
+    """Whether it is on a device that Triton compiles for."""
     return not tensor.is_cpu
 
 
 class Selector(ABC):
-    """Chooses among candidate blocks of one sequence, in one layer."""
+    """Selects among candidate blocks of one sequence, in one layer."""
 
     @abstractmethod
     def choose(
@@ -171,7 +169,7 @@ class ExactSelector(Selector):
     """
 
     def __init__(self, digest: Digest, rows: slice = slice(None)) -> None:
-        """``rows``: which of a block's rows are read."""
+        """``rows``: the rows of a block to read."""
         self._digest = digest
         self._rows = rows
 
@@ -199,8 +197,8 @@ class ExactSelector(Selector):
 class NarrowingSelector(Selector):
     """Reads coarse digests of all blocks first, and fine ones only of the best of these.
 
-    What it chooses is almost always what an ExactSelector over the fine ones does
-    (docs/digest-study.md), for the time of a search over fewer digests. Coded digests only.
+    Its selection almost always equals that of an ExactSelector over the fine ones
+    (docs/digest-study.md), in the time of a search over fewer digests. Coded digests only.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -240,7 +238,7 @@ class NarrowingSelector(Selector):
         count: int,
         scale: float,
     ) -> torch.Tensor:
-        """The best of blocks ``near`` of one head, which lie in several runs."""
+        """The best of blocks ``near`` of one head, which are in several runs."""
         ends = list(accumulate(run.shape[1] for run in fine))
         order, products = [], []
         for run, first, end in zip(fine, [0, *ends], ends, strict=False):
@@ -251,7 +249,7 @@ class NarrowingSelector(Selector):
 
 
 def selector_of(layout: Layout) -> Selector:
-    """The one for blocks of these rows."""
+    """The selector for blocks with these rows."""
     return NarrowingSelector(layout) if layout.coarse else ExactSelector(layout.kind)
 
 

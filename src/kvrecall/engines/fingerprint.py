@@ -34,8 +34,8 @@ _NO_KV = frozenset(
         "training_args.bin optimizer.bin optimizer.pt scheduler.pt scaler.pt"
     ).split()
 )
-"""Files that decide which tokens a text has or how tokens are chosen, as blocks differ by
-their tokens; and what training leaves behind, which vLLM does not load."""
+"""Excluded files: those that decide how text becomes tokens or how tokens are sampled, because the
+tokens already distinguish blocks; and leftovers of training, which vLLM does not load."""
 
 _CHUNK = 16 << 20
 _FRESH_S = 2.0  # a file that changed so recently may change again within one tick of its clock
@@ -47,7 +47,7 @@ _TRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """A file and what changes when its content does. ``name``: relative to its folder."""
+    """A file and the attributes that change with its content. ``name``: relative to its folder."""
 
     name: str
     path: str
@@ -116,7 +116,7 @@ class Memory:
         return entries if isinstance(entries, dict) else {}
 
     def add(self, files: Sequence[tuple[FileState, str]]) -> None:
-        """Remembers digests, but for files that changed a moment ago."""
+        """Remembers digests, except of files that changed a moment ago."""
         settled = time.time() - _FRESH_S
         new = {
             file.path: [*_marks(file), digest]
@@ -143,13 +143,13 @@ def _marks(file: FileState) -> list[object]:
 
 
 class Fingerprint:
-    """The digest of a folder or a single file, computed by a thread of its own.
+    """The digest of a folder or a single file, computed in its own thread.
 
     ``digest`` is None until it is known, and stays None if it cannot be: ``failure`` then says why.
     """
 
     def __init__(self, path: Path, code: bool = False, memory: Memory | None = None) -> None:
-        """Begins at once. ``code``: as of ``files_of``."""
+        """Starts at once. ``code``: as in ``files_of``."""
         self._path = path
         self._code = code
         self._memory = memory or Memory(None)
@@ -162,15 +162,15 @@ class Fingerprint:
 
     @property
     def is_over(self) -> bool:
-        """Whether the digest is known or known to be out of reach."""
+        """Whether the digest is known or cannot be computed."""
         return self._ended.is_set()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits until it is over, at most that long; whether it is."""
+        """Waits until it is over, for a limited time; returns whether it is."""
         return self._ended.wait(seconds)
 
     def still_holds(self) -> bool:
-        """Whether the files are those that were hashed, as far as their states tell."""
+        """Whether the files are still those that were hashed, judged by their states."""
         try:
             return self.digest is not None and self._list() == self.files
         except OSError:
@@ -260,7 +260,7 @@ def hash_file(path: Path, progress: Callable[[int, float], None] | None = None) 
 
 
 def fingerprint_of(path: Path, code: bool = False, memory: Memory | None = None) -> str:
-    """The digest of a folder or file, waited for. Raises OSError if it cannot be known."""
+    """Waits for the digest of a folder or file. Raises OSError if it cannot be computed."""
     job = Fingerprint(path, code, memory)
     job.wait()
     if job.digest is None:

@@ -36,7 +36,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """What is attended to. ``keys``, ``values``: ``[blocks, tokens, kv_heads, dim]``, of any
+    """The blocks attended to. ``keys``, ``values``: ``[blocks, tokens, kv_heads, dim]``, of any
     strides. ``table``: int32 ``[rows, width]``, of ``block * kv_heads + head``; ``lengths``: int32,
     tokens in each row's blocks, at least 1; only a row's last block may be partial."""
 
@@ -63,10 +63,10 @@ class Piece:
 def attend_by_triton(
     query: torch.Tensor, paged: Paged, scale: float, softcap: float = 0.0, share: int = 0
 ) -> Part:
-    """Attention of decoded tokens, ``[rows, group, dim]``, over chosen blocks of a paged cache.
+    """Attention of decoded tokens, ``[rows, group, dim]``, over selected blocks of a paged cache.
 
-    A program takes ``share`` of a row's blocks; 0: as many as have 512 tokens. So what is computed
-    of a row does not depend on other rows. Blocks of a power of two of tokens, at least 16.
+    A program takes ``share`` of a row's blocks; 0: as many as have 512 tokens. A row's result
+    therefore does not depend on other rows. Blocks of a power of two of tokens, at least 16.
     ``softcap``: bounds logits by a hyperbolic tangent; 0: they are not bounded.
     """
     kernel = _kernel("attend_rows")
@@ -87,8 +87,8 @@ def attend_by_triton(
 
 
 def merged(parts: Part) -> Part:
-    """Puts together what was attended to apart: parts along the second dimension, ``output
-    [rows, parts, group, dim]``; one without tokens has ``lse`` -inf, and some part has tokens."""
+    """Merges partial attention: parts along the second dimension, ``output [rows, parts, group,
+    dim]``; one without tokens has ``lse`` -inf, and at least one part has tokens."""
     weights = parts.lse.softmax(1)
     output = (parts.output * weights[..., None]).nansum(1)
     return Part(output, parts.lse.logsumexp(1))
@@ -143,7 +143,7 @@ def move(sources: Addresses, targets: Addresses, piece: Piece, device: torch.dev
 
 
 def _kernel(name: str) -> Any:
-    """Raises EngineError where there is no Triton."""
+    """Raises EngineError without Triton."""
     try:
         from kvrecall.attention.kernels import triton_kernels
     except ImportError as error:
@@ -154,5 +154,5 @@ def _kernel(name: str) -> Any:
 
 
 def _next_power(count: int) -> int:
-    """The least power of two that is not less."""
+    """The smallest power of two that is not less."""
     return 1 << (count - 1).bit_length()

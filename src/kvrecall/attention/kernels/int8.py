@@ -18,9 +18,9 @@ import torch
 
 _LOG = logging.getLogger(__name__)
 _BYTES_A_THREAD = 1 << 20
-"""Fewer are not worth waking another thread."""
+"""Minimum bytes worth waking another thread."""
 _EXACT_IN_FLOAT = (1 << 24) // 127**2
-"""So many products of two codes add up in single precision without rounding."""
+"""Number of products of two codes that add up in single precision without rounding."""
 
 
 class PackedRows:

@@ -13,10 +13,8 @@ from kvrecall.attention.settings import RetrievalSettings
 def attended(
     query: torch.Tensor, keys: torch.Tensor, block_size: int, settings: RetrievalSettings
 ) -> torch.Tensor:
-    """Which tokens take part: bool ``[kv_heads, tokens]``.
-
-    ``query``: ``[heads, dim]`` of one token; ``keys``: ``[tokens, kv_heads, dim]``.
-    """
+    """The tokens attended to: bool ``[kv_heads, tokens]``. ``query``: ``[heads, dim]`` of one
+    token; ``keys``: ``[tokens, kv_heads, dim]``."""
     tokens, kv_heads, dim = keys.shape
     split = split_of(tokens, block_size, settings)
     mask = torch.zeros(kv_heads, split.blocks, dtype=torch.bool)

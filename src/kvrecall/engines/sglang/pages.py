@@ -24,12 +24,12 @@ from kvrecall.pool.open import open_pool
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.0005
 SECTION = "kvrecall"
-"""Key of our own settings in SGLang's extra config."""
+"""Key of kvrecall's settings in SGLang's extra config."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page and the pieces of host memory it lies in or shall come to, in order."""
+    """A page and the pieces of host memory that hold or receive it, in order."""
 
     key: BlockKey
     pieces: tuple[memoryview, ...]
@@ -39,7 +39,8 @@ class Pages:
     """A pool, for a caller that waits. One call at a time; others wait their turn."""
 
     def __init__(self, settings: RecallSettings) -> None:
-        """Opens the pool, or finds the node's. ConfigError or TierError if that cannot be."""
+        """Opens the pool, or connects to the node's. Raises ConfigError or TierError if that
+        fails."""
         self._pool: PoolClient = open_pool(settings)
         self._settings = settings.pool
         self._lock = threading.Lock()
@@ -66,7 +67,7 @@ class Pages:
                 time.sleep(_POLL_S)
 
     def put(self, pages: Sequence[Page], parent: BlockKey | None = None) -> list[bool]:
-        """Stores a chain of pages; which of them are in the pool now."""
+        """Stores a chain of pages; returns which of them are in the pool now."""
         keys = [page.key for page in pages]
         with self._lock:
             arena = self._current()
@@ -90,7 +91,7 @@ class Pages:
             return [answer.verdict is not Verdict.REFUSED for answer in answers]
 
     def get(self, pages: Sequence[Page], parent: BlockKey | None = None) -> list[bool]:
-        """Fills pages; which of them are there. What is not there is skipped."""
+        """Fills pages; returns which of them were found. Missing pages are skipped."""
         found = [False] * len(pages)
         begin = 0
         with self._lock:
@@ -114,7 +115,7 @@ class Pages:
     # -- under the lock --------------------------------------------------------------------
 
     def _get(self, pages: Sequence[Page], parent: BlockKey | None) -> int:
-        """Fills pages up to the first that is not there; returns how many."""
+        """Fills pages up to the first missing one; returns their number."""
         arena = self._current()
         if arena is None:
             return 0
@@ -141,8 +142,8 @@ class Pages:
             time.sleep(_POLL_S)
 
     def _current(self) -> Arena | None:
-        """The arena that offsets are in from now on. None if it cannot be mapped (a service that
-        is not there): nothing is moved then."""
+        """The arena of offsets from now on. None if it cannot be mapped (no service): no page is
+        moved then."""
         handle = self._pool.arena_handle()
         if handle != self._handle:
             self._unmap()
@@ -186,12 +187,12 @@ class Identity:
 
 
 def key_of(namespace: Namespace, page_hash: str) -> BlockKey:
-    """Key of the page that SGLang calls by this hash, or by any other text."""
+    """Key of the page with this SGLang hash, or any other text."""
     return namespace.key(hashlib.sha256(page_hash.encode()).digest())
 
 
 def read_settings(extra: Mapping[str, Any] | None) -> tuple[RecallSettings, str]:
-    """Our settings out of SGLang's extra config, and the digest of the model's weights.
+    """kvrecall's settings from SGLang's extra config, and the digest of the model's weights. Raises
     ConfigError if one is wrong."""
     source = f"hicache-storage-backend-extra-config: {SECTION}"
     raw = (extra or {}).get(SECTION)

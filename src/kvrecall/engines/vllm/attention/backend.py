@@ -36,10 +36,10 @@ from kvrecall.engines.vllm.compat import config
 logger = logging.getLogger("vllm.kvrecall")
 
 Places = torch.Tensor | slice
-"""Of tokens in the batch."""
+"""In tokens of the batch."""
 
 _RESIDENCE = ("offload_boundary", "cache_share")
-"""Settings that decide where blocks lie, not what is computed from them."""
+"""Settings that decide where blocks are, not what is computed from them."""
 
 
 class RetrievalAttention:
@@ -62,8 +62,8 @@ class RetrievalAttention:
 
     @property
     def approximation(self) -> str:
-        """What KV computed while decoding depends on beside the weights: the settings that decide
-        what sparse decoding computes."""
+        """What KV of decoded tokens depends on besides the weights: the settings that decide what
+        sparse decoding computes."""
         return ", ".join(
             f"{field.name}={getattr(self._settings, field.name)}"
             for field in fields(self._settings)
@@ -196,7 +196,7 @@ class RetrievalBuilder(ABC):
         return metadata
 
     def _work(self, common: Any, rows: Sequence[BatchRow], table: torch.Tensor) -> StepWork:
-        """``table``: the batch's block table, on the host."""
+        """The step's work. ``table``: the batch's block table, on the host."""
         offloaded: dict[int, OffloadedSequence] = {}
         for at, row in enumerate(rows if not self._group.is_idle else ()):
             if not row.query_tokens:  # padding
@@ -234,7 +234,7 @@ class RetrievalBuilder(ABC):
     def _without(
         self, taken: Collection[int], common: Any, rows: Sequence[BatchRow]
     ) -> DensePart | None:
-        """Describes the other requests of the batch by themselves."""
+        """Metadata of the other requests of the batch alone."""
         others = [at for at, row in enumerate(rows) if row.query_tokens and at not in taken]
         return self.part(common, rows, others) if others else None
 
@@ -245,8 +245,8 @@ class RetrievalBuilder(ABC):
         some: Sequence[int],
         table: torch.Tensor | None = None,
     ) -> DensePart:
-        """Describes some requests of the batch by themselves. ``table``: their blocks, if they are
-        not where the batch has them."""
+        """Metadata of some requests of the batch alone. ``table``: their blocks, if they differ
+        from the batch's."""
         starts = common.query_start_loc_cpu
         lengths = [rows[at].query_tokens for at in some]
         places = torch.cat([torch.arange(int(starts[at]), int(starts[at + 1])) for at in some])
@@ -277,7 +277,7 @@ class RetrievalBuilder(ABC):
         return None
 
     def _warn_of_missing_offload(self, rows: Sequence[BatchRow]) -> None:
-        """Says once in the log that a sequence past the offload boundary stays on the device."""
+        """Logs once that a sequence past the offload boundary stays on the device."""
         if self._hindrance is not None and any(
             self._settings.regime(row.tokens) is Regime.OFFLOAD for row in rows
         ):
@@ -303,7 +303,7 @@ def retrieval_groups(vllm_config: Any) -> tuple[RetrievalGroup, ...]:
 
 
 def _attention_layers(vllm_config: Any) -> Mapping[str, RetrievalAttention]:
-    """Ours, of the layers that vLLM knows by their names. Mamba layers have no ``impl``."""
+    """The retrieval layers among those that vLLM knows by name. Mamba layers have no ``impl``."""
     layers = vllm_config.compilation_config.static_forward_context
     impls = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
     return {name: impl for name, impl in impls.items() if isinstance(impl, RetrievalAttention)}

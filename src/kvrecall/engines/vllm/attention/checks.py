@@ -20,13 +20,13 @@ CUDA_BACKENDS = {
     "FLASH_ATTN": f"{_HERE}.cuda.FlashBackend",
     "TRITON_ATTN": f"{_HERE}.cuda.TritonBackend",
 }
-"""Our backends, by the names of those of vLLM that they take the place of."""
+"""The retrieval backends, by the names of the vLLM backends that they replace."""
 
 _WAY_OUT = "or take `retrieval` out of VLLM_PLUGINS"
 
 
 def backends() -> dict[str, str]:
-    """Our backends on this platform."""
+    """The retrieval backends of this platform."""
     return CPU_BACKENDS if is_on_cpu() else CUDA_BACKENDS
 
 
@@ -74,7 +74,7 @@ def require_engine(vllm_config: Any, settings: RetrievalSettings) -> None:
 
 
 def require_layer(impl: Any) -> None:
-    """Raises EngineError for an attention layer that cannot attend to chosen blocks."""
+    """Raises EngineError for an attention layer that cannot attend to selected blocks."""
     if impl.attn_type != "decoder":
         raise _refusal(f"{impl.attn_type} attention", "serve a decoder")
     if impl.sliding_window not in (None, -1, (-1, -1)):
@@ -95,7 +95,8 @@ def require_block_size(block_size: int, settings: RetrievalSettings) -> None:
 
 
 def offload_hindrance(vllm_config: Any) -> str | None:
-    """Why sequences cannot leave the device in part, in words that follow "as"; None: they can."""
+    """Why sequences cannot be partially offloaded, in words that follow "because"; None: they
+    can."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     if transfer is None or transfer.kv_connector != "RecallConnector":
         return "it has no pool to keep them in (use RecallConnector)"
@@ -114,8 +115,8 @@ def _refusal(what: str, cure: str) -> EngineError:
 
 
 def require_retrieval(layer: Any) -> None:
-    """Raises EngineError for an attention layer whose backend is not one of ours: it would be
-    served densely all the same."""
+    """Raises EngineError for an attention layer whose backend is not a retrieval backend: it would
+    be served densely."""
     if type(layer).__name__.startswith("MLA"):
         raise _refusal("latent attention (MLA)", "serve a model with ordinary attention")
     backend = layer.attn_backend

@@ -78,12 +78,10 @@ def attend(
     scale: float,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """Attention of one token a sequence over the blocks its row of the table names.
-
-    ``query``: contiguous ``[sequences, heads, dim]``; ``caches``: keys and values, from
-    ``halves``, with the sequences' KV heads; ``table``: int32 ``[sequences, width]``; ``seq_lens``:
-    int32, tokens in each row's blocks. Returns the query's shape.
-    """
+    """Attention of one token per sequence over the blocks in its row of the table. ``query``:
+    contiguous ``[sequences, heads, dim]``; ``caches``: keys and values, from ``halves``, with the
+    sequences' KV heads; ``table``: int32 ``[sequences, width]``; ``seq_lens``: int32, tokens in
+    each row's blocks. Returns the query's shape."""
     keys, values = caches
     output = torch.empty_like(query)
     ops.cpu_attention_with_kv_cache(
@@ -173,13 +171,13 @@ class CpuKernel(RowKernel):
 class KeyReader:
     """Unpacks the keys of blocks ``[blocks, kv_heads, tokens, 2 * dim]`` (keys, then values).
 
-    Their packing differs by instruction set. It is found out, not written down: vLLM's own kernel
-    packs blocks of zeros and ones that spell every element's index in binary. What cannot be read
-    back is refused at start.
+    Their packing differs by instruction set. It is detected, not hard-coded: vLLM's own kernel
+    packs blocks of zeros and ones that spell every element's index in binary. A packing that cannot
+    be read back is refused at start.
     """
 
     def __init__(self, block_size: int, head_dim: int, dtype: torch.dtype, pack: Pack) -> None:
-        """Raises EngineError if ``pack`` is not a mere reordering of a block's elements."""
+        """Raises EngineError if ``pack`` does more than reorder a block's elements."""
         self._shape = block_size, head_dim
         count = block_size * head_dim
         index = torch.arange(count)
@@ -239,9 +237,9 @@ class _Pages:
 class InPlaceLayer:
     """One layer's dense attention over partially offloaded sequences. Owned by the worker's thread.
 
-    It needs all of a sequence's keys. The kernel reads those that are off the device where they
-    lie, in the arena. The others must lie in the same range of addresses for that: they are copied
-    into pages behind the arena, a full block once.
+    It needs all of a sequence's keys. The kernel reads offloaded ones in place, in the arena. The
+    others must be in the same range of addresses: they are copied into pages behind the arena, a
+    full block once.
     """
 
     def __init__(self, shape: KernelShape, name: str) -> None:
@@ -250,7 +248,7 @@ class InPlaceLayer:
         self._pages: dict[str, _Pages] = {}
 
     def forget(self, key: str, memory: bool = True) -> None:
-        """Gives the sequence's pages back, and their ``memory`` if it is not needed again soon."""
+        """Returns the sequence's pages, and their ``memory`` if it is not needed again soon."""
         pages = self._pages.pop(key, None)
         if pages is not None:
             pages.extent.give(pages.drop(0, len(pages.of)), memory)
@@ -277,7 +275,7 @@ class InPlaceLayer:
         return attend(query, caches, order, seq_lens, starts, plan, scale, softcap)
 
     def _places(self, extent: Extent, at: int, kv_cache: torch.Tensor, row: OffloadedRow) -> Ints:
-        """Where the sequence's blocks lie in the extent, after copying those not in the arena."""
+        """The sequence's blocks in the extent, after copying those not in the arena."""
         sequence, tokens, size = row.sequence, row.tokens, self._shape.block_size
         blocks = -(-tokens // size)
         first, end = sequence.init, sequence.init + sequence.count
@@ -299,7 +297,7 @@ class InPlaceLayer:
 
 
 class RetrievalBackend(CPUAttentionBackend):
-    """Registered in place of CPU_ATTN, and goes by its name: the KV bytes are the same."""
+    """Registered in place of CPU_ATTN under its name: the KV bytes are the same."""
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:

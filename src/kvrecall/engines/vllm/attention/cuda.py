@@ -35,7 +35,7 @@ class DeviceBuilder(RetrievalBuilder):
     supports_update_block_table: bool = False
     device: torch.device
     use_full_cuda_graph: bool
-    """FlashAttention's builder would keep its plan in one buffer, and a step may have two."""
+    """FlashAttention's builder would keep its plan in one buffer, but a step may need two."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -74,7 +74,7 @@ class FlashImpl(DeviceAttention, FlashAttentionImpl):
 
 
 class FlashBackend(FlashAttentionBackend):
-    """Registered in place of FLASH_ATTN, and goes by its name: the KV bytes are the same."""
+    """Registered in place of FLASH_ATTN under its name: the KV bytes are the same."""
 
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:
@@ -94,7 +94,7 @@ class TritonImpl(DeviceAttention, TritonAttentionImpl):
 
 
 class TritonBackend(TritonAttentionBackend):
-    """Registered in place of TRITON_ATTN, and goes by its name."""
+    """Registered in place of TRITON_ATTN under its name."""
 
     @staticmethod
     def get_impl_cls() -> type[TritonAttentionImpl]:

@@ -39,20 +39,20 @@ class WholeLayer(Protocol):
         softcap: float,
         plainly: Callable[[torch.Tensor, Any], torch.Tensor],
     ) -> torch.Tensor:
-        """Attention of the row's tokens, whose queries these are, over all of its sequence.
-        ``plainly``: vLLM's attention of these tokens over a cache, by metadata."""
+        """Attention of the row's tokens with these queries over its whole sequence. ``plainly``:
+        vLLM's attention of these tokens over a cache, by metadata."""
 
     def forget(self, key: str, memory: bool = True) -> None:
-        """The sequence is no more, or was never known; with ``memory`` False it will be back in the
-        next step."""
+        """The sequence has ended, or was never known; with ``memory`` False it returns in the next
+        step."""
 
 
 class RetrievalGroup:
     """The retrieval layers of one KV group in a worker: which digests are fresh, and which
-    sequences are partially offloaded. Owned by the worker's thread.
+    sequences are partially offloaded.
 
-    The metadata builder makes it and adds the layers; the connector registers the KV caches, and
-    from then on reports every copy between the device and the pool.
+    Owned by the worker's thread. The metadata builder creates it and adds the layers; the connector
+    registers the KV caches, and from then on reports every copy between the device and the pool.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class RetrievalGroup:
         pages: int = 0,
         loads_in_step: bool = True,
     ) -> None:
-        """``pages``: most that layers that attend to the arena in place may need behind it (see
-        ``Extent``); 0: none does.
-        ``loads_in_step``: whether loaded blocks lie there when ``note_restored`` is called."""
+        """``pages``: maximum number of pages behind the arena for layers that attend to it in place
+        (see ``Extent``); 0: no such layer. ``loads_in_step``: whether loaded blocks are in place
+        when ``note_restored`` is called."""
         self.activity = activity
         self.heat = heat
         self.freshness = Freshness(block_size)
@@ -99,8 +99,8 @@ class RetrievalGroup:
     # ---- as the connector asks -----------------------------------------------------------
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Takes the device KV cache, one tensor a layer. Returns what the pool is to keep beside
-        the KV of the group: each sparse layer's digests and their checksums, a row a block."""
+        """Registers the device KV cache, one tensor per layer. Returns what the pool stores beside
+        the KV of the group: each sparse layer's digests and their checksums, a row per block."""
         self._caches = caches
         pages = {}
         for name, layer in self._sparse.items():
@@ -109,12 +109,12 @@ class RetrievalGroup:
         return pages
 
     def note_overwritten(self, block_ids: Iterable[int]) -> None:
-        """A load writes these blocks, behind the back of the engine's forward pass."""
+        """A load writes these blocks, outside the engine's forward pass."""
         self.freshness.wrote_blocks(block_ids)
 
     def note_restored(self, block_ids: Iterable[int]) -> None:
-        """These blocks, or the null block, came from the pool with their digests. Those that came
-        damaged are stale; and all, where they are still on their way and cannot be looked at."""
+        """These blocks, or the null block, came from the pool with their digests. Damaged digests
+        are stale; so are all, if they are still on their way and cannot be verified."""
         if not self._loads_in_step:
             return
         real = torch.tensor([block for block in block_ids if block], dtype=torch.int64)
@@ -123,8 +123,8 @@ class RetrievalGroup:
             self.freshness.wrote_blocks(sparse.damaged(real).tolist())
 
     def before_store(self, block_ids: Sequence[int]) -> None:
-        """These blocks go to the pool: computes what is stale of their digests, and signs them.
-        They are full, or the null block."""
+        """These blocks go to the pool: recomputes their stale digests, and adds checksums. They are
+        full, or the null block."""
         real = torch.tensor([block for block in block_ids if block], dtype=torch.int64)
         stale = self.freshness.take_stale(real)
         self.activity.blocks_digested += len(stale)
@@ -133,11 +133,11 @@ class RetrievalGroup:
             sparse.sign(real)
 
     def take(self, orders: OffloadOrders | None, records: Records | None) -> set[str]:
-        """Carries out a step's orders, before the step writes any device block.
+        """Executes a step's orders, before the step writes any device block.
 
-        ``records``: of the arena that holds what arrives and departs; None: it cannot be reached.
-        Returns the sequences for which the orders could not be carried out: their blocks are lost,
-        and what the step computes of them means nothing.
+        ``records``: of the arena of arrivals and departures; None: it cannot be reached. Returns
+        the sequences for which the orders could not be executed: their blocks are lost, and the
+        step's results for them are meaningless.
         """
         self._rows = {}
         if orders is None:
@@ -153,7 +153,8 @@ class RetrievalGroup:
         return lost
 
     def _extent(self, records: Records) -> Extent | None:
-        """Where layers attend to the arena in place; None if none does. Raises EngineError."""
+        """The extent in which layers attend to the arena in place; None without such layers. Raises
+        EngineError."""
         if records.arena is None or not self._pages:
             return None
         if records.arena not in self._extents:
@@ -162,7 +163,7 @@ class RetrievalGroup:
         return self._extents[records.arena]
 
     def _forget(self, key: str) -> None:
-        """The sequence is no more. With the last one in an arena that arena is unmapped: its owner
+        """The sequence has ended. With the last one in an arena that arena is unmapped: its owner
         may have died, and its memory be needed."""
         gone = self._sequences.pop(key, None)
         if gone is None:
@@ -178,7 +179,7 @@ class RetrievalGroup:
             self._extents.pop(arena).close()
 
     def _carry_out(self, order: Arrival | Departure, records: Records | None) -> bool:
-        """False if the arena of a sequence that begins is out of reach."""
+        """False if the arena of a starting sequence is unreachable."""
         sequence = None if isinstance(order, Arrival) else self._sequences.get(order.request_id)
         if sequence is None:
             if records is None:

@@ -23,19 +23,19 @@ class HeatTotals:
         self._layers: dict[int, _Counts] = {}
 
     def note(self, layer: int, places: _Counts, chosen: _Counts, blocks: int) -> None:
-        """Each KV head of layer ``layer`` chose a row of ``chosen`` (``[kv_heads, chosen]``) of the
-        blocks ``places``, all of them block numbers within a context of ``blocks`` blocks."""
+        """Each KV head of layer ``layer`` selected a row of ``chosen`` (``[kv_heads, chosen]``) of
+        the blocks ``places``, all of them block numbers within a context of ``blocks`` blocks."""
         totals = self._layers.setdefault(layer, np.zeros((2, PLACES), dtype=np.int64))
         totals[0] += len(chosen) * _by_place(places, blocks)
         totals[1] += _by_place(chosen.ravel(), blocks)
 
     def take(self) -> dict[int, list[list[int]]]:
-        """What was noted since the last call, by layer; plain values for the way to the API."""
+        """The counts since the last call, by layer; plain values for the way to the API."""
         layers, self._layers = self._layers, {}
         return {layer: totals.tolist() for layer, totals in layers.items()}
 
     def add(self, told: Mapping[Any, Sequence[Sequence[int]]]) -> None:
-        """Adds what a worker took."""
+        """Adds the counts of a worker."""
         for layer, rows in told.items():
             totals = self._layers.setdefault(int(layer), np.zeros((2, PLACES), dtype=np.int64))
             totals += np.asarray(rows, dtype=np.int64)

@@ -29,25 +29,25 @@ from kvrecall.engines.vllm.attention.offloaded import (
 from kvrecall.engines.vllm.attention.step import RowKernel, SparseStep
 
 CHECKSUM_BYTES = 8
-"""Of a block's digests, in a layer."""
+"""Checksum bytes of a block's digests in a layer."""
 
 _SEEN_EVERY = 16
-"""Of so many sparse steps it is noted in one where blocks were chosen."""
+"""Selected blocks are recorded in one of this many sparse steps."""
 
 _AT_ONCE = 64
 """Blocks unpacked at a time while digesting."""
 
 _SPARE = 64
-"""Blocks beyond those asked for, when there must be more room."""
+"""Extra blocks to allocate when the memory must grow."""
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # of the golden ratio, as a signed number
 
 
 class RetrievalLayer:
-    """Digests of one layer, coded in eight bits, and attention to what is chosen by them.
+    """Digests of one layer, coded in eight bits, and attention over the blocks they select.
 
     Memory: about ``rows * parts / (4 * block_size)`` of a layer's KV cache of 16 bits (a
-    thirty-second by default), taken from the system as blocks are first digested and never more.
+    thirty-second by default), allocated as blocks are first digested and never more.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RetrievalLayer:
         activity: Activity,
         note: Callable[[Ints, Ints, int], None] | None = None,
     ) -> None:
-        """``name``: vLLM's. ``note``: notes where blocks are chosen, as ``HeatTotals.note``."""
+        """``name``: vLLM's. ``note``: records where blocks are selected, as ``HeatTotals.note``."""
         self._name = name
         self._note = note
         self._kernel = kernel
@@ -82,13 +82,14 @@ class RetrievalLayer:
             store.write(ids, self._digests_of(kv_cache, ids).transpose(0, 1))
 
     def sign(self, block_ids: torch.Tensor) -> None:
-        """These blocks, whose digests are fresh, go to the pool: notes their digests' checksums."""
+        """These blocks, whose digests are fresh, go to the pool: stores their digests'
+        checksums."""
         ids = block_ids.to(self._kernel.device)
         self._checksums[ids] = checksums_of(self._rows[:, ids].transpose(0, 1))
 
     def damaged(self, block_ids: torch.Tensor) -> torch.Tensor:
-        """Those of these blocks, which came from the pool, whose digests came damaged. The others'
-        are taken."""
+        """The blocks among these, which came from the pool, whose digests are damaged. Accepts the
+        digests of the others."""
         ids = block_ids.to(self._kernel.device)
         assert self._store is not None
         self._store.wrote(ids)
@@ -108,7 +109,7 @@ class RetrievalLayer:
 
     def arrive(self, sequence: OffloadedSequence, kv_cache: torch.Tensor) -> None:
         """Takes the digests of a sequence that begins off the device from its blocks' records.
-        Those that are damaged there are computed anew from the blocks' keys."""
+        Damaged digests are recomputed from the blocks' keys."""
         records, offsets = sequence.records, sequence.offsets
         heads, _, nbytes = self.digest_rows(kv_cache).transpose(0, 1).shape
         pages = records.pages(offsets, digests_of_layer(self._name), heads * nbytes)
@@ -129,7 +130,7 @@ class RetrievalLayer:
         self._activity.bytes_digests += pages.nbytes + checksums.nbytes
 
     def _begin(self, sequence: OffloadedSequence, kv_cache: torch.Tensor) -> None:
-        """Nothing of the sequence is off the device yet."""
+        """Starts a sequence without offloaded blocks."""
         digests = DigestStore(self._kernel, self._layout)
         self._recalled[sequence.key] = RecalledBlocks(
             sequence, self._name, self._kernel, kv_cache, digests, self._activity
@@ -145,7 +146,7 @@ class RetrievalLayer:
         return self._checksums
 
     def forget(self, key: str) -> None:
-        """The sequence is no more."""
+        """The sequence has ended."""
         self._recalled.pop(key, None)
 
     def attend(
@@ -165,10 +166,8 @@ class RetrievalLayer:
         return output.view(len(step.sequences), shape.heads, shape.head_dim)
 
     def choose(self, query: torch.Tensor, step: SparseStep, scale: float) -> None:
-        """Writes every sequence's chosen blocks into the step's table, as ``attend`` does.
-
-        ``query``: ``[sequences, heads, dim]``.
-        """
+        """Writes every sequence's selected blocks into the step's table, as ``attend`` does.
+        ``query``: ``[sequences, heads, dim]``."""
         assert self._store is not None
         heads = self._shape.kv_heads
         grouped = query.reshape(-1, self._shape.group, self._shape.head_dim)
@@ -211,7 +210,7 @@ class RetrievalLayer:
                 self._note(middle, seen, split.blocks)
 
     def _digests_of(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-        """As they are kept: int8 ``[blocks, kv_heads, rows, width]``."""
+        """Digests in storage form: int8 ``[blocks, kv_heads, rows, width]``."""
         return encode(self._layout.rows_of(self._kernel.read_keys(kv_cache, block_ids)))
 
     @property
@@ -244,8 +243,8 @@ class RecalledBlocks:
         digests: DigestStore,
         activity: Activity,
     ) -> None:
-        """``kv_cache``: the layer's; pages in the arena are laid out as its blocks are.
-        ``digests``: those of blocks that leave."""
+        """``kv_cache``: the layer's; pages in the arena have the layout of its blocks. ``digests``:
+        those of leaving blocks."""
         self._sequence = sequence
         self._layer = layer
         self._kernel = kernel
@@ -266,8 +265,8 @@ class RecalledBlocks:
         return self._digests.part(slice(0, self._count))
 
     def depart(self, digests: torch.Tensor) -> None:
-        """Takes the digests of the next blocks that leave, ``[kv_heads, blocks, rows, width]``; the
-        sequence names them by now."""
+        """Takes the digests of the next leaving blocks, ``[kv_heads, blocks, rows, width]``; the
+        sequence already includes them."""
         self._require_inside()
         first, self._count = self._count, self._count + digests.shape[1]
         self._digests.reach(self._count)
@@ -284,10 +283,9 @@ class RecalledBlocks:
             raise IndexError(f"blocks of {sequence.key} lie outside of the arena or of the cache")
 
     def fetch(self, blocks: Ints, wanted: Flags) -> Ints:
-        """Brings blocks to the device: places in the sequence's slots, valid until the next call.
-
-        ``blocks``: ``[kv_heads, count]``, those of a head distinct; only where ``wanted``.
-        """
+        """Recalls blocks to the device; returns places in the sequence's slots, valid until the
+        next call. ``blocks``: ``[kv_heads, count]``, those of a head distinct; only where
+        ``wanted``."""
         admission = self._residency.admit(blocks, wanted)
         self._activity.blocks_hit += admission.hits
         self._activity.blocks_loaded += len(admission.heads)
@@ -329,7 +327,7 @@ class DigestStore:
         return self.rows[:, blocks], coarse
 
     def reach(self, blocks: int) -> None:
-        """There is room for at least so many blocks; those there are stay."""
+        """Grows to at least that many blocks; present ones stay."""
         if blocks <= self._blocks:
             return
         before, self._blocks = self._blocks, blocks + _SPARE
@@ -356,8 +354,9 @@ def checksums_of(rows: torch.Tensor) -> torch.Tensor:
 
 
 def sums_of(rows: torch.Tensor) -> torch.Tensor:
-    """As ``checksums_of``, by what every device has: a sum of words, each times an odd number of
-    its place, modulo 2**64, so any one changed word is found. Bytes are a multiple of four."""
+    """Like ``checksums_of``, with operations of every device: a sum of words, each times an odd
+    number of its place, modulo 2**64, so any one changed word is detected. The number of bytes is a
+    multiple of four."""
     words = rows.contiguous().view(len(rows), -1).view(torch.int32).to(torch.int64)
     places = torch.arange(1, 2 * words.shape[1], 2, device=rows.device) * _ODD
     return (words * places).sum(1, keepdim=True).view(torch.uint8)
@@ -369,6 +368,6 @@ def damaged_among(rows: torch.Tensor, checksums: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks_of(pages: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Pages as they are kept, uint8 ``[blocks, bytes]``, as blocks of a cache like that."""
+    """Pages in storage form, uint8 ``[blocks, bytes]``, as blocks of a cache like that."""
     values = pages.view(like.dtype)
     return values.as_strided((len(values), *like.shape[1:]), (values.shape[1], *like.stride()[1:]))

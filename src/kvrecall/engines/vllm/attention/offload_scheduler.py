@@ -28,7 +28,7 @@ from kvrecall.engines.vllm.connector.wire import Arrival, Departure, OffloadOrde
 from kvrecall.pool.base import ArenaHandle, PoolClient, RecallState
 
 PATIENCE = 64
-"""Decoded tokens between two attempts to lease what the pool did not have."""
+"""Decoded tokens between two attempts to lease blocks that the pool lacked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,8 @@ class OffloadableSpec(FullAttentionSpec):
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Blocks ``[first, end)`` of a sequence may leave the device, or of one that begins need not
-    come there. It then needs ``least`` slots, and does better with ``slots``."""
+    """Blocks ``[first, end)`` of a sequence may leave the device, or, for a starting sequence, need
+    not be loaded. The sequence then needs at least ``least`` slots, and benefits from ``slots``."""
 
     first: int
     end: int
@@ -54,11 +54,9 @@ class Offload:
 @dataclass(slots=True)
 class _Offloaded:
     """A sequence past the offload boundary. Its middle blocks are counted from ``init``.
-
     ``offsets``: arena offsets of the leading middle blocks that are leased; ``gone``: how many of
-    them have left the device. ``retry_at``: the length from which to lease more. ``over``: nothing
-    more leaves, as the pool that has the others is gone.
-    """
+    them have left the device. ``retry_at``: the length from which to lease more. ``over``: no more
+    blocks leave, because the pool that has the others is gone."""
 
     init: int
     tickets: list[int] = field(default_factory=list)
@@ -73,8 +71,8 @@ class _Offloaded:
 
 
 class OffloadPlanner:
-    """Plans what leaves the device of one engine's long sequences. Called from the engine's thread
-    only."""
+    """Plans which blocks of one engine's long sequences leave the device. Called from the engine's
+    thread only."""
 
     def __init__(
         self,
@@ -86,8 +84,8 @@ class OffloadPlanner:
         state_of: Callable[[str], RequestState | None],
         trusted: Callable[[RequestState, Sequence[int]], int],
     ) -> None:
-        """``gate``: that of the workers. ``state_of``: the scheduler side's of a request.
-        ``trusted``: how many of leased blocks, from the first on, may be read."""
+        """``gate``: the workers'. ``state_of``: the scheduler side's state of a request.
+        ``trusted``: number of leased blocks, from the first on, that may be read."""
         self._pool = pool
         self._settings = settings
         self._block_size = block_size
@@ -104,8 +102,8 @@ class OffloadPlanner:
     # ---- as the scheduler side asks ------------------------------------------------------
 
     def expect(self, request_id: str, start: int, end: int) -> None:
-        """Blocks ``[start, end)`` of a request that begins lie in the arena and are about to be
-        loaded; those before are on the device. Leases what may stay there, if that is worth it."""
+        """Blocks ``[start, end)`` of a starting request are in the arena and about to be loaded;
+        earlier ones are on the device. Leases those that may stay there, if that is worthwhile."""
         if request_id in self._expected:
             if self._holds(self._expected[request_id][0]):
                 return
@@ -132,7 +130,7 @@ class OffloadPlanner:
         self._expected[request_id] = sequence, Offload(split.init, last, slots, slots)
 
     def unexpect(self, request_id: str) -> None:
-        """Nothing is about to be loaded for the request. It may not have been expected."""
+        """No block is about to be loaded for the request. It may not have been expected."""
         sequence, _ = self._expected.pop(request_id, (None, None))
         if sequence is not None:
             self._release(sequence)
@@ -140,19 +138,21 @@ class OffloadPlanner:
     # ---- as vLLM's block manager asks ----------------------------------------------------
 
     def left_in_pool(self, request_id: str) -> Offload | None:
-        """What of a request that is about to begin stays in the pool."""
+        """The blocks of a starting request that stay in the pool."""
         _, what = self._expected.get(request_id, (None, None))
         return what
 
     def arrived(self, request_id: str, slots: Sequence[int]) -> None:
-        """The request has begun with what ``left_in_pool`` said left there, and these slots."""
+        """The request has started with the blocks of ``left_in_pool`` left there, and these
+        slots."""
         sequence, _ = self._expected.pop(request_id)
         sequence.gone = len(sequence.offsets)
         sequence.slots.extend(slots)
         self._sequences[request_id] = sequence
 
     def review(self, request_id: str, tokens: int) -> Offload | None:
-        """What may leave the device now, of a sequence whose next step makes it so long."""
+        """The blocks that may leave the device now, of a sequence whose next step makes it that
+        long."""
         split = self._split(tokens)
         state = self._state_of(request_id)
         if split is None or state is None or not _decodes(state, tokens):
@@ -173,14 +173,14 @@ class OffloadPlanner:
         return Offload(split.init + sequence.gone, split.init + safe, least, slots)
 
     def left(self, request_id: str, block_ids: Sequence[int], slots: Sequence[int]) -> None:
-        """The sequence has given up the next of its blocks, and got slots beside those it had."""
+        """The sequence has released its next blocks and received additional slots."""
         sequence = self._sequences[request_id]
         sequence.left.extend(block_ids)
         sequence.slots.extend(slots)
         sequence.gone += len(block_ids)
 
     def least_slots(self, request_id: str, tokens: int) -> int:
-        """Slots without which the sequence cannot be decoded at that length."""
+        """Minimum number of slots to decode the sequence at that length."""
         sequence = self._sequences.get(request_id)
         if sequence is None or not sequence.gone:
             return 0
@@ -204,7 +204,7 @@ class OffloadPlanner:
     # ---- as the connector asks -----------------------------------------------------------
 
     def out_of_reach(self) -> None:
-        """The workers cannot read the last step's arena: nothing more goes there."""
+        """The workers cannot read the last step's arena: no more blocks go there."""
         self._out_of_reach = self._arena
 
     def orders(
@@ -213,7 +213,7 @@ class OffloadPlanner:
         block_ids: Callable[[str], Sequence[int]],
         arena: ArenaHandle,
     ) -> OffloadOrders | None:
-        """What the workers must know before the step, whose requests are ``scheduled``, and whose
+        """The orders for the workers before the step, whose requests are ``scheduled``, and whose
         orders name that arena."""
         self._arena = arena
         rows: dict[int, str] = {}
@@ -251,8 +251,9 @@ class OffloadPlanner:
         return self._out_of_reach is None or self._out_of_reach != self._arena
 
     def _holds(self, sequence: _Offloaded) -> bool:
-        """Whether all that was leased is, so that its offsets are those of the step's arena. If
-        not, the pool that had it is gone: then what has not left is leased anew, if none has."""
+        """Whether all leased blocks still are, so that their offsets belong to the step's arena. If
+        not, the pool that had them is gone: blocks that have not left are then leased again, if
+        none has left."""
         if all(self._pool.poll(ticket).offsets for ticket in sequence.tickets):
             return True
         if sequence.gone:
@@ -263,7 +264,7 @@ class OffloadPlanner:
         return False
 
     def _lease(self, sequence: _Offloaded, state: RequestState, split: Split, tokens: int) -> None:
-        """Leases middle blocks beyond those leased already, as far as the pool has them."""
+        """Leases further middle blocks, as far as the pool has them."""
         if sequence.pending is None:
             first = split.init + len(sequence.offsets)
             if first >= split.local or tokens < sequence.retry_at:
@@ -299,13 +300,13 @@ def _decodes(state: RequestState, tokens: int) -> bool:
 
 
 def _is_open_ended(state: RequestState) -> bool:
-    """Whether its prompt may go on after it was answered."""
+    """Whether its prompt may continue after the answer."""
     return bool(getattr(state.request, "resumable", False))
 
 
 class OffloadManager(FullAttentionManager):
-    """vLLM's manager of full attention, which gives back what the planner says. Without one
-    nothing ever leaves the device."""
+    """vLLM's manager of full attention, which frees the blocks that the planner names. Without a
+    planner no block leaves the device."""
 
     def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)

@@ -39,8 +39,8 @@ _FAILED = ctypes.c_void_p(-1).value
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The arena as a worker reads it: uint8 ``memory``, where in a block's record each layer's
-    pages start (bytes), and what it is mapped by; None: nothing is attended to in place."""
+    """The arena as a worker reads it: uint8 ``memory``, the offsets (bytes) of each layer's pages
+    in a block's record, and its mapping; None: no layer attends to it in place."""
 
     memory: Bytes
     layers: Mapping[str, int]
@@ -56,23 +56,21 @@ class Records:
 
 
 def digests_of_layer(name: str) -> str:
-    """What the pages that hold a layer's digests are called."""
+    """Name of the pages with a layer's digests."""
     return f"{name}.digests"
 
 
 def checksums_of_layer(name: str) -> str:
-    """What the pages that hold the checksums of a layer's digests are called."""
+    """Name of the pages with the checksums of a layer's digests."""
     return f"{name}.checksums"
 
 
 @dataclass(slots=True)
 class OffloadedSequence:
     """A partially offloaded sequence: its middle blocks ``[0, count)``, counted from block
-    ``init``, are off the device, in the arena of ``records`` at ``offsets``.
-
-    ``slots``: int32 device blocks that it recalls into; every layer and KV head has its own blocks
-    there. ``extent``: where layers attend to that arena in place; None: nowhere.
-    """
+    ``init``, are off the device, in the arena of ``records`` at ``offsets``. ``slots``: int32
+    device blocks that it recalls into; every layer and KV head has its own blocks there.
+    ``extent``: where layers attend to that arena in place; None: nowhere."""
 
     key: str
     init: int
@@ -86,7 +84,7 @@ class OffloadedSequence:
         return len(self.offsets)
 
     def addresses(self, layer: str) -> Ints:
-        """Where the layer's pages of the blocks off the device lie."""
+        """Addresses of the layer's pages of the offloaded blocks."""
         return self.records.memory.ctypes.data + self.records.layers[layer] + self.offsets
 
 

@@ -14,11 +14,11 @@ import numpy as np
 from kvrecall.engines.vllm.compat.patches import install
 
 SEEDS = "KVRECALL_SEEDS"
-"""``1``: seeds work also in engines without this project's connector."""
+"""``1``: seeds also work in engines without kvrecall's connector."""
 
 
 def hand_orders_first(vllm_config: Any) -> None:
-    """Makes Model Runner V2 give the connector a step's orders before the step touches a device
+    """Makes Model Runner V2 pass a step's orders to the connector before the step touches a device
     block or builds attention metadata, as V1 does.
 
     V2 itself calls ``handle_preemptions`` only just before the forward pass. It still does, so the
@@ -45,8 +45,8 @@ def hand_orders_first(vllm_config: Any) -> None:
 
 
 def show_model(vllm_config: Any, see: Callable[[Any], None]) -> None:
-    """Has ``see(model)`` called in this worker's process, with the model it has loaded, when the
-    engine asks the workers' connectors what they hold. The last ``see`` counts."""
+    """Calls ``see(model)`` in this worker's process, with the model it has loaded, when the engine
+    queries the workers' connectors. The last ``see`` counts."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     name = str(vllm_config.parallel_config.worker_cls)
@@ -67,23 +67,24 @@ def show_model(vllm_config: Any, see: Callable[[Any], None]) -> None:
 
 
 def register_seeds() -> None:
-    """The ``vllm.general_plugins`` entry point ``seeds``: acts in workers, if it was asked for."""
+    """The ``vllm.general_plugins`` entry point ``seeds``: acts in workers, if enabled."""
     is_worker = "Worker" in multiprocessing.current_process().name
     if is_worker and os.environ.get(SEEDS) == "1":
         mend_seeds()
 
 
 def ask_for_seeds(environ: MutableMapping[str, str]) -> None:
-    """Asks for it in processes yet to be started, if nothing was asked for."""
+    """Enables it in processes started later, unless configured otherwise."""
     environ.setdefault(SEEDS, "1")
 
 
 def mend_seeds() -> None:
-    """Has this process's model runner take samples back as a CPU can. Nothing elsewhere.
+    """Makes this process's model runner take back samples in a way that a CPU supports. No effect
+    elsewhere.
 
     In a prefill of several steps vLLM 0.32 samples at the end of each and takes that back by the
-    offset of the request's random generator. Generators of a CPU have no offset: the first such
-    request ends the engine, and with it all others.
+    offset of the request's random generator. CPU generators have no offset: the first such request
+    ends the engine, and with it all others.
     """
     from vllm.platforms import current_platform
 
@@ -92,10 +93,10 @@ def mend_seeds() -> None:
 
 
 def _without_offsets(own: Callable[..., Any]) -> Callable[..., Any]:
-    """``own``, which does not see the generators of requests that are still being prefilled.
+    """``own`` without access to the generators of requests that are still in prefill.
 
-    Before its first token a request's generator begins anew, so that tokens do not depend on how
-    the prefill was cut. One that was preempted has drawn before: its generator goes on.
+    Before its first token a request's generator starts anew, so that tokens do not depend on how
+    the prefill was chunked. A preempted request has drawn before: its generator continues.
     """
 
     def bookkeeping(runner: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,8 +12,8 @@ from kvrecall.engines.vllm.compat.patches import install
 
 
 def before_loading(begin: Callable[[Any], None]) -> None:
-    """Has ``begin(vllm_config)`` called in an engine's process before the executor loads the model,
-    if the engine has our connector."""
+    """Calls ``begin(vllm_config)`` in an engine's process before the executor loads the model, if
+    the engine has kvrecall's connector."""
 
     def make(plain: Any) -> Any:
         def init(self: Any, vllm_config: Any) -> None:
@@ -27,7 +27,7 @@ def before_loading(begin: Callable[[Any], None]) -> None:
 
 
 def has_our_connector(vllm_config: Any) -> bool:
-    """Whether the engine's KV connector is this project's, or one made of it."""
+    """Whether the engine's KV connector is kvrecall's, or a subclass."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     from kvrecall.engines.vllm.connector.connector import RecallConnector
@@ -39,10 +39,10 @@ def has_our_connector(vllm_config: Any) -> bool:
 
 
 def reschedule_lost() -> None:
-    """Has vLLM's scheduler preempt requests that the workers report as lost, before it looks at
-    what the step computed of them, which is dropped. They are computed anew. If the workers report
-    that loaded blocks are wrong, all running requests begin anew, with an empty device cache, and
-    loads under way count as failed."""
+    """Makes vLLM's scheduler preempt requests that the workers report as lost, before it uses the
+    step's output for them, which is dropped. They are recomputed. If the workers report that loaded
+    blocks are wrong, all running requests start over, with an empty device cache, and loads in
+    flight count as failed."""
     from kvrecall.engines.vllm.connector.wire import StepReport
 
     doomed: set[str] = set()  # requests whose loads, when they end, were in vain
@@ -77,7 +77,7 @@ def _preempt(scheduler: Any, request: Any) -> None:
 
 
 def _preempt_all(scheduler: Any) -> set[str]:
-    """Preempts what runs and empties the device's prefix cache, also of blocks that are in use.
+    """Preempts all running requests and empties the device's prefix cache, including blocks in use.
     Returns the requests that are being loaded."""
     now = time.monotonic()
     while scheduler.running:

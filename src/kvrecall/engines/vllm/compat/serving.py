@@ -22,8 +22,8 @@ _run_coordinator = DPCoordinatorProc.run_coordinator
 
 
 def note_outputs(core: Any, note: Callable[[Any], None]) -> None:
-    """Has ``note`` called with all outputs that ``core``, vLLM's client of its engines, gets of
-    them from now on (EngineCoreOutputs, one step of one engine)."""
+    """Calls ``note`` with all outputs that ``core``, vLLM's client of its engines, receives from
+    now on (EngineCoreOutputs, one step of one engine)."""
 
     def make(fetch: Any) -> Any:
         async def get_output_async() -> Any:
@@ -38,8 +38,8 @@ def note_outputs(core: Any, note: Callable[[Any], None]) -> None:
 
 def handler_as(handler: Any, kind: type[Handler], **attributes: Any) -> Handler:
     """A copy of ``handler`` of the subclass ``kind``, with more attributes: vLLM has configured it,
-    with two dozen arguments that change from version to version, and nothing of that is to be
-    repeated here. The patch ``recall-in-usage``."""
+    with two dozen arguments that change from version to version and should not be repeated here.
+    The patch ``recall-in-usage``."""
     twin = copy.copy(handler)
     twin.__class__ = kind
     vars(twin).update(attributes)
@@ -47,8 +47,11 @@ def handler_as(handler: Any, kind: type[Handler], **attributes: Any) -> Handler:
 
 
 def end_with_parent() -> None:
-    """Has this process killed when its parent process ends. Nothing without a parent process of
-    ``multiprocessing``. What the pool has committed survives a kill, so nothing is lost."""
+    """Kills this process when its parent process ends. No effect without a parent process of
+    ``multiprocessing``.
+
+    Blocks that the pool has committed survive a kill, so nothing is lost.
+    """
     parent = multiprocessing.parent_process()
     if parent is None:
         return
@@ -61,8 +64,8 @@ def end_with_parent() -> None:
 
 
 def run_engine_core(*args: Any, **kwargs: Any) -> None:
-    """vLLM's engine core process, ending with its parent. Of this module, so that a process that
-    is spawned finds it."""
+    """vLLM's engine core process, ending with its parent. In this module, so that a spawned process
+    finds it."""
     end_with_parent()
     _run_engine_core(*args, **kwargs)
 
@@ -74,12 +77,12 @@ def run_coordinator(*args: Any, **kwargs: Any) -> None:
 
 
 def end_engine_cores_with_parent() -> None:
-    """Has vLLM start its engine cores, and their coordinator, by the functions above.
+    """Makes vLLM start its engine cores, and their coordinator, by the functions above.
 
     When the API server of vLLM 0.32 is killed (``kill -9``, the OOM killer), its engine core stays,
-    idle and unreachable, with all its memory and, in our case, the lock of the disk tier: the next
-    server could not start. The coordinator of data-parallel replicas stays too. Workers end with
-    their engine core by themselves.
+    idle and unreachable, with all its memory and, with kvrecall, the lock of the disk tier: the
+    next server could not start. The coordinator of data-parallel replicas stays, too. Workers end
+    with their engine core by themselves.
     """
     install("end-with-parent", lambda plain: run_engine_core)
     install("end-coordinator-with-parent", lambda plain: run_coordinator)

@@ -45,8 +45,8 @@ def engine_version() -> str:
 
 
 def require_version() -> None:
-    """Raises EngineError for a vLLM that lacks what the connector is written against; warns of one
-    that was not tested."""
+    """Raises EngineError for a vLLM that lacks parts of the interface the connector needs; warns of
+    an untested version."""
     import vllm
 
     installed = engine_version()

@@ -17,25 +17,25 @@ from kvrecall.engines.vllm.compat import patches
 from kvrecall.errors import ConfigError
 
 SWITCH = "KVRECALL_WAITS"
-"""``sleep``: also in engines without this project's connector; ``spin``: as vLLM does, in none."""
+"""``sleep``: also in engines without kvrecall's connector; ``spin``: in none, as vLLM does."""
 
 _SLEEP_S = 1e-6
 
 
 def register() -> None:
-    """The ``vllm.general_plugins`` entry point: sleeps if it was asked for by name."""
+    """The ``vllm.general_plugins`` entry point: sleeps if enabled by name."""
     if _choice(os.environ) == "sleep":
         _sleep_on_cpus()
 
 
 def install() -> None:
-    """Has this process of an engine with the connector sleep, unless spinning is asked for."""
+    """Makes this process of an engine with the connector sleep, unless spinning is configured."""
     if _choice(os.environ) != "spin":
         _sleep_on_cpus()
 
 
 def ask(environ: MutableMapping[str, str]) -> None:
-    """Asks for sleeping in processes yet to be started, if nothing was asked for."""
+    """Enables sleeping in processes started later, unless configured otherwise."""
     environ.setdefault(SWITCH, "sleep")
 
 

@@ -41,7 +41,7 @@ _LEASE_S = 5.0
 
 @dataclass(slots=True)
 class Belief:
-    """What the engine thinks of one namespace's writers. ``writes``: the origin of its own blocks.
+    """The audit state of one namespace's writers. ``writes``: the origin of its own blocks.
     ``hits``: on proved origins, since the last audit."""
 
     writes: bytes
@@ -52,10 +52,10 @@ class Belief:
 @dataclass(slots=True)
 class _Audit:
     """A request that computes blocks which the pool has. ``repeated``: their origins were proved
-    before. ``leased``: offsets by ticket. ``awaited``: tickets of blocks that are on their way to
-    the host, and the first one's index in the chain. ``left``: blocks to compare, by index in the
-    chain, offset and origin. ``origins``: of those whose comparison was ordered. ``open``: ranks
-    that have not reported a comparison yet."""
+    before. ``leased``: offsets by ticket. ``awaited``: tickets of blocks being promoted to the
+    host, and the first one's index in the chain. ``left``: blocks to compare, by index in the
+    chain, offset and origin. ``origins``: those of blocks whose comparison was ordered. ``open``:
+    number of ranks that have not reported a comparison yet."""
 
     request_id: str
     namespace: Namespace
@@ -70,7 +70,7 @@ class _Audit:
 
     @property
     def is_over(self) -> bool:
-        """Nothing more will be compared."""
+        """Whether no further block will be compared."""
         return not (self.awaited or self.left or self.open)
 
 
@@ -85,8 +85,8 @@ class Auditor:
         tally: Tally,
         refuted: Callable[[Namespace], None],
     ) -> None:
-        """``every``: hits between repeated audits; 0: none, None: every block is believed.
-        ``refuted``: called when the engine does not compute what lies in a namespace."""
+        """``every``: hits between repeated audits; 0: none, None: every block is trusted.
+        ``refuted``: called when the engine computes other KV than a namespace contains."""
         self._pool = pool
         self._facts = facts
         self._every = every
@@ -98,11 +98,11 @@ class Auditor:
         self._numbers = itertools.count()
 
     def origin(self, state: RequestState) -> bytes:
-        """What this request's blocks are written under."""
+        """The origin under which this request's blocks are written."""
         return self._belief(state).writes
 
     def trusted(self, state: RequestState, offsets: Sequence[int]) -> int:
-        """How many of these leased blocks, from the first on, may be read."""
+        """Number of these leased blocks, from the first on, that may be read."""
         if self._every is None or not offsets or state.namespace is None:
             return 0 if state.namespace is None else len(offsets)
         proved = self._belief(state).proved
@@ -110,11 +110,9 @@ class Auditor:
         return next((i for i, one in enumerate(origins) if one not in proved), len(origins))
 
     def admit(self, state: RequestState, start: int, offsets: Sequence[int], alone: bool) -> int:
-        """How many of a hit's blocks the request is to load; it computes the others.
-
-        ``start``: index of the first one in the request's chain. ``alone``: no other request is in
-        the engine. Begins an audit where one is due.
-        """
+        """Number of a hit's blocks that the request may load; it computes the others. ``start``:
+        index of the first one in the request's chain. ``alone``: no other request is in the engine.
+        Begins an audit if one is due."""
         count = len(offsets)
         trusted = self.trusted(state, offsets)
         if self._every is None:
@@ -135,11 +133,9 @@ class Auditor:
         return count - 1 if began else count
 
     def declined(self, state: RequestState, start: int, count: int) -> None:
-        """The request computes ``count`` blocks that the pool has, as loading them takes longer.
-
-        While no other writer is proved they are compared all the same. So short prefixes pay for
-        the proof, and the first long one is loaded.
-        """
+        """The request computes ``count`` blocks that the pool has, because loading them takes
+        longer. While no other writer is proved they are compared as well. Short prefixes thus pay
+        for the proof, and the first long one is loaded."""
         if self._every is None or state.namespace is None:
             return
         belief = self._belief(state)
@@ -150,8 +146,8 @@ class Auditor:
     def comparisons(
         self, request_id: str, final: int, block_ids: Callable[[str], Sequence[int]]
     ) -> list[Comparison]:
-        """What the workers are to compare after this step, which makes the first ``final`` blocks
-        of the request's chain whole. ``block_ids``: of a request; 0 stands for one that is gone."""
+        """The comparisons for the workers after this step, which completes the first ``final``
+        blocks of the request's chain. ``block_ids``: of a request; 0 for a block that is gone."""
         orders = []
         for number, audit in list(self._audits.items()):
             if audit.request_id != request_id:
@@ -188,7 +184,7 @@ class Auditor:
             self._conclude(number)
 
     def ended(self, request_id: str) -> None:
-        """The request is gone: what it has not computed is not compared."""
+        """The request is gone: blocks that it has not computed are not compared."""
         for number, audit in list(self._audits.items()):
             if audit.request_id == request_id:
                 for ticket in audit.awaited:
@@ -219,8 +215,8 @@ class Auditor:
         return found or [b""] * len(offsets)
 
     def _begin(self, state: RequestState, start: int, places: range, repeated: bool) -> bool:
-        """Leases the blocks at these places of the hit, or the first and last of them. Whether the
-        request is to compute them for an audit."""
+        """Leases the blocks at these places of the hit, or the first and last of them. Returns
+        whether the request is to compute them for an audit."""
         assert state.namespace is not None
         ends = [places]
         if len(places) > 2 * COMPARED:
@@ -248,7 +244,7 @@ class Auditor:
         return any(audit.belief is belief for audit in self._audits.values())
 
     def _take_arrived(self, audit: _Audit) -> None:
-        """Notes which of the blocks on their way are in the host."""
+        """Records which of the promoted blocks have arrived in the host."""
         for ticket, first in list(audit.awaited.items()):
             recall = self._pool.poll(ticket)
             if recall.state is RecallState.PENDING:
@@ -261,7 +257,7 @@ class Auditor:
             audit.left += [row for row in rows if row[2]]
 
     def _holds(self, audit: _Audit) -> bool:
-        """Whether the leased blocks are where they were: a pool service may have died since."""
+        """Whether the leased blocks are still in place: a pool service may have died since."""
         leased = audit.leased.items()
         return all(self._pool.poll(ticket).offsets == offsets for ticket, offsets in leased)
 

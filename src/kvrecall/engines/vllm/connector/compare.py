@@ -28,8 +28,8 @@ _BOUNDS = {
     torch.float8_e4m3fn: (2.0**-4, 2.0**-4),
     torch.float8_e5m2: (2.0**-3, 2.0**-3),
 }
-"""Deviation allowed in the first layer, and how much more in every further one: about three times
-what blocks that were decoded differ from the same blocks prefilled (docs/log.md, 2026-11-22)."""
+"""Deviation allowed in the first layer, and the increase in every further one: about three times
+the difference between decoded blocks and the same blocks prefilled (docs/log.md, 2026-11-22)."""
 
 _OPAQUE = (2.0**-3, 2.0**-3)  # bytes whose format is not known are taken as integers
 _MOST = 0.5  # vectors that have nothing to do with each other deviate by 1.4
@@ -45,9 +45,9 @@ def deviation(
 ) -> Deviation:
     """Compares device blocks with records of the arena.
 
-    ``pages``: the attention layers, which lie one after the other in a record from ``first_byte``
-    on. ``memory``: the arena, uint8 ``[bytes]``. ``offsets``: of the records of ``block_ids``.
-    ``exact``: kernels are deterministic, so bytes must be equal. Waits for the device.
+    ``pages``: the attention layers, consecutive in a record from ``first_byte`` on. ``memory``: the
+    arena, uint8 ``[bytes]``. ``offsets``: of the records of ``block_ids``. ``exact``: kernels are
+    deterministic, so bytes must be equal. Waits for the device.
     """
     device = pages[0].rows.device
     ids = torch.tensor(block_ids, dtype=torch.int64, device=device)
@@ -89,8 +89,7 @@ def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def _sample(blocks: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> torch.Tensor:
-    """Vectors of these blocks' bytes, at most so many and evenly chosen: float32
-    ``[vectors, 32]``."""
+    """Vectors of these blocks' bytes, a limited number evenly chosen: float32 ``[vectors, 32]``."""
     known = dtype if dtype in _BOUNDS else torch.int8
     step = _VECTOR * known.itemsize
     each = max(1, _MOST_VECTORS // len(blocks))

@@ -53,8 +53,9 @@ from kvrecall.pool.slots import slot_bytes_of
 logger = logging.getLogger("vllm.kvrecall")
 
 _FINGERPRINT_S = 0.5
-"""How long the start waits for the fingerprint of the weights. Remembered or of a small model, it
-is there by then, and the first request is pooled; otherwise requests go without the pool."""
+"""How long the start waits for the fingerprint of the weights. A remembered fingerprint, or one of
+a small model, is known by then, and the first request is pooled; otherwise requests run without the
+pool until it is."""
 
 _SOURCES = {
     TierName.HOST: CacheHitSource.HOST,
@@ -95,7 +96,7 @@ class RecallConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: a cache owes no delivery; a lost save is a later miss."""
+        """False: a cache guarantees no delivery; a lost save is a later miss."""
         return False
 
     # ---- worker side --------------------------------------------------------------------
@@ -121,12 +122,12 @@ class RecallConnector(KVConnectorBase_V1):
         self._w.start_loads(orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: all loads are asynchronous, a request runs when they are done."""
+        """Does nothing: all loads are asynchronous, and a request runs when they are done."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing to do a layer: blocks are saved whole, after the step."""
+        """Does nothing per layer: blocks are saved whole, after the step."""
 
     def wait_for_save(self) -> None:
         orders = self._get_connector_metadata()
@@ -152,7 +153,7 @@ class RecallConnector(KVConnectorBase_V1):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Opens the scheduler side: the engine is up, and every rank has shown what it holds of a
+        """Opens the scheduler side: the engine is up, and every rank has reported its shard of a
         block."""
         assert self._pool is not None
         shards = [metadata[rank] for rank in sorted(metadata)]
@@ -181,7 +182,7 @@ class RecallConnector(KVConnectorBase_V1):
         )
 
     def _keep_long_sequences(self, facts: EngineFacts) -> None:
-        """With retrieval on, lets long sequences leave the device in part."""
+        """With retrieval on, enables partial offload of long sequences."""
         if not is_requested(os.environ) or offload_hindrance(self._vllm_config) is not None:
             return
         assert self._pool is not None
@@ -221,15 +222,15 @@ class RecallConnector(KVConnectorBase_V1):
         )
 
     def _exact_blocks(self) -> int:
-        """Blocks of a sequence that are attended to densely when it decodes; the first always is,
-        as a sequence of one block has none to leave out."""
+        """Blocks of a sequence that are attended to densely during decode; always the first,
+        because a sequence of one block has none to omit."""
         if not is_requested(os.environ):
             return ALL_BLOCKS
         size = config.group_block_size(self._kv_cache_config)
         return max(1, active_settings(self._vllm_config).dense_boundary // size)
 
     def _may_recall(self) -> bool:
-        """vLLM guards blocks against loads that overtake a step under way only in consumers."""
+        """Only in consumers does vLLM protect blocks from loads that overtake a running step."""
         if config.loads_are_ordered(self._vllm_config):
             return True
         logger.warning(
@@ -239,7 +240,7 @@ class RecallConnector(KVConnectorBase_V1):
         return False
 
     def _namespace(self, shards: list[Any]) -> Namespace | None:
-        """None until it is known which weights the engine has."""
+        """None until the engine's weights are identified."""
         if not self._weights.is_known:
             return None
         namespace = namespace_of(
@@ -296,7 +297,7 @@ class RecallConnector(KVConnectorBase_V1):
         return () if self._scheduler is None else self._scheduler.saved(request_id)
 
     def state_of(self, request_id: str) -> RequestState | None:
-        """What the scheduler side remembers of a request in the engine."""
+        """The scheduler side's state of a request in the engine."""
         return self._s.state_of(request_id)
 
     @property
@@ -307,7 +308,7 @@ class RecallConnector(KVConnectorBase_V1):
 
     @property
     def has_service(self) -> bool:
-        """Whether the pool is a service's, and one is there."""
+        """Whether the pool is a service's, and connected."""
         return isinstance(self._pool, ServiceClient) and self._pool.is_connected
 
     # ---- both ---------------------------------------------------------------------------
@@ -350,8 +351,8 @@ class RecallConnector(KVConnectorBase_V1):
 
 
 def _endpoint(pool: PoolClient, settings: RecallSettings) -> AdminEndpoint | None:
-    """Where an embedded pool answers administration; None if nowhere. A failure is logged, and
-    no reason not to serve."""
+    """The endpoint at which an embedded pool answers administration; None without one. A failure is
+    logged and does not prevent serving."""
     if settings.admin_socket is None or not isinstance(pool, Pool):
         return None
     try:
@@ -377,7 +378,8 @@ def _settings_of(vllm_config: Any) -> RecallSettings:
 
 
 def _check_room(host: int, facts: EngineFacts, max_model_len: int) -> None:
-    """Raises ConfigError if the host tier holds no block; warns if it holds no whole sequence."""
+    """Raises ConfigError if the host tier cannot hold one block; warns if it cannot hold a whole
+    sequence."""
     blocks = host // slot_bytes_of(facts.block_bytes)
     if blocks == 0:
         raise ConfigError(
@@ -406,7 +408,7 @@ def _warn_if_hopeless(vllm_config: Any) -> None:
 
 
 def _below_text(settings: RecallSettings) -> str:
-    """What lies below the host tier, for the log."""
+    """The tiers below the host tier, for the log."""
     if settings.backend == "service":
         return "by the node's pool service"
     disk, remote = settings.pool.disk, settings.pool.remote

@@ -37,7 +37,7 @@ logger = logging.getLogger("vllm.kvrecall")
 Addresses = npt.NDArray[np.int64]
 
 _WORTH_SHARING = 4 << 20
-"""Batches of fewer bytes are copied by one thread."""
+"""One thread copies batches of fewer bytes."""
 
 _PORTABLE, _MAPPED = 1, 2  # cudaHostRegister's flags
 
@@ -64,7 +64,7 @@ class Batch:
 
 
 class Moved(NamedTuple):
-    """What a batch cost."""
+    """The cost of a batch."""
 
     nbytes: int
     seconds: float
@@ -123,11 +123,9 @@ class InlineQueue(CopyQueue):
 
 
 class StreamQueue(CopyQueue):
-    """The accelerator form: a stream of its own, and two events a batch.
-
-    A batch is one call of the driver (``cuMemcpyBatchAsync`` where CUDA has it), as of vLLM's own
-    offloading. Run on CUDA only by ``kvrecall gpu-check``.
-    """
+    """The accelerator form: a separate stream, and two events per batch. A batch is one call of the
+    driver (``cuMemcpyBatchAsync`` where CUDA has it), as in vLLM's own offloading. Run on CUDA only
+    by ``kvrecall gpu-check``."""
 
     in_step = False
 
@@ -167,8 +165,9 @@ def make_queue(device: torch.device) -> CopyQueue:
 
 
 def page_lock(memory: torch.Tensor, device: torch.device) -> None:
-    """Page-locks host memory for a CUDA device, so that copies run at full speed and in background,
-    and kernels may read it by its address. Nothing for other devices. Raises TierError."""
+    """Page-locks host memory for a CUDA device, so that copies run at full speed and in the
+    background, and kernels may read it by its address. No effect for other devices. Raises
+    TierError."""
     if device.type == "cuda":
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         flags = _PORTABLE | _MAPPED
@@ -246,7 +245,7 @@ class Copier:
         self.stores.drain()
 
     def close(self) -> None:
-        """Drains, and gives the arena back to the driver."""
+        """Drains, and unregisters the arena from the driver."""
         self.drain()
         page_unlock(self._arena, self._device)
 
@@ -254,10 +253,10 @@ class Copier:
 class ArenaMapping:
     """Copies between the device and the arena that each order names.
 
-    The node's pool service may be started again and have another arena. Offsets belong to the
-    arena of their orders; one that cannot be mapped (any more) takes and gives nothing, which is
-    a failed copy. When the service has died its arena is unmapped once no copy is under way, so
-    that its memory is free for the next one. Called from the worker's thread only.
+    The node's pool service may be restarted and have another arena. Offsets belong to the arena of
+    their orders; copies to or from an arena that cannot be mapped (any more) fail. When the service
+    has died its arena is unmapped once no copy is in flight, so that its memory is free for the
+    next one. Called from the worker's thread only.
     """
 
     def __init__(self, pages: Sequence[Pages], shard_offset: int) -> None:
@@ -288,7 +287,7 @@ class ArenaMapping:
             return copier is not None
 
     def memory(self, handle: ArenaHandle) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
-        """All its bytes, until it is unmapped. None if it cannot be mapped."""
+        """All bytes of the arena, until it is unmapped. None if it cannot be mapped."""
         with self._lock:
             return self._arena.array() if self._attach(handle) and self._arena else None
 

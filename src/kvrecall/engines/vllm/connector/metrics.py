@@ -96,7 +96,7 @@ class Tally:
         self._totals: Counts[str] = Counts()  # of the pool, when they were last watched
 
     def count_request(self, sources: dict[str, int]) -> None:
-        """Adds a finished request and where its prompt's KV came from (tokens)."""
+        """Adds a finished request and the sources of its prompt's KV (tokens)."""
         self.counts["requests"] += 1
         for source, tokens in sources.items():
             self.counts[f"{source}:prompt_tokens"] += tokens
@@ -111,7 +111,7 @@ class Tally:
             self.counts[name] += getattr(report, name)
 
     def watch(self, stats: PoolStats) -> dict[str, float]:
-        """Adds what the pool's running totals have grown by; returns the gauges as they are."""
+        """Adds the increase of the pool's running totals; returns the present gauges."""
         gauges: dict[str, float] = {name: getattr(stats, name) for name in POOL_GAUGES}
         for tier in stats.tiers:
             for name in TIER_COUNTERS:
@@ -175,7 +175,7 @@ class RecallStats(KVConnectorStats):
         return RecallStats.of(counts, gauges, splits, heat.take(), loads)
 
     def reduce(self) -> dict[str, int | float]:
-        """What a person wants in the log line of the last interval."""
+        """The values for the log line of the last interval."""
         counts = self.data.get("counts", {})
         line: dict[str, int | float] = {
             f"{source} tokens": int(counts.get(f"{source}:prompt_tokens", 0)) for source in SOURCES
@@ -189,7 +189,7 @@ class RecallStats(KVConnectorStats):
 
 
 class RecallPromMetrics(KVConnectorPromMetrics):
-    """Registers ``kvrecall_*`` metrics and feeds them; labels: engine's own, and ``tier``."""
+    """Registers ``kvrecall_*`` metrics and updates them; labels: the engine's own, and ``tier``."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class RecallPromMetrics(KVConnectorPromMetrics):
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Feeds one payload of ``RecallStats``. ``label:metric`` names a labelled metric."""
+        """Adds one payload of ``RecallStats``. ``label:metric`` names a labelled metric."""
         labels = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
         for section, act in (("counts", "inc"), ("gauges", "set")):
             for name, value in transfer_stats_data.get(section, {}).items():

@@ -20,7 +20,7 @@ class Pages:
     """Rows of one layer: uint8 ``[num_blocks, page_bytes]``, row stride ``block_stride`` bytes.
 
     Rows that are not one run of bytes have more dimensions, which are copied in their order.
-    ``dtype``: of the values in them, as far as it is known; uint8 stands for bytes of any format.
+    ``dtype``: of the values in them, as far as known; uint8 means bytes of any format.
     """
 
     name: str
@@ -39,11 +39,9 @@ def pages_of(
     num_blocks: int,
     fp8: torch.dtype | None = None,
 ) -> tuple[Pages, ...]:
-    """Pages of every layer that owns memory, in the order of ``placements``.
-
-    Layers that share another layer's memory are left out. Raises EngineError for a layout in
-    which a block of a layer is not one run of bytes. ``fp8``: what caches of bytes hold.
-    """
+    """Pages of every layer that owns memory, in the order of ``placements``. Layers that share
+    another layer's memory are omitted. Raises EngineError for a layout in which a block of a layer
+    is not one run of bytes. ``fp8``: the type of byte caches."""
     pages: list[Pages] = []
     seen: set[int] = set()
     for name, place in placements.items():
@@ -112,7 +110,7 @@ def _is_one_run(tensor: torch.Tensor, place: LayerPlacement, num_blocks: int) ->
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Bytes of a block that lie together on the device: in block 0 at ``address``, ``stride`` bytes
+    """Contiguous bytes of a block on the device: in block 0 at ``address``, ``stride`` bytes
     further in each next block; in a block's record at ``at``."""
 
     address: int

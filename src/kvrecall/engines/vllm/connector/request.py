@@ -29,10 +29,10 @@ _PORTIONS = 16
 _LOOK_EVERY_S = 0.002
 
 TRIVIAL_S = 0.02
-"""Loads expected to take less are made without asking: nothing can be lost by them."""
+"""Loads expected to take less are always made: they cannot lose anything."""
 
 _LEAST_PATIENCE_S = 0.05
-"""Waits may always be as long: a disk that is merely busy for a moment shall not cut hits short."""
+"""Minimum patience of a wait: a disk that is busy for a moment must not shorten hits."""
 
 _MEMORY = 0.9  # weight of the past in running averages
 _MIN_STEP_TOKENS = 32  # smaller steps are decoding, and tell nothing of prefill
@@ -44,7 +44,8 @@ _RISK_SHARE = 0.08  # share of the computing time at stake that may be waited in
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step computes: anything at all, and how many prompt tokens at which mean position."""
+    """The work of a step: whether it computes, and how many prompt tokens at which mean
+    position."""
 
     any: bool
     prompt_tokens: int = 0
@@ -61,10 +62,10 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """How many leading blocks to load, and for how many seconds to wait for them *beyond* what
-    those that came have saved (``gained_seconds``).
+    """How many leading blocks to load, and how many seconds to wait for them *beyond* the time that
+    the arrived ones have saved (``gained_seconds``).
 
-    So a load from a medium that is as fast as expected is waited for to its end, however long it
+    A load from a medium that is as fast as expected is thus awaited to its end, however long it
     takes; one that stalls, at whatever point, costs at most ``patience_s`` more than computing.
     """
 
@@ -83,8 +84,8 @@ class LoadCostModel:
         least_token_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``deadline_s``: the longest any load may be waited for. ``least_token_seconds``: what a
-        prompt token is taken to cost until one was computed; 0: unknown."""
+        """``deadline_s``: the longest wait for any load. ``least_token_seconds``: the assumed cost
+        of a prompt token until one was computed; 0: unknown."""
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
         self._deadline_s = deadline_s
@@ -104,7 +105,7 @@ class LoadCostModel:
         self._steps += work.any
 
     def step_ends(self) -> None:
-        """Learns from the oldest step under way. Not if steps overlapped (asynchronous scheduling,
+        """Learns from the oldest running step, unless steps overlapped (asynchronous scheduling,
         pipeline stages): its time is then not its own."""
         if self._under_way:
             overlapped = len(self._under_way) > 1
@@ -131,10 +132,8 @@ class LoadCostModel:
             self._prefill.saw(tokens, depth, seconds)
 
     def saw_load(self, tier: TierName, blocks: int, seconds: float) -> None:
-        """``blocks`` blocks came from ``tier`` within ``seconds`` of asking, queues included.
-
-        Blocks that did not come in time count as a bandwidth of what did come.
-        """
+        """``blocks`` blocks arrived from ``tier`` within ``seconds`` of the request, queues
+        included. Blocks that did not arrive in time lower the bandwidth."""
         self._seen_at[tier] = self._clock()
         rate = max(blocks, 0.1) * self._block_bytes / max(seconds, 1e-6)
         known = self._bandwidth.get(tier)
@@ -146,10 +145,10 @@ class LoadCostModel:
     # ---- what follows -------------------------------------------------------------------
 
     def plan(self, tiers: Sequence[TierName], start_block: int) -> LoadPlan:
-        """For a found prefix, ``tiers[i]`` holding block ``start_block + i``.
+        """The plan for a found prefix, ``tiers[i]`` holding block ``start_block + i``.
 
-        Chooses the length that minimises loading it plus computing what is left of it. Unknown
-        costs are taken as nothing to load and everything to compute, so that they get known.
+        Chooses the length that minimises loading it plus computing the rest. Unknown costs count as
+        zero to load and infinite to compute, so that they become known.
         """
         if not self._prefill.known:
             return LoadPlan(len(tiers), self._deadline_s)
@@ -168,13 +167,13 @@ class LoadCostModel:
         return LoadPlan(best, min(self._deadline_s, max(_RISK_SHARE * worth, _LEAST_PATIENCE_S)))
 
     def _is_time_to_probe(self, tier: TierName) -> bool:
-        """Whether to load from a slow tier all the same, so that its recovery is noticed."""
+        """Whether to load from a slow tier nevertheless, to notice its recovery."""
         self._passed_over += 1
         unheard_s = self._clock() - self._seen_at.get(tier, 0.0)
         return self._passed_over % _PROBE_EVERY == 0 or unheard_s >= _PROBE_AFTER_S
 
     def gained_seconds(self, tiers: Sequence[TierName], start_block: int) -> float:
-        """Computing that is saved by what came from below the host; ``tiers`` as in ``plan``."""
+        """Computing time saved by blocks from below the host; ``tiers`` as in ``plan``."""
         return sum(
             self.compute_seconds(start_block + place)
             for place, tier in enumerate(tiers)
@@ -182,7 +181,7 @@ class LoadCostModel:
         )
 
     def load_seconds(self, tier: TierName) -> float:
-        """Expected seconds to load one block; 0 if the tier was not seen yet."""
+        """Expected seconds to load one block; 0 for a tier without measurements."""
         rate = self._bandwidth.get(tier)
         return self._block_bytes / rate if rate else 0.0
 
@@ -194,7 +193,7 @@ class LoadCostModel:
 
 class _PrefillModel:
     """Seconds per prompt token as ``base + slope * depth``, by running least squares; ``least``
-    until one was seen (0: unknown)."""
+    until the first measurement (0: unknown)."""
 
     def __init__(self, least: float) -> None:
         self._least = least
@@ -227,11 +226,11 @@ class _PrefillModel:
 class PrefixLoad:
     """Leading blocks of a request, acquired in the pool until the workers have copied them.
 
-    They are acquired in portions, which the pool serves in their order: so the scheduler side sees
-    how much has come, and can stop waiting where that does not pay. ``start``: index of the first
-    block within the request's chain. ``tiers``: where the blocks were found. ``mark``: when.
-    ``patience_s``: how long to wait beyond what the blocks that came have saved. ``pending_s``:
-    when it was last seen unfinished, seconds since ``mark``.
+    They are acquired in portions, which the pool serves in order, so that the scheduler side sees
+    the progress and can stop waiting where that does not pay. ``start``: index of the first block
+    within the request's chain. ``tiers``: where the blocks were found. ``mark``: when.
+    ``patience_s``: how long to wait beyond the time that the arrived blocks have saved.
+    ``pending_s``: when it was last seen unfinished, seconds since ``mark``.
     """
 
     pool: PoolClient
@@ -254,7 +253,7 @@ class PrefixLoad:
         parent: BlockKey | None,
         tenant: Tenant = SHARED,
     ) -> None:
-        """Asks for ``keys``; in one portion if all of them are in the host."""
+        """Acquires ``keys``; in one portion if all of them are in the host."""
         size = -(-len(keys) // _PORTIONS)
         if all(tier is TierName.HOST for tier in self.tiers):
             size = len(keys)
@@ -265,8 +264,8 @@ class PrefixLoad:
             self.sizes.append(len(part))
 
     def poll(self) -> Recall:
-        """What has come, over all portions; PENDING while one may still add to it, and waiting
-        for it pays. READY without blocks if those that had come are lost."""
+        """The blocks that have arrived, over all portions; PENDING while more may arrive and
+        waiting for them pays. READY without blocks if the arrived ones are lost."""
         if self.recall is not None:
             return self.recall if self._holds() else Recall(RecallState.READY)
         if self._is_pending():
@@ -284,8 +283,8 @@ class PrefixLoad:
         return self.recall
 
     def _is_pending(self) -> bool:
-        """Takes note of the portions that are READY. False after the last of them, and after one
-        that did not come in full."""
+        """Records the portions that are READY. False after the last of them, and after an
+        incomplete one."""
         while (place := len(self.whole)) < len(self.tickets):
             recall = self.pool.poll(self.tickets[place])
             if recall.state is RecallState.PENDING:
@@ -296,8 +295,8 @@ class PrefixLoad:
         return False
 
     def _tell_speeds(self, recall: Recall) -> None:
-        """Tells the cost model how fast the tiers were. Blocks that did not come although they
-        were waited for were lost (a damaged file, a dead service), which says nothing of speed."""
+        """Reports the tiers' speeds to the cost model. Blocks that did not arrive although they
+        were awaited were lost (a damaged file, a dead service), which says nothing about speed."""
         # After a step of other work it is only known that the blocks took longer than until they
         # were last seen pending.
         elapsed = self.costs.elapsed(self.mark) if self.costs.idle_since(self.mark) else 0.0
@@ -309,11 +308,11 @@ class PrefixLoad:
 
     @property
     def _arrived(self) -> tuple[TierName, ...]:
-        """Where the blocks were that are in the host now."""
+        """The original tiers of the blocks that are in the host now."""
         return tuple(tier for recall in self.whole for tier in recall.tiers)
 
     def cut(self, blocks: int) -> Recall:
-        """Leaves so many leading blocks to load. The leases of the others stay."""
+        """Limits the load to that many leading blocks. The leases of the others stay."""
         assert self.recall is not None
         offsets, tiers = self.recall.offsets[:blocks], self.recall.tiers[:blocks]
         self.recall = Recall(RecallState.READY, offsets, tiers)
@@ -326,8 +325,9 @@ class PrefixLoad:
         return max(self.recall.tiers, key=list(TierName).index)
 
     def _holds(self) -> bool:
-        """Whether what has come is still there: a pool service may have died since, and another
-        one have other blocks in its place. Keeps them so until the next ``arena_handle``."""
+        """Whether the arrived blocks are still valid: a pool service may have died since, and its
+        replacement have other blocks in their place. Keeps them valid until the next
+        ``arena_handle``."""
         came = zip(self.tickets, self.whole, strict=True)
         return all(self.pool.poll(ticket).offsets == recall.offsets for ticket, recall in came)
 
@@ -337,7 +337,7 @@ class PrefixLoad:
 
 
 class Handover(enum.Enum):
-    """How a promise stands."""
+    """The state of a promise."""
 
     WAIT = "wait"
     KEPT = "kept"
@@ -345,8 +345,8 @@ class Handover(enum.Enum):
 
 
 def receipt(namespace: Namespace | None, tokens: int) -> dict[str, Any]:
-    """What a prefill instance hands to a decode instance, by way of the router: how many tokens of
-    the prompt lie in the pool or are on their way there. Empty if there are none."""
+    """What a prefill instance passes to a decode instance through the router: how many tokens of
+    the prompt are in the pool or on their way. Empty if there are none."""
     if namespace is None or tokens <= 0:
         return {}
     return {HANDOVER: {"tokens": tokens, "namespace": namespace.digest.hex()}}
@@ -355,9 +355,9 @@ def receipt(namespace: Namespace | None, tokens: int) -> dict[str, Any]:
 @dataclass(slots=True)
 class Promise:
     """Leading blocks of a prompt that a prefill instance's receipt says are in the pool, or on
-    their way. The decode instance waits for them ``patience_s`` seconds from the first ``look``
-    on, and never within a step; what counts is what it finds itself, whatever pool lies between
-    the two."""
+    their way. The decode instance waits for them ``patience_s`` seconds from the first ``look`` on,
+    and never within a step; only blocks that it finds itself count, whatever pool is between the
+    two."""
 
     blocks: int
     namespace: str
@@ -371,8 +371,8 @@ class Promise:
     def of(
         cls, params: object, block_size: int, patience_s: float, clock: Callable[[], float]
     ) -> Promise | None:
-        """From a request's ``kv_transfer_params``; None if there is no receipt in them, or one
-        that cannot be read (they come from outside)."""
+        """The promise in a request's ``kv_transfer_params``; None without a receipt, or with an
+        invalid one (they come from outside)."""
         given = params.get(HANDOVER) if isinstance(params, Mapping) else None
         if not isinstance(given, Mapping):
             return None
@@ -382,7 +382,8 @@ class Promise:
         return cls(tokens // block_size, namespace, patience_s, clock)
 
     def look(self, wanted: int, found: Callable[[], int]) -> Handover:
-        """Whether ``wanted`` blocks are there; ``found`` asks the pool, and not at every call."""
+        """Whether ``wanted`` blocks are there; ``found`` queries the pool, but not at every
+        call."""
         now = self.clock()
         if self._until is None:
             self._until = now + self.patience_s
@@ -400,17 +401,16 @@ class Promise:
 
 @dataclass(slots=True)
 class RequestState:
-    """What the scheduler side remembers of a request. Owned by ``RecallScheduler``.
+    """The scheduler side's state of a request. Owned by ``RecallScheduler``.
 
-    ``namespace`` is None if the request is not pooled, or not yet ``settled``: whose blocks these
-    are is being found out. ``promise``: what a prefill instance said of its blocks.
-    ``first_lookup_at``: when a tier beyond this host was first asked for them (seconds of the
-    scheduler side's clock). ``load``: from a match until the engine has given it device blocks.
-    ``computes``: it loads nothing, as a load failed or is audited. ``saved``: leading blocks of the
-    chain that are in the pool or on their way; ``closed``: nothing more of it can be saved;
-    ``passes``: how many steps pass before it asks for room again, and ``passes_next`` after the
-    last refusal. ``touched``: the pool knows that its chain is in use. ``reported``: the API
-    process knows where its prompt comes from.
+    ``namespace`` is None if the request is not pooled, or not yet ``settled``: its namespace is
+    being determined. ``promise``: a prefill instance's, for its blocks. ``first_lookup_at``: when
+    they were first looked up in a tier beyond this host (seconds of the scheduler side's clock).
+    ``load``: from a match until the engine has given it device blocks. ``computes``: it loads no
+    block, because a load failed or is audited. ``saved``: leading blocks of the chain that are in
+    the pool or on their way; ``closed``: no more of it can be saved; ``passes``: steps until it
+    tries to reserve again, and ``passes_next`` after the last refusal. ``touched``: the pool knows
+    that its chain is in use. ``reported``: the API process knows the sources of its prompt.
     """
 
     request: Any
@@ -435,7 +435,7 @@ class RequestState:
 
     @property
     def has_media(self) -> bool:
-        """Whether there are images, sound or the like in its prompt."""
+        """Whether its prompt contains images, sound or other media."""
         return bool(getattr(self.request, "mm_features", None))
 
     def keys(self, count: int) -> list[BlockKey]:
@@ -449,7 +449,7 @@ class RequestState:
         return self._keys[:count]
 
     def sources(self) -> dict[str, int]:
-        """Prompt tokens by where their KV came from."""
+        """Prompt tokens by source of their KV."""
         counts = {str(tier): self.recalled[tier] for tier in TierName}
         counts[str(TierName.DEVICE)] = self.device_tokens
         counts["computed"] = max(0, self.request.num_prompt_tokens - sum(counts.values()))

@@ -16,7 +16,7 @@ logger = logging.getLogger("vllm.kvrecall")
 
 _MOST_PASSED_OVER = 15  # steps in which a request that was refused room is not saved
 FLUSH_DEADLINE_S = 30.0
-"""Longest a reply waits for its blocks to be durable when ``async_write`` is off."""
+"""Longest wait of a reply for its blocks to be durable when ``async_write`` is off."""
 
 
 @dataclass(slots=True)
@@ -28,12 +28,10 @@ class _OpenStore:
 
 
 class Saver:
-    """Reserves room for blocks, orders their copies, and commits those that every rank has made.
-
-    ``states``: the requests in the engine, owned by the caller. ``block_ids``: the device blocks
-    of a request, in chain order; 0 stands for one no longer on the device. ``origin``: what a
-    request's blocks are written under. Only ``flush`` blocks.
-    """
+    """Reserves slots for blocks, orders their copies, and commits those that every rank has made.
+    ``states``: the requests in the engine, owned by the caller. ``block_ids``: the device blocks of
+    a request, in chain order; 0 for one that is no longer on the device. ``origin``: the origin of
+    a request's blocks. Only ``flush`` blocks."""
 
     def __init__(
         self,
@@ -56,12 +54,10 @@ class Saver:
         self._unflushed: list[Sequence[BlockKey]] = []
 
     def save(self, state: RequestState, upto: int, ids: Sequence[int] | None = None) -> bool:
-        """Orders stores for the blocks of the chain up to ``upto`` that the pool lacks; whether
-        there were any. ``ids`` stands in place of ``block_ids``, at the end of a request. A request
-        that was refused room asks again after 1, 3, 7, then every 15 calls.
-
-        Those blocks hold final tokens only: rejected speculation lies behind ``num_tokens``.
-        """
+        """Orders stores for the blocks of the chain up to ``upto`` that the pool lacks; returns
+        whether there were any. ``ids`` replaces ``block_ids`` at the end of a request. After a
+        refusal a request tries again after 1, 3, 7, then every 15 calls. These blocks contain final
+        tokens only: rejected speculation is beyond ``num_tokens``."""
         if state.closed or state.namespace is None or upto <= state.saved:
             return False
         if ids is None and state.passes > 0:
@@ -126,7 +122,7 @@ class Saver:
         )
 
     def count_down(self, store_id: int, ranks: int, failed: bool) -> None:
-        """``ranks`` more are through with a store: the last of them settles it."""
+        """``ranks`` more have finished a store: the last of them settles it."""
         store = self._open[store_id]
         store.ranks_left -= ranks
         store.failed |= failed
@@ -145,7 +141,7 @@ class Saver:
             self._pool.commit(store.keys)
 
     def forsake(self, digests: set[bytes]) -> None:
-        """What is being copied for these namespaces is not committed."""
+        """Blocks being copied for these namespaces are not committed."""
         for store in self._open.values():
             store.failed |= any(key[:NAMESPACE_BYTES] in digests for key in store.keys)
 

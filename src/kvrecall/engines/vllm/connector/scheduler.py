@@ -88,11 +88,9 @@ class RecallScheduler:
     # ---- recall -------------------------------------------------------------------------
 
     def match(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens the pool can add to ``computed_tokens``; None while blocks are on their way.
-
-        Whole blocks only, and at least one token is left to compute, as the device cache does:
-        so a recalled prefix is cut exactly as one hit on the device.
-        """
+        """Tokens that the pool can add to ``computed_tokens``; None while blocks are on their way.
+        Whole blocks only, and at least one token is left to compute, as in the device cache: a
+        recalled prefix is cut exactly like a hit on the device."""
         state = self._state(request)
         if request.num_preemptions == 0:
             state.device_tokens = computed_tokens
@@ -128,7 +126,7 @@ class RecallScheduler:
         return len(recall.offsets) * self._facts.block_size, True
 
     def _awaits_promise(self, state: RequestState, start: int, end: int) -> bool:
-        """Whether blocks that were promised are not in the pool yet and may still come."""
+        """Whether promised blocks are not in the pool yet and may still arrive."""
         promise = state.promise
         if promise is None or promise.is_over:
             return False
@@ -138,8 +136,8 @@ class RecallScheduler:
         return outcome is Handover.WAIT
 
     def _begin_load(self, state: RequestState, start: int, end: int) -> bool:
-        """Acquires what the pool has of blocks ``[start, end)``, as far as loading is expected to
-        be faster than computing. True if a tier beyond this host has not answered yet."""
+        """Acquires the pool's blocks in ``[start, end)``, as far as loading is expected to be
+        faster than computing. True if a tier beyond this host has not answered yet."""
         chain = state.keys(end)
         if not state.touched:
             self._pool.touch(chain)
@@ -208,7 +206,7 @@ class RecallScheduler:
         return dict(self._state(request).recalled)
 
     def trusted(self, state: RequestState, offsets: Sequence[int]) -> int:
-        """How many of these leased blocks of a request, from the first on, may be read."""
+        """Number of these leased blocks of a request, from the first on, that may be read."""
         return self._auditor.trusted(state, offsets)
 
     # ---- a step -------------------------------------------------------------------------
@@ -251,7 +249,7 @@ class RecallScheduler:
         return orders
 
     def reported(self, report: StepReport | None, loaded: set[str], failed: set[str]) -> None:
-        """Takes in what the workers finished in a step."""
+        """Processes the workers' report of a step."""
         self.costs.step_ends()
         if report is not None:
             self.tally.count_step(report)
@@ -279,8 +277,8 @@ class RecallScheduler:
         self._saver.flush()  # with async_write off, replies of this step leave after it
 
     def _sequences_lost(self, lost: Collection[str]) -> None:
-        """The workers cannot reach the arena: nothing more goes there. The engine begins those
-        sequences anew, see ``compat.scheduler``."""
+        """The workers cannot reach the arena: no more blocks go there. The engine restarts those
+        sequences, see ``compat.scheduler``."""
         self.tally.counts["sequences_lost"] += len(lost)
         if self.offloader is not None:
             self.offloader.out_of_reach()
@@ -291,7 +289,7 @@ class RecallScheduler:
         )
 
     def _refuted(self, namespace: Namespace) -> None:
-        """The engine does not compute what lies in that namespace: it uses it no more."""
+        """The engine computes other KV than that namespace contains: it stops using it."""
         digests = self.namespaces.distrust(namespace)
         self._saver.forsake(digests)
         for state in self._states.values():
@@ -332,16 +330,13 @@ class RecallScheduler:
         return hold, {REPORT: sources, **receipt(state.namespace, promised)}
 
     def state_of(self, request_id: str) -> RequestState | None:
-        """What is remembered of a request, None if it is not in the engine."""
+        """The state of a request, None if it is not in the engine."""
         return self._states.get(request_id)
 
     def reset(self) -> bool:
-        """Forgets everything pooled, and does not find it again.
-
-        vLLM resets its caches when weights are replaced in place, which no fingerprint sees; so
-        from here on this engine's blocks have a namespace private to this process. False (and
-        nothing done) while blocks are being loaded.
-        """
+        """Forgets all pooled blocks permanently. vLLM resets its caches when weights are replaced
+        in place, which no fingerprint detects; from here on this engine's blocks therefore have a
+        namespace private to this process. False (and no effect) while blocks are being loaded."""
         if self._loading:
             return False
         self._pool.clear()
@@ -362,8 +357,8 @@ class RecallScheduler:
         return state
 
     def _settle(self, state: RequestState) -> None:
-        """Finds out whose blocks a request's are, once that can be known, and what a prefill
-        instance promised of them."""
+        """Determines a request's namespace, once that is possible, and the promise of a prefill
+        instance for it."""
         if state.settled or not self.namespaces.is_settled(state.request):
             return
         state.settled = True

@@ -26,10 +26,8 @@ ALL_BLOCKS = 1 << 62
 @dataclass(frozen=True, slots=True)
 class Copy:
     """Blocks to copy between the device and the arena; row i of both lists belongs together.
-
     ``offsets`` are bytes into the arena where a block's record starts; a rank adds its shard's
-    place within the record.
-    """
+    offset within the record."""
 
     block_ids: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -54,11 +52,9 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Device blocks that this step makes whole, to be compared with records of the arena.
-
-    ``repeated``: what the request has loaded was proved before, so it is wrong, too, if these
-    differ; the request then begins anew.
-    """
+    """Device blocks that this step completes, to be compared with records of the arena.
+    ``repeated``: the request's loaded blocks were proved before, so they are wrong, too, if these
+    differ; the request then starts over."""
 
     number: int
     request_id: str
@@ -84,7 +80,7 @@ class Deviation:
 
     @property
     def within(self) -> bool:
-        """Whether this is what the same model computes."""
+        """Whether the deviation is within the bound of the same model."""
         return self.unequal == 0 or (self.times <= 1.0 and not self.exact)
 
     def plus(self, other: Deviation, same_blocks: bool = False) -> Deviation:
@@ -100,12 +96,10 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """Middle blocks of a sequence leave the device; they lie in the arena at ``offsets``.
-
-    They are the next ones after those that left before, the first of which was block ``init`` of
-    the sequence. ``block_ids``: where they lie until the step writes. ``slots``: device blocks
-    that the sequence gets to recall into, added to those it had.
-    """
+    """Middle blocks of a sequence leave the device; they are in the arena at ``offsets``. They
+    follow those that left before, the first of which was block ``init`` of the sequence.
+    ``block_ids``: their device blocks until the step writes. ``slots``: additional device blocks
+    for the sequence to recall into."""
 
     request_id: str
     init: int
@@ -127,12 +121,10 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class OffloadOrders:
-    """What retrieval attention must know of sequences whose blocks are off the device in part.
-
-    To be carried out before the step writes any device block: ``ended`` sequences first, then
-    ``arrivals``, then ``departures``. ``rows``: those that take part in this step, by the device
-    block in which the last of the step's tokens is written, which no other sequence writes.
-    """
+    """What retrieval attention must know of partially offloaded sequences. Executed before the step
+    writes any device block: ``ended`` sequences first, then ``arrivals``, then ``departures``.
+    ``rows``: sequences of this step, by the device block in which the last of the step's tokens is
+    written, which no other sequence writes."""
 
     departures: list[Departure]
     rows: dict[int, str]
@@ -162,12 +154,9 @@ class StepOrders(KVConnectorMetadata):
 @dataclass(slots=True)
 class StepReport(KVConnectorWorkerMetadata):
     """What the workers finished: how many ranks completed, and which failed, each store.
-
     ``compared``: by number, how many ranks have compared, and what they found. ``refuted``:
     requests that have loaded blocks which this engine would not have computed. ``lost``: requests
-    whose blocks off the device cannot be had any more. What the step computed of either means
-    nothing.
-    """
+    whose offloaded blocks are unreachable. The step's results for both are meaningless."""
 
     stored: dict[int, int] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
@@ -213,13 +202,11 @@ class ShardLayer:
 
 @dataclass(frozen=True, slots=True)
 class Shard(KVConnectorHandshakeMetadata):
-    """What one rank holds of every block, sent once at start.
-
-    ``kernel`` names the attention backend and the instruction set its bytes are packed for.
-    ``copies_in_step``: stores are complete when the step that ordered them returns.
-    ``token_seconds``: computing a prompt token takes this rank about as long, or longer.
-    ``model``: what the rank has loaded; None if its worker does not show it.
-    """
+    """One rank's part of every block, sent once at start. ``kernel`` names the attention backend
+    and the instruction set its bytes are packed for. ``copies_in_step``: stores are complete when
+    the step that ordered them returns. ``token_seconds``: computing a prompt token takes this rank
+    about as long, or longer. ``model``: the model that the rank has loaded; None if its worker does
+    not expose it."""
 
     layers: tuple[ShardLayer, ...]
     kernel: str
@@ -235,17 +222,14 @@ class Shard(KVConnectorHandshakeMetadata):
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What the scheduler side must know of its engine, settled when all ranks have shown their
-    shards.
-
-    ``block_size``, ``hash_block_size``: tokens. ``block_bytes``: bytes of a block over all ranks,
-    ``record_bytes`` those of its KV, before the origin. ``copies_in_step``: stores are off the
-    device when their step returns. ``frees_while_running``: the engine may take blocks from a
+    """Facts about the engine for the scheduler side, settled when all ranks have reported their
+    shards. ``block_size``, ``hash_block_size``: tokens. ``block_bytes``: bytes of a block over all
+    ranks, ``record_bytes`` those of its KV, before the origin. ``copies_in_step``: stores are off
+    the device when their step returns. ``frees_while_running``: the engine may take blocks from a
     running request (sliding window). ``recalls``: whether blocks may be loaded into it; if not it
-    only saves. ``least_token_seconds``: computing a prompt token takes about as long, or longer;
-    0: unknown. ``exact_blocks``: so many blocks of a sequence have the same KV however it is
-    decoded: retrieval attention is approximate.
-    """
+    only saves. ``least_token_seconds``: computing a prompt token takes about as long, or longer; 0:
+    unknown. ``exact_blocks``: number of blocks of a sequence that have the same KV however it is
+    decoded: retrieval attention is approximate."""
 
     block_size: int
     hash_block_size: int

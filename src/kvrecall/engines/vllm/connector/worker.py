@@ -63,7 +63,7 @@ class RecallWorker:
         self._applied: StepOrders | None = None
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Takes the device KV cache: one tensor a layer."""
+        """Registers the device KV cache: one tensor per layer."""
         placements = config.layer_placements(self._kv_cache_config)
         self._layers = pages_of(
             kv_caches,
@@ -77,7 +77,7 @@ class RecallWorker:
         self._pages = (*self._layers, *digests)
 
     def shard(self) -> Shard:
-        """What this rank holds of a block. All ranks must be asked at once: they confer."""
+        """This rank's part of a block. Must be called on all ranks at once: they communicate."""
         layers = tuple(ShardLayer(page.name, page.page_bytes, page.layout) for page in self._pages)
         kernel = config.kernel_of(self._vllm_config, tuple(page.name for page in self._layers))
         device = self._pages[0].rows.device
@@ -91,7 +91,7 @@ class RecallWorker:
         return Shard(layers, kernel, make_queue(device).in_step, least, loaded)
 
     def see_model(self, model: torch.nn.Module) -> None:
-        """Takes the model that this rank has loaded. Called before ``shard``."""
+        """Registers the model that this rank has loaded. Called before ``shard``."""
         self._model = model
 
     @property
@@ -173,7 +173,8 @@ class RecallWorker:
             self._offload(orders)
 
     def finished(self) -> tuple[set[str], set[str], set[str]]:
-        """Requests whose device blocks may be freed, whose load has ended, whose load failed."""
+        """Requests whose device blocks may be freed, whose load has ended, and whose load
+        failed."""
         if self._mapping is None:
             return set(), set(), set()
         loads, stores = self._mapping.completed()
@@ -192,19 +193,19 @@ class RecallWorker:
         return released, loaded | failed, failed
 
     def report(self) -> StepReport | None:
-        """What happened since the last report; None if nothing did."""
+        """Events since the last report; None without any."""
         report, self._report = self._report, StepReport()
         return None if report == StepReport() else report
 
     def attention_counts(self) -> dict[str, float]:
-        """What the attention layers did beyond attending, since the last call: increments."""
+        """Counters of the attention layers since the last call: increments."""
         totals = totals_of(group.activity for group in self._retrieval)
         new = {name: count - self._attention.get(name, 0) for name, count in totals.items()}
         self._attention = totals
         return {f"retrieval_{name}": float(count) for name, count in new.items() if count}
 
     def attention_heat(self) -> dict[int, list[list[int]]]:
-        """Where in their contexts the attention layers chose blocks, since the last call."""
+        """Where in their contexts the attention layers selected blocks, since the last call."""
         heat = HeatTotals()
         for group in self._retrieval:
             heat.add(group.heat.take())
@@ -215,7 +216,7 @@ class RecallWorker:
             self._mapping.close()
 
     def _offload(self, orders: StepOrders) -> None:
-        """Tells the attention layers which sequences are off the device in part."""
+        """Reports partially offloaded sequences to the attention layers."""
         offload = orders.offload
         self._offloading = offload is not None
         moves = offload is not None and bool(offload.arrivals or offload.departures)
@@ -239,20 +240,20 @@ class RecallWorker:
         return config.tensor_rank() % config.kv_replicas(self._kv_cache_config) == 0
 
     def _shard_offset(self) -> int:
-        """Where this rank's bytes start in a block's record: after those of the ranks before it
-        that hold different KV."""
+        """Offset of this rank's bytes in a block's record: after those of the ranks before it that
+        hold different KV."""
         nbytes = sum(page.page_bytes for page in self._pages)
         replicas = config.kv_replicas(self._kv_cache_config)
         return config.shard_position(nbytes, replicas)
 
 
 def least_token_seconds(flops: float, hidden: int, dtype: torch.dtype, device: str) -> float:
-    """What computing a prompt token costs at the least, in seconds: its ``flops`` operations in
-    products of width ``hidden`` at the rate this device reaches now. 0 if either is 0.
+    """Minimum seconds to compute a prompt token: its ``flops`` operations in products of width
+    ``hidden`` at the rate this device reaches now. 0 if either is 0.
 
     The first request after a start may find its prefix on a slow disk, and must know how long it
-    may wait. Takes some milliseconds: the best of a few tries, as the first ones pay for other
-    things.
+    may wait. Takes some milliseconds: the best of a few tries, because the first ones include other
+    costs.
     """
     if not (flops and hidden):
         return 0.0

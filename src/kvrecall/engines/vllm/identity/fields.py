@@ -45,7 +45,7 @@ class Fate(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The fate of settings, and the reason they share."""
+    """The fate of settings, and their common reason."""
 
     fate: Fate
     reason: str
@@ -89,7 +89,7 @@ HASHED_ALL_THE_SAME: Mapping[str, Sequence[str]] = {
 """Why vLLM's ``compute_hash`` holds fields whose fate here is ``NO_EFFECT``."""
 
 ELSEWHERE: Mapping[str, str] = _DATA["elsewhere"]
-"""Configurations of vLLM that no field of ``VllmConfig`` holds, and what stands for them."""
+"""Configurations of vLLM that no field of ``VllmConfig`` contains, and what represents them."""
 
 
 def ingredients(vllm_config: Any) -> dict[str, str]:
@@ -103,8 +103,10 @@ def ingredients(vllm_config: Any) -> dict[str, str]:
 
 
 def adapter_ingredients(vllm_config: Any) -> dict[str, str]:
-    """What ``ingredients`` is to the engine's blocks, for those of LoRA adapters. Empty without
-    LoRA. Blocks of the base model are shared with engines that serve no adapters."""
+    """Like ``ingredients``, for the blocks of LoRA adapters.
+
+    Empty without LoRA. Blocks of the base model are shared with engines that serve no adapters.
+    """
     if vllm_config.lora_config is None:
         return {}
     return _Walk(vllm_config, Fate.ADAPTER).result() | _variables(Fate.ADAPTER, None)
@@ -248,7 +250,7 @@ def _without_checks(value: Any, root: Any) -> Any:
 
 
 def _content(value: Any, root: Any) -> Any:
-    """What a file, or the settings in a folder, say, in place of the path."""
+    """The content of a file, or of the settings in a folder, in place of the path."""
     if value is None or not Path(value).exists():
         return None
     path = Path(value)
@@ -278,7 +280,7 @@ _TAKEN_AS: Mapping[str, Callable[[Any, Any], Any]] = {
         1 if value == 1 else root.parallel_config.nnodes_within_dp
     ),
 }
-"""What stands for a field where its value says too much: limits, paths, secrets, order."""
+"""Replacements for fields whose value contains too much: limits, paths, secrets, order."""
 
 _COUNTS_ITSELF: Mapping[str, Callable[[Any], bool]] = {
     "AttentionConfig.hisparse_config": lambda root: True,
@@ -304,7 +306,7 @@ def _variables(fate: Fate, getters: Mapping[str, Callable[[], Any]] | None) -> d
 
 
 def _unknown(getters: Mapping[str, Callable[[], Any]]) -> list[str]:
-    """Variables that no table here knows and that vLLM itself holds to change computation."""
+    """Variables that no table here knows and that vLLM itself treats as changing computation."""
     decided = {name for name, _ in _flat(ENVIRONMENT)}
     unknown = [name for name in getters if name not in decided]
     factors = getattr(envs, "compile_factors", None)

@@ -28,11 +28,9 @@ _IRRELEVANT_CONFIG = ("_name_or_path", "transformers_version", "_commit_hash")
 def namespace_of(
     vllm_config: Any, kv_cache_config: Any, shards: Sequence[Shard], weights: str
 ) -> Namespace:
-    """Namespace of an engine's blocks: all their bytes depend on, beside what vLLM hashes.
-
-    ``shards``: what each rank holds, ordered by pipeline then tensor rank. ``weights``: their
-    fingerprint.
-    """
+    """Namespace of an engine's blocks: everything their bytes depend on besides what vLLM hashes.
+    ``shards``: each rank's part of a block, ordered by pipeline then tensor rank. ``weights``:
+    their fingerprint."""
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     parallel = vllm_config.parallel_config
@@ -75,7 +73,8 @@ def _text(values: Mapping[str, str]) -> str:
 
 
 def _loaded_text(vllm_config: Any, shards: Sequence[Shard]) -> str:
-    """What the ranks have loaded, and, where a rank cannot tell, the limits it was made from."""
+    """The models that the ranks have loaded, and, if a rank cannot tell, the limits they were built
+    from."""
     loaded = sorted({repr(shard.model) for shard in shards})
     if any(shard.model is None for shard in shards):
         limit = vllm_config.model_config.max_model_len
@@ -94,7 +93,7 @@ def hash_dialect(algo: str) -> str:
 
 
 def config_text(hf_config: Any) -> str:
-    """The model's configuration as canonical text, without what does not shape its KV."""
+    """The model's configuration as canonical text, without parts that do not shape its KV."""
     fields = {
         name: value for name, value in hf_config.to_dict().items() if name not in _IRRELEVANT_CONFIG
     }
@@ -108,21 +107,21 @@ class Adapters:
     """
 
     def __init__(self, settings: Mapping[str, str], memory: Memory) -> None:
-        """``settings``: what the engine makes of any adapter, such as its dtype."""
+        """``settings``: how the engine treats any adapter, such as its dtype."""
         self._settings = _text(settings)
         self._memory = memory
         self._jobs: dict[tuple[int, str], Fingerprint] = {}
         self._unknown: set[tuple[int, str]] = set()  # which content is loaded cannot be known
 
     def is_known(self, lora_request: Any) -> bool:
-        """Whether ``identity`` is known by now. Begins to read an adapter that is new."""
+        """Whether ``identity`` is known by now. Starts reading a new adapter."""
         return self._job(lora_request).is_over
 
     def identity(self, lora_request: Any) -> str | None:
         """Identifies the adapter's blocks; None if its content cannot be known.
 
         The files of an adapter in use may be replaced while the engine keeps the old weights, or
-        reloads it; from then on this adapter is not pooled, until it comes under a new id.
+        reloads it; from then on this adapter is not pooled, until it is loaded under a new id.
         """
         name = _name(lora_request)
         job = self._job(lora_request)
@@ -156,7 +155,7 @@ def _name(lora_request: Any) -> tuple[int, str]:
 
 
 class NamespaceRegistry:
-    """The engine's namespace and those its adapters make of it, each registered with the pool once.
+    """The engine's namespace and those of its adapters, each registered with the pool once.
 
     ``base`` is called at the first request and no earlier: the engine's hash seed is not settled
     before. It returns None until the fingerprint of the weights is known.
@@ -182,7 +181,7 @@ class NamespaceRegistry:
         self._warned = False
 
     def is_settled(self, request: Any) -> bool:
-        """Whether it is known by now whose blocks a request's are. Does not wait."""
+        """Whether the namespace of a request is known by now. Does not wait."""
         if self._base is None:
             self._base = self._next_base()
         known = self._base is not None and (
@@ -219,8 +218,8 @@ class NamespaceRegistry:
         self._base = None
 
     def distrust(self, namespace: Namespace) -> set[bytes]:
-        """Gives that namespace up: an adapter's blocks turn private, or those of the engine and all
-        adapters. Returns the digests of all that are given up."""
+        """Abandons that namespace: an adapter's blocks become private, or those of the engine and
+        all adapters. Returns the digests of all abandoned namespaces."""
         if self._base is not None and namespace.digest != self._base.digest:
             self._distrusted.add(namespace.digest)
             return {namespace.digest}

@@ -23,7 +23,7 @@ _FROM_THE_FOLDER = frozenset(
         "runai_streamer runai_streamer_sharded instanttensor"
     ).split()
 )
-"""Load formats that read nothing but files of the model's folder."""
+"""Load formats that read only files of the model's folder."""
 
 _DRAFTLESS = ("ngram", "ngram_gpu", "suffix")
 _CLOCK_S = 1.5  # the kernel counts a process's start in whole seconds since boot
@@ -33,9 +33,9 @@ _early: dict[int, Weights] = {}  # by the id of the engine's configuration, unti
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """A model whose weights matter. ``folder``: None if no local files are known to hold them, as
-    ``reason`` says. ``code``: whether its Python files are run. ``downloaded``: from a hub, so that
-    files may appear while the engine loads. ``dummy``: what random weights were drawn from."""
+    """A model whose weights count. ``folder``: None if no local files are known to contain them,
+    for this ``reason``. ``code``: whether its Python files are run. ``downloaded``: from a hub, so
+    that files may appear while the engine loads. ``dummy``: the seed of random weights."""
 
     name: str
     folder: Path | None
@@ -49,8 +49,8 @@ class Weights:
     """The weights of one engine, its draft model's included. Owned by the engine's process."""
 
     def __init__(self, vllm_config: Any, memory: Memory | None = None, early: bool = False) -> None:
-        """Begins to read at once what is there. ``early``: the engine has not loaded anything yet,
-        so what is found unchanged afterwards is what it has loaded."""
+        """Starts reading the present files at once. ``early``: the engine has not loaded anything
+        yet, so files found unchanged afterwards are those it has loaded."""
         self._config = vllm_config
         self._memory = memory or default_memory()
         self._early = early
@@ -61,19 +61,19 @@ class Weights:
 
     @property
     def is_known(self) -> bool:
-        """Whether ``text`` can be told. Begins with what was not there before."""
+        """Whether ``text`` is known. Starts reading files that were missing before."""
         self._begin()
         return all(job.is_over for job in self._jobs.values())
 
     def wait(self, seconds: float) -> bool:
-        """Waits at most so long; whether it is known."""
+        """Waits for a limited time; returns whether the fingerprint is known."""
         until = time.monotonic() + seconds
         self._begin()
         return all(job.wait(max(0.0, until - time.monotonic())) for job in self._jobs.values())
 
     def text(self) -> str:
-        """Fingerprint of the weights. Random if they cannot be known: then nothing is shared with
-        any other engine, and the log says why. To be called after loading, once ``is_known``."""
+        """Fingerprint of the weights. Random if they cannot be known: no block is then shared with
+        any other engine, and the log says why. Call it after loading, once ``is_known``."""
         if self._text is None:
             texts = [self._text_of(model) for model in self._models()]
             private = [text for text in texts if text.startswith("private")]
@@ -151,7 +151,7 @@ def _model(model_config: Any, load_config: Any) -> _Model:
 
 
 def draft_model(vllm_config: Any) -> Any:
-    """Configuration of the draft model whose layers lie in the KV cache; None without one."""
+    """Configuration of the draft model whose layers are in the KV cache; None without one."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method in _DRAFTLESS:
         return None
@@ -179,13 +179,13 @@ def _hub_snapshot(model_config: Any, load_config: Any) -> Path | None:
 
 
 def _newer_than_process(files: tuple[FileState, ...]) -> str:
-    """A file that changed after this process began; empty if none did."""
+    """A file that changed after this process started; empty if none did."""
     began = psutil.Process(os.getpid()).create_time() - _CLOCK_S
     return next((file.path for file in files if file.ctime_ns / 1e9 > began), "")
 
 
 def begin(vllm_config: Any) -> None:
-    """Begins to read the weights of an engine that is about to load them."""
+    """Starts reading the weights of an engine that is about to load them."""
     _early[id(vllm_config)] = Weights(vllm_config, early=True)
 
 

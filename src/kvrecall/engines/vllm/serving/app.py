@@ -114,7 +114,7 @@ def _is_embedded(recall: Mapping[str, object]) -> bool:
 
 
 def _askable(spec: ServeSpec) -> Mapping[str, object] | None:
-    """The pool's settings with a socket at which an embedded pool can be asked."""
+    """The pool's settings with a socket at which an embedded pool answers queries."""
     if spec.recall is None or not _is_embedded(spec.recall):
         return spec.recall
     return {
@@ -171,11 +171,11 @@ def command_line(options: Mapping[str, object]) -> list[str]:
 
 
 def platform_defaults(spec: ServeSpec) -> dict[str, object]:
-    """Options this platform wants unless the spec says otherwise.
+    """Default options of this platform, unless the spec sets them.
 
     On a CPU: no compilation (a fast start), and a bounded KV cache, because vLLM's own default
-    there is a share of all memory and refuses to start on a machine that is in use. A share that
-    was asked for counts.
+    there is a share of all memory and refuses to start on a machine that is in use. A configured
+    share counts.
     """
     if not current_platform.is_cpu():
         return {}
@@ -189,12 +189,10 @@ def platform_defaults(spec: ServeSpec) -> dict[str, object]:
 
 
 def _cpu_environment(ranks: int) -> None:
-    """What vLLM's CPU platform reads from the environment, unless it is set already.
-
-    vLLM compiles a few sampling functions even in eager mode, which kills the first request on a
-    machine without a compiler. And it gives up one more core where a connector is configured (for
-    NIXL's threads), or on two cores none at all; ours needs none of its own.
-    """
+    """Variables of vLLM's CPU platform, unless they are set already. vLLM compiles a few sampling
+    functions even in eager mode, which kills the first request on a machine without a compiler.
+    With a connector, vLLM also reserves one extra core (for NIXL's threads), which on two cores
+    disables the reservation; kvrecall's connector needs no extra core."""
     if not current_platform.is_cpu():
         return
     if shutil.which("g++") is None:
@@ -279,8 +277,8 @@ async def _engine(args: Namespace, limits: Limits) -> AsyncIterator[ServedLLM]:
 async def _application(
     engine: ServedLLM, args: Namespace, spec: ServeSpec, attach: Attach
 ) -> tuple[FastAPI, Mapping[str, FastAPI]]:
-    """vLLM's application with the recall-reporting handlers and our routes; and those of the
-    further listeners."""
+    """vLLM's application with the recall-reporting handlers and kvrecall's routes; and those of the
+    additional listeners."""
     tasks = await engine.get_supported_tasks()
     if "generate" not in tasks:
         raise EngineError(f"{spec.model} generates no text (it supports: {', '.join(tasks)})")
@@ -297,7 +295,7 @@ async def _application(
 
 
 def _pool_socket(spec: ServeSpec) -> Path | None:
-    """Where the pool can be asked what is in it: the service, or the engine's own."""
+    """The socket at which the pool answers queries: the service's, or the engine's own."""
     if spec.recall is None:
         return None
     settings = RecallSettings.from_mapping(spec.recall)
@@ -355,7 +353,7 @@ async def _serving(
     apps: Mapping[str, FastAPI],
     args: Namespace,
 ) -> AsyncIterator[None]:
-    """Serves ``apps`` on their listeners; they are stopped on leaving."""
+    """Serves ``apps`` on their listeners; stops them on exit."""
     servers = [NoSignalServer(_uvicorn_config(each, apps[each.name], args)) for each in listeners]
     tasks = []
     for listener, server in zip(listeners, servers, strict=True):
@@ -392,7 +390,7 @@ def _names(args: Namespace) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """The message of an error, in one line."""
     if isinstance(error, ValidationError):
         return error.errors()[0]["msg"].replace("\n", " ")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

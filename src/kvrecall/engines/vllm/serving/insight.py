@@ -39,8 +39,8 @@ class ConnectorReports:
         self.heat = HeatTotals()
 
     def take(self, payload: Mapping[str, Any]) -> None:
-        """Takes one payload of ``RecallStats``. Of several samples of one request the first split
-        counts: the others hit what it computed."""
+        """Adds one payload of ``RecallStats``. If a request has several samples, the first split
+        counts: the others hit blocks that it computed."""
         for engine_id, split in payload.get("splits", {}).items():
             self._splits.setdefault(_CHILD.sub("", _SUFFIX.sub("", engine_id)), split)
         while len(self._splits) > self._remembered:
@@ -66,11 +66,11 @@ class _Reader(StatLoggerBase):
             self._reports.take(payload)
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Does nothing."""
 
 
 class Steps:
-    """What the engines' last steps gave: how many sequences got a token, and how many tokens a
+    """The results of the engines' last steps: how many sequences got a token, and tokens per
     second, by the outputs that vLLM's engine processes send after each step and by their clock,
     which is that of the requests' own statistics. Used by the API process's loop only."""
 
@@ -131,7 +131,7 @@ class RequestLog:
     async def watch(
         self, request_id: str, outputs: AsyncGenerator[RequestOutput, None]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Passes ``outputs`` on, and notes how the request ended."""
+        """Passes ``outputs`` on, and records how the request ended."""
         began = time.time()
         last: RequestOutput | None = None
         phase = Phase.CANCELLED
@@ -199,7 +199,7 @@ class RequestLog:
 
 
 def _progress(stats: Any) -> dict[str, Any]:
-    """What vLLM's statistics of a request say of its answer; None: they are off."""
+    """The state of a request's answer by vLLM's statistics; None if they are off."""
     if stats is None:
         return {"output_tokens": None, "ttft_s": 0.0}
     return {

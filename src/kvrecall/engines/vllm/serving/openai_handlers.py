@@ -26,7 +26,7 @@ from kvrecall.engines.vllm.serving.sampling import BEST_OF
 
 
 class Ledger:
-    """Adds up where the prompts of one HTTP request came from, from the outputs passing by."""
+    """Sums the sources of the prompts of one HTTP request, from the outputs passing by."""
 
     def __init__(self, pooled: bool, reports: ConnectorReports) -> None:
         """``pooled``: whether a connector is in use."""
@@ -37,7 +37,7 @@ class Ledger:
         self._told: dict[str, dict[str, object]] = {}
 
     def note(self, output: RequestOutput) -> None:
-        """Takes what an output says. Of several sequences of a prompt the first one counts."""
+        """Processes an output. For several sequences of a prompt the first one counts."""
         key = output.request_id
         if output.prompt_token_ids is not None:
             self._prompts[key] = len(output.prompt_token_ids)
@@ -109,7 +109,8 @@ class _Bounded:
         return Ledger(self.pooled, self.engine_client.reports)  # type: ignore[attr-defined]
 
     def _rank(self, request: Any) -> ErrorResponse | None:
-        """Hands ``best_of`` on to the engine; an error if it is no number of sequences."""
+        """Passes ``best_of`` to the engine; returns an error if it is not a valid number of
+        sequences."""
         best_of = (request.model_extra or {}).get("best_of")
         if best_of is None:
             return None
@@ -134,7 +135,7 @@ class _Bounded:
         return cast(ErrorResponse, self.create_error_response(message))  # type: ignore[attr-defined]
 
     def _bound(self, request: Any) -> None:
-        """Has vLLM cut the prompt where the configuration says so."""
+        """Makes vLLM truncate the prompt as configured."""
         if self.limits.max_input_tokens and self.limits.truncation != "error":
             request.truncate_prompt_tokens = min(
                 request.truncate_prompt_tokens or self.limits.max_input_tokens,

@@ -35,15 +35,15 @@ _ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
 
 
 def requested_best_of(params: SamplingParams) -> int | None:
-    """How many sequences are to be computed; None if as many as are wanted."""
+    """Number of sequences to compute; None if it equals the number to return."""
     value = (getattr(params, "extra_args", None) or {}).get(BEST_OF)
     return value if isinstance(value, int) else None
 
 
 def widened(params: SamplingParams, best_of: int) -> SamplingParams:
-    """``params`` for ``best_of`` sequences, whose probabilities come at the end.
+    """``params`` for ``best_of`` sequences, whose probabilities are returned at the end.
 
-    Raises VLLMValidationError for what cannot be ranked.
+    Raises VLLMValidationError for parameters that cannot be ranked.
     """
     if best_of < params.n:
         raise _invalid(f"best_of is {best_of}, less than n, which is {params.n}", best_of)
@@ -59,7 +59,7 @@ def widened(params: SamplingParams, best_of: int) -> SamplingParams:
 
 
 def ranked(output: RequestOutput, params: SamplingParams) -> RequestOutput:
-    """``output`` with its best ``params.n`` sequences, the best first and numbered anew."""
+    """``output`` with its best ``params.n`` sequences, the best first and renumbered."""
     best = sorted(output.outputs, key=_score, reverse=True)[: params.n]
     for index, sequence in enumerate(best):
         sequence.index = index
@@ -93,8 +93,8 @@ def check(params: SamplingParams) -> None:
 
 
 def check_output(output: RequestOutput, params: SamplingParams) -> None:
-    """Raises VLLMValidationError where the engine gave a request up because of its structured
-    output; vLLM would tell of an internal error."""
+    """Raises VLLMValidationError if the engine abandoned a request because of its structured
+    output; vLLM would report an internal error."""
     if params.structured_outputs is None:
         return
     if any(each.finish_reason == "error" for each in output.outputs):

@@ -30,7 +30,7 @@ STOPPED = "the server was stopped"
 _POLL_S = 0.05
 _SEARCHING: ContextVar[bool] = ContextVar("searching", default=False)
 _FORCED_S = 15.0
-"""Time the engine has to close when all requests were ended; vLLM may wait 9 s for a worker."""
+"""Time for the engine to close after all requests were ended; vLLM may wait 9 s for a worker."""
 
 
 class RequestTimeoutError(GenerationError):
@@ -38,7 +38,7 @@ class RequestTimeoutError(GenerationError):
 
 
 def with_timeout(seconds: float) -> dict[str, float]:
-    """``extra_args`` of sampling parameters that shorten the limit for the whole request."""
+    """``extra_args`` of sampling parameters that shorten the time limit of the request."""
     return {_TIMEOUT: seconds} if seconds else {}
 
 
@@ -55,11 +55,11 @@ class ServedLLM(AsyncLLM):
     died: bool = False
     """Whether the engine had failed when it was first shut down."""
     draining: bool = False
-    """Whether new requests are refused; set once, never taken back."""
+    """Whether new requests are refused; never reset."""
     ended: bool = False
-    """Whether all requests were ended; set once, never taken back."""
+    """Whether all requests were ended; never reset."""
     searches: int = 0
-    """Beam searches under way."""
+    """Running beam searches."""
     _closed: bool = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -73,7 +73,7 @@ class ServedLLM(AsyncLLM):
         note_outputs(self.engine_core, self.steps.note)
 
     async def end_all(self) -> None:
-        """Ends all requests, now and those that come; the engine then has little time to close."""
+        """Ends all requests, present and future; the engine then has little time to close."""
         self.draining = self.ended = True
         with contextlib.suppress(EngineDeadError):
             await self.abort(list(self.output_processor.external_req_ids))
@@ -91,8 +91,8 @@ class ServedLLM(AsyncLLM):
         super().shutdown(timeout=timeout)
 
     def _let_searches_end(self, timeout: float) -> float:
-        """Waits while beam searches go on, at most so long; what is left of the time. vLLM's engine
-        lets requests end, of which a beam search is one for each step."""
+        """Waits while beam searches run, for a limited time; returns the remaining time. vLLM's
+        engine lets requests end, of which a beam search is one for each step."""
         self.draining = True
         end = time.monotonic() + timeout
         while self.searches and not self.errored and time.monotonic() < end:
@@ -100,9 +100,9 @@ class ServedLLM(AsyncLLM):
         return max(end - time.monotonic(), 1.0)
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """As AsyncLLM's, for every request before anything of it is answered; refuses all when
-        the server is about to end, but for the steps of beam searches that have begun, and a
-        request for too many sequences."""
+        """Like AsyncLLM's, for every request before its reply begins; refuses all requests when the
+        server is about to end, except steps of running beam searches, and requests for too many
+        sequences."""
         if self.draining and not _SEARCHING.get():
             raise GracefulHTTPError(
                 "the server is stopping and accepts no new requests", HTTPStatus.SERVICE_UNAVAILABLE
@@ -120,9 +120,9 @@ class ServedLLM(AsyncLLM):
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As AsyncLLM.generate; raises RequestTimeoutError when a step or the whole takes too
-        long, and VLLMValidationError for what ``sampling.check`` refuses. The request is then
-        aborted in the engine."""
+        """Like AsyncLLM.generate; raises RequestTimeoutError when a step or the whole request takes
+        too long, and VLLMValidationError for parameters that ``sampling.check`` refuses. The
+        request is then aborted in the engine."""
         wanted = sampling_params
         if self.ended:  # a step of a beam search, or what waited for its prompt's tokens
             raise GracefulHTTPError(STOPPED, HTTPStatus.SERVICE_UNAVAILABLE)
@@ -144,8 +144,8 @@ class ServedLLM(AsyncLLM):
     async def searched(
         self, found: AsyncGenerator[RequestOutput, None], width: int
     ) -> AsyncGenerator[RequestOutput, None]:
-        """``found`` of a beam search, whose steps are requests of their own, within the limits for
-        the whole (see ``timed``). It is let end like any request."""
+        """``found`` of a beam search, whose steps are separate requests, within the limits for the
+        whole (see ``timed``). It may finish like any request."""
         self.check_admission(width)
         _SEARCHING.set(True)  # of this request's task, and of those it starts for the steps
         self.searches += 1
@@ -188,7 +188,7 @@ class ServedLLM(AsyncLLM):
 
 
 def _on_a_loop() -> bool:
-    """Whether this thread runs an event loop, which must not be held up."""
+    """Whether this thread runs an event loop, which must not be blocked."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
