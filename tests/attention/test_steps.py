@@ -149,7 +149,7 @@ def engine(**changed: Any) -> SimpleNamespace:
         ({"speculative_config": object()}, "speculative decoding"),
         ({"cache_config": SimpleNamespace(cache_dtype="fp8")}, "kv_cache_dtype=fp8"),
         ({"parallel_config": SimpleNamespace(decode_context_parallel_size=2)}, "context_parallel"),
-        ({"parallel_config": SimpleNamespace(enable_dbo=True)}, "leave --enable-dbo out"),
+        ({"parallel_config": SimpleNamespace(enable_dbo=True)}, "remove --enable-dbo"),
         ({"kv_transfer_config": SimpleNamespace(kv_connector="Other")}, "the connector Other"),
     ],
 )

@@ -44,7 +44,7 @@ def require_engine(vllm_config: Any, settings: RetrievalSettings) -> None:
         if getattr(parallel, name, 1) > 1:
             raise _refusal(f"{name}={getattr(parallel, name)}", "set it to 1")
     if getattr(parallel, "enable_dbo", False):
-        raise _refusal("dual batch overlap", "leave --enable-dbo out")
+        raise _refusal("dual batch overlap", "remove --enable-dbo")
     connector = transfer.kv_connector if transfer is not None else None
     if connector not in (None, "RecallConnector"):
         # It would write blocks behind our back, and their digests would be another block's.
@@ -102,11 +102,11 @@ def offload_hindrance(vllm_config: Any) -> str | None:
         return "it has no pool to keep them in (use RecallConnector)"
     extra = transfer.kv_connector_extra_config or {}
     if extra.get("backend") == "service" and not is_on_cpu():
-        return "a GPU cannot read on in the memory of a service that ends (keep the pool in it)"
+        return "a GPU cannot keep reading a dead service's memory (keep the pool in the engine)"
     if parallel.pipeline_parallel_size > 1:
         return "steps of a pipeline overlap (use tensor parallelism)"
     if vllm_config.scheduler_config.async_scheduling:
-        return "its steps are scheduled ahead (pass --no-async-scheduling)"
+        return "asynchronous scheduling is on (pass --no-async-scheduling)"
     return None
 
 
