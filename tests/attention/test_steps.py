@@ -124,7 +124,7 @@ def test_the_log_says_what_was_done_once_a_minute(caplog: pytest.LogCaptureFixtu
         activity.blocks_selected += 10
         log.sparse_step()
     assert [record.getMessage().split(":")[2].split()[0] for record in caplog.records] == ["1", "3"]
-    assert "30 chosen" in caplog.text
+    assert "30 of 0 considered blocks selected" in caplog.text
 
 
 def engine(**changed: Any) -> SimpleNamespace:
@@ -245,6 +245,6 @@ def test_on_a_gpu_nothing_leaves_for_a_pool_service(monkeypatch: pytest.MonkeyPa
     require_engine(served, RetrievalSettings())
     monkeypatch.setattr(checks, "is_on_cpu", lambda: False)
     require_engine(pooled({"host_size": "1GiB"}), RetrievalSettings())
-    with pytest.raises(EngineError, match="memory of a service"):
+    with pytest.raises(EngineError, match="dead service"):
         require_engine(served, RetrievalSettings())
     require_engine(served, replace(RetrievalSettings(), offload_boundary=100_001))

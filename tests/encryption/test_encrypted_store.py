@@ -115,7 +115,7 @@ def test_a_value_too_large_for_the_memory_is_shed_and_said(
     assert counter.put(some) == [False] * 3
     assert counter.get(some) == [False] * 3
     assert counter.put(some, nbytes=9000) == [True] * 3
-    assert caplog.text.count("are not stored with encryption") == 1
+    assert caplog.text.count("are too large to be stored with encryption") == 1
 
 
 def test_a_pool_by_its_settings(tmp_path: Path) -> None:
