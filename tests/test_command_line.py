@@ -105,7 +105,7 @@ ONE_LINE: list[tuple[str, int, str]] = [
     # what is known to be wrong before an engine is loaded
     ("serve model --pool-config policy.json", 2, "'lur' is unknown; known: lru"),
     ("serve model --pool-config store.json", 2, "kind is 'mooncacke'; allowed: mooncake"),
-    ("serve model --host-size 8MiB --disk-path d --disk-size 1MiB", 1, "the least is 8MiB"),
+    ("serve model --host-size 8MiB --disk-path d --disk-size 1MiB", 1, "the minimum is 8MiB"),
     ("serve model --host-size 999TiB", 2, "host_size: 1022976.00 GiB is more than"),
     ("serve model --no-pool --host-size 8GiB", 2, "--host-size and --no-pool contradict"),
     ("serve model --pool-service --host-size 8GiB", 2, "--host-size is '8GiB'; it has no effect"),

@@ -34,7 +34,7 @@ def own_bytes(path: Path) -> int:
 def check_room(path: Path, capacity_bytes: int) -> None:
     """Raises TierError if ``path`` cannot become a tier of that size. Changes nothing."""
     if capacity_bytes < LEAST_BYTES:
-        raise TierError(f"disk_size: {capacity_bytes} bytes is too small; the least is 8MiB")
+        raise TierError(f"disk_size: {capacity_bytes} bytes is too small; the minimum is 8MiB")
     try:
         standing = standing_part(path)
     except OSError as error:

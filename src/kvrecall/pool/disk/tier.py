@@ -73,10 +73,9 @@ class DiskTier(Tier):
         codec: BlockCodec | None = None,
         terms: PoolTerms | None = None,
     ) -> None:
-        """Opens or makes the folder. TierError if it cannot be used; nothing is changed then.
-
-        ``codec`` (default: a checksum): see ``_admit`` for folders that were written with another.
-        """
+        """Opens or creates the folder. Raises TierError if it cannot be used, and then changes
+        nothing. ``codec`` (default: a checksum): see ``_admit`` for folders that were written with
+        another."""
         make_policy(policy, 1)  # before anything is touched
         check_room(config.path, config.capacity_bytes)
         self._config = config
@@ -336,8 +335,8 @@ class DiskTier(Tier):
         return self._catalog.tenants()
 
     def resize(self, capacity_bytes: int) -> None:
-        """Sets the limit. Shrinking goes on in the background, see ``surplus_bytes``. ConfigError
-        if the medium has not that much, or too much is pinned."""
+        """Sets the limit. Shrinking continues in the background, see ``surplus_bytes``. Raises
+        ConfigError if the medium does not have that much, or too much is pinned."""
         if capacity_bytes < LEAST_BYTES:
             raise ConfigError(f"disk: {capacity_bytes} bytes is too small; the minimum is 8MiB")
         if capacity_bytes > self._capacity_bytes:

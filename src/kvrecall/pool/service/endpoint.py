@@ -39,7 +39,7 @@ class SocketLock:
     """Held by the one service on a socket; the kernel releases it at any exit."""
 
     def __init__(self, path: Path) -> None:
-        """Raises TierError if a service runs there, ConfigError if the place will not do."""
+        """Raises TierError if a service runs there, ConfigError if the path is not usable."""
         self._path = path.with_name(path.name + ".lock")
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:

@@ -331,7 +331,7 @@ def _row(
 
 
 def model_of(parts: Iterable[tuple[str, str]]) -> str:
-    """What a person calls the model of a namespace: architecture, types, adapter."""
+    """A readable name of a namespace's model: architecture, types, adapter."""
     named = dict(parts)
     name = named.get("model", "")
     if "architecture" in named:
