@@ -53,6 +53,7 @@ class MooncakeDemo:
             stack.callback(self._master.kill)
             self._progress("1/4 a Mooncake master, and two servers that share nothing else")
             self._master.start()
+            self._progress.now("waiting until both servers are ready")
             servers = {name: stack.enter_context(self._server(name)) for name in ("A", "B")}
             self.engines = len(servers)
             for server in servers.values():

@@ -151,6 +151,7 @@ class TierDemo:
             self._ask(server, "server restarted", ["conversation, turn 2", "long text"])
 
     def _server(self, log: str, pool: bool) -> ServerProcess:
+        self._progress.now("waiting until the server is ready")
         model = self._subject.model
         arguments = [str(model), "--served-model-name", model.name, "--dtype", "float32", *_DEVICE]
         arguments += ["--max-model-len", str(self._subject.max_model_len)]
@@ -169,6 +170,7 @@ class TierDemo:
                 answer = server.ask(self._prompts[name], ANSWER_TOKENS)
                 self.rows.append(Row(name, when, answer))
                 self._progress(f"  {name}, {when}: first token after {answer.ttft_s:.3f} s")
+            self._progress.now("ending the server")  # unless there is more to ask
         except (EngineError, httpx.HTTPError) as error:
             raise EngineError(f"{when}: {error}\n{server.log_tail(60)}") from error
 
