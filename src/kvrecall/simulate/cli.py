@@ -92,8 +92,8 @@ def simulate(
 def parse_tiers(
     capacity: str, capacity_blocks: str, tiers: str, block_bytes: int
 ) -> tuple[TierSpec, ...]:
-    """Tiers of ``--capacity SIZE``, ``--capacity-blocks N`` or ``--tiers NAME:SIZE,...``. Exactly
-    one of them, else ConfigError."""
+    """Tiers of ``--capacity SIZE``, ``--capacity-blocks N`` or ``--tiers NAME:SIZE,...``. Raises
+    ConfigError unless exactly one is given."""
     if sum(map(bool, (capacity, capacity_blocks, tiers))) != 1:
         raise ConfigError(
             "give one of --capacity SIZE, --capacity-blocks N and --tiers host:SIZE,disk:SIZE"
@@ -196,8 +196,8 @@ def _row(trace: Trace, outcome: Outcome, bounds: Sequence[float], block_bytes: i
 
 @contextmanager
 def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A function to call with each part of ``total`` that is done; moves a bar on stderr if that
-    is a terminal."""
+    """A function to call with each finished part of ``total``; moves a bar on stderr if that is a
+    terminal."""
     console = Console(stderr=True)
     done = shown = 0
     columns = TextColumn(title), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
@@ -217,8 +217,8 @@ def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def hints_of(outcome: Outcome, bounds: Sequence[float]) -> list[str]:
-    """Why a tier adds less than half a per cent to those before it, and what to do. ``bounds``: the
-    best possible hit rate of each tier and those before it together."""
+    """Why a tier adds less than half a per cent to the tiers before it, and what to do. ``bounds``:
+    the best possible hit rate of each tier together with those before it."""
     if not outcome.hits:
         why = "blocks are evicted before they are used again; try a larger pool"
         return [f"nothing is hit: {why if bounds[-1] else 'no block of the trace is used twice'}"]

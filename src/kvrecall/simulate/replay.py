@@ -13,7 +13,7 @@ from kvrecall.simulate.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """A tier of the replay: a name for people and its room in blocks."""
+    """A tier of the replay: a name for people and its capacity in blocks."""
 
     name: str
     capacity: int
@@ -21,7 +21,7 @@ class TierSpec:
 
 @dataclass(slots=True)
 class TierCount:
-    """What a tier did, in blocks. ``hits`` are the blocks served from here (nearest tier first),
+    """Counts of a tier, in blocks. ``hits`` are the blocks served from here (nearest tier first),
     ``bypassed`` those that the policy did not admit."""
 
     name: str
@@ -51,7 +51,7 @@ class Outcome:
 
 
 class _Tier:
-    """Residents of one tier, and what it did. ``picky``: the policy may refuse new blocks."""
+    """Residents and counts of one tier. ``picky``: the policy may refuse new blocks."""
 
     def __init__(self, spec: TierSpec, policy: str, picky: bool) -> None:
         self.policy = make_policy(policy, spec.capacity)
@@ -60,8 +60,8 @@ class _Tier:
         self.count = TierCount(spec.name, spec.capacity)
 
     def fill(self, chain: Sequence[BlockKey], now: float) -> None:
-        """Stores what is missing of ``chain``, prefix first, until there is no room for more.
-        The chain's own blocks are leased meanwhile: they are not evicted for each other."""
+        """Stores the missing blocks of ``chain``, prefix first, as far as there is space. The
+        chain's own blocks are leased meanwhile: they are not evicted for each other."""
         resident, policy, count = self.resident, self.policy, self.count
         leased = frozenset(chain)
         parent: BlockKey | None = None

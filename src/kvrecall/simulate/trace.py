@@ -33,14 +33,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in order of arrival. ``tokens_per_block`` is what the format fixes: 512."""
+    """Requests in order of arrival. ``tokens_per_block`` is fixed by the format: 512."""
 
     name: str
     requests: tuple[Request, ...]
 
     @property
     def blocks(self) -> int:
-        """Block accesses in all, repeats included."""
+        """Total block accesses, repeats included."""
         return sum(len(request.chain) for request in self.requests)
 
 

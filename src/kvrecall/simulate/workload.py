@@ -1,4 +1,4 @@
-"""Made-up workloads, and variants of a given trace: what a policy was not tuned on.
+"""Synthetic workloads, and variants of a given trace, for evaluation outside of the tuning set.
 
 Every workload is a function of a seed and gives the same trace each time. Blocks are 512 tokens;
 only full blocks appear (unlike Mooncake's traces, whose last id of a request may be partial).
