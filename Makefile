@@ -11,8 +11,9 @@
 #   make chaos           a server under faults: SECONDS=120 SEED=n
 #   make identity        pairs of engines that differ in one thing, on one pool: half an hour
 #   make bench           all benchmarks with their peers, plots and tables; QUICK=1 small, unpublished
+#   make docs            the generated pages, and the site in build/site
 #   make gpu-check       retrieval and copies on this machine's GPU
-.PHONY: demo demo-mooncake serve test test-all check chaos identity bench gpu-check setup \
+.PHONY: demo demo-mooncake serve test test-all check chaos identity bench docs gpu-check setup \
   setup-engine setup-mooncake setup-bench
 
 demo: setup-engine
@@ -44,6 +45,9 @@ identity: setup-engine
 
 bench: setup-bench
 	@scripts/bench $(if $(QUICK),--quick) $(BENCH)
+
+docs: setup
+	@scripts/docs
 
 gpu-check: setup-engine
 	@.venv/bin/kvrecall gpu-check $(GPU_CHECK)

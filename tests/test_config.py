@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from kvrecall.block import Namespace
@@ -12,7 +10,6 @@ from kvrecall.config import (
     help_of,
     option_of,
     parse_size,
-    reference,
     split_for_service,
 )
 from kvrecall.errors import ConfigError
@@ -94,13 +91,6 @@ def test_errors_name_the_thing(raw: dict[str, object], words: list[str]) -> None
     assert "\n" not in text
     for word in words:
         assert word in text, text
-
-
-def test_the_reference_page_is_current() -> None:
-    page = Path(__file__).parents[1] / "docs" / "settings.md"
-    assert page.read_text(encoding="utf-8") == reference(), (
-        "run: python -m kvrecall.config docs/settings.md"
-    )
 
 
 def test_help_names_the_default() -> None:

@@ -13,7 +13,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "kvrecall"
 
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "block"}),
+    frozenset({"errors", "block", "environment"}),
     frozenset({"config", "jsonfile"}),
     frozenset({"pool", "attention"}),
     frozenset({"engines", "simulate", "testing"}),

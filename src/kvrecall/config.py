@@ -1,8 +1,8 @@
 """The settings of the pool, each declared once: its type, default, text and what it may be.
 
-``Settings`` is that declaration. Reading, errors, ``--help`` (``help_of``) and the reference page
-(``python -m kvrecall.config docs/settings.md``) follow it; what runs gets the small frozen values
-above it. Settings are read once, at the edge: nothing below reads files or environment.
+``Settings`` is that declaration. Reading, errors, ``--help`` (``help_of``) and the reference
+(``docs/reference/settings.md``) follow it; what runs gets the small frozen values above it.
+Settings are read once, at the edge: nothing below reads files or environment.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import difflib
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -244,9 +243,13 @@ class Owner(StrEnum):
     CLIENT = "an engine that uses a pool service"
 
 
-def _setting(owner: Owner, text: str, default: Any, shown: str = "", **bounds: Any) -> Any:
-    """A field of ``Settings``. ``shown`` is the default in words, if the value does not say it."""
-    extra: dict[str, Any] = {"owner": owner.value, "shown": shown or _shown(default)}
+def _setting(
+    owner: Owner, text: str, default: Any, shown: str = "", kind: str = "", **bounds: Any
+) -> Any:
+    """A field of ``Settings``. ``shown`` is the default in words, if the value does not say it;
+    ``kind`` what is written, if the type does not."""
+    shown = shown or _shown(default)
+    extra: dict[str, Any] = {"owner": owner.value, "shown": shown, "kind": kind}
     return Field(default, description=text, json_schema_extra=extra, **bounds)
 
 
@@ -379,7 +382,7 @@ class Settings(BaseModel):
     host_size: Size = _setting(Owner.POOL, "host memory for blocks, a hard limit", 4 << 30, "4GiB")
     host_max_size: Size | None = _setting(
         Owner.POOL,
-        "how far `kvrecall pool resize` may let the host memory grow; what is above host_size is "
+        "upper bound for `kvrecall pool resize --host`; the part above host_size is only "
         "address space until then, but a GPU's driver pins all of it at the start",
         None,
         "host_size",
@@ -391,136 +394,150 @@ class Settings(BaseModel):
         Owner.POOL, "hard limit of the disk tier, index included; required with disk_path", None
     )
     direct_io: bool = _setting(
-        Owner.POOL, "read and write past the page cache, where the file system allows", True
+        Owner.POOL, "bypass the page cache (O_DIRECT) where the file system allows it", True
     )
     policy: str = _setting(
         Owner.POOL,
-        "which blocks make room for others: `lru`, `fifo`, `lfu`, `s3fifo`, `hazard`",
+        "eviction policy: `lru`, `fifo`, `lfu`, `s3fifo`, `hazard`",
         DEFAULT_POLICY,
     )
     host_watermarks: Marks = _setting(
         Owner.POOL,
-        "[high, low], shares of the host: eviction in the background begins above high and stops "
+        "[high, low], shares of the host tier: background eviction starts above high and stops "
         "at low; 1: none ahead of need",
         Watermarks(1.0, 1.0),
     )
     disk_watermarks: Marks = _setting(
         Owner.POOL,
-        "[high, low], shares of the disk: as host_watermarks",
+        "[high, low], shares of the disk tier, as host_watermarks",
         Watermarks(0.95, 0.9),
     )
     write_policy: Literal["through", "back", "selective"] = _setting(
         Owner.POOL,
-        "when a block is written to disk. `through`: at once; `back`: when it is about to leave "
-        "the host; `selective`: when it is asked for a second time",
+        "when a block is written to disk. `through`: at once; `back`: before it leaves host "
+        "memory; `selective`: on its second use",
         "through",
     )
     unwritten_watermarks: Marks = _setting(
         Owner.POOL,
-        "[high, low], shares of the host: with write_policy back, blocks are written when more "
-        "than high is unwritten, until low is",
+        "[high, low], shares of the host tier: with write_policy back, writing starts when more "
+        "than high is unwritten and stops at low",
         Watermarks(0.5, 0.4),
     )
     encryption_key_file: File | None = _setting(
         Owner.POOL,
-        "file with the key that encrypts blocks below the host (AES-256-GCM), see `kvrecall pool "
-        "key`; without it they are not encrypted",
+        "file with the key that encrypts blocks below the host (AES-256-GCM), made by `kvrecall "
+        "pool key`; without it they are not encrypted",
         None,
     )
     ttl: Annotated[float | None, _parsed(_age)] = _setting(
-        Owner.POOL, "drop blocks that were not used for so long: 12h, 30d", None, "never"
+        Owner.POOL,
+        "drop blocks that were not used for this long: 12h, 30d",
+        None,
+        "never",
+        kind="age",
     )
     tenant_quota: Annotated[TenantTerms, _parsed(_quota)] = _setting(
         Owner.POOL,
-        'share of each tier that one tenant (cache_salt) may hold: 25%, 4GiB, or {"host": .., '
+        'share of each tier that one tenant (`cache_salt`) may hold: 25%, 4GiB, or {"host": .., '
         '"disk": ..}',
         TenantTerms(),
         "no limit",
+        kind="share, size or object",
     )
     tenants: Annotated[dict[Tenant, TenantTerms], _parsed(_tenants)] = _setting(
         Owner.POOL,
-        '{TENANT: {"host": .., "disk": .., "ttl": ..}}: terms of single tenants, in place of '
+        '{TENANT: {"host": .., "disk": .., "ttl": ..}}: limits of single tenants, instead of '
         "tenant_quota and ttl; what is left out is unlimited",
         {},
         "none",
     )
     pin_limit: float = _setting(
-        Owner.POOL, "share of a tier that pinned blocks may take", 0.5, gt=0, le=1
+        Owner.POOL, "share of a tier that pinned blocks may take", 0.5, kind="share", gt=0, le=1
     )
     remote: Annotated[Mapping[str, object] | None, _parsed(_remote)] = _setting(
         Owner.POOL,
-        "the store beyond this host: an object with its `kind` (mooncake, objects or "
-        "package.module:Factory) and the options of that kind",
+        "the store beyond this host: an object with its `kind` (`mooncake`, `objects` or "
+        "`package.module:Factory`) and the options of that kind",
         None,
         "none",
     )
     remote_write: Literal["through", "back", "off"] = _setting(
         Owner.POOL,
-        "when a block goes to the remote store. `through`: as it comes; `back`: when it is about "
-        "to leave the host, and when the pool closes; `off`: never, blocks are only read",
+        "when a block goes to the remote store. `through`: when it is committed; `back`: before "
+        "it leaves host memory, and when the pool closes; `off`: never, blocks are only read",
         "through",
     )
     admin_socket: File | None = _setting(
         Owner.POOL,
-        "socket where an embedded pool can be asked what is in it (`kvrecall pool stat`, `ls`)",
+        "socket at which an embedded pool answers `kvrecall pool stat` and `kvrecall pool ls`",
         None,
         "none; under `kvrecall serve` /tmp/kvrecall-UID/serve-PORT.sock",
     )
     lookup_deadline: float = _setting(
         Owner.ENGINE,
-        "most seconds a request waits to hear what the remote store has",
+        "seconds that a request waits at most for the remote store's answer to a lookup",
         0.05,
+        kind="seconds",
         gt=0,
         le=60,
     )
     load_deadline: float = _setting(
         Owner.ENGINE,
-        "most seconds a request waits for blocks from below the host; then it computes them",
+        "seconds that a request waits at most for blocks from below the host; then it computes "
+        "them",
         10.0,
+        kind="seconds",
         gt=0,
         le=3600,
     )
     load_or_compute: Literal["auto", "load"] = _setting(
         Owner.ENGINE,
-        "`auto`: of a prefix, load only what is expected to load faster than it computes; `load`: "
-        "whatever is found",
+        "`auto`: load only the part of a prefix that is expected to load faster than it "
+        "computes; `load`: load everything that is found",
         "auto",
     )
     async_write: bool = _setting(
         Owner.ENGINE,
-        "save blocks off the critical path and shed load under pressure; false: a reply ends once "
-        "its blocks are durable in the pool",
+        "save blocks off the critical path and shed load under pressure; false: a reply ends "
+        "once its blocks are durable in the pool",
         True,
     )
     handover_deadline: float = _setting(
         Owner.ENGINE,
-        "most seconds a decode instance waits for blocks that a prefill instance has promised; "
-        "then it computes them",
+        "seconds that a decode instance waits at most for blocks that a prefill instance has "
+        "promised; then it computes them",
         2.0,
+        kind="seconds",
         gt=0,
         le=600,
     )
     audit: Annotated[int | None, _parsed(_audit)] = _setting(
         Owner.ENGINE,
-        "one hit in so many is computed and compared with the pool's blocks, beside the first hit "
-        'on each writer\'s blocks; 0: only these; "off": none',
+        "of so many hits, one is computed and compared with the pool's blocks, beside the first "
+        'hit on each writer\'s blocks; 0: only first hits; "off": none',
         DEFAULT_AUDIT_EVERY,
+        kind='whole number or "off"',
     )
     retrieval: dict[str, object] | None = _setting(
         Owner.ENGINE,
-        "object with the settings of retrieval attention, {} for its defaults; in place of "
-        "VLLM_RETRIEVAL_*",
+        "settings of retrieval attention, {} for its defaults; instead of VLLM_RETRIEVAL_*",
         None,
         "off",
     )
     socket: File | None = _setting(
         Owner.CLIENT,
-        "socket of the pool service; `kvrecall pool serve` listens there",
+        "socket of the pool service, at which `kvrecall pool serve` listens",
         None,
         "/tmp/kvrecall-UID/pool.sock",
     )
     call_timeout: float = _setting(
-        Owner.CLIENT, "most seconds a call waits for the pool service", 0.1, gt=0, le=60
+        Owner.CLIENT,
+        "seconds that a call waits at most for the pool service",
+        0.1,
+        kind="seconds",
+        gt=0,
+        le=60,
     )
 
     @classmethod
@@ -646,7 +663,7 @@ def split_for_service(raw: Mapping[str, object]) -> tuple[dict[str, object], dic
     return pool | {"socket": socket}, engines | {"backend": "service", "socket": socket}
 
 
-# Words: of errors, of --help, of the reference page
+# Words: of errors, of --help, of the reference
 
 
 _TYPES = {
@@ -676,7 +693,7 @@ def allowed_by(detail: Mapping[str, Any], declared: FieldInfo | None) -> str:
         return f"allowed: {choices}"
     if kind in ("greater_than", "greater_than_equal", "less_than_equal", "finite_number"):
         bounds = [*(declared.metadata if declared else ()), SimpleNamespace(**context)]
-        return f"allowed: {_range(bounds) or 'a finite number'}"
+        return f"allowed: {bounds_of(bounds) or 'a finite number'}"
     if kind in ("string_too_short", "too_short"):
         return "must not be empty"
     if kind in ("string_too_long", "too_long"):
@@ -684,8 +701,8 @@ def allowed_by(detail: Mapping[str, Any], declared: FieldInfo | None) -> str:
     return str(detail["msg"])
 
 
-def _range(metadata: list[Any]) -> str:
-    """A number's bounds, in words."""
+def bounds_of(metadata: list[Any]) -> str:
+    """The bounds of a number, in words; empty if there are none."""
     found = {
         name: getattr(bound, name)
         for bound in metadata
@@ -702,6 +719,16 @@ def owner_of(key: str) -> Owner:
     return Owner(str(_extra(key)["owner"]))
 
 
+def shown_default(key: str) -> str:
+    """The default of a setting, in words; empty if there is none."""
+    return str(_extra(key)["shown"])
+
+
+def kind_of(key: str) -> str:
+    """What is written as a setting's value; empty where its type says it."""
+    return str(_extra(key)["kind"])
+
+
 def _extra(key: str) -> dict[str, Any]:
     extra = Settings.model_fields[key].json_schema_extra
     assert isinstance(extra, dict)
@@ -711,46 +738,5 @@ def _extra(key: str) -> dict[str, Any]:
 def help_of(key: str) -> str:
     """The text of a setting for ``--help`` (rich markup), with its default."""
     text = (Settings.model_fields[key].description or "").replace("`", "").replace("[", r"\[")
-    default = _extra(key)["shown"]
+    default = shown_default(key)
     return text[0].upper() + text[1:] + "." + (f" Default: {default}." if default else "")
-
-
-def reference() -> str:
-    """The reference page of all settings (Markdown)."""
-    lines = [
-        "# Settings of the pool\n",
-        "<!-- Made by `python -m kvrecall.config docs/settings.md`; do not edit. -->\n",
-        "These stand in vLLM's `kv_connector_extra_config`, in a pool.json (`kvrecall serve "
-        "--pool-config`, `kvrecall pool serve --config`, `configPath` of MindIE's kvPoolConfig) "
-        "and, the common ones, as options: `disk_path` is `--disk-path`. Sizes are "
-        "`8GiB` (powers of 1024), `8GB` (of 1000) or bytes, `8B` below 1 MiB; ages `90m`, `12h`, "
-        "`7d`. What is unknown or wrong is an error with its place, its value and what is allowed.",
-    ]
-    titles = {
-        Owner.POOL: (
-            "Of the pool",
-            "For the process that has the pool: the engine, or `kvrecall pool serve`. An engine "
-            "with `backend` `service` refuses them.",
-        ),
-        Owner.ENGINE: (
-            "Of every engine",
-            "Also of one that uses a pool service. The service has a `load_deadline` and a "
-            "`lookup_deadline` of its own, for its transfers.",
-        ),
-        Owner.CLIENT: (
-            "Of engines that use a pool service",
-            "With `backend` `service` only. `kvrecall pool serve` itself takes `socket`.",
-        ),
-    }
-    for owner, (title, text) in titles.items():
-        lines.append(f"\n## {title}\n\n{text}\n\n| setting | meaning | default |\n|---|---|---|")
-        for key, declared in Settings.model_fields.items():
-            if owner_of(key) is owner:
-                bounds = _range(declared.metadata)
-                meaning = f"{declared.description}{bounds and f' ({bounds})'}"
-                lines.append(f"| `{key}` | {meaning} | {_extra(key)['shown']} |")
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(reference(), encoding="utf-8")

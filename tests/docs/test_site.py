@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
+import itertools
+import json
 import re
 import shlex
 import subprocess
 import sys
+import threading
+from functools import cache, partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
+from server.browser import browsing
 
-from kvrecall import cli
-from kvrecall.lab.bench import cli as bench
+from kvrecall.lab.reference import commands as reference
 
 from .pages import FENCE, PAGES, ROOT, all_commands, commands
 
@@ -25,24 +28,24 @@ def ours(program: str) -> list[tuple[str, str]]:
     return [(c.where, c.line) for c in all_commands() if c.words[0] == program]
 
 
-def click_command(words: list[str]) -> tuple[Any, list[str]]:
+def command_of(words: list[str]) -> tuple[Any, list[str]]:
     """The (sub-)command that ``kvrecall WORDS`` runs, and the words left for it."""
-    top: Any = typer.main.get_command(cli.app)
-    if words and words[0] in cli._ROOMS:
-        module = cli._ROOMS[words[0]][0]
-        top, words = typer.main.get_command(importlib.import_module(module).app), words[1:]
-        if module == bench.__name__ and words and words[0] in bench.COMMANDS:
-            return typer.main.get_command(bench.benchmark(words[0])), words[1:]
-    while words and words[0] in getattr(top, "commands", {}):
-        top, words = top.commands[words[0]], words[1:]
-    alone = not hasattr(top, "commands") or top.invoke_without_command
-    assert alone, f"there is no command {words[:1]}"
-    return top, words
+    known = known_commands()
+    named = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
+    for length in range(len(named), 0 if named else -1, -1):
+        if found := known.get(" ".join(["kvrecall", *named[:length]])):
+            return found, words[length:]
+    raise AssertionError(f"there is no command {' '.join(words[:2])}")
+
+
+@cache
+def known_commands() -> dict[str, Any]:
+    return dict(reference.commands())
 
 
 @pytest.mark.parametrize(("page", "line"), ours("kvrecall"))
 def test_a_command_in_the_documents_is_one_that_exists(page: str, line: str) -> None:
-    command, words = click_command(shlex.split(line.partition("|")[0])[1:])
+    command, words = command_of(shlex.split(line.partition("|")[0])[1:])
     known = {name for p in command.params for name in (*p.opts, *p.secondary_opts)} | {"--help"}
     given = [word.partition("=")[0] for word in words[: [*words, "--"].index("--")]]
     unknown = [word for word in given if word.startswith("-") and word not in known]
@@ -91,12 +94,55 @@ def test_links_between_files_lead_somewhere(page: Path) -> None:
     assert not broken
 
 
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built without a warning."""
+    folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(folder)],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "index.html").exists()
+    return folder
+
+
+def test_every_page_of_the_site_is_in_its_navigation(site: Path) -> None:
+    """mkdocs mentions a page without a place there, and builds on."""
+    named = set(re.findall(r"[\w./-]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert pages == named
+    assert (site / "index.html").exists()
+
+
+def test_the_index_of_the_search_holds_chinese_words(site: Path) -> None:
+    """Cut apart, as a sentence without blanks would be one word that no reader types."""
+    index = json.loads((site / "search/search_index.json").read_text())
+    words = set(re.split(index["config"]["separator"], _texts_of(index, "mindie.zh-CN/")))
+    assert {"迁移", "证书", "请求"} <= words
+    assert "zh" in index["config"]["lang"]
+
+
+def test_a_reader_finds_a_chinese_word(site: Path) -> None:
+    """In the browser, by typing it."""
+    handler = partial(_Quiet, directory=str(site))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, browsing() as chromium:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            page = chromium.new_page()
+            page.goto(f"http://127.0.0.1:{server.server_port}/")
+            page.locator(".md-search__input").click()
+            page.locator(".md-search__input").fill("证书")
+            page.locator(".md-search-result__item a[href*='mindie.zh-CN/']").first.wait_for()
+        finally:
+            server.shutdown()
+
+
+def _texts_of(index: dict[str, Any], page: str) -> str:
+    return " ".join(f"{x['title']} {x['text']}" for x in index["docs"] if page in x["location"])
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass

@@ -24,7 +24,6 @@ import vllm.envs as envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from kvrecall.engines.vllm import generated_page
 from kvrecall.engines.vllm.identity import fields
 from kvrecall.engines.vllm.identity.fields import Fate
 from kvrecall.lab.models import write_model
@@ -34,7 +33,7 @@ DECIDE = (
     "Decide each in src/kvrecall/engines/vllm/identity/fields.toml. Does it choose kernels, "
     "precision or what a token attends to: IN_NAMESPACE. Is it a size of steps or of memory, an "
     "address, a log: NO_EFFECT. In doubt: IN_NAMESPACE. Then run "
-    "`python -m kvrecall.engines.vllm.identity.fields docs/identity.md`"
+    "`python -m kvrecall.lab.reference`"
 )
 
 
@@ -647,12 +646,3 @@ def test_no_limit_leaks_where_graphs_are_captured(model: str) -> None:
         assert found[name]["derived"] != plain["derived"], name
     for name in different:
         assert found[name]["ingredients"] != plain["ingredients"], name
-
-
-def test_the_page_has_the_tables() -> None:
-    page = (ROOT / "docs/identity.md").read_text()
-    written = page.partition(fields.BEGIN)[2].partition(generated_page.END)[0]
-    assert written.strip() == fields.as_markdown().strip(), (
-        "docs/identity.md is behind; run "
-        "`python -m kvrecall.engines.vllm.identity.fields docs/identity.md`"
-    )

@@ -28,7 +28,7 @@ def test_who_sleeps(
     asked: str, installed: bool, registered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the connector unless vLLM's own way is asked for, without it only if asked for."""
-    monkeypatch.setenv(waits.SWITCH, asked)
+    monkeypatch.setenv(waits.WAITS, asked)
     for act, sleeps in ((waits.install, installed), (waits.register, registered)):
         monkeypatch.setattr(shm_broadcast, "sched_yield", os.sched_yield)
         act()
@@ -39,13 +39,13 @@ def test_who_sleeps(
 def test_asking_changes_no_answer() -> None:
     environ: dict[str, str] = {}
     waits.ask(environ)
-    assert environ == {waits.SWITCH: "sleep"}
-    environ[waits.SWITCH] = "spin"
+    assert environ == {waits.WAITS: "sleep"}
+    environ[waits.WAITS] = "spin"
     waits.ask(environ)
-    assert environ == {waits.SWITCH: "spin"}
+    assert environ == {waits.WAITS: "spin"}
 
 
 def test_what_is_neither_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(waits.SWITCH, "nap")
+    monkeypatch.setenv(waits.WAITS, "nap")
     with pytest.raises(ConfigError, match="KVRECALL_WAITS is 'nap'; it must be sleep or spin"):
         waits.register()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from enum import Enum
+from typing import Any
 
 from kvrecall.attention.digest import DIGESTS, Layout
 from kvrecall.errors import ConfigError
@@ -28,50 +29,110 @@ class Regime(Enum):
     OFFLOAD = "sparse, middle blocks off the device"
 
 
+_BY_SHARE = "1 or more, or 0 for the number that suits the share"
+
+
+def _setting(
+    default: Any,
+    variable: str,
+    text: str,
+    allowed: str,
+    holds: Callable[[Any], bool] = lambda _: True,
+) -> Any:
+    """A field of ``RetrievalSettings``. ``variable``: its name without PREFIX; ``allowed``: what
+    ``holds`` requires of a value, in words."""
+    told = {"variable": variable, "text": text, "allowed": allowed, "holds": holds}
+    return field(default=default, metadata=told)
+
+
 @dataclass(frozen=True, slots=True)
 class RetrievalSettings:
-    """Lengths are tokens. The first five are openGauss RetrievalKV's, with its defaults.
+    """Each setting once: default, variable, text, what it may be. Lengths are tokens. The first
+    five are openGauss RetrievalKV's, with its defaults."""
 
-    ``topk_share``: share of the middle blocks selected, in (0, 1]. ``least_blocks``: minimum number
-    of selected blocks even if the share is less; 0: by the share. If there are no more blocks than
-    that, attention is dense.
-    ``digest``, ``digest_tokens``: kind of digest, and tokens per digest vector; 0: by the share.
-    ``dense_layers``: the number of first layers, which attend to all tokens.
-    ``gate``: attend densely where sparse attention is expected to be slower.
-    ``cache_share``: of an offloaded sequence, share of the middle blocks that the device keeps
-    beyond those selected in a step.
-    """
-
-    init_tokens: int = 1024
-    local_tokens: int = 7192
-    topk_share: float = 0.2
-    dense_boundary: int = 32 * 1024
-    offload_boundary: int = 64 * 1024
-    digest: str = "bounds"
-    digest_tokens: int = 0
-    dense_layers: int = 2
-    gate: bool = True
-    cache_share: float = 0.05
-    least_blocks: int = 0
+    init_tokens: int = _setting(
+        1024,
+        "INIT_TOKENS_NUM",
+        "first tokens of a sequence, to which every step attends",
+        "0 or more",
+        lambda tokens: tokens >= 0,
+    )
+    local_tokens: int = _setting(
+        7192,
+        "LOCAL_TOKENS_NUM",
+        "last tokens of a sequence, to which every step attends",
+        "1 or more",
+        lambda tokens: tokens >= 1,
+    )
+    topk_share: float = _setting(
+        0.2,
+        "TOPK_PERCENT",
+        "share of the middle blocks that a step selects",
+        "a share in (0, 1]; 0.2 selects a fifth of the middle blocks",
+        lambda share: 0 < share <= 1,
+    )
+    dense_boundary: int = _setting(
+        32 * 1024,
+        "DENSE_BOUNDARY",
+        "sequences shorter than this attend densely",
+        "0 or more",
+        lambda tokens: tokens >= 0,
+    )
+    offload_boundary: int = _setting(
+        64 * 1024,
+        "OFFLOAD_BOUNDARY",
+        "from this length on, the middle blocks of a sequence leave the device",
+        "at least DENSE_BOUNDARY",
+    )
+    digest: str = _setting(
+        "bounds",
+        "DIGEST",
+        "kind of digest that stands for a block's keys",
+        f"one of {', '.join(DIGESTS)}",
+        lambda name: name in DIGESTS,
+    )
+    digest_tokens: int = _setting(
+        0, "DIGEST_TOKENS", "tokens per digest vector", _BY_SHARE, lambda tokens: tokens >= 0
+    )
+    dense_layers: int = _setting(
+        2,
+        "DENSE_LAYERS",
+        "the first layers, which attend to everything",
+        "0 or more",
+        lambda layers: layers >= 0,
+    )
+    gate: bool = _setting(
+        True,
+        "GATE",
+        "attend densely where sparse attention is expected to be slower",
+        "1 or 0 (in JSON: true or false)",
+    )
+    cache_share: float = _setting(
+        0.05,
+        "CACHE_PERCENT",
+        "of an offloaded sequence, share of the middle blocks that the device keeps beyond those "
+        "selected in a step",
+        "a share in [0, 1]",
+        lambda share: 0 <= share <= 1,
+    )
+    least_blocks: int = _setting(
+        0,
+        "LEAST_BLOCKS",
+        "blocks that a step selects even where the share is less; a sequence that has no more of "
+        "them attends densely",
+        _BY_SHARE,
+        lambda blocks: blocks >= 0,
+    )
 
     def __post_init__(self) -> None:
         """Raises ConfigError naming the variable, its value and what is allowed."""
-        _require(self.init_tokens >= 0, "INIT_TOKENS_NUM", self.init_tokens, "0 or more")
-        _require(self.local_tokens >= 1, "LOCAL_TOKENS_NUM", self.local_tokens, "1 or more")
-        share = "a share in (0, 1]; 0.2 selects a fifth of the middle blocks"
-        _require(0 < self.topk_share <= 1, "TOPK_PERCENT", self.topk_share, share)
-        _require(self.dense_boundary >= 0, "DENSE_BOUNDARY", self.dense_boundary, "0 or more")
+        for one in fields(self):
+            value = getattr(self, one.name)
+            holds = one.metadata["holds"](value)
+            _require(holds, one.metadata["variable"], value, one.metadata["allowed"])
         ordered = self.offload_boundary >= self.dense_boundary
         least = f"at least DENSE_BOUNDARY ({self.dense_boundary})"
         _require(ordered, "OFFLOAD_BOUNDARY", self.offload_boundary, least)
-        _require(self.digest in DIGESTS, "DIGEST", self.digest, f"one of {', '.join(DIGESTS)}")
-        tokens = "1 or more, or 0 for the number that suits the share"
-        _require(self.digest_tokens >= 0, "DIGEST_TOKENS", self.digest_tokens, tokens)
-        _require(self.dense_layers >= 0, "DENSE_LAYERS", self.dense_layers, "0 or more")
-        beside = "a share in [0, 1]"
-        _require(0 <= self.cache_share <= 1, "CACHE_PERCENT", self.cache_share, beside)
-        blocks = "1 or more, or 0 for the number that suits the share"
-        _require(self.least_blocks >= 0, "LEAST_BLOCKS", self.least_blocks, blocks)
 
     @property
     def tokens_a_digest(self) -> int:
@@ -111,11 +172,11 @@ class RetrievalSettings:
         _require_known(raw, f"{source}.", str.lower)
         values: dict[str, object] = {}
         for name, value in raw.items():
-            field, kind = _VARIABLES[name.upper()]
+            own, kind = _VARIABLES[name.upper()]
             fits = isinstance(value, int | float) if kind is float else isinstance(value, kind)
             if not fits or (kind is not bool and isinstance(value, bool)):
                 raise ConfigError(f"{source}.{name} is {value!r}; it must be {_KINDS[kind]}")
-            values[field] = kind(value)  # type: ignore[call-overload,arg-type]
+            values[own] = kind(value)
         try:
             return cls(**values)  # type: ignore[arg-type]
         except ConfigError as error:
@@ -128,18 +189,8 @@ class RetrievalSettings:
         return Regime.SPARSE if tokens < self.offload_boundary else Regime.OFFLOAD
 
 
-_VARIABLES: Mapping[str, tuple[str, type[int] | type[float] | type[str] | type[bool]]] = {
-    "INIT_TOKENS_NUM": ("init_tokens", int),
-    "LOCAL_TOKENS_NUM": ("local_tokens", int),
-    "TOPK_PERCENT": ("topk_share", float),
-    "DENSE_BOUNDARY": ("dense_boundary", int),
-    "OFFLOAD_BOUNDARY": ("offload_boundary", int),
-    "DIGEST": ("digest", str),
-    "DIGEST_TOKENS": ("digest_tokens", int),
-    "DENSE_LAYERS": ("dense_layers", int),
-    "GATE": ("gate", bool),
-    "CACHE_PERCENT": ("cache_share", float),
-    "LEAST_BLOCKS": ("least_blocks", int),
+_VARIABLES: Mapping[str, tuple[str, type[Any]]] = {
+    one.metadata["variable"]: (one.name, type(one.default)) for one in fields(RetrievalSettings)
 }
 _KINDS = {int: "a whole number", float: "a number", str: "a word", bool: "true or false"}
 _FLAGS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
@@ -158,7 +209,7 @@ def _parsed(name: str, text: str) -> int | float | str | bool:
         _require(text.lower() in _FLAGS, name, text, "1 or 0")
         return _FLAGS[text.lower()]
     try:
-        return kind(text.strip())
+        return kind(text.strip())  # type: ignore[no-any-return]
     except ValueError:
         what = "a whole number of tokens" if kind is int else "a number"
         raise ConfigError(f"{PREFIX}{name} is {text!r}; it must be {what}") from None

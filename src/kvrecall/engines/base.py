@@ -17,7 +17,9 @@ REPORT = "kvrecall"
 """Key in ``kv_transfer_params`` of a reply: prompt tokens by source."""
 
 RECALL_HEADER = "x-kvrecall"
-"""Reply header with the same, for replies whose body has no field for it, and from the router."""
+"""Reply header: prompt tokens by source (``device=0;host=128;computed=16``), on
+whole replies in MindIE's and TGI's forms, whose body has no field for it. The router's has its two
+instances and their counts (``prefill=HOST:PORT;prefill.host=128;decode=HOST:PORT``)."""
 
 HANDOVER = "kvrecall_handover"
 """Key in ``kv_transfer_params``, of a prefill instance's reply and the decode instance's request:

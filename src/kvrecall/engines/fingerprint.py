@@ -20,6 +20,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from kvrecall.environment import CACHE_HOME
+
 logger = logging.getLogger("vllm.kvrecall")
 
 _WEIGHTS = frozenset(
@@ -270,5 +272,5 @@ def fingerprint_of(path: Path, code: bool = False, memory: Memory | None = None)
 
 def default_memory() -> Memory:
     """In the user's cache folder."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    root = os.environ.get(CACHE_HOME) or Path.home() / ".cache"
     return Memory(Path(root) / "kvrecall" / "fingerprints.json")

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrecall.config import DEFAULT_POLICY, format_count, format_size, parse_size
+from kvrecall.environment import CACHE_HOME, HUB_CACHE, HUB_HOME, OLD_HUB_CACHE
 from kvrecall.errors import ConfigError, errors_shown
 from kvrecall.plan.model import ModelShape, find_config, read_shape
 from kvrecall.plan.sizing import (
@@ -120,11 +121,11 @@ def plan(
 
 def _hub_cache() -> Path:
     """Where Hugging Face's libraries keep models."""
-    given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    given = os.environ.get(HUB_CACHE) or os.environ.get(OLD_HUB_CACHE)
     if given:
         return Path(given).expanduser()
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
+    cache = os.environ.get(CACHE_HOME) or "~/.cache"
+    home = os.environ.get(HUB_HOME) or os.path.join(cache, "huggingface")
     return Path(home).expanduser() / "hub"
 
 

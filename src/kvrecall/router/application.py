@@ -18,7 +18,8 @@ from kvrecall.server.replies import ReplyError, while_connected
 
 _MAX_BODY_BYTES = 40 << 20
 _ROUTES = ("/v1/completions", "/v1/chat/completions")
-_PASSED_ON = ("authorization", "x-request-id", "traceparent", "tracestate", "user-agent")
+PASSED_ON = ("authorization", "x-request-id", "traceparent", "tracestate", "user-agent")
+"""Headers of a request that the router hands to its instances."""
 
 
 def application(settings: RouterSettings) -> FastAPI:
@@ -98,7 +99,7 @@ def _allowed(request: Request, settings: RouterSettings) -> bool:
 
 
 def _passed_on(request: Request) -> dict[str, str]:
-    return {name: value for name, value in request.headers.items() if name in _PASSED_ON}
+    return {name: value for name, value in request.headers.items() if name in PASSED_ON}
 
 
 async def _json_body(request: Request) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from kvrecall.environment import API_KEY
 from kvrecall.errors import ConfigError, errors_shown
 
 app = typer.Typer(add_completion=False)
@@ -43,7 +44,7 @@ def route(
     ] = 1000,
     timeout: Annotated[float, typer.Option(help="Seconds without a byte of a reply.", min=1)] = 600,
     api_key: Annotated[
-        str | None, typer.Option(envvar="KVRECALL_API_KEY", help="Required of clients, passed on.")
+        str | None, typer.Option(envvar=API_KEY, help="Required of clients, passed on.")
     ] = None,
 ) -> None:
     """Send prompts to prefill instances and the continuations to decode instances.

@@ -16,8 +16,8 @@ _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 class RouterMetrics:
     """The router's counters and what the fleet is at the moment, in a registry of their own."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._registry = CollectorRegistry()
+    def __init__(self, fleet: Fleet, registry: CollectorRegistry | None = None) -> None:
+        self._registry = registry or CollectorRegistry()
         self.requests = self._counter("requests", "Requests by outcome.", "outcome")
         self.prefills = self._counter("prefills", "Prompts by what became of them.", "outcome")
         self.failures = self._counter(

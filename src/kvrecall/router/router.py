@@ -24,6 +24,9 @@ from kvrecall.router.upstream import Answer, InstanceFailedError, Stream, Upstre
 
 log = logging.getLogger("kvrecall.router")
 
+RETRY_HEADER = "retry-after"
+"""Reply header of the router with status 503: seconds until another try makes sense."""
+
 _PROBE_EVERY_S = 2.0
 
 SOURCES = ("device", "host", "disk", "remote", "unspecified", "computed")
@@ -136,7 +139,7 @@ def prompt_only(body: Mapping[str, Any]) -> dict[str, Any]:
 def error_response(status: int, message: str, kind: str = "router_error") -> Response:
     """An error in OpenAI's form."""
     body = {"error": {"message": message, "type": kind, "code": status}}
-    headers = {"retry-after": "1"} if status == 503 else {}
+    headers = {RETRY_HEADER: "1"} if status == 503 else {}
     return Response(json.dumps(body), status, headers, "application/json")
 
 

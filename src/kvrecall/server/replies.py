@@ -28,7 +28,7 @@ ERROR_TYPES = {
 }
 
 _GONE = "the client closed the connection"  # never sent
-_STATUS = {
+STATUS = {
     Fault.INPUT: 422,
     Fault.UNKNOWN: 404,
     Fault.BUSY: 503,
@@ -46,7 +46,7 @@ class ReplyError(HTTPException):
 
     @classmethod
     def of(cls, error: GenerateError) -> ReplyError:
-        return cls(_STATUS[error.fault], str(error))
+        return cls(STATUS[error.fault], str(error))
 
     def body(self) -> dict[str, str]:
         """MindIE's error object. What a client sent may be in the message, lone surrogates too."""

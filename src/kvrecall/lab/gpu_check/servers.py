@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrecall.attention.settings import PREFIX
-from kvrecall.engines.vllm.attention.plugin import SWITCH
+from kvrecall.environment import PLUGINS, RETRIEVAL
 from kvrecall.lab.bench import concurrency
 from kvrecall.lab.bench.concurrency import Load
 from kvrecall.lab.bench.model import BLOCK, Texts
@@ -347,7 +347,7 @@ def _environment(ours: Mapping[str, str]) -> dict[str, str]:
     theirs = {
         name: text
         for name, text in server_environment().items()
-        if not name.startswith(PREFIX) and name not in (SWITCH, "VLLM_PLUGINS")
+        if not name.startswith(PREFIX) and name not in (RETRIEVAL, PLUGINS)
     }
     return {**theirs, **_EXACT, **ours}
 

@@ -31,41 +31,41 @@ _PAGE = 1000  # objects a listing gives in one round trip
 _LARGE_FOR_S = 300.0  # how long a folder that was too large to list is taken for large
 
 
-class _Options(BaseModel):
+class Options(BaseModel):
     """Options of ``{"kind": "objects", "url": ...}``."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, use_attribute_docstrings=True)
 
     url: str = Field(min_length=1)
     """s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, file:///directory (made if
     need be, the owner's alone), memory:///"""
     endpoint: str | None = None
-    """Of an S3-compatible server, https://host:port."""
+    """Address of an S3-compatible server, https://host:port."""
     region: str | None = None
-    """Of the bucket; stores that have none take any."""
+    """Region of the bucket; stores without regions take any."""
     concurrency: int | None = Field(None, ge=1, le=512)
-    """Requests under way at once, default 64 (a directory: 8)."""
+    """Requests under way at once; by default 64, in a directory 8."""
     timeout: float = Field(4.0, ge=0.05, le=600)
     """Seconds for one request."""
     retries: int = Field(2, ge=0, le=20)
-    """Of a request that failed."""
+    """How often a failed request is repeated."""
     allow_plaintext: bool = False
-    """Also http:// to another machine."""
+    """Allows http:// to another machine."""
     options: dict[str, str] = {}
     """What else the service needs, by obstore's names (docs/object-store.md); keys and tokens are
     better left to the environment or the machine's role."""
 
 
-def _read(raw: Mapping[str, object]) -> _Options:
+def _read(raw: Mapping[str, object]) -> Options:
     """Raises ConfigError. ``options`` may hold secrets: errors show their names only."""
-    known = _Options.model_fields
+    known = Options.model_fields
     for name in raw:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
             raise ConfigError(f"remote: unknown option {name!r}; {hint}")
     try:
-        return _Options.model_validate(dict(raw))
+        return Options.model_validate(dict(raw))
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
         name = str(detail["loc"][0])

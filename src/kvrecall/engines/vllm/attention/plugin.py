@@ -12,11 +12,10 @@ from typing import Any
 
 from kvrecall.attention.settings import PREFIX, RetrievalSettings
 from kvrecall.engines.vllm.compat.plugins import name_plugins
+from kvrecall.environment import PLUGINS, RETRIEVAL
 from kvrecall.errors import ConfigError, EngineError
 
 NAME = "retrieval"
-SWITCH = "KVRECALL_RETRIEVAL"
-"""Set to 1 by ``kvrecall serve --retrieval``, for the engine's processes."""
 
 
 def register() -> None:
@@ -38,13 +37,13 @@ def register() -> None:
 
 def is_requested(environ: Mapping[str, str]) -> bool:
     """Whether retrieval attention is to be on."""
-    named = NAME in [name.strip() for name in environ.get("VLLM_PLUGINS", "").split(",")]
-    return named or environ.get(SWITCH) == "1"
+    named = NAME in [name.strip() for name in environ.get(PLUGINS, "").split(",")]
+    return named or environ.get(RETRIEVAL) == "1"
 
 
 def ask(environ: MutableMapping[str, str]) -> None:
     """Asks for retrieval attention in processes yet to be started with this environment."""
-    environ[SWITCH] = "1"
+    environ[RETRIEVAL] = "1"
     name_plugins(environ, [NAME])
 
 

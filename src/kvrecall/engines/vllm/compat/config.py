@@ -13,6 +13,7 @@ import torch
 import vllm
 from vllm.v1.core import kv_cache_utils
 
+from kvrecall.environment import HASH_SEED
 from kvrecall.errors import EngineError
 
 
@@ -140,12 +141,12 @@ def root_seed() -> str:
     get_seed = getattr(kv_cache_utils, "get_none_hash_seed", None)
     if get_seed is not None:
         return str(get_seed())
-    return os.environ.get("PYTHONHASHSEED", "unset")
+    return os.environ.get(HASH_SEED, "unset")
 
 
 def root_seed_is_random(hash_algo: str) -> bool:
     """Whether every process starts its hashes elsewhere, so that no restart can ever hit."""
-    return hash_algo.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ
+    return hash_algo.startswith("xxhash") and HASH_SEED not in os.environ
 
 
 def loads_are_ordered(vllm_config: Any) -> bool:

@@ -2,18 +2,15 @@
 
 No other package of kvrecall assigns an attribute of vLLM's (tests/engine/test_compat.py), and this
 package does it only in ``install``, for a patch that the table below names.
-``python -m kvrecall.engines.vllm.compat.patches docs/compat.md`` writes the table into the docs.
+docs/compat.md has the table, written by ``python -m kvrecall.lab.reference``.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-from kvrecall.engines.vllm import generated_page
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +188,3 @@ def as_markdown() -> str:
     lines += ["", "| Extension point of vLLM | Use |", "|---|---|"]
     lines += [f"| {door} | {what} |" for door, what in REGISTRATIONS.items()]
     return "\n".join(lines) + "\n"
-
-
-BEGIN = generated_page.begin_of("kvrecall.engines.vllm.compat.patches")
-
-
-if __name__ == "__main__":
-    generated_page.write(sys.argv[1:], BEGIN, as_markdown())

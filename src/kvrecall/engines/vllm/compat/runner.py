@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvrecall.engines.vllm.compat.patches import install
-
-SEEDS = "KVRECALL_SEEDS"
-"""``1``: seeds also work in engines without kvrecall's connector."""
+from kvrecall.environment import SEEDS
 
 
 def hand_orders_first(vllm_config: Any) -> None:

@@ -14,10 +14,8 @@ import time
 from collections.abc import Mapping, MutableMapping
 
 from kvrecall.engines.vllm.compat import patches
+from kvrecall.environment import WAITS
 from kvrecall.errors import ConfigError
-
-SWITCH = "KVRECALL_WAITS"
-"""``sleep``: also in engines without kvrecall's connector; ``spin``: in none, as vLLM does."""
 
 _SLEEP_S = 1e-6
 
@@ -36,13 +34,13 @@ def install() -> None:
 
 def ask(environ: MutableMapping[str, str]) -> None:
     """Enables sleeping in processes started later, unless configured otherwise."""
-    environ.setdefault(SWITCH, "sleep")
+    environ.setdefault(WAITS, "sleep")
 
 
 def _choice(environ: Mapping[str, str]) -> str:
-    choice = environ.get(SWITCH, "")
+    choice = environ.get(WAITS, "")
     if choice not in ("", "sleep", "spin"):
-        raise ConfigError(f"{SWITCH} is {choice!r}; it must be sleep or spin")
+        raise ConfigError(f"{WAITS} is {choice!r}; it must be sleep or spin")
     return choice
 
 

@@ -4,8 +4,7 @@ The tables are in fields.toml. The namespace contains the value of every setting
 ``Fate.IN_NAMESPACE`` there. A setting that the tables do not know, because a newer vLLM added
 it, is treated likewise: an upgrade may cost hits, but never causes wrong ones.
 tests/engine/test_fields.py fails for a setting of the installed vLLM without a decision.
-``python -m kvrecall.engines.vllm.identity.fields docs/identity.md`` writes the
-tables into the docs.
+docs/identity.md has the tables, written by ``python -m kvrecall.lab.reference``.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import enum
 import hashlib
 import json
 import os
-import sys
 import tomllib
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -26,8 +24,8 @@ from typing import Any
 import torch
 import vllm.envs as envs
 
-from kvrecall.engines.vllm import generated_page
 from kvrecall.engines.vllm.identity.weights import draft_model
+from kvrecall.environment import TUNED_CONFIGS
 
 
 class Fate(enum.Enum):
@@ -267,9 +265,7 @@ _TAKEN_AS: Mapping[str, Callable[[Any, Any], Any]] = {
     "CacheConfig.kv_cache_dtype_skip_layers": _sorted,
     "CompilationConfig.inductor_compile_config": _without_checks,
     "LoadConfig.model_loader_extra_config": lambda value, root: dict(value).get("pattern"),
-    "LoRAConfig.max_loras": lambda value, root: (
-        value if "VLLM_TUNED_CONFIG_FOLDER" in os.environ else None
-    ),
+    "LoRAConfig.max_loras": lambda value, root: value if TUNED_CONFIGS in os.environ else None,
     "LoRAConfig.target_modules": _sorted,
     "MultiModalConfig.limit_per_prompt": lambda value, root: sorted(
         name for name, options in value.items() if options.count == 0
@@ -318,7 +314,7 @@ def _unknown(getters: Mapping[str, Callable[[], Any]]) -> list[str]:
 
 def _read(name: str, getter: Callable[[], Any]) -> tuple[str, str]:
     """A variable's value and its value where nothing is set, both as canonical text."""
-    take = _content if name == "VLLM_TUNED_CONFIG_FOLDER" else _as_it_is
+    take = _content if name == TUNED_CONFIGS else _as_it_is
     try:
         return canonical(take(getter(), None)), canonical(
             take(_where_nothing_is_set(getter)(), None)
@@ -407,10 +403,3 @@ def as_markdown() -> str:
 
 def _code(names: Sequence[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
-
-
-BEGIN = generated_page.begin_of("kvrecall.engines.vllm.identity.fields")
-
-
-if __name__ == "__main__":
-    generated_page.write(sys.argv[1:], BEGIN, as_markdown())

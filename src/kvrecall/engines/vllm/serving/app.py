@@ -56,6 +56,7 @@ from kvrecall.engines.vllm.compat.serving import end_engine_cores_with_parent, h
 from kvrecall.engines.vllm.serving.engine import VllmEngine
 from kvrecall.engines.vllm.serving.openai_handlers import RecallChat, RecallCompletion
 from kvrecall.engines.vllm.serving.served_llm import ServedLLM
+from kvrecall.environment import CPU_KV_SPACE, CPU_RESERVED, NO_COMPILING
 from kvrecall.errors import ConfigError, EngineError
 from kvrecall.pool.service.child import ChildService
 
@@ -182,7 +183,7 @@ def platform_defaults(spec: ServeSpec) -> dict[str, object]:
     defaults: dict[str, object] = {"enforce-eager": True}
     words = (word.replace("_", "-") for word in spec.extra_args)
     by_share = any(word.startswith("--gpu-memory-utilization") for word in words)
-    if not (by_share or os.environ.get("VLLM_CPU_KVCACHE_SPACE")):
+    if not (by_share or os.environ.get(CPU_KV_SPACE)):
         available = psutil.virtual_memory().available
         defaults["kv-cache-memory-bytes"] = min(_MAX_DEFAULT_CPU_KV, available // 4)
     return defaults
@@ -196,8 +197,8 @@ def _cpu_environment(ranks: int) -> None:
     if not current_platform.is_cpu():
         return
     if shutil.which("g++") is None:
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", str(ranks))
+        os.environ.setdefault(NO_COMPILING, "1")
+    os.environ.setdefault(CPU_RESERVED, str(ranks))
     ask_for_seeds(os.environ)
     waits.ask(os.environ)
 

@@ -11,9 +11,35 @@ from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import read_json
 from kvrecall.pool.remote.backends import is_loopback
 
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """``text``: what it does; ``shown``: its default, in words."""
+
+    text: str
+    shown: str = ""
+
+
 _REQUIRED = ("local_hostname", "metadata_server", "master_server_address")
 _SIZES = {"global_segment_size": 3355443200, "local_buffer_size": 64 << 20}
 _TEXTS = ("protocol", "device_name")
+OPTIONS = {
+    "config": Option("path of a mooncake.json; the settings beside it win over what it holds"),
+    "allow_plaintext": Option(
+        "accept addresses beyond loopback, to which Mooncake sends blocks in the clear", "false"
+    ),
+    "local_hostname": Option("address at which Mooncake reaches this host", "required"),
+    "metadata_server": Option("Mooncake's metadata service, `P2PHANDSHAKE` for none", "required"),
+    "master_server_address": Option("HOST:PORT of Mooncake's master", "required"),
+    "protocol": Option("`tcp`, `rdma` or another of Mooncake's", "tcp"),
+    "device_name": Option("RDMA devices, comma-separated"),
+    "global_segment_size": Option(
+        "memory this host lends to the cluster, bytes or a size (units are powers of 1024)",
+        "3355443200",
+    ),
+    "local_buffer_size": Option("memory of Mooncake's own transfers, alike", "67108864"),
+}
+"""What kvrecall knows of mooncake.json, and its own two."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.IGNORECASE)
 _SET_UP_AS = {"device_name": "rdma_devices", "master_server_address": "master_server_addr"}
 

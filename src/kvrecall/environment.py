@@ -1,0 +1,132 @@
+"""Every environment variable that kvrecall reads, or sets for an engine, each declared once.
+
+Those of retrieval attention (``VLLM_RETRIEVAL_*``) are declared with its settings
+(``attention/settings.py``), those for Mooncake's client beside it
+(``pool/remote/mooncake/store.py``).
+"""
+
+from __future__ import annotations
+
+
+class Variable(str):
+    """A variable's name. ``text``: what it does; ``values``: what it may be; ``unset``: what holds
+    without it."""
+
+    text: str
+    values: str
+    unset: str
+
+    def __new__(cls, name: str, text: str, values: str, unset: str) -> Variable:
+        self = super().__new__(cls, name)
+        self.text, self.values, self.unset = text, values, unset
+        return self
+
+
+API_KEY = Variable(
+    "KVRECALL_API_KEY",
+    "API key that `kvrecall router` requires of clients and passes on; as `--api-key`",
+    "any text",
+    "no key is required",
+)
+RETRIEVAL = Variable(
+    "KVRECALL_RETRIEVAL",
+    "turns retrieval attention on in an engine's processes; `kvrecall serve --retrieval` sets it",
+    "`1`",
+    "off, unless `VLLM_PLUGINS` names `retrieval`",
+)
+WAITS = Variable(
+    "KVRECALL_WAITS",
+    "how vLLM's processes wait for each other on a CPU. `sleep`: a microsecond at a time, also in "
+    "engines without this connector; `spin`: as vLLM does, in every engine",
+    "`sleep`, `spin`",
+    "engines with the connector sleep",
+)
+SEEDS = Variable(
+    "KVRECALL_SEEDS",
+    "also in engines without the connector, requests with a `seed` on a CPU outlive a prefill of "
+    "several steps, which ends vLLM 0.32; `kvrecall serve` sets it",
+    "`1`",
+    "engines with the connector only",
+)
+PLUGINS = Variable(
+    "VLLM_PLUGINS",
+    "vLLM's list of plug-ins, comma-separated. `retrieval` in it turns retrieval attention on; "
+    "kvrecall's others must be named too, which `kvrecall serve` does",
+    "names",
+    "vLLM loads all plug-ins",
+)
+CPU_KV_SPACE = Variable(
+    "VLLM_CPU_KVCACHE_SPACE",
+    "vLLM's device cache on a CPU, GiB; with it `kvrecall serve` sets no size of its own",
+    "whole number",
+    "a quarter of the free memory, at most 4 GiB",
+)
+CPU_RESERVED = Variable(
+    "VLLM_CPU_NUM_OF_RESERVED_CPU",
+    "cores that vLLM leaves to its engine process on a CPU; `kvrecall serve` sets it",
+    "whole number",
+    "one for each worker",
+)
+NO_COMPILING = Variable(
+    "TORCHDYNAMO_DISABLE",
+    "turns PyTorch's compiler off; `kvrecall serve` sets it on a CPU without `g++`, which vLLM's "
+    "sampling functions would need",
+    "`1`",
+    "PyTorch compiles",
+)
+HASH_SEED = Variable(
+    "PYTHONHASHSEED",
+    "root of vLLM's block hashes with the `xxhash` algorithms: engines that share blocks, and an "
+    "engine that finds its own after a restart, need the same",
+    "whole number",
+    "random with these algorithms; a warning at the start says so",
+)
+CACHE_HOME = Variable(
+    "XDG_CACHE_HOME",
+    "folder in which `kvrecall/fingerprints.json` keeps fingerprints of weights",
+    "path",
+    "`~/.cache`",
+)
+HUB_CACHE = Variable(
+    "HF_HUB_CACHE",
+    "folder of models from the Hugging Face hub, where `kvrecall plan` looks for a hub id",
+    "path",
+    "`HUGGINGFACE_HUB_CACHE`, else `hub` in `HF_HOME`",
+)
+OLD_HUB_CACHE = Variable(
+    "HUGGINGFACE_HUB_CACHE", "older name of `HF_HUB_CACHE`", "path", "`hub` in `HF_HOME`"
+)
+HUB_HOME = Variable(
+    "HF_HOME",
+    "folder of Hugging Face's libraries",
+    "path",
+    "`huggingface` in `XDG_CACHE_HOME`",
+)
+TUNED_CONFIGS = Variable(
+    "VLLM_TUNED_CONFIG_FOLDER",
+    "vLLM's folder of tuned kernels; what lies in it is part of a block's namespace",
+    "path",
+    "none",
+)
+SETUP_EXTRA = Variable(
+    "KVRECALL_EXTRA",
+    "which vLLM `scripts/setup` installs",
+    "`cpu`, `cuda`",
+    "what the machine has",
+)
+SETUP_PYTHON = Variable(
+    "PYTHON",
+    "interpreter for `scripts/setup`",
+    "path",
+    "the first of `python3`, `python3.11` to 3.14",
+)
+TEST_PACKAGES = Variable(
+    "KVRECALL_PACKAGES",
+    "`required`: tests that lack a package fail in place of being skipped, as in CI",
+    "`required`",
+    "they are skipped",
+)
+
+VARIABLES: tuple[Variable, ...] = tuple(
+    value for value in list(globals().values()) if isinstance(value, Variable)
+)
