@@ -20,7 +20,7 @@ from types import FrameType
 
 import typer
 
-from kvrecall.errors import KvrecallError
+from kvrecall.errors import KvrecallError, status_of
 from kvrecall.lab.progress import ProgressLines
 
 _OURS = (
@@ -84,7 +84,7 @@ def command_folder(
         raise
     except KvrecallError as error:
         progress(f"failed: {error}")
-        raise typer.Exit(1) from error
+        raise typer.Exit(status_of(error)) from error
     except KeyboardInterrupt:
         progress("stopped")
         failed = False
