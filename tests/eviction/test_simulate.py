@@ -266,7 +266,7 @@ def test_empty_or_binary(tmp_path: Path, content: bytes) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (gzip.compress(b"{}"), "is compressed; unpack it first, with gunzip"),
+        (gzip.compress(b"{}", mtime=0), "is compressed; unpack it first, with gunzip"),
         (b"PK\x03\x04...", "is compressed; unpack it first, with unzip"),
         (b"\x89PNG\r\n", "is no text"),
         (b"", "holds no blocks"),
