@@ -24,7 +24,7 @@ from kvrecall.lab.engines.server import is_healthy
 from kvrecall.lab.processes import command_folder
 from kvrecall.lab.progress import ProgressLines
 
-SHOT = Path("docs/images/dashboard.png")
+SHOT = Path("dashboard.png")
 REPOSITORY = Path(__file__).resolve().parents[4]
 TRAINED = REPOSITORY / "models" / "recall-tiny"
 """The example model; it is no part of the wheel."""
