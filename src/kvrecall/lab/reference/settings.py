@@ -48,7 +48,7 @@ _OWNERS = {
         "Valid with `backend` `service` only. `kvrecall pool serve` itself takes `socket`.",
     ),
 }
-_TITLES = ("setting", "type", "meaning", "allowed", "default", "also an option of")
+_TITLES = ("setting", "value", "meaning", "default", "also an option of")
 
 
 def page() -> str:
@@ -59,9 +59,8 @@ def page() -> str:
         rows = [
             (
                 code(key),
-                kind_of(key) or type_of(hints[key]),
+                _value(kind_of(key) or type_of(hints[key]), bounds_of(declared.metadata)),
                 sentence(declared.description or ""),
-                bounds_of(declared.metadata),
                 shown_default(key),
                 ", ".join(code(name) for name in options.get(key, ())),
             )
@@ -101,10 +100,9 @@ def _objects() -> str:
     rows = [
         (
             code(name),
-            type_of(hints[name]),
+            _value(type_of(hints[name]), bounds_of(declared.metadata)),
             sentence(plain(declared.description or "")),
-            bounds_of(declared.metadata),
-            "required" if declared.is_required() else _value(declared.default),
+            "required" if declared.is_required() else _shown(declared.default),
         )
         for name, declared in Options.model_fields.items()
     ]
@@ -131,7 +129,7 @@ def _retrieval() -> str:
             code(PREFIX + one.metadata["variable"]),
             sentence(one.metadata["text"]),
             one.metadata["allowed"],
-            _value(one.default),
+            _shown(one.default),
         )
         for one in fields(RetrievalSettings)
     ]
@@ -143,7 +141,11 @@ def _retrieval() -> str:
     )
 
 
-def _value(value: object) -> str:
+def _value(kind: str, bounds: str) -> str:
+    return f"{kind}, {bounds}" if bounds else kind
+
+
+def _shown(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return "" if value is None or value == {} else f"{value}"
