@@ -110,6 +110,8 @@ ONE_LINE: list[tuple[str, int, str]] = [
     ("serve model --no-pool --host-size 8GiB", 2, "--host-size and --no-pool contradict"),
     ("serve model --pool-service --host-size 8GiB", 2, "--host-size is '8GiB'; it has no effect"),
     ("serve ''", 2, "MODEL is ''"),
+    ("serve model other", 2, "'other' is too much: one MODEL"),
+    ("serve model --host ''", 2, "'' is no address of this machine"),
     ("serve model --port 80", 2, "port 80 needs more rights"),
     ("serve model --port {taken}", 2, "is in use; stop its server or choose another"),
     ("serve model --host 192.0.2.1", 2, "no address of this machine"),

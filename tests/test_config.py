@@ -18,7 +18,7 @@ from kvrecall.errors import ConfigError
 @pytest.mark.parametrize(
     ("text", "nbytes"),
     [
-        (1 << 20, 1 << 20),
+        (65536, 65536),
         ("1048576", 1 << 20),
         (0, 0),
         ("8B", 8),

@@ -28,6 +28,7 @@ DEFAULT_POLICY = "hazard"  # of eviction
 DEFAULT_AUDIT_EVERY = 4096  # hits
 _UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _LEAST_BARE = 1 << 20  # bytes that a size without a unit must have at least
+_LEAST_NUMBER = 64 << 10  # the same of a number in JSON, which a program may have computed
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)\s*", re.IGNORECASE)
 
 
@@ -44,7 +45,8 @@ def parse_size(value: str | int | float, name: str, least_bare: int = _LEAST_BAR
     number, unit, binary, byte = match.groups()
     power = "bkmgt".index(unit.lower() or "b")
     nbytes = int(float(number) * (1024**power if binary else _UNITS[unit.lower()]))
-    if 0 < nbytes < least_bare and not (unit or byte):
+    least = least_bare if isinstance(value, str) else min(least_bare, _LEAST_NUMBER)
+    if 0 < nbytes < least and not (unit or byte):
         meant = f"{number}GiB" if nbytes < 1024 else f"{number}KiB"
         raise ConfigError(
             f"{name}: {value!r} has no unit, which makes it {nbytes} bytes; write {meant}, or "

@@ -107,7 +107,7 @@ def test_serve_reads_pool_json(tmp_path: Path) -> None:
         text=True,
     )
     assert process.stdout is not None
-    assert "host 16.0 MiB, disk none" in process.stdout.readline()
+    assert "host 16 MiB, disk none" in process.stdout.readline()
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
 

@@ -123,7 +123,7 @@ def serve(
     with errors_shown():
         from kvrecall.server import launch  # imports the pool
 
-        _refuse_odd(model, recall, pool)
+        _refuse_odd(model, words, recall, pool)
         if config is None:
             plan = launch.plan_model(spec, pool_config, allow_plaintext)
             if not spec.model:
@@ -138,8 +138,12 @@ def serve(
         raise typer.Exit(launch.run(plan))
 
 
-def _refuse_odd(model: str | None, recall: Mapping[str, object], pool: bool) -> None:
+def _refuse_odd(
+    model: str | None, words: tuple[str, ...], recall: Mapping[str, object], pool: bool
+) -> None:
     """Raises ConfigError for what can only be a mistake."""
+    if words and not words[0].startswith("-"):
+        raise ConfigError(f"{words[0]!r} is too much: one MODEL, then -- and options of vLLM")
     if model is not None and not model.strip():
         raise ConfigError(f"MODEL is {model!r}; name a model folder or a hub id")
     if recall and not pool:

@@ -46,7 +46,7 @@ def check_port(host: str, port: int) -> None:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
-        raise ConfigError(f"{host} is no address of this machine: {error}") from error
+        raise ConfigError(f"{host or repr(host)} is no address of this machine: {error}") from error
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -19,8 +19,8 @@ from kvrecall.lab.reference.markdown import code, sentence, table
 _HEAD = """# Commands
 
 `kvrecall COMMAND --help` prints the same, with the defaults on your machine. Sizes are `8GiB`
-(powers of 1024), `8GB` (of 1000) or bytes; ages are `90m`, `12h`, `7d`. All commands end with the
-same [exit codes](exit-codes.md).
+(powers of 1024), `8GB` (of 1000) or bytes, with a unit below 1 MiB; ages are `90m`, `12h`, `7d`.
+All commands end with the same [exit codes](exit-codes.md).
 """
 _DEFAULT = re.compile(r" ?(?:Default: (?=.*\.$)|\[(?=.*\]$))(.+?)[.\]]$")
 """A default in the text of an option: what holds if it is not given."""
