@@ -96,7 +96,9 @@ function marksOf(samples) {
   let length = state.latest.every_s;
   while (length * POINTS < samples.at(-1).at - samples[0].at) length *= 2;
   const of = (sample) => Math.floor(sample.at / length);
-  return samples.filter((sample, i) => i + 1 === samples.length || of(sample) !== of(samples[i + 1]));
+  const marks = samples.filter((sample, i) => i + 1 === samples.length || of(sample) !== of(samples[i + 1]));
+  if (marks.length > 2 && marks.at(-1).at - marks.at(-2).at < length / 2) marks.pop(); // just begun
+  return marks;
 }
 
 // Of each interval between marks what `read` of a sample grew by, a second.
