@@ -74,7 +74,7 @@ def doctor(
 def examine(
     subject: Subject, progress: Callable[[str], None] = lambda _: None
 ) -> Iterator[Finding]:
-    """All checks, the quick ones first; ``progress`` is told what takes longer."""
+    """All checks, the quick ones first; ``progress`` receives what takes longer."""
     yield from check_packages(serves=subject.model is not None)
     yield from check_machine()
     settings, found = read_settings(subject.pool_config, dict(subject.options))

@@ -28,9 +28,9 @@ _HEAD = """# Settings
 The settings of a pool stand in vLLM's `kv_connector_extra_config`, in a pool.json (`kvrecall serve
 --pool-config`, `kvrecall pool serve --config`, `configPath` of MindIE's kvPoolConfig) and, where
 the last column names commands, in an option of these: `disk_path` is `--disk-path`. Sizes are
-`8GiB` (powers of 1024), `8GB` (of 1000) or bytes, `8B` below 1 MiB; ages are seconds or `90m`,
-`12h`, `7d`. A setting that is unknown or out of range is an error with its place, its value and
-what is allowed.
+`8GiB` (powers of 1024), `8GB` (of 1000) or bytes: on a command line a size below 1 MiB, and in JSON
+a number below 64 KiB, needs its unit (`8B`). Ages are seconds or `90m`, `12h`, `7d`. A setting that
+is unknown or out of range is an error with its place, its value and what is allowed.
 """
 _OWNERS = {
     Owner.POOL: (

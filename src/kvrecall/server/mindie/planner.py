@@ -150,7 +150,7 @@ class _Planner:
             )
 
     def _joins_hosts(self) -> bool:
-        """Whether vLLM is told of other hosts."""
+        """Whether vLLM knows of other hosts."""
         return any(x == "nnodes" or x.startswith("data-parallel-") for x, _ in self._told)
 
     def _tell_wins(self, options: Mapping[str, object]) -> None:
