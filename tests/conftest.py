@@ -62,13 +62,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """With KVRECALL_PACKAGES=required, as in CI, a test that is skipped for lack of a package
-    fails the run."""
+    """With KVRECALL_PACKAGES=required, as in CI, a test that is skipped for lack of a package or
+    program fails the run."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if os.environ.get("KVRECALL_PACKAGES") != "required" or reporter is None:
         return
     reasons = {str(report.longrepr) for report in reporter.stats.get("skipped", [])}
-    missing = sorted(reason for reason in reasons if "could not import" in reason)
+    lacks = ("could not import", "scripts/setup brings it")
+    missing = sorted(reason for reason in reasons if any(lack in reason for lack in lacks))
     if missing:
-        reporter.write_line("packages are missing:\n" + "\n".join(missing), red=True)
+        reporter.write_line("packages or programs are missing:\n" + "\n".join(missing), red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -171,6 +171,32 @@ def test_two_at_once_wait_for_each_other(machine: Machine) -> None:
     assert found.count("dev") == 1
 
 
+@pytest.mark.skipif(
+    shutil.which("promtool") is not None or shutil.which("dpkg-deb") is None,
+    reason="promtool is on the PATH, or this is no Debian",
+)
+def test_promtool_is_taken_out_of_its_package(machine: Machine, tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    for name in ("DEBIAN/control", "usr/bin/prometheus", "usr/bin/promtool"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text("#!/bin/sh\necho rules\n")
+        (package / name).chmod(0o755)
+    (package / "DEBIAN/control").write_text(
+        "Package: prometheus\nVersion: 1\nArchitecture: all\nMaintainer: us\nDescription: this\n"
+    )
+    built = tmp_path / "prometheus_1_all.deb"
+    subprocess.run(["dpkg-deb", "-b", package, built], check=True, capture_output=True)
+    asked = tmp_path / "asked"
+    (tmp_path / "apt-get").write_text(
+        f'#!/bin/sh\necho "$*" >>{asked}\n[ "$*" != "download prometheus" ] || cp {built} .\n'
+    )
+    machine.set_up()
+    folder = machine.root / ".venv" / "peers" / "prometheus"
+    assert subprocess.check_output([folder / "promtool"], text=True) == "rules\n"
+    assert [path.name for path in folder.iterdir()] == ["promtool"]
+    assert asked.read_text() == "download prometheus\n", "nothing is installed"
+
+
 def test_an_unknown_step_is_named(machine: Machine) -> None:
     process = machine.start("everything")
     _, said = process.communicate(timeout=60)

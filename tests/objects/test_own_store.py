@@ -23,7 +23,7 @@ from tests.objects.redis import PASSWORD, redis_program, redis_server
 EXAMPLES = Path(__file__).parents[2] / "examples"
 KIND = "own_store:RedisStore"
 
-pytestmark = pytest.mark.skipif(redis_program() is None, reason="no Redis (apt: redis-tools)")
+pytestmark = pytest.mark.skipif(redis_program() is None, reason="no Redis; scripts/setup brings it")
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ def browsing() -> Iterator[Any]:
     """The browser, closed on leaving. Skips where there is none."""
     playwright = pytest.importorskip("playwright.sync_api")
     if not Path(CHROMIUM).exists():
-        pytest.skip(f"no browser at {CHROMIUM}")
+        pytest.skip(f"no browser at {CHROMIUM}; scripts/setup brings it")
     with playwright.sync_playwright() as running:
         chromium = running.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield chromium
