@@ -11,7 +11,7 @@ from support.stores import SHARED, MemoryStore
 from kvrecall.block import BlockKey, TierName
 from kvrecall.config import PoolConfig, RecallSettings
 from kvrecall.errors import ConfigError
-from kvrecall.pool.base import Found, RecallState
+from kvrecall.pool.base import Found, Located, RecallState
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.remote.tier import name_of
 from kvrecall.pool.service.client import ServiceClient
@@ -92,6 +92,25 @@ def test_another_pool_recalls_what_one_saved(open_pool: OpenPool, store: MemoryS
     assert recall(other, keys) == (TierName.HOST,) * 20
     host, remote = other.stats().tiers
     assert (host.name, remote.name, remote.reads) == ("host", "remote", 20)
+
+
+def test_locates_single_blocks_in_the_store(open_pool: OpenPool, store: MemoryStore) -> None:
+    keys = chain(NAMESPACE, 12)
+    save(open_pool(), keys[1::2])
+    other = open_pool()
+    save(other, keys[:1])
+    host, remote = TierName.HOST, TierName.REMOTE
+    store.calls.clear()
+    store.gate.clear()
+    assert other.locate(keys) == Located((host,) + (None,) * 11, pending=True)
+    assert other.locate(keys).pending, "while the store has not answered"
+    assert other.stats().lookups == 0
+    store.gate.set()
+    wait_until(lambda: not other.locate(keys).pending)
+    assert other.stats().hits == 7
+    assert other.locate(keys[:4]).tiers == (host, remote, None, remote)
+    assert store.calls == [("exists", 11)]
+    assert recall(other, keys[3:4]) == (remote,)
 
 
 def test_host_disk_and_remote_make_one_prefix(

@@ -117,6 +117,20 @@ def test_asking_does_not_wait_and_asks_once(host: Host, store: MemoryStore) -> N
     assert store.calls == [("exists", 10)]
 
 
+def test_asks_for_each_key_that_is_not_known(host: Host, other: Host, store: MemoryStore) -> None:
+    keys = chain(NAMESPACE, 12)
+    host.bench.put(keys[::3])
+    other.ask(keys[:4])
+    store.calls.clear()
+    store.gate.clear()
+    assert not any(other.tier.ask(keys, every=True) for _ in range(20))
+    assert other.tier.ask(keys), "the first is known"
+    store.gate.set()
+    wait_until(lambda: other.tier.ask(keys, every=True))
+    assert [other.tier.contains(key) for key in keys] == [True, False, False] * 4
+    assert store.calls == [("exists", 8)], "asked once, and not for what was known"
+
+
 @pytest.mark.parametrize("spoil", ["byte", "header", "other"])
 def test_a_value_that_is_not_the_block_is_a_miss_and_goes(
     host: Host, other: Host, store: MemoryStore, spoil: str

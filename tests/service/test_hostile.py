@@ -106,7 +106,7 @@ VALUES = st.recursive(
     ),
     max_leaves=12,
 )
-TAGS = st.sampled_from([*range(1, 17), *range(32, 36), *range(64, 70)])
+TAGS = st.sampled_from([*range(1, 18), *range(32, 36), *range(64, 74)])
 KEY_LISTS = st.lists(st.sampled_from(KEYS) | st.binary(max_size=100), max_size=6)
 BODIES = st.one_of(
     st.binary(min_size=1, max_size=300),
@@ -302,6 +302,7 @@ OUT_OF_ORDER = [
     (p.Acquire(7, KEYS, 0.0, KEYS[0], SHARED), p.Release(7), p.Poll(1, 7)),
     (p.Settle(b"x" * 16), p.Settle(b"x" * 16)),
     (p.Touch(KEYS * 5), p.Find(1, KEYS * 5)),
+    (p.Locate(1, KEYS * 5), p.Locate(1, KEYS[::-1])),
     (p.Bye(1), p.Reserve(2, KEYS, None, SHARED), p.Bye(3)),
     (p.Flush(1, KEYS, 0.0),),
     (p.Administer(1, "Drop", msgspec.msgpack.encode(Drop(Query(), False))), p.Clear(2)),

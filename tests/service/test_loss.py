@@ -89,6 +89,7 @@ def test_without_a_service_everything_is_a_miss_until_there_is_one(tmp_path: Pat
     client.register(NAMESPACE, BLOCK)
     keys = chain(NAMESPACE, 4)
     assert client.find(keys).blocks == 0
+    assert client.locate(keys).tiers == (None,) * 4
     assert {answer.verdict for answer in client.reserve(keys)} == {Verdict.REFUSED}
     assert client.stats().tiers == ()
     assert client.stats().pool_up == 0
@@ -118,6 +119,7 @@ def test_killed_service_costs_misses_and_is_rejoined(
         for name in ("ask", "tell"):
             patch.setattr(Link, name, pytest.fail)  # no call asks one that is dead
         assert client.find(keys).blocks == 0
+        assert client.locate(keys).tiers == (None,) * 50
         assert client.poll(ticket).offsets == ()
         assert client.poll(ticket).state is RecallState.READY
         assert {a.verdict for a in client.reserve(keys)} == {Verdict.REFUSED}

@@ -118,8 +118,8 @@ class WrapperTier(Tier):
     def tier_of(self, key: BlockKey) -> TierName:
         return self.inner.tier_of(key)
 
-    def ask(self, keys: Sequence[BlockKey]) -> bool:
-        return self.inner.ask(keys)
+    def ask(self, keys: Sequence[BlockKey], every: bool = False) -> bool:
+        return self.inner.ask(keys, every)
 
     def depth_of(self, key: BlockKey) -> int | None:
         return self.inner.depth_of(key)

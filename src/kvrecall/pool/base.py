@@ -2,8 +2,9 @@
 
 A *pool* holds blocks of bytes under keys. An engine uses it in two sequences of calls:
 
-recall   ``find`` how long a prefix is present, ``acquire`` it (leases host blocks, starts
-         promoting the others), ``poll`` until READY, copy from the arena, ``release``.
+recall   ``find`` how long a prefix is present (``locate`` which single blocks are, for KV groups
+         that need no whole prefix), ``acquire`` it (leases host blocks, starts promoting the
+         others), ``poll`` until READY, copy from the arena, ``release``.
 save     ``reserve`` arena slots for freshly computed blocks, copy into them, ``commit``.
 
 No method waits for I/O except ``flush`` and ``close``. All methods may be called from any thread.
@@ -55,6 +56,22 @@ class Found:
     @property
     def blocks(self) -> int:
         return len(self.tiers)
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """The tier of each of the requested keys, in their order; None: not present.
+
+    ``pending``: a lookup of some of them in a tier beyond this host is in flight; call again.
+    """
+
+    tiers: tuple[TierName | None, ...]
+    pending: bool = False
+
+    @property
+    def blocks(self) -> int:
+        """How many are present."""
+        return len(self.tiers) - self.tiers.count(None)
 
 
 class RecallState(enum.Enum):
@@ -151,6 +168,11 @@ class PoolClient(Protocol):
     def find(self, keys: Sequence[BlockKey]) -> Found:
         """Longest prefix of ``keys`` known to be present. No side effect on recency; counts as a
         lookup unless it is pending."""
+
+    def locate(self, keys: Sequence[BlockKey]) -> Located:
+        """Which of ``keys`` are known to be present, in any order and with gaps: sliding windows
+        and recurrent states need single blocks of a sequence. Otherwise as ``find``; a lookup
+        beyond this host is started for every key whose state is not known."""
 
     def acquire(
         self,

@@ -52,8 +52,8 @@ class Cascade(Tier):
         tier = self.near if self.near.contains(key) else self.far
         return tier.tier_of(key)
 
-    def ask(self, keys: Sequence[BlockKey]) -> bool:
-        return self.far.ask([key for key in keys if not self.near.contains(key)])
+    def ask(self, keys: Sequence[BlockKey], every: bool = False) -> bool:
+        return self.far.ask([key for key in keys if not self.near.contains(key)], every)
 
     def depth_of(self, key: BlockKey) -> int | None:
         depth = self.near.depth_of(key)

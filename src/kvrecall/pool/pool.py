@@ -26,6 +26,7 @@ from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import (
     ArenaHandle,
     Found,
+    Located,
     PoolStats,
     Recall,
     RecallState,
@@ -254,6 +255,25 @@ class Pool:
                 self._lookups += len(keys)
                 self._found += len(tiers)
         return Found(tuple(tiers), pending)
+
+    def locate(self, keys: Sequence[BlockKey]) -> Located:
+        host = TierName.HOST
+        with self._changed:
+            blocks = self._host.blocks
+            tiers: list[TierName | None] = [host if key in blocks else None for key in keys]
+            rest = [place for place, tier in enumerate(tiers) if tier is None]
+            pending = False
+            if rest and self._below_answers():
+                contains, tier_of = self._below.contains, self._below.tier_of
+                for place in rest:
+                    if contains(keys[place]):
+                        tiers[place] = tier_of(keys[place])
+                absent = [keys[place] for place in rest if tiers[place] is None]
+                pending = bool(absent) and not self._below.ask(absent, every=True)
+            if not pending:
+                self._lookups += len(tiers)
+                self._found += len(tiers) - tiers.count(None)
+        return Located(tuple(tiers), pending)
 
     def acquire(
         self,

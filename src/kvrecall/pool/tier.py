@@ -87,10 +87,10 @@ class Tier(ABC):
         """The tier of a block that ``contains`` reports, for a tier composed of several."""
         return self.name
 
-    def ask(self, keys: Sequence[BlockKey]) -> bool:
+    def ask(self, keys: Sequence[BlockKey], every: bool = False) -> bool:
         """Starts a lookup of ``keys`` (the requested part of a chain, prefix first), if that takes
-        remote calls. True if the state of the first of them is known: ``contains`` returns it. Does
-        not wait."""
+        remote calls. True if the state of the first of them (with ``every``: of each) is known:
+        ``contains`` returns it. Does not wait."""
         return True
 
     @abstractmethod

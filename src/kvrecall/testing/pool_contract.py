@@ -147,6 +147,49 @@ class PoolContract:
         assert len(engine.recall(keys)) == 4
         assert engine.pool.find(keys[6:]).blocks == 4
 
+    @pytest.mark.parametrize("disk", [False, True])
+    def test_locates_single_blocks_with_gaps(
+        self, start: Callable[..., Engine], disk: bool
+    ) -> None:
+        engine = start(disk=disk)
+        keys = chain(NAMESPACE, 10)
+        assert engine.pool.locate(keys).tiers == (None,) * 10
+        engine.save(keys[2:4])
+        engine.save(keys[6:7])
+        engine.pool.reserve(keys[8:9])
+        host = TierName.HOST
+        there = (None, None, host, host, None, None, host, None, None, None)
+        located = engine.pool.locate(keys)
+        assert (located.tiers, located.pending, located.blocks) == (there, False, 3)
+        assert engine.pool.locate(keys[::-1]).tiers == there[::-1]
+        assert engine.pool.locate([keys[2], keys[2], keys[0]]).tiers == (host, host, None)
+        assert engine.pool.locate([]).tiers == ()
+
+    def test_locates_on_disk_and_in_the_host(self, start: Callable[..., Engine]) -> None:
+        engine = start()
+        keys = chain(NAMESPACE, 9)
+        engine.save(keys[::2])
+        assert engine.pool.flush(keys[::2], 60.0)
+        engine.close()
+        engine.pool.close()
+        engine = start()
+        assert engine.pool.locate(keys).tiers == (TierName.DISK, None) * 4 + (TierName.DISK,)
+        assert engine.recall(keys[2:3]) == (TierName.DISK,)
+        assert engine.pool.locate(keys[:4]).tiers == (TierName.DISK, None, TierName.HOST, None)
+
+    def test_locating_is_no_use(self, start: Callable[..., Engine]) -> None:
+        """It counts as a lookup, and leaves the order of eviction as it is."""
+        engine = start(blocks=8, disk=False)
+        old, new = chain(NAMESPACE, 4, "old"), chain(NAMESPACE, 4, "new")
+        engine.save(old)
+        engine.save(new)
+        engine.pool.locate([*old, *chain(NAMESPACE, 2, "absent")])
+        stats = engine.pool.stats()
+        assert (stats.lookups, stats.hits) == (6, 4)
+        engine.save(chain(NAMESPACE, 4, "newer"))
+        assert engine.pool.locate(old).blocks == 0
+        assert engine.pool.locate(new).blocks == 4
+
     def test_uncommitted_blocks_are_not_found(self, start: Callable[..., Engine]) -> None:
         engine = start()
         keys = chain(NAMESPACE, 4)
@@ -243,6 +286,7 @@ class PoolContract:
         engine = start(blocks=4, disk=False)
         strange = chain(namespace("strange"), 2)
         assert engine.pool.find(strange).blocks == 0
+        assert engine.pool.locate(strange).tiers == (None, None)
         with pytest.raises(KeyError):
             engine.pool.reserve(strange)
 
@@ -416,6 +460,7 @@ class PoolContract:
         engine.pool.close()
         engine.pool.close()
         assert engine.pool.find(keys).blocks == 0
+        assert engine.pool.locate(keys).tiers == (None,) * 4
         assert {a.verdict for a in engine.pool.reserve(keys)} == {Verdict.REFUSED}
         again = start()
         assert again.pool.find(keys).blocks == 4  # close finished the queued writes

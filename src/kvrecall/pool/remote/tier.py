@@ -152,18 +152,21 @@ class RemoteTier(Tier):
     def depth_of(self, key: BlockKey) -> int | None:
         return self._existence.depth_of(key)
 
-    def ask(self, keys: Sequence[BlockKey]) -> bool:
+    def ask(self, keys: Sequence[BlockKey], every: bool = False) -> bool:
         with self._lock:
             if self._closed or not keys or not self._is_up():
                 return True
-            if self._existence.of(keys[0]) is not Belief.UNKNOWN:
+            of, asking = self._existence.of, self._asking
+            if not every and of(keys[0]) is not Belief.UNKNOWN:
                 return True
-            if keys[0] in self._asking:
+            if not every and keys[0] in asking:
                 return False
+            unknown = [k for k in keys if of(k) is Belief.UNKNOWN]
+            if every and asking.issuperset(unknown):
+                return not unknown
             if self._asks >= _ASKS_WAITING:
                 return True
-            of, asking = self._existence.of, self._asking
-            unknown = [k for k in keys if k not in asking and of(k) is Belief.UNKNOWN]
+            unknown = [k for k in unknown if k not in asking]
             asking.update(unknown)
             parts = [
                 tuple(unknown[start : start + _NAMES_AT_ONCE])

@@ -5,9 +5,9 @@ longer than its deadline for a service that died, stalls or sends invalid messag
 
 **Which arena an offset belongs to.** A restarted service has another arena. Offsets
 returned by ``poll`` and ``reserve`` belong to the arena of the next ``arena_handle``; the client
-switches to another arena only in ``find`` or ``arena_handle``, and only if it returned no offset
-since the last ``arena_handle``. An engine that sends the offsets of a step together with one
-handle, as the connector does, therefore never mixes arenas.
+switches to another arena only in ``find``, ``locate`` or ``arena_handle``, and only if it returned
+no offset since the last ``arena_handle``. An engine that sends the offsets of a step together with
+one handle, as the connector does, therefore never mixes arenas.
 
 **What a lost connection held.** The service keeps those slots until this client reports that the
 copies have ended: when every ticket was released and every reservation committed or abandoned.
@@ -35,6 +35,7 @@ from kvrecall.pool.base import (
     NO_ARENA,
     ArenaHandle,
     Found,
+    Located,
     PoolStats,
     Recall,
     RecallState,
@@ -239,6 +240,17 @@ class ServiceClient:
         if not isinstance(reply, p.FoundReply):
             return Found(())
         return Found(p.TIERS.unpack(reply.tiers)[: len(wanted)], reply.pending)
+
+    def locate(self, keys: Sequence[BlockKey]) -> Located:
+        with self._lock:
+            self._adopt()
+            life = self._current()
+        wanted = tuple(keys[: p.MAX_KEYS])
+        reply = self._ask(life, p.Locate, wanted)
+        if not isinstance(reply, p.LocatedReply) or len(reply.places) != len(wanted):
+            return Located((None,) * len(keys))
+        beyond = (None,) * (len(keys) - len(wanted))
+        return Located((*p.PLACES.unpack(reply.places), *beyond), reply.pending)
 
     def acquire(
         self,

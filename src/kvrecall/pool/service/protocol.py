@@ -26,9 +26,9 @@ from kvrecall.block import FORMAT_VERSION, NAMESPACE_BYTES, BlockKey, Tenant, Ti
 from kvrecall.errors import KvrecallError
 from kvrecall.pool.base import ArenaHandle, PoolStats, Verdict
 
-E = TypeVar("E", bound=enum.Enum)
+E = TypeVar("E", bound=enum.Enum | None)
 
-PROTOCOL = 100 * FORMAT_VERSION + 6
+PROTOCOL = 100 * FORMAT_VERSION + 7
 """Both sides must use the same version. It includes the format of blocks."""
 
 MAX_FRAME = 8 << 20
@@ -44,10 +44,10 @@ class ProtocolError(KvrecallError):
 
 
 class _Codes(Generic[E]):
-    """Members of an enumeration as bytes, one each."""
+    """Members of an enumeration (or None) as bytes, one each."""
 
-    def __init__(self, kind: type[E]) -> None:
-        self._members = tuple(kind)
+    def __init__(self, members: Iterable[E]) -> None:
+        self._members = tuple(members)
         self._codes = {member: code for code, member in enumerate(self._members)}
 
     def pack(self, members: Iterable[E]) -> bytes:
@@ -62,6 +62,7 @@ class _Codes(Generic[E]):
 
 
 TIERS = _Codes(TierName)
+PLACES: _Codes[TierName | None] = _Codes((*TierName, None))
 VERDICTS = _Codes(Verdict)
 
 Key = Annotated[BlockKey, Meta(min_length=NAMESPACE_BYTES + 1, max_length=96)]
@@ -173,6 +174,11 @@ class Bye(Message, frozen=True, tag=16):
     number: Number
 
 
+class Locate(Message, frozen=True, tag=17):
+    number: Number
+    keys: Keys
+
+
 class Administer(Message, frozen=True, tag=32):
     """``fields``: of the command of that name, see ``admin``. Answered by any number of
     ``Progress`` and one ``Administered``."""
@@ -185,6 +191,7 @@ class Administer(Message, frozen=True, tag=32):
 Request = (
     Register
     | Find
+    | Locate
     | Acquire
     | Poll
     | Release
@@ -262,6 +269,14 @@ class StatsReply(Message, frozen=True, tag=72):
     stats: PoolStats
 
 
+class LocatedReply(Message, frozen=True, tag=73):
+    """``places``: one for each key."""
+
+    number: Number
+    places: bytes
+    pending: bool
+
+
 class Progress(Message, frozen=True, tag=76):
     """Of a command: what is done, and what there is to do."""
 
@@ -283,6 +298,7 @@ Reply = (
     | Done
     | Trouble
     | FoundReply
+    | LocatedReply
     | RecallReply
     | ReserveReply
     | Flushed
@@ -331,6 +347,8 @@ def read_reply(body: bytes) -> Reply:
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ProtocolError(f"no reply: {error}") from error
     if isinstance(reply, FoundReply | RecallReply) and not TIERS.are_in(reply.tiers):
+        raise ProtocolError("no reply: an unknown tier")
+    if isinstance(reply, LocatedReply) and not PLACES.are_in(reply.places):
         raise ProtocolError("no reply: an unknown tier")
     if isinstance(reply, ReserveReply) and not VERDICTS.are_in(reply.verdicts):
         raise ProtocolError("no reply: an unknown verdict")

@@ -67,6 +67,9 @@ class Session:
             case p.Find(number, keys):
                 found = pool.find(keys)
                 return p.FoundReply(number, p.TIERS.pack(found.tiers), found.pending)
+            case p.Locate(number, keys):
+                located = pool.locate(keys)
+                return p.LocatedReply(number, p.PLACES.pack(located.tiers), located.pending)
             case p.Acquire(ticket, keys):
                 is_new = ticket not in self._tickets and len(self._tickets) < _MAX_TICKETS
                 if is_new and self._knows(keys):  # if not, its poll will find nothing
