@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import re
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -48,6 +50,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "closed" / "model").mkdir(parents=True)
     (folder / "closed").chmod(0)
     (folder / "fixed").mkdir(mode=0o500)
+    (folder / "unread").mkdir(mode=0o700)
+    (folder / "unread" / "lock").touch()
+    (folder / "unread" / "index.sqlite").touch(mode=0)
     (folder / "run").mkdir(mode=0o700)
     (folder / "run" / "file").write_text("precious")
     return folder
@@ -70,11 +75,15 @@ ONE_LINE: list[tuple[str, int, str]] = [
     (f"{POOL} --disk-path closed/d --disk-size 8MiB", 1, f"closed/d cannot be reached: {DENIED}"),
     (f"{POOL} --disk-path file/d --disk-size 8MiB", 1, "disk_path"),
     (f"{POOL} --disk-path file --disk-size 8MiB", 1, "file is not a folder"),
+    (f"{POOL} --disk-path unread --disk-size 8MiB", 1, f"unread/index.sqlite: {DENIED}; give"),
     ("pool serve --config closed/pool.json", 2, DENIED),
     ("pool serve --socket {folder}/closed/x/p.sock", 2, DENIED),
     ("pool serve --socket {folder}/file/p.sock", 2, "/file: File exists; give another"),
-    ("pool ls --disk-path closed/d", 1, f"closed/d/index.sqlite: {DENIED}; give this user access"),
+    ("pool ls --disk-path closed/d", 1, f"closed/d: {DENIED}; give this user access"),
     ("pool ls --disk-path file/d", 1, "holds no blocks"),
+    ("pool ls --disk-path file", 1, "file is a file; name the folder of a disk tier"),
+    ("pool ls --disk-path closed", 2, "path 'closed' is not readable"),
+    ("serve model --pool-config secret.json", 2, "path 'secret.json' is not readable"),
     ("pool ls --socket {folder}/closed/p.sock", 1, "no pool service"),
     ("pool key closed/key", 2, DENIED),
     ("pool key file/key", 2, "Not a directory"),
@@ -156,12 +165,50 @@ def test_one_line_says_what_is_wrong(
         done = commands.run(words)
     last = done.err.splitlines()[-1]
     assert (done.status, done.out) == (status, ""), done
-    assert last.startswith("kvrecall: ")
+    assert re.match(r"kvrecall[ \w]*: ", last)
     assert said in last
     assert "kvrecall: kvrecall" not in last
     others = [line for line in done.err.splitlines()[:-1] if not line.startswith("gpu-check: ")]
     assert others == []
     assert files_in(folder) == before, "nothing is changed"
+
+
+@pytest.mark.parametrize("order", ["ls", "verify", "clear"])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("text", "index.sqlite: it is damaged (file is not a database); nothing is changed"),
+        ("other", "index.sqlite: it belongs to another program; nothing is changed"),
+        ("unreadable", f"index.sqlite: {DENIED}; give this user access"),
+        ("empty", "holds no blocks (its index.sqlite is empty)"),
+        ("folder", "index.sqlite is not a file"),
+        ("pipe", "index.sqlite is not a file"),
+    ],
+)
+def test_pool_commands_leave_the_files_of_others_alone(
+    folder: Path, commands: Commands, name: str, said: str, order: str
+) -> None:
+    """Opening such a folder as a pool would move its index aside, and close it to other users."""
+    foreign = folder / "foreign" / name
+    index = foreign / "index.sqlite"
+    if not foreign.exists():
+        foreign.mkdir(parents=True, mode=0o755)
+        index.write_bytes(b"not a database" * 100 if name in ("text", "unreadable") else b"")
+    if name == "other":
+        with contextlib.closing(sqlite3.connect(index)) as database:
+            database.execute("CREATE TABLE IF NOT EXISTS theirs (a)")
+    elif name == "unreadable":
+        index.chmod(0)
+    elif name in ("folder", "pipe") and index.is_file():
+        index.unlink()
+        index.mkdir() if name == "folder" else os.mkfifo(index)
+    before = [(path, path.stat().st_mode) for path in (foreign, *sorted(foreign.rglob("*")))]
+    done = commands.run(["pool", order, "--disk-path", str(foreign)])
+    assert (done.status, done.out) == (ExitStatus.FAILED, "")
+    (line,) = done.err.splitlines()
+    assert said in line
+    after = [(path, path.stat().st_mode) for path in (foreign, *sorted(foreign.rglob("*")))]
+    assert after == before
 
 
 def test_a_server_without_a_model_says_first_what_it_serves(commands: Commands) -> None:
@@ -205,19 +252,53 @@ def test_config_check_of_a_right_file_as_json(commands: Commands, tmp_path: Path
     assert "'lur' is unknown" in json.loads(done.out)["problems"][0]
 
 
-USAGE = [
-    "serve --port 99999", "serve --port x", "serve model --pool-config secret.json", "nonsense",
-    "pool nonsense", "bench nonsense", "router", "router --decode a:1 --timeout soon", "simulate",
-    "pool ls --by colour", "pool ls --disk-path closed", "config", "pool", "bench",
-]  # fmt: skip
+USAGE: list[tuple[str, str, str]] = [
+    ("serve --port 99999", "serve", "'--port': Input should be less than or equal to 65535, not"),
+    ("serve --port x", "serve", "'--port': Input should be a valid integer"),
+    ("serve --port", "serve", "option '--port' requires an argument."),
+    ("serve --nonsense", "serve", "no such option: --nonsense."),
+    ("serve model --role nurse", "serve", "'nurse' is not one of 'both', 'prefill', 'decode'."),
+    ("nonsense", "", "no such command 'nonsense'."),
+    ("pool nonsense", "pool", "no such command 'nonsense'."),
+    ("pool ls --by colour", "pool ls", "'colour' is not one of 'namespace', 'model'"),
+    ("pool serve --host-size", "pool serve", "option '--host-size' requires an argument."),
+    ("bench nonsense", "bench", "no such command 'nonsense'."),
+    ("bench disk --nonsense", "bench disk", "no such option: --nonsense."),
+    ("router", "router", "missing option '--decode'."),
+    ("router --decode a:1 --timeout soon", "router", "valid number, unable to parse string as a"),
+    ("simulate", "simulate", "missing argument 'TRACE'."),
+    ("config check", "config check", "missing argument 'file'."),
+    ("plan a b c", "plan", "got unexpected extra argument(s) (b c)."),
+]
 
 
-@pytest.mark.parametrize("line", USAGE)
-def test_wrong_usage_is_no_traceback(commands: Commands, line: str) -> None:
+@pytest.mark.parametrize(("line", "command", "said"), USAGE, ids=lambda each: str(each)[:40])
+def test_wrong_usage_is_one_line(commands: Commands, line: str, command: str, said: str) -> None:
+    done = commands.run(line.split())
+    assert (done.status, done.out) == (ExitStatus.WRONG_SETTINGS, "")
+    (told,) = done.err.splitlines()
+    command = f"kvrecall {command}".strip()
+    assert told.startswith(f"{command}: ")
+    assert said in told
+    assert told.endswith(f" Try '{command} --help'")
+
+
+@pytest.mark.parametrize("line", ["", "config", "pool", "bench"])
+def test_a_group_alone_shows_its_help(commands: Commands, line: str) -> None:
     done = commands.run(line.split())
     assert done.status == ExitStatus.WRONG_SETTINGS
-    assert "Usage: kvrecall" in done.err + done.out
-    assert "Traceback" not in done.err
+    assert f"Usage: {f'kvrecall {line}'.strip()}" in done.out
+    assert done.err == ""
+
+
+def test_python_runs_the_package_as_the_command() -> None:
+    for words, status in ((["--version"], ExitStatus.OK), (["pool", "drp"], 2)):
+        said = [
+            subprocess.run([*begin, *words], capture_output=True, text=True)
+            for begin in ([str(KVRECALL)], [sys.executable, "-m", "kvrecall"])
+        ]
+        assert said[0].returncode == said[1].returncode == status
+        assert (said[0].stdout, said[0].stderr) == (said[1].stdout, said[1].stderr)
 
 
 @pytest.mark.parametrize("line", [*cli._ROOMS, "pool serve", "config check", "bench decode", ""])

@@ -19,7 +19,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"engines", "simulate", "testing"}),
     frozenset({"server", "plan"}),
     frozenset({"router", "doctor"}),
-    frozenset({"cli", "__main__"}),
+    frozenset({"cli"}),
     frozenset({"lab"}),
 )
 """A room may import itself and rooms of lower floors."""
@@ -55,7 +55,8 @@ def offenders(imports: Callable[[Path, str], bool]) -> list[str]:
 
 
 def room_of(module: Path) -> str:
-    return module.parts[0].removesuffix(".py")
+    """``__main__`` runs the room ``cli``."""
+    return module.parts[0].removesuffix(".py").replace("__main__", "cli")
 
 
 def test_every_room_has_a_floor() -> None:

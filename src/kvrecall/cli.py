@@ -11,7 +11,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -27,6 +27,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},  # of all sub-commands, too
     pretty_exceptions_enable=False,  # an exception here is a bug: Python's traceback, to report
 )
+
+_UsageError: Any = typer.BadParameter.__base__
+"""What typer raises for a wrong command line. Where it lies depends on typer's version."""
 
 _ROOMS = {
     "serve": (
@@ -112,12 +115,41 @@ def root(
     """Keep KV-cache blocks in a pool of tiers, and recall them instead of recomputing."""
 
 
+def usage_line(error: Any) -> str:
+    """What is wrong with a command line, in one line; "" if typer has printed the help instead."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return ""
+    from pydantic import ValidationError
+
+    said = " ".join(error.format_message().split()).rstrip(".").replace(": Value error, ", ": ")
+    if isinstance(error.__cause__, ValidationError):
+        given = repr(error.__cause__.errors()[0]["input"])
+        said += "" if given in said else f", not {given}"
+    said += "" if said.endswith("?") else "."
+    command = error.ctx.command_path if error.ctx else _called(sys.argv[1:])
+    return f"{command}: {said[:1].lower()}{said[1:]} Try '{command} --help'"
+
+
+def _called(words: Sequence[str]) -> str:
+    """``kvrecall pool serve``, if that is what ``words`` begin with."""
+    if not words or words[0] not in _ROOMS:
+        return "kvrecall"
+    room = typer.main.get_command(_app_of(_ROOMS[words[0]][0]))
+    inner = [word for word in words[1:2] if word in getattr(room, "commands", ())]
+    return " ".join(["kvrecall", words[0], *inner])
+
+
 def main() -> None:
     """Runs the command line and exits with its status."""
     status = 1
     try:
         with errors_shown():
-            app()
+            done = typer.main.get_command(app).main(prog_name="kvrecall", standalone_mode=False)
+        status = done if isinstance(done, int) else ExitStatus.OK
+    except _UsageError as error:
+        status = ExitStatus.WRONG_SETTINGS
+        if line := usage_line(error):
+            typer.echo(line, err=True)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     if status == ExitStatus.INTERRUPTED:

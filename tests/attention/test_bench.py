@@ -28,7 +28,7 @@ def test_figures() -> None:
 @pytest.mark.long
 def test_in_a_process_that_has_multiplied_nothing_yet() -> None:
     """A processor's tiles must be asked for before vLLM's kernel uses them."""
-    begin = [sys.executable, "-c", "from kvrecall.cli import main; main()"]
+    begin = [sys.executable, "-m", "kvrecall"]
     words = ["bench", "decode", "--json", "--context", "16384", "--rounds", "1"]
     run = subprocess.run([*begin, *words], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr

@@ -141,7 +141,7 @@ def serve(
     folder.
     """
     folder = _kept_folder()
-    launch = [sys.executable, "-c", "from kvrecall.cli import main; main()", "serve"]
+    launch = [sys.executable, "-m", "kvrecall", "serve"]
     options = ["--port", str(port), "--host-size", "1GiB", "--disk-size", "4GiB"]
     chosen = model or (TRAINED if (TRAINED / "config.json").exists() else _random_model(folder))
     command = [*launch, str(chosen), *options, "--disk-path", str(folder / "pool")]

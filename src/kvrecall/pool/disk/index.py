@@ -304,18 +304,22 @@ def counts_in(folder: Path) -> list[tuple[tuple[tuple[str, str], ...], int]]:
         raise TierError(f"disk_path: {path} cannot be read: {error}") from error
 
 
-def is_encrypted(folder: Path) -> bool:
-    """Whether the index of an unused folder says that it is encrypted. False without an index."""
+def check_index(folder: Path) -> bool:
+    """Whether the blocks of an unused folder are encrypted. Changes nothing. Raises TierError if
+    the folder has no index, or one that a pool would move aside."""
     path = folder / INDEX_NAME
-    if not path.exists() or _unfit(path):
-        return False
-    connection = sqlite3.connect(path, isolation_level=None)
-    try:
+    if folder.is_file():
+        raise TierError(f"disk_path: {folder} is a file; name the folder of a disk tier")
+    if not path.exists() or (path.is_file() and path.stat().st_size == 0):
+        why = f"its {INDEX_NAME} is empty" if path.exists() else f"there is no {INDEX_NAME} in it"
+        raise TierError(f"disk_path: {folder} holds no blocks ({why})")
+    if why := _unfit(path):
+        raise TierError(
+            f"disk_path: {path}: {why}; nothing is changed. A pool that is started on this folder "
+            "moves the file aside and starts empty"
+        )
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
         return _is_encrypted(connection)
-    except sqlite3.Error:
-        return False
-    finally:
-        connection.close()
 
 
 def _is_encrypted(connection: sqlite3.Connection) -> bool:
@@ -372,7 +376,15 @@ def _reserve(path: Path, nbytes: int) -> bool:
 
 
 def _unfit(path: Path) -> str:
-    """Why the file cannot be used as an index; empty if it can. TierError if it is newer."""
+    """Why the file cannot be used as an index; empty if it can. Raises TierError if it is newer, or
+    cannot be read, which says nothing of what is in it."""
+    if not path.is_file():
+        raise TierError(f"disk_path: {path} is not a file; remove it or use another folder")
+    if not os.access(path, os.R_OK | os.W_OK):
+        raise TierError(
+            f"disk_path: {path}: Permission denied; give this user access to it, or use another "
+            "folder"
+        )
     try:
         connection = sqlite3.connect(path, isolation_level=None)
         try:

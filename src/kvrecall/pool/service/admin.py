@@ -38,7 +38,7 @@ from kvrecall.pool.arena import Arena
 from kvrecall.pool.cipher import read_cipher
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.folder import FolderHeld, own_bytes
-from kvrecall.pool.disk.index import INDEX_NAME, is_encrypted
+from kvrecall.pool.disk.index import check_index
 from kvrecall.pool.disk.slabs import BlockCodec, Locked, Plain, make_codec
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import protocol as p
@@ -517,12 +517,11 @@ class FolderAdmin(Admin):
     blocks are encrypted, verifying them needs the key; all other commands do not."""
 
     def __init__(self, path: Path, key_file: Path | None = None) -> None:
-        if not (path / INDEX_NAME).exists():
-            raise TierError(f"disk_path: {path} holds no blocks (there is no {INDEX_NAME} in it)")
+        codec = _codec_for(path, key_file)  # first: opening a folder may change it
         terms = PoolTerms(pin_limit=1.0)  # the pool's own limit is of a size not known here
         config = DiskConfig(path, _present_size(path))
         try:
-            disk = DiskTier(config, codec=_codec_for(path, key_file), terms=terms)
+            disk = DiskTier(config, codec=codec, terms=terms)
         except FolderHeld as error:
             raise TierError(
                 f"{error}. A pool in an engine's own process cannot be administered while it "
@@ -539,8 +538,8 @@ class FolderAdmin(Admin):
 
 
 def _codec_for(path: Path, key_file: Path | None) -> BlockCodec:
-    """A codec that changes nothing in the folder."""
-    if not is_encrypted(path):
+    """A codec that changes nothing in the folder. Raises TierError if that is no disk tier's."""
+    if not check_index(path):
         return Plain()
     return Locked() if key_file is None else make_codec(read_cipher(key_file))
 
