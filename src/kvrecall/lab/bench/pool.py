@@ -210,14 +210,14 @@ def measure_disk(
         ratio = statistics.median(bare / tiered for bare, tiered in pairs[way])
         figures[f"{way}_raw_bytes_per_s"], figures[f"{way}_tier_bytes_per_s"] = rates
         figures[f"{way}_ratio"] = ratio
-        rows.append((label, f"{rates[1] / 1e9:.2f}", f"{rates[0] / 1e9:.2f}", f"{ratio:.2f}"))
+        rows.append((label, f"{rates[1] / 2**30:.2f}", f"{rates[0] / 2**30:.2f}", f"{ratio:.2f}"))
     notes = (
         f"{nbytes >> 20} MiB in blocks of {block_bytes >> 10} KiB, "
         f"{'encrypted with AES-256-GCM' if encrypted else 'checksums verified'}, "
         f"{'direct I/O' if direct else 'no direct I/O on this file system'}",
         f"goal: reads at least {READ_GOAL} of the bare ones",
     )
-    return Report("disk", ("", "tier GB/s", "bare GB/s", "ratio"), tuple(rows), figures, notes)
+    return Report("disk", ("", "tier GiB/s", "bare GiB/s", "ratio"), tuple(rows), figures, notes)
 
 
 class _RawFile:

@@ -238,9 +238,9 @@ def _measure_hits(folder: Path, tokens: int, repetitions: int) -> dict[str, Any]
 def _report(figures: Mapping[str, Any]) -> Report:
     rows = [
         (
-            f"{way}, GB/s",
-            f"{figures[f'{way}_tier_bytes_per_s'] / 1e9:.2f}",
-            f"{figures[f'{way}_bare_bytes_per_s'] / 1e9:.2f}",
+            f"{way}, GiB/s",
+            f"{figures[f'{way}_tier_bytes_per_s'] / 2**30:.2f}",
+            f"{figures[f'{way}_bare_bytes_per_s'] / 2**30:.2f}",
             f"{figures[f'{way}_ratio']:.2f}",
         )
         for way in ("put", "get")

@@ -17,7 +17,7 @@ from pathlib import Path
 from kvrecall.errors import EngineError
 from kvrecall.lab.bench.model import BLOCK, TAIL, BenchModel, Texts
 from kvrecall.lab.bench.report import Report, Times, Tokens, percentiles, progress
-from kvrecall.lab.bench.tables import restore_table
+from kvrecall.lab.bench.tables import GIB_S, restore_table
 from kvrecall.lab.engines.server import ServerProcess
 from kvrecall.pool.arena import Arena
 
@@ -154,7 +154,8 @@ def _report(
         f"prefix of {tokens} tokens, {prefix_bytes / 2**20:.0f} MiB of KV cache, {dtype}",
         f"goals: host <= {GOALS['host']} x device, disk <= {GOALS['disk']} x device, "
         "each hit < 0.1 of computing",
-        f"arena -> device KV {bandwidth['restore_gb_s']:.1f} GB/s, a plain copy of the same bytes "
-        f"{bandwidth['plain_copy_gb_s']:.1f} GB/s: {bandwidth['restore_to_plain']:.2f} (goal 0.8)",
+        f"arena -> device KV {bandwidth['restore_gb_s'] * GIB_S:.1f} GiB/s, a plain copy of the "
+        f"same bytes {bandwidth['plain_copy_gb_s'] * GIB_S:.1f} GiB/s: "
+        f"{bandwidth['restore_to_plain']:.2f} (goal 0.8)",
     )
     return Report("restore", *restore_table(figures), figures, notes)

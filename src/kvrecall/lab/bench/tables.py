@@ -210,7 +210,8 @@ _SERVED_ZH = {
 """Those with one engine, in Chinese."""
 
 GIB_S = 1e9 / 2**30
-"""GiB/s in one GB/s. Results are in GB/s, pages in GiB/s, as sizes are."""
+"""GiB/s in one GB/s. Results (JSON) are in GB/s or bytes/s; what is shown is in GiB/s, as sizes
+are."""
 
 
 SOURCES = ("device", "host", "disk", "remote", "unspecified")
@@ -316,31 +317,40 @@ def restore(run: Run) -> Iterator[str]:
         )
 
 
-def first_token(run: Run) -> Iterator[str]:
-    """What the picture of the README shows."""
-    found, facts = run["results"]["restore"], run["machine"]
-    layers, width = _bench_model()
-    yield (
-        f"Seconds to the first token of a prompt whose first {found['tokens']:,} tokens were seen "
-        f"before ({found['prefix_bytes'] / 2**20:.0f} MiB of KV cache), by where they lie; "
-        f"medians. Model: a Qwen3 shape of {layers} layers, {width:,} wide, random weights, "
-        f"{found['dtype']}. Machine: {facts['cpu']}, {facts['cores']} cores, "
-        f"{facts['gpu'] or 'no GPU'}. Remote: computed by another server, through Mooncake Store "
-        "over loopback. A larger model gains more; a faster device gains less."
-    )
+_FIRST_TOKEN = (
+    "Seconds to the first token of a prompt whose first {tokens:,} tokens were seen before "
+    "({mib:.0f} MiB of KV cache), by where they lie; medians. Model: a Qwen3 shape of {layers} "
+    "layers, {width:,} wide, random weights, {dtype}. Machine: {cpu}, {cores} cores, {gpu}. "
+    "Remote: computed by another server, through Mooncake Store over loopback. A larger model "
+    "gains more; a faster device gains less."
+)
+_FIRST_TOKEN_ZH = (
+    "首 token 时延（秒，中位数）：提示词的前 {tokens:,} 个 token 以前出现过"
+    "（KV Cache 共 {mib:.0f} MiB），按其所在位置比较。"
+    "模型：Qwen3 结构，{layers} 层，宽 {width:,}，随机权重，{dtype}。"
+    "机器：{cpu}，{cores} 核，{gpu}。remote：由另一个服务算出，经回环网络上的 Mooncake Store 取回。"
+    "模型越大收益越大；设备算得越快收益越小。"
+)
 
 
-def first_token_zh(run: Run) -> Iterator[str]:
-    found, facts = run["results"]["restore"], run["machine"]
-    layers, width = _bench_model()
-    yield (
-        f"首 token 时延（秒，中位数）：提示词的前 {found['tokens']:,} 个 token 以前出现过"
-        f"（KV Cache 共 {found['prefix_bytes'] / 2**20:.0f} MiB），按其所在位置比较。"
-        f"模型：Qwen3 结构，{layers} 层，宽 {width:,}，随机权重，{found['dtype']}。"
-        f"机器：{facts['cpu']}，{facts['cores']} 核，{facts['gpu'] or '无 GPU'}。"
-        "remote：由另一个服务算出，经回环网络上的 Mooncake Store 取回。"
-        "模型越大收益越大；设备算得越快收益越小。"
-    )
+def _first_token(text: str, no_gpu: str) -> Make:
+    """What the picture of the README shows, in one of its languages."""
+
+    def make(run: Run) -> Iterator[str]:
+        found, facts = run["results"]["restore"], run["machine"]
+        layers, width = _bench_model()
+        yield text.format(
+            tokens=found["tokens"],
+            mib=found["prefix_bytes"] / 2**20,
+            layers=layers,
+            width=width,
+            dtype=found["dtype"],
+            cpu=facts["cpu"],
+            cores=facts["cores"],
+            gpu=facts["gpu"] or no_gpu,
+        )
+
+    return _if_measured("restore", make)
 
 
 def _bench_model() -> tuple[int, int]:
@@ -517,8 +527,8 @@ TABLES: Mapping[str, Make] = {
     "machine": machine,
     "bias": bias,
     "steps": steps,
-    "first-token": _if_measured("restore", first_token),
-    "first-token-zh": _if_measured("restore", first_token_zh),
+    "first-token": _first_token(_FIRST_TOKEN, "no GPU"),
+    "first-token-zh": _first_token(_FIRST_TOKEN_ZH, "无 GPU"),
     "summary": _of("chat", summary),
     "summary-zh": _of("chat", summary_zh),
     "chat": _of("chat", serving),

@@ -40,6 +40,7 @@ from kvrecall.lab.bench.stores import (
     drop_from_memory,
     make_durable,
 )
+from kvrecall.lab.bench.tables import GIB_S
 from kvrecall.pool.disk.slabs import Plain
 
 PHASES = ("put", "durable", "cold", "warm")
@@ -338,7 +339,7 @@ def _report(entries: Sequence[_Entry], size: Size) -> Report:
     notes = (
         f"{size.requests} requests of {size.request_blocks} blocks of {size.block_bytes >> 10} KiB "
         f"a round, {size.rounds} rounds; every block got was compared",
-        "GB/s: median of rounds; (..): ratio to the limit of the same medium, round by round; "
+        "GiB/s: median of rounds; (..): ratio to the limit of the same medium, round by round; "
         "ms: a request",
         *(f"left out: {name}: {reason}" for name, reason in absent.items()),
     )
@@ -350,7 +351,7 @@ def _report(entries: Sequence[_Entry], size: Size) -> Report:
         "stores": stores,
         "absent": absent,
     }
-    columns = ("library", "put GB/s", "durable", "get cold", "ms p50/p95/p99", "get warm")
+    columns = ("library", "put GiB/s", "durable", "get cold", "ms p50/p95/p99", "get warm")
     rows = tuple((name, *_cells(found)) for name, found in stores.items())
     return Report("tiers", columns, rows, figures, notes)
 
@@ -363,7 +364,7 @@ def _cells(found: dict[str, Any]) -> list[str]:
             texts += [""] * (2 if phase == "cold" else 1)
             continue
         ratio = f" ({one['to_limit']:.2f})" if one["to_limit"] is not None else ""
-        texts.append(f"{one['gb_s']:.2f}{ratio}")
+        texts.append(f"{one['gb_s'] * GIB_S:.2f}{ratio}")
         if phase == "cold":
             texts.append("/".join(f"{value:.1f}" for value in one["request_ms"].values()))
     return texts

@@ -117,7 +117,7 @@ def _mooncake() -> str:
     return (
         "## Of `remote`, kind `mooncake`\n\nBeside `kind` in the object `remote`. The keys of "
         "Mooncake's mooncake.json may stand there or in the file that `config` names; other keys "
-        "pass through to Mooncake's client. See [Many hosts and Mooncake](../remote.md).\n\n"
+        "pass through to Mooncake's client. See [Remote tier and Mooncake](../remote.md).\n\n"
         f"{table(('setting', 'meaning', 'default'), rows)}"
     )
 
