@@ -23,7 +23,7 @@ from kvrecall.pool.base import RecallState, Verdict
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.tier import Outcome, Tier
 from kvrecall.testing.blocks import chain, wait_until
-from kvrecall.testing.pool_contract import BLOCK_BYTES, NAMESPACE, SLOT_BYTES, Engine
+from kvrecall.testing.pool_contract import BLOCK_BYTES, NAMESPACE, SLOT_BYTES, Engine, engines
 
 MIB = 1 << 20
 KEYS = chain(NAMESPACE, 10)
@@ -37,20 +37,13 @@ def clock() -> ManualClock:
 
 
 @pytest.fixture
-def start(clock: ManualClock) -> Iterator[Start]:
-    engines: list[Engine] = []
-
-    def start(below: Tier, blocks: int = 32, by_hand: bool = True) -> Engine:
+def start(clock: ManualClock, tmp_path: Path) -> Iterator[Start]:
+    def make(nbytes: int, _: Path | None, below: Tier, by_hand: bool) -> Pool:
         monotonic = clock if by_hand else time.monotonic
-        pool = Pool(Arena.create(blocks * SLOT_BYTES), below, monotonic=monotonic)
-        pool.register(NAMESPACE, BLOCK_BYTES)
-        engines.append(Engine(pool))
-        return engines[-1]
+        return Pool(Arena.create(nbytes), below, monotonic=monotonic)
 
-    yield start
-    for engine in engines:
-        engine.close()
-        engine.pool.close()
+    with engines(make, tmp_path) as make_engine:
+        yield lambda below, blocks=32, by_hand=True: make_engine(below, by_hand, blocks=blocks)
 
 
 def push_out(engine: Engine, blocks: int = 32) -> None:
