@@ -15,6 +15,7 @@ import yaml
 
 from kvrecall.router.fleet import Fleet
 from kvrecall.router.metrics import RouterMetrics
+from tests.docs.pages import anchors
 
 from .test_deploy import DEPLOY, ROOT, SERVICES, binds
 
@@ -68,18 +69,12 @@ def test_a_metric_in_the_pages_is_exported(page: str) -> None:
     assert {name for name in named if "_retrieval_" not in name} - {"kvrecall_tier"} <= exported()
 
 
-def anchors(page: str) -> set[str]:
-    """Of a page's headings, as mkdocs and GitHub make them."""
-    headings = re.findall(r"^#+ (.*)$", (ROOT / page).read_text(), re.M)
-    return {re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-") for text in headings}
-
-
 @pytest.mark.parametrize("rule", ALERTS, ids=named)
 def test_an_alert_says_what_to_do(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in ("warning", "critical")
     assert rule["annotations"]["summary"]
     page, _, anchor = rule["annotations"]["runbook"].partition("#")
-    assert anchor in anchors(page)
+    assert anchor in anchors(ROOT / page)
 
 
 def test_every_alert_is_tested() -> None:

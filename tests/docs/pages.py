@@ -132,3 +132,9 @@ def _section(text: str, at: int) -> str:
     starts = [0, *(heading.start() for heading in _HEADING.finditer(plain))]
     ends = [*starts[1:], len(text)]
     return next(text[a:b] for a, b in zip(starts, ends, strict=True) if a <= at < b)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-") for text in headings}

@@ -19,7 +19,7 @@ from server.browser import browsing
 
 from kvrecall.lab.reference import commands as reference
 
-from .pages import FENCE, PAGES, ROOT, all_commands, commands
+from .pages import FENCE, PAGES, ROOT, all_commands, anchors, commands
 
 _LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[\w-]*)?\)")
 
@@ -92,6 +92,13 @@ def test_a_code_block_says_its_language(page: Path) -> None:
 def test_links_between_files_lead_somewhere(page: Path) -> None:
     broken = [t for t in _LINK.findall(page.read_text()) if not (page.parent / t).exists()]
     assert not broken
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=lambda page: page.name)
+def test_links_of_the_repositorys_pages_lead_to_headings(page: Path) -> None:
+    """mkdocs checks those between the pages of the site."""
+    linked = re.findall(r"\]\(([^)#:\s]+\.md)#([\w-]+)\)", page.read_text())
+    assert not [link for link in linked if link[1] not in anchors(page.parent / link[0])]
 
 
 @pytest.fixture(scope="module")
