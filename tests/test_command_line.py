@@ -26,6 +26,11 @@ from kvrecall.lab.ports import free_port
 from kvrecall.pool.service.endpoint import ServiceThread
 
 KVRECALL = Path(sys.executable).parent / "kvrecall"
+MOONCAKE = {
+    "local_hostname": "localhost",
+    "metadata_server": "P2PHANDSHAKE",
+    "master_server_address": "127.0.0.1:50051",
+}
 POOL = "pool serve --socket {folder}/run/p.sock --host-size 8MiB"
 
 
@@ -225,7 +230,9 @@ def test_a_server_without_a_model_says_first_what_it_serves(commands: Commands) 
 def test_config_check(commands: Commands, folder: Path) -> None:
     done = commands.run(["config", "check", "broken.json"])
     assert (done.status, done.out) == (2, "")
-    assert done.err.startswith("broken.json:1:5: expected ':' after the key \"a\"")
+    assert done.err.startswith(
+        "kvrecall config check: broken.json:1:5: expected ':' after the key \"a\""
+    )
     assert done.err.count("\n") == 1
     done = commands.run(["config", "check", "broken.json", "--json"])
     told = json.loads(done.out)
@@ -250,6 +257,32 @@ def test_config_check_of_a_right_file_as_json(commands: Commands, tmp_path: Path
     done = commands.run(["config", "check", str(path), "--json"])
     assert done.status == 2
     assert "'lur' is unknown" in json.loads(done.out)["problems"][0]
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("mooncake"), reason="there is no client")
+@pytest.mark.parametrize("beside", [False, True])
+def test_config_check_knows_what_the_installed_mooncake_cannot_do(
+    commands: Commands, tmp_path: Path, beside: bool
+) -> None:
+    """The pool's settings are Mooncake's own file, or name it."""
+    mooncake = tmp_path / "mooncake.json"
+    mooncake.write_text(json.dumps({**MOONCAKE, "protocol": "ascend"}))
+    pool = tmp_path / "pool.json"
+    remote = {"kind": "mooncake", "config": str(mooncake)}
+    pool.write_text(json.dumps({"host_size": "1GiB", "remote": remote}))
+    example = json.loads(commands.run(["config", "example"]).out)
+    backend = example["BackendConfig"]
+    kind, file = ("mooncake", mooncake) if beside else ("embedded", pool)
+    backend["kvPoolConfig"].update(backend=kind, configPath=str(file))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    model = backend["ModelDeployConfig"]["ModelConfig"][0]
+    model["modelWeightPath"] = str(tmp_path / "model")
+    (tmp_path / "config.json").write_text(json.dumps(example))
+    done = commands.run(["config", "check", str(tmp_path / "config.json"), "--json"])
+    (said,) = [text for text in json.loads(done.out)["warnings"] if "protocol" in text]
+    assert done.status == ExitStatus.OK
+    assert said.startswith("remote: protocol is 'ascend'; the Mooncake client installed here is")
 
 
 USAGE: list[tuple[str, str, str]] = [
@@ -348,10 +381,14 @@ def test_a_shell_completes_commands_and_options(words: str, offered: str) -> Non
 
 @pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="there is no engine to load")
 def test_an_interrupted_start_is_one_line(tmp_path: Path) -> None:
-    """Ctrl-C while the engine's libraries are imported."""
+    """Ctrl-C while the engine's libraries are imported; what is known before is said before."""
     (tmp_path / "config.json").write_text("{}")
+    remote = {"kind": "mooncake", **MOONCAKE, "protocol": "no-such"}
+    pool = tmp_path / "pool.json"
+    pool.write_text(json.dumps({"host_size": "8MiB", "remote": remote}))
+    words = [str(tmp_path), "--pool-config", str(pool), "--port", str(free_port())]
     process = subprocess.Popen(
-        [KVRECALL, "serve", str(tmp_path), "--host-size", "8MiB", "--port", str(free_port())],
+        [KVRECALL, "serve", *words],
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -359,7 +396,9 @@ def test_an_interrupted_start_is_one_line(tmp_path: Path) -> None:
     assert process.stderr is not None
     watchdog = threading.Timer(300, process.kill)
     watchdog.start()
+    warned = False
     for line in process.stderr:
+        warned = warned or "no such protocol of Mooncake" in line
         if "loading the engine" in line:
             process.send_signal(signal.SIGINT)
             break
@@ -367,6 +406,7 @@ def test_an_interrupted_start_is_one_line(tmp_path: Path) -> None:
     watchdog.cancel()
     assert process.wait() == ExitStatus.INTERRUPTED
     assert said.splitlines()[-1] == "kvrecall: interrupted"
+    assert warned or not importlib.util.find_spec("mooncake")
     assert "Traceback" not in said
 
 

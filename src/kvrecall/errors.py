@@ -40,7 +40,7 @@ class ExitStatus(IntEnum):
         status.text = text
         return status
 
-    OK = 0, "Done; a check found nothing wrong; a server was stopped by SIGINT or SIGTERM."
+    OK = 0, "Done; a check found nothing wrong; SIGINT or SIGTERM stopped a server that was ready."
     FAILED = (
         1,
         "It could not be done, or a check failed: a path that cannot be used, no service at a "
@@ -52,10 +52,11 @@ class ExitStatus(IntEnum):
         "An option, an argument, a setting or a file of settings is wrong. Nothing was started "
         "and nothing changed.",
     )
-    INTERRUPTED = 130, "Interrupted by Ctrl-C before it was done."
+    INTERRUPTED = 130, "Interrupted by Ctrl-C before it was done, or before a server was ready."
     TERMINATED = (
         143,
-        "Ended by SIGTERM: `router`, once its requests are done, and commands that are no servers.",
+        "Ended by SIGTERM: `router`, once its requests are done; a server that was not ready yet; "
+        "commands that are no servers.",
     )
 
 

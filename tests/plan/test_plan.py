@@ -150,6 +150,13 @@ def test_links_take_room_from_the_devices(tmp_path: Path) -> None:
     assert lost == pytest.approx(128 * 64e9 * 0.01, rel=1e-6)
 
 
+def test_the_memory_factor_names_the_option_that_applies_it(tmp_path: Path) -> None:
+    words = [model(tmp_path, LLAMA_8B), "--device-memory", "64GB", "--linked-cards", "128"]
+    shown = CliRunner().invoke(app, list(map(str, words)), env={"COLUMNS": "120"}).stdout
+    assert "0.91: kvrecall serve ... -- --gpu-memory-utilization 0.91" in shown
+    assert "VLLM_CPU_KVCACHE_SPACE=GIB" in shown
+
+
 def test_break_even(tmp_path: Path) -> None:
     plan = planned(
         model(tmp_path, LLAMA_8B), "--prefill-rate", 10_000, "--context", "128k",

@@ -20,6 +20,7 @@ from kvrecall.pool.arena import Arena
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
 from kvrecall.pool.remote.mooncake.master import MasterFlags, check_master
+from kvrecall.pool.remote.mooncake.wheel import built_protocols, package_folder
 from kvrecall.pool.remote.store import Object
 from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.pool.tier import Outcome, Tier
@@ -382,6 +383,41 @@ def test_the_guides_file_is_taken_as_it_is() -> None:
     assert setup["global_segment_size"] == "268435456"
     assert setup["use_ascend_direct"] == "true"
     assert setup["master_server_addr"] == "localhost:50051"
+
+
+@needs_mooncake
+def test_a_protocol_that_the_installed_client_lacks_is_named() -> None:
+    folder = package_folder()
+    assert folder is not None
+    built = built_protocols(folder / "store.so")
+    assert "tcp" in built
+    assert MooncakeSettings.of(BASE).doubt == ""
+    for protocol in {"ascend", "cxl", "efa"} - set(built):
+        doubt = MooncakeSettings.of({**BASE, "protocol": protocol}).doubt
+        assert f"protocol is '{protocol}'; the Mooncake client installed here is built for" in doubt
+        assert f"and not for {protocol}: the remote tier stays off" in doubt
+    assert "no such protocol" in MooncakeSettings.of({**BASE, "protocol": "Ascend"}).doubt
+    assert MooncakeSettings.of({**BASE, "protocol": "rdma,hip"}).doubt == ""
+
+
+def test_protocols_are_read_from_the_classes_in_the_binary(tmp_path: Path) -> None:
+    binary = tmp_path / "store.so"
+    binary.write_bytes(b"\0N8mooncake21AscendDirectTransportE\0N8mooncake12TcpTransportE\0")
+    assert built_protocols(binary) == ["tcp", "ascend"]
+
+
+@needs_mooncake
+def test_a_client_that_cannot_be_set_up_says_what_it_is_built_for(lone: Master) -> None:
+    lone.start()
+    master = f"{lone.host}:{lone.port}"
+    setup = {**BASE, "protocol": "cxl", "master_server_address": master}
+    store = MooncakeStore(MooncakeSettings.of(setup))
+    arena = Arena.create(1 << 20)
+    store.attach(arena.memory)
+    with pytest.raises(TierError, match=r"cannot be set up .*; the Mooncake client installed here"):
+        store.exists(["a"])
+    store.close()
+    arena.close()
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvrecall.errors import ExitStatus
 from kvrecall.lab.ports import free_port
 
 from .live import KVRECALL, START_LIMIT_S, LiveServer, all_gone
@@ -464,7 +465,7 @@ def test_sigterm_while_starting(folder: Path) -> None:
         starting.engine_core().suspend()  # so that it does not end first
         family = starting.family()
         starting.process.send_signal(signal.SIGTERM)
-        assert starting.wait_end() == 0
+        assert starting.wait_end() == ExitStatus.TERMINATED
         assert "startup complete" not in starting.log
         assert all_gone(family)
     finally:

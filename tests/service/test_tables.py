@@ -24,7 +24,7 @@ DIGEST = "3f9a41c2" * 16
 TIERS = tuple(
     TierStats(
         name, 999 * TIB, 998 * TIB, COUNT, COUNT, COUNT, COUNT, 1.0, COUNT, COUNT, 1.0, COUNT,
-        COUNT, COUNT, COUNT, 997 * TIB, COUNT, COUNT,
+        COUNT, COUNT, COUNT, 997 * TIB, COUNT, COUNT, full=int(name == "disk"),
     )
     for name in ("host", "disk", "remote")
 )  # fmt: skip
@@ -65,10 +65,11 @@ def test_the_overview(columns: int) -> None:
     )  # fmt: skip
     text = printed(tables.overview(now, now, 1.0), columns)
     for title in ("used", "of", "pinned", "blocks", "hits", "read", "written", "evicted",
-                  "over quota", "shed", "errors", "corrupt"):  # fmt: skip
+                  "over quota", "shed", "no room", "errors", "corrupt"):  # fmt: skip
         assert re.search(rf"│ {title} ", text), title
     assert text.count(f"{COUNT:,}") >= 3 * 7
     assert text.count("998 TiB") == 3
+    assert re.search(r"│ no room *│ *no │ *yes │ *no │", text)
     for whole in (TENANT, "4194304", "104.2 d", "988G", "lost", "its copies have ended"):
         assert whole in text, whole
 

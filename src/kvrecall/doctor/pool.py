@@ -211,7 +211,10 @@ def _remote(remote: RemoteConfig) -> Iterator[Finding]:
     settings = _tried("remote", remote.kind, lambda: check_store(remote.kind, remote.options))
     yield settings
     if settings.state is State.OK and remote.kind == "mooncake":
-        yield _master(MooncakeSettings.of(remote.options))
+        mooncake = MooncakeSettings.of(remote.options)
+        if mooncake.doubt:
+            yield Finding(_AREA, "remote protocol", State.WARNING, mooncake.doubt)
+        yield _master(mooncake)
 
 
 def _master(settings: MooncakeSettings) -> Finding:

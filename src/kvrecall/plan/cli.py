@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrecall.config import DEFAULT_POLICY, format_count, format_size, parse_size
-from kvrecall.environment import CACHE_HOME, HUB_CACHE, HUB_HOME, OLD_HUB_CACHE
+from kvrecall.environment import CACHE_HOME, CPU_KV_SPACE, HUB_CACHE, HUB_HOME, OLD_HUB_CACHE
 from kvrecall.errors import ConfigError, errors_shown
 from kvrecall.plan.model import ModelShape, find_config, read_shape
 from kvrecall.plan.sizing import (
@@ -201,6 +201,13 @@ def _warnings(shape: ModelShape, use: Use, links: Links, fits: bool, any_tier: b
     return warnings
 
 
+def _factor_applied(factor: float) -> str:
+    return (
+        f"{factor}: kvrecall serve ... -- --gpu-memory-utilization {factor}\n"
+        f"(on a CPU, {CPU_KV_SPACE}=GIB sets the device cache itself)"
+    )
+
+
 def _print(report: dict[str, Any], console: Console, rate_given: bool) -> None:
     facts = Table(title=Text(report["plan"]), show_header=False)
     facts.add_row("KV of a token", format_size(report["bytes_per_token"]))
@@ -223,7 +230,7 @@ def _print(report: dict[str, Any], console: Console, rate_given: bool) -> None:
     links = report["links"]
     if links["cards"]:
         facts.add_row("links of a card", f"{links['links']}, {format_size(links['bytes'])}")
-        facts.add_row("memory factor", f"{links['memory_factor']}")
+        facts.add_row("memory factor", _factor_applied(links["memory_factor"]))
     console.print(facts)
     table = Table(caption="of all hosts together; 1 GiB = 1.074 GB, 1 TiB = 1.100 TB")
     table.add_column("tier")

@@ -132,11 +132,13 @@ def default_model() -> str:
     raise ConfigError("no MODEL given; name a model folder or a model id of the Hugging Face hub")
 
 
-def check(plan: Plan) -> None:
-    """Everything that can be found wrong before the engine is loaded. Changes nothing.
+def check(plan: Plan) -> tuple[str, ...]:
+    """Everything that can be found wrong before the engine is loaded. Changes nothing. Returns what
+    will not work and leaves the rest working, a line each.
 
     Raises ConfigError or TierError.
     """
+    found: tuple[str, ...] = ()
     spec = plan.spec
     preflight.check_model(spec.model)
     if spec.role is not Role.BOTH:
@@ -149,8 +151,10 @@ def check(plan: Plan) -> None:
         settings = RecallSettings.from_mapping(spec.recall)
         if settings.service is None:  # which owns memory and disk, and may come later
             preflight.check_pool(settings.pool)
+            found = preflight.doubts(settings.pool)
     for host, port in ((spec.host, spec.port), *((x.host, x.port) for x in spec.listeners)):
         preflight.check_port(host, port)
+    return found
 
 
 def _check_shared(spec: ServeSpec) -> None:
@@ -167,10 +171,10 @@ def _check_shared(spec: ServeSpec) -> None:
 
 def run(plan: Plan) -> int:
     """Checks ``plan`` and serves it; returns the exit status. Raises KvrecallError."""
-    check(plan)
+    doubts = check(plan)
     _log_to_stderr()
     log.info("%s", plan.summary())
-    for warning in plan.warnings:
+    for warning in (*plan.warnings, *doubts):
         log.warning("%s", warning)
     for note in plan.notes:
         log.info("%s", note)

@@ -16,6 +16,7 @@ from kvrecall.pool.cipher import read_cipher
 from kvrecall.pool.disk.folder import LOCK_NAME, check_room
 from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.remote.backends import check_store
+from kvrecall.pool.remote.mooncake import MooncakeSettings
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -78,6 +79,13 @@ def check_terms(pool: PoolConfig) -> None:
     read_cipher(pool.encryption_key_file)
     if pool.remote is not None:
         check_store(pool.remote.kind, pool.remote.options)
+
+
+def doubts(pool: PoolConfig) -> tuple[str, ...]:
+    """What of ``pool`` will not work here and leaves the rest working, a line each."""
+    if pool.remote is None or pool.remote.kind != "mooncake":
+        return ()
+    return tuple(filter(None, [MooncakeSettings.of(pool.remote.options).doubt]))
 
 
 def _check_disk(disk: DiskConfig) -> None:

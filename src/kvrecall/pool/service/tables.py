@@ -105,7 +105,7 @@ def _tiers(now: Overview, before: Overview | None, seconds: float) -> Table:
     def add(title: str, show: Callable[[TierStats], str], is_fault: bool = False) -> None:
         cells = [Text(show(tier)) for tier in now.stats.tiers]
         for cell in cells:
-            if is_fault and cell.plain != "0":
+            if is_fault and cell.plain not in ("0", "no"):
                 cell.stylize("bold red")
         table.add_row(title, *cells)
 
@@ -128,6 +128,7 @@ def _tiers(now: Overview, before: Overview | None, seconds: float) -> Table:
     add("evicted", lambda tier: f"{tier.evictions:,}")
     add("over quota", lambda tier: f"{tier.over_quota:,}")
     add("shed", lambda tier: f"{tier.dropped:,}")
+    add("no room", lambda tier: "yes" if tier.full else "no", is_fault=True)
     add("errors", lambda tier: f"{tier.errors:,}", is_fault=True)
     add("corrupt", lambda tier: f"{tier.corrupt:,}", is_fault=True)
     return table

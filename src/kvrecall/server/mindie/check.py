@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvrecall.config import RecallSettings
-from kvrecall.errors import ConfigError, KvrecallError
+from kvrecall.errors import ConfigError, ExitStatus, KvrecallError
 from kvrecall.jsonfile import JsonPath
 from kvrecall.server.mindie.planner import Beside, plan_config
 from kvrecall.server.mindie.reader import Problems, dotted, read_config
 from kvrecall.server.mindie.schema import Effect, effect_of, fields_of
 from kvrecall.server.plan import Plan
-from kvrecall.server.preflight import check_model, check_terms
+from kvrecall.server.preflight import check_model, check_terms, doubts
 
 EXAMPLE = r"""{
   "Version": "1.0.0",
@@ -54,6 +55,8 @@ EXAMPLE = r"""{
 
 _STYLES = {Effect.ACTS: "green", Effect.PARTLY: "yellow", Effect.NONE: "dim", Effect.RETIRED: "red"}
 
+_WHO = "kvrecall config check"
+
 
 def explain(file: Path, every: bool, allow_plaintext: bool = False) -> int:
     """Prints a table of the fields and what is wrong; returns the exit status."""
@@ -62,17 +65,17 @@ def explain(file: Path, every: bool, allow_plaintext: bool = False) -> int:
         config, _ = read_config(file)
     except Problems as error:
         for line in error.lines:
-            errors.print(escape(line), highlight=False)
-        return 2
+            errors.print(escape(f"{_WHO}: {line}"), highlight=False)
+        return ExitStatus.WRONG_SETTINGS
     except ConfigError as error:
-        errors.print(escape(str(error)), highlight=False)
-        return 2
+        errors.print(escape(f"{_WHO}: {error}"), highlight=False)
+        return ExitStatus.WRONG_SETTINGS
     console.print(_table(config, every))
     try:
         plan = _planned(file, allow_plaintext)
     except KvrecallError as error:
-        errors.print(escape(str(error)), highlight=False)
-        return 2
+        errors.print(escape(f"{_WHO}: {error}"), highlight=False)
+        return ExitStatus.WRONG_SETTINGS
     _print_plan(console, plan)
     return 0
 
@@ -121,6 +124,7 @@ def _planned(file: Path, allow_plaintext: bool) -> Plan:
         settings = RecallSettings.from_mapping(plan.spec.recall)
         if settings.service is None:
             check_terms(settings.pool)
+            return replace(plan, warnings=(*plan.warnings, *doubts(settings.pool)))
     return plan
 
 

@@ -401,7 +401,9 @@ class BackendSection(Section):
     modelInstanceNumber: Annotated[int, _only(1)] = partly(
         "1 only: one engine per server", 1, ge=1, le=10
     )
-    npuDeviceIds: list[list[int]] | None = idle("devices are chosen by CUDA_VISIBLE_DEVICES")
+    npuDeviceIds: list[list[int]] | None = idle(
+        "devices are chosen by CUDA_VISIBLE_DEVICES, with vLLM-Ascend ASCEND_RT_VISIBLE_DEVICES"
+    )
     tokenizerProcessNumber: int | None = idle("vLLM tokenizes in the server", 8, ge=1, le=32)
     multiNodesInferEnabled: bool | None = idle(_ONE_HOST)
     multiNodesInferPort: Port | None = idle(_ONE_HOST)

@@ -238,14 +238,15 @@ def _tell_addresses(args: Namespace, spec: ServeSpec) -> None:
         log.info("serving %s on %s://%s:%s", each.name, scheme, each.host, each.port)
 
 
-def _end_at_once(*_: object) -> None:
-    """Ends a start, which may take minutes. Nothing is being served and nothing stored, so the
-    processes are killed; an exception in the midst of vLLM's start leaves it hanging."""
+def _end_at_once(number: int, _: object) -> None:
+    """Ends a start, which may take minutes, with the status that a shell gives a process which the
+    signal ends. Nothing is being served and nothing stored, so the processes are killed; an
+    exception in the midst of vLLM's start leaves it hanging."""
     log.info("stopped before the engine was ready")
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    os._exit(0)
+    os._exit(128 + number)
 
 
 @asynccontextmanager

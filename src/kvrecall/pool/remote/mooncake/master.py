@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from kvrecall.pool.arena import Arena
 from kvrecall.pool.remote.backends import is_loopback
 from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
 from kvrecall.pool.remote.mooncake.store import MooncakeStore
+from kvrecall.pool.remote.mooncake.wheel import package_folder
 
 _STOP_S = 10.0
 
@@ -53,10 +53,10 @@ class MasterFlags:
 
 def master_binary() -> Path:
     """The master that comes with Mooncake's package. Raises TierError if it is not installed."""
-    spec = importlib.util.find_spec("mooncake")
-    if spec is None or not spec.submodule_search_locations:
+    folder = package_folder()
+    if folder is None:
         raise TierError("Mooncake is not installed; pip install 'kvrecall[mooncake]'")
-    return Path(spec.submodule_search_locations[0]) / "mooncake_master"
+    return folder / "mooncake_master"
 
 
 def run_master(flags: MasterFlags, quiet: bool = True) -> int:

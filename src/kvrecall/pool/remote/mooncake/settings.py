@@ -10,6 +10,7 @@ from pathlib import Path
 from kvrecall.errors import ConfigError
 from kvrecall.jsonfile import read_json
 from kvrecall.pool.remote.backends import is_loopback
+from kvrecall.pool.remote.mooncake.wheel import why_unfit
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,12 @@ class MooncakeSettings:
 
     setup: Mapping[str, str]
     master: tuple[str, int]
+
+    @property
+    def doubt(self) -> str:
+        """Why the installed client cannot do what is set up, with the cure; "" if it can."""
+        why = why_unfit(self.setup["protocol"])
+        return f"remote: protocol is {self.setup['protocol']!r}; {why}" if why else ""
 
     @classmethod
     def of(cls, options: Mapping[str, object]) -> MooncakeSettings:

@@ -31,6 +31,7 @@ from kvrecall.pool.remote.mooncake.client_process import (
     send,
 )
 from kvrecall.pool.remote.mooncake.settings import MooncakeSettings
+from kvrecall.pool.remote.mooncake.wheel import why_unfit
 from kvrecall.pool.remote.store import Object
 
 _LOG = logging.getLogger(__name__)
@@ -271,7 +272,8 @@ class Client:
         reply = self._receive(first, limit_s)
         if reply.error:
             self._kill()
-            raise ClientLost(reply.error + self._last_words())
+            why = why_unfit(setup["protocol"])
+            raise ClientLost(reply.error + (f"; {why}" if why else "") + self._last_words())
         for sock in self._all:
             self._idle.put(sock)
 
