@@ -404,12 +404,12 @@ def test_every_number_has_its_unit(browser: Any, server: LiveServer) -> None:
         one.locator(".name").inner_text(): one.inner_text().replace("\n", " ")
         for one in tab.locator(".tile").all()
     }
-    time = r"\d[\d.]* m?s"
+    time = r"\d[\d.]*\sm?s"
     for name, pattern in {
-        "Prompt tokens recalled": r"\d %.* tokens$",
+        "Prompt tokens recalled": r"\d %.*\stokens$",
         "Time to first token, p50": rf"p50 {time} p95 {time}",
         "Time per output token, p50": rf"p50 {time} p95 {time}",
-        "Output, last minute": r"[\d.]+ tokens/s prompts [\d.,]+ k?\s?tokens/s",
+        "Output, last minute": r"[\d.]+ tokens/s prompts [\d.,]+\s(k )?tokens/s",
         "Requests, last minute": r"[\d.]+ requests/s 0 running · 0 waiting · 3 ended",
         "Preemptions": "0 requests in this window; 0 since the start",
     }.items():

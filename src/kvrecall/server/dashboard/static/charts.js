@@ -16,9 +16,10 @@ function ticks(most, whole = false, wanted = 4) {
   return found;
 }
 
-function timeAxis(from, to, x, bottom) {
+function timeAxis(from, to, x, bottom, width) {
   const span = to - from;
-  const step = [10, 30, 60, 120, 300, 600].find((n) => span / n <= 8) ?? 600;
+  const room = (step) => Math.min(8, Math.floor((width - LEFT - RIGHT) / (step < 60 ? 64 : 48))); // labels side by side
+  const step = [10, 30, 60, 120, 300, 600].find((n) => span / n <= room(n)) ?? 600;
   const marks = [];
   for (let at = Math.ceil(from / step) * step; at <= to; at += step) {
     if (x(at) < LEFT + 12) continue;
@@ -47,7 +48,7 @@ function frame(box, from, to, values, scale, tall) {
     marks.map((mark, i) => s("line", { class: i ? "gridline" : "axis", x1: LEFT, x2: width - RIGHT, y1: y(mark), y2: y(mark) })),
     marks.map((mark) => s("text", { x: LEFT - 8, y: y(mark) + 4, "text-anchor": "end" }, scale.format(mark))),
     s("text", { class: "unit", x: 0, y: 11 }, scale.unit),
-    timeAxis(from, to, x, bottom),
+    timeAxis(from, to, x, bottom, width),
   ];
   return { width, height, bottom, x, y, back };
 }
@@ -116,15 +117,20 @@ export function stacked(box, times, series, label) {
   put(box, svg, table("Prompt tokens per second, by source", ["until", ...series.map((one) => one.label)], rows));
 }
 
-// A line broken where nothing was measured; lone points are dots.
-function trace(times, values, x, y, look) {
+// The points of a line, in parts where nothing was measured between.
+function parts(times, values, x, y) {
   const runs = [];
   values.forEach((value, i) => {
     if (value === null) return;
     if (!i || values[i - 1] === null) runs.push([]);
     runs.at(-1).push(`${x(times[i]).toFixed(1)},${y(value).toFixed(1)}`);
   });
-  return runs.map((run) => run.length > 1
+  return runs;
+}
+
+// A line broken where nothing was measured; lone points are dots.
+function trace(times, values, x, y, look) {
+  return parts(times, values, x, y).map((run) => run.length > 1
     ? s("path", { d: `M${run.join("L")}`, fill: "none", stroke: look.color, "stroke-width": look.dash ? 1.4 : 2, "stroke-dasharray": look.dash, "stroke-linejoin": "round" })
     : s("rect", { x: run[0].split(",")[0] - 1.5, y: run[0].split(",")[1] - 1.5, width: 3, height: 3, fill: look.color }));
 }
@@ -187,10 +193,13 @@ export function heatMap(box, heat, label) {
 export function spark(times, values, from, to, color, label) {
   const width = 400, height = 34;
   const x = (at) => ((at - from) / Math.max(1, to - from)) * width;
-  const points = times.map((at, i) => values[i] === null ? null : `${x(at).toFixed(1)},${(height - values[i] * height).toFixed(1)}`).filter((point) => point);
-  if (points.length < 2) return null;
-  const first = points[0].split(",")[0], last = points.at(-1).split(",")[0];
+  const y = (share) => height - share * height;
+  const foot = (point) => `${point.split(",")[0]},${height}`;
+  const runs = parts(times, values, x, y).filter((points) => points.length > 1);
+  if (!runs.length) return null;
   return s("svg", { class: "spark", viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": label },
-    s("path", { d: `M${first},${height}L${points.join("L")}L${last},${height}Z`, fill: color, "fill-opacity": 0.16 }),
-    s("path", { d: `M${points.join("L")}`, fill: "none", stroke: color, "stroke-width": 1.5, "vector-effect": "non-scaling-stroke" }));
+    runs.map((points) => [
+      s("path", { d: `M${foot(points[0])}L${points.join("L")}L${foot(points.at(-1))}Z`, fill: color, "fill-opacity": 0.16 }),
+      s("path", { d: `M${points.join("L")}`, fill: "none", stroke: color, "stroke-width": 1.5, "vector-effect": "non-scaling-stroke" }),
+    ]));
 }

@@ -7,6 +7,7 @@ import { drawTree } from "./tree.js";
 const EVERY_MS = 2000, TREE_EVERY_MS = 6000, GIVE_UP_MS = 8000;
 const SOURCES = ["device", "host", "disk", "remote", "unspecified", "computed"];
 const LOADED = ["host", "disk", "remote"];
+const POOL_AWAY = "KvrecallPoolServiceAway";
 const NOW_S = 60; // what "now" means for rates
 const POINTS = 100; // at most, in a line
 const color = (source) => `var(--${source})`;
@@ -79,6 +80,7 @@ function drawAlarms() {
   const problems = $("problems");
   problems.hidden = !found.length;
   problems.dataset.severity = errors ? "error" : "warning";
+  $("status").dataset.severity = errors ? "error" : warnings ? "warning" : "none";
   problems.textContent = [...many(errors, "error"), ...many(warnings, "warning")].join(", ");
   $("no-alarms").hidden = found.length > 0 || !state.latest;
   if (state.latest) {
@@ -223,7 +225,7 @@ function drawQueue(marks, range) {
     { label: "waiting", color: "var(--disk)", dash: "5 3", values: most("waiting") },
   ];
   plot(box, {
-    ...range, times: at, lines, scale: { format: count, tell: (value) => `${count(value)} requests`, unit: "requests, most at a time", least: 2, whole: true },
+    ...range, times: at, lines, scale: { format: count, tell: (value) => `${count(value)} requests`, unit: `requests, maximum of samples every ${state.latest.every_s} s`, least: 2, whole: true },
     marks: cut.flatMap((many, i) => many > 0 ? [{ at: at[i], text: `${count(many)} preemptions` }] : []),
     label: `Requests running and waiting. ${count(cut.reduce((a, b) => a + b, 0))} preemptions.`, caption: "Requests and preemptions",
     figures: [["until", "running", "waiting", "preempted"], at.map((time, i) => [clock(time), `${lines[0].values[i]} requests`, `${lines[1].values[i]} requests`, times(cut[i])]).filter((_, i) => lines[0].values[i] + lines[1].values[i] + cut[i] > 0).slice(-60).reverse()],
@@ -238,12 +240,12 @@ function drawLoads(marks, from, range) {
   if (!state.latest.pool) { replace(box, note("This server runs without a pool, so nothing is loaded.")); return; }
   const tiers = LOADED.filter((tier) => grown(`load:${tier}`, from, now)?.at(-1));
   if (!marks || !tiers.length) { replace(box, note(marks ? "Nothing was loaded from the pool in this window." : GATHERING)); return; }
-  legend($("load-legend"), [...tiers.map((tier) => [tier, color(tier)]), ["p50", "var(--soft)", "dash"], ["p95", "var(--soft)", "line"]]);
+  legend($("load-legend"), [...tiers.map((tier) => [tier, color(tier)]), ["p50", "var(--soft)", "line"], ["p95", "var(--soft)", "dash"]]);
   plot(box, {
     ...range, times: marks.slice(1).map((mark) => mark.at),
     lines: tiers.flatMap((tier) => [
-      { label: `${tier} p95`, color: color(tier), values: quantiles(0.95, `load:${tier}`, marks) },
-      { label: `${tier} p50`, color: color(tier), dash: "3 3", values: quantiles(0.5, `load:${tier}`, marks) },
+      { label: `${tier} p50`, color: color(tier), values: quantiles(0.5, `load:${tier}`, marks) },
+      { label: `${tier} p95`, color: color(tier), dash: "6 3", values: quantiles(0.95, `load:${tier}`, marks) },
     ]),
     scale: { ...LATENCY, log: true, unit: "time of a load, logarithmic" },
     label: `Load latency: ${tiers.map((tier) => `${tier} p95 ${seconds(quantileOf(0.95, `load:${tier}`, from, now))}`).join(", ")}.`, caption: "Load latency by tier",
@@ -262,8 +264,16 @@ function drawTiers() {
   if (!names.length) { replace($("tiers"), note("No pool: there is the device's cache only, and vLLM has not told of it yet.")); return; }
   const shareOf = (tier) => !tier ? null : tier.capacity_bytes ? tier.used_bytes / tier.capacity_bytes : tier.share ?? 0;
   const samples = windowed(state.samples, "at");
+  const over = (name, shares) => samples.length > 2 ? spark(samples.map((each) => each.at), shares, samples[0].at, samples.at(-1).at, color(name), `${name} in use over time, 0 to 100 %`) : null;
+  const away = state.latest.alarms.some((alarm) => alarm.name === POOL_AWAY);
   replace($("tiers"), names.map((name) => {
     const tier = tiers[name];
+    const shares = samples.map((each) => name !== "device" && !each.pool_up ? null : shareOf(each.tiers[name]));
+    if (away && name !== "device") {
+      return h("div", { class: "tier" },
+        h("div", { class: "line" }, h("b", {}, swatch(color(name)), name), h("span", {}, "unknown: the pool does not answer")),
+        over(name, shares));
+    }
     const share = shareOf(tier);
     const size = tier.capacity_bytes ? `${bytes(tier.used_bytes)} of ${bytes(tier.capacity_bytes)}` : tier.share === undefined ? bytes(tier.used_bytes) : `${percent(share)} of its blocks`;
     const facts = [];
@@ -278,7 +288,7 @@ function drawTiers() {
       h("div", { class: "meter", role: "meter", "aria-label": `${name} in use`, "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": Math.round(100 * share) },
         h("span", { style: { width: `${(100 * Math.min(1, share)).toFixed(1)}%`, background: color(name) } })),
       h("div", { class: "facts" }, facts.join(" · ")),
-      samples.length > 2 ? spark(samples.map((each) => each.at), samples.map((each) => shareOf(each.tiers[name])), samples[0].at, samples.at(-1).at, color(name), `${name} in use over time`) : null);
+      over(name, shares));
   }));
 }
 
@@ -326,7 +336,7 @@ function drawRequests() {
 function tile(name, value, more) {
   const [number, ...unit] = value.split(" ");
   return h("div", { class: "tile" }, h("div", { class: "name" }, name),
-    h("div", { class: "value" }, number, unit.length ? h("small", {}, ` ${unit.join(" ")}`) : null), h("div", { class: "more" }, more));
+    h("div", { class: "value" }, number, unit.length ? h("small", {}, ` ${unit.join(" ")}`) : null), h("div", { class: "more" }, more.replaceAll(/(?<=\d) (?=%|m?s\b|[kMG]\b)/g, "\u00a0")));
 }
 
 const rate = (value, unit) => `${value > 0 && value < 10 ? value.toFixed(value < 1 ? 2 : 1) : count(value)} ${unit}`;
