@@ -235,6 +235,11 @@ def test_errors_cannot_be_overlooked(
     tab.wait_for_function("(e) => e.textContent.includes('4 blocks, since')", arg=element)
     assert element.evaluate("(e) => e.isConnected"), "made anew, so read aloud anew"
     assert tab.inner_text("#problems") == "2 errors"
+    dot = "getComputedStyle(document.querySelector('#status'), '::before').backgroundColor"
+    red = "getComputedStyle(document.querySelector('#problems')).borderTopColor"
+    assert tab.evaluate(dot) == tab.evaluate(red), "the dot beside them says that all is well"
+    assert tab.evaluate(SPREAD) < 8, "the header's controls are in one row"
+    assert "disk unknown: the pool does not answer" in tab.inner_text("#tiers").replace("\n", " ")
     assert tab.title().startswith("(!) ")
     assert tab.evaluate("document.documentElement.scrollWidth") <= 400
     assert page.faint() == []
@@ -244,6 +249,21 @@ def test_errors_cannot_be_overlooked(
     away.wait_for(state="detached")
     assert page.wrong == []
     tab.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("width", [400, 1280])
+def test_labels_of_time_do_not_overlap(
+    browser: Any, faulty: tuple[str, FakeEngine, Counter], width: int
+) -> None:
+    page = Page(browser, faulty[0], viewport={"width": width, "height": 800})
+    page.tab.wait_for_selector("#tpot .note")
+    drawn = page.tab.evaluate(OVERLAPS)
+    assert len(drawn) == 8
+    for seconds, labels, overlaps in drawn:
+        assert labels >= 2, seconds
+        assert overlaps == 0, seconds
+    page.tab.close()
 
 
 @pytest.mark.long
@@ -336,6 +356,27 @@ def opened(browser: Any, server: LiveServer, **context: Any) -> Page:
     page.tab.wait_for_selector("#recall svg", timeout=60_000)
     return page
 
+
+SPREAD = """() => {
+  const boxes = [...document.querySelectorAll('.controls > *')]
+    .map((each) => each.getBoundingClientRect());
+  const middles = boxes.filter((box) => box.height).map((box) => (box.top + box.bottom) / 2);
+  return Math.max(...middles) - Math.min(...middles);
+}"""
+
+OVERLAPS = """async () => {
+  const { plot } = await import('/dashboard/charts.js');
+  const box = document.querySelector('#tpot'), scale = { format: String, tell: String, unit: 'x' };
+  return [30, 90, 170, 250, 470, 700, 1200, 1800].map((span) => {
+    const times = [...Array(20).keys()].map((i) => 36_000 + (i * span) / 19);
+    const lines = [{ label: 'x', color: 'red', values: times.map(() => 1) }];
+    plot(box, { times, from: times[0], to: times[19], lines, scale, label: 'x', caption: 'x' });
+    const foot = [...box.querySelectorAll('text')].map((text) => text.getBoundingClientRect())
+      .filter((at, i, all) => at.top === Math.max(...all.map((one) => one.top)));
+    const sorted = foot.sort((a, b) => a.left - b.left);
+    return [span, sorted.length, sorted.filter((at, i) => i && at.left < sorted[i - 1].right).length];
+  });
+}"""
 
 CONTRASTS = """() => {
   const parse = (text) => {
