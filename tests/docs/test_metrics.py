@@ -114,7 +114,7 @@ def test_the_dashboards_page_names_the_metrics_it_reads_and_their_charts() -> No
 def test_grafana_shows_the_same_metrics_under_the_same_name() -> None:
     page = DOCUMENTED.read_text()
     rows = dict(re.findall(r"^\| ([^|]+) \| .* \| ([^|]+) \|$", page, re.MULTILINE))
-    shared = {}
+    shared: dict[str, set[str]] = {}
     for title, query in queries():
         if title in rows:
             shared.setdefault(title, set()).update(

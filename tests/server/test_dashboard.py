@@ -374,7 +374,8 @@ OVERLAPS = """async () => {
     const foot = [...box.querySelectorAll('text')].map((text) => text.getBoundingClientRect())
       .filter((at, i, all) => at.top === Math.max(...all.map((one) => one.top)));
     const sorted = foot.sort((a, b) => a.left - b.left);
-    return [span, sorted.length, sorted.filter((at, i) => i && at.left < sorted[i - 1].right).length];
+    const over = sorted.filter((at, i) => i && at.left < sorted[i - 1].right);
+    return [span, sorted.length, over.length];
   });
 }"""
 
