@@ -52,11 +52,20 @@ class TaughtPolicy(HazardPolicy):
             super().remove(key)
         assert self.chance(BlockKey(b"new"), 0.0) is not None
 
-    def insert(self, key: BlockKey, parent: BlockKey | None, depth: int, now: float) -> None:
-        super().insert(key, parent, depth, 1000.0 + now)
+    def insert(
+        self,
+        key: BlockKey,
+        parent: BlockKey | None,
+        depth: int,
+        now: float,
+        hangs: bool = False,
+    ) -> None:
+        super().insert(key, parent, depth, 1000.0 + now, hangs)
 
-    def access(self, chain: Sequence[BlockKey], now: float) -> None:
-        super().access(chain, 1000.0 + now)
+    def access(
+        self, chain: Sequence[BlockKey], now: float, hanging: Sequence[BlockKey] = ()
+    ) -> None:
+        super().access(chain, 1000.0 + now, hanging)
 
     def admit(self, key: BlockKey, parent: BlockKey | None, depth: int, now: float) -> bool:
         return super().admit(key, parent, depth, 1000.0 + now)

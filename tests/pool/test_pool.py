@@ -7,7 +7,14 @@ from support.terms_contract import TermsContract
 from kvrecall.config import DiskConfig, PoolConfig, PoolTerms
 from kvrecall.pool import Pool
 from kvrecall.pool.base import PoolClient
-from kvrecall.testing.pool_contract import PoolContract
+from kvrecall.testing.blocks import chain, namespace
+from kvrecall.testing.pool_contract import (
+    BLOCK_BYTES,
+    NAMESPACE,
+    SLOT_BYTES,
+    Engine,
+    PoolContract,
+)
 
 MIB = 1 << 20
 
@@ -22,3 +29,27 @@ class TestTerms(TermsContract):
     def make(self, host_bytes: int, disk_path: Path | None, terms: PoolTerms) -> PoolClient:
         disk = None if disk_path is None else DiskConfig(disk_path, 64 * MIB)
         return Pool.open(PoolConfig(host_bytes, disk, terms=terms))
+
+
+def test_hanging_blocks_keep_their_parents_and_depths_through_a_restart(tmp_path: Path) -> None:
+    windows = namespace("windows")
+    keys, hanging = chain(NAMESPACE, 6), chain(windows, 3)
+    config = PoolConfig(64 * SLOT_BYTES, DiskConfig(tmp_path, 64 << 20))
+    places = {hanging[0]: (keys[1], 2), hanging[1]: (keys[5], 6), hanging[2]: (keys[5], 6)}
+    for boot in range(2):
+        with Pool.open(config) as pool:
+            for name in (NAMESPACE, windows):
+                pool.register(name, BLOCK_BYTES)
+            engine = Engine(pool)
+            if boot == 0:
+                engine.save(keys)
+                engine.save(hanging, parents=[keys[1], keys[5], keys[5]])
+                assert pool.flush([*keys, *hanging], 60.0)
+            else:
+                engine.recall(keys)
+                engine.recall(hanging, parents=[keys[1], keys[5], keys[5]])
+            blocks = {block.key: block for block in pool.host_blocks()}
+            for key, place in places.items():
+                assert (blocks[key].parent, blocks[key].depth) == place
+            assert [blocks[key].parent for key in keys] == [None, *keys[:-1]]
+            engine.close()

@@ -302,6 +302,8 @@ OUT_OF_ORDER = [
     (p.Acquire(7, KEYS, 0.0, KEYS[0], SHARED), p.Release(7), p.Poll(1, 7)),
     (p.Settle(b"x" * 16), p.Settle(b"x" * 16)),
     (p.Touch(KEYS * 5), p.Find(1, KEYS * 5)),
+    (p.Reserve(1, KEYS, None, SHARED, KEYS[::-1]), p.Commit(KEYS), p.Touch((), KEYS * 5)),
+    (p.Acquire(7, KEYS, 0.0, None, SHARED, (None, *KEYS[:2])), p.Poll(1, 7), p.Release(7)),
     (p.Locate(1, KEYS * 5), p.Locate(1, KEYS[::-1])),
     (p.Bye(1), p.Reserve(2, KEYS, None, SHARED), p.Bye(3)),
     (p.Flush(1, KEYS, 0.0),),
@@ -332,6 +334,14 @@ def test_messages_that_are_right_but_out_of_order(
     assert still_serves(healthy)
 
 
+def test_parents_of_other_blocks_are_no_request(path: Path, healthy: ServiceClient) -> None:
+    for parents, parent in ((KEYS[:2], None), (KEYS, KEYS[0])):
+        with connect(path) as sock:
+            sock.sendall(conversation(p.Reserve(1, KEYS, parent, SHARED, parents)))
+            assert is_ended(sock)
+    assert still_serves(healthy)
+
+
 def test_a_second_greeting_is_no_request(path: Path, healthy: ServiceClient) -> None:
     with connect(path) as sock:
         sock.sendall(HELLO + HELLO)
@@ -350,10 +360,10 @@ def test_a_request_that_fails_costs_its_own_connection_only(
     assert len(good.reserve(KEYS)) == 3
     touch = service.pool.touch
 
-    def fail(keys: tuple[BlockKey, ...]) -> None:
+    def fail(keys: tuple[BlockKey, ...], hanging: tuple[BlockKey, ...] = ()) -> None:
         if keys == OWN:
             raise RuntimeError("a bug")
-        touch(keys)
+        touch(keys, hanging)
 
     monkeypatch.setattr(service.pool, "touch", fail)
     lost = bad._life

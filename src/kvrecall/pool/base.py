@@ -153,6 +153,18 @@ class PoolStats:
     histograms: dict[str, tuple[tuple[float, int], ...]] = field(default_factory=dict)
 
 
+def check_parents(
+    keys: Sequence[BlockKey], parent: BlockKey | None, parents: Sequence[BlockKey | None] | None
+) -> None:
+    """Raises ValueError unless they name one parent for each key, or a chain's."""
+    if parents is None:
+        return
+    if len(parents) != len(keys):
+        raise ValueError(f"{len(parents)} parents of {len(keys)} blocks")
+    if parent is not None:
+        raise ValueError("either the parent of a chain or the parents of single blocks")
+
+
 class PoolClient(Protocol):
     """The pool as an engine sees it: one embedded in its process, or the service of its node."""
 
@@ -180,9 +192,10 @@ class PoolClient(Protocol):
         deadline_s: float,
         parent: BlockKey | None = None,
         tenant: Tenant = SHARED,
+        parents: Sequence[BlockKey | None] | None = None,
     ) -> int:
         """Leases the present prefix of ``keys`` and starts promoting the blocks that are not in the
-        host, charged to ``tenant``.
+        host, charged to ``tenant``. ``parent`` and ``parents`` as for ``reserve``.
 
         Returns a ticket for ``poll``/``release``. After ``deadline_s`` seconds the recall is
         READY with the blocks that have arrived. Does not count as a use: ``touch`` does.
@@ -203,11 +216,16 @@ class PoolClient(Protocol):
         keys: Sequence[BlockKey],
         parent: BlockKey | None = None,
         tenant: Tenant = SHARED,
+        parents: Sequence[BlockKey | None] | None = None,
     ) -> tuple[Reservation, ...]:
         """Reserves slots for ``keys`` (a chain, prefix first). Evicts if needed: blocks
         of ``tenant`` if its limit would be exceeded, else the least valuable ones.
 
         ``parent``: key before ``keys[0]`` if the chain starts in the middle of a sequence.
+
+        ``parents``: one for each key that is no link of a chain but *hangs* on one, as a window or
+        a state does: the block of the chain without which it is worth nothing. Reserve the chain
+        first. Raises ValueError if it is of another length, or given together with ``parent``.
         """
 
     def commit(self, keys: Sequence[BlockKey]) -> None:
@@ -217,11 +235,15 @@ class PoolClient(Protocol):
     def abandon(self, keys: Sequence[BlockKey]) -> None:
         """Returns reserved slots unfilled. Keys not reserved are ignored."""
 
-    def touch(self, keys: Sequence[BlockKey]) -> None:
+    def touch(self, keys: Sequence[BlockKey], hanging: Sequence[BlockKey] = ()) -> None:
         """The chain ``keys`` (prefix first) was used: refreshes recency in every tier.
 
         Once per request, on arrival, with all its full blocks, in the pool or not: policies also
         learn from misses.
+
+        ``hanging``: the windows and states that the request needs to use the chain, in the pool or
+        not; they may be reported later than the chain, with no ``keys``. Those that it does not
+        need are not named: they age.
         """
 
     def flush(self, keys: Sequence[BlockKey], deadline_s: float) -> bool:

@@ -117,9 +117,9 @@ class Cascade(Tier):
         del self._storing[done.key]
         return Done(done.key, storing.outcome)
 
-    def touch(self, chain: Sequence[BlockKey]) -> None:
-        self.near.touch(chain)
-        self.far.touch(chain)
+    def touch(self, chain: Sequence[BlockKey], hanging: Sequence[BlockKey] = ()) -> None:
+        self.near.touch(chain, hanging)
+        self.far.touch(chain, hanging)
 
     def drop(self, keys: Sequence[BlockKey]) -> None:
         self.near.drop(keys)

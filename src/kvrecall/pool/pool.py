@@ -33,6 +33,7 @@ from kvrecall.pool.base import (
     Reservation,
     TierStats,
     Verdict,
+    check_parents,
 )
 from kvrecall.pool.cascade import Cascade
 from kvrecall.pool.cipher import read_cipher
@@ -281,13 +282,15 @@ class Pool:
         deadline_s: float,
         parent: BlockKey | None = None,
         tenant: Tenant = SHARED,
+        parents: Sequence[BlockKey | None] | None = None,
     ) -> int:
         _check_tenant(tenant)
+        check_parents(keys, parent, parents)
         with self._changed:
             self._drain()
             ticket = self._lease_present(keys, self._monotonic() + deadline_s)
             if ticket.missing:
-                self._load(keys, ticket, parent, tenant)
+                self._load(keys, ticket, parents or (parent, *keys[:-1]), tenant)
             self._host_hits += ticket.tiers.count(TierName.HOST)
             number = next(self._numbers)
             self._tickets[number] = ticket
@@ -308,12 +311,12 @@ class Pool:
                 found.result = found.result or _PENDING
                 self._host.unlease(found.cut(0))
 
-    def touch(self, keys: Sequence[BlockKey]) -> None:
+    def touch(self, keys: Sequence[BlockKey], hanging: Sequence[BlockKey] = ()) -> None:
         with self._changed:
-            self._host.touch(keys)
+            self._host.touch(keys, hanging)
             if self._writer.has_below:
-                self._below.touch(keys)
-                self._writer.touched(keys)
+                self._below.touch(keys, hanging)
+                self._writer.touched(keys, hanging)
 
     # -- save ------------------------------------------------------------------------------
 
@@ -322,9 +325,11 @@ class Pool:
         keys: Sequence[BlockKey],
         parent: BlockKey | None = None,
         tenant: Tenant = SHARED,
+        parents: Sequence[BlockKey | None] | None = None,
     ) -> tuple[Reservation, ...]:
         answers: list[Reservation] = [_PRESENT] * len(keys)
         _check_tenant(tenant)
+        check_parents(keys, parent, parents)
         with self._changed:
             self._drain()
             blocks, filling, holds = self._host.blocks, self._filling, self._is_below_here
@@ -333,15 +338,25 @@ class Pool:
                 if not (key in blocks or key in filling or holds(key)):
                     new.setdefault(self._size_of(key), {}).setdefault(key, place)
             held = [blocks[key] for key in keys if key in blocks] if new else []
+            if new and parents is not None:
+                held += self._line_of(parents)
             self._host.lease(held)  # not to be evicted for their own suffix
-            depth = self._depth_of(parent)
+            depth = self._depth_of(parent) if parents is None else 0
             for nbytes, places in new.items():
-                made = [
-                    Block(
-                        key, keys[place - 1] if place else parent, depth + place, -1, nbytes, tenant
-                    )
-                    for key, place in places.items()
-                ]
+                if parents is None:
+                    made = [
+                        Block(
+                            key, keys[place - 1] if place else parent, depth + place, -1, nbytes,
+                            tenant,
+                        )
+                        for key, place in places.items()
+                    ]  # fmt: skip
+                else:
+                    made = [
+                        Block(key, above, self._depth_of(above), -1, nbytes, tenant)
+                        for key, place in places.items()
+                        for above in (parents[place],)
+                    ]
                 room = 0 if self._closed else self._give_slots(made)
                 for block, place in zip(made[:room], places.values(), strict=False):
                     filling[block.key] = block
@@ -548,6 +563,15 @@ class Pool:
         depth = self._below.depth_of(parent)
         return 0 if depth is None else depth + 1
 
+    def _line_of(self, parents: Iterable[BlockKey | None]) -> list[Block]:
+        """The blocks of the host among ``parents`` and all before them in their chains."""
+        blocks, line = self._host.blocks, dict[BlockKey, Block]()
+        for key in parents:
+            while key is not None and key not in line and (block := blocks.get(key)) is not None:
+                line[key] = block
+                key = block.parent
+        return list(line.values())
+
     def _give_slots(self, blocks: Sequence[Block]) -> int:
         """Allocates slots for the first of ``blocks``, all of one size; returns their number.
         Without a lower tier, the policy may refuse blocks that are worth less than those they would
@@ -607,12 +631,16 @@ class Pool:
         return Ticket(deadline, blocks, tiers, len(blocks) - len(present))
 
     def _load(
-        self, keys: Sequence[BlockKey], ticket: Ticket, parent: BlockKey | None, tenant: Tenant
+        self,
+        keys: Sequence[BlockKey],
+        ticket: Ticket,
+        parents: Sequence[BlockKey | None],
+        tenant: Tenant,
     ) -> None:
         """Starts loading the missing blocks of ``ticket``; cuts it where space ends."""
         gets: list[Get] = []
         for place, block in self._slots_to_load(keys, ticket, tenant).items():
-            block.parent = keys[place - 1] if place else parent
+            block.parent = parents[place]
             tier = self._below.tier_of(block.key)
             self._loading[block.key] = _Loading(block, tier, ticket.deadline)
             gets.append(Get(block.key, self._arena.view(block.offset, block.slot_bytes)))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvrecall.block import SHARED, BlockKey, Tenant, TierName
+from kvrecall.block import NAMESPACE_BYTES, SHARED, BlockKey, Tenant, TierName
 from kvrecall.config import Amount, PoolTerms, TenantTerms
 from kvrecall.pool.eviction import EvictionPolicy, make_policy
 from kvrecall.pool.eviction.queues import LruPolicy
@@ -224,21 +224,26 @@ class Residents(Generic[R]):
         self._held.discard(block.key)
 
     def _make_evictable(self, block: R, used: float) -> None:
+        parent = block.parent
+        hangs = parent is not None and parent[:NAMESPACE_BYTES] != block.key[:NAMESPACE_BYTES]
         for order in self._orders(block.tenant):
-            order.insert(block.key, block.parent, block.depth, used)
+            order.insert(block.key, parent, block.depth, used, hangs)
 
     def _orders(self, tenant: Tenant) -> tuple[EvictionPolicy, ...]:
         """The orders that contain a block of the tenant it is charged to."""
         return (self._policy, *self.accounts.order(tenant))
 
-    def touch(self, chain: Sequence[BlockKey], stale_s: float = 0.0) -> list[R]:
-        """A request used ``chain`` (prefix first). Returns those blocks whose last use was recorded
-        ``stale_s`` seconds ago or longer, and records it again."""
+    def touch(
+        self, chain: Sequence[BlockKey], hanging: Sequence[BlockKey] = (), stale_s: float = 0.0
+    ) -> list[R]:
+        """A request used ``chain`` (prefix first), and ``hanging`` blocks beside it. Returns those
+        blocks whose last use was recorded ``stale_s`` seconds ago or longer, and records it
+        again."""
         now, get = self.now(), self.blocks.get
-        self._policy.access(chain, now)
+        self._policy.access(chain, now, hanging)
         last: R | None = None
         noted: list[R] = []
-        for key in chain:
+        for key in itertools.chain(chain, hanging) if hanging else chain:
             block = get(key)
             if block is not None:
                 last = block
@@ -246,7 +251,7 @@ class Residents(Generic[R]):
                     block.used = now
                     noted.append(block)
         for order in () if last is None else self.accounts.order(last.tenant):
-            order.access(chain, now)
+            order.access(chain, now, hanging)
         return noted
 
     # -- in use ----------------------------------------------------------------------------

@@ -39,9 +39,11 @@ class WritePolicy(ABC):
     def committed(self, blocks: Sequence[Block]) -> Sequence[Block]:
         """Called when blocks become visible; returns those to store now."""
 
-    def touched(self, chain: Sequence[BlockKey]) -> Sequence[BlockKey]:
-        """Called when a request looks up ``chain``; returns keys to store now if the host has
-        them."""
+    def touched(
+        self, chain: Sequence[BlockKey], hanging: Sequence[BlockKey] = ()
+    ) -> Sequence[BlockKey]:
+        """Called when a request looks up ``chain`` and what hangs on it; returns keys to store now
+        if the host has them."""
         return ()
 
     def recalled(self, blocks: Sequence[Block]) -> Sequence[Block]:
@@ -99,8 +101,10 @@ class WriteBack(WritePolicy):
                 self.unwritten_bytes += block.slot_bytes
         return ()
 
-    def touched(self, chain: Sequence[BlockKey]) -> Sequence[BlockKey]:
-        self._order.access(chain, 0.0)
+    def touched(
+        self, chain: Sequence[BlockKey], hanging: Sequence[BlockKey] = ()
+    ) -> Sequence[BlockKey]:
+        self._order.access(chain, 0.0, hanging)
         return ()
 
     def leaving(self, blocks: Sequence[Block]) -> Sequence[Block]:
@@ -194,10 +198,12 @@ class WriteSelective(WritePolicy):
         self._forget()
         return [b for b in blocks if self._sights.get(b.key, 0) > 1 or self._is_likely(b.key)]
 
-    def touched(self, chain: Sequence[BlockKey]) -> Sequence[BlockKey]:
+    def touched(
+        self, chain: Sequence[BlockKey], hanging: Sequence[BlockKey] = ()
+    ) -> Sequence[BlockKey]:
         sights = self._sights
         again: list[BlockKey] = []
-        for key in chain:
+        for key in (*chain, *hanging):
             if key in sights:
                 sights[key] = 2
                 sights.move_to_end(key)

@@ -76,11 +76,11 @@ class Writer:
                 self._remote_policy.committed(blocks)
             self.store(self._policy.committed(blocks))
 
-    def touched(self, chain: Sequence[BlockKey]) -> None:
-        """A request asked for ``chain``."""
-        wanted = self._policy.touched(chain)
+    def touched(self, chain: Sequence[BlockKey], hanging: Sequence[BlockKey] = ()) -> None:
+        """A request asked for ``chain``, and for ``hanging`` blocks beside it."""
+        wanted = self._policy.touched(chain, hanging)
         if self._remote_policy is not None:
-            self._remote_policy.touched(chain)
+            self._remote_policy.touched(chain, hanging)
         blocks = self._host.blocks
         self._store_missing([blocks[key] for key in wanted if key in blocks])
 

@@ -57,6 +57,22 @@ class PolicyContract:
             assert policy.victims(1, anything, 2.0) == [chain[left - 1]]
             policy.remove(chain[left - 1])
 
+    def test_what_hangs_on_a_chain_goes_before_it(self) -> None:
+        policy, chain, hanging = self.make(), keys_of("a", 4), keys_of("window", 2)
+        store(policy, chain, 1.0)
+        for key in hanging:
+            policy.insert(key, chain[-1], 4, 1.0, hangs=True)
+        assert sorted(policy.victims(2, anything, 2.0)) == hanging
+        policy.access(chain, 3.0, hanging[:1])
+        policy.access([], 3.0, keys_of("never seen", 2))
+        for key in hanging:
+            policy.remove(key)
+        assert policy.victims(9, anything, 4.0) == chain[::-1]
+        policy.access(chain, 5.0, hanging)
+        for key in hanging:
+            policy.insert(key, chain[-1], 4, 5.0, hangs=True)
+        assert len(policy.victims(9, anything, 6.0)) == 6
+
     def test_leased_blocks_are_passed_over(self) -> None:
         policy, leased, idle = self.make(), keys_of("leased", 5), keys_of("idle", 5)
         store(policy, leased, 1.0)

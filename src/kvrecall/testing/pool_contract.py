@@ -34,9 +34,14 @@ class Engine:
         """Writes what the block ``key`` must hold into a reserved slot."""
         self._arena.view(offset, self.block_bytes)[:] = content(key, self.block_bytes)
 
-    def save(self, keys: Sequence[BlockKey], tenant: Tenant = SHARED) -> Counter[Verdict]:
+    def save(
+        self,
+        keys: Sequence[BlockKey],
+        tenant: Tenant = SHARED,
+        parents: Sequence[BlockKey] | None = None,
+    ) -> Counter[Verdict]:
         """Reserves, fills and commits; returns how many answers there were of each kind."""
-        answers = self.pool.reserve(keys, None, tenant)
+        answers = self.pool.reserve(keys, None, tenant, parents)
         reserved = [
             (key, answer.offset)
             for key, answer in zip(keys, answers, strict=True)
@@ -58,9 +63,14 @@ class Engine:
         wait_until(ready)
         return recalls[-1]
 
-    def recall(self, keys: Sequence[BlockKey], tenant: Tenant = SHARED) -> tuple[TierName, ...]:
+    def recall(
+        self,
+        keys: Sequence[BlockKey],
+        tenant: Tenant = SHARED,
+        parents: Sequence[BlockKey] | None = None,
+    ) -> tuple[TierName, ...]:
         """Acquires, checks the bytes, releases; returns the tier of each block that came."""
-        ticket = self.pool.acquire(keys, 60.0, None, tenant)
+        ticket = self.pool.acquire(keys, 60.0, None, tenant, parents)
         recall = self.wait(ticket)
         self.check(keys, recall)
         self.pool.release(ticket)
@@ -264,6 +274,62 @@ class PoolContract:
         engine.pool.touch(old)
         engine.save(new)
         assert engine.pool.find(old).blocks == 8
+
+    def test_what_hangs_on_a_chain_leaves_before_it(self, start: Callable[..., Engine]) -> None:
+        engine = start(blocks=16, disk=False)
+        pool, windows = engine.pool, namespace("windows")
+        pool.register(windows, BLOCK_BYTES)
+        keys, hanging = chain(NAMESPACE, 6), chain(windows, 2)
+        engine.save(keys)
+        assert engine.save(hanging, parents=[keys[2], keys[5]]) == {Verdict.RESERVED: 2}
+        pool.touch(keys, hanging=hanging[1:])
+        other = chain(NAMESPACE, 9, "other")
+        assert engine.save(other) == {Verdict.RESERVED: 9}
+        assert pool.locate(hanging).tiers == (None, TierName.HOST), "the one not used goes first"
+        engine.save(chain(NAMESPACE, 10, "other"))
+        assert pool.locate(hanging).blocks == 0
+        assert pool.find(keys).blocks == 6
+        pool.touch([], hanging)
+
+    def test_a_block_is_not_evicted_for_what_hangs_on_it(
+        self, start: Callable[..., Engine]
+    ) -> None:
+        engine = start(blocks=8, disk=False)
+        windows = namespace("windows")
+        engine.pool.register(windows, BLOCK_BYTES)
+        keys, hanging = chain(NAMESPACE, 8), chain(windows, 3)
+        engine.save(keys)
+        reserved = engine.save(hanging, parents=keys[5:])
+        assert reserved == {Verdict.REFUSED: 3}, "each other block is the parent of one"
+        assert engine.pool.find(keys).blocks == 8
+        assert engine.pool.stats().leases == 0
+
+    def test_parents_are_those_of_a_chain_or_one_each(self, start: Callable[..., Engine]) -> None:
+        pool = start(disk=False).pool
+        keys = chain(NAMESPACE, 3)
+        for call in (pool.reserve, lambda *more, **given: pool.acquire(more[0], 1.0, **given)):
+            with pytest.raises(ValueError, match="2 parents of 3 blocks"):
+                call(keys, parents=[None, None])
+            with pytest.raises(ValueError, match="either the parent of a chain"):
+                call(keys, parent=keys[0], parents=[None] * 3)
+        assert pool.stats().reserved == 0
+        assert pool.locate(keys).blocks == 0
+
+    def test_hanging_blocks_come_back_from_the_disk(self, start: Callable[..., Engine]) -> None:
+        engine = start()
+        keys, windows = chain(NAMESPACE, 6), namespace("windows")
+        engine.pool.register(windows, BLOCK_BYTES)
+        hanging = chain(windows, 3)
+        engine.save(keys)
+        engine.save(hanging, parents=keys[::2])
+        assert engine.pool.flush([*keys, *hanging], 60.0)
+        engine.close()
+        engine.pool.close()
+        engine = start()
+        engine.pool.register(windows, BLOCK_BYTES)
+        assert engine.recall(hanging[1:], parents=keys[2::2]) == (TierName.DISK,) * 2
+        host = TierName.HOST
+        assert engine.pool.locate(hanging).tiers == (TierName.DISK, host, host)
 
     def test_poll_of_an_unknown_ticket_is_a_bug(self, start: Callable[..., Engine]) -> None:
         engine = start(disk=False)

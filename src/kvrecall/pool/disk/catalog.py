@@ -144,9 +144,14 @@ class Catalog(Residents[Entry]):
             if entry.extent is None and not entry.io_refs:  # forgotten meanwhile
                 self._pending_free.append(entry.address)
 
-    def touch(self, chain: Sequence[BlockKey], stale_s: float = _STALE_S) -> list[Entry]:
+    def touch(
+        self,
+        chain: Sequence[BlockKey],
+        hanging: Sequence[BlockKey] = (),
+        stale_s: float = _STALE_S,
+    ) -> list[Entry]:
         with self._lock:
-            stale = super().touch(chain, stale_s)
+            stale = super().touch(chain, hanging, stale_s)
             for entry in stale:
                 self._unnoted_uses[entry.address] = int(entry.used)
             return stale

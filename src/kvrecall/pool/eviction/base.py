@@ -15,7 +15,8 @@ class EvictionPolicy(ABC):
     Owner: one tier; not thread-safe; never blocks; a few microseconds per block. The tier reports
     every event; the policy owns only the order. One request makes these calls:
 
-    1. ``access(chain)`` once, on arrival, with all its full blocks whether resident or not;
+    1. ``access(chain)`` once, on arrival, with all its full blocks whether resident or not
+       (blocks that hang on the chain may be reported by a second call);
     2. for each block to be stored, prefix first: if the tier is full, ``admit`` and, if that
        returns True, ``victims``; ``remove`` for each victim taken; then ``insert``.
 
@@ -26,15 +27,27 @@ class EvictionPolicy(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def insert(self, key: BlockKey, parent: BlockKey | None, depth: int, now: float) -> None:
+    def insert(
+        self,
+        key: BlockKey,
+        parent: BlockKey | None,
+        depth: int,
+        now: float,
+        hangs: bool = False,
+    ) -> None:
         """A block became resident. ``depth`` counts from 0 at the root, ``now`` is in seconds and
-        never decreases. Counts as the block's first use. Already resident: no effect.
+        never decreases. Counts as the block's first use. ``hangs``: the parent is a block of a
+        chain, and this one is not; it is best evicted right before its parent. Already resident:
+        no effect.
         """
 
     @abstractmethod
-    def access(self, chain: Sequence[BlockKey], now: float) -> None:
-        """A request used ``chain`` (prefix first). Keys that are not resident are allowed: a
-        policy may learn from them, but does not make them resident."""
+    def access(
+        self, chain: Sequence[BlockKey], now: float, hanging: Sequence[BlockKey] = ()
+    ) -> None:
+        """A request used ``chain`` (prefix first), and ``hanging`` blocks: each has a block of a
+        chain as its parent, but is none itself. Keys that are not resident are allowed: a policy
+        may learn from them, but does not make them resident."""
 
     @abstractmethod
     def remove(self, key: BlockKey) -> None:

@@ -137,12 +137,22 @@ class HazardPolicy(EvictionPolicy):
 
     # -- what happens to blocks ------------------------------------------------------------
 
-    def access(self, chain: Sequence[BlockKey], now: float) -> None:
-        if not chain:
+    def access(
+        self, chain: Sequence[BlockKey], now: float, hanging: Sequence[BlockKey] = ()
+    ) -> None:
+        if not (chain or hanging):
             return
         self._advance(now)
         if self._recency is not None:
-            self._recency.access(chain, now)
+            self._recency.access(chain, now, hanging)
+        for key in hanging:
+            block = self._residents.get(key) or self._ghosts.get(key)
+            if block is None:
+                self._meet(key, None, 0)
+            else:
+                self._use(block, 0)
+        if not chain:
+            return
         self._mean_chain += 0.01 * (len(chain) - self._mean_chain)
         self._uses += len(chain)
         last = len(chain) - 1
@@ -161,7 +171,14 @@ class HazardPolicy(EvictionPolicy):
             self._refresh()
         self._forget()
 
-    def insert(self, key: BlockKey, parent: BlockKey | None, depth: int, now: float) -> None:
+    def insert(
+        self,
+        key: BlockKey,
+        parent: BlockKey | None,
+        depth: int,
+        now: float,
+        hangs: bool = False,
+    ) -> None:
         if key in self._residents:
             return
         block = self._ghosts.pop(key, None)
@@ -169,8 +186,10 @@ class HazardPolicy(EvictionPolicy):
             self._advance(now)
             block = self._meet(key, parent, 0, _SLACK)
             del self._ghosts[key]
+        elif block.parent is None:
+            block.parent = parent
         if self._recency is not None:
-            self._recency.insert(key, parent, depth, now)
+            self._recency.insert(key, parent, depth, now, hangs)
         block.resident = True
         self._residents[key] = block
         if block.parent is not None:

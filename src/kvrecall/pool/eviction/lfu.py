@@ -23,13 +23,22 @@ class LfuPolicy(EvictionPolicy):
         self._held: set[BlockKey] = set()  # without an entry in the heap that counts
         self._tick = 0
 
-    def insert(self, key: BlockKey, parent: BlockKey | None, depth: int, now: float) -> None:
+    def insert(
+        self,
+        key: BlockKey,
+        parent: BlockKey | None,
+        depth: int,
+        now: float,
+        hangs: bool = False,
+    ) -> None:
         if key not in self._ranks:
             self._rank(key, (1, self._tick, -depth))
 
-    def access(self, chain: Sequence[BlockKey], now: float) -> None:
+    def access(
+        self, chain: Sequence[BlockKey], now: float, hanging: Sequence[BlockKey] = ()
+    ) -> None:
         self._tick += 1
-        for key in chain:
+        for key in (*chain, *hanging):
             rank = self._ranks.get(key)
             if rank is not None:
                 self._rank(key, (rank[0] + 1, self._tick, rank[2]))

@@ -15,10 +15,11 @@ from kvrecall.pool.eviction.base import EvictionPolicy
 class Node:
     """A block's place. ``uses`` is for policies that count; ``queue`` is its queue."""
 
-    __slots__ = ("key", "next", "prev", "queue", "uses")
+    __slots__ = ("key", "next", "parent", "prev", "queue", "uses")
 
-    def __init__(self, key: BlockKey) -> None:
+    def __init__(self, key: BlockKey, parent: BlockKey | None = None) -> None:
         self.key = key
+        self.parent = parent
         self.uses = 0
         self.queue: Queue | None = None
         self.prev = self
@@ -89,13 +90,20 @@ class QueuePolicy(EvictionPolicy):
         self._queue = Queue()
 
     @abstractmethod
-    def _join(self, node: Node, parent: BlockKey | None) -> None:
+    def _join(self, node: Node, hangs: bool) -> None:
         """Puts a new block into the queue."""
 
-    def insert(self, key: BlockKey, parent: BlockKey | None, depth: int, now: float) -> None:
+    def insert(
+        self,
+        key: BlockKey,
+        parent: BlockKey | None,
+        depth: int,
+        now: float,
+        hangs: bool = False,
+    ) -> None:
         if key not in self._nodes:
-            node = self._nodes[key] = Node(key)
-            self._join(node, parent)
+            node = self._nodes[key] = Node(key, parent)
+            self._join(node, hangs)
 
     def remove(self, key: BlockKey) -> None:
         node = self._nodes.pop(key, None)
@@ -125,18 +133,21 @@ class QueuePolicy(EvictionPolicy):
 
 class LruPolicy(QueuePolicy):
     """Least recently used. Within one request the deepest block counts as the oldest: an access
-    refreshes the chain from its end, a new block goes right before its parent."""
+    refreshes the chain from its end; a new block, and one that hangs on a chain, goes right before
+    its parent."""
 
     name: ClassVar[str] = "lru"
 
-    def _join(self, node: Node, parent: BlockKey | None) -> None:
-        above = None if parent is None else self._nodes.get(parent)
+    def _join(self, node: Node, hangs: bool) -> None:
+        above = None if node.parent is None else self._nodes.get(node.parent)
         if above is None or above.queue is None:
             self._queue.append(node)
         else:
             self._queue.put_before(node, above)
 
-    def access(self, chain: Sequence[BlockKey], now: float) -> None:
+    def access(
+        self, chain: Sequence[BlockKey], now: float, hanging: Sequence[BlockKey] = ()
+    ) -> None:
         nodes, queue = self._nodes, self._queue
         for key in reversed(chain):
             node = nodes.get(key)
@@ -144,6 +155,12 @@ class LruPolicy(QueuePolicy):
                 if node.queue is not None:
                     queue.take(node)
                 queue.append(node)
+        for key in hanging:
+            node = nodes.get(key)
+            if node is not None:
+                if node.queue is not None:
+                    queue.take(node)
+                self._join(node, True)
 
 
 class FifoPolicy(QueuePolicy):
@@ -151,10 +168,16 @@ class FifoPolicy(QueuePolicy):
 
     name: ClassVar[str] = "fifo"
 
-    def _join(self, node: Node, parent: BlockKey | None) -> None:
-        self._queue.append_chained(node, parent)
+    def _join(self, node: Node, hangs: bool) -> None:
+        above = self._nodes.get(node.parent) if hangs and node.parent is not None else None
+        if above is None or above.queue is None:
+            self._queue.append_chained(node, node.parent)
+        else:
+            self._queue.put_before(node, above)
 
-    def access(self, chain: Sequence[BlockKey], now: float) -> None:
+    def access(
+        self, chain: Sequence[BlockKey], now: float, hanging: Sequence[BlockKey] = ()
+    ) -> None:
         """Use does not matter to a queue."""
 
 
@@ -178,19 +201,33 @@ class S3FifoPolicy(EvictionPolicy):
         self._ghost: OrderedDict[BlockKey, None] = OrderedDict()
         self._held: dict[BlockKey, Queue] = {}  # and the queues they go back to
 
-    def insert(self, key: BlockKey, parent: BlockKey | None, depth: int, now: float) -> None:
+    def insert(
+        self,
+        key: BlockKey,
+        parent: BlockKey | None,
+        depth: int,
+        now: float,
+        hangs: bool = False,
+    ) -> None:
         if key in self._nodes:
             return
-        node = self._nodes[key] = Node(key)
-        if key in self._ghost:
+        node = Node(key)
+        above = self._nodes.get(parent) if hangs and parent is not None else None
+        self._nodes[key] = node
+        if above is not None and above.queue is not None:
+            self._ghost.pop(key, None)
+            above.queue.put_before(node, above)
+        elif key in self._ghost:
             del self._ghost[key]
             self._main.append_chained(node, parent)
         else:
             self._small.append_chained(node, parent)
 
-    def access(self, chain: Sequence[BlockKey], now: float) -> None:
+    def access(
+        self, chain: Sequence[BlockKey], now: float, hanging: Sequence[BlockKey] = ()
+    ) -> None:
         nodes = self._nodes
-        for key in chain:
+        for key in (*chain, *hanging):
             node = nodes.get(key)
             if node is not None and node.uses < 3:
                 node.uses += 1

@@ -42,6 +42,7 @@ from kvrecall.pool.base import (
     Reservation,
     TierStats,
     Verdict,
+    check_parents,
 )
 from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.link import Link, LinkLate, LinkLost
@@ -258,7 +259,9 @@ class ServiceClient:
         deadline_s: float,
         parent: BlockKey | None = None,
         tenant: Tenant = SHARED,
+        parents: Sequence[BlockKey | None] | None = None,
     ) -> int:
+        check_parents(keys, parent, parents)
         number = next(self._numbers)
         with self._lock:
             life = self._current()
@@ -266,8 +269,8 @@ class ServiceClient:
             if life is not None:
                 life.tickets.add(number)
         deadline_s = min(max(0.0, float(deadline_s)), p.MAX_SECONDS)
-        wanted = tuple(keys[: p.MAX_KEYS])
-        self._tell(life, p.Acquire(number, wanted, deadline_s, parent, tenant))
+        wanted, above = _portion(keys, parents)
+        self._tell(life, p.Acquire(number, wanted, deadline_s, parent, tenant, above))
         return number
 
     def poll(self, ticket: int) -> Recall:
@@ -304,8 +307,9 @@ class ServiceClient:
             self._tell(life, p.Release(ticket))
             self._settle(life)
 
-    def touch(self, keys: Sequence[BlockKey]) -> None:
-        self._tell(self._current(), p.Touch(tuple(keys[: p.MAX_KEYS])))
+    def touch(self, keys: Sequence[BlockKey], hanging: Sequence[BlockKey] = ()) -> None:
+        wanted = tuple(keys[: p.MAX_KEYS])
+        self._tell(self._current(), p.Touch(wanted, tuple(hanging[: p.MAX_KEYS - len(wanted)])))
 
     # -- save ------------------------------------------------------------------------------
 
@@ -314,17 +318,19 @@ class ServiceClient:
         keys: Sequence[BlockKey],
         parent: BlockKey | None = None,
         tenant: Tenant = SHARED,
+        parents: Sequence[BlockKey | None] | None = None,
     ) -> tuple[Reservation, ...]:
+        check_parents(keys, parent, parents)
         for digest in {key[:NAMESPACE_BYTES] for key in keys}:
             if digest not in self._names:
                 raise KeyError(f"namespace {digest.hex()} was not registered")
         life = self._current()
-        wanted = tuple(keys[: p.MAX_KEYS])
+        wanted, above = _portion(keys, parents)
         numbers: list[int] = []
 
         def request(number: int) -> p.Message:
             numbers.append(number)
-            return p.Reserve(number, wanted, parent, tenant)
+            return p.Reserve(number, wanted, parent, tenant, above)
 
         reply = self._ask(life, request)
         if life is None or not isinstance(reply, p.ReserveReply):
@@ -565,6 +571,15 @@ class ServiceClient:
         if text != self._said:
             self._said = text
             _LOG.warning("kvrecall: %s", text)
+
+
+def _portion(
+    keys: Sequence[BlockKey], parents: Sequence[BlockKey | None] | None
+) -> tuple[tuple[BlockKey, ...], tuple[BlockKey | None, ...] | None]:
+    """As many keys as fit into a message, with their parents."""
+    if parents is None:
+        return tuple(keys[: p.MAX_KEYS]), None
+    return tuple(keys[: p.MAX_KEYS // 2]), tuple(parents[: p.MAX_KEYS // 2])
 
 
 def _parts(keys: Sequence[BlockKey]) -> Iterator[tuple[BlockKey, ...]]:

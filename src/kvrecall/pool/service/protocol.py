@@ -24,11 +24,11 @@ from msgspec import Meta
 
 from kvrecall.block import FORMAT_VERSION, NAMESPACE_BYTES, BlockKey, Tenant, TierName
 from kvrecall.errors import KvrecallError
-from kvrecall.pool.base import ArenaHandle, PoolStats, Verdict
+from kvrecall.pool.base import ArenaHandle, PoolStats, Verdict, check_parents
 
 E = TypeVar("E", bound=enum.Enum | None)
 
-PROTOCOL = 100 * FORMAT_VERSION + 7
+PROTOCOL = 100 * FORMAT_VERSION + 8
 """Both sides must use the same version. It includes the format of blocks."""
 
 MAX_FRAME = 8 << 20
@@ -67,6 +67,7 @@ VERDICTS = _Codes(Verdict)
 
 Key = Annotated[BlockKey, Meta(min_length=NAMESPACE_BYTES + 1, max_length=96)]
 Keys = Annotated[tuple[Key, ...], Meta(max_length=MAX_KEYS)]
+Parents = Annotated[tuple[Key | None, ...], Meta(max_length=MAX_KEYS)]
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Digest = Annotated[bytes, Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)]
 Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -102,13 +103,15 @@ class Find(Message, frozen=True, tag=3):
 
 
 class Acquire(Message, frozen=True, tag=4):
-    """The client chooses ``ticket``; it is unique on its connection."""
+    """The client chooses ``ticket``; it is unique on its connection. ``parents`` as in
+    ``Reserve``."""
 
     ticket: Number
     keys: Keys
     deadline_s: Seconds
     parent: Key | None
     tenant: TenantName
+    parents: Parents | None = None
 
 
 class Poll(Message, frozen=True, tag=5):
@@ -121,10 +124,13 @@ class Release(Message, frozen=True, tag=6):
 
 
 class Reserve(Message, frozen=True, tag=7):
+    """``parents``: one for each key, or None for a chain below ``parent``."""
+
     number: Number
     keys: Keys
     parent: Key | None
     tenant: TenantName
+    parents: Parents | None = None
 
 
 class Commit(Message, frozen=True, tag=8):
@@ -144,6 +150,7 @@ class Cancel(Message, frozen=True, tag=10):
 
 class Touch(Message, frozen=True, tag=11):
     keys: Keys
+    hanging: Keys = ()
 
 
 class Flush(Message, frozen=True, tag=12):
@@ -337,6 +344,11 @@ def read_request(body: bytes) -> Request:
         raise ProtocolError(f"no request: {error}") from error
     if isinstance(request, Acquire | Flush) and math.isnan(request.deadline_s):
         raise ProtocolError("no request: the deadline is not a number")
+    if isinstance(request, Acquire | Reserve):
+        try:
+            check_parents(request.keys, request.parent, request.parents)
+        except ValueError as error:
+            raise ProtocolError(f"no request: {error}") from error
     return request
 
 

@@ -74,7 +74,7 @@ class Session:
                 is_new = ticket not in self._tickets and len(self._tickets) < _MAX_TICKETS
                 if is_new and self._knows(keys):  # if not, its poll will find nothing
                     self._tickets[ticket] = pool.acquire(
-                        keys, request.deadline_s, request.parent, request.tenant
+                        keys, request.deadline_s, request.parent, request.tenant, request.parents
                     )
             case p.Poll(number, ticket):
                 held = self._tickets.get(ticket)
@@ -83,14 +83,14 @@ class Session:
                 return p.RecallReply(number, is_ready, recall.offsets, p.TIERS.pack(recall.tiers))
             case p.Release(ticket):
                 self._release(ticket)
-            case p.Touch(keys):
-                pool.touch(keys)
+            case p.Touch(keys, hanging):
+                pool.touch(keys, hanging)
             case p.Reserve(number, keys):
                 if not self._knows(keys):
                     return p.ReserveReply(
                         number, p.VERDICTS.pack([Verdict.REFUSED] * len(keys)), ()
                     )
-                answers = pool.reserve(keys, request.parent, request.tenant)
+                answers = pool.reserve(keys, request.parent, request.tenant, request.parents)
                 given = {
                     key: answer.offset
                     for key, answer in zip(keys, answers, strict=True)
