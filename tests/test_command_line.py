@@ -101,7 +101,7 @@ ONE_LINE: list[tuple[str, int, str]] = [
     ("serve model --host-size 8MiB --disk-path fixed/d --disk-size 8MiB", 1, "is not writable for"),
     ("serve model --host-size 8MiB --disk-path /proc/x --disk-size 8MiB", 1, "disk_path"),
     ("serve model --host-size 8MiB --disk-path /tmp --disk-size 8MiB", 1, "/tmp is shared with"),
-    ("pool serve --socket {folder}/run/file", 2, "run/file is there and is no socket"),
+    ("pool serve --socket {folder}/run/file", 2, "run/file exists and is not a socket"),
     # files that are not there or hold something else
     ("serve /none", 2, "there is no folder /none"),
     ("serve --config none.json", 2, "no such file"),
@@ -419,7 +419,7 @@ def test_two_services_on_one_socket(commands: Commands, tmp_path: Path) -> None:
     finally:
         service.close()
     assert done.status == ExitStatus.FAILED
-    assert f"{path} is served by process {os.getpid()} already" in done.err
+    assert f"{path} is already served by process {os.getpid()}" in done.err
     assert len(done.err.splitlines()) == 1
 
 

@@ -101,7 +101,7 @@ def parse_tenant(text: str, name: str) -> Tenant:
         return tenant_of(text[5:])
     if not is_tenant(text):
         raise ConfigError(
-            f"{name}: {text!r} is no tenant; write 16 hex digits as in `kvrecall pool ls --by "
+            f"{name}: {text!r} is not a tenant; write 16 hex digits as in `kvrecall pool ls --by "
             "tenant`, salt:SALT, or - for requests without a salt"
         )
     return Tenant(text)

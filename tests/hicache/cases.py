@@ -309,7 +309,7 @@ def test_weights_are_told_by_their_folder(disk: dict[str, Any], tmp_path: Path) 
 @pytest.mark.parametrize(
     ("section", "changes", "words"),
     [
-        ({"revision": ""}, {}, "name the weights"),
+        ({"revision": ""}, {}, "identify the model.s weights"),
         ({"revision": "", "model_path": "/nowhere"}, {}, "model_path: .*/nowhere"),
         ({"host_sise": "1GiB"}, {}, "did you mean 'host_size'"),
         ({"disk_path": "HERE/x", "disk_size": "8MiB"}, {"tp_size": 2}, "kvrecall pool serve"),

@@ -159,7 +159,7 @@ def test_no_room_for_the_index_is_said_too(
     bench = start()
     monkeypatch.setattr(Index, "reserve", lambda self, nbytes: False)
     assert bench.put(KEYS) == [Outcome.SHED] * 32
-    assert f"{os.strerror(errno.ENOSPC)}; blocks are stored only in place of others" in caplog.text
+    assert f"{os.strerror(errno.ENOSPC)}; new blocks only replace stored ones" in caplog.text
 
 
 def test_no_room_for_more_slabs_evicts(start: Start, io: FaultyIo) -> None:

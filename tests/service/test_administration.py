@@ -105,7 +105,7 @@ def test_ls_of_some(at: tuple[object, ...]) -> None:
     assert EVE in pool("ls", *at, "--by", "tenant").stdout
     for wrong, text in (
         (("--tier", "tape"), "allowed: host, disk"),
-        (("-t", "ann"), "is no tenant"),
+        (("-t", "ann"), "is not a tenant"),
         (("--sort", "colour"), "known: size"),
         (("-m", "three"), "see: kvrecall pool ls"),
     ):
@@ -134,9 +134,9 @@ def test_pin_a_prefix_a_namespace_and_a_tenant(at: tuple[object, ...]) -> None:
     assert as_json("unpin", *at, "--all")["blocks"] == 14
     assert rows(*at, "--by", "tenant", "--pinned") == {}
     for words, text in (
-        (("pin",), "say which blocks"),
+        (("pin",), "select blocks"),
         (("pin", "--block", "zz"), "no block's name begins"),
-        (("pin", "--block", ""), "say which blocks"),
+        (("pin", "--block", ""), "select blocks"),
     ):
         done = pool(*words, *at)
         assert done.exit_code == 2
@@ -163,7 +163,7 @@ def test_resize(at: tuple[object, ...], service: ServiceThread) -> None:
         (("--disk", "1000000TiB"), "free on the file system"),
         (("--disk", "1MiB"), "the minimum is 8MiB"),
         (("--host", "much"), "is not a size"),
-        ((), "say what to resize"),
+        ((), "specify the tier to resize"),
     ):
         done = pool("resize", *at, *wrong)
         assert done.exit_code == 2, wrong
@@ -280,7 +280,7 @@ def test_settings_of_tenants() -> None:
     for wrong, text in (
         ({"tenant_quota": "0%"}, "above 0%"),
         ({"tenant_quota": {"tape": "1GiB"}}, "known here: host, disk"),
-        ({"tenants": {"ann": {}}}, "is no tenant"),
+        ({"tenants": {"ann": {}}}, "is not a tenant"),
         ({"tenants": {"salt:ann": 5}}, "must be"),
         ({"ttl": "soon"}, "is no age"),
         ({"host_watermarks": [0.5, 0.9]}, "low <= high"),

@@ -56,7 +56,7 @@ def test_a_child_service_that_does_not_come_back_is_tried_again(
     os.kill(service.pid, signal.SIGKILL)
     wait_until(lambda: "did not start: socket: " in caplog.text)
     folder.chmod(0o700)
-    wait_until(lambda: "the pool service runs again" in caplog.text)
+    wait_until(lambda: "the pool service was restarted" in caplog.text)
     client = ServiceClient(folder / "pool.sock", call_timeout_s=60.0)
     assert client.is_connected
     client.close()

@@ -285,7 +285,7 @@ def test_where_a_socket_cannot_be(tmp_path: Path, path: Path) -> None:
         SocketLock(Path("pool.sock"))
     with pytest.raises(ConfigError, match="longer than"):
         SocketLock(Path("/tmp") / ("x" * 200))
-    with pytest.raises(TierError, match="is served by process"):
+    with pytest.raises(TierError, match="is already served by process"):
         SocketLock(path)
 
 
@@ -402,7 +402,7 @@ def test_a_crowd_of_connections_is_refused_by_name(tmp_path: Path) -> None:
         refusal = b""
         with contextlib.suppress(ConnectionError):
             refusal = crowd[-1].recv(1 << 16)
-        assert b"connections already" in refusal
+        assert b"connections are open" in refusal
         assert still_serves(client)
         before = processor_seconds(service.pid)
         time.sleep(1.0)

@@ -75,7 +75,7 @@ def test_a_second_service_is_refused_and_a_dead_ones_socket_replaced(
 ) -> None:
     disk = ("--disk-path", service.folder / "disk", "--disk-size", "64MiB", "--host-size", "16MiB")
     for options, text in (
-        (("--socket", service.socket), "is served by process"),
+        (("--socket", service.socket), "is already served by process"),
         (("--socket", service.folder / "other.sock"), "is in use by process"),
     ):
         second = pool("serve", *options, *disk)

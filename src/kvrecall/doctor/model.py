@@ -72,7 +72,7 @@ def _room(shape: ModelShape, settings: RecallSettings) -> Iterator[Finding]:
         state, cure = State.OK, ""
         if blocks == 0:
             state = State.BROKEN
-            cure = f"set {tier}_size to some hundred times {format_size(slot)}"
+            cure = f"set {tier}_size to at least a few hundred times {format_size(slot)}"
         elif tier == "host" and tokens < shape.max_context:
             state = State.WARNING
             found += f", less than one sequence of {shape.max_context:,}"

@@ -741,4 +741,4 @@ def _terms_of(config: PoolConfig) -> PoolTerms:
 
 def _check_tenant(tenant: Tenant) -> None:
     if not is_tenant(tenant):
-        raise ValueError(f"{tenant!r} is no tenant; see kvrecall.block.tenant_of")
+        raise ValueError(f"{tenant!r} is not a tenant; see kvrecall.block.tenant_of")

@@ -209,8 +209,8 @@ def read_settings(extra: Mapping[str, Any] | None) -> tuple[RecallSettings, str]
         weights = _digest(Path(path), source)
     else:
         raise ConfigError(
-            f"{source}: name the weights that the pages were computed with: model_path "
-            "(their folder) or revision (any text that changes with them)"
+            f"{source}: identify the model's weights: set model_path (their folder) or revision "
+            "(any text that changes with them)"
         )
     return RecallSettings.from_mapping(left, source), weights
 
@@ -226,7 +226,7 @@ def check_ranks(settings: RecallSettings, ranks: int) -> None:
     """ConfigError if several ranks would each open the same folder."""
     if ranks > 1 and settings.pool.disk is not None:
         raise ConfigError(
-            f"{SECTION}: disk_path is for one process and this engine has {ranks} ranks; run "
+            f"{SECTION}: disk_path serves one process, but this engine has {ranks} ranks; run "
             '`kvrecall pool serve` on the node and set "backend": "service"'
         )
 

@@ -212,7 +212,9 @@ class Flusher:
             self._catalog.forget_slab(number)
             if self._store.slab(number) is not None:
                 self._store.remove(number)
-                self._counters.fault("a slab is gone", SlabLost(errno.EIO, str(number)))
+                self._counters.fault(
+                    "a slab was deleted or truncated", SlabLost(errno.EIO, str(number))
+                )
         self._reclaimer.reap()
         self._note_pins()
         self._reclaimer.shrink()
@@ -335,7 +337,7 @@ class Flusher:
         if not self._index.is_in_place():
             self._broken = True
             _LOG.error(
-                "disk tier: the index was deleted; no further block is stored until a restart"
+                "disk tier: the index was deleted; no more blocks are stored until a restart"
             )
             return []
         with self._wake:
@@ -357,7 +359,7 @@ class Flusher:
             self._on_done(Done(item.put.key, outcome))
 
     def _medium_failed(self, error: OSError, run: Sequence[tuple[int, Put]]) -> None:
-        self._counters.fault("write failed, stores are shed", error)
+        self._counters.fault("write failed, blocks are not stored", error)
         self._reclaimer.give_back([address for address, _ in run])
         if isinstance(error, SlabLost):
             self.report_lost(slab_of(run[0][0]))

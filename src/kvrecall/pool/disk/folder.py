@@ -46,8 +46,8 @@ def check_room(path: Path, capacity_bytes: int) -> None:
         raise TierError(f"disk_path: {standing} is not a folder")
     if standing == path and path.stat().st_mode & stat.S_ISVTX:
         raise TierError(
-            f"disk_path: {path} is shared with other users; name a folder below it, which the tier "
-            "will have for itself"
+            f"disk_path: {path} is shared with other users; name a folder below it for the "
+            "tier alone"
         )
     if not os.access(standing, os.R_OK | os.W_OK | os.X_OK):
         raise TierError(f"disk_path: {standing} is not writable for this user")

@@ -356,7 +356,7 @@ def _upgrade(path: Path, connection: sqlite3.Connection) -> None:
             connection.execute(statement)
         connection.execute(f"PRAGMA user_version = {version + 1}")
         connection.execute("COMMIT")
-        _LOG.info("disk tier: %s: format %d is now %d", path, version, version + 1)
+        _LOG.info("disk tier: %s: migrated from format %d to %d", path, version, version + 1)
         version += 1
 
 
@@ -421,7 +421,7 @@ def _move_aside(path: Path, why: str) -> None:
     os.replace(path, aside)
     for suffix in ("-wal", "-shm"):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
-    _LOG.warning("disk tier: %s: %s; it is now %s and the tier starts empty", path, why, aside)
+    _LOG.warning("disk tier: %s: %s; renamed to %s, and the tier starts empty", path, why, aside)
 
 
 def seconds_now() -> int:

@@ -278,4 +278,4 @@ class Reclaimer:
     def index_failed(self, error: sqlite3.Error) -> None:
         """Called when the index could not be written; its pending changes are undone."""
         self._failing = True
-        self._counters.fault("index failed, stores are shed", error)
+        self._counters.fault("index failed, blocks are not stored", error)

@@ -267,7 +267,7 @@ class SlabStore:
         """Notes that the medium refused to give room, and says so the first time. False."""
         if not self.full:
             _LOG.warning(
-                "disk tier: cannot add a slab in %s: %s; blocks are stored only in place of others "
+                "disk tier: cannot add a slab in %s: %s; new blocks only replace stored ones "
                 "until there is room on its file system",
                 self._folder,
                 error.strerror,
@@ -347,7 +347,7 @@ class SlabStore:
         with self._lock:
             slab = self.slab(slab_of(address))
             if slab is None:
-                raise SlabLost(errno.EIO, "the slab is gone")
+                raise SlabLost(errno.EIO, "the slab was removed")
             slab.busy += 1
             return slab
 

@@ -235,7 +235,7 @@ class DiskTier(Tier):
             waited = time.monotonic() - read.queued_at
             for get, entry, outcome in zip(read.gets, read.entries, outcomes, strict=True):
                 if outcome is Outcome.CORRUPT:
-                    self._counters.warn("a block is dropped: its bytes are wrong")
+                    self._counters.warn("a corrupt block is dropped")
                 if outcome in (Outcome.CORRUPT, Outcome.ERROR):
                     self._catalog.forget([get.key])
                 self._catalog.release(entry)

@@ -37,23 +37,23 @@ class Options(BaseModel):
     model_config = ConfigDict(strict=True, use_attribute_docstrings=True)
 
     url: str = Field(min_length=1)
-    """s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, file:///directory (made if
-    need be, the owner's alone), memory:///"""
+    """s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, file:///directory (created
+    if missing, with access for the owner only), memory:///"""
     endpoint: str | None = None
     """Address of an S3-compatible server, https://host:port."""
     region: str | None = None
     """Region of the bucket; stores without regions take any."""
     concurrency: int | None = Field(None, ge=1, le=512)
-    """Requests under way at once; by default 64, in a directory 8."""
+    """Maximum concurrent requests; default 64, for a directory 8."""
     timeout: float = Field(4.0, ge=0.05, le=600)
     """Seconds for one request."""
     retries: int = Field(2, ge=0, le=20)
-    """How often a failed request is repeated."""
+    """Maximum retries of a failed request."""
     allow_plaintext: bool = False
     """Allows http:// to another machine."""
     options: dict[str, str] = {}
-    """What else the service needs, by obstore's names (docs/object-store.md); keys and tokens are
-    better left to the environment or the machine's role."""
+    """Further options by obstore's names (docs/object-store.md). Prefer the environment or the
+    machine's role for keys and tokens."""
 
 
 def _read(raw: Mapping[str, object]) -> Options:

@@ -372,7 +372,7 @@ class RemoteTier(Tier):
                     outcomes[key] = Outcome.CORRUPT
         corrupt = [key for key, outcome in outcomes.items() if outcome is Outcome.CORRUPT]
         if corrupt:
-            self._ledger.warn(f"{len(corrupt)} blocks are dropped: their bytes are wrong")
+            self._ledger.warn(f"{len(corrupt)} corrupt blocks are dropped")
             self.drop(corrupt)
 
     def _is_hopeless(self, key: BlockKey) -> bool:
@@ -448,7 +448,7 @@ class RemoteTier(Tier):
             self._ledger.failed()
             if self._breaker.failed():
                 self._ledger.warn(
-                    f"{what} failed, the store is left alone for a while and blocks are computed: "
+                    f"{what} failed, calls to the store pause and blocks are recomputed: "
                     f"{_text(error)}"
                 )
             return []

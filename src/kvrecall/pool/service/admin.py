@@ -89,13 +89,14 @@ _QUERY = {
     ],
     "tier": Annotated[str | None, typer.Option(help="Only blocks in this tier: host or disk.")],
     "older_than": Annotated[
-        str | None, typer.Option(help="Only blocks not used for this long: 90m, 12h, 7d.")
+        str | None, typer.Option(help="Only blocks not used for this long, e.g. 90m, 12h, 7d.")
     ],
     "younger_than": Annotated[
-        str | None, typer.Option(help="Only blocks used since: 90m, 12h, 7d.")
+        str | None, typer.Option(help="Only blocks used within this time, e.g. 90m, 12h, 7d.")
     ],
     "pinned": Annotated[
-        bool | None, typer.Option("--pinned/--not-pinned", help="Only blocks that are (not).")
+        bool | None,
+        typer.Option("--pinned/--not-pinned", help="Only pinned blocks, or only others."),
     ],
 }
 """Options that select blocks; all default to None."""
@@ -212,7 +213,7 @@ class List(Command[Listing], frozen=True):
 @command(*_QUERY)
 def ls(
     query: Query,
-    by: Annotated[By, typer.Option(help="What a row stands for.")] = By.NAMESPACE,
+    by: Annotated[By, typer.Option(help="What each row represents.")] = By.NAMESPACE,
     sort: Annotated[str, typer.Option(help=f"One of: {', '.join(SORTS)}.")] = "size",
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of rows (10,000).")] = 100,
 ) -> List:
@@ -297,7 +298,7 @@ class Drop(Command[Dropped], frozen=True):
 def drop(
     query: Query,
     with_pinned: Annotated[
-        bool, typer.Option("--with-pinned", help="Drop pinned blocks, too.")
+        bool, typer.Option("--with-pinned", help="Also drop pinned blocks.")
     ] = False,
 ) -> Drop:
     """Drop blocks by namespace, model, tenant and age: those that match all conditions."""
@@ -361,7 +362,7 @@ def unpin(
 
 def _some(query: Query) -> Query:
     if query == Query():
-        raise ConfigError("say which blocks: --block, --namespace, --model or --tenant")
+        raise ConfigError("select blocks: --block, --namespace, --model or --tenant")
     return query
 
 
@@ -410,7 +411,7 @@ def resize(host: _Size = None, disk: _Size = None) -> Resize:
     continues in the service. The host can grow up to the service's host_max_size.
     """
     if host is None and disk is None:
-        raise ConfigError("say what to resize: --host, --disk")
+        raise ConfigError("specify the tier to resize: --host, --disk")
     return Resize(_size(host, "--host"), _size(disk, "--disk"))
 
 
@@ -450,11 +451,11 @@ def command_of(name: str, fields: bytes) -> Command[Any]:
     """The command received over the socket. Raises ProtocolError."""
     kind = _COMMANDS.get(name)
     if kind is None:
-        raise p.ProtocolError(f"no command: {name!r}")
+        raise p.ProtocolError(f"unknown command: {name!r}")
     try:
         return msgspec.msgpack.decode(fields, type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise p.ProtocolError(f"no command {name}: {error}") from error
+        raise p.ProtocolError(f"invalid command {name}: {error}") from error
 
 
 # -- where a pool is ----------------------------------------------------------------------------
@@ -501,7 +502,9 @@ class ServiceAdmin(Admin):
         except LinkLate as error:
             raise TierError(f"the pool service at {self._path} does not answer") from error
         except LinkLost as error:
-            raise TierError(f"the pool service at {self._path} is gone: {error}") from error
+            raise TierError(
+                f"the pool service at {self._path} ended the connection: {error}"
+            ) from error
         if isinstance(reply, p.Trouble):
             raise ConfigError(reply.text)
         assert isinstance(reply, p.Administered)

@@ -100,7 +100,7 @@ class ChildService:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             try:
                 self._start()
-                _LOG.warning("kvrecall: the pool service runs again, as process %d", self.pid)
+                _LOG.warning("kvrecall: the pool service was restarted as process %d", self.pid)
             except TierError as error:
                 if not self._closing.is_set():
                     _LOG.error("kvrecall: %s", error)

@@ -91,26 +91,24 @@ def _announce(config: PoolConfig, path: Path) -> None:
 @app.command()
 def master(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port of its calls.", min=1, max=65535)] = 50051,
-    metrics_port: Annotated[
-        int, typer.Option(help="Port of its metrics.", min=1, max=65535)
-    ] = 9003,
+    port: Annotated[int, typer.Option(help="Port for RPC.", min=1, max=65535)] = 50051,
+    metrics_port: Annotated[int, typer.Option(help="Port for metrics.", min=1, max=65535)] = 9003,
     eviction_high_watermark_ratio: Annotated[
-        float, typer.Option(help="Share of the memory at which it starts to evict.", min=0, max=1)
+        float, typer.Option(help="Share of memory in use at which eviction starts.", min=0, max=1)
     ] = 0.8,
     eviction_ratio: Annotated[
-        float, typer.Option(help="Share of the objects it evicts then.", min=0, max=1)
+        float, typer.Option(help="Share of objects evicted at a time.", min=0, max=1)
     ] = 0.05,
-    rpc_thread_num: Annotated[int, typer.Option(help="Threads for clients.", min=1)] = 128,
+    rpc_thread_num: Annotated[int, typer.Option(help="RPC threads.", min=1)] = 128,
     allow_plaintext: Annotated[
-        bool, typer.Option("--allow-plaintext", help="Listen beyond loopback, unprotected.")
+        bool, typer.Option("--allow-plaintext", help="Allow addresses beyond loopback.")
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Let it log what it does.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show the master's log.")] = False,
     check: Annotated[
-        str | None, typer.Option(help="Start nothing: join the master at HOST:PORT and leave.")
+        str | None, typer.Option(help="Only test that the master at HOST:PORT answers.")
     ] = None,
 ) -> None:
-    """Run Mooncake's master in the foreground, until SIGTERM; or check one that runs."""
+    """Run Mooncake's master in the foreground, until SIGTERM; or test one that is running."""
     with errors_shown():
         if check is not None:
             address = split_address(check)
@@ -140,7 +138,7 @@ def master(
 def stat(
     socket: Socket = DEFAULT_SOCKET,
     json: Json = False,
-    once: Annotated[bool, typer.Option("--once", help="Print once and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
 ) -> None:
     """Watch a service: tiers, traffic, clients."""
     with errors_shown(), ServiceAdmin(socket) as admin:
@@ -164,18 +162,18 @@ def stat(
 
 @app.command()
 def key(
-    file: Annotated[Path, typer.Argument(help="File to make, of the owner's alone.")],
+    file: Annotated[Path, typer.Argument(help="File to create, readable by its owner only.")],
     rotate: Annotated[
         bool,
         typer.Option(
-            "--rotate", help="Put a new key before those in the file, which still decrypt."
+            "--rotate", help="Add a new key for encryption; those in the file still decrypt."
         ),
     ] = False,
 ) -> None:
-    """Make a key for encryption_key_file (AES-256-GCM)."""
+    """Create a key for encryption_key_file (AES-256-GCM)."""
     with errors_shown():
         if rotate:
-            typer.echo(f"{file}: {rotate_key_file(file)} keys; the first, new one encrypts")
+            typer.echo(f"{file}: {rotate_key_file(file)} keys; the first one is new and encrypts")
         else:
             make_key_file(file)
             typer.echo(f"{file}: a new key; set encryption_key_file to this path, and keep a copy")

@@ -184,7 +184,7 @@ class ServiceClient:
         try:
             self._life = self._connect()
         except LinkLost as error:
-            self._say(f"{error}. Every block is computed until there is one")
+            self._say(f"{error}. Every block is computed until a service runs")
         self._keeper = threading.Thread(target=self._keep, name="kvrecall-rejoin", daemon=True)
         self._keeper.start()
 
@@ -460,7 +460,9 @@ class ServiceClient:
         try:
             reply = life.link.ask(kind, *fields, timeout_s=timeout_s or self._timeout_s, slow=slow)
         except LinkLate:
-            self._say(f"the pool service at {self._path} is late; not waiting for it")
+            self._say(
+                f"the pool service at {self._path} did not answer in time; continuing without it"
+            )
             return None
         except LinkLost:
             return None  # the keeper says so

@@ -63,7 +63,7 @@ class SocketLock:
             holder = words[0] if words else "unknown"
             os.close(self._fd)
             raise TierError(
-                f"socket: {path} is served by process {holder} already; stop it, or use "
+                f"socket: {path} is already served by process {holder}; stop it, or use "
                 "another socket (and disk_path)"
             ) from error
         words = os.pread(self._fd, 64, 0).decode("ascii", "replace").split()
@@ -92,7 +92,7 @@ def check_socket(path: Path) -> None:
     if len(os.fsencode(path)) > _MAX_PATH:
         raise ConfigError(f"socket: {path} is longer than {_MAX_PATH} bytes; use a shorter path")
     if path.exists() and not path.is_socket():
-        raise ConfigError(f"socket: {path} is there and is no socket; name another path")
+        raise ConfigError(f"socket: {path} exists and is not a socket; use another path")
 
 
 def check_folder(folder: Path) -> None:

@@ -244,7 +244,7 @@ class Link:
         except OSError as error:
             self.fail(os.strerror(error.errno or 0))
         except p.ProtocolError as error:
-            self.fail(f"the service sent nonsense: {error}")
+            self.fail(f"invalid message from the service: {error}")
         finally:
             with self._changed:
                 self._reading = False

@@ -146,7 +146,7 @@ class Server:
         elif not pid:
             reason = "the client is in another PID namespace and could not map the arena"
         elif peer is None or len(self._connections) >= _most_connections():
-            reason = f"there are {len(self._connections)} connections already"
+            reason = f"{len(self._connections)} connections are open, which is the limit"
         if reason or peer is None:
             self.rejected += 1
             _LOG.warning("pool service: process %d refused: %s", pid, reason)
@@ -251,7 +251,7 @@ class Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._server.loop.add_reader(self._process, self.end)
-        self._limit(self._server.patience.greeting_s, "no greeting came")
+        self._limit(self._server.patience.greeting_s, "no greeting arrived")
 
     def data_received(self, data: bytes) -> None:
         self._framer.feed(data)
@@ -266,7 +266,7 @@ class Connection(asyncio.Protocol):
             self.reject(str(error))
             return
         if self.session is not None and is_new:
-            self._limit(self._server.patience.message_s, "half a message came, and then nothing")
+            self._limit(self._server.patience.message_s, "a message arrived only in part")
 
     def eof_received(self) -> None:
         self.end()

@@ -75,7 +75,7 @@ class ActivityLog:
         logger.info(
             "kvrecall: retrieval: %(steps_sparse)d of %(steps)d steps sparse; "
             "%(blocks_selected)d of %(blocks_considered)d considered blocks selected; "
-            "%(sequences_gated)d tokens left dense by the gate; of the offloaded blocks "
+            "%(sequences_gated)d tokens left dense by the gate; offloaded blocks: "
             "%(blocks_hit)d found in slots, %(blocks_loaded)d loaded",
             new,
         )

@@ -22,7 +22,7 @@ CUDA_BACKENDS = {
 }
 """The retrieval backends, by the names of the vLLM backends that they replace."""
 
-_WAY_OUT = "or take `retrieval` out of VLLM_PLUGINS"
+_WAY_OUT = "or remove `retrieval` from VLLM_PLUGINS"
 
 
 def backends() -> dict[str, str]:
@@ -35,7 +35,7 @@ def require_engine(vllm_config: Any, settings: RetrievalSettings) -> None:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     if vllm_config.speculative_config is not None:
-        raise _refusal("speculative decoding", "switch speculation off")
+        raise _refusal("speculative decoding", "disable it")
     if cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
         raise _refusal(f"kv_cache_dtype={cache.cache_dtype}", "leave kv_cache_dtype at auto")
     if getattr(model, "is_encoder_decoder", False) or getattr(model, "is_hybrid", False):

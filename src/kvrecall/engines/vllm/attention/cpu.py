@@ -140,8 +140,8 @@ class CpuKernel(RowKernel):
         if not kv_cache.is_contiguous():
             raise EngineError(
                 f"retrieval attention needs each layer's KV cache in one piece; this one has shape "
-                f"{tuple(kv_cache.shape)} and strides {kv_cache.stride()}. Take `retrieval` out of "
-                "VLLM_PLUGINS"
+                f"{tuple(kv_cache.shape)} and strides {kv_cache.stride()}. Remove `retrieval` "
+                "from VLLM_PLUGINS"
             )
 
     def read_keys(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
@@ -188,7 +188,7 @@ class KeyReader:
         if not torch.equal(element_at.sort().values, index):
             raise EngineError(
                 f"the CPU kernel's packing of {block_size} keys of {head_dim} cannot be read back, "
-                "which retrieval attention needs; take `retrieval` out of VLLM_PLUGINS"
+                "which retrieval attention needs; remove `retrieval` from VLLM_PLUGINS"
             )
         self._places = torch.empty_like(element_at)
         self._places[element_at] = index

@@ -89,5 +89,5 @@ def require_on(vllm_config: Any, environ: Mapping[str, str]) -> None:
     if extra.get("retrieval") is not None and not is_requested(environ):
         raise ConfigError(
             "kv_connector_extra_config.retrieval has settings of retrieval attention, but it is "
-            f"not on: set VLLM_PLUGINS={NAME} (beside any others), or take them out"
+            f"not on: set VLLM_PLUGINS={NAME} (beside any others), or remove them"
         )

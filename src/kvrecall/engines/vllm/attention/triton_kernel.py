@@ -36,7 +36,7 @@ class TritonKernel(RowKernel):
             raise EngineError(
                 f"retrieval attention takes KV caches of {shape.dtype} and shape [blocks, "
                 f"{', '.join(map(str, want))}]; this one is of {kv_cache.dtype} and "
-                f"{list(kv_cache.shape)}. Take `retrieval` out of VLLM_PLUGINS"
+                f"{list(kv_cache.shape)}. Remove `retrieval` from VLLM_PLUGINS"
             )
 
     def read_keys(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:

@@ -17,13 +17,13 @@ def require_attention() -> None:
 
     if not (is_on_cpu() or current_platform.is_cuda()):
         raise EngineError(
-            "retrieval attention runs on vLLM's CPU and CUDA platforms, and this is "
-            f"{current_platform.device_name}; take `retrieval` out of VLLM_PLUGINS"
+            "retrieval attention runs on vLLM's CPU and CUDA platforms; this is "
+            f"{current_platform.device_name}; remove `retrieval` from VLLM_PLUGINS"
         )
     if engine_version() != SUPPORTED:
         raise EngineError(
-            f"retrieval attention was built for vLLM {SUPPORTED}, and this is "
-            f"{engine_version()}; take `retrieval` out of VLLM_PLUGINS"
+            f"retrieval attention was built for vLLM {SUPPORTED}; this is "
+            f"{engine_version()}; remove `retrieval` from VLLM_PLUGINS"
         )
 
 

@@ -58,7 +58,7 @@ def require_version() -> None:
         )
     if fit is Fit.NEWER:
         logger.warning(
-            "kvrecall: built and tested for vLLM %s, and this is %s, where it is untested",
+            "kvrecall: built and tested for vLLM %s; vLLM %s is untested",
             SUPPORTED,
             installed,
         )

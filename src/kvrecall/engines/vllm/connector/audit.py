@@ -278,10 +278,10 @@ class Auditor:
             return
         self._tally.counts["audits_failed"] += 1
         logger.error(
-            "kvrecall: AUDIT FAILED: this engine computes other KV than the pool contains "
+            "kvrecall: AUDIT FAILED: the KV that this engine computes differs from the pool's "
             "under namespace %s: %d of %d blocks differ (request %s, origins %s), most in "
-            "layer %s: relative deviation %.2g, %.1f times what rounding may cause. "
-            "Something that shapes KV is not in the namespace; please report both engines' "
+            "layer %s: relative deviation %.2g, %.1f times the bound for rounding. "
+            "The namespace lacks something that KV depends on; please report both engines' "
             "settings. From now on this engine neither reads nor writes that namespace: "
             "its blocks are private to this process",
             audit.namespace.digest.hex(),
@@ -304,7 +304,7 @@ class Auditor:
         if new or total.unequal:
             logger.info(
                 "kvrecall: audit passed: this engine computes the same KV as the pool "
-                "contains under %s: %d blocks compared, %d of them bit for bit equal, the "
+                "contains under %s: %d blocks compared, %d of them bit-identical, the "
                 "others within rounding (%.2f of the bound, in layer %s)",
                 audit.namespace.digest.hex(),
                 total.blocks,

@@ -147,7 +147,7 @@ class RecallConnector(KVConnectorBase_V1):
 
     @property
     def _s(self) -> RecallScheduler:
-        assert self._scheduler is not None, "the workers have not shown their shards yet"
+        assert self._scheduler is not None, "the workers have not reported their shards yet"
         return self._scheduler
 
     def set_xfer_handshake_metadata_pp_aware(
@@ -234,8 +234,8 @@ class RecallConnector(KVConnectorBase_V1):
         if config.loads_are_ordered(self._vllm_config):
             return True
         logger.warning(
-            "kvrecall: this kv_producer overlaps steps, in which vLLM allows no loads: it saves "
-            "and does not recall. With kv_role kv_both it does both"
+            "kvrecall: this kv_producer saves blocks and recalls none, because it overlaps steps, "
+            "in which vLLM allows no loads. Set kv_role to kv_both to do both"
         )
         return False
 
@@ -372,7 +372,7 @@ def _settings_of(vllm_config: Any) -> RecallSettings:
             "kv_connector_extra_config: backend is 'embedded', a pool in one engine's process, but "
             "data parallelism runs several engines on this host; let them share the node's pool: "
             "run `kvrecall pool serve` with the pool's settings and set "
-            '{"backend": "service"} here, or use `kvrecall serve`, which does so by itself'
+            '{"backend": "service"} here, or use `kvrecall serve`, which does so itself'
         )
     return settings
 
@@ -385,7 +385,7 @@ def _check_room(host: int, facts: EngineFacts, max_model_len: int) -> None:
         raise ConfigError(
             f"host_size (of the pool service, if there is one) is {host} bytes, and one block of "
             f"this model ({facts.block_size} tokens) takes {facts.block_bytes}; set host_size to "
-            "some hundred times that"
+            "at least a few hundred times that"
         )
     if blocks * facts.block_size < max_model_len:
         logger.warning(

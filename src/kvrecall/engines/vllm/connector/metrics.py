@@ -34,7 +34,7 @@ COUNTERS = {
     "blocks_refused": "Blocks not saved because the pool was full or shedding load.",
     "blocks_declined": "Blocks found but computed, because loading was expected to take longer.",
     "stores_failed": "Stores that failed on a worker.",
-    "loads_given_up": "Loads abandoned because further waiting did not pay.",
+    "loads_given_up": "Loads abandoned because computing was faster than waiting longer.",
     "loads_failed": "Requests recomputed because their load failed.",
     "sequences_lost": "Sequences recomputed because their offloaded blocks were unreachable.",
     "audits": "Hits that were computed and compared with the pool's blocks.",
@@ -74,7 +74,7 @@ POOL_GAUGES = {
     "queued_writes": "Blocks waiting to be written below the host.",
     "queued_reads": "Blocks waiting to be promoted.",
     "unwritten_bytes": "Bytes that the write policy has not yet written below the host.",
-    "pool_up": "1 if the engine reaches its pool, 0 if the pool service is away.",
+    "pool_up": "1 if the engine reaches its pool, 0 if the pool service is unreachable.",
 }
 LOAD_LATENCY = (
     "Seconds from requesting a prefix from the pool until it was on the device, by the lowest tier "

@@ -380,7 +380,7 @@ class RecallScheduler:
             self._warned_of_foreign = True
             logger.warning(
                 "kvrecall: the blocks of the prefill instance do not fit this engine "
-                "(namespace %s there, %s here): prompts are computed again. Both logs list "
+                "(namespace %s there, %s here): prompts are recomputed. Both logs list "
                 "the contents of the namespace; model, dtype, block size, parallel sizes "
                 "and vLLM must be the same",
                 promise.namespace[:64],

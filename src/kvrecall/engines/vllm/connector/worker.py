@@ -96,7 +96,7 @@ class RecallWorker:
 
     @property
     def _arena(self) -> ArenaMapping:
-        assert self._mapping is not None, "the engine has not asked for this rank's shard yet"
+        assert self._mapping is not None, "the engine has not requested this rank's shard yet"
         return self._mapping
 
     def start_loads(self, orders: StepOrders) -> None:

@@ -196,8 +196,8 @@ class VllmEngine:
         if room < 1:
             raise GenerateError(
                 Fault.INPUT,
-                f"the prompt has {prompt_tokens} tokens; with maxSeqLen "
-                f"{prompt_tokens + room} none is left for an answer",
+                f"the prompt has {prompt_tokens} tokens, which leaves none for an answer within "
+                f"maxSeqLen {prompt_tokens + room}",
             )
         return room
 

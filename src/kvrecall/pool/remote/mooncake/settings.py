@@ -25,7 +25,7 @@ _REQUIRED = ("local_hostname", "metadata_server", "master_server_address")
 _SIZES = {"global_segment_size": 3355443200, "local_buffer_size": 64 << 20}
 _TEXTS = ("protocol", "device_name")
 OPTIONS = {
-    "config": Option("path of a mooncake.json; the settings beside it win over what it holds"),
+    "config": Option("path of a mooncake.json; the settings beside it take precedence"),
     "allow_plaintext": Option(
         "accept addresses beyond loopback, to which Mooncake sends blocks in the clear", "false"
     ),
@@ -38,7 +38,9 @@ OPTIONS = {
         "memory this host lends to the cluster, bytes or a size (units are powers of 1024)",
         "3355443200",
     ),
-    "local_buffer_size": Option("memory of Mooncake's own transfers, alike", "67108864"),
+    "local_buffer_size": Option(
+        "memory for Mooncake's own transfers, in the same form", "67108864"
+    ),
 }
 """What kvrecall knows of mooncake.json, and its own two."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.IGNORECASE)
