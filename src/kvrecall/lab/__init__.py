@@ -1,1 +1,1 @@
-"""Experiments with real engines that prove a promise of kvrecall. Nothing that serves uses them."""
+"""Experiments with real engines that test kvrecall's promises. The product does not import them."""

@@ -121,7 +121,7 @@ def run_suite(
     add: Annotated[bool, typer.Option("--add", help="Keep the other results in the file.")] = False,
     note: Annotated[str, typer.Option(help="A note for readers of the results.")] = "",
 ) -> None:
-    """All benchmarks with their peers, one after the other; what fails is recorded."""
+    """Runs all benchmarks, with their peers, one after the other; records failures."""
     steps = suite.quick() if quick else suite.full()
     if only:
         wanted = names_in(only)
@@ -130,7 +130,7 @@ def run_suite(
             names = ", ".join(step.name for step in steps)
             raise typer.BadParameter(f"{', '.join(unknown)}; known: {names}")
         steps = [step for step in steps if step.name in wanted]
-    with progress.alive(beats=False):  # those that it runs do
+    with progress.alive(beats=False):  # the benchmarks that it runs do
         failed = suite.run_all(steps, out, "quick" if quick else "full", progress, add, note)
     raise typer.Exit(1 if failed else 0)
 
@@ -140,7 +140,7 @@ def publish(
     results: Annotated[Path, typer.Argument(help="Results of `bench all`.")] = suite.LATEST,
     root: Annotated[Path, typer.Option(help="The repository.")] = Path(),
 ) -> None:
-    """Plots and tables of README and documents, made from a run."""
+    """Generates the plots and tables of README and documents from a run."""
     with errors_shown():
         for path in publish_run(results, root):
             typer.echo(str(path))

@@ -30,9 +30,9 @@ _EXTENSION = "kvrecall.engines.vllm.attention.activity.ActivityExtension"
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """``sequences`` prompts of ``context`` tokens, of which each decodes ``decoded``, on a device
-    cache that holds ``dense_fits`` whole sequences, and nearly one more. ``pooled``: the prompts
-    are in the pool, with random KV. ``options``: of vLLM, beside those given here."""
+    """``sequences`` prompts of ``context`` tokens that decode ``decoded`` tokens each, on a device
+    cache that holds ``dense_fits`` whole sequences and nearly one more. ``pooled``: the prompts
+    are in the pool, with random KV. ``options``: further options of vLLM."""
 
     context: int
     sequences: int
@@ -70,8 +70,8 @@ def measure_crowd(
 ) -> Report:
     """Long sequences that decode at once in a fixed device cache, dense and by retrieval.
 
-    RetrievalKV's lengths are scaled to the context, of which they are the same shares as of
-    65,536 tokens. Fails if retrieval took nothing off the device.
+    RetrievalKV's lengths are scaled from 65,536 tokens to the context. Fails if retrieval
+    offloaded nothing.
     """
     load = Load(context, sequences, decoded, dense_fits, pooled)
     figures = {}
@@ -88,7 +88,7 @@ def measure_crowd(
 
 
 def scaled(context: int) -> dict[str, str]:
-    """RetrievalKV's settings for the context instead of 65,536 tokens, as variables."""
+    """RetrievalKV's settings scaled from 65,536 tokens to the context, as variables."""
     plain = RetrievalSettings()
     lengths = {
         "INIT_TOKENS_NUM": plain.init_tokens,
@@ -110,7 +110,7 @@ def run(
     limit_s: float = 24 * 3600.0,
 ) -> dict[str, Any]:
     """One engine's figures; see ``kvrecall.lab.engines.concurrency.decode_together``. Raises
-    EngineError, with the end of what it said, if it fails or takes longer than ``limit_s``."""
+    EngineError, with the end of its output, if it fails or takes longer than ``limit_s``."""
     kept = {k: v for k, v in server_environment().items() if not k.startswith(PREFIX)}
     kept.pop("VLLM_PLUGINS", None)
     setup = {

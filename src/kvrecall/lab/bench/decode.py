@@ -42,13 +42,13 @@ SHARES = (0.02, 0.2, 0.6, 1.0)
 
 
 def chooses(context: int, settings: RetrievalSettings) -> bool:
-    """Whether there is more to choose from than is chosen; elsewhere no gate makes it sparse."""
+    """Whether there are more blocks than are selected; otherwise attention is dense."""
     ungated = replace(settings, gate=False)
     return Gate(ungated, token_bytes=1).passes(context, split_of(context, 128, ungated))
 
 
 def use_threads(threads: int | None) -> int:
-    """Has torch use ``threads`` (None: as many as it does); returns how many it uses."""
+    """Sets torch's number of threads (None: unchanged); returns it."""
     import torch
 
     if threads is not None:
@@ -80,11 +80,11 @@ def measure_decode_report(
     threads: int | None,
     cosine: float = 0.9,
 ) -> Report:
-    """Times one layer at ``context`` tokens, past the offload boundary also with the middle blocks
-    off the device and queries that resemble the last by ``cosine``.
+    """Times one layer at ``context`` tokens; past the offload boundary also with the middle blocks
+    offloaded, and successive queries of similarity ``cosine``.
 
-    Raises KvrecallError if retrieval did not act, does not compute what dense attention computes
-    once it may choose every block, or computes something else from recalled blocks.
+    Raises KvrecallError if retrieval did not act, if selecting every block differs from dense
+    attention, or if recalled blocks give another result.
     """
     from kvrecall.lab.engines import decode
 
@@ -196,7 +196,7 @@ def measure_regimes(
 ) -> Report:
     """Attention of a decoded token at many lengths and shares, as an engine serves it, against
     dense; fails where it is slower than 1.05 of dense twice, or never sparse."""
-    # Boundaries at 0 (and RetrievalKV's for leaving the device), so that the gate alone decides.
+    # Boundaries at 0 (except RetrievalKV's offload boundary), so that the gate alone decides.
     contexts = lengths_in(lengths) or CONTEXTS
     use_threads(threads)
     points: list[dict[str, Any]] = []
@@ -204,7 +204,7 @@ def measure_regimes(
         for share in SHARES:
             settings = replace(RetrievalSettings(), dense_boundary=0, topk_share=share)
             if not chooses(context, settings):
-                continue  # an engine attends to it as without retrieval
+                continue  # an engine attends densely here
             best = _time(context, settings, rounds)
             if best["as_served"] > WORST:  # machines are noisy
                 best = min(best, _time(context, settings, rounds), key=_as_served)

@@ -21,10 +21,9 @@ _ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 def fast_dtype(cpuinfo: Path = _CPUINFO) -> str:
-    """The number format in which this machine computes a prefill fastest: ``bfloat16``, but
-    ``float32`` on an x86 processor without a GPU that has no instructions for bfloat16. There a
-    product in it takes four to five times as long, and a hit would be compared with a prefill that
-    no operator would run.
+    """The dtype with the fastest prefill on this machine: ``bfloat16``, or ``float32`` on an x86
+    processor without a GPU and without instructions for bfloat16, where products in bfloat16 take
+    four to five times as long and would make hits look better than they are.
     """
     import torch
 
@@ -51,7 +50,7 @@ class BenchModel:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of KV cache a token."""
+        """Bytes of KV cache per token."""
         return _ITEM_BYTES[self.dtype] * 2 * self.layers * self.kv_heads * self.head_dim
 
     def write(self, folder: Path, max_position: int) -> Path:

@@ -1,9 +1,9 @@
 """``kvrecall bench overhead``: prefill throughput with the pool saving everything, against no pool.
 
 Two servers take turns with documents that neither has seen. A round is several documents in a
-row on one server, so that most of the pool's write-behind falls into the pool's own time; the
-order of the two alternates from round to round. Processor time is reported beside throughput: it
-shows the cost of the pool where the machine is busy with other work, too.
+row on one server, so that most of the pool's write-behind is measured with the pool; the order of
+the two alternates. Processor time is reported beside throughput, because
+it shows the cost of the pool also on a busy machine.
 """
 
 from __future__ import annotations

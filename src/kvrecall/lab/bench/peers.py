@@ -19,7 +19,7 @@ from kvrecall.lab.masters import Master
 from kvrecall.pool.remote.mooncake import MooncakeSettings
 
 PEERS = Path(sys.prefix) / "peers" / "bench"
-"""Where set-up puts libraries that would change packages of the environment; may be absent."""
+"""Folder for libraries that would change packages of the environment; may be absent."""
 
 _DEADLINE_S = 60.0
 _BLOCK_TOKENS = 64
@@ -32,11 +32,11 @@ def find_peers() -> None:
 
 
 class _Lmcache(Store):
-    """What both backends need: LMCache's memory, and blocks in it."""
+    """Common part of both backends: LMCache's memory, and blocks in it."""
 
     def __init__(self, nbytes: int, block_bytes: int, **config: Any) -> None:
         os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
-        os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")  # it would report home
+        os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")  # disables telemetry
         import torch
         from lmcache.v1.config import LMCacheEngineConfig
         from lmcache.v1.memory_management import MemoryFormat
@@ -121,7 +121,7 @@ class LmcacheDisk(_Lmcache):
         until = time.monotonic() + _DEADLINE_S
         while any(map(self._disk.exists_in_put_tasks, keys)):
             if time.monotonic() > until:
-                raise StoreError("LMCache does not end writing")
+                raise StoreError("LMCache does not finish writing")
             time.sleep(0.0005)
         self._let_go()
 
@@ -168,9 +168,9 @@ class MooncakeClient(Store):
         try:
             setup = dict(MooncakeSettings.of(self._master.options(max(2 * nbytes, 64 << 20))).setup)
             if self._client.setup(setup) != 0:
-                raise StoreError("Mooncake's client cannot be set up")
+                raise StoreError("cannot set up Mooncake's client")
             if self._client.register_buffer(address_of(memory), len(memory)) != 0:
-                raise StoreError("Mooncake cannot register the memory")
+                raise StoreError("Mooncake cannot register memory")
         except BaseException:
             self._master.kill()
             raise
@@ -196,7 +196,7 @@ class MooncakeClient(Store):
 def _places(
     names: Sequence[bytes], blocks: Sequence[memoryview]
 ) -> tuple[list[str], list[int], list[int]]:
-    """What the client's batch calls take: names, addresses, sizes."""
+    """Arguments of the client's batch calls: names, addresses, sizes."""
     return [name.hex() for name in names], list(map(address_of, blocks)), list(map(len, blocks))
 
 
@@ -290,7 +290,7 @@ class VllmFiles(Store):
                     raise StoreError("vLLM's file-system tier failed")
                 return
             time.sleep(0.0001)
-        raise StoreError(f"vLLM's file-system tier did not end within {_DEADLINE_S:.0f} s")
+        raise StoreError(f"vLLM's file-system tier did not finish within {_DEADLINE_S:.0f} s")
 
     def remove(self, names: Sequence[bytes]) -> None:
         for name in names:

@@ -18,12 +18,12 @@ from kvrecall.lab.bench.tables import (
 )
 
 GREY = "#7a7f87"
-"""Grey that reads on white and on near-black alike."""
+"""Grey that is readable on white and on near-black."""
 _COLOURS = ("#3b82c4", "#d08a2c", "#4f9d69", "#b5596b", "#8a6fb0", "#6b8e9e")
 
 
 def matplotlib_figure(width: float, height: float, **options: Any) -> Any:
-    """An empty figure of so many inches. Raises ConfigError where matplotlib is not installed."""
+    """An empty figure; size in inches. Raises ConfigError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -32,8 +32,8 @@ def matplotlib_figure(width: float, height: float, **options: Any) -> Any:
 
 
 def write_plots(run: Run, folder: Path) -> list[Path]:
-    """Writes a plot of every result that there is; returns their paths. Raises ConfigError as
-    ``matplotlib_figure`` does."""
+    """Writes a plot of every available result; returns their paths. Raises ConfigError if
+    matplotlib is not installed."""
     folder.mkdir(parents=True, exist_ok=True)
     good = {name: one for name, one in run["results"].items() if "error" not in one}
     written = []
@@ -85,7 +85,7 @@ def _tiers(figure: Any, results: Mapping[str, Any]) -> None:
 
 
 def _restore(figure: Any, results: Mapping[str, Any]) -> None:
-    """First token on a prefix, by where it lies; how many times as fast as computing it."""
+    """Time to first token on a prefix, by its tier, with the factor to computing it."""
     found = first_tokens(results)
     figure.set_size_inches(8.0, 2.4)
     axis = figure.subplots()
@@ -133,7 +133,7 @@ def _bars(axis: Any, labels: Sequence[str], series: Mapping[str, Sequence[float]
 
 
 def _legend(axis: Any, columns: int = 3) -> None:
-    """Below the axis, where it covers nothing."""
+    """The legend, below the axis, where it covers nothing."""
     axis.legend(
         loc="upper center",
         bbox_to_anchor=(0.5, 0),
@@ -148,7 +148,7 @@ def _legend(axis: Any, columns: int = 3) -> None:
 
 
 def _dress(axis: Any) -> None:
-    """Grey text and lines, so that both grounds do."""
+    """Grey text and lines, readable on light and dark backgrounds."""
     axis.tick_params(colors=GREY, labelsize=8)
     for name, spine in axis.spines.items():
         spine.set_color(GREY)

@@ -47,7 +47,7 @@ _CALLS = {
 
 
 def keys_of(length: int, name: str = "") -> list[BlockKey]:
-    """Keys of a chain that no other name gives."""
+    """Keys of a chain, distinct for each name."""
     digests = (hashlib.sha256(f"{name}{place}".encode()).digest() for place in range(length))
     return [NAMESPACE.key(digest) for digest in digests]
 
@@ -64,9 +64,9 @@ def slots_of(arena: Arena, count: int, block_bytes: int) -> list[memoryview]:
 def put_all(
     tier: Tier, keys: Sequence[BlockKey], blocks: Sequence[memoryview], block_bytes: int
 ) -> float:
-    """Seconds until the tier has the chain ``keys``.
+    """Seconds until the tier has stored the chain ``keys``.
 
-    Raises TierError if a block is not stored, or all are not in two minutes.
+    Raises TierError if a block is not stored, or after two minutes.
     """
     puts = [
         Put(key, keys[n - 1] if n else None, n, block, block_bytes)
@@ -79,7 +79,7 @@ def put_all(
 
 
 def get_all(tier: Tier, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> float:
-    """Seconds until the blocks ``keys`` are there. Raises TierError as above."""
+    """Seconds until the blocks ``keys`` are loaded. Raises TierError as ``put_all``."""
     gets = [Get(key, place) for key, place in zip(keys, into, strict=True)]
     began = time.perf_counter()
     tier.submit_get(gets)
@@ -161,8 +161,8 @@ def measure_disk(
 ) -> Report:
     """Disk tier -> arena, and back, against raw sequential direct I/O on the same file system.
 
-    The two take turns. Writes about twice the size below the path and removes it again; no read
-    comes from the page cache.
+    The two alternate. Writes about twice the size below the path and removes it afterwards; no
+    read comes from the page cache.
     """
     path.mkdir(parents=True, exist_ok=True)
     codec = Encrypted(Cipher([secrets.token_bytes(KEY_BYTES)])) if encrypted else None
@@ -185,7 +185,7 @@ def measure_disk(
                 if number:
                     tier.clear()
                 bare = timed(raw.write)
-                while tier.queued()[0]:  # what ``clear`` cancelled
+                while tier.queued()[0]:  # cancelled by ``clear``
                     tier.poll(0.01)
                 pairs["write"].append((bare, put_all(tier, keys, slots, block_bytes)))
             for _ in range(repeats):

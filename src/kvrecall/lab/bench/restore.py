@@ -1,8 +1,8 @@
 """``kvrecall bench restore``: time to first token on a long prefix, by the tier it comes from.
 
-One server, queried over HTTP. Its host memory holds one and a half prefixes, so three documents
-in turn push each other to disk: every turn measures a disk hit, a device hit and, after the
-engine's own cache was emptied, a host hit of the same prefix; some turns a new document, computed.
+One server, queried over HTTP. Its host memory holds one and a half prefixes, so three documents in
+turn evict each other to disk: every turn measures a disk hit, a device hit and, after the engine's
+own cache is emptied, a host hit of the same prefix; some turns also compute a new document.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvrecall.pool.arena import Arena
 
 SOURCES = ("computed", "device", "host", "disk")
 GOALS = {"host": 1.3, "disk": 2.5}
-"""Most a hit may take, relative to one on the device; all hits: a tenth of computing."""
+"""Maximum time of a hit relative to one on the device; every hit: a tenth of computing."""
 
 _COPY_ROUNDS = 15
 
@@ -31,7 +31,7 @@ _COPY_ROUNDS = 15
 def measure_restore(tokens: Tokens = 8192, repetitions: Times = 9) -> Report:
     """Time to first token on a prefix: computed, from device, host and disk.
 
-    Fails if a prefix came from another tier than the one to be measured.
+    Fails if a prefix comes from another tier than the measured one.
     """
     tokens = tokens // BLOCK * BLOCK
     model = BenchModel()
@@ -71,7 +71,7 @@ def measure_restore(tokens: Tokens = 8192, repetitions: Times = 9) -> Report:
                 server.forget_device()
                 measure("host", document)
                 server.forget_device()
-                if turn < max(2, repetitions // 3):  # the slowest, and the least in doubt
+                if turn < max(2, repetitions // 3):  # the slowest and least noisy
                     measure("computed", texts.document(tokens + TAIL))
                     server.forget_device()
                 progress(f"turn {turn + 1} of {repetitions}")
@@ -81,8 +81,8 @@ def measure_restore(tokens: Tokens = 8192, repetitions: Times = 9) -> Report:
 
 
 def measure_bandwidth(blocks: int, layers: int, block_bytes: int) -> dict[str, float]:
-    """How fast blocks go from the arena to the device: ``blocks`` of ``block_bytes`` over
-    ``layers``, GB/s, medians.
+    """Bandwidth from the arena to the device: ``blocks`` of ``block_bytes`` over ``layers``, GB/s,
+    medians.
 
     The plain copy is one ``copy_`` between two tensors of the same size, taken in turns with the
     restore in the same process and with the same threads. Device blocks are consecutive and so

@@ -1,6 +1,6 @@
 """``kvrecall bench service``: lookups, two clients restoring at once, start-up.
 
-All against a real ``kvrecall pool serve`` process.
+All measured against a real ``kvrecall pool serve`` process.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ def _restore(folder: Path, repetitions: int) -> list[tuple[float, float]]:
 def restoring_client(pipe: Connection, socket: str, name: str) -> None:
     """A process that copies blocks out of the service's arena, as an engine's worker does.
 
-    It saves blocks, then obeys: ``pool`` recalls them all through the service, time after time,
-    and copies them to memory of its own; ``plain`` copies the same bytes of the same arena. The
-    answers are bytes a second.
+    It saves blocks, then takes orders: ``pool`` repeatedly recalls them all through the service
+    and copies them to its own memory; ``plain`` copies the same bytes of the same arena. Replies
+    are bytes per second.
     """
     client = ServiceClient(Path(socket), call_timeout_s=5.0)
     client.register(NAMESPACE, _BLOCK_BYTES)
@@ -130,7 +130,7 @@ def restoring_client(pipe: Connection, socket: str, name: str) -> None:
                 own[row, start : start + step] = memory[offset + start : offset + start + step]
 
     def recall() -> None:
-        """Find, acquire, poll, copy, release: what an engine does for a hit in the host."""
+        """Find, acquire, poll, copy, release: the steps of an engine for a hit in the host."""
         ticket = client.acquire(keys[: client.find(keys).blocks], 5.0)
         while (found := client.poll(ticket)).state is RecallState.PENDING:
             pass
@@ -154,8 +154,8 @@ def restoring_client(pipe: Connection, socket: str, name: str) -> None:
 
 
 def _start_up(folder: Path, blocks: int, repetitions: int) -> dict[str, list[float]]:
-    """Seconds from starting the process until it serves, without and with blocks on disk, and
-    until it was asked for the first 1,000 of them."""
+    """Seconds from starting the process until it serves, without and with blocks on disk, and until
+    it has looked up the first 1,000 of them."""
     disk_bytes = blocks * slot_bytes_of(_SMALL) * 3 // 2 + 64 * _MIB
     service = ServiceProcess(folder, 16 * _MIB, disk_bytes)
     seconds: dict[str, list[float]] = {"empty": [], "ready": [], "first_find": []}
@@ -184,7 +184,7 @@ def _start_up(folder: Path, blocks: int, repetitions: int) -> dict[str, list[flo
 
 
 def _fill(folder: Path, disk_bytes: int, blocks: int) -> None:
-    """Stores ``blocks`` blocks of one page in a disk folder, as a service would have."""
+    """Stores ``blocks`` blocks of one page each in a disk folder."""
     keys = chain(NAMESPACE, blocks)
     page = memoryview(bytearray(_SMALL))
     with ExitStack() as stack:

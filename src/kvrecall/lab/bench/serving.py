@@ -41,7 +41,7 @@ from kvrecall.lab.processes import as_child
 
 BLOCK = 64
 SHARES = {"device": 0.25, "host": 0.75, "disk": 4.0}
-"""Sizes of the tiers as shares of the KV cache of all that is asked."""
+"""Sizes of the tiers as shares of the KV cache of all prompts."""
 
 # -- deployments ----------------------------------------------------------------------------
 
@@ -63,7 +63,7 @@ Servers = Callable[[Sizes], AbstractContextManager[Sequence[str]]]
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A way to serve: what it is, and how its servers are started."""
+    """A way to serve: its description, and how its servers are started."""
 
     story: str
     servers: Servers
@@ -112,7 +112,8 @@ def _on_a_service(sizes: Sizes) -> Iterator[Sequence[str]]:
 
 @contextlib.contextmanager
 def _on_mooncake(sizes: Sizes) -> Iterator[Sequence[str]]:
-    """One server with host memory, and a Mooncake Store that has the disk's bytes in memory."""
+    """One server with host memory, and a Mooncake Store with as many bytes of memory as the
+    disk."""
     master = Master(sizes.folder / "master.log")
     try:
         master.start()
@@ -128,8 +129,8 @@ def _on_mooncake(sizes: Sizes) -> Iterator[Sequence[str]]:
 
 @contextlib.contextmanager
 def _on_lmcache(sizes: Sizes) -> Iterator[Sequence[str]]:
-    """One server with LMCache's multi-process connector, none of ours, on LMCache's server, which
-    has the host's memory and no disk. Raises EngineError without LMCache."""
+    """One server with LMCache's multi-process connector instead of kvrecall's, on LMCache's server,
+    which has the host's memory and no disk. Raises EngineError without LMCache."""
     environment = server_environment()
     folders = [Path(p) for p in (*sys.path, str(PEERS)) if (Path(p) / "lmcache").is_dir()]
     if not folders:
@@ -223,9 +224,9 @@ def measure_replay(
 def measure_serving(workload: Workload, variants: Sequence[str], budget_s: float) -> Report:
     """Plays ``workload`` against every deployment and reports them side by side.
 
-    A deployment whose servers do not start, or fail a request, or that would presumably end more
-    than ``budget_s`` seconds after the beginning, is in the report with the reason. Raises
-    EngineError if that is so of all, or one is not known.
+    A deployment whose servers do not start or fail a request, or that would presumably exceed
+    ``budget_s`` seconds in total, is in the report with the reason. Raises EngineError if none
+    could be measured or a name is unknown.
     """
     for name in variants:
         if name not in DEPLOYMENTS:
@@ -263,7 +264,7 @@ def measure_serving(workload: Workload, variants: Sequence[str], budget_s: float
 
 
 def _play(workload: Workload, deployment: Deployment, sizes: Sizes) -> Run:
-    """One deployment's run, after a request to each server that is not counted."""
+    """One deployment's run, after an uncounted request to each server."""
     total = sum(len(session.turns) for session in workload.sessions)
 
     def note(done: int) -> None:
@@ -278,7 +279,7 @@ def _play(workload: Workload, deployment: Deployment, sizes: Sizes) -> Run:
 
 
 def _figures(run: Run) -> dict[str, object]:
-    """What a deployment gave: seconds, tokens a second, hit rates as shares of prompt tokens."""
+    """A deployment's figures: seconds, tokens/s, hit rates as shares of prompt tokens."""
     samples = run.answers
     prompt = sum(sum(sample.recalled.values()) for sample in samples)
     hits = {s: sum(sample.recalled.get(s, 0) for sample in samples) for s in SOURCES}

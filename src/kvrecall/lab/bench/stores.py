@@ -28,7 +28,7 @@ _SUM_BYTES = 16
 
 
 class Medium(enum.StrEnum):
-    """Where a library keeps the blocks."""
+    """The medium on which a library keeps the blocks."""
 
     MEMORY = "memory"
     DISK = "disk"
@@ -37,36 +37,36 @@ class Medium(enum.StrEnum):
 class Store(ABC):
     """Blocks of one size under names, in one library. Called by one thread; closed once.
 
-    ``put`` and ``get`` are timed, the rest is not. All raise whatever the library raises, and
-    StoreError for what it refuses by a return value.
+    Only ``put`` and ``get`` are timed. All raise the library's exceptions, and StoreError for a
+    refusal by return value.
     """
 
     @abstractmethod
     def put(self, names: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
-        """Returns once the library calls the blocks stored. ``names`` are new, 32 bytes each."""
+        """Returns once the library reports the blocks as stored. ``names``: new, 32 bytes each."""
 
     @abstractmethod
     def get(self, names: Sequence[bytes], into: Sequence[memoryview]) -> None:
-        """Brings the blocks ``into`` their places, where they are once ``land`` has ended."""
+        """Loads the blocks ``into`` their places; complete after ``land``."""
 
     def prepare(self, names: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
-        """Comes before ``put``: a library that writes only from memory of its own copies here."""
+        """Called before ``put``: a library that writes only from its own memory copies here."""
         return
 
     def land(self, into: Sequence[memoryview]) -> None:
-        """Comes after ``get``: a library that reads only to memory of its own copies here."""
+        """Called after ``get``: a library that reads only to its own memory copies here."""
         return
 
     @abstractmethod
     def remove(self, names: Sequence[bytes]) -> None:
-        """Forgets blocks and frees their room."""
+        """Removes blocks and frees their space."""
 
     @abstractmethod
     def close(self) -> None: ...
 
 
 class StoreError(Exception):
-    """A library said no."""
+    """A library refused a request."""
 
 
 def address_of(memory: memoryview) -> int:
@@ -80,7 +80,7 @@ def make_durable(folder: Path) -> None:
 
 
 def drop_from_memory(folder: Path) -> None:
-    """Takes every file below ``folder`` out of the page cache; they must be durable."""
+    """Drops every file below ``folder`` from the page cache; they must be durable."""
     _each_file(folder, lambda fd: os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED))
 
 
@@ -121,7 +121,7 @@ class Copy(Store):
 
 class Sequential(Store):
     """The limit of disk tiers: one file written and read from end to end by one thread, past the
-    page cache where the file system allows. Blocks that lie side by side go in one call."""
+    page cache where the file system allows. Adjacent blocks go in one call."""
 
     def __init__(self, folder: Path, nbytes: int) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
@@ -156,7 +156,7 @@ class Sequential(Store):
 
 
 class PlainFiles(Store):
-    """What one writes in an afternoon: write a file, rename it; open it, read it. Buffered.
+    """The simplest store: write a file, rename it; open it, read it. Buffered.
 
     ``checks``: with an XXH3 of 128 bits behind each block, verified on reading.
     """
@@ -201,8 +201,8 @@ class PlainFiles(Store):
 
 
 class Unchecked(Plain):
-    """Blocks as they are, and nothing to tell whether they still are. Only to show what the
-    checksum costs: no pool can be set to this."""
+    """Blocks without checksums, only to show the cost of checksums: no setting of a pool disables
+    them."""
 
     _TAG = bytes(16)
 

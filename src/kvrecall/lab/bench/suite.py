@@ -53,7 +53,7 @@ class Step:
 
 
 def full() -> Sequence[Step]:
-    """For figures: some 38 minutes on two cores."""
+    """For figures: about 38 minutes on two cores."""
     trace = _trace()
     return (
         Step("lookup", ("lookup",), 120),
@@ -81,7 +81,7 @@ def full() -> Sequence[Step]:
 
 
 def quick() -> Sequence[Step]:
-    """To see that everything runs: some five minutes. Its figures mean little."""
+    """A check that everything runs: about five minutes. Its figures are not representative."""
     trace = _trace()
     small_chat = ("chat", "--sessions", "4", "--turns", "2", "--variants", "device,host")
     small_replay = ("--requests", "12", "--seconds", "5", "--variants", "host")
@@ -114,11 +114,11 @@ def _trace() -> Path:
 def run_all(
     steps: Sequence[Step], out: Path, kind: str, say: Say, add: bool = False, note: str = ""
 ) -> int:
-    """Runs ``steps`` and writes ``out`` after each. Returns how many failed; one that lacks what it
-    needs is left out, which is no failure.
+    """Runs ``steps`` and writes ``out`` after each. Returns the number of failures; a step whose
+    ``needs`` is missing is skipped, which is not a failure.
 
-    With ``add`` the results of other steps that ``out`` already holds are kept. ``note``: what a
-    reader has to know of this run, such as what else the machine did.
+    ``add``: keep the results of other steps in ``out``. ``note``: a remark on this run for readers,
+    such as other load on the machine.
     """
     found = _before(out) if add else {}
     results: dict[str, Any] = dict(found.get("results", {}))
@@ -160,7 +160,7 @@ def _write(out: Path, document: Mapping[str, object]) -> None:
 
 
 def _run(step: Step, say: Say) -> dict[str, Any]:
-    """A step's line of JSON, or ``error``; always with ``took_s`` and the load it began at."""
+    """A step's line of JSON, or ``error``; always with ``took_s`` and the load at its start."""
     load = round(os.getloadavg()[0], 2)
     began = time.monotonic()
     if _is_absent(step):

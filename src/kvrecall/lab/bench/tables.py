@@ -40,9 +40,9 @@ _MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench:\2 -->)", re.D
 
 
 def filled(text: str, run: Run, page: PurePosixPath) -> str:
-    """``text`` of ``page`` (its path in the repository) with every marked part made anew.
+    """``text`` of ``page`` (its path in the repository) with every marked part regenerated.
 
-    KvrecallError for a name there is none of.
+    Raises KvrecallError for an unknown name.
     """
     images = PLOTS if page.parent == PurePosixPath() else PLOTS.relative_to(page.parent)
 
@@ -89,7 +89,7 @@ Make = Callable[[Run], Iterator[str]]
 
 
 def _if_measured(name: str, make: Make) -> Make:
-    """``make``; where step ``name`` has no figures, why there are none."""
+    """``make``, or the reason if step ``name`` has no figures."""
 
     def table(run: Run) -> Iterator[str]:
         found = run["results"].get(name)
@@ -110,7 +110,7 @@ def _of(name: str, make: Callable[[Figures], Iterator[str]]) -> Make:
 
 
 def machine(run: Run) -> Iterator[str]:
-    """What it ran on, and how busy that was."""
+    """The machine of the run, and its load."""
     facts, versions = run["machine"], run["versions"]
     loads = [found["load_before"] for found in run["results"].values()]
     commits = sorted({found.get("commit") or "" for found in run["results"].values()} - {""})
@@ -133,8 +133,7 @@ def bias(_: Run) -> Iterator[str]:
 
 
 def steps(run: Run) -> Iterator[str]:
-    """Every command of the run, and how it ended. Files by their names: where they lay is of the
-    machine."""
+    """Every command of the run, and its outcome. Files without their folders."""
     rows = [
         (
             f"`{' '.join(PurePosixPath(word).name for word in found['command'].split())}`",
@@ -148,7 +147,7 @@ def steps(run: Run) -> Iterator[str]:
 
 
 def serving_table(found: Figures) -> Table:
-    """Conversations, or a slice of a trace: a line a deployment."""
+    """Conversations, or a slice of a trace: a line per deployment."""
     rows = tuple(
         (
             SERVED.get(variant, variant),
@@ -249,7 +248,7 @@ def _stores(
 
 
 def restore_table(found: Figures) -> Table:
-    """Milliseconds to the first token, by where the prefix lay."""
+    """Milliseconds to the first token, by the tier of the prefix."""
     times = found["ttft_s"]
     device, computed = times["device"]["p50"], times["computed"]["p50"]
     rows = tuple(
@@ -271,7 +270,7 @@ REMOTE = "remote"
 
 @dataclass(frozen=True, slots=True)
 class FirstTokens:
-    """Seconds to the first token behind a prefix, by where it lies: percentiles, and the median of
+    """Seconds to the first token behind a prefix, by its tier: percentiles, and the median of
     computing it, which the benchmark of the remote tier measures on its own servers."""
 
     source: str
@@ -294,7 +293,7 @@ def first_tokens(results: Figures) -> list[FirstTokens]:
 
 
 def restore(run: Run) -> Iterator[str]:
-    """First tokens by where the prefix lay."""
+    """Times to first token by the tier of the prefix."""
     found = run["results"]["restore"]
     columns, rows = restore_table(found)
     for one in first_tokens(run["results"]):
@@ -354,7 +353,7 @@ def _first_token(text: str, no_gpu: str) -> Make:
 
 
 def _bench_model() -> tuple[int, int]:
-    """Layers and width of what ``restore`` serves."""
+    """Layers and width of the model of ``restore``."""
     from kvrecall.lab.bench.model import BenchModel  # takes seconds: PyTorch
 
     model = BenchModel(dtype="")
@@ -362,7 +361,7 @@ def _bench_model() -> tuple[int, int]:
 
 
 def decode(run: Run) -> Iterator[str]:
-    """Attention of a decoded token: a line a context and share."""
+    """Attention of a decoded token: a line per context and share."""
     found = [
         one
         for name, one in run["results"].items()
@@ -385,8 +384,8 @@ def decode(run: Run) -> Iterator[str]:
 
 
 def needle(found: Figures) -> Iterator[str]:
-    """Right answers of each variant by length, without lengths at which retrieval chooses nothing:
-    there every variant attends to everything."""
+    """Right answers of each variant by length, without lengths at which retrieval selects nothing
+    because every variant attends to all tokens."""
     arms = {"dense": found["dense"], **{arm["name"]: arm["results"] for arm in found["arms"]}}
     vacuous = [n for n in found["lengths"] if not _chooses(n, found)]
     lengths = [n for n in found["lengths"] if n not in vacuous]
@@ -407,8 +406,8 @@ def needle(found: Figures) -> Iterator[str]:
 
 
 def _chooses(tokens: int, found: Figures) -> bool:
-    """Whether a variant chose among the blocks of so long a text; True where its settings are not
-    known, as those of an endpoint."""
+    """Whether a variant selects among the blocks at this length; True if its settings are unknown,
+    as those of an endpoint."""
     from kvrecall.attention.settings import RetrievalSettings
     from kvrecall.lab.bench.decode import chooses  # takes seconds: PyTorch
 
@@ -425,8 +424,8 @@ def _chooses(tokens: int, found: Figures) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """Something measured, and the bound that was set for it before. ``unit``: a format of both
-    figures. ``is_limit``: it must not be more than ``goal``, else not less."""
+    """A measured figure and its goal. ``unit``: the format of both. ``is_limit``: ``goal`` is an
+    upper bound, otherwise a lower bound."""
 
     text: str
     figure: float
@@ -445,7 +444,7 @@ class Promise:
 
 
 def pool(run: Run) -> Iterator[str]:
-    """What the pool promises, a line a promise."""
+    """The pool's promises, a line each."""
     rows = [promise.row() for promise in _promises(run["results"])]
     yield from _table(("measured", "here", "goal", "outcome"), rows)
 

@@ -3,7 +3,7 @@
 A real engine on a pool service whose disk reads at a configurable speed. The prefix is on that
 disk only. Every hit is between two computations of new prompts of the same length, and is
 compared with their mean, so that temporary load on the machine affects both. The engine
-does not know of the throttle; the first hit after each change meets it with an outdated estimate.
+does not know the throttle: the first hit after each change uses an outdated estimate.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from kvrecall.pool.service.endpoint import ServiceThread
 from kvrecall.testing.blocks import chain
 
 GOAL = 1.1
-"""Most that a hit may take, relative to computing."""
+"""Maximum time of a hit relative to computing."""
 
 SPEEDS = (30.0, 3.0, 1.5, 1.0, 0.7, 0.3, 0.03, 10.0)
 """Bandwidths tried in this order, relative to the one at which loading takes as long as computing.
 The last shows that a disk that has recovered is used again."""
 
 _DROP_TO = 0.03
-_RECOVERY = 6  # hits after which a disk that has recovered is surely used again
+_RECOVERY = 6  # hits after which a recovered disk is certainly used again
 _SETTLE_S = 120.0
 _FILLER = Namespace.of({"purpose": "pushes everything else out of the host"})
 
@@ -114,7 +114,7 @@ class _Bench:
         self.known = self.new_prompt()
 
     def new_engine(self) -> None:
-        """An engine that has measured nothing."""
+        """Starts an engine without measured costs."""
         if self._engine is not None:
             self._engine.end()
         progress("starting an engine")
@@ -133,12 +133,12 @@ class _Bench:
         return self._texts.tokens(self._tokens + TAIL)
 
     def ask(self, prompt: tuple[int, ...]) -> Answer:
-        """Asks with nothing on the device or in the host; waits until what it gave is stored."""
+        """Sends a prompt with empty device and host; waits until its blocks are stored."""
         assert self._engine is not None
         self._engine.forget_device()
         pool = self._service.pool
         filler = chain(_FILLER, self._host_blocks, str(self._questions))
-        pool.reserve(filler)  # evicts all else from the host
+        pool.reserve(filler)  # evicts everything else from the host
         pool.abandon(filler)
         self._questions += 1
         (answer,) = self._engine.answers([Question(str(self._questions), prompt, 2)])
@@ -157,8 +157,8 @@ class _Bench:
         return self.ask(self.new_prompt()).ttft_s
 
     def sample(self, level: str, before: float, place: str) -> float:
-        """A hit and a computation after it, whose seconds are returned; ``before``: seconds of the
-        one before it."""
+        """A hit, then a computation, whose seconds are returned; ``before``: seconds of the
+        previous computation."""
         hit = self.ask(self.known)
         if hit.sources.get("host") or hit.sources.get("device"):
             raise EngineError(f"meant to measure the disk, the hit came from {dict(hit.sources)}")
@@ -194,7 +194,7 @@ def measure_throttle(tokens: Tokens = 2048, repetitions: Times = 3) -> Report:
         before = bench.samples[-1].computed_s
         for number in range(repetitions):  # the disk all but stops in the middle of a load
             bench.io.bytes_per_s = 30 * even
-            for _ in range(3):  # it is believed to be fast
+            for _ in range(3):  # the engine believes the disk to be fast
                 bench.ask(bench.known)
             bench.io.then_bytes_per_s = _DROP_TO * even
             bench.io.slow_after = bench.prefix_bytes // 3

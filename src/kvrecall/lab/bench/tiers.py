@@ -44,15 +44,15 @@ from kvrecall.lab.bench.tables import GIB_S
 from kvrecall.pool.disk.slabs import Plain
 
 PHASES = ("put", "durable", "cold", "warm")
-"""``durable``: puts and the wait until all is on the medium. ``cold``: gets after the page cache
-has let go of the files; of memory, the first round of a store, which touches its pages. ``warm``:
-gets of the same blocks right after; of memory, every later round."""
+"""``durable``: puts and the wait until all is on the medium. ``cold``: gets after the files were
+dropped from the page cache; of memory, the first round of a store, which touches its pages.
+``warm``: gets of the same blocks right after; of memory, every later round."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """What every store gets: a folder of its own, memory in which all blocks of the benchmark lie,
-    room for ``nbytes`` of blocks of ``block_bytes``."""
+    """The resources of a store: its own folder, the memory that contains all blocks of the
+    benchmark, and a capacity of ``nbytes`` for blocks of ``block_bytes``."""
 
     folder: Path
     memory: memoryview
@@ -61,14 +61,14 @@ class Workspace:
 
     @property
     def limit(self) -> int:
-        """Bytes of memory that a store may take: what it shall hold, and a quarter more."""
+        """Bytes of memory that a store may use: 1.25 times its capacity."""
         return self.nbytes * 5 // 4 + (64 << 20)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A library to measure. ``checks``: whether a get verifies what was put. ``limit``: whether it
-    is what others are compared with."""
+    """A library to measure. ``checks``: whether a get verifies the bytes. ``limit``: whether it is
+    the limit that others are compared with."""
 
     name: str
     medium: Medium
@@ -159,7 +159,7 @@ class Size:
 
 
 class Blocks:
-    """The bytes: what is put lies in the first half of ``memory``, what is got in the second."""
+    """The bytes: puts read the first half of ``memory``, gets write the second."""
 
     def __init__(self, size: Size) -> None:
         self.size = size
@@ -176,11 +176,11 @@ class Blocks:
         return self._views(request * self.size.request_bytes + self.size.nbytes)
 
     def forget(self) -> None:
-        """Empties what was got."""
+        """Clears the second half."""
         self._got[:] = 0
 
     def check(self, request: int) -> None:
-        """Raises StoreError if what was got is not what was put."""
+        """Raises StoreError if a get returned other bytes than were put."""
         if not np.array_equal(self._got[request], self._put[request]):
             raise StoreError("a get returned other bytes than were put")
 
@@ -191,8 +191,8 @@ class Blocks:
 
 @dataclass(slots=True)
 class _Entry:
-    """A candidate in this run: its store while that is open, and seconds of its requests by phase,
-    one list a round. ``fault``: why it was left out."""
+    """A candidate in this run: its store while open, and seconds of its requests by phase, a list
+    per round. ``fault``: why it was left out."""
 
     candidate: Candidate
     folder: Path
@@ -266,12 +266,12 @@ def _open(entry: _Entry, blocks: Blocks, stack: contextlib.ExitStack) -> None:
 
 
 def _round(entry: _Entry, number: int, blocks: Blocks) -> None:
-    """Puts everything, gets it twice, removes it; every block that comes is compared. Does nothing
-    if the entry was left out."""
+    """Puts everything, gets it twice, removes it; compares every block. Does nothing if the entry
+    was left out."""
     store, size = entry.store, blocks.size
     if store is None:
         return
-    names = [  # of a round's blocks, request by request; no other round has them
+    names = [  # of a round's blocks, request by request; unique to the round
         [
             hashlib.sha256(f"{number}/{request}/{n}".encode()).digest()
             for n in range(size.request_blocks)

@@ -1,4 +1,4 @@
-"""The workloads of clients, conversations or a slice of a recorded trace, and the clients."""
+"""Workloads (conversations, or a slice of a recorded trace) and the clients that run them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SYSTEM_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A user's turn: seconds after the last answer (or the session's start), and what is asked."""
+    """A user's turn: its text, and seconds after the last answer (or the session's start)."""
 
     think_s: float
     question: str
@@ -42,7 +42,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Sessions that run at once, and in words what they are like."""
+    """Concurrent sessions, with a description."""
 
     name: str
     story: str
@@ -68,7 +68,7 @@ class Workload:
         )
 
     def unique_tokens(self, block: int) -> int:
-        """Tokens a pool would have to hold to keep everything: prefixes in common count once."""
+        """Tokens that a pool needs to keep everything: common prefixes count once."""
         prefixes: set[int] = set()
         answers = 0
         for session in self.sessions:
@@ -107,13 +107,12 @@ def conversations(sessions: int, turns: int, seed: int = 0) -> Workload:
 def slice_of(
     trace: Path, requests: int, block_tokens: int, seconds: float, every: int = 1
 ) -> Workload:
-    """The first ``requests`` requests of one session in ``every`` of a trace, made small enough for
-    the machine.
+    """The first ``requests`` requests of one session in ``every`` of a trace, scaled down for the
+    machine.
 
-    Fewer sessions over a longer time come back as often as in the whole trace, where the next turn
-    of one is thousands of requests away. A block of the trace (512 tokens) becomes ``block_tokens``
-    tokens, the time between the first and the last request ``seconds``. What shares a prefix in
-    the trace shares it here. Raises TraceError.
+    Sampling sessions keeps their turns, which are thousands of requests apart in the whole trace.
+    A block of the trace (512 tokens) becomes ``block_tokens`` tokens, and the requests span
+    ``seconds``. Shared prefixes are preserved. Raises TraceError.
     """
     whole = read_trace(trace)
     slice_ = (thinned(whole, every) if every > 1 else whole).requests[:requests]
@@ -140,16 +139,17 @@ def slice_of(
 
 @dataclass(slots=True)
 class Run:
-    """What a workload gave: all answers, and the seconds from the first request to the last end."""
+    """The results of a workload: all answers, and the seconds from the first request to the last
+    token."""
 
     answers: list[Answer] = field(default_factory=list)
     seconds: float = 0.0
 
 
 def play(workload: Workload, urls: Sequence[str], note: Callable[[int], None]) -> Run:
-    """Runs all sessions at once. Each turn goes to one of ``urls``, drawn anew each time.
+    """Runs all sessions at once. Each turn goes to a random one of ``urls``.
 
-    ``note`` is called after each request with how many are done. Raises EngineError if one fails.
+    Calls ``note`` after each request with the number done. Raises EngineError if one fails.
     """
     run = Run()
     failed = threading.Event()

@@ -51,7 +51,7 @@ def _subject(model: Path | None, folder: Path, characters: int | None) -> Subjec
             "machine without a GPU 'kvrecall[cpu]'"
         )
     if model is not None and not (model / "config.json").is_file():
-        raise ConfigError(f"--model: {model} is no model folder: it has no config.json")
+        raise ConfigError(f"--model: {model} is not a model folder: it has no config.json")
     chosen = model or (TRAINED if (TRAINED / "model.safetensors").exists() else None)
     if chosen is not None:
         return Subject(chosen, characters or 72_000, max_model_len=32_768)

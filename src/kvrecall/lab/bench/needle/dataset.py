@@ -35,9 +35,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """What is asked: at every length, every task ``samples`` times, all of it from ``seed``.
+    """The questions: at every length, ``samples`` of every task, all drawn from ``seed``.
 
-    ``most_documents``: documents a length; None for as many as it takes at eight questions a task.
+    ``most_documents``: maximum documents per length; None: one per eight questions of a task.
     """
 
     lengths: tuple[int, ...]
@@ -59,14 +59,14 @@ class Dataset:
         return len(self.lengths) * len(self.tasks) * self.samples
 
     def questions_each(self, length: int) -> int:
-        """Questions a task and document; as many more as ``most_documents`` asks for."""
+        """Questions per task and document; more if ``most_documents`` requires it."""
         fits = max(1, min(8, length // 256))
         if self.most_documents is None:
             return min(fits, self.samples)
         return min(self.samples, max(fits, math.ceil(self.samples / self.most_documents)))
 
     def document_count(self, length: int) -> int:
-        """Documents made for a length."""
+        """Documents per length."""
         return math.ceil(self.samples / self.questions_each(length))
 
     def at(self, length: int, reserve: int, measure: Callable[[str], int]) -> Iterator[Sample]:
@@ -74,7 +74,7 @@ class Dataset:
         ``measure``: tokens of a text, roughly."""
         each = self.questions_each(length)
 
-        def wanted(*names: str) -> int:  # of tasks not asked for some, to mislead
+        def wanted(*names: str) -> int:  # some facts of other tasks, as distractors
             return each if set(names) & set(self.tasks) else max(1, each // 4)
 
         plan = Plan(
@@ -108,18 +108,18 @@ class PromptStyle(Enum):
 
     @property
     def most_tokens(self) -> int:
-        """Tokens a reply may have."""
+        """Maximum tokens of a reply."""
         return 72 if self is PromptStyle.RECALL else 256
 
     @property
     def reserve(self) -> int:
-        """Tokens of a prompt and its reply beside the document, with some to spare."""
+        """Tokens of a prompt and its reply besides the document, with a margin."""
         return 136 if self is PromptStyle.RECALL else 640
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request to an OpenAI-compatible server: its route and what goes into its body."""
+    """A request to an OpenAI-compatible server: its route and fields of its body."""
 
     path: str
     body: Mapping[str, object]
@@ -167,7 +167,7 @@ def is_answered(style: PromptStyle, question: Question, reply: str) -> bool:
 
 
 def _count_in(text: str) -> int | None:
-    """The last number below 100 that the text names, as digits or, up to nine, as a word."""
+    """The last number below 100 in the text, in digits or, up to nine, as a word."""
     found = re.findall(rf"(?<!\d)\d{{1,2}}(?!\d)|\b(?:{'|'.join(_NUMBERS)})\b", text.lower())
     if not found:
         return None

@@ -49,7 +49,7 @@ from kvrecall.server.launch import default_model
 PLOT = Path("var/needle.png")
 
 Advance = Callable[[str, int], None]
-"""Called with what is being done, and how many replies just came."""
+"""Called with the current step and the number of new replies."""
 
 
 def _option(panel: str, text: str, **bounds: Any) -> Any:
@@ -64,7 +64,7 @@ _OUT = "What is written"
 def measure_needle(
     model: Annotated[
         str | None,
-        typer.Option(help="Model folder; with --endpoint its name there. Default: the example."),
+        typer.Option(help="Model folder, or its name at --endpoint. Default: the example."),
     ] = None,
     lengths: Annotated[str, typer.Option(help="Tokens of the prompts: 4K,16K,65536.")] = "2K,8K",
     tasks: Annotated[str, typer.Option(help="Which tasks.")] = ",".join(TASKS),
@@ -77,7 +77,7 @@ def measure_needle(
         ),
     ] = None,
     depths: Annotated[int, typer.Option(help="Parts of the text, by depth.", min=1, max=50)] = 10,
-    seed: Annotated[int, typer.Option(help="Another seed makes other texts.")] = SEED,
+    seed: Annotated[int, typer.Option(help="Seed of the texts.")] = SEED,
     ask: Annotated[
         PromptStyle | None,
         typer.Option(
@@ -85,37 +85,37 @@ def measure_needle(
         ),
     ] = None,
     share: Annotated[
-        str, _option(_RETRIEVAL, "Share of the middle blocks chosen; several: 0.2,0.05.")
+        str, _option(_RETRIEVAL, "Share of the middle blocks selected; several: 0.2,0.05.")
     ] = "0.2",
     digest: Annotated[str, _option(_RETRIEVAL, "bounds or mean.")] = "bounds",
     digest_tokens: Annotated[
         str, _option(_RETRIEVAL, "Keys to a digest; several: 16,8. Default: by the share.")
     ] = "",
     least: Annotated[
-        int, _option(_RETRIEVAL, "Fewest blocks chosen, at any share. 0: by the share.", min=0)
+        int, _option(_RETRIEVAL, "Minimum number of selected blocks. 0: by the share.", min=0)
     ] = 0,
     init: Annotated[int, _option(_RETRIEVAL, "First tokens that are always attended to.")] = 128,
     local: Annotated[int, _option(_RETRIEVAL, "Last tokens that are always attended to.")] = 256,
     dense_boundary: Annotated[int, _option(_RETRIEVAL, "Shorter sequences stay dense.")] = 512,
     dense_layers: Annotated[
-        int, _option(_RETRIEVAL, "First layers that attend to everything; 0 is the hard case.")
+        int, _option(_RETRIEVAL, "First layers that attend to all tokens; 0 is the hard case.")
     ] = 0,
     endpoint: Annotated[
         str | None, _option(_SERVERS, "URL of an OpenAI-compatible server to measure.")
     ] = None,
     dense_endpoint: Annotated[
-        str | None, _option(_SERVERS, "URL of one that attends densely, to compare with.")
+        str | None, _option(_SERVERS, "URL of a dense server, for comparison.")
     ] = None,
     plot: Annotated[Path | None, _option(_OUT, "Heat map (PNG). Default: var/needle.png.")] = None,
     records: Annotated[
-        Path | None, _option(_OUT, "Every question and reply, lines of JSON.")
+        Path | None, _option(_OUT, "File for all questions and replies, JSON lines.")
     ] = None,
 ) -> Report:
     """Does the model still answer? Facts in long texts, asked densely and by retrieval in one run.
 
     A local model is started once, computes every text once, and answers every question densely and
-    with each share. Fails if retrieval was to act and chose no block. The key of an --endpoint is
-    taken from OPENAI_API_KEY.
+    with each share. Fails if retrieval should act and selected no block. The key of an --endpoint
+    is read from OPENAI_API_KEY.
     """
     settings = [
         RetrievalSettings(
@@ -128,7 +128,7 @@ def measure_needle(
     ]  # fmt: skip
     dataset = Dataset(lengths_in(lengths), names_in(tasks), samples, documents, seed)
     if dense_endpoint and not endpoint:
-        raise ConfigError("--dense-endpoint is the other side of --endpoint; give both")
+        raise ConfigError("--dense-endpoint requires --endpoint; give both")
     facts: dict[str, object] = {"tasks": list(dataset.tasks), "samples": samples, "seed": seed}
     with ExitStack() as stack:
         servers: Servers
@@ -147,7 +147,7 @@ def measure_needle(
                 for name, value in dataclasses.asdict(settings[0]).items()
                 if name not in ("topk_share", "digest_tokens", "offload_boundary")
             }
-        recall = Path(model).name.startswith("recall-tiny")  # it knows one form of question
+        recall = Path(model).name.startswith("recall-tiny")  # the model knows one form of question
         style = ask or (PromptStyle.RECALL if recall else PromptStyle.INSTRUCT)
         facts["asked_as"] = style.value
         advance = _counting(dataset.question_count * len(servers.variants))
@@ -186,7 +186,7 @@ def _shares(text: str) -> tuple[float, ...]:
 
 
 def _digest_sizes(text: str) -> tuple[int, ...]:
-    """Tokens of a digest, each a divisor of 128; maybe none. Raises ConfigError."""
+    """Digest sizes in tokens, divisors of 128; may be empty. Raises ConfigError."""
     names = names_in(text)
     for name in names:
         if not name.isdigit() or not int(name) or 128 % int(name):
@@ -197,8 +197,8 @@ def _digest_sizes(text: str) -> tuple[int, ...]:
 def _local(
     model: str, longest: int, variants: Sequence[RetrievalSettings], stack: ExitStack
 ) -> Servers:
-    """Starts a server. Raises ConfigError before anything starts where the model cannot read so
-    much, or retrieval could not act at any of the lengths."""
+    """Starts a server. Before that, raises ConfigError if the lengths exceed the model's context or
+    retrieval could not act at any of them."""
     settings = variants[0]
     allowed = model_config(Path(model)).get("max_position_embeddings")
     if allowed is not None and longest > allowed:
@@ -238,7 +238,7 @@ def ask_all(servers: Servers, style: PromptStyle, dataset: Dataset, advance: Adv
     endpoint = servers.turn_to(servers.variants[0])
     ratio = 1.005 * endpoint.tokens_of(text) / approximate_tokens(text)
 
-    def measure(line: str) -> int:  # as the server's tokenizer does, to about half a per cent
+    def measure(line: str) -> int:  # within about half a per cent of the server's tokenizer
         return round(approximate_tokens(line) * ratio)
 
     results = Results(servers.variants)
@@ -267,8 +267,8 @@ def _replies(
     results: Results,
     advance: Advance,
 ) -> list[str]:
-    """Of one variant to a document's questions. The first is asked alone, so that the document is
-    computed once. Adds the blocks chosen to ``results``."""
+    """A variant's replies to a document's questions. The first is sent alone, so that the document
+    is computed once. Adds the selected blocks to ``results``."""
     endpoint = servers.turn_to(variant)
     before = servers.blocks_selected(variant) if variant.retrieval else None
     doing = f"{sample.length:,} tokens, {variant.name}"
@@ -288,7 +288,7 @@ def _replies(
 
 
 def _counting(total: int) -> Advance:
-    """Says how many of all replies have come; a line for every text and variant."""
+    """Reports the number of replies so far, a line per text and variant."""
     come = 0
 
     def advance(doing: str, replies: int) -> None:

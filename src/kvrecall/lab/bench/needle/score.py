@@ -13,13 +13,13 @@ from kvrecall.errors import KvrecallError
 from kvrecall.lab.bench.plots import GREY, matplotlib_figure
 from kvrecall.lab.bench.report import Report
 
-_Z = 1.96  # of a 95 % interval
+_Z = 1.96  # for a 95 % interval
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A way of attending that is compared. ``settings``: those of retrieval; None for dense
-    attention, or if they are not known."""
+    """A variant under comparison. ``settings``: those of retrieval; None for dense attention or if
+    unknown."""
 
     name: str
     retrieval: bool
@@ -31,7 +31,7 @@ DENSE = Variant("dense", False)
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One question: ``right`` says for each variant, in order, whether its reply was right."""
+    """One question. ``right``: whether each variant's reply was right, in their order."""
 
     length: int
     task: str
@@ -42,21 +42,21 @@ class Record:
     replies: tuple[str, ...]
 
     def depth_bin(self, bins: int) -> int:
-        """Which of ``bins`` equal parts of the document the fact lies in."""
+        """Which of ``bins`` equal parts of the document contains the fact."""
         return min(bins - 1, int(self.depth * bins))
 
 
 @dataclass(slots=True)
 class Results:
-    """Replies of all variants. ``selected``: blocks chosen under each variant with retrieval; None
-    for a server that does not tell."""
+    """Replies of all variants. ``selected``: blocks selected under each variant with retrieval;
+    None for a server that does not report them."""
 
     variants: tuple[Variant, ...]
     records: list[Record] = field(default_factory=list)
     selected: dict[str, int | None] = field(default_factory=dict)
 
     def require_active(self) -> None:
-        """Raises KvrecallError if a variant with retrieval did not choose any block."""
+        """Raises KvrecallError if a variant with retrieval selected no block."""
         for variant in self.variants:
             count = self.selected.get(variant.name)
             if variant.retrieval and count is None:
@@ -73,7 +73,7 @@ class Results:
 
     @property
     def active(self) -> bool:
-        """Whether retrieval really chose blocks in every variant that claims to."""
+        """Whether retrieval selected blocks in every variant with retrieval."""
         retrieval = [variant for variant in self.variants if variant.retrieval]
         return bool(retrieval) and all(self.selected.get(variant.name) for variant in retrieval)
 
@@ -107,14 +107,15 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Questions under two variants: those only the first had right, and only the second."""
+    """Questions that only the first of two variants answered, and those that only the second
+    did."""
 
     lost: int
     gained: int
 
     @property
     def chance(self) -> float:
-        """Two-sided exact sign test (McNemar): how likely so uneven a split is by chance."""
+        """The p-value of the two-sided exact sign test (McNemar)."""
         n, least = self.lost + self.gained, min(self.lost, self.gained)
         tail: float = sum(math.comb(n, k) for k in range(least + 1)) / (1 << n)
         return min(1.0, 2 * tail)
@@ -124,7 +125,7 @@ class Pairs:
 
 
 def score(records: Iterable[Record], variant: int) -> Score:
-    """What a variant had right of these."""
+    """A variant's score on these questions."""
     right = [record.right[variant] for record in records]
     return Score(sum(right), len(right))
 
@@ -138,7 +139,7 @@ def pairs(records: Iterable[Record], variant: int, base: int = 0) -> Pairs:
 def select(
     records: Sequence[Record], length: int | None = None, task: str | None = None
 ) -> list[Record]:
-    """Those of a length and a task, where given."""
+    """The records of a length and a task, if given."""
     return [
         record
         for record in records
@@ -147,9 +148,8 @@ def select(
 
 
 def by_depth(records: Sequence[Record], variant: int, bins: int) -> list[float]:
-    """Per cent right by part of the document; nan where nothing was asked. Of questions about a
-    single fact, whose depth is a place; of all of them if there are none such. The depth of a
-    question about several facts is but the mean of theirs."""
+    """Per cent right by part of the document; nan for a part without questions. Uses questions
+    about a single fact if there are any, because the depth of several facts is only a mean."""
     placed = [one for one in records if one.task in ("single", "multikey")] or records
     return [
         score([one for one in placed if one.depth_bin(bins) == part], variant).percent
@@ -160,7 +160,7 @@ def by_depth(records: Sequence[Record], variant: int, bins: int) -> list[float]:
 def report_of(
     results: Results, model: str, tasks: Sequence[str], bins: int, facts: Mapping[str, object]
 ) -> Report:
-    """The table and the line of JSON; ``facts`` go into the latter as they are."""
+    """The table and the line of JSON, which contains ``facts`` unchanged."""
     records, variants = results.records, results.variants
     lengths = sorted({record.length for record in records})
     groups: list[tuple[str, str | None]] = [*((task, task) for task in tasks), ("all", None)]
@@ -237,7 +237,7 @@ def report_of(
 
 def write_heatmap(results: Results, bins: int, title: str, path: Path) -> None:
     """Accuracy by length and depth, one panel a variant: a PNG with transparent ground, readable on
-    light and dark pages. Raises ConfigError where matplotlib is not installed."""
+    light and dark pages. Raises ConfigError if matplotlib is not installed."""
     records, variants = results.records, results.variants
     lengths = sorted({record.length for record in records})
     labels = [f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in lengths]
@@ -258,7 +258,7 @@ def write_heatmap(results: Results, bins: int, title: str, path: Path) -> None:
             spine.set_edgecolor(GREY)
         for y, row in enumerate(rows):
             for x, value in enumerate(row):
-                if not math.isnan(value):  # a depth that no question has stays empty
+                if not math.isnan(value):  # depths without questions stay empty
                     ink = "#101418" if value > 60 else "#f4f6f8"
                     axis.text(x, y, f"{value:.0f}", ha="center", va="center", color=ink, fontsize=7)
     axes[0].set_ylabel("depth of the fact in the text", color=GREY)

@@ -30,10 +30,10 @@ _COUNTER = re.compile(r"^kvrecall_retrieval_(\w+?)(?:_total)?(?:\{[^}]*\})? (\S+
 
 
 class Endpoint:
-    """Asks one server by OpenAI's protocol. ``url`` with or without its ``/v1``; ``model`` None for
-    its first one.
+    """A client of one server, by OpenAI's protocol. ``url``: with or without ``/v1``; ``model``:
+    None for its first one.
 
-    Safe to use from several threads. Raises EngineError with the server's words.
+    Safe to use from several threads. Raises EngineError with the server's message.
     """
 
     def __init__(self, url: str, model: str | None = None, key: str | None = None) -> None:
@@ -60,12 +60,12 @@ class Endpoint:
         return str(choice["message"]["content"] if "message" in choice else choice["text"])
 
     def tokens_of(self, text: str) -> int:
-        """Tokens of a text, by having it read."""
+        """Tokens of a text, counted by the server."""
         body = {"model": self.model, "prompt": text, "max_tokens": 1, "temperature": 0}
         return int(self._call("POST", "/v1/completions", body)["usage"]["prompt_tokens"])
 
     def activity(self) -> Mapping[str, int] | None:
-        """Totals of its retrieval attention from its metrics, None if they do not tell."""
+        """Totals of its retrieval attention from its metrics, None without them."""
         reply = self._client.get(f"{self.root}/metrics")
         totals: dict[str, int] = {}
         for name, value in _COUNTER.findall(reply.text) if reply.status_code == 200 else []:
@@ -89,17 +89,19 @@ class Endpoint:
 
 
 class Servers(ABC):
-    """The servers under comparison, started and ready. ``dense`` is the first variant if there."""
+    """The servers under comparison, started and ready. ``dense``, if present, is the first
+    variant."""
 
     variants: tuple[Variant, ...]
 
     @abstractmethod
     def turn_to(self, variant: Variant) -> Endpoint:
-        """Where to ask for this variant. Requests of others must have been answered."""
+        """The endpoint of this variant. No request of another variant may be in flight."""
 
     @abstractmethod
     def blocks_selected(self, variant: Variant) -> int | None:
-        """Middle blocks chosen so far in the server of this variant; None if it does not tell."""
+        """Middle blocks selected so far in the server of this variant; None if it does not report
+        them."""
 
 
 class SwitchedServer(Servers):
@@ -125,7 +127,7 @@ class SwitchedServer(Servers):
 
 
 class OtherServers(Servers):
-    """Servers that run already: one, or a dense one and one with retrieval."""
+    """Running servers: one, or a dense one and one with retrieval."""
 
     def __init__(self, measured: Endpoint, dense: Endpoint | None) -> None:
         self._measured = measured
@@ -155,7 +157,7 @@ def local_server(model: str, longest: int, settings: RetrievalSettings, log: Pat
     if dim is None and "hidden_size" in config and "num_attention_heads" in config:
         dim = config["hidden_size"] // config["num_attention_heads"]
     layers = config.get("num_hidden_layers")
-    if heads and dim and layers:  # KV of the longest prompt, and as much again
+    if heads and dim and layers:  # twice the KV of the longest prompt
         tokens = 2 * longest + CONCURRENT * 2048
         size = max(256 << 20, tokens * layers * heads * dim * 2 * 2)
         arguments += ["--kv-cache-memory-bytes", str(size)]

@@ -75,12 +75,12 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How many facts of each kind a document holds; each kind brings questions of its own.
+    """The number of facts of each kind in a document; each kind has its own questions.
 
     singles: keys that share no word with each other. multikeys: keys in clusters of
     `cluster` that all share the adjective or the noun. groups: keys with 2 to `most_values`
-    codes. chains: an owner fact and the owner's code. All are asked about; `several`
-    questions name two or three of the single keys.
+    codes. chains: an owner fact and the owner's code. There are questions about all;
+    `several` questions name two or three of the single keys.
     """
 
     singles: int = 4
@@ -94,7 +94,7 @@ class Plan:
 
 
 class _Keys:
-    """Hands out keys, no key twice."""
+    """Draws distinct keys."""
 
     def __init__(self, rng: random.Random, alphabet: Alphabet) -> None:
         self._rng = rng
@@ -104,7 +104,7 @@ class _Keys:
         self._next = 0
 
     def apart(self) -> str:
-        """A key that shares no word with the earlier ones, as long as there are such."""
+        """A key that shares no word with the earlier ones, if one is left."""
         n, self._next = self._next, self._next + 1
         key = f"{self._adjectives[n % len(self._adjectives)]} {self._nouns[n % len(self._nouns)]}"
         return self._take(key)
@@ -153,7 +153,7 @@ def _ask_several(facts: Sequence[Fact]) -> _Draft:
 
 
 def _ask_group(rng: random.Random, facts: Sequence[Fact]) -> list[_Draft]:
-    """The reply says when the list is complete at the very place where a value would stand."""
+    """The reply marks the end of the list in the place of a further value."""
     listed = shuffled(rng, facts)
     subject, total = facts[0].subject, str(len(facts))
     lines = (*(f.text for f in listed), f"The code of {subject} is nothing else.")
@@ -214,7 +214,7 @@ def make_document(
 ) -> Document:
     """A document of about `length` tokens as `measure` counts them, and its questions.
 
-    The facts lie at uniformly random places between sentences of `filler` (default: the
+    The facts are at uniformly random places between sentences of `filler` (default: the
     grammar of `words.py`); the questions come in random order.
     """
     facts, drafts = _draw(rng, plan)
@@ -248,7 +248,7 @@ def raw_prompt(document: str, question: str) -> str:
 
 
 def is_right(question: Question, reply: str) -> bool:
-    """Whether `reply`, cut at its first line end, holds all that was asked for.
+    """Whether the first line of `reply` contains the expected answer.
 
     The value asked for must be among the numbers that the reply names; for `values` the
     numbers must be exactly the expected ones, for a chain the last number is the answer.

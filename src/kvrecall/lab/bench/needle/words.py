@@ -51,7 +51,7 @@ VALUES: tuple[str, ...] = tuple(str(n) for n in range(100, 1000))
 
 @dataclass(frozen=True, slots=True)
 class Alphabet:
-    """How many of the words may be used: the curriculum starts small."""
+    """The number of words in use: the training curriculum starts small."""
 
     adjectives: int = len(ADJECTIVES)
     nouns: int = len(NOUNS)
