@@ -20,7 +20,7 @@ BlockKey = NewType("BlockKey", bytes)
 NAMESPACE_BYTES = 16
 
 Tenant = NewType("Tenant", str)
-"""Whose a block is, for accounting: the digest of the requests' ``cache_salt``, 16 hex digits.
+"""The tenant of a block, for accounting: the digest of the requests' ``cache_salt``, 16 hex digits.
 Tenants share nothing: the salt is part of the block hash."""
 
 SHARED = Tenant("-")
@@ -39,7 +39,7 @@ _TENANT = re.compile("-|[0-9a-f]{16}")
 
 @functools.lru_cache(1024)
 def is_tenant(text: str) -> bool:
-    """Whether that can be a tenant."""
+    """Whether ``text`` has the form of a tenant."""
     return _TENANT.fullmatch(text) is not None
 
 
@@ -56,7 +56,7 @@ class TierName(enum.StrEnum):
 class Namespace:
     """Digest of everything a block's bytes depend on that its hash does not carry.
 
-    ``parts`` is kept beside the digest so that people can be told *which* ingredient differs.
+    ``parts`` is kept beside the digest to report *which* ingredient differs.
     Blocks of different namespaces never match.
     """
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 
 class Variable(str):
-    """A variable's name. ``text``: what it does; ``values``: what it may be; ``unset``: what holds
-    without it."""
+    """A variable's name. ``text``: what it does; ``values``: allowed values; ``unset``: the
+    default."""
 
     text: str
     values: str
@@ -30,7 +30,7 @@ API_KEY = Variable(
 )
 RETRIEVAL = Variable(
     "KVRECALL_RETRIEVAL",
-    "turns retrieval attention on in an engine's processes; `kvrecall serve --retrieval` sets it",
+    "enables retrieval attention in an engine's processes; `kvrecall serve --retrieval` sets it",
     "`1`",
     "off, unless `VLLM_PLUGINS` names `retrieval`",
 )
@@ -43,21 +43,21 @@ WAITS = Variable(
 )
 SEEDS = Variable(
     "KVRECALL_SEEDS",
-    "also in engines without the connector, requests with a `seed` on a CPU outlive a prefill of "
-    "several steps, which ends vLLM 0.32; `kvrecall serve` sets it",
+    "applies the patch `seeds` also in engines without the connector: on a CPU, a request with a "
+    "`seed` and a prefill of several steps ends vLLM 0.32; `kvrecall serve` sets it",
     "`1`",
     "engines with the connector only",
 )
 PLUGINS = Variable(
     "VLLM_PLUGINS",
-    "vLLM's list of plug-ins, comma-separated. `retrieval` in it turns retrieval attention on; "
+    "vLLM's list of plug-ins, comma-separated. `retrieval` in it enables retrieval attention; "
     "kvrecall's others must be named too, which `kvrecall serve` does",
     "names",
     "vLLM loads all plug-ins",
 )
 CPU_KV_SPACE = Variable(
     "VLLM_CPU_KVCACHE_SPACE",
-    "vLLM's device cache on a CPU, GiB; with it `kvrecall serve` sets no size of its own",
+    "size of vLLM's device cache on a CPU, GiB; takes precedence over `kvrecall serve`'s",
     "whole number",
     "a quarter of the free memory, at most 4 GiB",
 )
@@ -69,15 +69,15 @@ CPU_RESERVED = Variable(
 )
 NO_COMPILING = Variable(
     "TORCHDYNAMO_DISABLE",
-    "turns PyTorch's compiler off; `kvrecall serve` sets it on a CPU without `g++`, which vLLM's "
-    "sampling functions would need",
+    "disables PyTorch's compiler; `kvrecall serve` sets it on a CPU without `g++`, which compiling "
+    "vLLM's sampling functions requires",
     "`1`",
     "PyTorch compiles",
 )
 HASH_SEED = Variable(
     "PYTHONHASHSEED",
-    "root of vLLM's block hashes with the `xxhash` algorithms: engines that share blocks, and an "
-    "engine that finds its own after a restart, need the same",
+    "root of vLLM's block hashes with the `xxhash` algorithms: must be the same in all engines "
+    "that share blocks, and across restarts",
     "whole number",
     "random with these algorithms; a warning at the start says so",
 )
@@ -104,7 +104,7 @@ HUB_HOME = Variable(
 )
 TUNED_CONFIGS = Variable(
     "VLLM_TUNED_CONFIG_FOLDER",
-    "vLLM's folder of tuned kernels; what lies in it is part of a block's namespace",
+    "vLLM's folder of tuned kernels; its contents are part of a block's namespace",
     "path",
     "none",
 )
@@ -122,7 +122,7 @@ SETUP_PYTHON = Variable(
 )
 TEST_PACKAGES = Variable(
     "KVRECALL_PACKAGES",
-    "`required`: tests that lack a package fail in place of being skipped, as in CI",
+    "`required`: tests that lack a package fail instead of being skipped, as in CI",
     "`required`",
     "they are skipped",
 )

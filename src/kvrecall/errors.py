@@ -1,4 +1,4 @@
-"""Errors a person can act on: each names the thing, what is wrong with it and the cure.
+"""Errors that users can act on: each names the subject, the cause and the cure.
 
 Expected outcomes (a miss, a refused reservation, a pending promotion) are values, not errors; an
 exception here means a wrong configuration, a broken medium or a bug.
@@ -30,7 +30,7 @@ class EngineError(KvrecallError):
 
 
 class ExitStatus(IntEnum):
-    """What a command ends with. ``text`` is the line of each in the reference."""
+    """The exit status of a command. ``text``: its line in the reference."""
 
     text: str
 
@@ -43,25 +43,24 @@ class ExitStatus(IntEnum):
     OK = 0, "Done; a check found nothing wrong; SIGINT or SIGTERM stopped a server that was ready."
     FAILED = (
         1,
-        "It could not be done, or a check failed: a path that cannot be used, no service at a "
-        "socket, an engine that did not start or died, damaged blocks, a machine that does not "
-        "fit, a benchmark that missed its goal.",
+        "The command or a check failed: an unusable path, no service at a socket, an engine that "
+        "did not start or died, damaged blocks, an unsuitable machine, a missed benchmark goal.",
     )
     WRONG_SETTINGS = (
         2,
         "An option, an argument, a setting or a file of settings is wrong. Nothing was started "
         "and nothing changed.",
     )
-    INTERRUPTED = 130, "Interrupted by Ctrl-C before it was done, or before a server was ready."
+    INTERRUPTED = 130, "Interrupted by Ctrl-C; of a server, before it was ready."
     TERMINATED = (
         143,
-        "Ended by SIGTERM: `router`, once its requests are done; a server that was not ready yet; "
-        "commands that are no servers.",
+        "Ended by SIGTERM: `router`, after its requests; a server that was not ready yet; commands "
+        "that are not servers.",
     )
 
 
 def status_of(error: Exception) -> ExitStatus:
-    """The status that a command which raises ``error`` ends with."""
+    """The exit status of a command that raises ``error``."""
     wrong = isinstance(error, ConfigError)
     return ExitStatus.WRONG_SETTINGS if wrong else ExitStatus.FAILED
 
@@ -74,27 +73,27 @@ def errors_shown() -> Iterator[None]:
         yield
     except (KvrecallError, OSError) as error:
         if isinstance(error, OSError) and error.filename is None:
-            raise  # not of a path: a bug, or of a connection
+            raise  # a bug, or a failed connection
         said = _of_path(error) if isinstance(error, OSError) else str(error)
         print(f"kvrecall: {said}", file=sys.stderr, flush=True)
         raise SystemExit(status_of(error)) from error
 
 
 _CURES = {
-    errno.EACCES: "give this user access to it, or name another path",
-    errno.EPERM: "give this user access to it, or name another path",
+    errno.EACCES: "give this user access to it, or use another path",
+    errno.EPERM: "give this user access to it, or use another path",
     errno.ENOENT: "check the path",
     errno.ENOTDIR: "a part of this path is a file; check the path",
     errno.EISDIR: "name a file, not a folder",
-    errno.ENOSPC: "free some room, or name a path on another file system",
-    errno.EDQUOT: "free some room, or name a path on another file system",
-    errno.EROFS: "name a path on a file system that is writable",
+    errno.ENOSPC: "free some space, or use a path on another file system",
+    errno.EDQUOT: "free some space, or use a path on another file system",
+    errno.EROFS: "use a path on a writable file system",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENAMETOOLONG: "use a shorter path",
 }
 
 
 def _of_path(error: OSError) -> str:
-    """An error of the operating system about a path, in one line: the path, the cause, the cure."""
+    """An OSError about a path in one line: the path, the cause, the cure."""
     cure = _CURES.get(error.errno or 0)
     return f"{error.filename}: {error.strerror}" + (f"; {cure}" if cure else "")

@@ -1,8 +1,8 @@
-"""JSON files written by people: read strictly, with the line, column and cure of what is wrong.
+"""Reads hand-written JSON files strictly; errors name line, column, cause and cure.
 
 The standard library says whether a text is JSON; ``_Reader`` then notes where each value stands, so
 that a wrong *value* can be pointed at too, and refuses what JSON does not have (NaN, repeated keys,
-unlimited nesting). ``_explained`` knows the usual accidents of pasted configuration: full-width
+unlimited nesting). ``_explained`` recognises common mistakes in pasted configuration: full-width
 punctuation, missing colons and braces, comments, trailing commas.
 """
 
@@ -126,7 +126,7 @@ def _replaced(value: Any, path: JsonPath, new: object) -> Any:
 
 
 def read_json(path: Path) -> Document:
-    """Reads a JSON file. Raises ConfigError of one line: file, line, column, what, cure."""
+    """Reads a JSON file. Raises ConfigError with file, line, column, cause and cure."""
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -137,7 +137,7 @@ def read_json(path: Path) -> Document:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     if len(raw) > MAX_BYTES:
-        raise ConfigError(f"{path}: is larger than {MAX_BYTES >> 20} MiB; this is no configuration")
+        raise ConfigError(f"{path}: is larger than {MAX_BYTES >> 20} MiB, the limit")
     for mark, name in _BOMS:
         if raw.startswith(mark):
             raise ConfigError(f"{path}:1:1: starts with {name}; save it as UTF-8 without one")
@@ -247,7 +247,7 @@ class _Reader:
                 key, colon = _SCALARS.raw_decode(text, at)
                 if key in read:
                     first = self._origin.place(self.offsets[(*path, key)])
-                    said = f"the key {key!r} is there twice (first at {first})"
+                    said = f"the key {key!r} is repeated (first at {first})"
                     raise json.JSONDecodeError(said, text, at)
                 self.offsets[(*path, key)] = at
                 at = self._next(self._next(colon) + 1)
@@ -294,7 +294,7 @@ _SCALARS = json.JSONDecoder(parse_int=_int, parse_float=_float, parse_constant=_
 
 
 def _explained(error: json.JSONDecodeError, origin: _Origin) -> tuple[str, str]:
-    """What the standard library found: ``line:column``, and what it is and how to mend it."""
+    """An error of the standard library: ``line:column``, the cause and the cure."""
     text, at, expected = error.doc, error.pos, _EXPECTED.get(error.msg)
     found, rest = text[at : at + 1], text[at:]
     before = text[:at].rstrip(_SPACE)
@@ -349,13 +349,13 @@ _EXPECTED = {
 }
 _SAID = {
     "Unterminated string starting at": "this text is not closed by '\"'",
-    "Invalid \\escape": r"no JSON escape; a backslash itself is written '\\'",
+    "Invalid \\escape": r"not a JSON escape; a backslash is written '\\'",
     "Invalid \\uXXXX escape": r"'\u' must be followed by four hexadecimal digits",
 }
 
 
 def _shown(char: str) -> str:
-    """A character for an error message; those that are easily mistaken by their names."""
+    """A character for an error message, with its name if it is easily mistaken."""
     if char.isascii() and char.isprintable():
         return repr(char)
     name = unicodedata.name(char, "")

@@ -268,7 +268,7 @@ def test_empty_or_binary(tmp_path: Path, content: bytes) -> None:
     [
         (gzip.compress(b"{}", mtime=0), "is compressed; unpack it first, with gunzip"),
         (b"PK\x03\x04...", "is compressed; unpack it first, with unzip"),
-        (b"\x89PNG\r\n", "is no text"),
+        (b"\x89PNG\r\n", "is not text"),
         (b"", "holds no blocks"),
         (b"timestamp,hash_ids\n1,2\n", ":1: not JSON"),
     ],

@@ -193,7 +193,7 @@ def test_hit_rates_are_those_of_the_simulation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--context", "many"], "--context: 'many' is no number of tokens"),
+        (["--context", "many"], "--context: 'many' is not a number of tokens"),
         (["--host-size", "4 apples"], "--host-size"),
         (["--kv-dtype", "int3"], "known: auto"),
         (["--tensor-parallel", "2"], "more than all devices"),

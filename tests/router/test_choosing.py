@@ -160,7 +160,7 @@ def test_addresses() -> None:
     assert base_url("10.0.0.5:8000", "--decode") == "http://10.0.0.5:8000"
     assert base_url("https://host/", "--decode") == "https://host"
     for wrong in ("", "http://", "ftp://x", "http://x/v1", "http://x:port"):
-        with pytest.raises(ConfigError, match="is no address of an instance"):
+        with pytest.raises(ConfigError, match="is not an address of an instance"):
             base_url(wrong, "--decode")
     with pytest.raises(ConfigError, match="given twice"):
         instances(["a:1", "http://a:1"], "--prefill")

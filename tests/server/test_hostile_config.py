@@ -112,7 +112,7 @@ ODD: list[tuple[str | bytes, str]] = [
     (TEXT.replace("1025", "9" * 5000), "config.json:"),
     (TEXT.replace('"port"', '"prot"'), "did you mean port?"),
     (TEXT.replace('"maxSeqLen"', '"maxSeqlen"'), "did you mean maxSeqLen?"),
-    (TEXT.replace('"worldSize"', '"maxBatchSize"'), "it belongs into BackendConfig.ScheduleConfig"),
+    (TEXT.replace('"worldSize"', '"maxBatchSize"'), "it belongs in BackendConfig.ScheduleConfig"),
     (TEXT.replace('"port": 1025,', '"port": 1025, "port": 1026,'), "config.json:"),
 ]
 

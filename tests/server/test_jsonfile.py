@@ -41,7 +41,7 @@ BROKEN = [
     ('{"a":1 // x\n}', "1:8", ["comment", "remove it"]),
     ('{"a":1 # x\n}', "1:8", ["comment"]),
     ('/* x */ {"a":1}', "1:1", ["comment"]),
-    ('{"a":1,"b":2,"a":3}', "1:14", ["'a' is there twice", "1:2"]),
+    ('{"a":1,"b":2,"a":3}', "1:14", ["'a' is repeated", "1:2"]),
     ("{a:1}", "1:2", ['double quotes: "a"']),
     ("{'a':1}", "1:2", ["quote"]),
     ('{"a":True}', "1:6", ["write true"]),
@@ -56,7 +56,7 @@ BROKEN = [
     ('{"a":"x\ny"}', "1:8", ["control character", "close the text"]),
     ('{"a":"x', "1:6", ["not closed"]),
     ('{"a":"\t"}', "1:7", ["control character", "U+0009"]),
-    ('{"a":"C:\\models"}', "1:9", ["no JSON escape", r"'\\'"]),
+    ('{"a":"C:\\models"}', "1:9", ["not a JSON escape", r"'\\'"]),
     ('{"a":"\\u12"}', "1:8", ["four hexadecimal"]),
     ('{"a":"\\ud800"}', "1:6", ["surrogate"]),
     ('{"a":1}}', "1:8", ["closes nothing"]),
@@ -92,7 +92,7 @@ STRINGS = [
     ('{"f": "{} {}"}', "1:11", ["expected the end of the string"]),
     ('{"f": " "}', "1:9", ["the string ends here; expected a value"]),
     ('{"f": "\\u007b\\u0022a\\u0022：1}"}', "1:27", ["FULLWIDTH COLON"]),
-    ('{"f": "{\\"a\\":1,\\"a\\":2}"}', "1:17", ["'a' is there twice (first at 1:9)"]),
+    ('{"f": "{\\"a\\":1,\\"a\\":2}"}', "1:17", ["'a' is repeated (first at 1:9)"]),
     ('{"f": "prefix_cache"}', "1:8", ["prefix_cache is not a JSON value"]),
 ]
 

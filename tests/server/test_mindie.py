@@ -77,7 +77,7 @@ WRONG: list[tuple[Spoil, list[str]]] = [
     (lambda c: server(c).update(Port=1), ["ServerConfig.Port", "did you mean port?"]),
     (
         lambda c: server(c).update(maxPrefillTokens=1),
-        ["ServerConfig.maxPrefillTokens", "it belongs into BackendConfig.ScheduleConfig"],
+        ["ServerConfig.maxPrefillTokens", "it belongs in BackendConfig.ScheduleConfig"],
     ),
     (lambda c: c.update(xyzzy=1), ["xyzzy is not a field of config.json"]),
     # plugin_params
@@ -89,7 +89,7 @@ WRONG: list[tuple[Spoil, list[str]]] = [
     (lambda c: model(c).update(plugin_params='{"plugin_type":"x"}'), ["'x'", "memory_decoding"]),
     (
         lambda c: model(c).update(plugin_params={"plugin_type": "mtp,la"}),
-        ["la and mtp exclude each other"],
+        ["la and mtp are mutually exclusive"],
     ),
     (
         lambda c: model(c).update(plugin_params={"num_speculative_tokens": "1"}),
@@ -611,7 +611,7 @@ def test_repaired_samples_of_the_seeds(tmp_path: Path, name: str) -> None:
 
 def test_a_section_alone_is_recognised() -> None:
     text = (SAMPLES / "prefix_cache.txt").read_text(encoding="utf-8").rstrip().removesuffix(",")
-    with pytest.raises(ConfigError, match="ModelDeployConfig belongs into BackendConfig"):
+    with pytest.raises(ConfigError, match="ModelDeployConfig belongs in BackendConfig"):
         validate(parse_json("{" + text + "}", "c.json"))
 
 

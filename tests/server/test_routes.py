@@ -161,7 +161,7 @@ BAD: list[tuple[object, str]] = [
     ({"prompt": ["x"]}, "prompt"),
     ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
     ({"prompt": "x", "use_beam_search": True, "stream": True}, "cannot be streamed"),
-    ({"prompt": "x", "n": 2, "best_of": 3, "use_beam_search": True}, "exclude each other"),
+    ({"prompt": "x", "n": 2, "best_of": 3, "use_beam_search": True}, "are mutually exclusive"),
     ({"prompt": "x", "n": 3, "best_of": 2}, "less than n"),
     ({"prompt": "x", "n": 2, "temperature": 0}, "temperature is 0"),
     ({"prompt": "x", "n": 2, "best_of": 3, "stream": True}, "best_of above n"),

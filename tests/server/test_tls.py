@@ -99,7 +99,7 @@ def test_unusable_files(tmp_path: Path, authority: Authority, files: TlsFiles) -
         (TlsFiles(tmp_path / "none", files.key, files.authorities), "there is no file"),
         (TlsFiles(files.certificate, other_key, files.authorities), "no PEM certificate and its"),
         (TlsFiles(locked, locked_key, files.authorities), "encrypted"),
-        (TlsFiles(files.certificate, files.key, (empty,)), "is no PEM file"),
+        (TlsFiles(files.certificate, files.key, (empty,)), "is not a PEM file"),
     ]
     for wrong, said in cases:
         with pytest.raises(ConfigError, match=said):

@@ -138,6 +138,6 @@ def scales_in(coded: torch.Tensor) -> torch.Tensor:
 
 def scales_of_maxima(most: torch.Tensor) -> torch.Tensor:
     """The scale under which the largest coordinate gets the largest code."""
-    # By a tensor, as a GPU rounds a division by a plain number differently from a CPU.
+    # Divides by a tensor: a GPU rounds a division by a Python number differently from a CPU.
     codes = torch.full_like(most, _MAX_CODE)
     return (most / codes).clamp(min=torch.finfo(torch.float32).tiny)

@@ -45,10 +45,10 @@ class Residency:
         self._place = np.pad(self._place, wider, constant_values=-1)
 
     def admit(self, blocks: Ints, wanted: Flags) -> Admission:
-        """Slots for a step's blocks; the least recently used ones make room.
+        """Returns slots for a step's blocks; evicts the least recently used ones to make room.
 
-        ``blocks``: ``[heads, count]``, those of a head distinct; only where ``wanted``, at most as
-        many a head as there are slots. What this returns stays until the next call.
+        ``blocks``: ``[heads, count]``, distinct within a head; only those ``wanted`` are admitted,
+        per head at most as many as there are slots. The result is valid until the next call.
         """
         self._now += 1
         heads = np.arange(len(blocks))[:, None]

@@ -254,7 +254,7 @@ def selector_of(layout: Layout) -> Selector:
 
 
 def best_of(logits: Sequence[torch.Tensor], count: int) -> torch.Tensor:
-    """``logits``: of each block, ``[kv_heads, group, blocks]``, run by run."""
+    """``logits`` of the blocks: ``[kv_heads, group, blocks]`` for each run."""
     whole = logits[0] if len(logits) == 1 else torch.cat(list(logits), 2)
     weights = whole.softmax(-1).mean(1)
     return weights.topk(count, dim=-1, sorted=False).indices

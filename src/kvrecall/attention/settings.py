@@ -47,8 +47,8 @@ def _setting(
 
 @dataclass(frozen=True, slots=True)
 class RetrievalSettings:
-    """Each setting once: default, variable, text, what it may be. Lengths are tokens. The first
-    five are openGauss RetrievalKV's, with its defaults."""
+    """The settings, each declared once: default, variable, text, allowed values. Lengths are
+    tokens. The first five are openGauss RetrievalKV's, with its defaults."""
 
     init_tokens: int = _setting(
         1024,
@@ -87,7 +87,7 @@ class RetrievalSettings:
     digest: str = _setting(
         "bounds",
         "DIGEST",
-        "kind of digest that stands for a block's keys",
+        "kind of digest that represents a block's keys",
         f"one of {', '.join(DIGESTS)}",
         lambda name: name in DIGESTS,
     )
@@ -97,7 +97,7 @@ class RetrievalSettings:
     dense_layers: int = _setting(
         2,
         "DENSE_LAYERS",
-        "the first layers, which attend to everything",
+        "number of first layers that attend to all tokens",
         "0 or more",
         lambda layers: layers >= 0,
     )
@@ -110,7 +110,7 @@ class RetrievalSettings:
     cache_share: float = _setting(
         0.05,
         "CACHE_PERCENT",
-        "of an offloaded sequence, share of the middle blocks that the device keeps beyond those "
+        "share of an offloaded sequence's middle blocks that the device keeps beyond those "
         "selected in a step",
         "a share in [0, 1]",
         lambda share: 0 <= share <= 1,
@@ -118,8 +118,8 @@ class RetrievalSettings:
     least_blocks: int = _setting(
         0,
         "LEAST_BLOCKS",
-        "blocks that a step selects even where the share is less; a sequence that has no more of "
-        "them attends densely",
+        "minimum number of blocks that a step selects; a sequence with no more middle blocks "
+        "attends densely",
         _BY_SHARE,
         lambda blocks: blocks >= 0,
     )

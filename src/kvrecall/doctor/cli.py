@@ -25,13 +25,13 @@ from kvrecall.errors import ExitStatus
 app = typer.Typer(add_completion=False)
 
 JSON_VERSION = 1
-"""Of the shape of ``--json``: raised when a key goes or changes its meaning, not when one comes."""
+"""Version of the ``--json`` schema: raised when a key is removed or changes its meaning."""
 _STYLES = {State.OK: "green", State.NOTE: "dim", State.WARNING: "yellow", State.BROKEN: "bold red"}
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is asked about. ``imports``: whether vLLM is imported, in a child process."""
+    """What to check. ``imports``: whether to import vLLM, in a child process."""
 
     model: str | None = None
     pool_config: Path | None = None
@@ -45,19 +45,19 @@ def doctor(
         str | None, typer.Argument(help="Model folder or hub id to serve.", show_default=False)
     ] = None,
     pool_config: Annotated[
-        Path | None, typer.Option(help="pool.json of the pool; the options below win over it.")
+        Path | None, typer.Option(help="pool.json of the pool; the options below override it.")
     ] = None,
     host_size: Annotated[str | None, typer.Option(help=help_of("host_size"))] = None,
     disk_path: Annotated[str | None, typer.Option(help=help_of("disk_path"))] = None,
     disk_size: Annotated[str | None, typer.Option(help=help_of("disk_size"))] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Do not import vLLM, which takes some ten seconds.")
+        bool, typer.Option("--quick", help="Skip importing vLLM, which takes about ten seconds.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check this machine: what is installed, what fits, what is missing, what would hit.
 
-    Changes nothing. Ends with 1 if something is broken.
+    Changes nothing. Exits with 1 if something is broken.
     """
     given = {"host_size": host_size, "disk_path": disk_path, "disk_size": disk_size}
     options = tuple((name, value) for name, value in given.items() if value is not None)

@@ -1,4 +1,4 @@
-"""What the doctor finds: one value a check."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class State(StrEnum):
     OK = "ok"
     NOTE = "note"  # worth knowing; nothing to do
     WARNING = "warning"  # works, but not as well or as far as it could
-    BROKEN = "broken"  # what was asked about does not work
+    BROKEN = "broken"  # the subject of the check does not work
 
 
 @dataclass(frozen=True, slots=True)

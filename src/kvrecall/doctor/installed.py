@@ -35,7 +35,7 @@ EXTRAS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "encryption": (("cryptography",), "encryption_key_file"),
     "router": (("fastapi", "uvicorn"), "kvrecall router without vLLM"),
 }
-"""Extras that add something to a pool: the packages (of Mooncake's any one), and what for."""
+"""Optional extras: their packages (of Mooncake's any one) and their purpose."""
 _PATIENCE_S = 180.0
 
 
@@ -50,7 +50,7 @@ def installed_version(*names: str) -> str | None:
 
 
 def check_packages(serves: bool) -> Iterator[Finding]:
-    """``serves``: whether a model is to be served here, so that there must be an engine."""
+    """``serves``: whether this machine is to serve a model, which requires vLLM."""
     where = str(Path(kvrecall.__file__).parent)
     yield Finding(
         _AREA, "kvrecall", State.OK, f"{kvrecall.__version__} in {where}",
@@ -74,14 +74,14 @@ def _vllm(version: str | None, serves: bool) -> Finding:
     figures = {"version": version, "supported": SUPPORTED}
     if version is None:
         state = State.BROKEN if serves else State.WARNING
-        found = "not installed: `kvrecall serve` and the connector need it; a pool service, the "
-        found += "router, plan and simulate do not"
+        found = "not installed; required by `kvrecall serve` and the connector, but not by a pool "
+        found += "service, the router, plan and simulate"
         return Finding(_AREA, "vllm", state, found, _GET_VLLM, figures)
     match fit_of(version):
         case Fit.TESTED:
             return Finding(_AREA, "vllm", State.OK, version, figures=figures)
         case Fit.NEWER:
-            found = f"{version}; kvrecall is built and tested for {SUPPORTED}, this one is untested"
+            found = f"{version} is untested; kvrecall is built and tested for {SUPPORTED}"
             return Finding(
                 _AREA, "vllm", State.WARNING, found, f"install vllm {SUPPORTED}", figures
             )
@@ -118,8 +118,8 @@ def _extra(extra: str, names: tuple[str, ...], purpose: str) -> Finding:
 
 def check_engine(model: str | None, uses_mooncake: bool = False) -> Iterator[Finding]:
     """Imports torch, vLLM and the connector in a child process, and has vLLM configure ``model``
-    there, without its weights. Takes some ten seconds. ``uses_mooncake``: whether the pool asked
-    about does."""
+    there, without its weights. Takes about ten seconds. ``uses_mooncake``: whether the pool has a
+    Mooncake Store."""
     if installed_version(*VLLM) is None:
         return
     stages, ending = _probe(model)
@@ -138,7 +138,7 @@ def check_engine(model: str | None, uses_mooncake: bool = False) -> Iterator[Fin
 
 
 def _probe(model: str | None) -> tuple[dict[str, dict[str, Any]], str]:
-    """What each stage of the child found, and how it ended, "" if in order."""
+    """What each stage of the child process found, and how it failed, "" if it did not."""
     command = [sys.executable, "-m", "kvrecall.engines.vllm.probe", *([model] if model else [])]
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", **os.environ}
     try:
@@ -161,11 +161,11 @@ def _probe(model: str | None) -> tuple[dict[str, dict[str, Any]], str]:
     if status < 0:
         name = signal.Signals(-status).name
         why = " (a library uses instructions that this CPU lacks)" if name == "SIGILL" else ""
-        return stages, f"the engine's process was ended by {name} {after}{why}"
+        return stages, f"the engine's process was killed by {name} {after}{why}"
     expected = {"torch", "vllm", "connector", *(["model"] if model else [])}
     if expected - stages.keys():
         late = "" if status else f" within {_PATIENCE_S:g} s"
-        return stages, f"the engine's process got no further than {after}{late}"
+        return stages, f"the engine's process made no progress {after}{late}"
     return stages, ""
 
 
@@ -186,7 +186,7 @@ def _gpu(facts: Mapping[str, Any]) -> Finding:
         )
         return Finding(_ENGINE, "gpu", State.OK, names, figures=figures)
     if facts["cuda"]:
-        found = f"torch is built for CUDA {facts['cuda']} and finds no device"
+        found = f"torch is built for CUDA {facts['cuda']} but finds no device"
         cure = "check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or install 'kvrecall[cpu]'"
         return Finding(_ENGINE, "gpu", State.WARNING, found, cure, figures)
     return Finding(_ENGINE, "gpu", State.NOTE, "none: torch is built for CPUs", figures=figures)
@@ -196,7 +196,7 @@ def _import(facts: Mapping[str, Any]) -> Finding:
     if "error" in facts:
         return _failed("vllm", "import vllm", facts)
     if not facts["platform"]:
-        found = "vLLM finds no platform that it can run on"
+        found = "vLLM finds no platform to run on"
         return Finding(_ENGINE, "vllm", State.BROKEN, found, _GET_VLLM, facts)
     found = f"platform {facts['platform']}, {facts['device']}"
     return Finding(_ENGINE, "platform", State.OK, found, figures=facts)
@@ -212,7 +212,7 @@ def _model(facts: Mapping[str, Any]) -> Finding:
     if "error" in facts:
         return _failed("model", "vLLM's configuration of it", facts, "see vLLM's supported models")
     troubles = {
-        "recurrent": "it has recurrent state (Mamba and the like), which the pool does not keep",
+        "recurrent": "it has recurrent state (for example Mamba), which the pool does not store",
         "encoder_decoder": "it is an encoder-decoder model, which the pool does not serve",
     }
     for name, trouble in troubles.items():
@@ -220,11 +220,11 @@ def _model(facts: Mapping[str, Any]) -> Finding:
             cure = "serve it with --no-pool"
             return Finding(_ENGINE, "model", State.BROKEN, trouble, cure, facts)
     if not facts["generates"]:
-        found = "it generates no text, and kvrecall serve is for models that do"
+        found = "it does not generate text, which kvrecall serve requires"
         return Finding(_ENGINE, "model", State.BROKEN, found, "use vllm serve", facts)
     if not facts["prefix_caching"]:
-        found = "vLLM turns prefix caching off for it here, and the pool works only on top of it"
+        found = "vLLM disables prefix caching for it here, and the pool requires prefix caching"
         return Finding(_ENGINE, "model", State.BROKEN, found, "serve it with --no-pool", facts)
-    found = f"vLLM takes it: {facts['architecture']}, {facts['dtype']}, up to "
+    found = f"vLLM accepts it: {facts['architecture']}, {facts['dtype']}, up to "
     found += f"{facts['max_model_len']:,} tokens, with prefix caching and the pool"
     return Finding(_ENGINE, "model", State.OK, found, figures=facts)

@@ -1,4 +1,4 @@
-"""What the machine, or the container, gives: processors, memory, limits, namespaces. Linux."""
+"""The machine's, or container's, processors, memory, limits and namespaces. Linux."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def _cpu(cpuinfo: Path) -> Finding:
 def _memory() -> Finding:
     total, room = psutil.virtual_memory().total, available_memory()
     free = psutil.virtual_memory().available
-    is_limited = room < free - (free >> 6)  # by a cgroup; the rest is what moves meanwhile
+    is_limited = room < free - (free >> 6)  # a margin for changes between readings
     found = f"{format_size(room)} can be allocated, of {format_size(total)}"
     if is_limited:
-        found += f"; the cgroup's limit, as the machine has {format_size(free)} free"
+        found += f"; limited by the cgroup, the machine has {format_size(free)} free"
     figures = {"total_bytes": total, "available_bytes": room, "cgroup_limited": is_limited}
     return Finding(_AREA, "memory", State.OK, found, figures=figures)
 
@@ -72,13 +72,13 @@ def _shared_memory(folder: Path) -> Finding:
     found = f"{folder}: {format_size(free)} of {format_size(total)} free"
     if free >= _LEAST_SHM:
         return Finding(_AREA, "shared memory", State.OK, found, figures=figures)
-    found += "; vLLM's worker processes pass messages there (the pool itself does not use it)"
+    found += "; vLLM's worker processes exchange messages there (the pool itself does not use it)"
     cure = "give the container more: --shm-size 2g, or an emptyDir with medium Memory"
     return Finding(_AREA, "shared memory", State.WARNING, found, cure, figures)
 
 
 def _limit(number: int) -> tuple[int | None, int | None]:
-    """Soft and hard limit; None: there is none."""
+    """Soft and hard limit; None: unlimited."""
     soft, hard = resource.getrlimit(number)
     unlimited = resource.RLIM_INFINITY
     return (None if soft == unlimited else soft, None if hard == unlimited else hard)
@@ -98,7 +98,7 @@ def _open_files() -> Finding:
     found = "unlimited" if hard is None else f"{hard:,} at most"
     if hard is None or hard >= _LEAST_FILES:
         return Finding(_AREA, "open files", State.OK, found, figures=figures)
-    found += "; servers hold one for each connection"
+    found += "; servers need one for each connection"
     cure = f"raise it to {_LEAST_FILES} or more (ulimit -Hn, LimitNOFILE)"
     return Finding(_AREA, "open files", State.WARNING, found, cure, figures)
 
@@ -109,6 +109,6 @@ def _processes(namespace: Path) -> Finding:
     if not is_own:
         return Finding(_AREA, "processes", State.OK, "the machine's own PID namespace", "", figures)
     found = "a PID namespace of its own (a container): a pool service and its engines must share "
-    found += "one, and the user"
-    cure = "if they are in several containers: --pid container:NAME, or shareProcessNamespace"
+    found += "the PID namespace and the user"
+    cure = "across containers, use --pid container:NAME or shareProcessNamespace"
     return Finding(_AREA, "processes", State.NOTE, found, cure, figures)

@@ -17,8 +17,8 @@ _AREA = "model"
 
 
 def check_layout(model: str, settings: RecallSettings | None) -> Iterator[Finding]:
-    """Of the model in a folder; of one of the hub only that it may be one. ``settings``: of the
-    pool, None if it is not known."""
+    """Checks the layout of a model in a local folder; of a hub id only its form. ``settings``: of
+    the pool, None if unknown."""
     try:
         check_model(model)
     except ConfigError as error:
@@ -27,14 +27,14 @@ def check_layout(model: str, settings: RecallSettings | None) -> Iterator[Findin
         return
     folder = Path(model).expanduser()
     if not folder.is_dir():
-        found = f"{model} is not in a folder here, so that its layout is not known"
+        found = f"{model} is not in a local folder, so its layout is unknown"
         cure = "vLLM downloads it from the hub when it starts"
         yield Finding(_AREA, "folder", State.NOTE, found, cure)
         return
     try:
         shape = read_shape(folder)
     except ConfigError as error:
-        found = f"{error}; block sizes are not known before vLLM starts"
+        found = f"{error}; block sizes are unknown until vLLM starts"
         yield Finding(_AREA, "layout", State.NOTE, found)
         return
     yield _layout(shape)
@@ -54,8 +54,8 @@ def _layout(shape: ModelShape) -> Finding:
         "slot_bytes": slot_bytes_of(block),
     }
     heads = "one latent vector (MLA)" if shape.is_latent else f"{shape.kv_heads} KV heads"
-    found = f"{shape.layers} layers, {heads}: {format_size(shape.kv_bytes_per_token)} a token, "
-    found += f"{format_size(block)} a block of {BLOCK_SIZE} tokens"
+    found = f"{shape.layers} layers, {heads}: {format_size(shape.kv_bytes_per_token)} per token, "
+    found += f"{format_size(block)} per block of {BLOCK_SIZE} tokens"
     return Finding(_AREA, "layout", State.OK, found, figures=figures)
 
 
@@ -76,5 +76,5 @@ def _room(shape: ModelShape, settings: RecallSettings) -> Iterator[Finding]:
         elif tier == "host" and tokens < shape.max_context:
             state = State.WARNING
             found += f", less than one sequence of {shape.max_context:,}"
-            cure = "longer prefixes are recalled in part: set a larger host_size"
+            cure = "set a larger host_size; otherwise longer prefixes are recalled in part"
         yield Finding(_AREA, f"{tier} blocks", state, found, cure, figures)

@@ -1,5 +1,5 @@
-"""Whether the pool that is asked about can be opened here, and what lies in it already. Nothing is
-changed: files that are tried have no name."""
+"""Whether a pool with these settings can be opened here, and what it already contains. Changes
+nothing: trial files have no name (O_TMPFILE)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 _OVER_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "ceph", "lustre", "glusterfs")
 _OF_CONTAINER = ("overlay", "aufs")
 _PACKAGES = {"mooncake": ("mooncake", "mooncake"), "objects": ("obstore", "objects")}
-"""Of the kinds of remote stores: the module that each needs, and the extra that brings it."""
+"""By kind of remote store: the module it needs, and the extra that installs it."""
 _OCTAL = re.compile(r"\\(\d{3})")  # how mountinfo writes spaces
 _PROBE_S = 1.0
 
@@ -92,7 +92,7 @@ def _host(nbytes: int) -> Finding:
 
 
 def check_disk(disk: DiskConfig) -> Iterator[Finding]:
-    """Of the folder of a disk tier, which need not exist yet."""
+    """Checks the folder of a disk tier, which need not exist yet."""
     folder = disk.path.expanduser().absolute()
     held = own_bytes(folder) if folder.is_dir() else 0
     try:
@@ -124,12 +124,12 @@ def _file_system(folder: Path) -> Finding:
     kind = file_system_of(folder, Path("/proc/self/mountinfo").read_text())
     figures = {"type": kind}
     if kind in _IN_MEMORY:
-        found, cure = f"{kind}: blocks lie in memory and are gone at a reboot", "use a disk"
+        found, cure = f"{kind}: blocks are in memory and lost at a reboot", "use a disk"
     elif kind in _OVER_NETWORK:
-        found = f"{kind}: over a network; no two hosts may use one folder"
+        found = f"{kind}: a network file system; two hosts must not share a folder"
         cure = "use a local disk, or a remote tier for a shared folder"
     elif kind in _OF_CONTAINER:
-        found = f"{kind}: the container's own layer, gone with the container"
+        found = f"{kind}: the container's own layer, deleted with the container"
         cure = "mount a volume there"
     else:
         return Finding(_AREA, "file system", State.OK, kind or "unknown", figures=figures)
@@ -145,37 +145,37 @@ def file_system_of(folder: Path, mountinfo: str) -> str:
         before, _, after = line.partition(" - ")
         point = _OCTAL.sub(lambda code: chr(int(code[1], 8)), before.split()[4])
         inside = point == "/" or path == point or path.startswith(point + "/")
-        if inside and len(point) >= len(best):  # of mounts at one point the last one counts
+        if inside and len(point) >= len(best):  # the last mount at a point hides the others
             best, kind = point, after.split()[0]
     return kind
 
 
 def _direct_io(folder: Path) -> Finding:
-    """Whether a file there can be opened past the page cache: a file without a name."""
+    """Whether O_DIRECT works in ``folder``, tried on a file without a name."""
     try:
         os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600))
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            found = f"a file in {folder} cannot be made: {error.strerror}"
+            found = f"cannot create a file in {folder}: {error.strerror}"
             return Finding(_AREA, "direct I/O", State.BROKEN, found, "use another disk_path")
-        found = "not on this file system; reads and writes go through the page cache"
+        found = "not supported by this file system; reads and writes go through the page cache"
         return Finding(_AREA, "direct I/O", State.NOTE, found, figures={"direct": False})
     return Finding(_AREA, "direct I/O", State.OK, "works (O_DIRECT)", figures={"direct": True})
 
 
 def _stored(folder: Path) -> Finding:
-    """What could hit: blocks by model, from the index."""
+    """The stored blocks by model, from the index."""
     try:
         stored = [{"model": model_of(parts), "blocks": n} for parts, n in counts_in(folder)]
     except TierError as error:
         return Finding(_AREA, "stored", State.WARNING, str(error), "the pool starts empty")
     models = "; ".join(f"{each['blocks']} of {each['model']}" for each in stored)
-    found = f"blocks by namespace: {models or 'none'}. One hits if an engine's is the same"
+    found = f"blocks by namespace: {models or 'none'}. An engine hits blocks of its own namespace"
     return Finding(_AREA, "stored", State.OK, found, figures={"namespaces": stored})
 
 
 def _service(path: Path) -> Finding:
-    """Whether the node's pool service answers, and this process sees its process."""
+    """Whether the node's pool service answers, in this PID namespace."""
     start = f"start one: kvrecall pool serve --socket {path}"
     try:
         with socket.socket(socket.AF_UNIX) as probe:
@@ -186,16 +186,16 @@ def _service(path: Path) -> Finding:
             overview = admin.do(Stat())
     except (OSError, KvrecallError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        found = f"no pool service at {path}: {reason}; engines go on without a pool"
+        found = f"no pool service at {path}: {reason}; engines run without a pool"
         return Finding(_AREA, "service", State.WARNING, found, start)
     figures = {"socket": str(path), "pid": overview.pid, "version": overview.version}
     if seen != overview.pid:
-        found = f"the service at {path} is in another PID namespace, so that its memory cannot be "
-        found += "mapped here"
+        found = f"the service at {path} is in another PID namespace; its memory cannot be mapped "
+        found += "here"
         cure = "share one: --pid container:NAME, or shareProcessNamespace"
         return Finding(_AREA, "service", State.BROKEN, found, cure, figures)
     if user != os.getuid():
-        found = f"the service at {path} is of user {user}, and this process of {os.getuid()}"
+        found = f"the service at {path} runs as user {user}, and this process as {os.getuid()}"
         return Finding(_AREA, "service", State.BROKEN, found, "run both as one user", figures)
     found = f"{path}: process {overview.pid}, kvrecall {overview.version}"
     return Finding(_AREA, "service", State.OK, found, figures=figures)
@@ -224,7 +224,7 @@ def _master(settings: MooncakeSettings) -> Finding:
     try:
         socket.create_connection((host, port), _PROBE_S).close()
     except OSError as error:
-        found = f"{where}: {error.strerror or error}; until it is there, nothing is remote"
+        found = f"{where}: {error.strerror or error}; the remote tier works once it runs"
         cure = f"start it (kvrecall pool master --host {host} --port {port}), or open its port"
         return Finding(_AREA, "remote master", State.WARNING, found, cure, figures)
     return Finding(_AREA, "remote master", State.OK, f"{where} is reachable", figures=figures)

@@ -46,48 +46,48 @@ def plan(
             "cache (Qwen/Qwen3-8B).",
         ),
     ],
-    context: Annotated[str, typer.Option(help="Tokens of a session: 8192 or 32k.")] = "8192",
+    context: Annotated[str, typer.Option(help="Tokens of a session, e.g. 8192 or 32k.")] = "8192",
     sessions: Annotated[
         int, typer.Option(min=1, help="Sessions whose cache must stay resident.")
     ] = 100,
     hosts: Annotated[int, typer.Option(min=1, help="Machines with devices.")] = 1,
     devices: Annotated[int, typer.Option(min=1, help="Devices per host.")] = 1,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Devices per engine.")] = 1,
-    device_memory: Annotated[str, typer.Option(help="Memory of a device: 64GB.")] = "0",
+    device_memory: Annotated[str, typer.Option(help="Memory of a device, e.g. 64GB.")] = "0",
     memory_factor: Annotated[
-        float, typer.Option(min=0.1, max=1.0, help="Share of it that the engine uses.")
+        float, typer.Option(min=0.1, max=1.0, help="Share of device memory that the engine uses.")
     ] = 0.92,
-    host_size: Annotated[str, typer.Option(help="Host tier of each host: 256GiB.")] = "0",
-    disk_size: Annotated[str, typer.Option(help="Disk tier of each host: 4TB.")] = "0",
-    remote_size: Annotated[str, typer.Option(help="Remote store, all of it: 16TB.")] = "0",
+    host_size: Annotated[str, typer.Option(help="Host tier of each host, e.g. 256GiB.")] = "0",
+    disk_size: Annotated[str, typer.Option(help="Disk tier of each host, e.g. 4TB.")] = "0",
+    remote_size: Annotated[str, typer.Option(help="Size of the remote store, e.g. 16TB.")] = "0",
     block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block.")] = 128,
     kv_dtype: Annotated[str, typer.Option(help="auto, bf16, fp8, ...")] = "auto",
     prefill_rate: Annotated[
-        float, typer.Option(min=0, help="Tokens a second an engine prefills, short prompts.")
+        float, typer.Option(min=0, help="Prefill rate of an engine on short prompts, tokens/s.")
     ] = 0,
     host_bandwidth: Annotated[
-        str, typer.Option(help="From the host tier to an engine, a second: 20GB.")
+        str, typer.Option(help="Bytes per second from the host tier to an engine: 20GB.")
     ] = "0",
     disk_bandwidth: Annotated[
-        str, typer.Option(help="From the disk tier to an engine, a second: 3GB.")
+        str, typer.Option(help="Bytes per second from the disk tier to an engine: 3GB.")
     ] = "0",
     remote_bandwidth: Annotated[
-        str, typer.Option(help="From the remote store to an engine, a second: 1GB.")
+        str, typer.Option(help="Bytes per second from the remote store to an engine: 1GB.")
     ] = "0",
     trace: Annotated[
-        Path | None, typer.Option(help="Requests in Mooncake's format: gives hit rates.")
+        Path | None, typer.Option(help="Trace in Mooncake's format, for hit rates.")
     ] = None,
     policy: Annotated[str, typer.Option(help="Eviction policy, for the trace.")] = DEFAULT_POLICY,
     linked_cards: Annotated[
-        int, typer.Option(min=0, help="Ascend: cards (dies) that pool by direct links, in all.")
+        int, typer.Option(min=0, help="Ascend: total cards (dies) that pool over direct links.")
     ] = 0,
-    will_grow: Annotated[bool, typer.Option(help="Ascend: cards may join while it runs.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Only the line of JSON.")] = False,
+    will_grow: Annotated[bool, typer.Option(help="Ascend: cards may join later.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
 ) -> None:
     """Size a pool: bytes per token, blocks by tier, break-even bandwidth, settings.
 
     Sizes are given in binary (256GiB) or decimal (4TB) units and printed in binary ones. Tiers
-    whose size is not given are left out. The last line is JSON, in bytes.
+    without a size are omitted. The last line is JSON, in bytes.
     """
     with errors_shown():
         config = find_config(model, _hub_cache())
@@ -134,7 +134,7 @@ def _tokens(text: str) -> int:
     unit = units.get(text[-1:].lower(), 1)
     digits = text[:-1] if unit > 1 else text
     if not digits.isdecimal() or int(digits) == 0:
-        raise ConfigError(f"--context: {text!r} is no number of tokens; write 8192 or 32k")
+        raise ConfigError(f"--context: {text!r} is not a number of tokens; write 8192 or 32k")
     return int(digits) * unit
 
 
@@ -197,7 +197,7 @@ def _warnings(shape: ModelShape, use: Use, links: Links, fits: bool, any_tier: b
     elif not fits:
         warnings.append("not all sessions fit below the devices; the coldest are evicted")
     if links.too_many:
-        warnings.append("more than 512 links: they are cut and made again; use fewer cards a pool")
+        warnings.append("more than 512 links: some are dropped and re-established; use fewer cards")
     return warnings
 
 
@@ -234,7 +234,7 @@ def _print(report: dict[str, Any], console: Console, rate_given: bool) -> None:
     console.print(facts)
     table = Table(caption="of all hosts together; 1 GiB = 1.074 GB, 1 TiB = 1.100 TB")
     table.add_column("tier")
-    for title in ("size", "blocks", "tokens", "sessions", "hit rate up to here"):
+    for title in ("size", "blocks", "tokens", "sessions", "hit rate so far"):
         table.add_column(title, justify="right")
     for tier in report["tiers"]:
         hit = tier["hit_rate_up_to_here"]

@@ -37,7 +37,7 @@ class ModelShape:
         return self.kv_bytes_per_token * block_tokens
 
     def device_bytes_per_token(self, tensor_parallel: int) -> float:
-        """On all devices of an instance together: heads that do not divide are there twice."""
+        """On all devices of an instance together: heads that do not divide are duplicated."""
         if self.is_latent:
             return float(self.kv_bytes_per_token * tensor_parallel)
         copies = max(1.0, tensor_parallel / self.kv_heads)
@@ -57,7 +57,7 @@ def find_config(model: str, hub_cache: Path) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").exists():
-            raise ConfigError(f"{path}: is no model folder: it has no config.json")
+            raise ConfigError(f"{path}: is not a model folder: it has no config.json")
         return path / "config.json"
     if path.exists() or not _HUB_ID.fullmatch(model):
         return path
@@ -77,8 +77,8 @@ def find_config(model: str, hub_cache: Path) -> Path:
 
 
 def read_shape(path: Path, kv_dtype: str = "auto", name: str = "") -> ModelShape:
-    """The shape of the model in a folder, or of a config.json. ``name``: what to call it, if not
-    by its folder. Raises ConfigError."""
+    """The shape of the model in a folder, or of a config.json. ``name``: its name, by default
+    that of its folder. Raises ConfigError."""
     file = path / "config.json" if path.is_dir() else path
     read = read_json(file).value
     if not isinstance(read, dict):
@@ -99,7 +99,7 @@ class _Fields:
             if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
                 return value
         if default is None:
-            raise ConfigError(f"{self.source}: {names[0]} is missing; this is no model's config")
+            raise ConfigError(f"{self.source}: {names[0]} is missing; this is not a model's config")
         return default
 
     def text(self, *names: str) -> str:

@@ -43,7 +43,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What people do: ``sessions`` that shall find their ``context`` tokens again."""
+    """The load: ``sessions`` of ``context`` tokens whose cache must stay resident."""
 
     context: int
     sessions: int
@@ -59,15 +59,15 @@ class Links:
     links: int
     nbytes: int
     lower_by: float
-    too_many: bool  # more than can stay connected: links are cut and made again
+    too_many: bool  # more than can stay connected: some are dropped and re-established
 
     def factor(self, now: float) -> float:
         return round(now - self.lower_by, 4)
 
 
 def links_of(cards: int, will_grow: bool = False) -> Links:
-    """For ``cards`` cards (dies) that pool together. ``will_grow``: more may join while it runs,
-    so the room for as many links as there can be is kept free."""
+    """For ``cards`` cards (dies) that pool together. ``will_grow``: more may join later,
+    so memory for the maximum number of links is reserved."""
     wanted = max(0, cards - 1)
     links = min(wanted, MOST_LINKS)
     nbytes = links * LINK_BYTES
@@ -113,7 +113,7 @@ def device_tier_bytes(shape: ModelShape, site: Site, links: Links) -> int:
         raise ConfigError(
             f"the weights of {format_size(shape.weight_bytes)} do not fit {site.tensor_parallel} "
             f"devices of {format_size(site.device_bytes)} at a memory factor of {factor:.2f}; "
-            "give more devices an engine with --tensor-parallel"
+            "use more devices per engine with --tensor-parallel"
         )
     return left
 
@@ -144,7 +144,7 @@ def with_trace(
     policy: str,
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[TierPlan]:
-    """The tiers with what they would have hit on a trace, as one pool for all its requests.
+    """The tiers with their hit rates on a trace, as one pool for all its requests.
     ``advance(1)`` is called for each request."""
     specs = [TierSpec(t.name, t.tokens // TRACE_BLOCK_TOKENS) for t in tiers]
     small = next((spec.name for spec in specs if spec.capacity < 1), None)
@@ -161,7 +161,7 @@ def with_trace(
 
 def break_even(shape: ModelShape, use: Use, prefill_rate: float) -> BreakEven:
     """``prefill_rate``: measured on short prompts. Deeper tokens cost more, so less bandwidth
-    will do for them."""
+    suffices for them."""
     slower = shape.flops_per_token(0) / shape.flops_per_token(use.context)
     at_start = shape.kv_bytes_per_token * prefill_rate
     return BreakEven(prefill_rate, at_start, at_start * slower)

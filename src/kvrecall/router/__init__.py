@@ -1,1 +1,1 @@
-"""A router before prefill and decode instances: the prompt to one, the continuation to another."""
+"""A router in front of prefill and decode instances."""

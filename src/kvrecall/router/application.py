@@ -1,4 +1,4 @@
-"""The router's HTTP application: who may ask, how much at once, and the routes."""
+"""The router's HTTP application: authorization, concurrency limit, routes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvrecall.server.replies import ReplyError, while_connected
 _MAX_BODY_BYTES = 40 << 20
 _ROUTES = ("/v1/completions", "/v1/chat/completions")
 PASSED_ON = ("authorization", "x-request-id", "traceparent", "tracestate", "user-agent")
-"""Headers of a request that the router hands to its instances."""
+"""Request headers that the router forwards to its instances."""
 
 
 def application(settings: RouterSettings) -> FastAPI:
@@ -30,13 +30,13 @@ def application(settings: RouterSettings) -> FastAPI:
     open_requests = 0
 
     async def complete(request: Request) -> Response:
-        """A completion: to a prefill instance, then to a decode instance."""
+        """Sends a completion to a prefill instance, then to a decode instance."""
         nonlocal open_requests
         if not _allowed(request, settings):
             return error_response(401, "wrong or no API key", "invalid_api_key")
         if open_requests >= settings.max_requests:
             metrics.requests.labels("shed").inc()
-            message = f"{settings.max_requests} requests are under way"
+            message = f"{settings.max_requests} requests are in flight, the limit (--max-requests)"
             return error_response(503, message, "service_unavailable")
 
         def ended() -> None:
@@ -62,7 +62,7 @@ def application(settings: RouterSettings) -> FastAPI:
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        """That of the first instance that answers."""
+        """The model list of the first instance that answers."""
         if not _allowed(request, settings):
             return error_response(401, "wrong or no API key", "invalid_api_key")
         for instance in fleet.decode + fleet.prefill:

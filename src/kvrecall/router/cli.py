@@ -16,11 +16,11 @@ app = typer.Typer(add_completion=False)
 
 _Urls = Annotated[
     list[str] | None,
-    typer.Option(metavar="URL", help="A prefill instance; several: repeat.", show_default=False),
+    typer.Option(metavar="URL", help="A prefill instance; repeatable.", show_default=False),
 ]
 _DecodeUrls = Annotated[
     list[str],
-    typer.Option(metavar="URL", help="A decode instance; several: repeat.", show_default=False),
+    typer.Option(metavar="URL", help="A decode instance; repeatable.", show_default=False),
 ]
 
 
@@ -31,20 +31,22 @@ def route(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8100,
     prefill_min_tokens: Annotated[
-        int, typer.Option(help="Shorter new prompts go straight to a decode instance.", min=0)
+        int, typer.Option(help="Shorter new prompts go directly to a decode instance.", min=0)
     ] = 256,
     imbalance: Annotated[
-        int, typer.Option(help="Requests an instance may be ahead and still be preferred.", min=0)
+        int, typer.Option(help="Extra requests an instance may have and still be preferred.", min=0)
     ] = 4,
     retries: Annotated[
         int, typer.Option(help="Further instances tried for a request.", min=0, max=16)
     ] = 1,
     max_requests: Annotated[
-        int, typer.Option(help="Under way at once; others: 503.", min=1)
+        int, typer.Option(help="Maximum requests in flight; further ones get 503.", min=1)
     ] = 1000,
-    timeout: Annotated[float, typer.Option(help="Seconds without a byte of a reply.", min=1)] = 600,
+    timeout: Annotated[
+        float, typer.Option(help="Maximum seconds between bytes of a reply.", min=1)
+    ] = 600,
     api_key: Annotated[
-        str | None, typer.Option(envvar=API_KEY, help="Required of clients, passed on.")
+        str | None, typer.Option(envvar=API_KEY, help="API key required of clients, passed on.")
     ] = None,
 ) -> None:
     """Send prompts to prefill instances and the continuations to decode instances.
@@ -114,7 +116,7 @@ def base_url(text: str, option: str) -> str:
         named = False
     if not named or parts.scheme not in ("http", "https") or parts.path.strip("/") or parts.query:
         raise ConfigError(
-            f"{option}: {text!r} is no address of an instance; write for example "
+            f"{option}: {text!r} is not an address of an instance; write for example "
             "http://10.0.0.5:8000"
         )
     return f"{parts.scheme}://{parts.netloc}"

@@ -1,5 +1,5 @@
-"""The instances behind the router: which there are, whether they answer, how busy they are, which
-prefixes they hold, and which of them is best for a prompt."""
+"""The instances behind the router: their health, load and prefixes, and the choice of one for a
+prompt."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Instance:
 
 
 class Fleet:
-    """All instances, by role. Of those that answer the one that holds most of a prompt is best for
-    it, unless it has ``imbalance`` more requests under way than the idlest."""
+    """All instances, by role. The best for a prompt is the healthy instance that holds most of it,
+    unless it has more than ``imbalance`` requests in flight above the least busy one."""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str], imbalance: int) -> None:
         bits = (1 << place for place in itertools.count())
@@ -59,16 +59,15 @@ class Fleet:
 
     @property
     def can_serve(self) -> bool:
-        """Whether any instance answers; each of them can serve a request alone if it must."""
+        """Whether any instance is healthy; each can serve a request alone if necessary."""
         return any(instance.healthy for instance in self.all)
 
     def best_for_prefill(self, prompt: Prompt | None) -> list[Instance]:
-        """The prefill instances that answer, best first."""
+        """The healthy prefill instances, best first."""
         return self._best(prompt, self.prefill, next(self._prefill_turns))
 
     def best_for_decode(self, prompt: Prompt | None) -> list[Instance]:
-        """The decode instances that answer, best first, and behind them prefill instances, so that
-        no request fails that could be served."""
+        """The healthy decode instances, best first, then the prefill instances as a fallback."""
         turn = next(self._decode_turns)
         return self._best(prompt, self.decode, turn) + self._best(prompt, self.prefill, turn)
 
@@ -85,20 +84,20 @@ class Fleet:
         return [healthy[place] for place in sorted(range(len(healthy)), key=rank)]
 
     def new_tokens(self, prompt: Prompt) -> float:
-        """Tokens of a prompt that, as far as is known, no instance has computed."""
+        """Tokens of a prompt that no instance is known to hold."""
         held = self.prefixes.held(prompt, [instance.bit for instance in self.all])
         return prompt.tokens - max(held.values(), default=0) * prompt.tokens_per_prefix
 
     def holds(self, instance: Instance, prompt: Prompt | None) -> bool:
-        """Whether an instance holds a beginning of ``prompt``, as far as is known."""
+        """Whether an instance is known to hold a prefix of ``prompt``."""
         return self.prefixes.held(prompt, [instance.bit])[instance.bit] > 0
 
     def computed(self, instance: Instance, prompt: Prompt | None) -> None:
-        """``instance`` has computed or loaded ``prompt``."""
+        """Notes that ``instance`` has computed or loaded ``prompt``."""
         self.prefixes.note(prompt, instance.bit)
 
     def probed(self, instance: Instance, well: bool) -> None:
-        """``instance`` answered its health probe, or did not."""
+        """Notes whether ``instance`` answered its health probe."""
         instance.failed_probes = 0 if well else instance.failed_probes + 1
         if well and not instance.healthy:
             instance.healthy = True
@@ -107,7 +106,7 @@ class Fleet:
             self.lost(instance, "it does not answer /health")
 
     def lost(self, instance: Instance, why: str) -> None:
-        """``instance`` is gone, and with it what was known of it."""
+        """Marks ``instance`` as down and forgets its prefixes."""
         if instance.healthy:
             instance.healthy = False
             self.prefixes.forget(instance.bit)

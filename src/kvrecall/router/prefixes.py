@@ -1,8 +1,8 @@
-"""Which instance holds which beginnings of prompts: remembered by chained hashes of their text.
+"""Remembers which instance holds which prefixes, by chained hashes of the prompts' text.
 
 The router has no tokenizer. A prompt is cut into chunks of its bytes, and the chain of their hashes
-names its prefixes, as block hashes do in the engine. A hint only: what is really there is for the
-instance to find.
+names its prefixes, as block hashes do in the engine. This is only a hint: the instance
+determines what it holds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BYTES_PER_TOKEN = 4  # of text: for estimates
 _MOST_CHUNKS = 8192
 _REMEMBERED = 200_000
 _SHAPING = ("model", "cache_salt", "tools", "documents", "chat_template", "chat_template_kwargs")
-"""What changes a prompt's blocks from the first on, whatever the messages are."""
+"""Fields that change a prompt's blocks from the first one on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Prompt:
 
 
 def prompt_of(body: Mapping[str, Any]) -> Prompt | None:
-    """The one prompt of an OpenAI request; None if it has several or none that can be read."""
+    """The prompt of an OpenAI request; None if it has several or no readable one."""
     if isinstance(messages := body.get("messages"), list):
         text = "\x00".join(_canonical(message) for message in messages).encode()
         return _prompt(body, text, len(text) // _BYTES_PER_TOKEN)
@@ -69,8 +69,7 @@ def _chain(root: bytes, text: bytes) -> Iterable[bytes]:
 
 
 class PrefixMap:
-    """Prefix hash -> the holders that were given it, a bit each; the least recently used prefixes
-    are forgotten."""
+    """Prefix hash -> its holders, a bit each. Forgets the least recently used prefixes."""
 
     def __init__(self, remembered: int = _REMEMBERED) -> None:
         self._masks: OrderedDict[bytes, int] = OrderedDict()
@@ -80,7 +79,7 @@ class PrefixMap:
         return len(self._masks)
 
     def note(self, prompt: Prompt | None, bit: int) -> None:
-        """The holder ``bit`` has all of ``prompt``."""
+        """Notes that the holder ``bit`` has all of ``prompt``."""
         for digest in reversed(prompt.prefixes if prompt else ()):  # heads are forgotten last
             self._masks[digest] = self._masks.get(digest, 0) | bit
             self._masks.move_to_end(digest)
@@ -99,6 +98,6 @@ class PrefixMap:
         return lengths
 
     def forget(self, bit: int) -> None:
-        """The holder has lost its memory."""
+        """Forgets all prefixes of a holder."""
         kept = ((digest, mask & ~bit) for digest, mask in self._masks.items())
         self._masks = OrderedDict((digest, mask) for digest, mask in kept if mask)

@@ -1,5 +1,5 @@
-"""A completion's way: its prompt to a prefill instance, its answer from a decode instance that
-finds the prompt's blocks in the pool, and the reply to the client."""
+"""Serves a completion: a prefill instance computes the prompt, a decode instance recalls its blocks
+from the pool and generates the answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvrecall.router.upstream import Answer, InstanceFailedError, Stream, Upstre
 log = logging.getLogger("kvrecall.router")
 
 RETRY_HEADER = "retry-after"
-"""Reply header of the router with status 503: seconds until another try makes sense."""
+"""Reply header of the router with status 503: seconds until a retry is useful."""
 
 _PROBE_EVERY_S = 2.0
 
@@ -36,17 +36,17 @@ _ANSWER_FIELDS = (
     "top_logprobs prompt_logprobs echo suffix stop stop_token_ids include_stop_str_in_output "
     "response_format structured_outputs logit_bias kv_transfer_params"
 ).split()
-"""Fields of a request that say how to answer, not what the prompt is."""
+"""Fields of a request that affect the answer, not the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """What a person sets, at the command line. ``prefill`` and ``decode``: base URLs of instances.
+    """Settings from the command line. ``prefill`` and ``decode``: base URLs of instances.
 
-    ``prefill_min_tokens``: prompts with fewer tokens that no instance holds go straight to a decode
-    instance. ``imbalance``: requests by which an instance may be busier than the idlest and still
-    be chosen for the prefix it holds. ``retries``: further instances tried for a request, for each
-    of the two roles.
+    ``prefill_min_tokens``: prompts with fewer tokens that no instance holds go directly to a decode
+    instance. ``imbalance``: requests in flight that an instance may have above the least busy one
+    and still be chosen for the prefix it holds. ``retries``: further instances tried for a request,
+    for each of the two roles.
     """
 
     prefill: tuple[str, ...]
@@ -61,11 +61,11 @@ class RouterSettings:
 
 @dataclass(slots=True)
 class Completion:
-    """One request under way: what the client asks, which instances served it, and from where each
-    took the prompt's tokens (source -> tokens).
+    """A request in flight: the client's body, the instances that served it, and the prompt tokens
+    of each by source.
 
-    ``headers`` are those that are passed on. ``prompt`` is None if it is in no form that can be
-    compared with others. ``outcome`` says how a stream ended.
+    ``headers``: those to forward. ``prompt``: None if it cannot be compared with others.
+    ``outcome``: how a stream ended.
     """
 
     path: str
@@ -79,7 +79,7 @@ class Completion:
     outcome: str = "cancelled"
 
     def header(self) -> str:
-        """``x-kvrecall``: instances, and what is known by now of where tokens came from."""
+        """``x-kvrecall``: the instances, and the prompt tokens by source as far as known."""
         words = []
         for role, instance, split in (
             ("prefill", self.prefill, self.prefill_split),
@@ -119,7 +119,7 @@ class Completion:
 
 
 def split_of(value: object) -> dict[str, int]:
-    """Tokens by source from what an instance said of itself; empty if it said nothing."""
+    """Tokens by source as an instance reported them; empty if it did not."""
     if not isinstance(value, Mapping):
         return {}
     return {name: value[name] for name in SOURCES if type(value.get(name)) is int}
@@ -132,7 +132,7 @@ def prompt_only(body: Mapping[str, Any]) -> dict[str, Any]:
     if "messages" in body:
         short["max_completion_tokens"] = 1
     if body.get("tool_choice") not in (None, "auto", "none"):
-        short["tool_choice"] = "none"  # no answer is wanted, so none of a certain form
+        short["tool_choice"] = "none"  # the answer is not used, so its form does not matter
     return short
 
 
@@ -154,8 +154,7 @@ class Router:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncGenerator[None, None]:
-        """Probes instances for as long as the context lasts; the first round is over when it
-        begins."""
+        """Probes instances while the context is open; enters after the first round."""
         async with self.upstream:
             await self._probe_all()
             task = asyncio.create_task(self._probe_on())
@@ -177,7 +176,7 @@ class Router:
         await asyncio.gather(*map(probe, self.fleet.all))
 
     async def serve(self, request: Completion, held: contextlib.ExitStack) -> Response:
-        """The reply for the client. ``held`` is closed when the reply has ended."""
+        """The reply for the client. Closes ``held`` when the reply has ended."""
         outcome, handover = await self._prefill(request)
         self.metrics.prefills.labels(outcome).inc()
         if handover:
@@ -187,9 +186,9 @@ class Router:
         return await self._decode(request, held)
 
     async def _prefill(self, request: Completion) -> tuple[str, Any]:
-        """Has a prefill instance compute the prompt. Returns the outcome and, for the decode
-        instance, which part lies in the pool. If no prefill instance takes the prompt, which is no
-        error, the decode instance computes it."""
+        """Has a prefill instance compute the prompt. Returns the outcome and the receipt for the
+        decode instance. If every prefill instance fails, the decode instance computes the
+        prompt."""
         prompt = request.prompt
         if prompt is None or request.body.get("prompt_logprobs") is not None:
             return "unsuitable", None
@@ -210,7 +209,7 @@ class Router:
                 continue
             self.metrics.prefill_seconds.observe(time.monotonic() - began)
             if answer.status != 200:
-                return "refused", None  # the decode instance will say what is wrong with it
+                return "refused", None  # the decode instance reports the error
             params = answer.json().get("kv_transfer_params") or {}
             request.prefill = instance
             request.prefill_split = split_of(params.get(REPORT))
@@ -220,8 +219,8 @@ class Router:
         return ("failed" if candidates else "none_up"), None
 
     async def _decode(self, request: Completion, held: contextlib.ExitStack) -> Response:
-        """The answer of a decode instance. Instances that fail before the first byte are passed
-        over, ``retries`` times."""
+        """The answer of a decode instance. A failure before the first byte is retried at another
+        instance, up to ``retries`` times."""
         began = time.monotonic()
         failure: InstanceFailedError | None = None
         ask = self.upstream.stream if request.body.get("stream") else self.upstream.ask
@@ -305,7 +304,7 @@ class Router:
 
 
 class _StreamedReply(StreamingResponse):
-    """A stream that gives back what it holds however it ends, even before it began."""
+    """A stream that releases its resources however it ends, even before it began."""
 
     def __init__(self, events: AsyncIterator[bytes], stream: Stream, header: str) -> None:
         headers = {RECALL_HEADER: header, "cache-control": "no-cache"}

@@ -1,4 +1,4 @@
-"""Requests to instances over HTTP, and what may go wrong with them."""
+"""HTTP requests to instances, and their failures."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _END = b"\n\n"
 _OTHERS_MAY_SERVE = frozenset({500, 502, 503, 504})
 _MAX_ERROR_BYTES = 1 << 20
 _CONNECT_S = 2.0
-_PROBE_S = 5.0  # for /health; a machine at its limits answers late
+_PROBE_S = 5.0  # for /health; an overloaded machine answers late
 _LOOK_UP_S = 10.0  # for other small requests
 
 
 class InstanceFailedError(Exception):
-    """An instance did not answer, or broke off, before its reply began; another may do better.
+    """An instance failed before its reply began; a retry at another is possible.
 
-    ``gone``: there was no connection, or it broke: the instance counts as down until probed.
-    ``reply`` is what it said, if it said something.
+    ``gone``: the connection failed; the instance counts as down until probed.
+    ``reply``: the instance's reply, if any.
     """
 
     def __init__(self, why: str, gone: bool, reply: Answer | None = None) -> None:
@@ -42,7 +42,7 @@ class Answer:
     media_type: str
 
     def json(self) -> dict[str, Any]:
-        """The body as an object; empty if it is none."""
+        """The body as an object; empty if it is not one."""
         try:
             value = json.loads(self.content)
         except ValueError:
@@ -51,7 +51,7 @@ class Answer:
 
 
 class Stream:
-    """A reply whose first event has arrived. ``close`` aborts it at the instance."""
+    """A streamed reply whose first event has arrived. ``close`` aborts it at the instance."""
 
     def __init__(self, response: httpx.Response, events: AsyncGenerator[bytes, None]) -> None:
         self._response = response
@@ -59,7 +59,7 @@ class Stream:
         self.first = b""
 
     async def begin(self) -> None:
-        """Waits for the first event. Raises InstanceFailedError if there is none."""
+        """Waits for the first event. Raises InstanceFailedError if none arrives."""
         try:
             self.first = await anext(self._events)
         except StopAsyncIteration:
@@ -68,7 +68,7 @@ class Stream:
             raise InstanceFailedError(error, gone=False)
 
     async def rest(self) -> AsyncIterator[bytes]:
-        """The events after the first. Raises httpx.HTTPError if the instance breaks off."""
+        """The events after the first. Raises httpx.HTTPError if the connection is lost."""
         async for event in self._events:
             yield event
 
@@ -92,7 +92,7 @@ class Upstream:
         await self._client.aclose()
 
     async def probe(self, instance: Instance) -> bool:
-        """Whether the instance says that it is well."""
+        """Whether the instance reports that it is healthy."""
         try:
             reply = await self._client.get(f"{instance.url}/health", timeout=_PROBE_S)
         except httpx.HTTPError:
@@ -110,7 +110,7 @@ class Upstream:
     async def ask(
         self, instance: Instance, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
     ) -> Answer:
-        """POST for a whole reply. Raises InstanceFailedError if another might do better."""
+        """POST for a whole reply. Raises InstanceFailedError for failures worth a retry."""
         with _failures(instance):
             reply = await self._client.post(instance.url + path, json=body, headers=dict(headers))
         return _usable(instance, _answer(reply, reply.content))
@@ -141,7 +141,7 @@ class Upstream:
 
 @contextmanager
 def _failures(instance: Instance) -> Iterator[None]:
-    """Turns what httpx raises into InstanceFailedError."""
+    """Translates httpx errors into InstanceFailedError."""
     try:
         yield
     except (httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout) as error:
@@ -173,7 +173,7 @@ async def _events(response: httpx.Response) -> AsyncGenerator[bytes, None]:
 
 
 def _error_of(event: bytes) -> str | None:
-    """The error an engine puts in place of a first event when it fails."""
+    """The error that an engine sends instead of a first event when it fails."""
     if not event.startswith(b'data: {"error"'):
         return None
     try:

@@ -1,4 +1,4 @@
-"""The applications of a server: which plane is served where, and the bounds on all of them."""
+"""The applications of a server: the listener of each plane, and the limits of all of them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _METRICS_PATHS = ("/metrics",)
 
 
 def attach_all(app: FastAPI, engine: Engine, plan: Plan) -> Mapping[str, FastAPI]:
-    """Adds everything of kvrecall's to ``app``, vLLM's application, before its first request, and
-    gives the applications of the plan's further listeners, by their names.
+    """Adds kvrecall's routes and limits to ``app``, vLLM's application, before its first request,
+    and returns the applications of the plan's further listeners by name.
 
     A plane without a listener of its own is served on the business plane's.
     """
@@ -56,8 +56,8 @@ def attach_all(app: FastAPI, engine: Engine, plan: Plan) -> Mapping[str, FastAPI
 
 
 def _include_first(app: FastAPI, router: APIRouter) -> None:
-    """Adds the router before what is there: vLLM's /metrics takes all that begins like it, and the
-    paths of the management plane are narrower than some of the business plane."""
+    """Adds the router before existing routes: vLLM's /metrics matches every path with that prefix,
+    and paths of the management plane are more specific than some of the business plane."""
     routes = app.router.routes
     before = len(routes)
     app.include_router(router)
@@ -65,7 +65,7 @@ def _include_first(app: FastAPI, router: APIRouter) -> None:
 
 
 def _complete(app: FastAPI, plan: Plan) -> None:
-    """MindIE's error body for paths that are not served, and the bounds."""
+    """Adds MindIE's error body for unknown paths, and the limits."""
     app.add_exception_handler(ReplyError, _reply_error)
     app.add_exception_handler(HTTPException, _no_such_path)
     if RequestValidationError not in app.exception_handlers:
@@ -92,7 +92,7 @@ async def _reply_error(_: Request, error: Exception) -> Response:
 
 
 async def _no_such_path(request: Request, error: Exception) -> Response:
-    """404 and 405 of the router itself; errors of vLLM's routes keep vLLM's form."""
+    """404 and 405 of the router; errors of vLLM's routes keep vLLM's form."""
     assert isinstance(error, HTTPException)
     told = ReplyError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
     return JSONResponse(told.body(), error.status_code, error.headers)
@@ -105,7 +105,7 @@ async def _unreadable(_: Request, error: Any) -> Response:
 
 
 class Closed:
-    """Answers 404 to all that begins with one of ``prefixes``, which another address serves."""
+    """Answers 404 to paths with one of ``prefixes``, which another address serves."""
 
     def __init__(self, app: ASGIApp, prefixes: tuple[str, ...]) -> None:
         self._app = app
@@ -122,7 +122,7 @@ class Closed:
 
 class Bounds:
     """Answers 413 to a body of more than ``max_body_bytes`` and 503 to requests on more than
-    ``max_links`` open connections. Bodies without a length are counted as they come."""
+    ``max_links`` open connections. Bodies without a length are counted as they arrive."""
 
     def __init__(self, app: ASGIApp, owner: FastAPI, max_body_bytes: int, max_links: int) -> None:
         self._app = app
@@ -157,6 +157,6 @@ class Bounds:
         await self._app(scope, counted, send)
 
     def _links(self) -> int:
-        """Open connections, this one included; 0 where the HTTP server does not say."""
+        """Open connections, this one included; 0 if the HTTP server does not report them."""
         server = getattr(self._owner.state, "server", None)
         return len(server.server_state.connections) if server is not None else 0

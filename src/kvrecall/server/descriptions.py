@@ -1,8 +1,8 @@
-"""What the server says of itself: service, model, bounds, configuration, state.
+"""Descriptions of the server: service, model, bounds, configuration, state.
 
-The members are those MindIE gives, by its source (Ascend/MindIE-LLM, src/server/endpoint:
+The members are MindIE's, by its source (Ascend/MindIE-LLM, src/server/endpoint:
 ``parse_protocol.cpp`` and ``http_handler.cpp``, read in April 2026) and its documents of 2.3 and
-3.1 (hiascend.com, mindiellm/llmdev). What MindIE does not have is added and replaces nothing.
+3.1 (hiascend.com, mindiellm/llmdev). Further members are additions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UNKNOWN = (
 
 def served_model(engine: Engine, model: str) -> str:
     """The name of the model in a path ``/v2/models/{model:path}/...``, which may also name a
-    version: there is but one. Raises ReplyError 404 unless it is served."""
+    version, of which there is one. Raises ReplyError 404 unless it is served."""
     names = engine.info.names
     name = model if model in names else re.sub("/versions/[^/]+$", "", model)
     if name not in names:
@@ -84,12 +84,13 @@ def add_business_descriptions(router: APIRouter, engine: Engine, plan: Plan) -> 
 
 
 def add_management_descriptions(router: APIRouter, engine: Engine, plan: Plan) -> None:
-    """What is served, within which bounds, and how busy it is."""
+    """Adds the routes of the management plane that describe model, bounds, load and
+    configuration."""
     info = engine.info
 
     @router.get("/info")
     async def endpoint() -> Json:
-        """TGI's: what the model is, and the bounds of a request."""
+        """TGI's description of the model and the bounds of a request."""
         described: Json = {
             "model_id": info.names[0],
             "model_dtype": info.dtype,
@@ -153,7 +154,7 @@ def add_management_descriptions(router: APIRouter, engine: Engine, plan: Plan) -
 
     @router.get("/v2/status")
     async def status_v2() -> Json:
-        """There is one group of devices, so the largest is the whole."""
+        """There is one group of devices, so the maximum over groups is the total."""
         load = engine.load()
         return {
             "service": role,
@@ -167,7 +168,7 @@ def add_management_descriptions(router: APIRouter, engine: Engine, plan: Plan) -
 
     @router.get("/v2/models/{model:path}/getSlotCount")
     async def slots(model: str) -> Json:
-        """Places in the batch."""
+        """Total and free places in the batch."""
         served_model(engine, model)
         load = engine.load()
         return {
@@ -186,7 +187,7 @@ def _longest_prompt(info: EngineInfo, plan: Plan) -> int:
 
 
 def _device_gb(plan: Plan) -> int:
-    """npuMemSize: whole GB of device cache, -1 where the engine takes what is there."""
+    """npuMemSize: whole GB of device cache, -1 if the engine determines the size."""
     size = plan.spec.options.get("kv-cache-memory-bytes")
     return -1 if size is None else parse_size(str(size), "kv-cache-memory-bytes") // _GIB
 

@@ -20,7 +20,7 @@ log = logging.getLogger("kvrecall.server")
 
 DEFAULT_MODEL = Path("models/recall-tiny")
 _CONNECTOR = "--kv-transfer-config"
-"""With --no-pool there is none of ours, and another project's may be given."""
+"""With --no-pool another project's connector may be given."""
 _PLAINTEXT_KINDS = ("mooncake", "objects")
 """Kinds of remote stores with the option allow_plaintext."""
 _OWN_OPTIONS = ("--host", "--port", _CONNECTOR, "--uds", "--config", "--headless")
@@ -29,8 +29,9 @@ _OWN_OPTIONS = ("--host", "--port", _CONNECTOR, "--uds", "--config", "--headless
 def plan_model(
     spec: ServeSpec, pool_config: Path | None = None, allow_plaintext: bool = False
 ) -> Plan:
-    """The plan for ``kvrecall serve MODEL``: ``spec`` over the settings in ``pool_config`` over the
-    defaults. Without a model it is the repository's example. Raises ConfigError."""
+    """The plan for ``kvrecall serve MODEL``: ``spec`` takes precedence over ``pool_config``, which
+    takes precedence over the defaults. The default model is the repository's example. Raises
+    ConfigError."""
     recall = _recall(spec.recall, pool_config)
     if allow_plaintext:
         recall = _allowing_plaintext(recall)
@@ -46,9 +47,8 @@ def plan_file(
     pool_config: Path | None = None,
     allow_plaintext: bool = False,
 ) -> Plan:
-    """The plan for ``kvrecall serve --config FILE``: ``spec`` over MindIE's config.json. ``given``
-    names the options of the command line; what ``spec`` holds of others are defaults. Raises
-    ConfigError."""
+    """The plan for ``kvrecall serve --config FILE``. The options in ``given`` take precedence over
+    the file; other values of ``spec`` are defaults. Raises ConfigError."""
     from kvrecall.server.mindie.planner import Beside, plan_config
 
     recall = spec.recall if pool_config is None else _recall(spec.recall, pool_config)
@@ -72,8 +72,8 @@ def plan_file(
 
 
 def _engine_options(spec: ServeSpec) -> dict[str, object]:
-    """vLLM's options of ``spec``, in numbers. Raises ConfigError for those after -- that kvrecall
-    sets itself."""
+    """vLLM's options in ``spec``, with typed values. Raises ConfigError for options after -- that
+    kvrecall sets itself."""
     for word in spec.extra_args:
         name = word.partition("=")[0].replace("_", "-")
         if name in _OWN_OPTIONS and not (name == _CONNECTOR and spec.recall is None):
@@ -87,8 +87,8 @@ def _engine_options(spec: ServeSpec) -> dict[str, object]:
 
 
 def _allowing_plaintext(recall: Mapping[str, object] | None) -> Mapping[str, object]:
-    """A pool's settings whose remote store may be used in the clear. Raises ConfigError if there is
-    no such store."""
+    """The settings with plaintext traffic to the remote store allowed. Raises ConfigError if no
+    store has that option."""
     remote = None if recall is None else recall.get("remote")
     if recall is None or not isinstance(remote, Mapping):
         raise ConfigError(
@@ -105,7 +105,7 @@ def _allowing_plaintext(recall: Mapping[str, object] | None) -> Mapping[str, obj
 
 
 def _recall(options: Mapping[str, object] | None, file: Path | None) -> Mapping[str, object] | None:
-    """The pool's settings in ``file``, if there is one, under those given as ``options``."""
+    """The pool's settings: ``options``, then those of ``file`` if given."""
     if options is None:
         if file is not None:
             raise ConfigError("--pool-config and --no-pool contradict each other")
@@ -123,7 +123,7 @@ def _recall(options: Mapping[str, object] | None, file: Path | None) -> Mapping[
 
 
 def default_model() -> str:
-    """The example model of the repository, if this is one. Raises ConfigError."""
+    """The example model, if this runs from the repository. Raises ConfigError."""
     here = Path.cwd() / DEFAULT_MODEL
     repository = Path(__file__).resolve().parents[3] / DEFAULT_MODEL
     for folder in (here, repository):
@@ -133,8 +133,8 @@ def default_model() -> str:
 
 
 def check(plan: Plan) -> tuple[str, ...]:
-    """Everything that can be found wrong before the engine is loaded. Changes nothing. Returns what
-    will not work and leaves the rest working, a line each.
+    """Makes all checks that are possible before the engine is loaded. Changes nothing. Returns a
+    warning for each part that will not work while the rest does.
 
     Raises ConfigError or TierError.
     """
@@ -149,7 +149,7 @@ def check(plan: Plan) -> tuple[str, ...]:
         RetrievalSettings.from_environ(os.environ)
     if spec.recall is not None:
         settings = RecallSettings.from_mapping(spec.recall)
-        if settings.service is None:  # which owns memory and disk, and may come later
+        if settings.service is None:  # the service owns memory and disk, and may start later
             preflight.check_pool(settings.pool)
             found = preflight.doubts(settings.pool)
     for host, port in ((spec.host, spec.port), *((x.host, x.port) for x in spec.listeners)):
@@ -158,7 +158,7 @@ def check(plan: Plan) -> tuple[str, ...]:
 
 
 def _check_shared(spec: ServeSpec) -> None:
-    """Raises ConfigError if what one role saves cannot be found by the other."""
+    """Raises ConfigError if prefill and decode instances would not share blocks."""
     recall = spec.recall
     if recall is None or (
         recall.get("backend", "embedded") == "embedded" and "remote" not in recall

@@ -1,4 +1,4 @@
-"""The management plane: how the server is, what it is, and its end."""
+"""The management plane: health, descriptions, and stopping the server."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _PROBE_LIMIT_S = 600
 _OUT_OF_TIME = 500
 _POLL_S = 0.05
 _FORCED_S = 2.0
-"""Time for the replies of requests that were ended by force."""
+"""Time for the replies of aborted requests."""
 
 
 class Stopping:
-    """Ends the server when asked. Nothing new is taken; what runs may end, within a bound, or is
-    ended by force."""
+    """Stops the server on request: refuses new requests, and lets running ones finish within a
+    time limit or aborts them."""
 
     def __init__(self, engine: Engine, bound_s: float = SHUTDOWN_TIMEOUT_S) -> None:
         self._engine = engine
@@ -38,15 +38,15 @@ class Stopping:
         self._forced = False
 
     async def drained(self) -> None:
-        """Begins and waits until nothing runs any more, or the bound is reached. Asking again
-        changes nothing; whether who asks stays or goes away does not matter either."""
-        self._begin("no new requests; running ones may end")
+        """Begins to stop, and waits until no request runs or the limit is reached. Idempotent;
+        continues if the client disconnects."""
+        self._begin("refusing new requests; running ones may finish")
         await self._drained.wait()
 
     def force(self) -> None:
-        """Ends what runs, also what was let end before. Does not wait."""
+        """Aborts all running requests, also those that were to finish. Does not wait."""
         self._forced = True
-        self._begin("running requests are ended")
+        self._begin("aborting running requests")
 
     def _begin(self, how: str) -> None:
         log.info("stopService: %s", how)
@@ -57,15 +57,15 @@ class Stopping:
     async def _end(self) -> None:
         await self._idle(self._bound_s, lambda: self._forced)
         if self._forced:
-            await asyncio.sleep(_POLL_S)  # who asked is answered first
+            await asyncio.sleep(_POLL_S)  # after the reply to this request
             await self._engine.end_all()
             await self._idle(_FORCED_S)
         self._drained.set()
-        await asyncio.sleep(_POLL_S)  # who asked is answered first
+        await asyncio.sleep(_POLL_S)  # after the reply to this request
         os.kill(os.getpid(), signal.SIGTERM)  # the engine's own way to end, see serving.py
 
     async def _idle(self, seconds: float, enough: Callable[[], bool] = lambda: False) -> None:
-        """Waits until no request runs or it is ``enough``, at most so long."""
+        """Waits until no request runs or ``enough`` is set, up to a time limit."""
         clock = asyncio.get_running_loop().time
         end = clock() + seconds
         while self._engine.load().unfinished and not enough() and clock() < end:
@@ -73,7 +73,7 @@ class Stopping:
 
 
 def management_router(engine: Engine, plan: Plan, metrics: MindieMetrics) -> APIRouter:
-    """All of the management plane but the dashboard."""
+    """The routes of the management plane, except the dashboard."""
     router = APIRouter(tags=["management"])
     _add_health(router, engine, metrics)
     add_management_descriptions(router, engine, plan)
@@ -111,7 +111,7 @@ def _add_health(router: APIRouter, engine: Engine, metrics: MindieMetrics) -> No
 
     @router.get("/v2/health/ready")
     async def ready() -> Response:
-        """Whether a request sent now would be worked on at once."""
+        """Whether a request sent now would run at once."""
         await _check_alive(engine)
         if engine.draining:
             raise ReplyError(503, "the server is stopping")
@@ -149,8 +149,8 @@ async def _check_alive(engine: Engine) -> None:
 async def _probe(
     request: Request, engine: Engine, metrics: MindieMetrics, limit_s: int
 ) -> Response:
-    """Computes one token, as a request of its own, within the limit. A server that is so busy
-    with others that this one had to wait is well, as in MindIE: what it did meanwhile shows it."""
+    """Computes one token, in a request of its own, within the limit. A server too busy to run it in
+    time is healthy, as in MindIE, if other requests progress meanwhile."""
     probe = GenerateRequest(
         request_id=f"probe-{os.urandom(8).hex()}",
         prompt="a",

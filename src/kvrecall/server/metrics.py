@@ -1,11 +1,11 @@
-"""The metrics of the engine and the pool under MindIE's names, beside those of vLLM, and in
-MindIE's JSON form (``GET /metrics-json``).
+"""The metrics of the engine and the pool under MindIE's names, and in MindIE's JSON form
+(``GET /metrics-json``).
 
-Values are vLLM's and the connector's own, added up over the engines of the server; nothing is
-counted twice. The names are those of ``prometheus_metrics.cpp`` in Ascend/MindIE-LLM (April 2026).
-Its two throughputs are averages over the last seconds here, there those of the last batch.
-``request_received_total`` counts what reached the engine: a request that is refused before (a body
-that cannot be read, too many links) is in no figure.
+Values are those of vLLM and the connector, summed over the engines of the server. The names are
+those of ``prometheus_metrics.cpp`` in Ascend/MindIE-LLM (April 2026). Its two throughputs are
+averages over the last seconds here, there those of the last batch. ``request_received_total``
+counts requests that reached the engine; a request refused earlier (an unreadable body, too many
+links) is in no figure.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _TIERS = ("device", "host", "disk", "remote")
 
 
 class MindieMetrics(Collector):
-    """Collects vLLM's metrics and gives them again under MindIE's names, with ``model_name``."""
+    """Exports vLLM's metrics under MindIE's names, with the label ``model_name``."""
 
     def __init__(
         self,
@@ -82,14 +82,14 @@ class MindieMetrics(Collector):
         used = total(families.get("kvrecall_tier_used_bytes"), tier="host")
         room = total(families.get("kvrecall_tier_capacity_bytes"), tier="host")
         yield self._gauge(
-            "cpu_cache_usage_perc", "Share of the pool's host tier.", _share(used, room)
+            "cpu_cache_usage_perc", "Share of the pool's host tier in use.", _share(used, room)
         )
         yield from self._hits(families)
         for name, theirs in _HISTOGRAMS.items():
             yield self._histogram(name, f"As {theirs}.", families.get(theirs))
 
     def work_done(self) -> float:
-        """A number that grows with every step in which the engine gave a token."""
+        """A number that grows with every step that generates a token."""
         name = "vllm:iteration_tokens_total"
         return sum(total_of(each, f"{name}_count") for each in self._source() if each.name == name)
 
@@ -99,18 +99,20 @@ class MindieMetrics(Collector):
         succeeded = total(ended) - failed
         received = succeeded + failed + self._load().unfinished
         yield self._counter("request_received", "Requests that reached the engine.", received)
-        yield self._counter("request_success", "Requests that ended well.", succeeded)
+        yield self._counter("request_success", "Requests that succeeded.", succeeded)
         yield self._counter("request_failed", "Requests aborted or failed.", failed)
         yield self._gauge(
-            "failed_request_perc", "Share of those that ended.", _share(failed, failed + succeeded)
+            "failed_request_perc",
+            "Failed share of finished requests.",
+            _share(failed, failed + succeeded),
         )
 
     def _hits(self, families: Mapping[str, Metric]) -> Iterator[Metric]:
-        """MindIE's rate counts the device only; that of every tier stands beside it."""
+        """MindIE's rate counts the device only; the rate of each tier is a metric of its own."""
         tokens = families.get("kvrecall_prompt_tokens")
         found = {tier: total(tokens, source=tier) for tier in _TIERS}
         everything = total(tokens)
-        if not everything:  # no pool: vLLM's own count of the device
+        if not everything:  # no pool: vLLM's own count for the device
             everything = total(families.get("vllm:prefix_cache_queries"))
             found["device"] = total(families.get("vllm:prefix_cache_hits"))
         rate = _share(found["device"], everything)
@@ -175,9 +177,9 @@ class MetricsVector:
     """``metrics`` in MindIE's JSON form, a vector of samples of ``instance`` (host:port).
 
     Five of MindIE's own come first (``JsonParse::JsonHttpMetrics`` in Ascend/MindIE-LLM, April
-    2026): TTFT and TBT, averages in whole milliseconds over the last requests, requests that wait
-    and are processed, and free blocks. Behind them stands what /metrics has under MindIE's names.
-    Values are strings, as there.
+    2026): TTFT and TBT (averages in whole milliseconds over the last requests), waiting and
+    running requests, and free blocks. The metrics that /metrics has under MindIE's names follow.
+    Values are strings, as in MindIE.
     """
 
     def __init__(self, metrics: MindieMetrics, load: Callable[[], Load], instance: str) -> None:
@@ -188,7 +190,7 @@ class MetricsVector:
         self._between = _Recent()
 
     def told(self) -> Json:
-        """The whole reply."""
+        """The body of the reply."""
         families = {family.name: family for family in self._metrics.collect()}
         return {"resultType": "vector", "result": [*self._mindie(families), *self._rest(families)]}
 
@@ -217,8 +219,8 @@ class MetricsVector:
 
 
 class _Recent:
-    """The mean of a histogram's last values: since the latest question that is at least WINDOW
-    values ago, for only its running totals are known."""
+    """The mean of a histogram's recent values: since the latest reading that is at least WINDOW
+    values old, because only running totals are known."""
 
     def __init__(self) -> None:
         self._totals: deque[tuple[float, float]] = deque([(0.0, 0.0)])

@@ -16,14 +16,14 @@ ENGINE_DEFAULTS: Mapping[str, object] = {
     "enable-prefix-caching": True,
     "prefix-caching-hash-algo": "sha256_cbor",  # reproducible: blocks outlive the process
     "enable-prompt-tokens-details": True,
-    "scheduling-policy": "priority",  # requests without a priority are served as they come
+    "scheduling-policy": "priority",  # requests without a priority are served in order of arrival
     "shutdown-timeout": SHUTDOWN_TIMEOUT_S,
 }
 """Engine options that kvrecall sets unless others are given (names as in ServeSpec.options)."""
 
 
 class Plane(StrEnum):
-    """A group of routes that may have an address of its own."""
+    """A group of routes that may have its own address."""
 
     BUSINESS = "business"  # the address of ServeSpec itself
     MANAGEMENT = "management"
@@ -32,7 +32,7 @@ class Plane(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A checked request to serve. ``notes`` and ``warnings`` are logged once at the start.
+    """A checked plan of a server. ``notes`` and ``warnings`` are logged once at the start.
 
     ``homes`` names the listener of the spec on which a plane is served; planes without one are
     on the business plane's address.
@@ -65,7 +65,7 @@ class Plan:
         return f"model {self.spec.model}; pool: {off}; bounds: {bounds}; engine: {engine}{extra}"
 
     def bounds(self) -> dict[str, str]:
-        """What a request and a client may ask for, in words; without those that bound nothing."""
+        """The limits of requests and connections, in words; unlimited ones are omitted."""
         limits = self.spec.limits
         told = {
             "body": f"{self.max_body_bytes / 2**20:g} MB",

@@ -1,4 +1,4 @@
-"""Checks made before an engine is started. None of them changes anything on disk."""
+"""Checks before an engine is started. They change nothing on disk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_model(model: str) -> None:
     try:
         if path.is_dir():
             if not (path / "config.json").is_file():
-                raise ConfigError(f"model: {model} is no model folder: it has no config.json")
+                raise ConfigError(f"model: {model} is not a model folder: it has no config.json")
             return
         if path.is_file():
             if path.suffix == ".gguf":
@@ -47,7 +47,9 @@ def check_port(host: str, port: int) -> None:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
-        raise ConfigError(f"{host or repr(host)} is no address of this machine: {error}") from error
+        raise ConfigError(
+            f"{host or repr(host)} is not an address of this machine: {error}"
+        ) from error
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -57,8 +59,8 @@ def check_port(host: str, port: int) -> None:
             reasons = {
                 errno.EADDRINUSE: f"port {port} on {host} is in use; stop its server or choose "
                 "another",
-                errno.EACCES: f"port {port} needs more rights than this user has",
-                errno.EADDRNOTAVAIL: f"{host} is no address of this machine",
+                errno.EACCES: f"port {port} requires more privileges than this user has",
+                errno.EADDRNOTAVAIL: f"{host} is not an address of this machine",
             }
             said = f"cannot listen on {host}:{port}: {error.strerror}"
             raise ConfigError(reasons.get(error.errno or 0, said)) from error
@@ -73,8 +75,8 @@ def check_pool(pool: PoolConfig) -> None:
 
 
 def check_terms(pool: PoolConfig) -> None:
-    """Raises ConfigError for settings that only the parts of the pool can judge: its policy, its
-    key file, its remote store. Nothing is connected."""
+    """Raises ConfigError for settings that only their parts of the pool can check: policy, key
+    file, remote store. Connects to nothing."""
     make_policy(pool.policy, 1)
     read_cipher(pool.encryption_key_file)
     if pool.remote is not None:
@@ -98,10 +100,9 @@ def _check_disk(disk: DiskConfig) -> None:
 
 
 def holder_of(lock: Path) -> str:
-    """The process that holds the lock file, "" if none does. The file is not changed.
+    """The process that holds the lock file, "" if none. Does not change the file.
 
-    The pool takes the lock itself when it is opened, long after this look; this one is for the
-    message, that one for safety.
+    For an early error message only; the pool takes the lock when it is opened.
     """
     try:
         fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Bodies in and replies out: MindIE's errors, whole answers and streams that have begun well."""
+"""Reading bodies and making replies: MindIE's errors, whole answers, streams."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ STATUS = {
 
 
 class ReplyError(HTTPException):
-    """Ends a request with an HTTP error status and a message for the client, also from within what
-    reads its body."""
+    """Ends a request with an HTTP error status and a message for the client."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(status, message)
@@ -49,7 +48,8 @@ class ReplyError(HTTPException):
         return cls(STATUS[error.fault], str(error))
 
     def body(self) -> dict[str, str]:
-        """MindIE's error object. What a client sent may be in the message, lone surrogates too."""
+        """MindIE's error object. The message may quote the client's input, lone surrogates
+        included."""
         message = self.detail.encode("utf-8", "backslashreplace").decode()
         return {"error": message, "error_type": ERROR_TYPES.get(self.status_code, "Error")}
 
@@ -58,7 +58,7 @@ class ReplyError(HTTPException):
 
 
 async def json_object(request: Request) -> dict[str, Any]:
-    """The request's body, a JSON object. Raises ReplyError 422, and 499 when the client goes away
+    """The request's body, a JSON object. Raises ReplyError 422, and 499 if the client disconnects
     before its end."""
     try:
         value = json.loads(await request.body())
@@ -73,7 +73,8 @@ async def json_object(request: Request) -> dict[str, Any]:
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of ``work``, which is cancelled when the client goes away (499, unseen)."""
+    """The result of ``work``, which is cancelled if the client disconnects (499, only in the
+    log)."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -93,7 +94,7 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
 
 
 async def whole(request: Request, updates: Updates) -> list[Update]:
-    """All of an answer, one update for each sequence. Raises ReplyError."""
+    """The complete answer, one update for each sequence. Raises ReplyError."""
 
     async def gathered() -> list[Update]:
         return [update async for update in updates]
@@ -102,14 +103,14 @@ async def whole(request: Request, updates: Updates) -> list[Update]:
 
 
 async def begun(request: Request, updates: Updates) -> Update:
-    """The first update of a stream. Raises ReplyError: what fails before it still has an HTTP
+    """The first update of a stream. Raises ReplyError: an earlier failure still gets an HTTP
     status."""
     return await _generated(request, updates, anext(updates, None))
 
 
 async def _generated(request: Request, updates: Updates, work: Awaitable[T | None]) -> T:
-    """What ``work`` makes of ``updates``, which end, and with them the engine's request, when it
-    fails or the client goes away."""
+    """The result of ``work`` on ``updates``. If it fails or the client disconnects, ``updates`` are
+    closed, which ends the engine's request."""
     try:
         if result := await while_connected(request, work):
             return result
@@ -128,7 +129,7 @@ def streamed(
     frame: Callable[[object], str],
     headers: dict[str, str],
 ) -> StreamingResponse:
-    """What ``written`` makes of each update, in frames; a failure is the last of them."""
+    """The frames that ``written`` makes of each update; a failure is the last frame."""
 
     async def frames() -> AsyncIterator[str]:
         try:

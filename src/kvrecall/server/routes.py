@@ -1,5 +1,5 @@
-"""MindIE's business plane, beside vLLM's OpenAI routes: TGI's, vLLM's older, MindIE's and Triton's
-forms of a request."""
+"""MindIE's business plane beside vLLM's OpenAI routes: the request forms of TGI, older vLLM, MindIE
+and Triton."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvrecall.server.replies import (
 )
 
 IGNORED_HEADER = "x-kvrecall-ignored"
-"""Reply header naming the parameters that were given and have no effect here."""
+"""Reply header: the given parameters that have no effect."""
 
 
 class TokenizerBody(Strict):
@@ -39,7 +39,7 @@ class TokenizerBody(Strict):
 
 
 def business_router(engine: Engine, plan: Plan) -> APIRouter:
-    """All of the business plane that vLLM does not have."""
+    """The routes of the business plane that vLLM lacks."""
     router = APIRouter(tags=["kvrecall"])
     _add_generate(router, engine)
     _add_infer(router, engine)
@@ -103,7 +103,7 @@ def _add_infer(router: APIRouter, engine: Engine) -> None:
 
 
 def _add_openai(router: APIRouter, engine: Engine) -> None:
-    """What MindIE serves of the OpenAI API and beside it, and vLLM does not."""
+    """Adds MindIE's OpenAI-like routes that vLLM lacks."""
 
     @router.get("/v1/models/{model:path}")
     async def one_model(model: str) -> Response:
@@ -130,7 +130,7 @@ def _add_triton(router: APIRouter, engine: Engine) -> None:
     base = "/v2/models/{model:path}"
 
     async def named(name: str | None, request: GenerateRequest) -> Updates:
-        """The updates of a request that stopInfer finds by its name. Several may share one."""
+        """The updates of a request, which stopInfer finds by its name; several may share a name."""
         updates = engine.generate(request)
         running[request.request_id] = name
         try:
@@ -166,7 +166,7 @@ def _add_triton(router: APIRouter, engine: Engine) -> None:
         body = parsed(StopBody, await json_object(request))
         stopped = [request_id for request_id, name in running.items() if name == body.id]
         if not stopped:
-            raise ReplyError(404, f"no request runs under the id {body.id!r}")
+            raise ReplyError(404, f"no running request has the id {body.id!r}")
         for request_id in stopped:
             await engine.stop(request_id)
         return JSONResponse({"id": body.id})

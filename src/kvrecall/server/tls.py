@@ -26,7 +26,7 @@ class TlsFiles:
                 raise ConfigError(f"there is no file {path}")
         self.context()
         if self.key.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            return [f"the private key {self.key} is open to other users; chmod 600 it"]
+            return [f"the private key {self.key} is accessible to other users; chmod 600 it"]
         return []
 
     def context(self) -> ssl.SSLContext:
@@ -40,13 +40,13 @@ class TlsFiles:
             context.load_cert_chain(self.certificate, self.key, password=_refuse_password)
         except (ssl.SSLError, OSError) as error:
             raise ConfigError(
-                f"{self.certificate} and {self.key} are no PEM certificate and its key: {error}"
+                f"{self.certificate} and {self.key} are not a PEM certificate and its key: {error}"
             ) from error
         for path in (*self.authorities, *self.revoked):
             try:
                 context.load_verify_locations(path)
             except (ssl.SSLError, OSError) as error:
-                raise ConfigError(f"{path} is no PEM file: {error}") from error
+                raise ConfigError(f"{path} is not a PEM file: {error}") from error
         context.verify_mode = ssl.CERT_REQUIRED
         if self.revoked:
             context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
@@ -54,4 +54,4 @@ class TlsFiles:
 
 
 def _refuse_password() -> str:
-    raise ConfigError("the private key is encrypted; write it without a password (openssl pkey)")
+    raise ConfigError("the private key is encrypted; decrypt it (openssl pkey -in KEY -out PLAIN)")

@@ -1,4 +1,4 @@
-"""``kvrecall simulate``: what a trace would have hit, by capacity and policy."""
+"""``kvrecall simulate``: the hit rates of a trace, by capacity and policy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def simulate(
         ),
     ],
     capacity: Annotated[
-        str, typer.Option(metavar="SIZE", help="Size of the pool, one tier: 64GiB.")
+        str, typer.Option(metavar="SIZE", help="Size of a pool with one tier, e.g. 64GiB.")
     ] = "",
     capacity_blocks: Annotated[
         str, typer.Option(metavar="N", help="The same in blocks of the trace.")
@@ -67,12 +67,12 @@ def simulate(
             "prints it. Sizes need it; results are then also in bytes.",
         ),
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Only the line of JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
 ) -> None:
     """Replay TRACE against a pool and report strict-prefix hit rates.
 
-    A request hits a block if that block and all before it are in the pool. "best" is the most any
-    policy could have hit, knowing the future (exact). The last line is JSON.
+    A request hits a block if that block and all before it are in the pool. "best" is the exact
+    upper bound of any policy, which knows the future. The last line is JSON.
     """
     with errors_shown():
         size = parse_size(block_bytes, "--block-bytes", 1) if block_bytes else 0
@@ -127,16 +127,17 @@ def _blocks_in(text: str, name: str, block_bytes: int) -> int:
     nbytes = parse_size(text, name)
     if not block_bytes:
         raise ConfigError(
-            f"{name}: {text!r} is a size, and how large a block is depends on the model: add "
+            f"{name}: {text!r} is a size, but the size of a block depends on the model: add "
             "--block-bytes, the KV of 512 tokens, which `kvrecall plan MODEL` prints"
         )
     if nbytes < block_bytes:
-        raise ConfigError(f"{name}: {text!r} is less than a block ({format_size(block_bytes)})")
+        raise ConfigError(f"{name}: {text!r} is smaller than a block ({format_size(block_bytes)})")
     return nbytes // block_bytes
 
 
 def load_trace(trace: str) -> Trace:
-    """The trace of that file or ``synthetic:NAME``, with a bar on stderr. Raises ConfigError."""
+    """The trace of that file or ``synthetic:NAME``, with a progress bar on stderr. Raises
+    ConfigError."""
     if trace.startswith(SYNTHETIC):
         return make_workload(trace.removeprefix(SYNTHETIC))
     path = Path(trace)
@@ -196,7 +197,7 @@ def _row(trace: Trace, outcome: Outcome, bounds: Sequence[float], block_bytes: i
 
 @contextmanager
 def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A function to call with each finished part of ``total``; moves a bar on stderr if that is a
+    """A function to call with each finished part of ``total``; shows a progress bar if stderr is a
     terminal."""
     console = Console(stderr=True)
     done = shown = 0
@@ -236,7 +237,7 @@ def hints_of(outcome: Outcome, bounds: Sequence[float]) -> list[str]:
             why = f"it is no larger than {names}, whose blocks it holds too; try a larger one"
         else:
             why = "its blocks are evicted before they are used again; try a larger one"
-        hints.append(f"{tier.name} adds {'hardly anything' if tier.hits else 'nothing'}: {why}")
+        hints.append(f"{tier.name} adds {'little' if tier.hits else 'nothing'}: {why}")
     return hints
 
 
@@ -270,7 +271,7 @@ def _print_table(rows: Sequence[Row], block_bytes: int) -> None:
     )
     with_those = " by the tier and those before it" if len(first["tiers"]) > 1 else ""
     table.caption = (
-        f"in {unit}\nrate: share that is hit{with_those}; best: what no policy could exceed "
+        f"in {unit}\nrate: share of blocks hit{with_those}; best: upper bound of any policy "
         "(clairvoyant)"
     )
     console.print(table)

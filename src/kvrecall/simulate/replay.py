@@ -92,12 +92,13 @@ def replay(
     policy: str,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Outcome:
-    """Replays ``trace``, nearest tier first. Unknown policy or no room: ConfigError.
+    """Replays ``trace``, nearest tier first. Raises ConfigError for an unknown policy or a capacity
+    of 0.
 
     Per request: the longest prefix of which every block lies in some tier is hit, each block from
     the nearest tier that has it; every tier sees the access; then every tier stores what it lacks
-    of the chain (write-through down, promotion up). As in the pool only the last tier's policy may
-    refuse blocks: the others are on the blocks' way down and take all.
+    of the chain (write-through down, promotion up). As in the pool, only the last tier's policy may
+    refuse blocks; the others pass blocks on and admit all.
     ``advance(1)`` is called for each request (progress).
     """
     rooms = [_Tier(spec, policy, picky=spec is tiers[-1]) for spec in tiers]
@@ -122,7 +123,7 @@ def clairvoyant_hits(
 ) -> int:
     """Strict-prefix block hits of the best possible cache of ``capacity`` blocks. Exact.
 
-    Rules of the game: blocks appear only by being computed (no prefetch); after each request the
+    Rules: blocks appear only by being computed (no prefetch); after each request the
     cache keeps any ``capacity`` of the blocks it had and the blocks of the request, so a block
     may be bypassed; a request hits block i if blocks 0..i are all there.
 

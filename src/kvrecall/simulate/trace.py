@@ -45,7 +45,7 @@ class Trace:
 
 
 def block_key(number: int) -> BlockKey:
-    """Key of the block with the trace's id ``number``."""
+    """Key of the block with id ``number`` in the trace."""
     return BlockKey(number.to_bytes(16, "little", signed=True))
 
 
@@ -62,7 +62,7 @@ def trace_of(name: str, requests: Iterable[tuple[float, Sequence[int]]]) -> Trac
 
 
 def read_trace(path: Path, advance: Callable[[int], None] = lambda _: None) -> Trace:
-    """The trace in ``path``. Unreadable, empty, a broken line or field: TraceError.
+    """The trace in ``path``. Raises TraceError if it is unreadable, empty or malformed.
 
     A line needs ``timestamp`` (milliseconds) and ``hash_ids`` (one integer a block); other fields
     are ignored, blank lines are skipped. A request without blocks counts but moves nothing.
@@ -80,8 +80,8 @@ def read_trace(path: Path, advance: Callable[[int], None] = lambda _: None) -> T
         text = raw.decode()
     except UnicodeDecodeError as error:
         raise TraceError(
-            f"{path}: is no text (byte {error.start} is no UTF-8); a trace has one JSON object a "
-            "line"
+            f"{path}: is not text (byte {error.start} is not UTF-8); a trace has one JSON object "
+            "per line"
         ) from error
     rows = list(_rows(path, text, advance))
     if not any(ids for _, ids in rows):

@@ -32,7 +32,7 @@ def _pareto(least: float, alpha: float) -> Gap:
 
 
 def _two_moods(rng: random.Random) -> float:
-    """Most answer at once, some come back after a break."""
+    """Mostly immediate replies, some after a break."""
     return rng.lognormvariate(3.0, 0.4) if rng.random() < 0.75 else rng.lognormvariate(6.5, 0.4)
 
 
@@ -134,7 +134,7 @@ WORKLOADS: dict[str, Callable[[int], Iterator[Row]]] = {
 
 
 def make_workload(name: str, seed: int = 0, hours: float = 2.0) -> Trace:
-    """The workload ``name``, cut off after ``hours``. Unknown name: ConfigError."""
+    """The workload ``name``, cut off after ``hours``. Raises ConfigError if unknown."""
     if name not in WORKLOADS:
         raise ConfigError(f"workload: {name!r} is unknown; known: {', '.join(WORKLOADS)}")
     rows = (row for row in WORKLOADS[name](seed) if row[0] < hours * 3600.0)

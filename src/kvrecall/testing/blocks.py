@@ -26,7 +26,7 @@ def content(key: BlockKey, nbytes: int) -> bytes:
 
 
 def wait_until(true: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Waits until ``true()``; AssertionError if that does not come."""
+    """Waits until ``true()`` holds. Raises AssertionError after a timeout."""
     until = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < until, "timed out"

@@ -107,7 +107,7 @@ class PolicyContract:
         assert sorted(policy.victims(10, anything, 3.0)) == sorted(chain)
 
     def test_children_may_come_before_parents(self) -> None:
-        """After a restart blocks are announced least recently used first, without accesses."""
+        """After a restart, blocks are inserted least recently used first, without accesses."""
         policy, chain = self.make(), keys_of("a", 6)
         for depth in range(5, -1, -1):
             policy.insert(chain[depth], chain[depth - 1] if depth else None, depth, 9.0 - depth)

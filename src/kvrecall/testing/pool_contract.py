@@ -89,8 +89,8 @@ class Engine:
 
 @contextmanager
 def engines(make: Callable[..., PoolClient], disk_path: Path) -> Iterator[Callable[..., Engine]]:
-    """Starts a pool with room for ``blocks`` in the host, and an engine on it, at each call of
-    what it gives; closes them all. ``make``: as ``PoolContract.make``, and more arguments."""
+    """Yields a function that starts a pool with room for ``blocks`` in the host, and an engine on
+    it; closes them all. ``make``: as ``PoolContract.make``, with further arguments."""
     started: list[Engine] = []
 
     def start(*more: object, blocks: int = 64, disk: bool = True) -> Engine:
@@ -109,12 +109,12 @@ class PoolContract:
     """Contract of ``kvrecall.pool.base.PoolClient``. A subclass overrides ``make``."""
 
     def make(self, host_bytes: int, disk_path: Path | None) -> PoolClient:
-        """A pool with an arena of ``host_bytes``; with a disk of at least 64 MiB if there is a
-        path."""
+        """A pool with an arena of ``host_bytes``; with a disk of at least 64 MiB if ``path`` is
+        given."""
         raise NotImplementedError
 
     def drop(self, pool: PoolClient, keys: Sequence[BlockKey]) -> None:
-        """Drops blocks by whatever way that pool has for it."""
+        """Drops blocks, in the way of that pool."""
         assert isinstance(pool, Pool)
         pool.drop(keys)
 

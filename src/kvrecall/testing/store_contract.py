@@ -21,7 +21,7 @@ _SLOT_BYTES = 5 * 4096
 
 
 def names(count: int, of: str = "a") -> list[str]:
-    """Names as the tier makes them, others for every ``of``."""
+    """Names in the tier's form, distinct for each ``of``."""
     return [
         f"v1.{hashlib.md5(of.encode()).hexdigest()}.{hashlib.sha256(f'{n}'.encode()).hexdigest()}"
         for n in range(count)
@@ -70,7 +70,7 @@ class Counter:
         return self.store.put(self.filled(some, nbytes, base))
 
     def get(self, some: Sequence[str], nbytes: int = VALUE_BYTES, base: int = 0) -> list[bool]:
-        """Gets values; those that are there must be right."""
+        """Gets values and asserts that those found are correct."""
         objects = self.empty(some, nbytes, base)
         for item in objects:
             item.parts[1][:] = bytes(item.parts[1].nbytes)
@@ -96,8 +96,8 @@ class StoreContract:
     outlives = True
 
     def make(self, path: Path) -> Store:
-        """A store that keeps its values in or at ``path`` (an empty folder at first) or wherever
-        it likes; called again it finds the same values."""
+        """A store that keeps its values at ``path`` (initially an empty folder) or elsewhere; a
+        second call gives a store with the same values."""
         raise NotImplementedError
 
     def open(self, path: Path) -> Counter:
@@ -195,8 +195,8 @@ class StoreContract:
         assert [place for place, there in enumerate(found) if there] == list(range(300, 420))
 
     def test_several_threads(self, counter: Counter) -> None:
-        """What only one puts it finds again at once; what several put at the same time may be
-        in the making by another (``get`` checks the bytes) and is there when all are done."""
+        """A thread finds at once what only it puts; a value that several threads put may still be
+        in progress (``get`` checks the bytes) and is present when all are done."""
         shared = names(4, "shared")
 
         def work(number: int) -> None:
@@ -213,7 +213,7 @@ class StoreContract:
         assert counter.get(shared) == [True] * 4
 
     def test_a_value_is_never_seen_in_part(self, counter: Counter) -> None:
-        """What is got while it is put or removed is the whole value, or not there."""
+        """A get during a put or remove returns the whole value or none."""
         some = names(1, "whole")
         nbytes = 400_000
         done = threading.Event()
@@ -239,7 +239,7 @@ class StoreContract:
         self, counter: Counter, tmp_path: Path
     ) -> None:
         if not self.outlives:
-            pytest.skip("what this store holds ends with its process")
+            pytest.skip("the values of this store end with its process")
         some = names(5, "other")
         counter.put(some)
         for _ in range(2):

@@ -48,7 +48,7 @@ class Bench:
         return self.tier.submit_put(puts)
 
     def put(self, keys: list[BlockKey]) -> list[Outcome]:
-        """Puts a chain and waits; all must have been queued."""
+        """Puts a chain and waits; asserts that all were queued."""
         assert self.submit_put(keys) == [PutVerdict.QUEUED] * len(keys)
         return self.collect(keys)
 
@@ -63,7 +63,7 @@ class Bench:
         return self.collect(keys)
 
     def get_among(self, keys: list[BlockKey]) -> list[Outcome]:
-        """As ``get``, while other operations end too, which are not looked at."""
+        """As ``get``, ignoring completions of other operations."""
         self.submit_get(keys)
         done: dict[BlockKey, Outcome] = {}
 
@@ -82,7 +82,7 @@ class Bench:
         )
 
     def collect(self, keys: list[BlockKey]) -> list[Outcome]:
-        """Waits for one end of each of ``keys``; returns the outcomes in that order."""
+        """Waits for a completion of each of ``keys``; returns the outcomes in that order."""
         done: dict[BlockKey, Outcome] = {}
 
         def complete() -> bool:
@@ -98,7 +98,7 @@ class Bench:
 class TierContract:
     """Contract of ``kvrecall.pool.tier.Tier`` with room for at least 256 blocks of 10,000 bytes.
 
-    A subclass overrides ``make``, and ``memory`` if its tier must know the memory beforehand.
+    A subclass overrides ``make``, and ``memory`` if its tier needs the memory before it is made.
     """
 
     def memory(self) -> memoryview | None:

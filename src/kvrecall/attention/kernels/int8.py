@@ -62,7 +62,7 @@ def products_by_torch(codes: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def prepare() -> None:
-    """Loads the library, so that the first token does not wait for it."""
+    """Loads the library in advance, so that the first token does not wait for it."""
     _numkong()
 
 
@@ -109,7 +109,7 @@ def _cores() -> set[int]:
         return set()
     cores: set[int] = set()
     for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
+        with contextlib.suppress(ProcessLookupError):  # the thread has just ended
             bound = os.sched_getaffinity(int(thread))
             cores |= bound if len(bound) == 1 else set()
     return cores

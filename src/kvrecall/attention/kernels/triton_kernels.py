@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Triton compiles annotations as it does the rest, so there are none but its own.
+# Triton compiles annotations, too, so only its own are used.
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]

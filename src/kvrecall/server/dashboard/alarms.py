@@ -1,5 +1,5 @@
-"""What goes wrong in a running server, for those who look at it: what, how often, since when, and
-what helps. The names are those of the alert rules for Prometheus (deploy/alerts.yml)."""
+"""The alarms of a running server: cause, count, time and cure. Their names are those of the alert
+rules for Prometheus (deploy/alerts.yml)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ HELP = "docs/troubleshooting.md#"
 
 
 class Severity(StrEnum):
-    """How grave it is."""
+    """The severity of an alarm."""
 
     ERROR = "error"  # something is broken, or was lost
-    WARNING = "warning"  # recall is less than it could be
+    WARNING = "warning"  # recall is less effective than it could be
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ RULES = (
         ENGINE_DOWN,
         Severity.ERROR,
         "An engine process has died",
-        "Every request fails, and the server is about to end. Its log has the traceback; start the "
-        "server again: blocks on disk are recalled.",
+        "All requests fail and the server stops. The traceback is in its log. Restart the server; "
+        "it recalls the blocks on disk.",
         "a-server-is-down",
         None,
         state=True,
@@ -80,9 +80,9 @@ RULES = (
         POOL_AWAY,
         Severity.ERROR,
         "The pool does not answer",
-        "Prompts are computed, nothing is recalled or saved. A pool service: start `kvrecall pool "
-        "serve` with the socket that this server was given; engines rejoin by themselves, and the "
-        "next request shows it. A pool of this server's own: its log has the cause.",
+        "Prompts are computed; nothing is recalled or saved. With a pool service: start `kvrecall "
+        "pool serve` with this server's socket; engines reconnect automatically, which the next "
+        "request shows. With an embedded pool: the server's log names the cause.",
         "the-pool-service-is-away",
         None,
         state=True,
@@ -110,12 +110,12 @@ RULES = (
         for tier, cure in (
             (
                 "disk",
-                "Answers stay right, the blocks are computed again. Check the medium (dmesg, "
+                "Answers stay correct; the blocks are recomputed. Check the medium (dmesg, "
                 "smartctl), then `kvrecall pool verify`.",
             ),
             (
                 "remote",
-                "Answers stay right, the blocks are computed again. Check the store, and that only "
+                "Answers stay correct; the blocks are recomputed. Check the store, and that only "
                 "kvrecall writes under its prefix.",
             ),
         )
@@ -124,8 +124,8 @@ RULES = (
         "KvrecallTierErrors",
         Severity.ERROR,
         "I/O errors of the disk tier",
-        "The blocks are computed again. The server's log names the file and the error; check the "
-        "mount, permissions and the medium.",
+        "The blocks are recomputed. The server's log names the file and the error; check mount, "
+        "permissions and medium.",
         "the-disk-fails-or-is-full",
         _of_tier("disk", "errors"),
         "errors",
@@ -134,8 +134,8 @@ RULES = (
         "KvrecallRemoteStoreErrors",
         Severity.ERROR,
         "Errors of the remote store",
-        "The store is left alone for a pause and tried again. The server's log names the error; "
-        "check address, credentials and network.",
+        "Calls to the store pause and are then retried. The server's log names the error; check "
+        "address, credentials and network.",
         "mooncake-or-another-store-is-away",
         _of_tier("remote", "errors"),
         "errors",
@@ -143,9 +143,9 @@ RULES = (
     Rule(
         "KvrecallLoadsFailed",
         Severity.ERROR,
-        "Loads failed: their prompts were computed again",
-        "The worker's log names the cause. Engines and a pool service need one PID namespace and "
-        "one user.",
+        "Loads failed: their prompts were recomputed",
+        "The worker's log names the cause. Engines and a pool service must share a PID namespace "
+        "and a user.",
         "workers-cannot-map-the-arena",
         _count("loads_failed"),
         "requests",
@@ -153,9 +153,9 @@ RULES = (
     Rule(
         "KvrecallSequencesLost",
         Severity.ERROR,
-        "Sequences computed anew: their blocks off the device were out of reach",
-        "The pool went away under retrieval attention. Keep the pool service running while engines "
-        "do.",
+        "Sequences recomputed: their offloaded blocks were unreachable",
+        "The pool was lost while retrieval attention used it. Keep the pool service running while "
+        "engines run.",
         "the-pool-service-is-away",
         _count("sequences_lost"),
         "sequences",
@@ -173,8 +173,8 @@ RULES = (
         "KvrecallDiskFull",
         Severity.ERROR,
         "The disk of the pool is full",
-        "The tier keeps what it has and evicts for new blocks. Free space on its file system, or "
-        "lower the limit with `kvrecall pool resize`.",
+        "The tier evicts blocks to store new ones. Free space on its file system, or lower the "
+        "limit with `kvrecall pool resize`.",
         "the-disk-fails-or-is-full",
         _of_tier("disk", "full"),
         state=True,
@@ -195,12 +195,12 @@ RULES = (
             ),
             (
                 "disk",
-                "The disk is slower than the blocks come, or full. Use a faster disk, or a write "
-                "policy that stores fewer blocks.",
+                "The disk is too slow or full. Use a faster disk, or a write policy that stores "
+                "fewer blocks.",
             ),
             (
                 "remote",
-                "The store is slower than the blocks come, or away. Check its bandwidth.",
+                "The store is too slow or unreachable. Check its bandwidth.",
             ),
         )
     ),
@@ -217,7 +217,7 @@ RULES = (
 
 
 class _Watch:
-    """What is known of one rule."""
+    """The state of one rule."""
 
     __slots__ = ("_before", "count", "detail", "last", "rule", "since", "wrong")
 
@@ -249,7 +249,7 @@ class _Watch:
 
 
 class Alarms:
-    """A counter that grew is an alarm for ``kept_s`` seconds more, a state for as long as it
+    """A counter that grew raises an alarm for ``kept_s`` seconds, a state for as long as it
     lasts."""
 
     def __init__(self, kept_s: float) -> None:
@@ -257,7 +257,7 @@ class Alarms:
         self._watches = [_Watch(rule) for rule in RULES]
 
     def see(self, sample: Sample) -> None:
-        """Takes the figures of a moment, in their order."""
+        """Evaluates a sample. Samples come in chronological order."""
         for watch in self._watches:
             rule = watch.rule
             if rule.value is None:
@@ -274,7 +274,7 @@ class Alarms:
                 watch.set(wrong, at, detail)
 
     def active(self, now: float) -> Sequence[Alarm]:
-        """What is wrong now or was just now; the gravest first, then the latest."""
+        """The active alarms, the most severe first, then the latest."""
         alarms = [
             Alarm(
                 watch.rule.name,

@@ -1,4 +1,5 @@
-"""What is cached, for the page: asked of the pool seldom, off the server's loop."""
+"""The cached prefixes for the dashboard, queried from the pool at intervals and off the event
+loop."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from kvrecall.errors import KvrecallError
 from kvrecall.pool.service.admin import PrefixTrees, ServiceAdmin
 from kvrecall.pool.service.prefix_tree import PrefixNode, PrefixTree
 
-_FRESH_S = 4.0  # an answer is given again for so long
-_SHARE = 0.02  # of the time at most, asking may take
+_FRESH_S = 4.0  # an answer is reused for this long
+_SHARE = 0.02  # share of the time that queries may take
 _TIMEOUT_S = 5.0
 
 
 class CachedPrefixes:
-    """The pool's prefix trees; an answer serves all pages that poll. ``failure``: why the pool did
-    not answer when it was last asked, empty if it did."""
+    """The pool's prefix trees; all polling pages share an answer. ``failure``: why the last query
+    failed, empty if it did not."""
 
     def __init__(self, info: EngineInfo) -> None:
         self._info = info
@@ -43,7 +44,7 @@ class CachedPrefixes:
             return _nothing("This server runs without a pool.")
         socket = self._info.pool_socket
         if socket is None:
-            return _nothing("The pool of this engine cannot be asked from outside.")
+            return _nothing("The pool of this engine has no administration socket.")
         try:
             with ServiceAdmin(socket, _TIMEOUT_S) as admin:
                 trees = admin.do(PrefixTrees())
@@ -95,7 +96,7 @@ def _tenant(tree: PrefixTree) -> dict[str, Any]:
     name = "no tenant" if tree.tenant == SHARED else f"tenant {tree.tenant}"
     title = f"{tree.blocks} blocks"
     if tree.hidden < 0:
-        title += "; too many to be drawn as a tree, see kvrecall pool ls"
+        title += "; too many to draw as a tree, see kvrecall pool ls"
     path = f"{tree.namespace}/{tree.tenant}"
     return {
         **_sums([tree]),

@@ -17,7 +17,7 @@ KEPT = 900
 
 
 class History:
-    """Samples, one every ``EVERY_S`` seconds, the last ``KEPT`` of them, and what went wrong."""
+    """The last ``KEPT`` samples, one every ``EVERY_S`` seconds, and the alarms."""
 
     def __init__(
         self,
@@ -49,11 +49,11 @@ class History:
         return [each for each in self._samples if each.at > moment]
 
     def latest(self) -> Sample:
-        """A sample of now, which is not kept."""
+        """A new sample, which is not kept."""
         return sample(self._registry, round(self._clock(), 3))[0]
 
     def begin(self) -> None:
-        """Takes samples from now on, as long as the running loop runs. Idempotent."""
+        """Starts sampling in the running event loop. Idempotent."""
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
 

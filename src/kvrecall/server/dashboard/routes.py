@@ -36,14 +36,14 @@ _HEADERS = {
 _MOST_LIVE = 200
 _AWAY = "as of the engine's last step"
 _NO_HEAT = (
-    "Retrieval attention has chosen no blocks yet. It acts on long sequences where it is switched "
-    "on (docs/retrieval.md)."
+    "Retrieval attention has selected no blocks yet. It acts on long sequences if it is enabled "
+    "(docs/retrieval.md)."
 )
 
 
 def dashboard_router(engine: Engine) -> APIRouter:
-    """The dashboard of a running engine. Its history begins at once if the loop runs that will
-    serve it, else with the first poll."""
+    """The dashboard of a running engine. Its history begins at once if the serving event loop
+    runs, otherwise with the first poll."""
     info, insight = engine.info, engine.insight
     boot, started = secrets.token_hex(8), time.time()
     history = History()
@@ -60,7 +60,7 @@ def dashboard_router(engine: Engine) -> APIRouter:
     async def data(
         since: Annotated[float, Query()] = 0.0, ended_since: Annotated[float, Query()] = 0.0
     ) -> Response:
-        """Everything now, and of the history what came after ``since`` and ``ended_since``."""
+        """The current figures, and the history after ``since`` and ``ended_since``."""
         history.begin()
         live, total = insight.live(_MOST_LIVE)
         heat = insight.heat()

@@ -1,4 +1,4 @@
-"""A server's figures at one moment, read from its own metrics."""
+"""A snapshot of a server's figures, read from its own metrics."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def sample(registry: CollectorRegistry, now: float) -> tuple[Sample, Bounds]:
             _add(made.tokens, line.labels["source"], line.value)
         elif name.startswith(_TIER):
             tier = made.tiers.setdefault(line.labels["tier"], {})
-            figure = name.removeprefix(_TIER)  # of the one pool that all replicas tell of
+            figure = name.removeprefix(_TIER)  # all replicas report the same pool
             tier[figure] = max(tier.get(figure, 0.0), line.value)
         elif name in _RETRIEVAL:
             _add(made.retrieval, _RETRIEVAL[name], line.value)

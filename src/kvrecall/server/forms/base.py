@@ -1,5 +1,5 @@
-"""What all forms of a request have in common: how bodies are checked, the parameters TGI's and
-MindIE's own share, and the interface by which routes serve them."""
+"""Common parts of all request forms: validation of bodies, the parameters that TGI's and MindIE's
+own form share, and the interface by which routes serve them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 class Strict(BaseModel):
-    """Unknown fields and wrong types are errors. A single ``stop`` may stand without its list."""
+    """Unknown fields and wrong types are errors. A single ``stop`` need not be in a list."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -45,7 +45,7 @@ class Strict(BaseModel):
 
 
 class Sampled(Strict):
-    """How to sample, as every form knows it. null stands for the default everywhere."""
+    """Sampling parameters common to all forms. null means the default."""
 
     repetition_penalty: Positive | None = None
     frequency_penalty: Penalty | None = None
@@ -61,7 +61,7 @@ class Sampled(Strict):
     timeout: Annotated[int, Field(ge=1, le=65535)] | None = None
 
     def sampling(self, **more: Any) -> Sampling:
-        """How the engine is to sample; ``more`` are further fields of Sampling."""
+        """The engine's sampling parameters; ``more``: further fields of Sampling."""
         given = {name: getattr(self, name) for name in _PASSED_ON}
         given |= {
             "stop": tuple(self.stop or ()),
@@ -72,12 +72,12 @@ class Sampled(Strict):
         return Sampling(**(given | more))
 
     def ignored(self) -> list[str]:
-        """The fields that were given and have no effect."""
+        """Given fields without effect."""
         return []
 
 
 class Parameters(Sampled):
-    """``parameters`` of a request in TGI's form and those that follow it.
+    """``parameters`` of a request in TGI's form and forms derived from it.
 
     ``typical_p`` and ``watermark`` are accepted and have no effect, as in MindIE; a reply's
     header says so. Of ``priority`` 1 is the highest, 5 the lowest and the default.
@@ -95,7 +95,7 @@ class Parameters(Sampled):
 
     @property
     def samples(self) -> bool:
-        """do_sample decides; if it is not given, any sampling value means sampling."""
+        """``do_sample`` if given; otherwise whether any sampling value is given."""
         if self.do_sample is not None:
             return self.do_sample
         given = (self.temperature, self.top_k, self.top_p, self.typical_p)
@@ -127,21 +127,21 @@ class Form(Strict):
         raise NotImplementedError
 
     def to_request(self, stream: bool) -> GenerateRequest:
-        """What the engine is to do. Raises ReplyError for what cannot be streamed."""
+        """The request for the engine. Raises ReplyError for what cannot be streamed."""
         raise NotImplementedError
 
     def reply(self, request: GenerateRequest, updates: Sequence[Update]) -> Json:
-        """The reply to a request that is not streamed. ``updates`` hold everything, one for each
+        """The reply to a request that is not streamed. ``updates``: the complete output of each
         sequence, the best first."""
         raise NotImplementedError
 
     def writer(self, request: GenerateRequest) -> Callable[[Update], Iterable[Json]]:
-        """What is sent for each update of a stream, in their order."""
+        """Gives the events for each update of a stream, in order."""
         raise NotImplementedError
 
     @staticmethod
     def frame(value: object) -> str:
-        """One JSON value in a stream: a server-sent event."""
+        """A JSON value as a server-sent event."""
         return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
     def _request(
@@ -159,8 +159,8 @@ class Form(Strict):
 
 
 def counted(update: Update, generated: int) -> Json:
-    """``details`` of an answer of ``generated`` tokens so far: how many, and where those of the
-    prompt came from. ``prompt_tokens`` and ``recall`` are ours."""
+    """``details`` of an answer of ``generated`` tokens so far: their number, and the sources of
+    the prompt's. ``prompt_tokens`` and ``recall`` are kvrecall's additions."""
     return {
         "generated_tokens": generated,
         "prompt_tokens": update.prompt_tokens,
@@ -169,7 +169,7 @@ def counted(update: Update, generated: int) -> Json:
 
 
 def ended(update: Update, generated: int, seed: int | None) -> Json:
-    """``details`` of an answer that has ended."""
+    """``details`` of a finished answer."""
     return {"finish_reason": update.finish, **counted(update, generated), "seed": seed}
 
 
@@ -204,8 +204,8 @@ def described(*forms: type[BaseModel]) -> Json:
 
 
 def _inlined(schema: Json) -> Json:
-    """``schema`` without ``$defs``: each reference is replaced by what it names. A reference in a
-    part of an OpenAPI document would be looked up in the whole of it."""
+    """``schema`` without ``$defs``: each reference is replaced by its target, because in
+    an OpenAPI document references resolve against the whole document."""
     definitions = schema.get("$defs", {})
 
     def resolved(part: Any) -> Any:

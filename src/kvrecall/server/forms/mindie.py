@@ -3,8 +3,9 @@
 Members and framing are those of ``single_req_self_develop_infer_interface.cpp`` in
 Ascend/MindIE-LLM (April 2026), which serves both routes, and of MindIE's documents of 2.1 to 2.3
 (hiascend.com, mindie_service0010). The documents print a streamed token's id as a number, the
-source writes a list: a list it is. Where MindIE gives ``token.text`` null in the last event,
-whatever text there still is stands there, so that the pieces always add up to ``generated_text``.
+source writes a list; kvrecall follows the source. Where MindIE gives ``token.text`` null in the
+last event, kvrecall gives the remaining text, so that the pieces always add up to
+``generated_text``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class InferParameters(Parameters):
 
 
 class InferBody(Form):
-    """A request in MindIE's own form: a text, or the ids of its tokens."""
+    """A request in MindIE's own form: a text or token ids."""
 
     name = "infer"
 

@@ -2,11 +2,11 @@
 
 Members are those of ``single_req_triton_{text,token}_infer_interface.cpp`` in Ascend/MindIE-LLM
 (April 2026) and of MindIE's documents of 2.1 to 2.3 (hiascend.com, mindie_service0009, 0084 and
-0089). Documents and source differ in where a token request's parameters stand, beside ``inputs``
+0089). Documents and source differ in the place of a token request's parameters, beside ``inputs``
 or within its one input: both work here. ``batch_size`` is that of each step, as in MindIE.
-``queue_wait_time`` (microseconds) is the wait until the first step only: what runs in vLLM is part
-of each step, and waits for none until it is preempted, of which vLLM tells no times. A token
-reply's ``parameters`` are ours.
+``queue_wait_time`` (microseconds) is the wait until the first step only: a running sequence is part
+of every step unless vLLM preempts it, for which vLLM reports no times. A token reply's
+``parameters`` are kvrecall's addition.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TritonParameters(Parameters):
 
 
 class _TritonForm(Form):
-    """What both forms have: a name by which the request can be stopped, and parameters."""
+    """Common part of both forms: an id by which the request can be stopped, and parameters."""
 
     name = "v2"
 
@@ -62,7 +62,7 @@ class TextBody(_TritonForm):
     _model: str = ""
 
     def of_model(self, model: str) -> TextBody:
-        """The same, with the name of the model that the route has and replies repeat."""
+        """The same, with the model's name from the route, which replies repeat."""
         self._model = model
         return self
 
@@ -150,7 +150,7 @@ class TokenBody(_TritonForm):
     @model_validator(mode="after")
     def _one_place(self) -> TokenBody:
         if self.parameters is not None and self.inputs[0].parameters is not None:
-            raise ValueError("parameters stand beside inputs or within its input, not in both")
+            raise ValueError("parameters may be beside inputs or within its input, not both")
         return self
 
     def to_request(self, stream: bool) -> GenerateRequest:
@@ -178,8 +178,8 @@ class StopBody(Strict):
 
 
 def _details(update: Update, generated: int, first: bool | None = None) -> Json:
-    """``finish_reason`` stands in the last update only. Of a whole answer (``first`` None) batches
-    and waits are lists, of an event numbers: of its own step, of whether it is the ``first``."""
+    """``finish_reason`` is in the last update only. In a whole answer (``first`` None) batches and
+    waits are lists, in an event numbers of its own step; ``first``: whether it is the first."""
     sizes, queued = list(update.pace.batch_sizes), update.pace.queued_s
     wait = None if queued is None else round(queued * 1e6)
     if first is None:

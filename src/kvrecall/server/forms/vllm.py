@@ -39,7 +39,7 @@ class PromptBody(Form, Sampled):
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(f"best_of is {self.best_of}, less than n, which is {self.n}")
         if self.use_beam_search and self.best_of not in (None, self.n):
-            raise ValueError("best_of and use_beam_search exclude each other; n is the width")
+            raise ValueError("best_of and use_beam_search are mutually exclusive; n is the width")
         if several and self.temperature == 0 and not self.use_beam_search:
             raise ValueError("n and best_of must be 1 when temperature is 0 (greedy)")
         if self.stream and (self.use_beam_search or self.best_of not in (None, self.n)):

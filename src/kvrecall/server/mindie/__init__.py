@@ -1,1 +1,1 @@
-"""MindIE's config.json: its schema, what each field does here, and the plan it amounts to."""
+"""MindIE's config.json: its schema, the effect of each field, and the resulting plan."""

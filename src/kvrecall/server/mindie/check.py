@@ -59,7 +59,7 @@ _WHO = "kvrecall config check"
 
 
 def explain(file: Path, every: bool, allow_plaintext: bool = False) -> int:
-    """Prints a table of the fields and what is wrong; returns the exit status."""
+    """Prints a table of the fields and the errors; returns the exit status."""
     console, errors = _console(), Console(stderr=True, soft_wrap=True)
     try:
         config, _ = read_config(file)
@@ -81,8 +81,8 @@ def explain(file: Path, every: bool, allow_plaintext: bool = False) -> int:
 
 
 def report(file: Path, every: bool, allow_plaintext: bool = False) -> dict[str, Any]:
-    """What ``explain`` prints, as JSON has it: ``ok``, ``problems`` (a line each), ``fields`` and
-    the ``effective`` settings, as far as the file can be read."""
+    """What ``explain`` prints, for JSON: ``ok``, ``problems`` (a line each), ``fields`` and the
+    ``effective`` settings, as far as the file can be read."""
     found: dict[str, Any] = {"file": str(file), "ok": False, "problems": [], "fields": []}
     try:
         config, _ = read_config(file)
@@ -117,7 +117,7 @@ def report(file: Path, every: bool, allow_plaintext: bool = False) -> dict[str, 
 
 
 def _planned(file: Path, allow_plaintext: bool) -> Plan:
-    """The plan of a file whose model is there and whose pool can be. Raises KvrecallError."""
+    """The plan of a file, with its model and pool checked. Raises KvrecallError."""
     plan = plan_config(file, Beside(allow_plaintext=allow_plaintext))
     check_model(plan.spec.model)
     if plan.spec.recall is not None:
@@ -129,7 +129,7 @@ def _planned(file: Path, allow_plaintext: bool) -> Plan:
 
 
 def _console() -> Console:
-    """As wide as the terminal, and wide enough for the tables where there is none."""
+    """A console as wide as the terminal, or wide enough for the tables without one."""
     return Console() if sys.stdout.isatty() else Console(width=140)
 
 
@@ -152,7 +152,7 @@ def _table(config: BaseModel, every: bool) -> Table:
 
 
 def _print_plan(console: Console, plan: Plan) -> None:
-    """The effective configuration: what vLLM and the pool get."""
+    """Prints the effective configuration of vLLM and the pool."""
     table = Table("effective setting", "value")
     spec = plan.spec
     table.add_row("model", escape(spec.model))

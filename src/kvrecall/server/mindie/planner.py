@@ -31,7 +31,7 @@ _TLS_PREFIXES = {
     Plane.MANAGEMENT: ("managementTls", "tls"),
     Plane.METRICS: ("metricsTls", "managementTls", "tls"),
 }
-"""Fields with the certificates of a plane, and those it uses if it has none of its own."""
+"""By plane: the prefixes of its certificate fields, its own first, then those of its defaults."""
 
 _NGRAM_TOKENS = 4
 _NGRAM_LOOKUP = 4
@@ -39,8 +39,8 @@ _NGRAM_LOOKUP = 4
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What the command line says beside a config.json. It wins over the file; None, and what is
-    empty, leaves the file's.
+    """What the command line sets beside a config.json, and takes precedence over it. None and empty
+    values leave the file's.
 
     ``options`` and ``words`` go to vLLM, as those of a ServeSpec. ``recall``: settings of the pool,
     None for no pool; with ``whole_pool`` in place of all the file's. ``allow_plaintext``: a remote
@@ -65,7 +65,7 @@ def plan_config(path: Path, beside: Beside = Beside()) -> Plan:
 
 
 class _Planner:
-    """Works through one configuration; notes and warnings gather on the way."""
+    """Plans one configuration; collects notes and warnings."""
 
     def __init__(
         self, config: MindieConfig, document: Document, folder: Path, beside: Beside
@@ -123,7 +123,7 @@ class _Planner:
         )
 
     def _report(self) -> None:
-        """Notes and warnings about given fields that do not act."""
+        """Adds notes and warnings about given fields without effect."""
         by_reason: dict[str, list[str]] = {}
         in_clear = None if self._server.httpsEnabled else _SERVER
         for path, _, given, declared in fields_of(self._config):
@@ -140,21 +140,21 @@ class _Planner:
         if self._backend.multiNodesInferEnabled and not self._joins_hosts():
             self._warnings.append(
                 "BackendConfig.multiNodesInferEnabled: this server uses the devices of this host "
-                "only; to join several, give vLLM's own options on each, for example -- "
+                "only; to join several, pass vLLM's own options on each, for example -- "
                 "--data-parallel-rank 0 --data-parallel-address HOST --data-parallel-rpc-port 13345"
             )
         if "templateType" in self._schedule.model_fields_set and not self._is_mixed:
             self._notes.append(
-                "templateType Standard: vLLM prefills long prompts in chunks with it, too; -- "
-                "--no-enable-chunked-prefill switches that off"
+                "templateType Standard: vLLM prefills long prompts in chunks in this mode, too; -- "
+                "--no-enable-chunked-prefill disables that"
             )
 
     def _joins_hosts(self) -> bool:
-        """Whether vLLM knows of other hosts."""
+        """Whether vLLM's options name other hosts."""
         return any(x == "nnodes" or x.startswith("data-parallel-") for x, _ in self._told)
 
     def _tell_wins(self, options: Mapping[str, object]) -> None:
-        """A note of all in which the command line wins over the file, and over its ``options``."""
+        """Notes where the command line overrides the file, and its ``options``."""
         beside, server, size = self._beside, self._server, self._model.npuMemSize
         fields = (
             ("MODEL", beside.model, self._model.modelWeightPath),
@@ -172,13 +172,13 @@ class _Planner:
                     "cache; set it to -1"
                 )
         if wins := [*wins, *self._wins]:
-            self._notes.append(f"the command line wins over the file: {', '.join(wins)}")
+            self._notes.append(f"the command line overrides the file: {', '.join(wins)}")
 
     def _limits(self) -> Limits:
         deploy, schedule = self._deploy, self._schedule
         most = min(deploy.maxInputTokenLen, deploy.maxSeqLen - 1)
         if "max-model-len" in dict(self._told):
-            most = deploy.maxInputTokenLen  # vLLM refuses what is longer than its own bound
+            most = deploy.maxInputTokenLen  # vLLM refuses prompts longer than its own bound
         if most < deploy.maxInputTokenLen:
             self._notes.append(
                 f"maxInputTokenLen {deploy.maxInputTokenLen} is lowered to {most}, maxSeqLen - 1"
@@ -274,10 +274,10 @@ class _Planner:
         return options
 
     def _check_mtp(self) -> None:
-        """A model without prediction layers cannot speculate with them."""
+        """Raises ConfigError for mtp with a model that has no prediction layers."""
         path = Path(self._weights) / "config.json"
         if not path.is_file():
-            return  # the check of the model folder says so
+            return  # the check of the model folder reports it
         try:
             described = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, OSError):
@@ -311,7 +311,7 @@ class _Planner:
     # Pool
 
     def _recall(self) -> Mapping[str, object] | None:
-        """The pool's settings, the command line's over the file's; None for no pool."""
+        """The pool's settings, the command line's before the file's; None for no pool."""
         over = self._beside.recall
         settings: Mapping[str, object] | None = None
         if over is None:
@@ -327,7 +327,7 @@ class _Planner:
     def _under(
         self, settings: Mapping[str, object] | None, over: Mapping[str, object]
     ) -> Mapping[str, object]:
-        """The settings of the file's pool, if it has one, with the command line's over them."""
+        """The settings of the file's pool, if it has one, overridden by the command line's."""
         self._require_prefix_cache()
         under = settings or {}
         self._wins += [f"pool {key} {x} ({_was(under.get(key))})" for key, x in over.items()]
@@ -338,7 +338,7 @@ class _Planner:
         return merged
 
     def _tell_unused(self, settings: Mapping[str, object] | None) -> None:
-        """Notes on fields that say something of the pool, and do nothing."""
+        """Adds notes on fields about the pool that have no effect."""
         pool, model = self._backend.kvPoolConfig, self._model
         if model.cpuMemSize > 0:
             said = f"cpuMemSize {model.cpuMemSize:g} is without effect: "
@@ -414,7 +414,7 @@ class _Planner:
             )
 
     def _mooncake_settings(self, file: Path) -> Mapping[str, object]:
-        """A pool in the engine, with the store that Mooncake's own file describes below it."""
+        """Settings of a pool in the engine, above the store that Mooncake's own file describes."""
         pool = self._backend.kvPoolConfig
         allowed = pool.allowPlaintext or self._beside.allow_plaintext
         options = {"config": str(file), "allow_plaintext": allowed}
@@ -433,8 +433,8 @@ class _Planner:
     # The planes
 
     def _planes(self) -> tuple[tuple[Listener, ...], Mapping[Plane, str]]:
-        """The listeners beside the business plane's, and which plane is served where. Planes with
-        the same address and port share a listener."""
+        """The listeners besides the business plane's, and the listener of each plane. Planes with
+        the same address and port share one."""
         server = self._server
         business, port = self._host, self._port
         if _is_unspecified(business) and not server.allowAllZeroIpListening:
@@ -465,7 +465,8 @@ class _Planner:
         return listeners, {plane: "+".join(all_) for all_ in sharing.values() for plane in all_}
 
     def _check_apart(self, business: tuple[str, int], listeners: tuple[Listener, ...]) -> None:
-        """Planes on one port need one address: 0.0.0.0 takes the port of all others too."""
+        """Raises ConfigError for planes with one port and different addresses, one of them
+        0.0.0.0."""
         taken = [business]
         for listener in listeners:
             for host, port in taken:
@@ -480,7 +481,7 @@ class _Planner:
             taken.append((listener.host, listener.port))
 
     def _tls_of(self, plane: Plane) -> TlsFiles | None:
-        """The certificates of a plane; None if nothing is encrypted."""
+        """The certificates of a plane; None without HTTPS."""
         if not self._server.httpsEnabled:
             return None
         prefixes = _TLS_PREFIXES[plane]
@@ -513,14 +514,14 @@ class _Planner:
         )
 
     def _tls_field(self, prefix: str, name: str) -> Any:
-        return getattr(self._server, f"{prefix}{name}", None)  # metricsTlsCrl is none of MindIE's
+        return getattr(self._server, f"{prefix}{name}", None)  # MindIE has no metricsTlsCrl
 
     def _wrong(self, path: JsonPath, message: str) -> ConfigError:
         return problem(self._document, path, message)
 
     def _resolved(self, *parts: str) -> Path:
-        """A path of the file. A relative one lies beside the file or, where that is MindIE's
-        ``conf/config.json``, in the folder around ``conf``."""
+        """A path of the file. A relative one is relative to the file's folder or, for MindIE's
+        ``conf/config.json``, to the parent of ``conf``."""
         folder = self._folder.absolute()
         beside, around = folder.joinpath(*parts), folder.parent.joinpath(*parts)
         return around if folder.name == "conf" and not beside.exists() else beside

@@ -1,4 +1,4 @@
-"""Reads a config.json: every problem with its place, its field, its value and what is allowed."""
+"""Reads a config.json: reports every problem with place, field, value and allowed values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvrecall.server.mindie.schema import JSON_STRINGS, MindieConfig
 
 
 class Problems(ConfigError):
-    """What is wrong with a config.json, one line a problem; the message is the first of them."""
+    """The problems of a config.json, a line each; the error's message is the first of them."""
 
     def __init__(self, lines: list[str]) -> None:
         more = f" (and {len(lines) - 1} more: kvrecall config check)" if len(lines) > 1 else ""
@@ -27,7 +27,7 @@ class Problems(ConfigError):
 
 
 def read_config(path: Path) -> tuple[MindieConfig, Document]:
-    """The checked configuration in the file and its text's document, opened.
+    """The checked configuration of the file, and its document with nested JSON opened.
 
     Raises ConfigError if the text is not JSON, Problems if its content is wrong.
     """
@@ -36,7 +36,7 @@ def read_config(path: Path) -> tuple[MindieConfig, Document]:
 
 def validate(document: Document) -> tuple[MindieConfig, Document]:
     """The configuration in ``document``, and the document with objects in place of strings that
-    hold them. Raises Problems."""
+    contain them. Raises Problems."""
     document = _opened(document)
     value = document.value
     if not isinstance(value, dict):
@@ -46,7 +46,7 @@ def validate(document: Document) -> tuple[MindieConfig, Document]:
     if missing and nested is not None:
         raise Problems(
             [
-                f"{document.where((nested,))}: {nested} belongs into BackendConfig; this is a "
+                f"{document.where((nested,))}: {nested} belongs in BackendConfig; this is a "
                 f"fragment of a config.json ({', '.join(missing)} missing)"
             ]
         )
@@ -88,7 +88,7 @@ def dotted(path: JsonPath) -> str:
 
 
 def _explained(detail: ErrorDetails) -> str:
-    """What is wrong with a field, and what it may be."""
+    """The problem of a field, and its allowed values."""
     *above, last = detail["loc"]
     section = _SECTIONS.get(_of_any_item(tuple(above)))
     fields = section.model_fields if section else {}
@@ -101,7 +101,7 @@ def _explained(detail: ErrorDetails) -> str:
     close = difflib.get_close_matches(str(last), list(fields), 1, 0.75)
     home = next((path for path, model in _SECTIONS.items() if last in model.model_fields), ())
     hint = f"; did you mean {close[0]}?" if close else ""
-    hint = hint or (f"; it belongs into {dotted(home)}" if home else "")
+    hint = hint or (f"; it belongs in {dotted(home)}" if home else "")
     return f"is not a field of {dotted(tuple(above)) or 'config.json'}{hint}"
 
 

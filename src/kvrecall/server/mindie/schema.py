@@ -31,7 +31,7 @@ class Effect(StrEnum):
     """What a field does in kvrecall."""
 
     ACTS = "acts"
-    PARTLY = "partly"  # some values act, others are refused or without effect
+    PARTLY = "partly"  # some values have an effect, others are refused or have none
     NONE = "without effect"
     RETIRED = "retired"
 
@@ -43,27 +43,27 @@ class Section(BaseModel):
 
 
 def acts(text: str, default: Any = ..., **bounds: Any) -> Any:
-    """A field that does what ``text`` says. Without a default it is required."""
+    """A field with the effect that ``text`` describes. Required without a default."""
     return _field(Effect.ACTS, text, default, bounds)
 
 
 def partly(text: str, default: Any = ..., **bounds: Any) -> Any:
-    """A field of which only some values act; ``text`` says which."""
+    """A field of which only some values have an effect; ``text`` says which."""
     return _field(Effect.PARTLY, text, default, bounds)
 
 
 def idle(why: str, default: Any = None, **bounds: Any) -> Any:
-    """A field that is accepted and has no effect, because of ``why``."""
+    """A field that is accepted without effect; ``why``: the reason."""
     return _field(Effect.NONE, why, default, bounds)
 
 
 def retired(text: str) -> Any:
-    """A field that has gone; it is accepted with a warning."""
+    """A field that MindIE has removed; accepted with a warning."""
     return _field(Effect.RETIRED, text, None, {})
 
 
 def effect_of(field: FieldInfo) -> Effect:
-    """What was declared of ``field``; sections, which are not declared, act."""
+    """The declared effect of ``field``; that of sections is ACTS."""
     extra = field.json_schema_extra
     return Effect(str(extra["effect"])) if isinstance(extra, dict) else Effect.ACTS
 
@@ -73,7 +73,7 @@ def _field(effect: Effect, text: str, default: Any, bounds: dict[str, Any]) -> A
 
 
 def _only(*served: object) -> AfterValidator:
-    """Refuses all that MindIE takes and kvrecall does not serve."""
+    """Refuses values that MindIE accepts and kvrecall does not support."""
 
     def checked(value: object) -> object:
         if value not in served:
@@ -103,7 +103,7 @@ class LogSection(Section):
 
 
 class ServerSection(Section):
-    allowAllZeroIpListening: bool = acts("whether 0.0.0.0 and :: may be listened on")
+    allowAllZeroIpListening: bool = acts("whether listening on 0.0.0.0 and :: is allowed")
     ipAddress: str = acts("address of the business plane")
     managementIpAddress: str | None = acts(
         "address of the management and metrics planes; null: ipAddress", "127.0.0.2"
@@ -111,13 +111,15 @@ class ServerSection(Section):
     port: Port = acts("port of the business plane")
     managementPort: Port = acts("port of the management plane: health, readiness, stop", 1026)
     metricsPort: Port = acts("port of the metrics plane: /metrics", 1027)
-    maxLinkNum: int = acts("most open connections; further ones get 503", ge=1, le=4096)
+    maxLinkNum: int = acts(
+        "maximum number of open connections; further ones get 503", ge=1, le=4096
+    )
     httpsEnabled: bool = acts("serve HTTPS with the tls* fields")
     fullTextEnabled: Annotated[bool, _only(False)] = partly(
-        "false only: streams carry what is new, not all so far", False
+        "false only: stream events contain new text, not all so far", False
     )
     tlsCaPath: Path = acts("folder of tlsCaFile", "")
-    tlsCaFile: Names = acts("CA files that client certificates are checked against", [])
+    tlsCaFile: Names = acts("CA files for verifying client certificates", [])
     tlsCert: Path = acts("the server's certificate chain (PEM)", "")
     tlsPk: Path = acts("the server's private key (PEM, not encrypted)", "")
     tlsPkPwd: Path | None = idle(_KEY_STORE)
@@ -152,7 +154,7 @@ class ServerSection(Section):
     kmcKsfMaster: Path | None = idle(_KEY_STORE)
     kmcKsfStandby: Path | None = idle(_KEY_STORE)
     inferMode: Annotated[Literal["standard", "dmi"], _only("standard")] = partly(
-        "standard; dmi (prefill and decode apart) is not available", "standard"
+        "standard; dmi (prefill-decode disaggregation) is not available", "standard"
     )
     interCommTLSEnabled: bool | None = idle(_ONE_HOST)
     interCommPort: Port | None = idle(_ONE_HOST)
@@ -168,9 +170,13 @@ class ServerSection(Section):
     openAiSupport: Literal["vllm", "openai"] = partly(
         "vllm: the OpenAI routes are vLLM's own, which also serve clients of openai", "vllm"
     )
-    tokenTimeout: int = acts("seconds until each next token, and the first", 600, ge=1, le=3600)
-    e2eTimeout: int = acts("seconds a request may take", 600, ge=1, le=65535)
-    maxRequestLength: int = acts("MB a body may have; beyond it 413", 40, ge=1, le=100)
+    tokenTimeout: int = acts(
+        "maximum seconds until the first and between tokens", 600, ge=1, le=3600
+    )
+    e2eTimeout: int = acts("maximum seconds for a request", 600, ge=1, le=65535)
+    maxRequestLength: int = acts(
+        "maximum size of a body, MB; larger ones get 413", 40, ge=1, le=100
+    )
     distDPServerEnabled: bool | None = idle(_ONE_HOST)
 
     @field_validator("ipAddress", "managementIpAddress")
@@ -195,13 +201,13 @@ class KvPoolSection(Section):
         "",
     )
     configPath: str = acts(
-        "JSON file with the pool's settings; of mooncake its client's mooncake.json",
+        "JSON file with the pool's settings; for mooncake, its client's mooncake.json",
         "",
         max_length=500,
     )
     asyncWrite: bool = acts("save blocks off the critical path", False)
     allowPlaintext: bool = acts(
-        "let Mooncake's unprotected traffic leave this machine; not MindIE's, as --allow-plaintext",
+        "allow Mooncake's plaintext traffic beyond this host; kvrecall's own, as --allow-plaintext",
         False,
     )
 
@@ -238,7 +244,7 @@ class Plugins(Section):
 
     plugin_type: str = ""
     num_speculative_tokens: Annotated[int, Field(ge=1, le=64)] | None = None
-    # Of la and memory_decoding: sizes that n-gram speculation does not have, but for the length.
+    # Of la and memory_decoding: n-gram speculation has only the length.
     level: int | None = None
     window: int | None = None
     guess_set_size: int | None = None
@@ -253,7 +259,7 @@ class Plugins(Section):
         return frozenset(kind.strip() for kind in self.plugin_type.split(",") if kind.strip())
 
     def unused(self) -> list[str]:
-        """The parameters that were given and have no effect with these plug-ins."""
+        """Given parameters without effect with these plug-ins."""
         speculative = self.kinds & {"mtp", "la", "memory_decoding"}
         lengths = {"num_speculative_tokens", "decoding_length"} if speculative else set()
         return sorted(self.model_fields_set - {"plugin_type"} - lengths)
@@ -267,7 +273,7 @@ class Plugins(Section):
                 )
         speculative = self.kinds & {"mtp", "la", "memory_decoding"}
         if len(speculative) > 1:
-            raise ValueError(f"{' and '.join(sorted(speculative))} exclude each other")
+            raise ValueError(f"{' and '.join(sorted(speculative))} are mutually exclusive")
         return self
 
 
@@ -287,7 +293,7 @@ class ModelSection(Section):
     )
     npuMemSize: float = acts("GB of device KV cache; -1 = automatic", ge=-1, le=65536)
     backendType: Literal["atb", "torch", "ms"] | None = idle("vLLM runs the model", "atb")
-    trustRemoteCode: bool = acts("let the model folder bring its own code", False)
+    trustRemoteCode: bool = acts("allow code from the model folder", False)
     tp: int = acts("tensor parallel size; absent or -1: worldSize / (dp x pp)", -1, ge=-1)
     pp: int = acts("pipeline parallel size", 1, ge=-1)
     dp: int = acts("data parallel size", 1, ge=-1)
@@ -301,8 +307,8 @@ class ModelSection(Section):
     moe_ep: int | None = partly(
         "more than 1: expert parallelism on, over all tp x dp devices", None, ge=-1
     )
-    kv_trans_timeout: int | None = idle("for prefill and decode apart", ge=0)
-    kv_link_timeout: int | None = idle("for prefill and decode apart", ge=0)
+    kv_trans_timeout: int | None = idle("for prefill-decode disaggregation", ge=0)
+    kv_link_timeout: int | None = idle("for prefill-decode disaggregation", ge=0)
     async_scheduler_wait_time: int | None = idle(_SCHEDULER, ge=0)
     ignore_eos: bool | None = idle("a setting of requests, not of the server")
     plugin_params: Plugins = acts(
@@ -331,19 +337,19 @@ class DeploySection(Section):
     maxSeqLen: int = acts("longest sequence, prompt and answer", ge=2, le=1 << 24)
     maxInputTokenLen: int = acts("longest prompt; at most maxSeqLen - 1", ge=1, le=1 << 24)
     truncation: Literal[False, True, -1, 0, 1] = acts(
-        "longer prompts: false or 0 = refused, true or -1 = cut on the right, 1 = on the left",
+        "longer prompts: false or 0 = refused, true or -1 = truncated right, 1 = truncated left",
         False,
     )
     ModelConfig: list[ModelSection] = Field(min_length=1, max_length=10)
     LoraModules: list[LoraSection] | None = acts("LoRA adapters to load", None)
-    maxLoraNum: int | None = acts("most adapters in use at once", None, ge=1)
-    maxLoraRank: int | None = acts("largest rank of an adapter", None, ge=1)
+    maxLoraNum: int | None = acts("maximum number of adapters in use at once", None, ge=1)
+    maxLoraRank: int | None = acts("maximum rank of an adapter", None, ge=1)
 
     @field_validator("ModelConfig")
     @classmethod
     def _one(cls, value: list[ModelSection]) -> list[ModelSection]:
         if len(value) > 1:
-            raise ValueError("one server serves one model, and there is a second model")
+            raise ValueError("a server serves one model; remove the others")
         return value
 
 
@@ -362,13 +368,13 @@ class ScheduleSection(Section):
     decodePolicyType: int | None = idle(_SCHEDULER, ge=0, le=3)
     policyType: int | None = idle(_SCHEDULER, ge=0)
     maxBatchSize: int = acts("sequences of a step (max_num_seqs)", 200, ge=1, le=5000)
-    maxIterTimes: int = acts("most tokens of an answer", 512, ge=1)
+    maxIterTimes: int = acts("maximum tokens of an answer", 512, ge=1)
     maxPreemptCount: int | None = idle("vLLM preempts by recomputation", ge=0)
     supportSelectBatch: bool | None = idle(_SCHEDULER)
     maxQueueDelayMicroseconds: int | None = idle(_SCHEDULER, ge=0)
     maxFirstTokenWaitTime: int | None = idle(_SCHEDULER, ge=0)
     maxN: int | None = acts(
-        "most sequences of a request: n, best_of, beams; null = 128 or maxBatchSize, the less",
+        "maximum sequences of a request (n, best_of, beams); null = min(128, maxBatchSize)",
         None,
         ge=1,
         le=MAX_N_LIMIT,
@@ -399,7 +405,7 @@ class ScheduleSection(Section):
 class BackendSection(Section):
     backendName: str | None = idle("vLLM is the engine", "mindieservice_llm_engine")
     modelInstanceNumber: Annotated[int, _only(1)] = partly(
-        "1 only: one engine per server", 1, ge=1, le=10
+        "only 1: one engine per server", 1, ge=1, le=10
     )
     npuDeviceIds: list[list[int]] | None = idle(
         "devices are chosen by CUDA_VISIBLE_DEVICES, with vLLM-Ascend ASCEND_RT_VISIBLE_DEVICES"
@@ -440,8 +446,8 @@ JSON_STRINGS = frozenset(
         ("BackendConfig", "ModelDeployConfig", "ModelConfig", 0, "plugin_params"),
     )
 )
-"""Objects that MindIE writes as JSON in a string; here they may also be given as they are. Of a
-list the first item stands for all."""
+"""Paths of objects that MindIE writes as JSON in a string; plain objects are accepted, too. The
+index 0 stands for every item of a list."""
 
 
 def fields_of(

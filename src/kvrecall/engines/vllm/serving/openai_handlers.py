@@ -117,7 +117,7 @@ class _Bounded:
         if isinstance(best_of, bool) or not isinstance(best_of, int) or best_of < 1:
             return self._refused(f"best_of is {best_of!r}; allowed: 1 or more")
         if request.use_beam_search and best_of != request.n:
-            return self._refused("best_of and use_beam_search exclude each other")
+            return self._refused("best_of and use_beam_search are mutually exclusive")
         if request.stream and best_of != (request.n or 1):
             return self._refused("best_of above n cannot be streamed; leave out stream or best_of")
         if (best_of, request.n) != (1, 1) and not request.stream:

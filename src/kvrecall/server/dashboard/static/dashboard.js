@@ -312,7 +312,7 @@ function drawRequests() {
   const live = [...state.latest.live].sort((a, b) => b.began - a.began);
   const ended = [...state.ended].sort((a, b) => b.ended - a.ended).slice(0, 50);
   const more = state.latest.live_total - live.length;
-  $("requests-note").textContent = `${state.latest.live_total} under way${more > 0 ? ` (${more} not shown)` : ""}, ${ended.length} of the last that ended`;
+  $("requests-note").textContent = `${state.latest.live_total} in flight${more > 0 ? ` (${more} not shown)` : ""}, ${ended.length} of the last that ended`;
   if (!live.length && !ended.length) { replace($("requests"), note("No requests yet. Send one, twice, to see recall.")); return; }
   const row = (each) => h("tr", {},
     h("td", {}, h("span", { class: "pill", "data-state": each.phase }, each.phase)),
@@ -327,7 +327,7 @@ function drawRequests() {
     h("td", {}, seconds(each.ended ? each.ended - each.began : now - each.began)));
   const box = $("requests"), top = box.scrollTop;
   replace(box, h("table", {},
-    h("caption", { class: "unseen" }, "Requests under way and the last that ended"),
+    h("caption", { class: "unseen" }, "Requests in flight and the last that ended"),
     h("thead", {}, h("tr", {}, ["state", "request", "began", "prompt, tokens", "from", "recalled", "first token", "output, tokens", "per output token", "time"].map((name) => h("th", { scope: "col" }, name)))),
     h("tbody", {}, live.map(row), ended.map(row))));
   box.scrollTop = top;
