@@ -17,8 +17,8 @@ from kvrecall.testing.blocks import wait_until
 
 
 class Master(ChildProcess):
-    """A master on a port of its own, that may be killed and started again, without what it knew. It
-    ends with the thread that started it.
+    """A master on its own port that can be killed and restarted, without its data. It ends with the
+    thread that started it.
 
     ``prefix``: a command that runs another one, such as ``ip netns exec NAME``.
     """
@@ -37,7 +37,7 @@ class Master(ChildProcess):
         return f"{self.host}:{self.port}"
 
     def start(self, client_ttl_s: int = 10) -> None:
-        """Waits until it answers, but for a master behind a ``prefix``. Raises TierError."""
+        """Waits until it answers, except behind a ``prefix``. Raises TierError."""
         flags = MasterFlags(
             self.host, self.port, self._metrics_port, rpc_thread_num=8, allow_plaintext=True
         )
@@ -53,14 +53,14 @@ class Master(ChildProcess):
             return probe.connect_ex((self.host, self.port)) == 0
 
     def freeze(self) -> None:
-        """It hangs: its connections stay open and nothing is answered."""
+        """Suspends it: its connections stay open, but it does not answer."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def thaw(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
     def options(self, segment: int | str = 64 << 20) -> dict[str, object]:
-        """A mooncake.json for a client on the master's host that lends so much memory."""
+        """A mooncake.json for a client on the master's host that lends ``nbytes`` of memory."""
         return {
             "local_hostname": "localhost",
             "metadata_server": "P2PHANDSHAKE",

@@ -1,11 +1,11 @@
 """Writes small models in Hugging Face's folder format: random weights, byte-level tokenizer; and
 folders that differ from another in one thing.
 
-They stand in for real models where only the machinery matters: every name and shape is that of
-the real architecture, so that vLLM and transformers load them. The weights are scaled such that
+They stand in for real models where only the machinery matters: names and shapes are those of
+the real architecture, so that vLLM and transformers load them. The weights are scaled so that
 greedy output depends on the whole prompt (attention is neither flat nor on one token, and each
-block adds as much to the residual stream as lies there), since equality of outputs is what they
-are used to prove. Special tokens have no logit worth choosing: greedy output never ends early.
+block adds as much to the residual stream as it contains), because tests compare outputs. Special
+tokens have low logits: greedy output never ends early.
 
 ``python -m kvrecall.lab.models PATH --architecture qwen3`` writes one. The functions that take a
 folder written by ``write_model`` return the path of a new one, as a LoRA adapter of it, with
@@ -49,12 +49,12 @@ CHAT_TEMPLATE = (
 )
 
 _SHARPNESS = 4.0  # standard deviation of attention scores before the softmax
-_ATTENTION_GAIN = 1.5  # averaging over keys shrinks the output by about this much
+_ATTENTION_GAIN = 1.5  # averaging over keys shrinks the output by about this factor
 _LOGIT_SPREAD = 8.0  # standard deviation of logits
 
 
 class Architecture(enum.StrEnum):
-    """The model families that can be written, by their ``model_type``."""
+    """The supported model families, by ``model_type``."""
 
     QWEN3 = "qwen3"
     QWEN3_MOE = "qwen3_moe"
@@ -163,7 +163,7 @@ def write_model(
 
 
 class _Weights:
-    """Draws the tensors of a model; matrices [out, in] keep the scale of what passes through."""
+    """Draws the tensors of a model; matrices [out, in] preserve the scale of activations."""
 
     def __init__(self, config: Mapping[str, Any], seed: int) -> None:
         self._config = config
@@ -182,7 +182,7 @@ class _Weights:
                 yield f"model.layers.{index}.{name}", tensor
         yield "model.norm.weight", self._ones(hidden)
         head = self._matrix(vocab, hidden, _LOGIT_SPREAD)
-        head[256:] = 0  # only bytes are ever chosen
+        head[256:] = 0  # only bytes are generated
         yield "lm_head.weight", head
 
     def _layer(self, index: int) -> Iterator[tuple[str, Tensor]]:
@@ -263,8 +263,8 @@ def write_changed(
     file: str = WEIGHTS,
     note_bytes: int = 0,
 ) -> Path:
-    """A copy of ``source``, a model or an adapter. ``tensors`` changes in place what ``file``
-    holds, whose header then has a note of ``note_bytes``; ``config`` adds settings."""
+    """A copy of ``source``, a model or an adapter. ``tensors`` changes the tensors of ``file`` in
+    place, whose header then has a note of ``note_bytes``; ``config`` adds settings."""
     shutil.copytree(source, path, dirs_exist_ok=True)
     if tensors is not None:
         weights = load_file(source / file)
@@ -385,8 +385,8 @@ def write_code(path: Path, source: Path, places: int, *, needed: bool = True) ->
     """A Qwen3 folder with a ``modeling_turned.py`` that turns embeddings by ``places``.
 
     ``needed``: the architecture is the file's own, which vLLM runs by its Transformers backend with
-    ``trust_remote_code``. Else the folder keeps its architecture, so that vLLM serves it with its
-    own code and the file is dead.
+    ``trust_remote_code``. Otherwise the folder keeps its architecture, so that vLLM serves it with
+    its own code and never runs the file.
     """
     shutil.copytree(source, path, dirs_exist_ok=True)
     model_type = "turned" if needed else "qwen3"
@@ -477,11 +477,11 @@ def write_kv_scales(path: Path, source: Path, scale: float) -> Path:
     return write_changed(path, source, add, {"quantization_config": quantization})
 
 
-PICTURE = 56  # pixels a side
+PICTURE = 56  # pixels per side
 _PATCH = 14
 _QUERIES = 16
 _VISION = 64
-"""A picture's tokens are ``_QUERIES``; what sees it is ``_VISION`` wide."""
+"""A picture takes ``_QUERIES`` tokens; the vision encoder is ``_VISION`` wide."""
 
 
 def write_blip2(path: Path, source: Path) -> Path:
@@ -548,7 +548,7 @@ def write_picture(path: Path) -> Path:
 
 
 def _eyes(config: Mapping[str, Any], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """BLIP-2's weights beside those of its language model, by their names in a checkpoint."""
+    """BLIP-2's weights except its language model's, by their names in a checkpoint."""
     from transformers import Blip2Config, Blip2ForConditionalGeneration
 
     with torch.device("meta"):

@@ -6,17 +6,17 @@ import secrets
 import socket
 from pathlib import Path
 
-_LOWEST = 20_000  # Mooncake takes its own from 12,300 to 17,000
+_LOWEST = 20_000  # Mooncake uses 12,300 to 17,000
 _LEAST = 2_000  # ports to choose from
 _claims: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """A TCP port that is free now, on every address of this host.
+    """A TCP port that is free on every address of this host.
 
-    Between this call and the server's start nothing comes in its way: the system gives outgoing
-    connections ports above it, and no other process gets the port from here while this one
-    lives. Linux. Raises OSError if there is none.
+    It stays free until the server starts: the system gives outgoing connections higher ports, and
+    no other process gets the port from this function while this process runs. Linux. Raises
+    OSError if there is none.
     """
     end = _first_ephemeral()
     low = _LOWEST if end - _LOWEST >= _LEAST else 1024
@@ -29,7 +29,7 @@ def free_port() -> int:
 
 
 def _first_ephemeral() -> int:
-    """The lowest port that outgoing connections may be given."""
+    """The lowest port of outgoing connections."""
     try:
         low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:
@@ -47,7 +47,7 @@ def _is_free(port: int) -> bool:
 
 
 def _claim(port: int) -> bool:
-    """Keeps the port from other processes that ask here, by a name that goes with this one."""
+    """Reserves the port among callers of ``free_port``, by a name that ends with this process."""
     claim = socket.socket(socket.AF_UNIX)
     try:
         claim.bind(f"\0kvrecall-port-{port}")

@@ -1,4 +1,4 @@
-"""Processes of the laboratory: its commands, and their children, which end with them.
+"""Processes of the laboratory: commands, and children that end with them.
 
 A benchmark or test that dies of ``kill -9`` shuts nothing down; its children detect its death
 themselves.
@@ -43,12 +43,12 @@ def kvrecall(*words: str) -> list[str]:
 
 def as_child(*command: str) -> list[str]:
     """A command line that runs ``command`` until it ends, or the thread that starts it does: for
-    programs that are not ours. Linux (PR_SET_PDEATHSIG)."""
+    third-party programs. Linux (PR_SET_PDEATHSIG)."""
     return [sys.executable, "-S", "-c", _PROGRAM, str(os.getpid()), *command]
 
 
 def end_with(parent: int) -> None:
-    """From now on, when ``parent``, which started this process, has ended, this one gets SIGTERM;
+    """Watches ``parent``, which started this process: when it has ended, this process gets SIGTERM;
     20 seconds later it and its process group are killed. Returns at once."""
     threading.Thread(target=_watch, args=(parent,), name="parent-watch", daemon=True).start()
 
@@ -69,8 +69,8 @@ def command_folder(
 ) -> Iterator[Path]:
     """A folder for a run of ``command``. An error within becomes one line and an exit status.
 
-    The folder is removed at the end, unless ``keep``, or ``keep_failed`` where the run did not end
-    with 0 or Ctrl-C; then without what is ``large``.
+    Removes the folder at the end, unless ``keep``, or ``keep_failed`` if the run did not end with 0
+    or Ctrl-C; then without the ``large`` files.
     """
     unwind_on_signals()
     progress = ProgressLines(command)
@@ -101,8 +101,8 @@ def command_folder(
 
 
 def unwind_on_signals() -> None:
-    """SIGTERM and SIGHUP raise SystemExit, so that processes are ended and folders removed; SIGINT
-    raises KeyboardInterrupt also where a shell has it ignored."""
+    """Makes SIGTERM and SIGHUP raise SystemExit, so that processes are ended and folders removed,
+    and SIGINT raise KeyboardInterrupt even if a shell ignores it."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _exit)
     signal.signal(signal.SIGINT, signal.default_int_handler)

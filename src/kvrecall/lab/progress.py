@@ -1,4 +1,4 @@
-"""What a command of the laboratory does at the moment, on standard error."""
+"""Progress of a laboratory command, on standard error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SILENCE_S = 10.0
 
 
 class ProgressLines:
-    """Prints lines, each with the time since the command began. Standard output stays clean."""
+    """Prints lines with the time since the command began. Leaves standard output clean."""
 
     def __init__(self, command: str) -> None:
         self._command = command
@@ -30,7 +30,7 @@ class ProgressLines:
             self._print(line)
 
     def now(self, line: str) -> None:
-        """What is done from now on; printed only if it takes long."""
+        """Sets the current activity, which is printed only if it takes long."""
         with self._lock:
             self._now(line)
 
@@ -41,9 +41,9 @@ class ProgressLines:
 
     @contextlib.contextmanager
     def alive(self, beats: bool = True) -> Iterator[None]:
-        """Shows until the end of the block that the command goes on, and for how long it has been
-        doing what the last line says: on a terminal by a moving line; elsewhere, if ``beats``, by
-        one more line for every ten seconds without any. The command begins here."""
+        """Shows until the end of the block that the command is alive, and the duration of its
+        current activity: on a terminal by an updated line; elsewhere, if ``beats``, by a line every
+        ten seconds without other output. The command begins here."""
         self._began = self._said = time.monotonic()
         self._line = "working"
         if sys.stderr.isatty():

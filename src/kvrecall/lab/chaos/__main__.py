@@ -25,16 +25,17 @@ def chaos(
     seed: Annotated[
         int | None, typer.Option(help="Seed of questions and faults; random by default.")
     ] = None,
-    engines: Annotated[int, typer.Option(min=1, help="Engine processes on the service.")] = 2,
+    engines: Annotated[int, typer.Option(min=1, help="Number of engine processes.")] = 2,
     disk_size: Annotated[
-        str, typer.Option(help="Limit of the disk tier; 64MiB makes it evict all the time.")
+        str, typer.Option(help="Limit of the disk tier; 64MiB makes it evict constantly.")
     ] = "1GiB",
     keep: Annotated[bool, typer.Option("--keep", help="Keep logs and files.")] = False,
 ) -> None:
-    """Real engines on a real pool service, while the service and engines are killed and files are
-    damaged. Every reply is compared with that of an engine without a pool. The last line is JSON;
-    the exit status is 0 only if wrong, hung, failed, lost_committed and leaked_bytes are."""
-    logging.getLogger("kvrecall").setLevel(logging.CRITICAL)  # losses are meant
+    """Run real engines on a real pool service while the service and engines are killed and files
+    are damaged. Every reply is compared with that of an engine without a pool. The last line is
+    JSON; the exit status is 0 only if wrong, hung, failed, lost_committed and leaked_bytes are
+    0."""
+    logging.getLogger("kvrecall").setLevel(logging.CRITICAL)  # losses are intended
     progress = ProgressLines("chaos")
     seed = secrets.randbelow(1 << 20) if seed is None else seed
     with command_folder("chaos", keep) as folder:

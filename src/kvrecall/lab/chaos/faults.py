@@ -31,7 +31,7 @@ _QUERY = (
     "SELECT address, digest, hash, nbytes FROM blocks JOIN namespaces "
     "ON namespaces.id = blocks.namespace"
 )
-_AIM_S = 4.0  # longest an engine is watched until it loads (or saves)
+_AIM_S = 4.0  # maximum time to wait for an engine to load (or save)
 
 
 # -- damage to a disk folder -----------------------------------------------------------------
@@ -39,7 +39,7 @@ _AIM_S = 4.0  # longest an engine is watched until it loads (or saves)
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A row of the index: the bytes of a block lie in the file ``slab``, from ``offset`` on."""
+    """A row of the index: the block's bytes are in the file ``slab`` at ``offset``."""
 
     key: BlockKey
     slab: str
@@ -49,15 +49,15 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """``keys``: blocks that may be lost by it; ``count``: blocks or files that were hit."""
+    """``keys``: blocks that may be lost; ``count``: damaged blocks or files."""
 
     keys: frozenset[BlockKey]
     count: int
 
 
 def stored_blocks(folder: Path, in_use: bool) -> list[StoredBlock]:
-    """Rows of the index of ``folder``. ``in_use``: a process has it open. Nothing is changed.
-    Empty where it cannot be read now."""
+    """Rows of the index of ``folder``. ``in_use``: a process has it open. Changes nothing. Empty if
+    the index cannot be read now."""
     try:
         with _connection(folder, in_use) as connection:
             rows = connection.execute(_QUERY).fetchall()
@@ -73,8 +73,8 @@ def stored_blocks(folder: Path, in_use: bool) -> list[StoredBlock]:
 
 @contextlib.contextmanager
 def _connection(folder: Path, in_use: bool) -> Iterator[sqlite3.Connection]:
-    """Of an index in use, a second reader; else of a copy, as the last one to close an index
-    would tidy it up."""
+    """A second reader of an index in use, otherwise a reader of a copy, because the last connection
+    to close an index modifies it."""
     with tempfile.TemporaryDirectory(prefix="kvrecall-index-") as name:
         source = folder
         if not in_use:
@@ -89,7 +89,7 @@ def _connection(folder: Path, in_use: bool) -> Iterator[sqlite3.Connection]:
 class DiskFaults:
     """Damages the disk tier in ``folder``: flips bytes, cuts files short, deletes them. It reads
     the tier's index to hit blocks rather than free slots, and to know which. Deterministic for a
-    given folder and dice. ``slab_share``: of the damage, that which costs a whole slab."""
+    folder and dice. ``slab_share``: share of the faults that destroy a whole slab."""
 
     def __init__(self, folder: Path, dice: random.Random, slab_share: float = 0.12) -> None:
         self._folder = folder
@@ -97,8 +97,7 @@ class DiskFaults:
         self._dice = dice
 
     def inject(self, in_use: bool) -> Damage | None:
-        """Damages something; None if there is nothing (any more). ``in_use`` as in
-        ``stored_blocks``."""
+        """Damages a block or file; None if there is none. ``in_use`` as in ``stored_blocks``."""
         rows = stored_blocks(self._folder, in_use)
         if not rows:
             return None
@@ -106,7 +105,7 @@ class DiskFaults:
         damage = self._cut(rows) if whole_slab else self._flip(rows)
         if damage is None:
             return None
-        # A slot may have been given to another block between the look and the damage.
+        # A slot may have been reused for another block since the index was read.
         now = {(row.slab, row.offset): row for row in stored_blocks(self._folder, in_use)}
         hit = {(row.slab, row.offset) for row in rows if row.key in damage.keys}
         later = {now[place].key for place in hit if place in now}
@@ -129,8 +128,8 @@ class DiskFaults:
         return Damage(frozenset(keys), len(keys)) if keys else None
 
     def _alter(self, fd: int, row: StoredBlock) -> bool:
-        """Changes a byte of a block, or all of up to two pages, as a torn or misplaced write
-        would. A changed byte is seldom seen in what a model says; pages are."""
+        """Changes a byte of a block, or up to two whole pages, as a torn or misplaced write would.
+        A changed byte rarely changes a model's output; pages do."""
         length = 1 if self._dice.random() < 0.5 else min(row.nbytes, 2 * mmap.PAGESIZE)
         place = row.offset + self._dice.randrange(row.nbytes - length + 1)
         old = os.pread(fd, length, place)
@@ -138,7 +137,7 @@ class DiskFaults:
         return os.pwrite(fd, new, place) > 0
 
     def _cut(self, rows: list[StoredBlock]) -> Damage | None:
-        """Shortens or deletes a slab: the tier then gives up all of its blocks."""
+        """Truncates or deletes a slab; the tier then drops all of its blocks."""
         slab = self._dice.choice(sorted({row.slab for row in rows}))
         path = self._folder / slab
         try:
@@ -198,7 +197,7 @@ class FaultInjector:
             thread.start()
 
     def stop(self) -> None:
-        """Ends the threads; the service runs afterwards, unless it cannot be started."""
+        """Stops the threads and leaves the service running, unless it cannot be started."""
         self._stop.set()
         for thread in self._threads:
             if thread.ident is not None:
@@ -210,7 +209,7 @@ class FaultInjector:
         try:
             while not self._stop.wait(dice.uniform(0.5, 1.5) * mean_s):
                 act(dice)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the run is not clean
+        except Exception as error:  # noqa: BLE001 - any exception is a fault of the run
             self._report.fault("failed", f"{act.__name__}: {type(error).__name__}: {error}")
 
     def _hurt_service(self, dice: random.Random) -> None:
@@ -231,9 +230,9 @@ class FaultInjector:
             self._restart_service(dice)
 
     def _restart_service(self, dice: random.Random) -> None:
-        """Sometimes after damage to its files, or after a while; then looks for losses: durable
-        blocks must be there, unless they were evicted, in an earlier life of the service (there was
-        no row any more when it died) or since, while engines go on saving."""
+        """Restarts the service, sometimes after damage to its files or a pause, and looks for
+        losses: durable blocks must be found unless they were evicted, before the kill (no row in
+        the index) or since, while engines go on saving."""
         evictions = self._oracle.evictions
         rows = {row.key for row in stored_blocks(self._service.disk, in_use=False)}
         if dice.random() < 0.4:
@@ -252,11 +251,11 @@ class FaultInjector:
         self._oracle.evicted(missing)
         if len(lost) > self._oracle.evictions - evictions:
             had = sum(key in rows for key in lost)
-            what = f"{len(lost)} durable blocks are gone, {had} of them had a row in the index"
+            what = f"{len(lost)} durable blocks are lost, {had} of them had a row in the index"
             self._report.fault("lost_committed", what, len(lost))
 
     def _hurt_engine(self, dice: random.Random) -> None:
-        """Kills an engine, two times of three while it loads or saves."""
+        """Kills an engine, in two of three cases while it loads or saves."""
         ready = [one for one in self._fleet.replicas if one.ready and not one.doomed]
         if not ready:
             return
@@ -267,7 +266,7 @@ class FaultInjector:
         self._fleet.kill(replica, dice.choice(("engine", "engine", "group", "worker")))
 
     def _await(self, replica: Replica, aim: str) -> None:
-        """Waits until the engine loads from the pool (or saves to it), as the service sees it."""
+        """Waits until the service sees the engine load from the pool (or save to it)."""
         process = replica.process
         until = time.monotonic() + _AIM_S
         while process is not None and time.monotonic() < until and not self._stop.is_set():

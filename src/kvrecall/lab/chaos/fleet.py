@@ -19,18 +19,18 @@ from kvrecall.lab.engines.engine import START_S, Answer, EngineProcess, OnLine, 
 from kvrecall.lab.engines.service import ServiceProcess
 
 HUNG_S = 120.0
-"""A request in flight for so long in an engine that was not killed counts as hung."""
+"""Seconds after which a request in flight in an engine that was not killed counts as hung."""
 
 _VLLM_NAMES = ("psm_", "vllm_dist_", "sem.")
-"""Shared memory of vLLM and Python; kvrecall has none with a name."""
+"""Names of vLLM's and Python's shared memory; kvrecall's has no name."""
 
 _SALTS = (None, "tenant-a", "tenant-b")
-_WIDTH = 4  # requests in flight in an engine
+_WIDTH = 4  # requests in flight per engine
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A request that an engine works on."""
+    """A request in flight in an engine."""
 
     question: Question
     turn: Turn
@@ -47,20 +47,20 @@ class Replica:
     doomed: bool = False  # killed by the run, or about to be
     started_at: float = 0.0
     was_joined: bool = False
-    lost_at: float = 0.0  # when it last noticed that its service is gone
+    lost_at: float = 0.0  # when it last noticed the loss of its service
     lives: int = 0
     in_flight: dict[str, InFlight] = field(default_factory=dict)
 
     def vacate(self) -> None:
-        """It has no engine any more."""
+        """Removes its engine."""
         self.in_flight.clear()
         self.process, self.ready = None, False
 
 
 class Fleet:
-    """All replicas. Lines of engines are taken in by their readers' threads; ``tend`` is called
-    every so often by the run's. ``start``: starts the engine of a replica, given its number, its
-    life and what to call for its lines."""
+    """All replicas. Reader threads process the engines' lines; the run's thread calls ``tend``
+    regularly. ``start``: starts the engine of a replica, given its number, its life and a callback
+    for its lines."""
 
     def __init__(
         self,
@@ -79,18 +79,18 @@ class Fleet:
         self._dice = dice
         self._oracle = oracle
         self._service = service
-        self._lock = threading.RLock()  # guards the replicas and what follows
+        self._lock = threading.RLock()  # guards the replicas and the fields below
         self._backlog: deque[InFlight] = deque()
         self._numbers = itertools.count()
         self._draining = False
         self._ending = False
         self._shared: set[Path] = set()
-        self._dead: list[EngineProcess] = []  # ended by themselves
+        self._dead: list[EngineProcess] = []  # ended unexpectedly
 
     # -- the run's thread ------------------------------------------------------------------
 
     def tend(self) -> None:
-        """Starts engines where there is none, gives them work, looks for requests that hang."""
+        """Starts missing engines, sends requests, detects hung ones."""
         with self._lock:
             dead, self._dead = self._dead, []
         for process in dead:
@@ -119,7 +119,7 @@ class Fleet:
         process.where()
         count = len(replica.in_flight)
         self._report.fault("hung", f"{what}; its stacks are in {process.log}", count)
-        time.sleep(1.0)  # it writes them
+        time.sleep(1.0)  # while the process writes them
         process.kill()
         process.bury()
         replica.vacate()
@@ -129,7 +129,7 @@ class Fleet:
         return all(one.ready for one in self.replicas)
 
     def drain(self) -> None:
-        """No new questions; those in flight and those to be asked again are finished."""
+        """Finishes the requests in flight and those to be repeated; sends no new ones."""
         self._draining = True
 
     @property
@@ -138,7 +138,7 @@ class Fleet:
             return not (self._backlog or any(one.in_flight for one in self.replicas))
 
     def give_up_waiting(self) -> None:
-        """What is not answered by now counts as hung."""
+        """Counts unanswered requests as hung."""
         with self._lock:
             flying = (request for one in self.replicas for request in one.in_flight.values())
             for request in [*self._backlog, *flying]:
@@ -147,7 +147,7 @@ class Fleet:
             self._backlog.clear()
 
     def end(self, by_force: bool) -> None:
-        """Ends all engines, in order unless ``by_force``."""
+        """Ends all engines, orderly unless ``by_force``."""
         self._ending = self._draining = True
         threads = [
             threading.Thread(target=self._end, args=(one, one.process, by_force))
@@ -170,14 +170,14 @@ class Fleet:
             process.kill()
             process.bury(family)
         elif not process.end():
-            self._report.fault("hung", f"{process.name} did not end in order; {process.log}")
+            self._report.fault("hung", f"{process.name} did not end orderly; {process.log}")
         replica.process = None
 
     # -- kills -----------------------------------------------------------------------------
 
     def kill(self, replica: Replica, which: str) -> None:
-        """kill -9. Returns when the process and its workers are gone; what was in flight is asked
-        again, of the first replica that has time."""
+        """kill -9. Returns when the process and its workers have ended; requests in flight are
+        repeated on the first free replica."""
         with self._lock:
             process = replica.process
             if process is None or not replica.ready or replica.doomed:
@@ -201,7 +201,7 @@ class Fleet:
             self._shared |= files
 
     def _sweep(self) -> None:
-        """Removes what vLLM left in /dev/shm. Files of engines that live are not touched."""
+        """Removes vLLM's leftovers in /dev/shm, except files of running engines."""
         with self._lock:
             living = [one.process for one in self.replicas if one.process is not None]
             in_use = {file for process in living for file in process.shared_files()}
@@ -256,11 +256,11 @@ class Fleet:
                 replica.was_joined |= bool(line["joined"])
             elif replica.doomed or self._ending:
                 return
-            elif "error" in line:  # it ends next
+            elif "error" in line:  # the process ends next
                 self._report.fault("failed", f"{process.name}: {line['error']}; see {process.log}")
             elif "ended" in line:
                 lost = max(1, len(replica.in_flight))
-                what = f"engine {replica.number} ended by itself: {line['ended']}"
+                what = f"engine {replica.number} ended unexpectedly: {line['ended']}"
                 self._report.fault("failed", what, lost)
                 self._dead.append(process)
                 replica.vacate()

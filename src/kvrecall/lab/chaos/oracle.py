@@ -1,9 +1,8 @@
-"""What must hold: the tokens of every answer, and the durability of every block reported durable.
+"""The oracles: the tokens of every answer, and the durability of every block reported durable.
 
-Each conversation is first played to an engine without a pool and continues with its answers. An
-answer counts up to its first ambiguous token (two tokens almost equally likely), because there
-another chunking of the prefill or another batch may legitimately choose otherwise; every token
-before is compared exactly.
+Each conversation is first run on an engine without a pool and continues with its answers. An
+answer is compared exactly up to its first ambiguous token (two tokens almost equally likely), where
+another chunking of the prefill or another batch may legitimately give another token.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ them by 1e-4 at most."""
 
 _ALPHABET = range(1, 250)
 _PREFIXES = (128, 300, 640)  # tokens of the system prompts that conversations share
-_QUESTION = (30, 260)  # tokens a turn adds
+_QUESTION = (30, 260)  # tokens per turn
 _FLUSH_S = 5.0
 _JOIN_S = 20.0
 
@@ -42,7 +41,8 @@ class Turn:
     answer: tuple[int, ...]
 
     def fault(self, question: Question, answer: Answer) -> tuple[str, str] | None:
-        """Which of ``FAULTS`` the answer to ``question`` is, and what it says instead; or None."""
+        """The fault of the answer to ``question``, one of ``FAULTS``, with details; None if
+        correct."""
         expected = self.answer[: question.max_tokens]
         if answer.finish not in ("length", "stop"):
             return "failed", f"ended with {answer.finish!r}"
@@ -75,7 +75,7 @@ class Conversations:
         ask: Callable[[Sequence[Question]], Sequence[Answer]],
         progress: Callable[[str], None] = lambda line: None,
     ) -> Conversations:
-        """Plays a turn of all conversations at once to the engine behind ``ask``, which answers in
+        """Runs a turn of all conversations at once on the engine behind ``ask``, which answers in
         order, with gaps."""
         prefixes = [dice.choices(_ALPHABET, k=length) for length in _PREFIXES]
         plays = [_Conversation(list(dice.choice(prefixes))) for _ in range(conversations)]
@@ -95,7 +95,7 @@ class Conversations:
         return cls([play.turns for play in plays])
 
     def draw(self, dice: random.Random) -> Turn:
-        """Some turn; of the first conversations more often, so that hits and misses are mixed."""
+        """A random turn; the first conversations are more frequent, which mixes hits and misses."""
         place = int(len(self.turns) * dice.random() ** 2)
         return dice.choice(self.turns[place])
 
@@ -109,8 +109,8 @@ def sure_part(answer: Answer) -> tuple[int, ...]:
 
 
 class DurabilityOracle:
-    """A client of its own on the service. Its thread asks ``flush`` for what engines saved; what
-    is acknowledged must be found after a kill, unless it was damaged or evicted since."""
+    """A separate client of the service. Its thread calls ``flush`` for saved blocks; acknowledged
+    blocks must be found after a kill, unless damaged or evicted since."""
 
     def __init__(self, socket: Path) -> None:
         self._client = ServiceClient(socket, call_timeout_s=2.0)
@@ -128,28 +128,28 @@ class DurabilityOracle:
         return len(self._durable)
 
     def saved(self, keys: Iterable[BlockKey]) -> None:
-        """An engine saved these."""
+        """Notes that an engine saved these."""
         self._chains.put(tuple(keys))
 
     def damaged(self, keys: Iterable[BlockKey]) -> None:
-        """The run damaged these; they may be lost."""
+        """Notes that the run damaged these; they may be lost."""
         with self._lock:
             self._damaged.update(keys)
 
     def evicted(self, keys: Iterable[BlockKey]) -> None:
-        """These were evicted; they may be lost."""
+        """Notes that these were evicted; they may be lost."""
         with self._lock:
             self._durable.difference_update(keys)
 
     def observe(self) -> None:
-        """Notes what only a living service can tell. Blocks for a moment."""
+        """Notes what only a running service can report. Blocks briefly."""
         self.arenas.add(self._client.arena_handle())
         for tier in self._client.stats().tiers:
             if tier.name == TierName.DISK:
                 self.evictions = tier.evictions
 
     def wait_joined(self, seconds: float = _JOIN_S) -> bool:
-        """Waits until the service is there."""
+        """Waits until the service is connected."""
         until = time.monotonic() + seconds
         while not self._client.is_connected:
             if time.monotonic() > until:
@@ -159,8 +159,8 @@ class DurabilityOracle:
         return True
 
     def missing(self) -> list[BlockKey]:
-        """Durable blocks that the service, started again, does not find. It is asked three times
-        for each: an answer that comes too late is none."""
+        """Durable blocks that the restarted service does not find. Each is looked up three times,
+        because a late reply counts as none."""
         with self._lock:
             return [
                 key
@@ -174,7 +174,7 @@ class DurabilityOracle:
             return set(keys) - self._damaged
 
     def close(self) -> None:
-        """Waits until everything saved is dealt with, and ends."""
+        """Waits until all saved blocks are flushed, and closes."""
         if self._thread.is_alive():
             self._chains.put(None)
             self._thread.join(60)

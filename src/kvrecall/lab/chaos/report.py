@@ -13,7 +13,7 @@ FAULTS = ("wrong", "hung", "failed", "lost_committed", "leaked_bytes")
 
 
 class Report:
-    """Counts of a run, and a line for each thing that must not happen and did. Thread-safe."""
+    """Counts of a run, and a line for each fault. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,7 +32,7 @@ class Report:
             self.faults.append(f"{name}: {what}")
 
     def rejoined(self, seconds: float) -> None:
-        """An engine is connected again, so long after the service was ready."""
+        """Notes how many seconds after the service was ready an engine reconnected."""
         with self._lock:
             self._rejoins.append(max(0.0, seconds))
 
@@ -41,11 +41,11 @@ class Report:
 
     @property
     def is_clean(self) -> bool:
-        """Whether there are requests, and no faults."""
+        """Whether there were requests and no faults."""
         return self["requests"] > 0 and not any(self[name] for name in FAULTS)
 
     def line(self, **more: Any) -> str:
-        """One line of JSON: figures and faults first, then whatever else was counted."""
+        """One line of JSON: figures and faults first, then the other counts."""
         names = (*FIGURES, *FAULTS)
         with self._lock:
             others = {n: c for n, c in sorted(self._counts.items()) if n not in names}

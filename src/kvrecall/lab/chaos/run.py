@@ -1,6 +1,6 @@
 """One run: a pool service, engines on it, questions, faults, and the leak check at the end.
 
-Leaks are attributed to the run by what its own processes held, because the machine may be shared.
+Only resources held by the run's own processes count as leaks, because the machine may be shared.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _IDLE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a run is made of. The host tier and the device cache are small, so that blocks move
-    all the time; the disk holds everything unless it is made small, too. The faults end after
-    ``seconds``, or when ``enough`` says so of the report."""
+    """Settings of a run. The host tier and the device cache are small, so that blocks move
+    constantly; the disk holds everything by default. Faults end after ``seconds``, or when
+    ``enough`` is true of the report."""
 
     seconds: float = 120.0
     seed: int = 0
@@ -53,7 +53,7 @@ class Settings:
 
 
 class ChaosRun:
-    """Runs once. ``folder`` is empty, short (it holds sockets) and removed by the caller."""
+    """Runs once. ``folder``: empty, with a short path (for sockets), removed by the caller."""
 
     def __init__(self, settings: Settings, folder: Path, progress: Callable[[str], None]) -> None:
         self._settings = settings
@@ -65,8 +65,7 @@ class ChaosRun:
         self._reported = 0  # faults
 
     def run(self) -> Report:
-        """Everything; whatever happens, no process is left. Raises KvrecallError if it cannot
-        start."""
+        """Runs everything and leaves no process. Raises KvrecallError if it cannot start."""
         settings = self._settings
         self._tmp.mkdir(mode=0o700)
         write_model(
@@ -92,7 +91,7 @@ class ChaosRun:
         return self.report
 
     def _conversations(self) -> Conversations:
-        self._progress("reference: an engine without a pool answers everything")
+        self._progress("reference: an engine without a pool answers all questions")
         settings = self._settings
         reference = self._engine("reference", enable_prefix_caching=False, max_num_seqs=32)
         try:
@@ -129,7 +128,7 @@ class ChaosRun:
         setup: Mapping[str, Any] = {
             "model": str(self._folder / "model"),
             "max_model_len": _LENGTH,
-            "dtype": "float32",  # vLLM would make it bfloat16, which drifts with the batch
+            "dtype": "float32",  # vLLM's default, bfloat16, varies with the batch
             "max_num_batched_tokens": 512,
             "env": {"TMPDIR": str(self._tmp), **ONE_THREAD},
             **options,
@@ -149,7 +148,7 @@ class ChaosRun:
         faults.start()
         self._tend(fleet, self._settings.seconds, lambda: self._settings.enough(self.report))
         faults.stop()
-        self._progress("no more faults; what is in flight is finished")
+        self._progress("no more faults; finishing requests in flight")
         fleet.drain()
         if not service.is_alive:
             service.start()
@@ -176,9 +175,9 @@ class ChaosRun:
             self._reported += 1
 
     def _check(self, fleet: Fleet, oracle: DurabilityOracle, service: ServiceProcess) -> None:
-        """Ends everything, counts what is left, and re-reads every block on disk: the damaged ones
-        must be those that the run damaged."""
-        self._progress("everything ends; what is left is counted")
+        """Ends everything, counts leaks, and re-reads every block on disk: only blocks that the run
+        damaged may be damaged."""
+        self._progress("ending everything; counting leaks")
         report = self.report
         fleet.end(by_force=False)
         oracle.close()
@@ -205,7 +204,7 @@ class ChaosRun:
             report.add("blocks_found_damaged", verified.damaged)
             after = {row.key for row in stored_blocks(service.disk, in_use=False)}
             if strange := oracle.undamaged(before - after):
-                what = f"{len(strange)} blocks on disk are damaged, and not by the run"
+                what = f"{len(strange)} blocks on disk are damaged, but not by the run"
                 report.fault("lost_committed", what, len(strange))
             for file, nbytes in stray_files(service):
                 report.fault("leaked_bytes", f"{file} belongs to nothing", nbytes)
@@ -215,7 +214,7 @@ class ChaosRun:
         self._report_faults()
 
     def _end_engines(self) -> None:
-        """Forces the end of engines that are still there, however the run ended."""
+        """Kills remaining engines, however the run ended."""
         for process in self._started:
             if process.is_alive:
                 process.kill()
@@ -223,8 +222,8 @@ class ChaosRun:
 
 
 def slots_held(service: ServiceProcess, seconds: float = _IDLE_S) -> tuple[int, str]:
-    """Leases and slots being filled that an idle service still counts ``seconds`` after its last
-    engine ended, as a number and in words. Raises TierError."""
+    """Leases and reserved slots that an idle service still counts ``seconds`` after its last engine
+    ended, as a number and in words. Raises TierError."""
     until = time.monotonic() + seconds
     while True:
         stats = service.look().stats
@@ -237,7 +236,7 @@ def slots_held(service: ServiceProcess, seconds: float = _IDLE_S) -> tuple[int, 
 
 
 def arenas_held(arenas: Iterable[ArenaHandle]) -> list[tuple[ArenaHandle, int]]:
-    """Arenas that are still in memory, each with a process that has it open or mapped."""
+    """Arenas still in memory, each with a process that has it open or mapped."""
     wanted = {arena.inode: arena for arena in arenas}
     held = []
     for process in Path("/proc").glob("[0-9]*"):

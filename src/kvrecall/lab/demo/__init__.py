@@ -1,1 +1,1 @@
-"""``kvrecall demo``, ``make demo`` and ``make serve``: the real server, shown at work."""
+"""``kvrecall demo``, ``make demo`` and ``make serve``: demonstrations with the real server."""

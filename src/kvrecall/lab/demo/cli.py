@@ -27,7 +27,7 @@ from kvrecall.lab.progress import ProgressLines
 SHOT = Path("dashboard.png")
 REPOSITORY = Path(__file__).resolve().parents[4]
 TRAINED = REPOSITORY / "models" / "recall-tiny"
-"""The example model; it is no part of the wheel."""
+"""The example model, which the wheel does not contain."""
 
 app = typer.Typer(add_completion=False)
 _progress = ProgressLines("demo")
@@ -38,13 +38,15 @@ _Model = Annotated[
 ]
 _Characters = Annotated[
     int | None,
-    typer.Option(min=2_000, max=72_000, help="Length of the long text; shorter: sooner done."),
+    typer.Option(
+        min=2_000, max=72_000, help="Length of the long text; a shorter one takes less time."
+    ),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")]
 
 
 def _subject(model: Path | None, folder: Path, characters: int | None) -> Subject:
-    """The model asked for, else the trained example model, else one with random weights."""
+    """The given model, else the trained example model, else one with random weights."""
     if importlib.util.find_spec("vllm") is None:
         raise EngineError(
             "the demo needs vLLM, which is not installed here: pip install 'kvrecall[cuda]', on a "
@@ -59,7 +61,7 @@ def _subject(model: Path | None, folder: Path, characters: int | None) -> Subjec
 
 
 def _random_model(folder: Path) -> Path:
-    """Bytes for tokens, and wider than the trained model: a shorter text takes as long."""
+    """A byte-level model, wider than the trained one, so that a shorter text takes as long."""
     from kvrecall.lab.models import write_model
 
     _progress("writing a model of random weights: only the repository has the trained one")
@@ -69,7 +71,7 @@ def _random_model(folder: Path) -> Path:
 
 
 def _end(verdict: Verdict | MooncakeVerdict, as_json: bool) -> NoReturn:
-    """Prints the verdict, and ends with the status that goes with it."""
+    """Prints the verdict and exits with its status."""
     verdict.print(Console(width=None if sys.stdout.isatty() else 120), as_json)
     raise typer.Exit(0 if verdict.summary()["ok"] else 1)
 
@@ -86,24 +88,22 @@ def tiers(
 ) -> None:
     """Show what recall gains on this machine, and that it changes no token.
 
-    Starts the real server three times: without a pool; with one; and with the same pool after the
-    process has ended, so that only the disk remembers. Each answers the two turns of a conversation
-    and a question about a long text.
+    Starts the real server three times: without a pool, with one, and with the same pool after a
+    restart, when only the blocks on disk are left. Each answers the two turns of a conversation and
+    a question about a long text.
 
-    The table says where the tokens of each prompt came from (device, host, disk, or computed), and
-    when the first token of the answer arrived. Below it: how many times as fast the first token of
-    the long text came, and how many answers are identical. The exit status is 0 only if every tier
-    was hit and no token differs.
+    The table shows the sources of each prompt's tokens (device, host, disk, or computed) and the
+    time to first token. Below it: the speed-up of the long text's first token, and how many answers
+    are identical. The exit status is 0 only if every tier was hit and no token differs.
 
-    Needs vLLM, and room for 2 GiB of KV blocks in memory and 2 GiB on disk; downloads nothing. It
-    takes some minutes without a GPU. Everything lies in a temporary folder, which is removed at the
-    end.
+    Needs vLLM, 2 GiB of memory and 2 GiB of disk space for KV blocks; downloads nothing. Takes some
+    minutes without a GPU. All files are in a temporary folder, which is removed at the end.
 
     \b
-    kvrecall demo                      everything as above
-    kvrecall demo --characters 9000    a shorter text: sooner done, less to gain
+    kvrecall demo                      as above
+    kvrecall demo --characters 9000    a shorter text: takes less time, gains less
     kvrecall demo --model FOLDER       a model of your own
-    kvrecall demo mooncake             two servers that share blocks by Mooncake
+    kvrecall demo mooncake             two servers that share blocks over Mooncake
     kvrecall demo serve                a server that stays up, and what to send it
     """
     if context.invoked_subcommand is not None:
@@ -147,7 +147,7 @@ def serve(
     command = [*launch, str(chosen), *options, "--disk-path", str(folder / "pool")]
     url = f"http://127.0.0.1:{port}"
     process = subprocess.Popen(command, env=server_environment())
-    # Ctrl-C reaches the server directly (same terminal); it ends in order and we with it.
+    # Ctrl-C reaches the server directly (same terminal); it shuts down, and this process after it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: process.terminate())
@@ -163,7 +163,7 @@ def serve(
 
 
 def _kept_folder() -> Path:
-    """For the pool of ``serve``, which outlives the server."""
+    """The folder of the pool of ``serve``, which outlives the server."""
     if (REPOSITORY / "Makefile").is_file():
         folder = REPOSITORY / "var"
     else:

@@ -28,8 +28,8 @@ from kvrecall.lab.engines.server import Answer, ServerProcess
 from kvrecall.lab.masters import Master
 from kvrecall.lab.progress import ProgressLines
 
-_SEGMENT = "512MB"  # of memory that each server lends to the store
-_TRIES = 8  # texts asked after the master's restart, until the servers have rejoined it
+_SEGMENT = "512MB"  # bytes of memory that each server lends to the store
+_TRIES = 8  # texts sent after the master's restart, until the servers have rejoined it
 _PAUSE_S = 2.0
 
 
@@ -48,7 +48,8 @@ class MooncakeDemo:
         self.master_restarted = False
 
     def run(self) -> None:
-        """Fills ``rows``. Raises EngineError, TierError with the words of what did not start."""
+        """Fills ``rows``. Raises EngineError or TierError with the output of the process that did
+        not start."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._master.kill)
             self._progress("1/4 a Mooncake master, and two servers that share nothing else")
@@ -58,7 +59,7 @@ class MooncakeDemo:
             self.engines = len(servers)
             for server in servers.values():
                 server.ask(WARM_UP, 4)
-                server.settle()  # B proves by it what A writes
+                server.settle()  # B can find what A writes
             self._progress("2/4 A computes a text, B recalls it from the store")
             self._ask(servers, "A", "long text", self._long, "new")
             servers["A"].settle()
@@ -103,7 +104,8 @@ class MooncakeDemo:
         return answer
 
     def _after_restart(self, servers: dict[str, ServerProcess]) -> None:
-        """New texts, until one that A stored reaches B: they rejoin the master by themselves."""
+        """Sends new texts until B recalls one that A stored: servers rejoin the master
+        automatically."""
         for number in range(_TRIES):
             time.sleep(_PAUSE_S)
             text, prompt = f"text {number + 1}", f"Note {number + 1}. " + self._long[:12_000]
@@ -115,7 +117,7 @@ class MooncakeDemo:
 
 
 class MooncakeVerdict:
-    """What the requests of a finished demo show."""
+    """The verdict on a finished demo."""
 
     def __init__(self, demo: MooncakeDemo) -> None:
         self._demo = demo
@@ -139,7 +141,7 @@ class MooncakeVerdict:
         }
 
     def headline(self) -> str:
-        """What to remember."""
+        """The last line."""
         faster = self._rows.faster("stored by A", "new")
         return (
             f"First token of the long text at server B: {times(faster)} as fast with what A "
@@ -147,8 +149,7 @@ class MooncakeVerdict:
         )
 
     def print(self, console: Console, as_json: bool = False) -> None:
-        """The table for people, the line of JSON, and what to remember; or only the line of
-        JSON."""
+        """Prints the table, the line of JSON and the last line; or only the line of JSON."""
         if as_json:
             print_line(console, self.summary())
             return

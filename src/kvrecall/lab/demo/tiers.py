@@ -64,9 +64,9 @@ WARM_UP = "One request before the others, so that no first-time cost is in their
 
 
 def long_question(characters: int) -> str:
-    """So many characters of Python's language reference, a fact in their middle, a question.
+    """``characters`` of Python's language reference with a fact in the middle, and a question.
 
-    The text is the one ``help()`` shows; it lies on every machine with Python.
+    The text is that of ``help()``, which every machine with Python has.
     """
     text = "\n\n".join(topics[name] for name in sorted(topics))[:characters]
     middle = text.index("\n\n", len(text) // 2)
@@ -79,7 +79,7 @@ def long_question(characters: int) -> str:
 _SIZES = ("--host-size", "1GiB", "--disk-size", "2GiB")
 _TIERS = ("device", "host", "disk")
 _DEVICE = ("--kv-cache-memory-bytes", "1GiB")
-"""Host and device hold everything that the demo computes."""
+"""Sizes with which host and device hold everything that the demo computes."""
 
 _FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
@@ -91,8 +91,8 @@ _BROWSER_MS = 60_000
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model, a text of so many characters for it, and the longest sequence it serves.
-    ``trained``: its answers mean something."""
+    """A model, the length of its text in characters, and its longest sequence. ``trained``: its
+    answers are meaningful."""
 
     model: Path
     characters: int
@@ -102,7 +102,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request of a demo: its text, what had happened before, its answer, and the server."""
+    """A request of a demo: its text, the preceding event, its answer, and the server."""
 
     text: str
     when: str
@@ -111,8 +111,8 @@ class Row:
 
 
 class TierDemo:
-    """Runs in a folder of its own, which the caller removes. ``picture``: where to put one of the
-    dashboard; None: nowhere."""
+    """Runs in a folder of its own, which the caller removes. ``picture``: the file for a picture of
+    the dashboard, None for none."""
 
     def __init__(
         self, subject: Subject, folder: Path, progress: ProgressLines, picture: Path | None = None
@@ -129,7 +129,8 @@ class TierDemo:
         self.rows: list[Row] = []
 
     def run(self) -> None:
-        """Fills ``rows``, in the order of the table. Raises EngineError with the server's words."""
+        """Fills ``rows``, in the order of the table. Raises EngineError with the server's
+        message."""
         self._progress("1/3 a server without pool and without prefix cache, for comparison")
         with self._server("without.log", pool=False) as server:
             self._ask(server, "no pool", list(self._prompts))
@@ -170,7 +171,7 @@ class TierDemo:
                 answer = server.ask(self._prompts[name], ANSWER_TOKENS)
                 self.rows.append(Row(name, when, answer))
                 self._progress(f"  {name}, {when}: first token after {answer.ttft_s:.3f} s")
-            self._progress.now("ending the server")  # unless there is more to ask
+            self._progress.now("ending the server")  # unless more requests follow
         except (EngineError, httpx.HTTPError) as error:
             raise EngineError(f"{when}: {error}\n{server.log_tail(60)}") from error
 
@@ -194,16 +195,16 @@ class Rows:
 
     @property
     def identical(self) -> str:
-        """How many answers have the tokens of the first one to their text."""
+        """The number of answers with the same tokens as the first one to their text."""
         return f"{sum(map(self.equal, self.all))} of {len(self.all)} answers identical"
 
     def faster(self, when: str, computed: str) -> float:
-        """How many times as fast the first token of the long text came; 0 if one is missing."""
+        """The speed-up of the long text's first token; 0 if a time is missing."""
         then, now = self.ttft(computed), self.ttft(when)
         return then / now if then and now else 0.0
 
     def recalled(self, tier: str, when: str = "") -> int:
-        """Prompt tokens from the tier, in all or by the requests sent ``when``."""
+        """Prompt tokens from the tier, in total or in the requests sent ``when``."""
         rows = (row for row in self.all if when in ("", row.when))
         return sum(row.answer.recalled.get(tier, 0) for row in rows)
 
@@ -214,10 +215,10 @@ class Rows:
 
 
 class Verdict:
-    """What the rows of a finished demo of the tiers show."""
+    """The verdict on a finished demo of the tiers."""
 
     def __init__(self, rows: Sequence[Row], model: str, trained: bool = True) -> None:
-        """``trained``: whether what the model says means something."""
+        """``trained``: whether the model's answers are meaningful."""
         self._rows = Rows(rows)
         self._model = model
         self._trained = trained
@@ -249,7 +250,7 @@ class Verdict:
         return all(ANSWER in row.answer.text.strip().split("\n")[0] for row in self._long)
 
     def headline(self) -> str:
-        """What to remember."""
+        """The last line."""
         host, disk = (
             self._rows.faster(when, "no pool")
             for when in ("device cache emptied", "server restarted")
@@ -260,8 +261,8 @@ class Verdict:
         )
 
     def print(self, console: Console, as_json: bool = False) -> None:
-        """The table for people, what the answers were, the line of JSON, and what to remember; or
-        only the line of JSON."""
+        """Prints the table, the checks, the line of JSON and the last line; or only the line of
+        JSON."""
         if as_json:
             print_line(console, self.summary())
             return
@@ -279,11 +280,11 @@ class Verdict:
             said = answer[0] if answer else ""
             console.print(f"answer about the long text: {said!r}, {verdict}", markup=False)
         else:
-            console.print("the weights are random: only whether answers are equal means something")
+            console.print("the weights are random: only the equality of answers is meaningful")
         if missed := [tier for tier in _TIERS if not self._rows.recalled(tier)]:
             console.print(
                 f"nothing came from {' and '.join(missed)}: kvrecall computes what it expects to "
-                "load more slowly; on a busy machine, run it again"
+                "load more slowly; on a busy machine, repeat the demo"
             )
         print_line(console, self.summary())
         print_headline(console, self.headline())
@@ -310,27 +311,27 @@ def answers_table(
 
 
 def print_line(console: Console, summary: dict[str, object]) -> None:
-    """The line of JSON, however narrow the console is."""
+    """Prints the line of JSON without wrapping."""
     line = json.dumps(summary, separators=(",", ":"))
     console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def print_headline(console: Console, line: str) -> None:
-    """The last line, for people."""
+    """Prints the last line."""
     console.print(f"\n{line}", style="bold", soft_wrap=True, markup=False, highlight=False)
 
 
 def times(factor: float) -> str:
-    """A factor, as people read it."""
+    """A factor, rounded for display."""
     return f"{factor:.0f} times" if factor >= 9.95 else f"{factor:.1f} times"
 
 
 def require_browser() -> None:
-    """Raises ConfigError if no picture can be taken here."""
+    """Raises ConfigError if a screenshot cannot be taken here."""
     try:
         import playwright.sync_api  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ConfigError("--shot needs playwright; make setup brings it") from error
+        raise ConfigError("--shot needs playwright; make setup installs it") from error
     if _browser() is None:
         raise ConfigError(f"--shot needs a browser: one of {', '.join(_BROWSERS)}")
 
@@ -340,7 +341,7 @@ def _browser() -> str | None:
 
 
 def take_picture(url: str, path: Path, width: int = 1360, height: int = 900) -> None:
-    """Writes what the dashboard at ``url`` shows to ``path``, a PNG. Raises EngineError."""
+    """Writes a screenshot of the dashboard at ``url`` to ``path``, a PNG. Raises EngineError."""
     from playwright.sync_api import Error, sync_playwright
 
     path.parent.mkdir(parents=True, exist_ok=True)

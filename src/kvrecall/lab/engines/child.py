@@ -1,4 +1,4 @@
-"""A process that the laboratory starts, watches and ends, however the block around it ends."""
+"""A process that the laboratory starts, watches and ends, however its ``with`` block ends."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class ChildProcess:
                 stdout=log if stdout is None else stdout,
                 stderr=log,
                 env=environment,
-                start_new_session=True,  # Ctrl-C is for us; we then end the child in order
+                start_new_session=True,  # Ctrl-C reaches this process, which ends the child
             )
         return self._process
 
     def wait_for_port(self, port: int, what: str, seconds: float = 60.0) -> None:
-        """Waits until it listens on a port of the loopback interface. Raises EngineError if it
-        ends, or does not in time."""
+        """Waits until it listens on a port of the loopback interface. Raises EngineError if it ends
+        or times out."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if not self.is_alive:
@@ -77,7 +77,7 @@ class ChildProcess:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def family(self) -> list[psutil.Process]:
-        """The process and those it started; empty once it is gone."""
+        """The process and its descendants; empty once it has ended."""
         if not self.is_alive:
             return []
         try:
@@ -87,19 +87,19 @@ class ChildProcess:
             return []
 
     def kill(self) -> None:
-        """kill -9 of the process, whose end is waited for."""
+        """kill -9 of the process; waits for its end."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
     def stop(self, seconds: float = 60.0) -> bool:
-        """SIGTERM; by force after ``seconds``. What it started is gone too when this returns.
-        Returns whether it ended in order; True if it was never started. Idempotent."""
+        """SIGTERM, then SIGKILL after ``seconds``; also ends its descendants. Returns whether it
+        ended orderly; True if it was never started. Idempotent."""
         if self._process is None:
             return True
         family = self.family()
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGCONT)  # it may be stalled
+            self._process.send_signal(signal.SIGCONT)  # in case it is stopped
             self._process.terminate()
         try:
             in_order = self._process.wait(seconds) == 0
@@ -112,8 +112,7 @@ class ChildProcess:
 
 
 def end_all(processes: Sequence[psutil.Process], seconds: float = 5.0) -> None:
-    """Waits ``seconds`` for these to end, then kills what is left of them. psutil tells a reused
-    pid from the process meant."""
+    """Waits ``seconds`` for these to end, then kills the rest. psutil detects a reused pid."""
     _, left = psutil.wait_procs(processes, timeout=seconds)
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -122,12 +121,12 @@ def end_all(processes: Sequence[psutil.Process], seconds: float = 5.0) -> None:
 
 
 def server_environment() -> dict[str, str]:
-    """Environment for a process with an engine: this one's, no compiling on a CPU, and no spinning,
-    with a pool or without (see engines/vllm/compat/waits.py), and counters of its own, whatever
-    LMCache, imported in this process, has set.
+    """Environment for a process with an engine: this one's, without compiling on a CPU, without
+    spinning (see engines/vllm/compat/waits.py), and with its own Prometheus counters, whatever
+    LMCache has set in this process.
 
-    Compiling sampling functions (which vLLM does even in eager mode) costs the first request of
-    every engine tens of seconds, whether it is measured or not.
+    Compiling sampling functions (which vLLM does even in eager mode) takes tens of seconds in the
+    first request of every engine.
     """
     environment = {"KVRECALL_WAITS": "sleep", **os.environ, "VLLM_NO_USAGE_STATS": "1"}
     if shutil.which("nvidia-smi") is None:
@@ -138,8 +137,8 @@ def server_environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def worker(main: Callable[..., None], *arguments: object) -> Iterator[Connection]:
-    """Runs ``main(pipe, *arguments)`` in a process of its own until the end of the block, when
-    ``orders(pipe)`` there ends too. See ``reply_to``."""
+    """Runs ``main(pipe, *arguments)`` in a process of its own until the end of the block, which
+    also ends ``orders(pipe)`` there. See ``reply_to``."""
     ours, theirs = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=main, args=(theirs, *arguments))
@@ -162,8 +161,8 @@ def reply_to(pipe: Connection, *order: object) -> Any:
 
 
 def reply_of(pipe: Connection, order: object) -> Any:
-    """What a ``worker`` answers to an order sent. Raises EngineError if it ended or takes more than
-    two minutes."""
+    """A ``worker``'s reply to an order. Raises EngineError if it ended or takes more than two
+    minutes."""
     try:
         if pipe.poll(_REPLY_S):
             return pipe.recv()
@@ -173,7 +172,7 @@ def reply_of(pipe: Connection, order: object) -> Any:
 
 
 def orders(pipe: Connection) -> Iterator[tuple[Any, ...]]:
-    """In a ``worker``: its orders, to the end of the block that started it."""
+    """In a ``worker``: its orders, until the block that started it ends."""
     with contextlib.suppress(EOFError):
         while True:
             yield pipe.recv()

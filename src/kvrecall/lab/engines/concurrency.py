@@ -1,7 +1,7 @@
-"""In an engine process: how many long sequences it decodes at once in its device cache, how fast.
+"""In an engine process: how many long sequences decode at once in its device cache, and how fast.
 
-The prompts may be in the pool already, with random KV, so that the measurement starts after their
-prefill, which takes minutes each: attention and copies cost the same whatever the numbers are.
+The prompts may be in the pool already, with random KV, to skip their prefill, which takes minutes
+each: the cost of attention and copies does not depend on the values.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def decode_together(
     llm: Any, sequences: int, context: int, decoded: int, pooled: bool
 ) -> dict[str, Any]:
     """Has the engine decode ``decoded`` tokens of each of ``sequences`` random prompts of
-    ``context`` tokens. ``pooled``: they are found in the pool, so that no prompt is computed but
-    for its last block (on vLLM's CPU platform only).
+    ``context`` tokens. ``pooled``: they are in the pool, so that only the last block of a prompt
+    is computed (on vLLM's CPU platform only).
 
-    ``at_once``: most sequences that decoded in one step. ``decode_seconds``: spent in steps that
-    decoded and computed no prompt, ``decode_tokens`` in them. ``prefix_bytes``: of the prefixes
+    ``at_once``: maximum sequences that decoded in one step. ``decode_seconds``, ``decode_tokens``:
+    of the steps that computed no prompt. ``prefix_bytes``: of the prefixes
     found in the pool, ``loaded_bytes``: of whole blocks copied from it to the device.
     """
     from vllm import SamplingParams
@@ -81,7 +81,7 @@ def decode_together(
 
 def _fill_pool(llm: Any) -> int:
     """Puts every whole block of the waiting requests' prompts into the pool, with random KV;
-    returns their bytes. Raises EngineError if the pool has no room."""
+    returns their bytes. Raises EngineError if the pool is full."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     from kvrecall.engines.vllm.attention.step import KernelShape

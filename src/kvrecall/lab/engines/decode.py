@@ -1,7 +1,6 @@
 """Measures one decoded token's attention, dense and by retrieval, on vLLM's CPU kernel.
 
-Layers run in turn, as in a model, so that nothing stays in the processor's caches from
-one to the next that would not in an engine.
+Layers run in turn, as in a model, so that the processor's caches are used as in an engine.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from kvrecall.engines.vllm.attention.step import (
 BLOCK = 128
 LAYERS = 4
 WARM_UP = 8
-"""Steps until the slots hold what later queries may choose again."""
+"""Steps until the slots are warm."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTimes:
-    """Seconds a layer, one value a round, dense and sparse taking turns.
+    """Seconds per layer, one value per round, dense and sparse alternating.
 
     ``selection`` is part of ``sparse``. ``plan``: seconds of a step's planning, once for all
-    layers. ``selected_share``: middle blocks chosen; ``attended_share``: tokens attended to;
-    ``gated``: whether an engine would attend densely here; ``whole_error``: largest difference to
-    dense attention if every block is chosen.
+    layers. ``selected_share``: of the middle blocks; ``attended_share``: of the tokens;
+    ``gated``: whether an engine would attend densely here; ``whole_error``: maximum difference to
+    dense attention if every block is selected.
     """
 
     dense: tuple[float, ...]
@@ -60,12 +59,12 @@ class DecodeTimes:
 
 @dataclass(frozen=True, slots=True)
 class OffloadTimes:
-    """The same with the middle blocks off the device; successive queries resemble each other.
+    """The same with the middle blocks offloaded; successive queries are similar.
 
-    ``seconds``: a layer, selection and loading included, the slots warm. ``hits``, ``loaded``:
-    chosen blocks found in the slots and loaded, ``bytes_loaded`` with them, each over all ``steps``
-    of a layer. ``device_blocks``, ``blocks``: what the sequence holds on the device, and what it
-    has. ``error``: largest difference to the same blocks attended to on the device.
+    ``seconds``: per layer, with selection and loading, the slots warm. ``hits``, ``loaded``,
+    ``bytes_loaded``: selected blocks found in the slots, loaded ones and their bytes, over all
+    ``steps`` of a layer. ``device_blocks``, ``blocks``: the sequence's blocks on the device, and in
+    total. ``error``: maximum difference to the same blocks attended to on the device.
     """
 
     seconds: tuple[float, ...]
@@ -90,8 +89,8 @@ def measure_decode(
 ) -> DecodeTimes:
     """Times a sequence of ``tokens`` random keys; the settings' gate is ignored but reported.
 
-    Past the offload boundary also with the middle blocks off the device, where ``cosine`` is the
-    similarity of a query to the one before: it decides how many blocks are found in the slots.
+    Past the offload boundary also with the middle blocks offloaded, where ``cosine``, the
+    similarity of successive queries, determines how many blocks are found in the slots.
     """
     isa = isa_of(dtype, head_dim)
     shape = KernelShape(heads, kv_heads, head_dim, BLOCK, dtype, isa)
@@ -103,8 +102,8 @@ def measure_decode(
 
 
 def isa_of(dtype: torch.dtype, head_dim: int) -> str:
-    """The kernel's instruction set. A process must ask the system before it multiplies in tiles; in
-    an engine the first matrix product has done so when attention begins."""
+    """The kernel's instruction set. Requests AMX tiles from the system first; in an engine, the
+    first matrix product has done so before attention begins."""
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
     return str(_get_attn_isa(dtype, BLOCK, head_dim, "auto"))
@@ -163,7 +162,8 @@ class _Trial:
         )
 
     def run_offloaded(self, rounds: int, cosine: float) -> OffloadTimes:
-        """The same with all middle blocks in host memory. ``run`` comes first: it digests."""
+        """The same with all middle blocks in host memory. ``run`` must come first: it computes
+        digests."""
         split = split_of(self._rows[0].tokens, BLOCK, self._settings)
         sequence, caches, table = self._depart(split)
         settings = replace(self._settings, gate=False, dense_boundary=0)
@@ -199,8 +199,8 @@ class _Trial:
         )
 
     def _depart(self, split: Split) -> tuple[OffloadedSequence, list[torch.Tensor], torch.Tensor]:
-        """The sequence with its middle blocks in records of their own, the device caches of its
-        other blocks and slots, a cache a layer, and its block table."""
+        """The sequence with its middle blocks in separate records, the device caches of its other
+        blocks and slots, a cache per layer, and its block table."""
         middle = self._table[0, split.init : split.local].to(torch.int64)
         kept = [*range(split.init), *range(split.local, split.blocks)]
         slots = slots_of(split, split.middle, self._settings)[1]
@@ -247,14 +247,14 @@ class _Trial:
         return float((whole - self._dense(cache)).abs().max())
 
     def _step(self, **changed: Any) -> SparseStep | None:
-        """Plans the step anew, by the settings with these changed."""
+        """Plans the step with these settings changed."""
         settings = replace(self._settings, **{"gate": False, "dense_boundary": 0, **changed})
         planner = StepPlanner(settings, self._kernel, Freshness(BLOCK), Activity())
         return planner.plan(self._rows, self._table)
 
 
 def _next_query(query: torch.Tensor, cosine: float) -> torch.Tensor:
-    """A random query that every head's last one resembles so much."""
+    """A random query whose cosine to every head's last one is ``cosine``."""
     noise = torch.randn(query.shape) * (1 - cosine**2) ** 0.5
     return (query.float() * cosine + noise).to(query.dtype)
 

@@ -21,18 +21,18 @@ from kvrecall.errors import EngineError
 from kvrecall.lab.engines.child import ChildProcess, end_all, server_environment
 
 START_S = 600.0
-"""Longest an engine may take to start; busy machines are slow."""
+"""Maximum seconds for an engine's start, also on a busy machine."""
 
 ONE_THREAD = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
-"""Environment of a small engine that shares the cores with others: threads that wait for each other
-crawl."""
+"""Environment of a small engine that shares the cores with others, where several threads slow each
+other down."""
 
 HOST = "kvrecall.lab.engines.host"
-"""The module that a process runs."""
+"""The module that an engine process runs."""
 
 _SHM = Path("/dev/shm")
 _END_S = 60.0
@@ -40,7 +40,7 @@ _END_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request: ``prompt`` and ``salt`` as in vLLM; ``max_tokens`` are asked for. ``adapter``:
+    """A request: ``prompt`` and ``salt`` as in vLLM; ``max_tokens``: of the answer. ``adapter``:
     name, number and folder of a LoRA adapter; ``images``: files that the prompt's image tokens
     stand for."""
 
@@ -54,9 +54,8 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``sources``: prompt tokens by tier. ``keys``: blocks of it that went to the pool, in hex.
-    ``gaps``: by token, lead over the second choice, and ``scores``: its log-probability; where
-    they were asked for."""
+    """``sources``: prompt tokens by tier. ``keys``: its blocks saved to the pool, in hex. ``gaps``:
+    each token's lead over the second choice, and ``scores``: its log-probability, if requested."""
 
     id: str
     tokens: tuple[int, ...]
@@ -82,15 +81,15 @@ class Answer:
 
 
 OnLine = Callable[["EngineProcess", Mapping[str, Any]], None]
-"""Called for every line of a process, by its reader's thread; ``{"ended": status}`` is the last."""
+"""Called for every line of a process, in its reader thread; ``{"ended": status}`` is the last."""
 
 
 class EngineProcess(ChildProcess):
-    """One process, from its start to its end. It ends by itself when this process does.
+    """An engine process, from start to end. It ends when this process does.
 
-    ``prefix``: a command that runs another one, such as ``ip netns exec NAME``. ``module``: what
-    to run in place of ``HOST``; ``environment``: in place of ``server_environment()``. The methods
-    that wait for lines cannot be used beside ``on_line``.
+    ``prefix``: a command that runs another one, such as ``ip netns exec NAME``. ``module``: runs
+    instead of ``HOST``; ``environment``: instead of ``server_environment()``. Methods that wait for
+    lines cannot be combined with ``on_line``.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class EngineProcess(ChildProcess):
         self.send({"do": "forget"})
 
     def answers(self, questions: Sequence[Question], seconds: float = START_S) -> list[Answer]:
-        """Asks all at once and waits. Raises EngineError."""
+        """Sends all at once and waits for the answers. Raises EngineError."""
         for question in questions:
             self.ask(question, logprobs=True)
         got: dict[str, Answer] = {}
@@ -153,13 +152,13 @@ class EngineProcess(ChildProcess):
         return [got[question.id] for question in questions]
 
     def metrics(self, seconds: float = _END_S) -> Mapping[str, float]:
-        """What Prometheus would scrape, ``name`` or ``name:tier``. Raises EngineError."""
+        """The Prometheus metrics, ``name`` or ``name:tier``. Raises EngineError."""
         self.send({"do": "metrics"})
         found: Mapping[str, float] = self.await_reply("metrics", seconds)
         return found
 
     def wait_ready(self, seconds: float = START_S) -> None:
-        """Waits until it takes requests. Raises EngineError."""
+        """Waits until it accepts requests. Raises EngineError."""
         self.await_reply("ready", seconds)
 
     def await_reply(self, key: str, seconds: float) -> Any:
@@ -170,10 +169,11 @@ class EngineProcess(ChildProcess):
         return line[key]
 
     def next_line(self, until: float) -> Mapping[str, Any]:
-        """The next line it said. Raises EngineError if there is none by ``until`` or it ended."""
+        """The next line of its output. Raises EngineError if none arrives by ``until`` or it
+        ended."""
         with self._came:
             if not self._came.wait_for(lambda: self._lines, max(0.0, until - time.monotonic())):
-                raise EngineError(f"{self.name} says nothing; see {self.log}")
+                raise EngineError(f"{self.name} printed nothing; see {self.log}")
             line = self._lines.pop(0)
         if "error" in line or "ended" in line:
             raise EngineError(f"{self.name} ended: {line.get('error', '')}\n{self.log_tail()}")
@@ -210,7 +210,7 @@ class EngineProcess(ChildProcess):
         return found
 
     def where(self) -> None:
-        """Has the process write its stacks to its log."""
+        """Makes the process write its stacks to its log."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
 
@@ -226,7 +226,7 @@ class EngineProcess(ChildProcess):
                 os.kill(target, signal.SIGKILL)
 
     def end(self, seconds: float = _END_S) -> bool:
-        """Ends it in order; by force if it does not. Returns whether it ended in order."""
+        """Ends it orderly, or by force. Returns whether it ended orderly."""
         assert self._process is not None
         family = self.family()
         self.send({"do": "close"})
@@ -237,7 +237,7 @@ class EngineProcess(ChildProcess):
         return in_order
 
     def bury(self, family: Sequence[psutil.Process] = ()) -> None:
-        """Waits for the end of a process, and of its ``family``; then ends them by force."""
+        """Waits for the end of a process and its ``family``, then kills the rest."""
         assert self._process is not None
         end_all(family, 20.0)
         self.kill()

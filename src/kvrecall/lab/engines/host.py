@@ -8,14 +8,14 @@
 {"do": "forget"}           empties the device's prefix cache; the pool keeps its blocks
 {"do": "metrics"}          asks for the counters that Prometheus would scrape
 {"do": "decode_together", "sequences": .., "context": .., "decoded": .., "pooled": ..}
-{"do": "close"}            ends it in order, as the end of stdin does
+{"do": "close"}            ends the process, as the end of stdin does
 
 On stdout: ``{"ready": pid}``, ``{"id": .., "tokens": [..], "finish": .., "from": .., "keys": [..],
 "gaps": [..], "scores": [..]}`` for every answer, ``{"metrics": {name: value}}``,
 ``{"decode_together": {..}}``, ``{"joined": bool}`` when a pool service is found or lost, and
-``{"error": ..}`` before it ends for want of an engine. Requests that come while others run are
-batched with them, as in a server. The chaos run, the benchmarks and the laboratory use such
-processes, since they can be killed at any moment and share nothing.
+``{"error": ..}`` before it ends because the engine failed. Requests that arrive while others run
+are batched with them, as in a server. The laboratory uses such processes because they can be killed
+at any moment and share nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import IO, Any
 
 from kvrecall.block import BlockKey
 
-_SECOND = 2  # log-probabilities asked for where the gap to the second choice is wanted
+_SECOND = 2  # log-probabilities requested for the gap to the second choice
 
 
 def main(before_engine: Callable[[], None] | None = None) -> None:
@@ -52,14 +52,14 @@ def main(before_engine: Callable[[], None] | None = None) -> None:
         if before_engine is not None:
             before_engine()
         Host(setup, orders, replies).run()
-    except BaseException as error:  # noqa: BLE001 - the other end judges
+    except BaseException as error:  # noqa: BLE001 - reported to the parent
         traceback.print_exc()
         _say(replies, {"error": f"{type(error).__name__}: {error}"})
         raise SystemExit(1) from None
 
 
 class _Orders:
-    """Lines of a file descriptor, waited for or not."""
+    """Lines of a file descriptor, read with or without waiting."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -74,7 +74,7 @@ class _Orders:
         return self._lines.pop(0) if self._lines else None
 
     def waiting(self, block_s: float) -> list[bytes]:
-        """What has come, after waiting for something at most ``block_s``."""
+        """The lines that have arrived, after waiting at most ``block_s`` for one."""
         while not self.ended and select.select([self._fd], [], [], block_s)[0]:
             self._read()
             block_s = 0.0
@@ -113,7 +113,7 @@ class Host:
         self._core = self._engine.engine_core.engine_core
         self._orders = orders
         self._replies = replies
-        self._names: dict[str, str] = {}  # the engine's name of a request -> ours
+        self._names: dict[str, str] = {}  # the engine's request id -> the client's
         self._chains: dict[str, tuple[BlockKey, ...]] = {}
         self._started: dict[str, tuple[float, float]] = {}  # submitted, first token
         self._joined: bool | None = None
@@ -215,7 +215,7 @@ class Host:
 
 
 def _gap(step: Mapping[int, Any]) -> float:
-    """How far the likeliest token lies before the second, in log-probability."""
+    """The likeliest token's lead over the second, in log-probability."""
     best = sorted((entry.logprob for entry in step.values()), reverse=True)
     return float(best[0] - best[1])
 

@@ -1,4 +1,4 @@
-"""Drives a real ``kvrecall serve`` process over HTTP, as a user with curl would."""
+"""Drives a real ``kvrecall serve`` process over HTTP."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from kvrecall.lab.processes import kvrecall
 START_TIMEOUT_S = 600.0
 SETTLE_TIMEOUT_S = 60.0
 _CAUSE = 150
-"""Lines at the end of a log that hold why a worker of the engine failed."""
+"""Last lines of a log that contain the cause of a worker's failure."""
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one request gave.
+    """The result of a request.
 
-    ``recalled`` maps device, host, disk, remote, computed to numbers of prompt tokens.
-    ``ttft_s``, ``last_s``: seconds from sending the request to its first and to its last token, as
-    the client sees them; ``tpot_s``: a token after the first.
+    ``recalled``: prompt tokens by device, host, disk, remote, computed. ``ttft_s``, ``last_s``:
+    seconds from sending the request to its first and last token at the client; ``tpot_s``: per
+    token after the first.
     """
 
     prompt_tokens: int
@@ -49,10 +49,9 @@ class Answer:
 class ServerProcess(ChildProcess):
     """A ``kvrecall serve`` process on a free port of the loopback interface.
 
-    Use as a context manager: leaving it ends the server and every process it started, however
-    the block ends; it ends by itself when this process does. ``arguments`` are those of
-    ``kvrecall serve``; ``log`` takes its output; ``environment`` stands in place of
-    ``server_environment()``.
+    A context manager: leaving it ends the server and its descendants. The server also ends when
+    this process does. ``arguments``: those of ``kvrecall serve``; ``log``: its output;
+    ``environment``: instead of ``server_environment()``.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class ServerProcess(ChildProcess):
         self._progress(f"  the server is ready, after {time.monotonic() - begin:.0f} s")
 
     def cpu_seconds(self) -> float:
-        """Processor time the server and the processes it started have used so far."""
+        """Processor time of the server and its descendants so far."""
         times = [process.cpu_times() for process in self.family()]
         return float(sum(time.user + time.system for time in times))
 
@@ -107,9 +106,9 @@ class ServerProcess(ChildProcess):
         return generate(httpx, self.url, prompt, max_new_tokens)
 
     def settle(self) -> None:
-        """Waits until the pool has written what it was given, so that writing slows no request.
+        """Waits until the pool has finished writing, so that writes slow no request.
 
-        Metrics move with engine steps; a prompt too short to be a block makes some.
+        Metrics update with engine steps; a prompt shorter than a block triggers some.
         """
         end = time.monotonic() + SETTLE_TIMEOUT_S
         while time.monotonic() < end:
@@ -120,7 +119,7 @@ class ServerProcess(ChildProcess):
         raise EngineError(f"the pool is still writing after {SETTLE_TIMEOUT_S:.0f} s")
 
     def metric(self, name: str) -> float:
-        """A metric as of the last engine step, summed over its labels; 0 if it is not there."""
+        """A metric as of the last engine step, summed over its labels; 0 if absent."""
         text = httpx.get(f"{self.url}/metrics", timeout=60).text
         lines = [line for line in text.splitlines() if line.startswith(name + "{")]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
@@ -142,7 +141,8 @@ def generate(
     client: Any, url: str, prompt: str, max_new_tokens: int, timeout_s: float = 600.0
 ) -> Answer:
     """Sends a prompt to /generate_stream (TGI form, greedy) and reads the answer. ``client``: an
-    httpx.Client, or httpx itself. Raises EngineError if the server refuses it, or breaks off."""
+    httpx.Client, or httpx itself. Raises EngineError if the server refuses it or the stream ends
+    early."""
     body = {"inputs": prompt, "parameters": {"max_new_tokens": max_new_tokens, "details": True}}
     events: list[dict[str, Any]] = []
     ttft = last = 0.0
@@ -157,7 +157,7 @@ def generate(
                 events.append(json.loads(line.removeprefix("data:")))
     final = events[-1] if events else {}
     if "token" not in final or not final.get("details"):
-        raise EngineError(f"the answer broke off: {json.dumps(final)[:500]}")
+        raise EngineError(f"the stream ended early: {json.dumps(final)[:500]}")
     return Answer(
         prompt_tokens=final["details"]["prompt_tokens"],
         recalled=final["details"]["recall"],

@@ -19,8 +19,8 @@ _READY_S = 120.0
 
 
 class ServiceProcess(ChildProcess):
-    """``kvrecall pool serve`` in a folder of its own, as a person would run it. Without
-    ``disk_bytes`` it has no disk. Leaving it as a context manager stops it."""
+    """``kvrecall pool serve`` in a folder of its own, without a disk unless ``disk_bytes`` is
+    given. A context manager that stops it."""
 
     def __init__(self, folder: Path, host_bytes: int, disk_bytes: int = 0) -> None:
         folder.mkdir(mode=0o700)
@@ -43,7 +43,7 @@ class ServiceProcess(ChildProcess):
         self.stop()
 
     def start(self) -> None:
-        """Returns when it serves. Raises TierError if it does not come up."""
+        """Starts it; returns when it serves. Raises TierError if it does not."""
         command = kvrecall("pool", "serve", "--config", str(self._config))
         process = self.launch(command, stdout=subprocess.PIPE)
         watchdog = threading.Timer(_READY_S, process.kill)
@@ -57,13 +57,13 @@ class ServiceProcess(ChildProcess):
         self.ready_at = time.monotonic()
 
     def stall(self, seconds: float, stop: threading.Event) -> None:
-        """Stops it, as a machine that swaps would, and has it go on."""
+        """Suspends the process, as swapping would, and resumes it."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
         stop.wait(seconds)
         self._process.send_signal(signal.SIGCONT)
 
     def look(self, timeout_s: float = 5.0) -> Overview:
-        """What ``kvrecall pool stat`` shows. Raises TierError."""
+        """The data of ``kvrecall pool stat``. Raises TierError."""
         with ServiceAdmin(self.socket, timeout_s) as admin:
             return admin.do(Stat())

@@ -13,16 +13,16 @@ from kvrecall.errors import EngineError
 class SwitchExtension(ActivityExtension):
     """A vLLM ``worker_extension_cls``; ``retrieval`` must be in ``VLLM_PLUGINS``.
 
-    KV of a prompt is that of dense attention whatever the settings, so a prompt whose blocks are on
-    the device may be asked again under other ones.
+    A prompt's KV is that of dense attention whatever the settings, so a prompt whose blocks are on
+    the device can be repeated with other settings.
     """
 
     model_runner: Any
 
     def retrieval_use(self, settings: str) -> dict[str, int]:
-        """Decodes by these settings, the JSON of a RetrievalSettings' fields, from the next step
-        on. Returns the totals of this worker so far. Not beside a connector: what it saves is named
-        after the settings of the start."""
+        """Applies these settings, the JSON of a RetrievalSettings' fields, from the next step on.
+        Returns the totals of this worker so far. Not with a connector, whose blocks are named after
+        the initial settings."""
         if self.vllm_config.kv_transfer_config is not None:
             raise EngineError("retrieval settings cannot change while a KV connector is in use")
         changed = RetrievalSettings(**json.loads(settings))

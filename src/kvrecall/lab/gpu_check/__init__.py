@@ -1,1 +1,1 @@
-"""``kvrecall gpu-check``: correctness on a GPU, and absolute figures, in one run of the wheel."""
+"""``kvrecall gpu-check``: correctness on a GPU, and absolute figures, in one run."""

@@ -50,9 +50,9 @@ def check_attention(device: torch.device) -> None:
 
 
 def check_selection(device: torch.device, blocks: int = 512) -> float:
-    """Blocks chosen on the device are those the CPU chooses, by digests of every kind. Returns the
-    share that is the same, which rounding of those not coded may keep below 1. Raises CheckError
-    below 0.98, and for any fault of ``check_search``."""
+    """The device selects the same blocks as the CPU, by digests of every kind. Returns the common
+    share, which rounding of uncoded digests may keep below 1. Raises CheckError below 0.98, and for
+    any fault of ``check_search``."""
     check_search(device, blocks)
     random = torch.Generator().manual_seed(0)
     shares = []
@@ -77,9 +77,9 @@ def check_selection(device: torch.device, blocks: int = 512) -> float:
 
 
 def check_search(device: torch.device, blocks: int = 512) -> None:
-    """The search that the engine makes, over digests coded in eight bits: on the device they are
-    coded as on the CPU, their products with a query are the same to the bit, and so are the blocks
-    chosen, but for those of equal scores. Raises CheckError."""
+    """The engine's search over digests coded in eight bits: codes, products with a query and
+    selected blocks are bit-identical on device and CPU, except blocks of equal scores. Raises
+    CheckError."""
     random = torch.Generator().manual_seed(1)
     keys = torch.randn(KV_HEADS, blocks, BLOCK, DIM, generator=random)
     query = torch.randn(KV_HEADS, GROUP, DIM, generator=random)
@@ -106,7 +106,7 @@ def _best(layout: Layout, query: torch.Tensor, coded: torch.Tensor) -> torch.Ten
 
 
 def _as_good(best: torch.Tensor, some: torch.Tensor, others: torch.Tensor) -> bool:
-    """Whether blocks ``[heads, count]`` are the others, or tie with them, by these products."""
+    """Whether blocks ``[heads, count]`` equal the others, or tie with them, by these products."""
     if any(len(set(row)) < len(row) for row in others.tolist()):
         return False
     scores = best.softmax(-1).mean(1)
@@ -121,8 +121,8 @@ def _require(holds: bool, what: str, share: float) -> None:
 
 def decode_times(device: torch.device, context: int) -> dict[str, float]:
     """Milliseconds (medians) of a token's attention in one layer at ``context`` tokens: dense over
-    all blocks, and retrieval as it is set by default, its search over coded digests included; and
-    the share of the blocks that retrieval reads."""
+    all blocks, and retrieval with its default settings, including its search over coded digests;
+    and the share of the blocks that retrieval reads."""
     settings = RetrievalSettings()
     split = split_of(context, BLOCK, settings)
     if not split.chosen:
@@ -168,7 +168,7 @@ def _median_ms(device: torch.device, work: Callable[[], None]) -> float:
         begin = time.perf_counter()
         work()
         _synchronize(device)
-        if turn >= 3:  # the first compile
+        if turn >= 3:  # the first run compiles
             times.append((time.perf_counter() - begin) * 1e3)
     return round(sorted(times)[len(times) // 2], 4)
 
@@ -179,7 +179,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _cache(length: int, dtype: torch.dtype) -> tuple[torch.Tensor, Paged]:
-    """Two rows of random keys in blocks of random places; two KV heads."""
+    """Two rows of random keys in randomly placed blocks; two KV heads."""
     random = torch.Generator().manual_seed(length)
     width = -(-length // BLOCK)
     blocks = torch.randperm(2 * width, generator=random).view(2, width).to(torch.int32)

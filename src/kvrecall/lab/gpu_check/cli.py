@@ -31,21 +31,25 @@ _DECODE_CONTEXTS = (32768, 131072)
 _LOAD = Load(65536, 8, 128, 2)
 _QUICK_LOAD = Load(16384, 4, 32, 1)
 
-Json = Annotated[bool, typer.Option("--json", help="Only the line of JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")]
 
 
 @app.command()
 def gpu_check(
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes: some minutes.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes: takes a few minutes.")
+    ] = False,
     as_json: Json = False,
-    out: Annotated[Path | None, typer.Option(help="Also write the line of JSON here.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Also write the line of JSON to this file.")
+    ] = None,
     require: Annotated[
         bool, typer.Option("--require", help="Exit with 1 if there is nothing to check.")
     ] = False,
 ) -> None:
     """Check kvrecall on this machine's GPU, and measure it.
 
-    Ends with 1 if a check failed; without a GPU or vLLM it says so and ends with 0.
+    Exits with 1 if a check failed. Without a GPU or vLLM, reports that and exits with 0.
     """
 
     progress = ProgressLines("gpu-check")
@@ -62,14 +66,14 @@ def gpu_check(
 
 
 def status(outcomes: list[Outcome], require: bool) -> int:
-    """0: nothing failed. ``require``: and something was checked."""
+    """0 if nothing failed and, with ``require``, something was checked."""
     if any(each.state is State.FAIL for each in outcomes):
         return 1
     return int(require and outcomes[0].state is not State.PASS)
 
 
 def summary(outcomes: list[Outcome]) -> dict[str, object]:
-    """The line of JSON: ``ran`` says whether there was anything to check on."""
+    """The line of JSON. ``ran``: whether there was a device to check."""
     return {
         "check": "gpu",
         "ran": outcomes[0].state is State.PASS,
@@ -84,7 +88,7 @@ def summary(outcomes: list[Outcome]) -> dict[str, object]:
 
 
 def _outcomes(quick: bool, progress: Callable[[str], None]) -> Iterator[Outcome]:
-    """The first is whether there is a device; without one there is no other."""
+    """The outcomes; the first is whether there is a device, and without one the only one."""
     found = without_engine() or run_part("device", _DEVICE)
     progress(found.note + ("" if found.state is State.PASS else _NOTHING))
     yield found
@@ -109,7 +113,7 @@ def _outcomes(quick: bool, progress: Callable[[str], None]) -> Iterator[Outcome]
 
 
 def without_engine() -> Outcome | None:
-    """Why nothing can be checked here before torch is asked; None if it can."""
+    """Why nothing can be checked here, found without torch; None if it can."""
     version = engine_version()
     if version == "not installed":
         return Outcome("device", State.SKIP, "vLLM is not installed here")

@@ -24,7 +24,7 @@ _ROUNDS = 6
 
 
 def check_copies(device: torch.device, blocks: int = 64, page_bytes: int = 1 << 16) -> int:
-    """Blocks come back as they were, and nothing beside them is touched. Returns the bytes moved.
+    """Blocks return unchanged, and nothing beside them is written. Returns the bytes moved.
 
     Raises CheckError naming layout and round.
     """
@@ -39,8 +39,8 @@ def check_copies(device: torch.device, blocks: int = 64, page_bytes: int = 1 << 
 
 
 def check_order(device: torch.device, page_bytes: int = 1 << 20) -> None:
-    """A store copies what work queued before it has written, not what was there when it was
-    asked for. Raises CheckError."""
+    """A store copies the data after all work queued before it, not as of its submission. Raises
+    CheckError."""
     memory = _arena(page_bytes)
     pages = _pages(device, "layers", 1, page_bytes, layers=1)
     copier = Copier(memory, pages, 0)
@@ -86,7 +86,7 @@ def _round(
     blocks = pages[0].rows.shape[0]
     record = sum(page.page_bytes for page in pages)
     some = chance.sample(range(1, blocks), blocks // 2)
-    if seed % 2:  # runs, as a prompt's blocks mostly are
+    if seed % 2:  # consecutive runs, as a prompt's blocks mostly are
         some = sorted(some)
     slots = chance.sample(range(memory.numel() // record), len(some))
     offsets = tuple(slot * record for slot in slots)

@@ -19,19 +19,19 @@ class State(StrEnum):
 
     PASS = "pass"
     FAIL = "fail"
-    SKIP = "skip"  # cannot be run here; the note says why
+    SKIP = "skip"  # cannot run here; the note says why
 
 
 class CheckError(KvrecallError):
-    """Something is not as it must be; the message says what."""
+    """A check failed; the message says how."""
 
 
 class SkipError(Exception):
-    """The check cannot be run here; the message says why."""
+    """The check cannot run here; the message says why."""
 
 
 Finding = tuple[str, Mapping[str, Any]]
-"""What a check that passes returns: a note for people, and figures."""
+"""The result of a passed check: a note, and figures."""
 
 
 _REFUSAL = re.compile(r"kvrecall\.errors\.\w+: (.+)")
@@ -39,8 +39,8 @@ _ERROR = re.compile(r"\b\w+Error: (.+)")
 
 
 def reason(text: str) -> str:
-    """The line of an error's text that says most: kvrecall's own refusal if one was printed, else
-    the last error of a traceback, else the first line, or the last where that only announces it."""
+    """The most informative line of an error's text: kvrecall's own error if printed, else the last
+    error of a traceback, else the first line, or the last if the first only announces it."""
     for pattern, which in ((_REFUSAL, 0), (_ERROR, -1)):
         found = pattern.findall(text)
         if found:
@@ -69,8 +69,8 @@ class Outcome:
 
 
 def tried(name: str, progress: Callable[[str], None], check: Callable[[], Finding]) -> Outcome:
-    """The outcome of ``check``. A device or a server that fails is a failed check; all that an
-    error says goes to ``progress``."""
+    """The outcome of ``check``. A failing device or server is a failed check; the whole error goes
+    to ``progress``."""
     progress(f"{name} ...")
     try:
         note, figures = check()

@@ -39,7 +39,7 @@ def run_part(check: str, device: str, quick: bool = False) -> Outcome:
 
 
 def _device(_: str, quick: bool) -> Finding:
-    """Whether there is a device, without which nothing else is asked for."""
+    """Whether there is a device, without which nothing else is checked."""
     import torch
 
     if not torch.cuda.is_available():
@@ -69,7 +69,7 @@ def _copies(device: str, quick: bool) -> Finding:
 
 
 def _bandwidth(_: str, quick: bool) -> Finding:
-    """In order and scattered, in turns with a plain copy: the bus as this very run finds it."""
+    """Copies in order and scattered, alternating with a plain copy: the bandwidth of the bus."""
     from kvrecall.lab.bench.restore import measure_bandwidth
 
     figures = measure_bandwidth(*((8, 4, 1 << 20) if quick else (128, 32, 16 << 20)))

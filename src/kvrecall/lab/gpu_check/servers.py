@@ -1,4 +1,4 @@
-"""Whole engines on the device: the same tokens from every tier and by every attention, and times
+"""Whole engines on the device: equal tokens from every tier and by every attention, and times
 beside vLLM's own. A failed check raises CheckError, a failed engine EngineError.
 """
 
@@ -105,13 +105,13 @@ def _model_folder(shape: Shape, longest: int, weights: bool) -> Iterator[tuple[P
 
 
 def check_tokens(form: str, progress: Progress, device_bytes: int = DEVICE_BYTES) -> Finding:
-    """One way to run a model: an answer from host memory and, after a restart, from disk is token
-    for token that from the device, which is vLLM's own prefix cache. Figures: prompt tokens
-    recalled by tier. To the computed answer none is compared: a hit and a computed prompt take
-    other kernels, and random weights in 16 bits make other tokens of that, pool or not.
+    """Answers from host memory and, after a restart, from disk have exactly the tokens of the
+    answer from the device, vLLM's own prefix cache. Figures: prompt tokens recalled by tier. The
+    computed answer is not compared: a hit and a computed prompt use different kernels, which gives
+    other tokens with random 16-bit weights, with or without a pool.
     """
     with _model_folder(SMALL, 8192, weights=True) as (folder, path):
-        # So small a model computes as fast as it loads: whatever is found is loaded.
+        # Such a small model computes as fast as it loads, so load everything found.
         pool = folder / "pool.json"
         pool.write_text(json.dumps({"load_or_compute": "load", "load_deadline": 60}))
         words = [str(path), "--kv-cache-memory-bytes", str(device_bytes), "--host-size", "256MiB"]
@@ -154,7 +154,7 @@ def measure_first_token(
 ) -> Finding:
     """Median seconds to the first token of prompts of ``contexts`` tokens, by connector and source:
     computed, from the device, and from host memory after the device's cache was emptied. The
-    weights are random and made in place, the same for both."""
+    weights are random and generated in place, the same for both."""
     longest = max(contexts)
     seconds: dict[str, dict[str, dict[str, float]]] = {}
     with _model_folder(shape, longest + 1024, weights=False) as (folder, path):
@@ -205,7 +205,7 @@ def host_memory_options(connector: str, host_bytes: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Replies:
-    """Tokens of two answers to one prompt, and the blocks that were considered and chosen."""
+    """Tokens of two answers to one prompt, and the blocks considered and selected."""
 
     first: tuple[int, ...]
     again: tuple[int, ...]
@@ -216,10 +216,10 @@ class Replies:
 def check_retrieval_tokens(
     device: str, progress: Progress, device_bytes: int = DEVICE_BYTES
 ) -> Finding:
-    """A server without retrieval and one for each share, as they are run by default: retrieval of
-    every block gives the tokens of dense attention, retrieval of few the same tokens twice.
-    Figures: blocks considered and chosen, by share. In 32 bits on a GPU: random weights in 16 make
-    other tokens with another kernel, be it right or not.
+    """Compares a server without retrieval and one per share: retrieval of every block gives the
+    tokens of dense attention, retrieval of few blocks the same tokens twice. Figures: blocks
+    considered and selected, by share. In 32 bits on a GPU, because random 16-bit weights give other
+    tokens with another correct kernel.
     """
     with _model_folder(SMALL, 8192, weights=True) as (folder, path):
         words = [str(path), "--kv-cache-memory-bytes", str(device_bytes), "--host-size", "256MiB"]
@@ -248,8 +248,8 @@ def check_retrieval_tokens(
 
 
 def token_options(device: str, sparse: bool) -> list[str]:
-    """Of ``kvrecall serve``. Of vLLM's backends for GPUs with retrieval, FlashAttention does not
-    take 32 bits."""
+    """Options of ``kvrecall serve``. Of vLLM's GPU backends with retrieval, FlashAttention does not
+    support 32 bits."""
     words = ["--retrieval"] if sparse else []
     if device == "cpu":
         return words
@@ -257,7 +257,7 @@ def token_options(device: str, sparse: bool) -> list[str]:
 
 
 def require_right(dense: Replies, sparse: Replies, share: float) -> None:
-    """Raises CheckError if retrieval of this share of the blocks is not as it must be."""
+    """Raises CheckError if retrieval of this share of the blocks is wrong."""
     if sparse.first != sparse.again:
         raise CheckError(
             f"on repetition, retrieval of {share} of the blocks gives other tokens: "
@@ -285,9 +285,9 @@ def measure_decode(
     engines: Sequence[str] = ENGINES,
 ) -> Finding:
     """Median seconds a decoded token of one request takes behind prompts of ``contexts`` tokens,
-    dense and by retrieval, one server after the other: without the gate, which reckons with what
-    this tells. ``scaled``: settings in place of the default ones. The weights are random and made
-    in place, the same for both."""
+    dense and by retrieval, one server after the other, without the gate, which is based on such
+    figures. ``scaled``: settings instead of the defaults. The weights are random and generated in
+    place, the same for both."""
     longest = max(contexts) + 512
     seconds: dict[str, dict[str, float]] = {}
     with _model_folder(shape, longest + 512, weights=False) as (folder, path):
@@ -301,7 +301,7 @@ def measure_decode(
                 for context in contexts:
                     document = Texts(context).document(context)
                     server.ask(document, 2)  # computes the prompt
-                    server.ask(document, 64)  # compiles what is left to compile
+                    server.ask(document, 64)  # compiles the remaining kernels
                     server.settle()
                     answers = [server.ask(document, 64) for _ in range(3)]
                     seconds[name][str(context)] = percentiles(list(map(_token_s, answers)))["p50"]
@@ -317,8 +317,8 @@ def measure_decode(
 
 
 def decode_options(path: Path, longest: int, shape: Shape, device: str, sparse: bool) -> list[str]:
-    """Of ``kvrecall serve``. Room for one sequence, so that the device has some for digests; a
-    small pool, as nothing is to be found in it. FlashAttention is what retrieval stands in for on
+    """Options of ``kvrecall serve``. A device cache for one sequence leaves room for digests; the
+    pool is small, as nothing is recalled. FlashAttention is the backend that retrieval replaces on
     a GPU, whatever vLLM would choose."""
     room = int(1.25 * longest) * shape.token_bytes
     words = [str(path), "--max-model-len", str(longest), "--block-size", str(BLOCK)]
@@ -334,7 +334,7 @@ def _token_s(answer: Answer) -> float:
 
 def _blocks(server: ServerProcess) -> tuple[int, int]:
     """Blocks that retrieval considered and selected so far."""
-    server.ask("settle", 4)  # metrics move with engine steps
+    server.ask("settle", 4)  # metrics update with engine steps
     considered, selected = (
         int(server.metric(f"kvrecall_retrieval_blocks_{name}_total"))
         for name in ("considered", "selected")
@@ -343,7 +343,7 @@ def _blocks(server: ServerProcess) -> tuple[int, int]:
 
 
 def _environment(ours: Mapping[str, str]) -> dict[str, str]:
-    """A server's, with no settings of retrieval but these."""
+    """A server's environment, with only these settings of retrieval."""
     theirs = {
         name: text
         for name, text in server_environment().items()
@@ -359,8 +359,8 @@ def measure_sequences(
     load: Load, shape: Shape, device: str, progress: Progress, engines: Sequence[str] = ENGINES
 ) -> Finding:
     """How many long sequences decode at once in a fixed device cache, and how fast: dense, and by
-    retrieval with their middle blocks off the device. Both compute all prompts and have the same
-    pool. Settings of retrieval are those of 65,536 tokens scaled to the context, without the gate.
+    retrieval with their middle blocks offloaded. Both compute all prompts and have the same pool.
+    Retrieval's settings are scaled from 65,536 tokens to the context, without the gate.
     """
     found: dict[str, Any] = {}
     with _model_folder(shape, load.context + load.decoded, weights=False) as (_, path):
@@ -382,7 +382,7 @@ def measure_sequences(
 
 
 def sequence_options(device: str) -> dict[str, object]:
-    """Options of the engine: prompts are computed with weights made in place, a step at a time."""
+    """Options of the engine: weights generated in place, no overlap of steps."""
     options: dict[str, object] = {"load_format": "dummy", "async_scheduling": False}
     if device != "cpu":
         options["attention_backend"] = "FLASH_ATTN"
@@ -390,7 +390,7 @@ def sequence_options(device: str) -> dict[str, object]:
 
 
 def _sequence_figures(name: str, load: Load, figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises CheckError if these figures do not mean anything."""
+    """Raises CheckError if these figures are meaningless."""
     want = load.sequences * load.decoded
     if figures["tokens"] != want:
         raise CheckError(f"{name}: {figures['tokens']} of {want} tokens were decoded")

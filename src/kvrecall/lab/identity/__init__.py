@@ -1,1 +1,1 @@
-"""Pairs of engines on one pool: neither may ever read KV that it would not have computed."""
+"""Pairs of engines on one pool: neither may read KV that it would not have computed."""

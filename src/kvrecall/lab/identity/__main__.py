@@ -25,18 +25,16 @@ _progress = ProgressLines("identity")
 
 @app.command()
 def identity(
-    only: Annotated[
-        list[str] | None, typer.Option(help="A pair to try; may be given several times.")
-    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="A pair to try; repeatable.")] = None,
     show: Annotated[bool, typer.Option("--list", help="List the pairs and exit.")] = False,
     jobs: Annotated[int, typer.Option(min=1, max=8, help="Engines that run at a time.")] = 2,
     keep: Annotated[bool, typer.Option("--keep", help="Keep models, pools and logs.")] = False,
 ) -> None:
-    """Real engines in pairs that differ in one thing, on one pool: A saves prompts on disk, B asks
-    for them and saves others, and A, started again, asks for all. Every reply is compared with that
-    of the same engine without a pool. Where the KV is equal, both must recall what the other has
-    saved; where it is not, neither may recall a token of it. In the audit pairs nothing tells the
-    engines apart, and the first hit must give it away.
+    """Run real engines in pairs that differ in one respect, on one pool: A saves prompts on disk, B
+    requests them and saves others, and A, restarted, requests all. Every reply is compared with
+    that of the same engine without a pool. If the KV is equal, each must recall what the other has
+    saved; otherwise, neither may recall a token of it. In the audit pairs the engines have one
+    namespace, and the audit of the first hit must detect the difference.
 
     The last line is JSON; the exit status is 0 only if no reply is wrong, all pairs of equal KV
     share, every audit pair is caught, and every pair shows what it says.
@@ -65,7 +63,7 @@ def _chosen(names: Sequence[str]) -> list[Pair]:
 
 
 def _try(pairs: Sequence[Pair], folder: Path, jobs: int, keep: bool) -> Iterator[Verdict]:
-    """Verdicts as they come."""
+    """Yields verdicts as they are reached."""
     laboratory = Laboratory(folder, keep)
     workers = ThreadPoolExecutor(jobs)
     try:
@@ -84,7 +82,7 @@ def _kind(pair: Pair) -> str:
 
 
 def _text(verdict: Verdict) -> str:
-    """A verdict for people: a line, and one for each of the first faults."""
+    """A verdict as text: a line, and one for each of the first faults."""
     pair = verdict.pair
     seen = f"{verdict.replies} replies"
     if pair.kv is Kv.EQUAL:

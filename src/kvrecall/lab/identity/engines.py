@@ -25,7 +25,7 @@ from kvrecall.lab.identity.setups import ANSWER_TOKENS, Prompts, Setup
 _POOL = {
     "host_size": "256MiB",
     "disk_size": "1GiB",
-    "async_write": False,  # what is answered is on disk
+    "async_write": False,  # the blocks of an answered request are on disk
     "load_or_compute": "load",
 }
 
@@ -36,8 +36,8 @@ _BLIND_HOST = "kvrecall.lab.identity.engines"
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer to the prompt ``name``. ``own``: tokens of the prompt's beginning that this engine
-    had computed or asked for before, in this life or an earlier one."""
+    """An answer to the prompt ``name``. ``own``: leading prompt tokens that this engine had
+    computed or requested before, in this life or an earlier one."""
 
     name: str
     answer: Answer
@@ -58,8 +58,8 @@ class Reply:
 class Life:
     """An engine from start to end. ``prompts``: prompts of its earlier lives and of this one.
 
-    ``audits`` and ``caught``, audits that failed: as its counters say at the end; ``logged``:
-    whether its log speaks of a failed one.
+    ``audits`` and ``caught``: audits, and failed ones, by its counters at the end; ``logged``:
+    whether its log reports a failed one.
     """
 
     replies: list[Reply] = field(default_factory=list)
@@ -95,7 +95,7 @@ class Engines:
         blind: bool = False,
         before: Sequence[str] = (),
     ) -> Life:
-        """Starts an engine on the pool's folder, asks for the prompts of ``plan`` one by one, the
+        """Starts an engine on the pool's folder, sends the prompts of ``plan`` one by one, with the
         device's cache emptied each time, and ends it. ``before``: prompts of its earlier lives.
         Raises EngineError."""
         life = Life(prompts=list(before))
@@ -123,7 +123,7 @@ class Engines:
         return computed, continued
 
     def stop(self) -> None:
-        """Kills what runs; what waits for an answer gets EngineError, and nothing more starts."""
+        """Kills all engines; waiting callers get EngineError, and no engine starts any more."""
         with self._lock:
             self._stopped = True
             running = list(self._running)
@@ -176,7 +176,7 @@ def _log_has_failed_audit(log: Path) -> bool:
 
 
 def _blind() -> None:
-    """Takes from the connector in this process what it tells engines and adapters apart by."""
+    """Makes the connector in this process unable to distinguish engines and adapters."""
     connector: Any = importlib.import_module("kvrecall.engines.vllm.connector.connector")
     one = Namespace.of({"engine": "any, in the laboratory"})
     connector.namespace_of = lambda *_, **__: one
@@ -184,7 +184,7 @@ def _blind() -> None:
 
 
 class _AnyAdapters:
-    """In the place of ``kvrecall.engines.vllm.identity.namespace.Adapters``."""
+    """Replaces ``kvrecall.engines.vllm.identity.namespace.Adapters``."""
 
     def __init__(self, *_: Any) -> None:
         pass

@@ -38,17 +38,17 @@ _FEW_BLOCKS = 3
 class Kv(enum.StrEnum):
     """What the second engine computes for the first one's prompts."""
 
-    EQUAL = "equal"  # the same: it must recall what the first has saved
-    OTHER = "other"  # something else: it must recall nothing of it
+    EQUAL = "equal"  # equal: it must recall what the first has saved
+    OTHER = "other"  # different: it must recall nothing of it
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """``make``: writes what the two engines need. ``blocks``: whole blocks of a prompt.
+    """``make``: writes the two engines' files. ``blocks``: whole blocks of a prompt.
 
     ``tells``: whether replies differ where KV does; a block of another size holds the same keys and
-    values in another order. ``audited``: there is a blind pair of it too. ``saves_first``: the
-    second engine saves prompts of its own before it asks for those of the first.
+    values in another order. ``audited``: the pair exists as a blind pair, too. ``saves_first``: the
+    second engine saves prompts of its own before it requests those of the first.
     """
 
     name: str
@@ -66,8 +66,8 @@ _PAIRS: list[Pair] = []
 
 
 def _pair(kv: Kv, about: str, **more: Any) -> Callable[[Make], Make]:
-    """Makes a pair of the function that writes what its engines need, and that it is named after.
-    ``more``: fields of ``Pair``."""
+    """Makes a pair, named after the decorated function, which writes its engines' files. ``more``:
+    fields of ``Pair``."""
 
     def register(make: Make) -> Make:
         name = make.__name__.strip("_").replace("_", "-")
@@ -284,8 +284,8 @@ def _adapter(shelf: Shelf) -> Two:
 
 @_pair(Kv.OTHER, "one row of an adapter's file of 70 MB, name and path kept")
 def _adapter_row(shelf: Shelf) -> Two:
-    """A rank that makes a file so large by itself takes vLLM minutes a prompt on a CPU, so most of
-    it is a note in its header."""
+    """A large adapter file; most of it is a note in its header, because with a rank for that size
+    vLLM would take minutes per prompt on a CPU."""
 
     def write(path: Path, factor: float) -> None:
         def change(weights: Tensors) -> None:
@@ -372,7 +372,7 @@ def _in_turn(engine: Setup, place: Path, first: Path, second: Path) -> Two:
 
 
 def _adapters_in_one_place(shelf: Shelf, first: Path, second: Path) -> Two:
-    """Adapters that are one to vLLM's block hash: it holds an adapter's name and path."""
+    """Adapters that vLLM's block hash does not distinguish: it holds only name and path."""
     place = shelf.get(f"place-of-{first.name}", write_changed, first)
     return _in_turn(_adapting(shelf).with_adapter("style", place), place, first, second)
 

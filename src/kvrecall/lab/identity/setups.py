@@ -15,12 +15,12 @@ from kvrecall.lab.engines.engine import ONE_THREAD
 from kvrecall.lab.models import write_model, write_over
 
 BLOCK = 128
-"""Tokens per device block, where a setup says nothing else."""
+"""Tokens per device block, by default."""
 
 ANSWER_TOKENS = 8
 
 _SEED = 20
-_BYTES = 250  # tokens that the models have one letter each for
+_BYTES = 250  # tokens that are one letter each
 _TAIL = 40
 _BRANCH_TAIL = 70
 
@@ -34,11 +34,11 @@ _OPTIONS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """An engine, and what each of its requests brings.
+    """An engine, and the adapter and images of its requests.
 
-    ``options``: arguments of ``vllm.LLM`` beside the usual ones. ``adapter``: name, number and
-    folder of a LoRA adapter. ``images``: files. ``contents``: folders, each with another one whose
-    files take the place of its own before the engine starts, sizes and times unchanged.
+    ``options``: further arguments of ``vllm.LLM``. ``adapter``: name, number and folder of a LoRA
+    adapter. ``images``: files. ``contents``: folders, each with another one whose files replace its
+    own before the engine starts, sizes and times unchanged.
     """
 
     model: Path
@@ -71,19 +71,19 @@ class Setup:
         return int(self.options.get("block_size", BLOCK))
 
     def prepare(self) -> None:
-        """To be called before its engine starts, with no other engine on the same folders."""
+        """Call before its engine starts, with no other engine on the same folders."""
         for place, source in self.contents:
             write_over(place, source)
 
     def arguments(self, cache: Path) -> dict[str, Any]:
-        """Set-up of an engine process without a pool. ``cache``: a folder for what it remembers."""
+        """Set-up of an engine process without a pool. ``cache``: the folder of its caches."""
         environment = {**ONE_THREAD, "XDG_CACHE_HOME": str(cache)}
         environment["HF_MODULES_CACHE"] = str(cache / "modules")
         return {"model": str(self.model), **_OPTIONS, **self.options, "env": environment}
 
 
 class Shelf:
-    """A folder of models, adapters and pictures, each written when it is first asked for."""
+    """A folder of models, adapters and pictures, each written on first use."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -125,8 +125,8 @@ class Prompts:
 
     @classmethod
     def of(cls, blocks: int) -> Prompts:
-        """Prompts of so many whole blocks of 128 tokens and a rest. The longest, with its answer,
-        takes less than one block more."""
+        """Prompts of ``blocks`` whole blocks of 128 tokens and a rest. The longest, with its
+        answer, takes less than one further block."""
         dice = random.Random(_SEED)
 
         def drawn(count: int) -> tuple[int, ...]:
@@ -145,7 +145,7 @@ class Prompts:
         return cls(texts)
 
     def shared_tokens(self, name: str, others: Iterable[str], block_size: int) -> int:
-        """Tokens in the longest run of whole blocks that a prompt begins with like one of
+        """Tokens in the longest whole-block prefix that a prompt has in common with one of
         ``others``."""
         prompt = self.texts[name]
         pairs = (zip(prompt, self.texts[other], strict=False) for other in others)

@@ -20,20 +20,20 @@ from kvrecall.lab.identity.setups import BRANCHES, FRESH, KNOWN, TWIGS, Prompts,
 
 LEAST_TOLERANCE = 1e-4
 NOISE_MARGIN = 4.0
-"""How far log-probabilities of a right reply may lie from those of the engine without a pool.
+"""Allowed deviation of log-probabilities from those of the engine without a pool.
 
-A recalled prefix is continued in another cut than in the prompt computed whole, and that may move
-the last bits of keys, values and sums. How far is measured, engine by engine: without a pool it
-answers every prompt twice, computed whole and continued from its own device cache, which cuts the
-prompt as a recall does. Four times the greatest distance is allowed, and in any case 1e-4. On a CPU
-with one thread an engine the distance is 0: sums are taken in one order, however a prompt is cut.
+A recalled prefix splits the prefill differently from a prompt computed whole, which may change the
+last bits of keys, values and sums. The deviation is measured per engine: without a pool it answers
+every prompt twice, computed whole and continued from its own device cache, which splits the prompt
+as a recall does. Four times the maximum is allowed, but at least 1e-4. On a CPU with one thread per
+engine it is 0: sums are taken in one order, however a prompt is split.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What an engine answers without a pool, by the prompt's name. ``noise``: how far cutting the
-    prompts otherwise moves its log-probabilities."""
+    """An engine's answers without a pool, by the prompt's name. ``noise``: maximum change of its
+    log-probabilities when prompts are split differently."""
 
     answers: Mapping[str, Answer]
     noise: float
@@ -45,14 +45,14 @@ class Reference:
 
     @property
     def tolerance(self) -> float:
-        """How far right replies may lie from these, in log-probability."""
+        """Allowed deviation from these replies, in log-probability."""
         return max(LEAST_TOLERANCE, NOISE_MARGIN * self.noise)
 
     def fault(self, reply: Reply) -> str:
-        """What is wrong with an answer; empty if nothing is.
+        """The fault of an answer; empty if it has none.
 
-        Tokens are compared up to the first whose lead over the second choice is within what the
-        tolerance may turn; with other tokens before it, later ones answer another question.
+        Tokens are compared up to the first whose lead over the second choice is within the
+        tolerance, because a different token there changes all later ones.
         """
         truth, answer = self.answers[reply.name], reply.answer
         off = self._off(truth, answer)
@@ -61,11 +61,11 @@ class Reference:
         return f"log-probabilities off by {off:.2g}" if off > self.tolerance else ""
 
     def contrast(self, other: Reference) -> Mapping[str, float]:
-        """How far the replies of another engine lie from these, by the prompt's name."""
+        """The distance of another engine's replies from these, by the prompt's name."""
         return {name: self._off(truth, other.answers[name]) for name, truth in self.answers.items()}
 
     def _off(self, truth: Answer, answer: Answer) -> float:
-        """Greatest difference of log-probabilities; infinite if a token is another."""
+        """Maximum difference of log-probabilities; infinite if a token differs."""
         sure = sure_tokens(truth, self.tolerance)
         if answer.tokens[:sure] != truth.tokens[:sure]:
             return math.inf
@@ -73,7 +73,7 @@ class Reference:
 
 
 def sure_tokens(answer: Answer, tolerance: float) -> int:
-    """Leading tokens that nothing within the tolerance would have chosen otherwise."""
+    """Number of leading tokens that no deviation within the tolerance can change."""
     sure = 0
     while sure < len(answer.gaps) and answer.gaps[sure] > 2 * tolerance:
         sure += 1
@@ -81,8 +81,8 @@ def sure_tokens(answer: Answer, tolerance: float) -> int:
 
 
 def distance(one: Answer, other: Answer, count: int | None = None) -> float:
-    """Greatest difference of log-probabilities over the first ``count`` tokens, as far as the two
-    are the same."""
+    """Maximum difference of log-probabilities over the first ``count`` tokens, as far as they are
+    equal."""
     greatest = 0.0
     for at in range(len(one.tokens) if count is None else count):
         if one.tokens[at] != other.tokens[at]:
@@ -93,16 +93,15 @@ def distance(one: Answer, other: Answer, count: int | None = None) -> float:
 
 @dataclass(slots=True)
 class Verdict:
-    """What a pair has shown.
+    """The result of a pair.
 
     ``wrong``: replies that differ from the engine's own without a pool, and recalls of KV that it
-    would not have computed. ``unfair``: the pair does not show what it says. ``shared``: prompt
-    tokens recalled by the second engine of the first one's, and the other way round. ``silent``:
-    prompts of which an engine never recalled anything, not even what it had saved itself, so that
-    its pool may not have worked at all; not for blind pairs. ``audits``, ``caught``: of all lives,
-    and ``logged`` whether a log speaks of it. ``noise``: as of ``Reference``. ``contrast``: least
-    distance between replies of the two engines, each without a pool. ``failed``: why there is no
-    verdict.
+    would not have computed. ``unfair``: why the pair does not test what it claims. ``shared``:
+    prompt tokens of the first engine recalled by the second, and vice versa. ``silent``: prompts of
+    which an engine recalled nothing, not even its own blocks, so that its pool may not work at all;
+    not for blind pairs. ``audits``, ``caught``: of all lives; ``logged``: whether a log reports a
+    failed audit. ``noise``: as in ``Reference``. ``contrast``: minimum distance between replies of
+    the two engines without a pool. ``failed``: why there is no verdict.
     """
 
     pair: Pair
@@ -126,12 +125,12 @@ class Verdict:
 
     @property
     def is_caught(self) -> bool:
-        """The audit spoke, in the counters and the log, and every reply was right."""
+        """The audit failed, in the counters and the log, and every reply was right."""
         return self.caught > 0 and self.logged and not self.wrong
 
     @property
     def faults(self) -> list[str]:
-        """What keeps the pair from passing; empty if it passes."""
+        """Why the pair does not pass; empty if it does."""
         if self.failed:
             return [f"failed: {self.failed}"]
         found = [f"unfair: {self.unfair}"] if self.unfair else []
@@ -148,8 +147,8 @@ class Verdict:
 
 
 class Laboratory:
-    """Tries pairs, in any thread. Keeps what several of them need: models, replies of engines
-    without a pool, and pools that a first engine has filled."""
+    """Tries pairs, in any thread. Caches shared results: models, replies of engines without a pool,
+    and pools filled by a first engine."""
 
     def __init__(self, folder: Path, keep: bool = False) -> None:
         self._folder = folder
@@ -171,7 +170,7 @@ class Laboratory:
         try:
             self._try(pair, pool, verdict)
         except EngineError as error:
-            verdict.failed = str(error).splitlines()[0]  # its log tells the rest
+            verdict.failed = str(error).splitlines()[0]  # its log has the details
         finally:
             if not self._keep:
                 shutil.rmtree(pool, ignore_errors=True)
@@ -215,8 +214,8 @@ class Laboratory:
         return alone
 
     def _first_life(self, setup: Setup, prompts: Prompts, pair: Pair) -> tuple[Life, Path]:
-        """Fills a fresh pool with the known prompts. Each is asked for twice: an engine need not
-        save before it knows its own identity."""
+        """Fills a fresh pool with the known prompts. Each is sent twice, because an engine need not
+        save before its identity is known."""
 
         def make() -> tuple[Life, Path]:
             pool = self._folder / "pools" / f"first-of-{pair.name}"
@@ -227,21 +226,21 @@ class Laboratory:
         return first
 
     def _once(self, key: str, make: Callable[[], Any]) -> Any:
-        """The result by this key, made by the first thread that asks for it; others wait. An error
-        is a result too."""
+        """The result of this key, computed by the first thread that needs it while others wait. An
+        error is a result, too."""
         with self._lock:
             is_first = key not in self._made
             made = self._made.setdefault(key, Future())
         if is_first:
             try:
                 made.set_result(make())
-            except BaseException as error:  # noqa: BLE001 - raised in every thread that asks
+            except BaseException as error:  # noqa: BLE001 - raised in every waiting thread
                 made.set_exception(error)
         return made.result()
 
 
 def _unfairness(pair: Pair, contrast: Mapping[str, float], tolerance: float) -> str:
-    """Why the engines' own replies contradict what the pair says of their KV."""
+    """Why the engines' own replies contradict the pair's claim about their KV."""
     telling = [name for name, off in contrast.items() if off > tolerance]
     if pair.kv is Kv.EQUAL and telling:
         return f"KV should be equal, but replies to {', '.join(telling)} are not"

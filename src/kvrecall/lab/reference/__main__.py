@@ -1,4 +1,4 @@
-"""Writes the generated pages of the folder ``docs``, or of the one that is named."""
+"""Writes the generated pages of the folder ``docs``, or of the given one."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import textwrap
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -23,7 +24,7 @@ _HEAD = """# Commands
 All commands end with the same [exit codes](exit-codes.md).
 """
 _DEFAULT = re.compile(r" ?(?:Default: (?=.*\.$)|\[(?=.*\]$))(.+?)[.\]]$")
-"""A default in the text of an option: what holds if it is not given."""
+"""A default in the text of an option."""
 _KINDS = {int: "whole number", float: "number", str: "text", Path: "path"}
 
 
@@ -36,7 +37,7 @@ def page() -> str:
 
 
 def commands() -> Iterator[tuple[str, Any]]:
-    """Each command that does something, by its whole name; first ``kvrecall`` with its options."""
+    """Each runnable command, by its full name; first ``kvrecall`` with its options."""
     top = typer.main.get_command(cli.app)
     if any(one.name != "help" for one in top.params):
         yield "kvrecall", top
@@ -85,12 +86,13 @@ def _section(name: str, command: Any) -> str:
 
 
 def _help(command: Any) -> str:
-    """The text of ``--help``; its indented lines are an example."""
+    """The text of ``--help``; an indented paragraph, or one that begins with \\b, is an example."""
     parts = []
-    for block in re.split(r"\n\s*\n", (command.help or "").replace("\b", "").strip("\n")):
+    for block in re.split(r"\n\s*\n", (command.help or "").strip("\n")):
         lines = block.splitlines()
-        if lines and all(line.startswith("  ") for line in lines):
-            parts.append("```text\n" + "\n".join(line[2:] for line in lines) + "\n```\n")
+        if lines[:1] == ["\b"] or (lines and all(line.startswith("  ") for line in lines)):
+            example = textwrap.dedent("\n".join(lines).removeprefix("\b\n"))
+            parts.append(f"```text\n{example}\n```\n")
         elif lines:
             parts.append(sentence(_unmarked(" ".join(line.strip() for line in lines))) + "\n")
     return "\n".join(parts)
@@ -115,7 +117,7 @@ def _metavar(argument: Any) -> str:
 
 
 def _type(option: Any) -> str:
-    """What an option takes, in words; nothing for a flag."""
+    """The type of an option's value, in words; empty for a flag."""
     if option.is_flag:
         return ""
     kind = option.type_descriptor.annotation
@@ -156,12 +158,12 @@ def _default(option: Any) -> str:
 
 
 def _unmarked(text: str) -> str:
-    """Without rich's markup, as a page shows it."""
+    """The text without rich's markup."""
     return _anywhere(text.replace(r"\[", "["))
 
 
 def _anywhere(text: str) -> str:
-    """With words in place of what is of this machine and user."""
+    """The text with placeholders for values of this machine and user."""
     text = text.replace(f"kvrecall-{os.getuid()}/", "kvrecall-UID/")
     return text.replace(str(Path.home()), "~") if len(str(Path.home())) > 1 else text
 

@@ -13,12 +13,12 @@ from kvrecall.server.replies import ERROR_TYPES, STATUS
 _HEAD = """# Errors
 
 Every error names the setting or thing, its value, the cause and the cure. A miss, a refused
-reservation or a late block is no error: the engine computes the block and counts it
+reservation or a late block is not an error: the engine computes the block and counts it
 ([metrics](metrics.md)).
 """
 _TEXTS = """## Texts
 
-Words in capitals stand for values. Texts that are put together from several parts are missing here.
+Words in capitals stand for values. Texts composed of several parts are omitted.
 """
 _UNSEEN = ("testing", "lab", "engines.sglang.peer")
 

@@ -8,7 +8,7 @@ from kvrecall.router.application import PASSED_ON
 
 _HEAD = """# HTTP headers and fields
 
-What kvrecall adds to the HTTP interfaces of vLLM and MindIE. vLLM's own headers (`Authorization`,
+kvrecall's additions to the HTTP interfaces of vLLM and MindIE. vLLM's own headers (`Authorization`,
 `X-Request-Id`) are vLLM's.
 """
 
@@ -30,7 +30,7 @@ def page() -> str:
         [
             _HEAD,
             table(("header", "from", "meaning"), headers),
-            f"The router hands {passed} of a request to its instances, and no other header.\n",
+            f"The router forwards {passed} of a request to its instances, and no other header.\n",
             "## Fields of a body\n",
             table(("field", "meaning"), fields),
         ]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table without the columns that are empty in every row; nothing without rows."""
+    """A table without columns that are empty in every row; empty without rows."""
     cells = [[cell(text) for text in row] for row in rows]
     kept = [place for place in range(len(titles)) if any(row[place] for row in cells)]
     if not kept:
@@ -18,7 +18,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def cell(text: str) -> str:
-    """``text`` in one line; angle brackets outside of code spans do not become tags."""
+    """``text`` in one line, with angle brackets outside code spans escaped."""
     spans = re.split(r"(`[^`]*`)", " ".join(text.split()).replace("|", r"\|"))
     return "".join(s if s.startswith("`") else s.replace("<", "&lt;") for s in spans)
 

@@ -66,7 +66,7 @@ def page() -> str:
 
 
 def pool_families() -> list[Family]:
-    """What the connector registers with vLLM."""
+    """The metrics that the connector registers with vLLM."""
     from kvrecall.engines.vllm.connector.metrics import RecallPromMetrics
 
     found: list[Family] = []
@@ -85,7 +85,7 @@ def pool_families() -> list[Family]:
 
 
 def router_families() -> list[Family]:
-    """What a router's registry holds."""
+    """The metrics in a router's registry."""
     registry = CollectorRegistry()
     RouterMetrics(Fleet(("http://a:1",), ("http://b:2",), 4), registry)
     labels = {
@@ -96,7 +96,7 @@ def router_families() -> list[Family]:
 
 
 def mindie_families() -> list[Family]:
-    """What a server gives beside vLLM's, with no request so far."""
+    """A server's metrics besides vLLM's, before any request."""
     return [
         _family(metric, _labels(metric.samples))
         for metric in MindieMetrics("model", lambda: _IDLE, lambda: ()).collect()
@@ -104,7 +104,7 @@ def mindie_families() -> list[Family]:
 
 
 def mindie_vector() -> list[str]:
-    """What MindIE's JSON form adds to them."""
+    """The additional metrics of MindIE's JSON form."""
     metrics = MindieMetrics("model", lambda: _IDLE, lambda: ())
     told: Any = MetricsVector(metrics, lambda: _IDLE, "host:port").told()["result"]
     known = {sample.name for metric in metrics.collect() for sample in metric.samples}

@@ -49,7 +49,7 @@ def _sections(name: str, section: type[BaseModel]) -> Iterator[tuple[str, type[B
 
 
 def _inner(declared: FieldInfo) -> type[BaseModel] | None:
-    """The section that a field holds, or a list of; plugin_params are one text."""
+    """The section in a field or its list items; plugin_params is one text."""
     kinds = [declared.annotation, *get_args(declared.annotation)]
     kinds += [inner for kind in kinds for inner in get_args(kind)]
     found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]

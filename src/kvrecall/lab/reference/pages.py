@@ -23,7 +23,7 @@ _BEGIN, _END = f"<!-- begin: written by {COMMAND} -->", "<!-- end -->"
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page below docs/. ``text`` makes all of it, or with ``is_part`` what stands between two
+    """A page below docs/. ``text`` generates all of it, or with ``is_part`` the part between two
     marks. ``needs_engine``: its text imports vLLM."""
 
     path: str
@@ -32,7 +32,7 @@ class Page:
     needs_engine: bool = False
 
     def made(self, before: str) -> str:
-        """The page anew; ``before``: as it is."""
+        """The regenerated page; ``before``: its current text."""
         if not self.is_part:
             heading, _, rest = self.text().partition("\n")
             return f"{heading}\n\n<!-- Written by {COMMAND}; do not edit. -->\n{rest}"
@@ -43,7 +43,7 @@ class Page:
         return f"{head}{_BEGIN}\n\n{self.text()}\n{_END}{tail}"
 
     def write(self, docs: Path) -> bool:
-        """Writes the page anew. False if it was current."""
+        """Regenerates the page. False if it was current."""
         path = docs / self.path
         before = path.read_text(encoding="utf-8") if path.exists() else ""
         made = self.made(before)

@@ -25,12 +25,12 @@ from kvrecall.pool.remote.objects import Options
 
 _HEAD = """# Settings
 
-The settings of a pool stand in vLLM's `kv_connector_extra_config`, in a pool.json (`kvrecall serve
+The settings of a pool go into vLLM's `kv_connector_extra_config`, in a pool.json (`kvrecall serve
 --pool-config`, `kvrecall pool serve --config`, `configPath` of MindIE's kvPoolConfig) and, where
-the last column names commands, in an option of these: `disk_path` is `--disk-path`. Sizes are
+the last column names commands, in their options: `disk_path` is `--disk-path`. Sizes are
 `8GiB` (powers of 1024), `8GB` (of 1000) or bytes: on a command line a size below 1 MiB, and in JSON
 a number below 64 KiB, needs its unit (`8B`). Ages are seconds or `90m`, `12h`, `7d`. A setting that
-is unknown or out of range is an error with its place, its value and what is allowed.
+is unknown or out of range is an error that names its place, its value and the allowed values.
 """
 _OWNERS = {
     Owner.POOL: (
@@ -72,7 +72,7 @@ def page() -> str:
 
 
 def _options() -> dict[str, list[str]]:
-    """Commands by the setting that they have as an option."""
+    """The commands that have a setting as an option, by setting."""
     found: dict[str, list[str]] = {}
     for name, command in commands():
         if name in ("kvrecall serve", "kvrecall pool serve"):
@@ -82,7 +82,7 @@ def _options() -> dict[str, list[str]]:
 
 
 def type_of(hint: Any) -> str:
-    """The type of a value, in words for those who write it."""
+    """The type of a value, in words."""
     for kind, words in ((Size, "size"), (File, "path"), (Marks, "two numbers")):
         if kind == hint or kind in get_args(hint):
             return words
@@ -116,7 +116,7 @@ def _mooncake() -> str:
     rows = [(code(name), sentence(one.text), one.shown) for name, one in mooncake.OPTIONS.items()]
     return (
         "## Of `remote`, kind `mooncake`\n\nBeside `kind` in the object `remote`. The keys of "
-        "Mooncake's mooncake.json may stand there or in the file that `config` names; other keys "
+        "Mooncake's mooncake.json may be there or in the file that `config` names; other keys "
         "pass through to Mooncake's client. See [Remote tier and Mooncake](../remote.md).\n\n"
         f"{table(('setting', 'meaning', 'default'), rows)}"
     )

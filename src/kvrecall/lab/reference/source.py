@@ -1,4 +1,4 @@
-"""What the source says of itself: constants with the text below them, errors that are raised."""
+"""Declarations found in the source: constants with the text below them, errors raised."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SOURCE = Path(kvrecall.__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A name of a module that holds a text, and the docstring below it."""
+    """A module constant that is a string, with the docstring below it."""
 
     module: str
     name: str
@@ -25,7 +25,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """An error where it is raised; ``text`` has the names of values in capitals."""
+    """An error where it is raised; ``text``: with the names of values in capitals."""
 
     module: str
     kind: str
@@ -42,7 +42,7 @@ class ErrorClass:
 
 @cache
 def modules() -> dict[str, ast.Module]:
-    """All modules of the package, by their dotted names below it."""
+    """All modules of the package, by dotted name below it."""
     found = {}
     for path in sorted(SOURCE.rglob("*.py")):
         name = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
@@ -51,7 +51,7 @@ def modules() -> dict[str, ast.Module]:
 
 
 def constants() -> Iterator[Constant]:
-    """Texts that modules name, with a docstring."""
+    """String constants of modules that have a docstring."""
     for module, tree in modules().items():
         for here, below in zip(tree.body, tree.body[1:], strict=False):
             match here, below:
@@ -63,7 +63,7 @@ def constants() -> Iterator[Constant]:
 
 
 def error_classes() -> list[ErrorClass]:
-    """Errors of ours: KvrecallError and all classes below it."""
+    """KvrecallError and all its subclasses."""
     classes = [
         ErrorClass(
             module,
@@ -80,7 +80,7 @@ def error_classes() -> list[ErrorClass]:
 
 
 def below(name: str, classes: Sequence[ErrorClass]) -> set[str]:
-    """The names of a class and of all that inherit from it."""
+    """The names of a class and all its subclasses."""
     found = {name}
     while True:
         more = found | {one.name for one in classes if found & set(one.bases)}
@@ -90,7 +90,7 @@ def below(name: str, classes: Sequence[ErrorClass]) -> set[str]:
 
 
 def raised(kinds: set[str]) -> Iterator[Raised]:
-    """Errors of these classes that are made with a text, in the order of the source."""
+    """Errors of these classes raised with a text, in the order of the source."""
     for module, tree in modules().items():
         for node in ast.walk(tree):
             match node:
@@ -100,7 +100,7 @@ def raised(kinds: set[str]) -> Iterator[Raised]:
 
 
 def text_of(node: ast.expr) -> str:
-    """A text with the values in it named in capitals; empty if it is none."""
+    """A text with the names of its values in capitals; empty if it is not a text."""
     match node:
         case ast.Constant(value=str(text)):
             return text
@@ -116,7 +116,7 @@ def text_of(node: ast.expr) -> str:
 
 @cache
 def _named() -> dict[str, str]:
-    """Texts that constants stand for, where a name has one meaning in all modules."""
+    """Texts of constants whose name has one meaning in all modules."""
     found: dict[str, set[str]] = {}
     for tree in modules().values():
         for node in tree.body:
@@ -129,7 +129,7 @@ def _named() -> dict[str, str]:
 
 
 def _placeholder(node: ast.expr) -> str:
-    """A name for a value in a text: of ``self.path``, PATH."""
+    """A name for a value in a text: PATH for ``self.path``."""
     match node:
         case ast.Attribute(attr=name) | ast.Name(id=name):
             return _named().get(name) or name.strip("_").upper()

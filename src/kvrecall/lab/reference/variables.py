@@ -8,8 +8,8 @@ from kvrecall.pool.remote.mooncake.store import ENVIRONMENT
 
 _HEAD = """# Environment variables
 
-Those of vLLM, PyTorch and Mooncake that are not named here pass through untouched. The variables
-of retrieval attention, `VLLM_RETRIEVAL_*`, stand with
+Variables of vLLM, PyTorch and Mooncake that are not named here pass through unchanged. The
+variables of retrieval attention, `VLLM_RETRIEVAL_*`, are listed with
 [its settings](settings.md#of-retrieval-attention).
 """
 _MOONCAKE = """## Of Mooncake's client
