@@ -1,5 +1,5 @@
-"""What all tests share: no network, no telemetry, nothing that needs a compiler, no judging of how
-long an example of Hypothesis takes, and the order in which two workers take files."""
+"""Common settings of all tests: no network, no telemetry, no compiler, no deadline for Hypothesis
+examples, and the order of files for two workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("KVRECALL_WAITS", "sleep")  # engines without our connector, too
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads of two engines spin for each other
-# vLLM's CPU workers bind themselves to the same first core, all of them, else.
+# Otherwise all of vLLM's CPU workers bind themselves to the first core.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if shutil.which("g++") is None:

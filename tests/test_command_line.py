@@ -1,4 +1,4 @@
-"""The command line: what is wrong is said in one line, with a status; help, version, completion."""
+"""The command line: errors in one line, with a status; help, version, completion."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ ONE_LINE: list[tuple[str, int, str]] = [
     ("simulate empty.json --capacity-blocks 3", 2, "holds no blocks"),
     ("plan binary.json", 2, "binary.json:1:3"),
     ("bench publish binary.json", 1, "binary.json: no results"),
-    # what is known to be wrong before an engine is loaded
+    # errors found before an engine is loaded
     ("serve model --pool-config policy.json", 2, "'lur' is unknown; known: lru"),
     ("serve model --pool-config store.json", 2, "kind is 'mooncacke'; allowed: mooncake"),
     ("serve model --host-size 8MiB --disk-path d --disk-size 1MiB", 1, "the minimum is 8MiB"),

@@ -1,4 +1,4 @@
-"""``kvrecall doctor``: each check finds what it is for, in the thing itself; nothing changes."""
+"""``kvrecall doctor``: each check detects its fault in a real setting, and changes nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 
 def asked(*words: object, status: int | None = None) -> dict[str, Any]:
-    """What ``kvrecall doctor --quick --json WORDS`` prints."""
+    """The output of ``kvrecall doctor --quick --json WORDS``."""
     done = CliRunner().invoke(cli.app, ["--quick", "--json", *map(str, words)])
     report: dict[str, Any] = json.loads(done.stdout)
     assert done.exit_code == (0 if report["fits"] else 1), done.stderr
@@ -125,8 +125,8 @@ STUBS = {
 
 
 def test_an_engine_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch that lacks a library, and a vLLM that ends its process: in a child, so that the
-    doctor lives on and says it."""
+    """A torch that lacks a library, and a vLLM that ends its process: in a child process, so that
+    the doctor survives and reports it."""
     for name, text in STUBS.items():
         (tmp_path / f"{name}.py").write_text(text)
     (tmp_path / f"vllm-{SUPPORTED}.0.dist-info").mkdir()

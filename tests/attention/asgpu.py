@@ -1,8 +1,8 @@
-"""Imported before vLLM, has an engine on a CPU take one of vLLM's attention backends for GPUs, and
+"""Imported before vLLM, makes an engine on a CPU use one of vLLM's attention backends for GPUs, and
 retrieval's over it. Triton's kernels run in its interpreter (``TRITON_INTERPRET=1``).
 
-``AS_GPU`` names the backend: ``TRITON_ATTN``, as it is; ``FLASH_ATTN``, whose two kernels there is
-nothing for here: plain PyTorch stands in for them, and the rest of the backend is vLLM's.
+``AS_GPU`` names the backend: ``TRITON_ATTN``, as it is; ``FLASH_ATTN``, whose two kernels do
+not exist here: plain PyTorch replaces them, and the rest of the backend is vLLM's.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Compiles the Triton kernels for a GPU of the capability given, as Triton would when they are
-first called there, and prints what the assembler says: a line for each kernel and use."""
+"""Compiles the Triton kernels for a GPU of the given capability, as Triton would at their first
+call there, and prints the assembler's output: a line for each kernel and use."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A layer's sparse attention as on a GPU: the Triton kernels over caches of both of vLLM's layouts.
 
 Run by test_kernels.py in a process of its own: Triton decides when it is first imported whether
-kernels are interpreted. Cases of other files are taken over, with another bench.
+kernels are interpreted. Reuses cases of other files with another bench.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ SETTINGS = replace(test_residency.SETTINGS, topk_share=0.3)
 def wipe(
     bench: DeviceBench, sequence: Sequence, gone: int, memory: np.ndarray, at: int
 ) -> OffloadedSequence:
-    """Takes the first ``gone`` middle blocks off the device, into ``memory``."""
+    """Offloads the first ``gone`` middle blocks into ``memory``."""
     split = split_of(len(sequence.keys), BLOCK, SETTINGS)
     ids = sequence.block_ids[split.init : split.init + gone]
     page = bench.cache[0].nbytes

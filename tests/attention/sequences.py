@@ -1,4 +1,4 @@
-"""Sequences packed into a KV cache by vLLM's own kernel, with nothing of an engine around them."""
+"""Sequences packed into a KV cache by vLLM's own kernel, without an engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Sequence:
 
 
 class Bench:
-    """A one-layer KV cache, and what attends to it."""
+    """A one-layer KV cache, and attention to it."""
 
     def __init__(self, shape: KernelShape, settings: RetrievalSettings, blocks: int) -> None:
         self.shape = shape
@@ -69,7 +69,7 @@ class Bench:
         return made
 
     def take(self, count: int) -> torch.Tensor:
-        """Blocks that are free."""
+        """Takes free blocks."""
         self._used += count
         return self._free[self._used - count : self._used]
 

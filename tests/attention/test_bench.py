@@ -1,4 +1,4 @@
-"""``kvrecall bench decode``: it measures retrieval at work, or fails."""
+"""``kvrecall bench decode`` measures retrieval, or fails if it does not act."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_figures() -> None:
 
 @pytest.mark.long
 def test_in_a_process_that_has_multiplied_nothing_yet() -> None:
-    """A processor's tiles must be asked for before vLLM's kernel uses them."""
+    """AMX tiles must be requested before vLLM's kernel uses them."""
     begin = [sys.executable, "-m", "kvrecall"]
     words = ["bench", "decode", "--json", "--context", "16384", "--rounds", "1"]
     run = subprocess.run([*begin, *words], capture_output=True, text=True, timeout=300)

@@ -1,6 +1,6 @@
-"""Retrieval as on a GPU: vLLM's backends for GPUs in a real engine, and ours over them, Triton's
-kernels in its interpreter. What it cannot show: streams, CUDA graphs, FlashAttention's kernels,
-time."""
+"""Retrieval as on a GPU: vLLM's GPU backends in a real engine, with kvrecall's over them and
+Triton's kernels in its interpreter. Does not cover streams, CUDA graphs, FlashAttention's kernels
+and speed."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def sparse(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
 def offloaded(
     request: pytest.FixtureRequest, start: Callable[..., Engine], setup: dict[str, Any]
 ) -> Iterator[Engine]:
-    """Long sequences leave the device in part, under either model runner. What the first request of
-    the mixed batch gives back is all there is for the last one, which takes it in the same step."""
+    """Long sequences are partially offloaded, under either model runner. The last request of the
+    mixed batch depends on the blocks that the first one frees in the same step."""
     runner, backend, layout = request.param
     pool = {"host_size": "64MiB", "load_or_compute": "load"}
     env = {**retrieval(0.3), **INTERPRETED, "AS_GPU": backend, "VLLM_KV_CACHE_LAYOUT": layout}
@@ -131,14 +131,14 @@ def undisturbed(sparse: Engine) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def preempted(sparse: Engine) -> list[list[int]]:
-    """The same, all requests being preempted midway."""
+    """The same, with all requests preempted midway."""
     return sparse.preempt_midway(**PREEMPTED)
 
 
 def test_sequences_off_the_device_decode_as_on_it(
     undisturbed: list[list[int]], offloaded: Engine
 ) -> None:
-    """Beside others; then as prefixes from the pool, of which the middle stays there."""
+    """Beside others; then as prefixes from the pool, whose middle blocks stay there."""
     for again in (False, True):
         assert offloaded.forget_device()
         before = activity(offloaded)
@@ -156,7 +156,7 @@ def test_sequences_off_the_device_decode_as_on_it(
 def test_preempted_sequences_go_on_off_the_device(
     preempted: list[list[int]], offloaded: Engine
 ) -> None:
-    """They come back from the pool, in which their middles stay, beside others."""
+    """They resume from the pool, where their middle blocks stay, beside others."""
     assert offloaded.forget_all()
     before = activity(offloaded)
     assert offloaded.preempt_midway(**PREEMPTED) == preempted

@@ -105,7 +105,7 @@ SMALL_SHARE = RetrievalSettings(topk_share=0.02)
 @pytest.mark.parametrize("kind", list(DIGESTS))
 @pytest.mark.parametrize("cuts", [[200], [30, 170]])
 def test_narrowing_finds_planted_keys(kind: str, cuts: list[int]) -> None:
-    """Of 200 blocks 48 are looked at closely; those with the keys asked for are among them."""
+    """Of 200 blocks, 48 are scored by fine digests; those with the planted keys are among them."""
     layout = replace(SMALL_SHARE, digest=kind).layout(128)
     assert (layout.coarse, layout.narrowed(200, 8)) == (2, 48)
     keys, query = torch.randn(2, 200, 128, 16), torch.randn(2, 3, 16)
@@ -121,7 +121,7 @@ def test_narrowing_finds_planted_keys(kind: str, cuts: list[int]) -> None:
 
 
 def test_narrowing_chooses_what_is_best_of_the_blocks_looked_at() -> None:
-    """Looking at all of them closely, it is an exact search."""
+    """With fine digests of all blocks it is an exact search."""
     layout = SMALL_SHARE.layout(128)
     rows, query = encode(layout.rows_of(torch.randn(2, 40, 128, 16))), torch.randn(2, 3, 16)
     assert layout.narrowed(40, 10) == 40

@@ -1,4 +1,4 @@
-"""Real engines: dense, sparse with all blocks chosen, and sparse with few chosen."""
+"""Real engines: dense, sparse with all blocks selected, and sparse with few selected."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def tokens_of(replies: list[dict[str, Any]]) -> list[list[int]]:
 
 
 def test_off_means_vllm_is_untouched(dense: Engine) -> None:
-    """The plug-in is installed, VLLM_PLUGINS is unset, and the other variables say nothing."""
+    """The plug-in is installed, VLLM_PLUGINS is unset, and the other variables have no effect."""
     dense.ask(prompt_of(1500, 1), max_tokens=4)
     assert set(activity(dense).values()) == {0}
 

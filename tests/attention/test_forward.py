@@ -20,7 +20,7 @@ TOKENS = 1000
 
 
 class Impl(RetrievalImpl):
-    """vLLM's own attention doubles the query of the requests that are not ours."""
+    """vLLM's own attention doubles the query of dense requests."""
 
     def __init__(self, bench: Bench, sparse: bool) -> None:
         self.group = bench.group

@@ -1,4 +1,4 @@
-"""vLLM's CPU kernel over chosen blocks, against the plain-torch oracle."""
+"""vLLM's CPU kernel over selected blocks, against the plain-torch oracle."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_the_block_with_the_matching_key_is_attended_to() -> None:
 
 
 def test_digests_follow_what_is_written_into_blocks() -> None:
-    """Tokens come a few at a time, and the blocks go to another sequence afterwards."""
+    """Tokens are written a few at a time, and the blocks are reused for another sequence."""
     bench = Bench(shape_of(), SMALL, 64)
     sequence = bench.sequence(3000)
     bench.decode(sequence)

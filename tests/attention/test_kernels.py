@@ -1,4 +1,4 @@
-"""The Triton kernels: in Triton's interpreter, and compiled for GPUs that are not here."""
+"""The Triton kernels, in Triton's interpreter and compiled for GPUs that are absent here."""
 
 from __future__ import annotations
 

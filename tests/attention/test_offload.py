@@ -1,4 +1,4 @@
-"""Real engines whose long sequences leave the device in part, against one that keeps them there."""
+"""Real engines with partially offloaded sequences, against one that keeps them on the device."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def offloaded(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
 
 @pytest.fixture(autouse=True)
 def nothing_leaks(offloaded: Engine) -> Iterator[None]:
-    """Whatever a test does, all device blocks and leases are given back."""
+    """After every test, all device blocks and leases are released."""
     yield
     assert offloaded.free_blocks() == 89
     assert offloaded.pool_stats()["leases"] == 0
@@ -79,7 +79,7 @@ def test_an_offloaded_sequence_decodes_as_on_the_device(
 
 
 def test_the_freed_blocks_serve_others(on_device: Engine, offloaded: Engine) -> None:
-    """Five regimes in one batch, of 80 blocks to begin with and more than there are in the end."""
+    """Five regimes in one batch, which needs 80 blocks at first and finally more than exist."""
     prompts = [prompt_of(tokens, 10 + at) for at, tokens in enumerate(MIXED)]
     want = on_device.generate(prompts=prompts, max_tokens=70)
     before, preempted = activity(offloaded), offloaded.preemptions()
@@ -113,7 +113,7 @@ def test_aborted_midway(offloaded: Engine) -> None:
 
 
 def test_sequences_that_share_a_prefix(on_device: Engine, offloaded: Engine) -> None:
-    """Prompts that begin alike, two samples each, then the same again from the pool."""
+    """Prompts with a common prefix, two samples each, then the same again from the pool."""
     shared = prompt_of(2500, 40)
     prompts = [shared + prompt_of(tokens, 41 + tokens) for tokens in (5, 140)]
     ask = {"prompts": prompts, "n": 2, "max_tokens": 10, **SAMPLING}

@@ -1,5 +1,5 @@
-"""Real engines whose long sequences leave the device in part, while disk, memory, pool or process
-fail under them: the tokens are right or computed anew, and nothing hangs or stays held."""
+"""Real engines with partially offloaded sequences, while disk, memory, pool or process fail: the
+tokens are correct or recomputed, and nothing hangs or leaks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def offloaded(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
 
 
 def clean(engine: Engine, prompt: list[int], tokens: int) -> dict[str, Any]:
-    """What is said where nothing fails, of blocks that no other request shares."""
+    """The answer without a fault, for blocks that no other request shares."""
     reply: dict[str, Any] = engine.ask(prompt, salts=["clean"], max_tokens=tokens)
     return reply
 
@@ -77,7 +77,7 @@ def settled(engine: Engine) -> None:
 
 
 def test_a_full_disk(offloaded: Engine) -> None:
-    """Blocks leave all the same: they are safe in the host while they are needed."""
+    """Blocks are offloaded all the same: they are leased in the host while needed."""
     prompts = [prompt_of(3000, 1), prompt_of(3100, 2), prompt_of(3200, 3)]
     want = [clean(offloaded, prompt, 40) for prompt in prompts]
     assert offloaded.flush()
@@ -96,7 +96,7 @@ def test_a_full_disk(offloaded: Engine) -> None:
 
 
 def test_no_room_in_the_host(offloaded: Engine) -> None:
-    """Nothing leaves until there is; then it does."""
+    """Nothing is offloaded until there is room."""
     prompt = prompt_of(3000, 10)
     want = clean(offloaded, prompt, 100)
     for seed in (11, 12, 13):
@@ -123,7 +123,7 @@ def test_no_room_in_the_host(offloaded: Engine) -> None:
 
 @pytest.mark.parametrize("trouble", ["clear", "drop", "shrink"])
 def test_the_pool_lets_go_while_a_sequence_decodes(offloaded: Engine, trouble: str) -> None:
-    """Not of what a sequence reads there."""
+    """Blocks that a sequence reads are not evicted."""
     prompt = prompt_of(3000, 20)
     salt = trouble
     want = clean(offloaded, prompt, 60)
@@ -145,7 +145,7 @@ def test_the_pool_lets_go_while_a_sequence_decodes(offloaded: Engine, trouble: s
 
 @pytest.mark.parametrize("tokens", [3000, 1500])
 def test_digests_damaged_in_memory_are_computed_anew(offloaded: Engine, tokens: int) -> None:
-    """Of a prefix whose middle stays in the pool, and of one that is loaded whole."""
+    """For a prefix whose middle stays in the pool, and one that is loaded whole."""
     prompt = prompt_of(tokens, 30 + tokens)
     want = clean(offloaded, prompt, 40)
     offloaded.ask(prompt, max_tokens=1)
@@ -163,8 +163,8 @@ def test_digests_damaged_in_memory_are_computed_anew(offloaded: Engine, tokens: 
 
 
 def test_blocks_damaged_on_disk_after_they_left(offloaded: Engine, setup: dict[str, Any]) -> None:
-    """In their digests, and in their keys. The sequence that runs reads them in the host; later
-    ones find that they are damaged, and compute them."""
+    """In their digests, and in their keys. The running sequence reads them in the host; later ones
+    detect the damage and compute them."""
     prompt = prompt_of(3000, 40)
     want = clean(offloaded, prompt, 40)
     (got,) = offloaded.decode_through(
@@ -231,8 +231,8 @@ KILLED = prompt_of(3000, 70)
 def restarted(
     start: Callable[..., Engine], setup: dict[str, Any], offloaded: Engine
 ) -> tuple[Engine, dict[str, Any]]:
-    """An engine on the folder of one that was killed while it decoded, and what that one would
-    have said."""
+    """An engine on the folder of one that was killed while decoding, and the answer expected of the
+    latter."""
     want = clean(offloaded, KILLED, 60)
     with pytest.raises(EngineFailed, match="died"):
         offloaded.decode_through(
@@ -258,8 +258,8 @@ def test_killed_while_it_decodes(restarted: tuple[Engine, dict[str, Any]]) -> No
 def test_the_arena_cannot_be_reached(
     restarted: tuple[Engine, dict[str, Any]], setup: dict[str, Any]
 ) -> None:
-    """When blocks arrive, and when they depart: computed anew, as after a preemption before that
-    step. Then sequences stay on the device."""
+    """When blocks arrive and when they depart: recomputed, as after a preemption before that step.
+    Afterwards sequences stay on the device."""
     engine, want = restarted
     assert engine.forget_device()
     prompt = prompt_of(3000, 80)

@@ -1,5 +1,5 @@
-"""A real engine whose long sequences leave the device into the pool of the node's service, against
-one with a pool of its own; and the service lost under them."""
+"""A real engine that offloads long sequences to the node's pool service, against one with an
+embedded pool; and the loss of the service."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ def test_the_same_tokens_as_with_a_pool_of_its_own(embedded: Engine, served: Eng
 def test_the_service_dies_while_sequences_decode(
     embedded: Engine, served: Engine, service: Service, tmp_path: Path, anew: bool
 ) -> None:
-    """One is off the device, and reads on in the arena of the dead. The other grows past the
-    boundary afterwards: it stays, or leaves into the arena of the next one. In the end nobody
-    keeps the memory of the dead one."""
+    """One is offloaded, and keeps reading the dead service's arena. The other grows past the
+    boundary afterwards: it stays, or is offloaded to the next service's arena. Finally no process
+    holds the memory of the dead one."""
     prompts = [prompt_of(3000, 10 + anew), prompt_of(2000, 20 + anew)]
     want = embedded.generate(prompts=prompts, max_tokens=160)
     before, preempted = activity(served), served.preemptions()
@@ -141,7 +141,7 @@ def meanwhile(
     act: Callable[[], None],
     anew: bool = False,
 ) -> list[dict[str, Any]]:
-    """Decodes, and acts in the midst of it."""
+    """Decodes, and calls ``act`` midway."""
     replies: list[dict[str, Any]] = []
     trouble = {"name": "meet", "place": str(place), "anew": anew}
     order = {"prompts": prompts, "after_steps": PREFILL + 15, "max_tokens": 160}

@@ -1,5 +1,5 @@
-"""What leaves the device, when, and at what price: the planner with a real pool and vLLM's own
-block manager, without an engine."""
+"""What the offload planner offloads, when, and at what cost: with a real pool and vLLM's own block
+manager, without an engine."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SETTINGS = RetrievalSettings(
 
 
 class Bench:
-    """A scheduler around vLLM's block manager, whose workers store at once what they are told."""
+    """A scheduler around vLLM's block manager, whose workers complete stores at once."""
 
     def __init__(self, pool: PoolClient, blocks: int) -> None:
         override_kv_cache_spec(lambda layer: None)
@@ -103,8 +103,7 @@ class Bench:
         self._step(request, new)
 
     def restore(self, request: Request) -> bool:
-        """Begins a request with what the device and the pool have of its prompt. False if there is
-        no room."""
+        """Begins a request with its prefix from device and pool. False if there is no room."""
         request.num_computed_tokens = 0
         hit, local, *_ = self.manager.get_computed_blocks(request)
         external, _ = self.side.match(request, local)
@@ -123,7 +122,7 @@ class Bench:
         return True
 
     def compute(self, request: Request, tokens: int) -> bool:
-        """Computes the next so many tokens of the prompt."""
+        """Computes the next tokens of the prompt."""
         request.status = RequestStatus.RUNNING
         if self.manager.allocate_slots(request, tokens) is None:
             return False
@@ -275,7 +274,7 @@ def test_a_shared_prefix_is_freed_by_the_last(pool: Pool) -> None:
 
 
 def test_a_full_device_lets_nothing_leave_rather_than_fail(pool: Pool) -> None:
-    """Slots must be had first; where blocks are shared, leaving does not free any."""
+    """Slots are needed first; offloading shared blocks frees none."""
     bench = Bench(pool, 30)
     one, two = bench.request("one", 400), bench.request("two", 400)
     bench.prefill(one)
@@ -290,7 +289,7 @@ def test_a_full_device_lets_nothing_leave_rather_than_fail(pool: Pool) -> None:
 
 
 def test_slots_that_a_step_needs_are_asked_for(pool: Pool) -> None:
-    """As the middle grows more blocks are chosen. Where none is free vLLM preempts somebody."""
+    """As the middle grows, more blocks are selected. If none is free, vLLM preempts a request."""
     bench = Bench(pool, 60)
     request = bench.request("r", 400)
     bench.prefill(request)
@@ -427,7 +426,7 @@ def test_preempted_while_its_prompt_is_computed(pool: Pool) -> None:
 
 
 def test_a_short_prefix_of_a_long_prompt_comes_whole(pool: Pool) -> None:
-    """Its few middle blocks would be all chosen."""
+    """All of its few middle blocks would be selected."""
     bench = Bench(pool, 100)
     forgotten(bench, 100)
     request = bench.request("r", 400)

@@ -1,5 +1,5 @@
-"""What leaves the device, and what does not, while the pool is a service's that is lost and comes
-back with another arena: the planner and the scheduler side without an engine."""
+"""What is offloaded while the pool service is lost and returns with another arena: the planner and
+the scheduler side without an engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 class Node:
-    """A service that can be had anew, and an engine's end of it."""
+    """A service that can be replaced, and its client."""
 
     def __init__(self, folder: Path) -> None:
         folder.chmod(0o700)
@@ -29,7 +29,7 @@ class Node:
         self.client = ServiceClient(self._path, 10.0)
 
     def begin_anew(self) -> None:
-        """The service ends, and another one takes its place."""
+        """Ends the service and starts another one."""
         before = self.client._life
         self.service.close()
         self.service = ServiceThread(self._config, self._path)
@@ -52,8 +52,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 
 def looked_up(bench: Bench) -> None:
-    """Another request asks the pool for something, as happens in any step: the client goes over
-    to the service there is."""
+    """Another request looks up blocks, as in any step: the client switches to the current
+    service."""
     bench.side.admit(other := bench.request("passing", 40, 5000))
     bench.side.match(other, 0)
     bench.end(other)
@@ -66,7 +66,8 @@ def departures(bench: Bench, act: Callable[[], bool]) -> int:
 
 
 def test_of_what_another_service_holds_nothing_is_mixed_in(node: Node) -> None:
-    """What left stays where it is; what came later stays on the device. Others begin anew."""
+    """Offloaded blocks stay in place; later ones stay on the device. Other sequences start
+    fresh."""
     bench = Bench(node.client, 100)
     request = bench.begun("r", 400, 0)
     assert departures(bench, lambda: bench.decode(request)) == 20
@@ -121,8 +122,8 @@ def test_what_was_leased_of_a_lost_service_does_not_leave(node: Node) -> None:
 
 @pytest.mark.parametrize("tokens", [200, 400])
 def test_a_claim_on_a_lost_service_is_no_hit(node: Node, tokens: int) -> None:
-    """It was settled, there was no room on the device, and other blocks lie there now: of a prefix
-    that comes whole, and of one whose middle stays in the pool."""
+    """The claim waited for room on the device, and its slots now contain other blocks: for a prefix
+    that is loaded whole, and one whose middle stays in the pool."""
     bench = Bench(node.client, 60)
     bench.end(bench.begun("before", tokens, 0))
     assert bench.manager.reset_prefix_cache()

@@ -39,7 +39,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def questions() -> list[tuple[str, list[str]]]:
-    """Prompts, and the strings a right reply holds."""
+    """Prompts, and the strings that a right reply contains."""
     program = QUESTIONS.format(tokens=TOKENS)
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""The slots of offloaded sequences: what lies where, and attention over it."""
+"""The slots of offloaded sequences: their contents, and attention over them."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ LAYER_AT = 256
 def offload(
     bench: Bench, sequence: Sequence, tokens: int, gone: int, settings: RetrievalSettings
 ) -> OffloadedSequence:
-    """Takes the first ``gone`` middle blocks off the device: their device blocks are wiped."""
+    """Offloads the first ``gone`` middle blocks: their device blocks are wiped."""
     split = split_of(tokens, BLOCK, settings)
     ids = sequence.block_ids[split.init : split.init + gone]
     rows = bench.cache.view(len(bench.cache), -1).view(torch.uint8)
@@ -177,8 +177,8 @@ def test_tokens_computed_over_blocks_in_the_arena_give_the_same_bits(
 def test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits(
     damaged: tuple[int, ...], kind: str, dtype: torch.dtype
 ) -> None:
-    """By the digests in its blocks' records; the device has neither its keys nor its digests. Of
-    some blocks a byte of them is ``damaged``."""
+    """By the digests in its blocks' records; the device has neither its keys nor its digests. In
+    some blocks a byte of the digests is ``damaged``."""
     torch.manual_seed(3)
     settings = replace(SETTINGS, digest=kind)
     bench = Bench(shape_of(dtype=dtype), settings, 100)

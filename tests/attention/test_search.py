@@ -17,7 +17,7 @@ from kvrecall.attention.selection import CodedQuery, ExactSelector, best_product
 
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """A second thread takes part however small the products are."""
+    """Makes a second thread take part, however small the products are."""
     monkeypatch.setattr(int8, "_BYTES_A_THREAD", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)

@@ -1,4 +1,4 @@
-"""What a step's plan takes in, the gate, packing, and refusals at start."""
+"""The plan of a step, the gate, packing, and refusals at start."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ class MLAAttention:
 
 
 def test_layers_of_other_backends_are_refused() -> None:
-    """They would be served densely, and nothing would say so."""
+    """They would be served densely without notice."""
     with pytest.raises(EngineError, match="MLA"):
         require_retrieval(MLAAttention())
     layer = SimpleNamespace(attn_backend=Flex)
@@ -240,7 +240,7 @@ def test_layers_of_other_backends_are_refused() -> None:
 
 
 def test_on_a_gpu_nothing_leaves_for_a_pool_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose memory goes with it, page-locked or not."""
+    """The service's memory is freed with it, page-locked or not."""
     served = pooled({"backend": "service"})
     require_engine(served, RetrievalSettings())
     monkeypatch.setattr(checks, "is_on_cpu", lambda: False)

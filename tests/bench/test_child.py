@@ -1,4 +1,4 @@
-"""What a benchmark starts ends with it, also when it is killed."""
+"""A benchmark's children end with it, also when it is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvrecall bench crowd`, small: both engines run, and what it says of them is so."""
+"""`kvrecall bench crowd`, small: both engines run, and its figures are correct."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_few_documents_hold_more_questions() -> None:
 
 
 def test_answers_can_be_verified_in_the_text() -> None:
-    """Read by other means than the generator's: every sentence that states a fact, by its form."""
+    """Parsed independently of the generator: every sentence that states a fact, by its form."""
     for sample in made():
         stated: dict[str, list[str]] = {}
         for relation, subject, value in re.findall(

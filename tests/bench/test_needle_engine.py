@@ -32,7 +32,7 @@ def run(folder: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_one_engine_dense_and_by_retrieval(tmp_path: Path) -> None:
-    """With all blocks chosen the answers are the dense ones; with hardly any they are not."""
+    """With all blocks selected the answers are the dense ones; with very few they are not."""
     figures = run(
         tmp_path, "--samples", "8", "--tasks", "single,chain", "--share", "1,0.01",
         "--digest", "mean", "--digest-tokens", "128", "--least", "1", "--records", "all.jsonl",

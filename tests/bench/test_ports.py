@@ -1,4 +1,4 @@
-"""Ports for servers: none is given out twice."""
+"""Ports for servers: none is allocated twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks that start servers of their own: each by its command, as short as can be."""
+"""The benchmarks that start servers: each by its command, as short as possible."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.engine
 
 @pytest.mark.longest
 def test_restore() -> None:
-    """It fails by itself where a prefix came from another tier than meant: of shorter ones a
-    part is still in memory."""
+    """It fails if a prefix comes from another tier than intended: parts of shorter ones would still
+    be in memory."""
     figures = figures_of("restore", "--tokens", "4096", "--repetitions", "1")
     assert set(figures["ttft_s"]) == {"computed", "device", "host", "disk"}
     assert all(times["p50"] > 0 for times in figures["ttft_s"].values())

@@ -1,4 +1,4 @@
-"""The benchmark of the service runs, and measures what it says."""
+"""The benchmark of the service runs, and measures what it claims."""
 
 from __future__ import annotations
 

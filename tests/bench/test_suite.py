@@ -1,4 +1,4 @@
-"""All benchmarks in one run: failures are recorded, and documents say what was measured."""
+"""All benchmarks in one run: failures are recorded, and documents state the measured figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables and plots take what the benchmarks' own reports give, figure by figure."""
+"""Tables and plots show the figures of the benchmarks' own reports."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from kvrecall.pool.disk.slabs import FileIo
 
 
 class Clock:
-    """In the place of ``time``: it goes on by what was slept."""
+    """Replaces ``time``: advances by the time slept."""
 
     now = 0.0
 
@@ -19,7 +19,7 @@ class Clock:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        self.now += max(seconds, 1e-6)  # as a real clock, it never stands still
+        self.now += max(seconds, 1e-6)  # like a real clock, it always advances
 
 
 def test_a_read_takes_its_time_and_may_become_slower(

@@ -1,4 +1,4 @@
-"""The benchmark of raw tiers: what can run does, compared byte by byte; what cannot is listed."""
+"""The benchmark of raw tiers: available libraries run, compared byte by byte; others are listed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_peer_that_is_installed_runs(name: str, tmp_path: Path) -> None:
 
 
 class Forgetful(Copy):
-    """Says it brought the blocks."""
+    """Claims to have loaded the blocks."""
 
     def get(self, names: Sequence[bytes], into: Sequence[memoryview]) -> None:
         return

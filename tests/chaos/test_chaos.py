@@ -1,4 +1,4 @@
-"""The chaos run's own parts: each fault it claims not to have seen, it would have seen."""
+"""The parts of the chaos run: it detects every fault whose absence it reports."""
 
 from __future__ import annotations
 

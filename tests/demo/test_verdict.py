@@ -1,4 +1,4 @@
-"""What the demo concludes from its rows, and what it asks."""
+"""The demo's verdict on its rows, and its prompts."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ PROMTOOL = shutil.which("promtool") or shutil.which("promtool", path=TAKEN)
 
 
 def exported() -> set[str]:
-    """Names of series that engines and router have; the engine's are read, as importing vLLM takes
-    longer than all other tests here."""
+    """Names of the series of engines and router. The engine's are read from the source, because
+    importing vLLM takes longer than all other tests here."""
     tree = ast.parse((ROOT / "src/kvrecall/engines/vllm/connector/metrics.py").read_text())
     tables = {
         node.targets[0].id: {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
@@ -63,7 +63,7 @@ def test_a_rule_reads_what_is_exported(rule: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("page", ["operations.md", "troubleshooting.md", "faq.md"])
 def test_a_metric_in_the_pages_is_exported(page: str) -> None:
-    """Those of retrieval are fields of its Activity, and left to the reference."""
+    """Except those of retrieval, which the reference's test covers."""
     named = set(re.findall(r"\bkvrecall_\w*[a-z]\b(?!_)", (ROOT / "docs" / page).read_text()))
     assert named
     assert {name for name in named if "_retrieval_" not in name} - {"kvrecall_tier"} <= exported()

@@ -1,4 +1,4 @@
-"""``deploy/``: what can be known of the container files without a container engine."""
+"""``deploy/``: the container files, as far as they can be checked without a container engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENGINES = {name: service for name, service in OURS.items() if service["command"]
 
 
 def words(service: dict[str, Any]) -> list[str]:
-    """A command's words, as the shell variables' defaults have them."""
+    """A command's words, with the defaults of shell variables."""
     return [re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", str(word)) for word in service["command"]]
 
 

@@ -1,4 +1,4 @@
-"""``deploy/kubernetes``: against Kubernetes' own schemas, and against what the commands take."""
+"""``deploy/kubernetes``: against Kubernetes' own schemas, and the options of the commands."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Metadata(_Strict):
 
 
 class ServiceMonitor(_Strict):
-    """What is used here of the operator's ServiceMonitor (monitoring.coreos.com/v1)."""
+    """The used part of the operator's ServiceMonitor (monitoring.coreos.com/v1)."""
 
     apiVersion: str
     kind: str
@@ -221,7 +221,7 @@ def test_selectors_select() -> None:
 
 @pytest.mark.parametrize("each", [x for x in ALL if x["kind"] == "ServiceMonitor"], ids=named)
 def test_a_monitor_scrapes_a_named_port(each: dict[str, Any]) -> None:
-    """By hand: the schema of this kind comes with the operator."""
+    """Checked here, because the schema of this kind comes with the operator."""
     monitor = ServiceMonitor.model_validate(each)
     assert (monitor.apiVersion, monitor.kind) == ("monitoring.coreos.com/v1", "ServiceMonitor")
     (service,) = (

@@ -1,8 +1,8 @@
-"""The steps of ``scripts/setup``: what each asks pip for, and that a set-up of before, one that
-failed and one that was interrupted all end up right.
+"""The steps of ``scripts/setup``: the packages each installs, and that it repairs an earlier, a
+failed and an interrupted set-up.
 
-A real one takes minutes and gigabytes; CI begins with it. Here a program stands in for Python: it
-makes an environment of two files, and notes what pip is called with.
+A real set-up takes minutes and gigabytes; CI begins with it. Here a program replaces Python: it
+makes an environment of two files, and records pip's arguments.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``deploy/systemd``: units that systemd takes, whose commands are ours."""
+"""``deploy/systemd``: units that systemd accepts, with commands that kvrecall accepts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def words(name: str) -> list[str]:
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
 def test_systemd_takes_a_unit(path: Path, tmp_path: Path) -> None:
-    """By ``systemd-analyze verify``; it looks for the program, which is another one here."""
+    """By ``systemd-analyze verify``, with another program, because it looks for the unit's."""
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
         pytest.skip("no systemd-analyze; scripts/setup brings it")

@@ -1,5 +1,5 @@
-"""Wheel and sdist: what is in them, and that the wheel works where there is neither this repository
-nor vLLM nor anything else that kvrecall does not ask for."""
+"""Wheel and sdist: their contents, and that the wheel works without this repository, vLLM and other
+packages that kvrecall does not require."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def metadata(wheel: Path) -> Message:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel in it, and one in front that makes what is not asked for look as if
-    it were not installed."""
+    """A folder with the wheel, and one before it on the path that hides packages kvrecall does not
+    require."""
     folder = tmp_path_factory.mktemp("installed")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
     pip += ["--no-deps", "--no-index", "--target", str(folder / "site"), str(wheel)]

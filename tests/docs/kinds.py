@@ -1,4 +1,4 @@
-"""How it is known that a documented command works."""
+"""The ways of testing a documented command."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .stage import Stage
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Every documented line of it is run as it stands, but for paths, ports and sizes.
+    """Every documented line of the command is run unchanged, except paths, ports and sizes.
 
-    ``swaps``: parts of the line, and what stands for them here. ``more``: options that are added,
-    to keep it small. ``before``, ``after``: what makes the files it needs, what looks at those it
-    made. ``says``: part of its output. ``stays``: part of what a server says when it is up; it is
-    ended with the page, in order. ``silent``: it prints nothing. ``needs``: a module
-    without which it is left out, as set-up goes on without it.
+    ``swaps``: parts of the line and their replacements. ``more``: added options that keep it small.
+    ``before``: makes the files it needs; ``after``: checks those it made. ``says``: part of its
+    output. ``stays``: part of a server's output when it is up; it is stopped at the end of the
+    page. ``silent``: it prints nothing. ``needs``: a module without which it is skipped, because
+    set-up does not require it.
     """
 
     swaps: tuple[tuple[str, str], ...] = ()
@@ -39,7 +39,7 @@ class Elsewhere:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What no CI machine has. The command's section says so, in one of these ``words``."""
+    """The command needs what no CI machine has. Its section says so, in one of these ``words``."""
 
     what: str
     words: tuple[str, ...] = field(default=())
@@ -47,7 +47,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class ByItself:
-    """It is what CI does: ``text`` is in the file ``script``."""
+    """CI itself runs it: ``text`` is in the file ``script``."""
 
     script: str
     text: str

@@ -1,6 +1,6 @@
 """What runs each command of the documents.
 
-A command that is new in a document needs an entry here; one that has gone takes its entry with it.
+A new command in a document needs an entry here; a removed one loses its entry.
 """
 
 from __future__ import annotations

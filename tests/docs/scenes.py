@@ -1,4 +1,4 @@
-"""What documented commands find when they are run: files, a filled pool, servers to be asked."""
+"""The surroundings of documented commands: files, a filled pool, running servers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def trained(stage: Stage) -> None:
 
 
 def filled(stage: Stage) -> None:
-    """The pool service holds nine blocks: five of a tenant, and one that is to be pinned."""
+    """A pool service with nine blocks: five of a tenant, and one to be pinned."""
     client = ServiceClient(stage.folder / "pool.sock", call_timeout_s=10.0)
     client.register(QWEN, BLOCK_BYTES)
     engine = Engine(client, BLOCK_BYTES)
@@ -159,7 +159,7 @@ class _Instance(BaseHTTPRequestHandler):
 
 
 def instances(stage: Stage) -> None:
-    """What the router is in front of, without engines."""
+    """Instances for the router, without engines."""
     for number in (8001, 8002):
         if not stage.uses(number):
             server = ThreadingHTTPServer(("127.0.0.1", stage.port(number)), _Instance)

@@ -1,4 +1,4 @@
-"""A folder in which the commands of a page are run one after the other, as a reader would."""
+"""A folder in which the commands of a page run one after the other, as for a reader."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ class Stage:
         return str(number) in self._ports
 
     def keep(self, end: Callable[[], object]) -> None:
-        """Something to be ended with the stage."""
+        """Adds a context manager that ends with the stage."""
         self._end.callback(end)
 
     def ported(self, line: str) -> str:
         return _PORT.sub(lambda found: str(self.port(found[0])), line)
 
     def run(self, line: str) -> str:
-        """Runs a line to its end, which must be 0. What it prints, in both streams."""
+        """Runs a line, which must exit with 0. Returns its output, both streams."""
         done = subprocess.run(
             ["bash", "-c", f"set -o pipefail; {line}"],
             cwd=self.folder,

@@ -131,7 +131,7 @@ MAKE = [shape for shape in REGISTER if shape.startswith("make ")]
 
 @pytest.mark.parametrize(("line", "where"), lines_of(*MAKE))
 def test_a_make_target_runs_what_there_is(line: str, where: str) -> None:
-    """By what make says it would run."""
+    """By make's dry run."""
     dry = line.partition("|")[0].replace("make", "make --dry-run", 1)
     done = subprocess.run(
         ["bash", "-c", dry], cwd=ROOT, env=environment(), capture_output=True, text=True

@@ -23,7 +23,7 @@ _PLACE = re.compile(r"%(?:\(\w+\))?[-+ #0]*\d*(?:\.\d+)?[sdifgr]")
 
 
 def quoted() -> list[str]:
-    """Lines in blocks of text, but for replies and tables."""
+    """Lines in blocks of text, except replies and tables."""
     blocks = [
         text
         for page in PAGES
@@ -35,7 +35,7 @@ def quoted() -> list[str]:
 
 
 def pattern(node: ast.expr) -> str:
-    """What a string in the code looks like when it is written: anything for its values."""
+    """A pattern of a string in the code, with wildcards for its values."""
     if isinstance(node, ast.JoinedStr):
         return "".join(pattern(part) for part in node.values)
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -44,7 +44,7 @@ def pattern(node: ast.expr) -> str:
 
 
 def strings(tree: ast.AST) -> Iterator[ast.expr]:
-    """Outermost ones only: the pieces of an f-string are no messages."""
+    """The outermost strings: the pieces of an f-string are not messages."""
     for child in ast.iter_child_nodes(tree):
         if isinstance(child, ast.JoinedStr) or (
             isinstance(child, ast.Constant) and isinstance(child.value, str)

@@ -124,7 +124,7 @@ def test_every_page_of_the_site_is_in_its_navigation(site: Path) -> None:
 
 
 def test_the_index_of_the_search_holds_chinese_words(site: Path) -> None:
-    """Cut apart, as a sentence without blanks would be one word that no reader types."""
+    """Segmented, because a sentence without spaces would be one word that no reader types."""
     index = json.loads((site / "search/search_index.json").read_text())
     words = set(re.split(index["config"]["separator"], _texts_of(index, "mindie.zh-CN/")))
     assert {"迁移", "证书", "请求"} <= words

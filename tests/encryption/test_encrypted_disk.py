@@ -1,4 +1,4 @@
-"""Blocks at rest under a key: the contract, what an onlooker sees, wrong keys, rotation."""
+"""Encrypted blocks on disk: the contract, the plaintext in files, wrong keys, rotation."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_flipped_bit_is_corrupt_wherever_it_is(tmp_path: Path) -> None:
 
 
 def test_blocks_that_change_places_are_corrupt(tmp_path: Path) -> None:
-    """Whoever can write to the folder can at most lose blocks, not give one for another."""
+    """Write access to the folder can lose blocks, but not substitute one for another."""
     fill(tmp_path, OLD, blocks=KEYS[:2])
     with sqlite3.connect(tmp_path / "index.sqlite") as db:
         rows = db.execute("SELECT address, checksum FROM blocks ORDER BY address").fetchall()

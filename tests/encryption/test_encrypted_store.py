@@ -1,4 +1,4 @@
-"""Values that leave the host under a key: the contracts, other keys, what the store sees."""
+"""Encrypted values in a remote store: the contracts, other keys, what the store sees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The key file: what is taken, what is refused and how, and that no error shows a key."""
+"""The key file: accepted and refused forms, and that no error shows a key."""
 
 from __future__ import annotations
 

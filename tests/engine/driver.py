@@ -1,4 +1,4 @@
-"""A process that hosts one real vLLM engine and does what the test tells it.
+"""A process that hosts one real vLLM engine and executes a test's orders.
 
 Its own process, so that a test can kill it, and so that engines never share state.
 """

@@ -1,4 +1,4 @@
-"""The question every variant is asked: are recalled bits the bits of a device hit?"""
+"""Checks of every variant: recalled bits are those of a device hit."""
 
 from __future__ import annotations
 
@@ -54,6 +54,6 @@ def same_bits_from_every_tier(
 
 
 def nothing_held(engine: Engine) -> None:
-    """No lease and no half-filled slot is left when nothing runs."""
+    """No lease and no reserved slot is left when nothing runs."""
     stats = engine.pool_stats()
     assert (stats["leases"], stats["reserved"]) == (0, 0)

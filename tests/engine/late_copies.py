@@ -2,7 +2,7 @@
 interface allows, so what relies on their being early goes wrong. Host memory stands in for a
 device's.
 
-A batch is copied when somebody drains the queue, or in the ``PATIENCE``-th ``completed`` after it
+A batch is copied when the queue is drained, or in the ``PATIENCE``-th ``completed`` after it
 was submitted. Before that its sources are unread, as on a stream that is behind.
 """
 
@@ -55,7 +55,7 @@ def make_queue(_: torch.device) -> CopyQueue:
 
 
 class LateConnector(RecallConnector):
-    """The real connector. Whoever imports this module copies late in its process."""
+    """The real connector. Importing this module makes copies in the process late."""
 
 
 if __name__ == "late_copies":  # as vLLM imports it, by the name alone

@@ -1,4 +1,4 @@
-"""An engine that could read another model's KV computes instead, notices, and stays right."""
+"""An engine that could read another model's KV computes instead, detects it, and stays correct."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_one_audit_at_a_time_and_the_others_compute(pool: Pool) -> None:
 
 
 def loads_at(bench: Bench, seconds_per_block: float) -> None:
-    """What the engine thinks of its prefill and of both tiers."""
+    """The engine's measured bandwidths of prefill and both tiers."""
     bench.side.costs.saw_step(1000, 500, 0.1)
     for tier in (TierName.HOST, TierName.DISK):
         bench.side.costs.saw_load(tier, 1, seconds_per_block)

@@ -1,4 +1,4 @@
-"""What of vLLM is replaced: all of it is in the table, and is there in the installed vLLM."""
+"""Every patch of vLLM is in the table, and its target exists in the installed vLLM."""
 
 from __future__ import annotations
 

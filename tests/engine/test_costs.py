@@ -1,4 +1,4 @@
-"""Load or recompute: the cheaper one is chosen, from what was seen."""
+"""Load or recompute: the cheaper one is chosen, from measured costs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_first_wait_is_bounded_by_the_least_that_computing_can_take() -> Non
 
 
 def test_a_tier_that_is_passed_over_is_tried_again() -> None:
-    """However slow it was: once, nothing came at all, and it was never asked again."""
+    """However slow it was: a tier that once delivered nothing must not be avoided for ever."""
     it = costs(1000, ms_per_token=1)
     it.saw_load(DISK, 0, 5.0)
     plans = [it.plan((DISK,) * 20, 0) for _ in range(20)]
@@ -93,7 +93,7 @@ def test_a_tier_that_is_passed_over_is_tried_again() -> None:
 
 
 def test_a_tier_unheard_of_for_long_is_tried_at_once() -> None:
-    """After an outage the next request finds out that it is over, not the fourth."""
+    """After an outage the next request detects the recovery, not the fourth."""
     now = [100.0]
     it = LoadCostModel(128, MB, 10.0, clock=lambda: now[0])
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""Every byte that can shape KV counts; nothing else does; what was read once is remembered."""
+"""Every byte that KV depends on counts, and no other; fingerprints are remembered."""
 
 from __future__ import annotations
 

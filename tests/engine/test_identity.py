@@ -1,4 +1,4 @@
-"""Changing any one thing that a block's bytes depend on turns a hit into a miss, and no other does.
+"""Changing anything that a block's bytes depend on turns a hit into a miss; other changes do not.
 Over configurations as vLLM makes them."""
 
 from __future__ import annotations

@@ -107,8 +107,8 @@ def test_tenants_share_nothing(engine: Engine) -> None:
 
 
 def test_a_probe_across_salts_finds_nothing_to_measure(engine: Engine) -> None:
-    """The pool does the same work for another tenant's prompt, in the host or on the disk, as for
-    one that was never asked: nothing is found, read, promoted or leased, so no time can tell."""
+    """The pool does the same work for another tenant's prompt, in the host or on disk, as for an
+    unknown one: nothing is found, read, promoted or leased, so timing reveals nothing."""
     known = prompt_of(6 * BLOCK + 9, 400)
 
     def worked(tokens: list[int], salt: str) -> dict[str, Any]:

@@ -386,7 +386,7 @@ def test_a_request_waits_for_the_stores_answer_but_not_for_long(
 
 
 class SlowPool:
-    """A real pool whose disk gives nothing until it is told to, seen by a clock that is told."""
+    """A real pool whose disk delivers nothing until released, with a manual clock."""
 
     def __init__(self, folder: Path) -> None:
         self.io = FaultyIo()

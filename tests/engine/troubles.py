@@ -1,5 +1,5 @@
-"""What goes wrong on purpose in the process of an engine under test: ``driver.py`` calls these by
-name, with itself, between two steps."""
+"""Faults injected into the process of an engine under test: ``driver.py`` calls these by name, with
+itself as argument, between two steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def disk_full(host: Any) -> None:
 
 
 def disk_slow(host: Any, seconds: float) -> None:
-    """Every read takes so long."""
+    """Delays every read."""
 
     def read(self: FileIo, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         time.sleep(seconds)
@@ -39,7 +39,7 @@ def disk_slow(host: Any, seconds: float) -> None:
 
 
 def disk_well(host: Any) -> None:
-    """Takes the two above back."""
+    """Reverts the two above."""
     FileIo.write, FileIo.read = _WRITE, _READ  # type: ignore[method-assign]
 
 
@@ -105,7 +105,7 @@ def hog(host: Any) -> None:
 
 
 def release(host: Any) -> None:
-    """Takes ``hog`` back."""
+    """Reverts ``hog``."""
     for ticket in host.hogged:
         pool_of(host).release(ticket)
 

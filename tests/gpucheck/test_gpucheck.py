@@ -1,5 +1,5 @@
-"""The GPU check on a machine without a GPU: its parts on the CPU, where they can run there, and
-what it says where there is nothing to check on."""
+"""The GPU check on a machine without a GPU: its parts that run on a CPU, and its report if there is
+no device."""
 
 from __future__ import annotations
 

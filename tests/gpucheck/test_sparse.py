@@ -1,5 +1,5 @@
-"""Retrieval in the GPU check, on the CPU: the search and the attention against faulty ones, real
-servers, what is asked of servers on a GPU, and what is said of figures that mean nothing."""
+"""Retrieval in the GPU check, on the CPU: search and attention against faulty ones, real servers,
+the options of servers on a GPU, and meaningless figures."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def shifted(blocks: torch.Tensor) -> torch.Tensor:
 
 
 class Shifted(attention.ExactSelector):
-    """Chooses the blocks after those it should."""
+    """Selects the blocks after the right ones."""
 
     def choose(self, *args: Any, **more: Any) -> Any:
         return shifted(super().choose(*args, **more))

@@ -1,4 +1,4 @@
-"""The identity run's own parts: what it claims not to have seen, it would have seen."""
+"""The parts of the identity run: it detects every fault whose absence it reports."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_the_command_lists_its_pairs() -> None:
 @pytest.mark.engine
 @pytest.mark.longest
 def test_one_pair_of_each_kind() -> None:
-    """The same engine twice shares; without identity, another matrix is found out."""
+    """The same engine twice shares blocks; without identity, the audit detects another matrix."""
     done = run("--only", "restart", "--only", "audit-matrix")
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
     line = json.loads(done.stdout.splitlines()[-1])

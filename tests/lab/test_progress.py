@@ -1,4 +1,4 @@
-"""What commands of the laboratory say while they work."""
+"""Progress output of laboratory commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The example models: whole, loadable, repeatable, and sensitive to every token of a prompt."""
+"""The example models: complete, loadable, reproducible, and sensitive to every token of a
+prompt."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_plaintext_to_another_machine_must_be_allowed(where: str) -> None:
     ["s3://bucket/a/prefix", "gs://bucket/prefix", "az://container/prefix"],
 )
 def test_urls_of_the_clouds_open(url: str) -> None:
-    """Only that: no such server is here."""
+    """Only opened: there are no such servers here."""
     more = {"options": {"account_name": "mine"}} if url.startswith("az") else {}
     make_store({"url": url, **more}).close()
 

@@ -1,4 +1,4 @@
-"""What the disk tier does when the medium fails under it."""
+"""The disk tier when the medium fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pool does when the tier below it is slow, fails, hangs or is full."""
+"""The pool when the tier below it is slow, fails, hangs or is full."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool whose blocks cannot be evicted refuses without looking at them."""
+"""A pool whose blocks cannot be evicted refuses without searching them."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def ip(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
 
 
 def why_not() -> str:
-    """Why namespaces cannot be made here; empty if they can."""
+    """Why namespaces cannot be created here; empty if they can."""
     if shutil.which("ip") is None:
         return "there is no ip command"
     name = f"kvr{os.getpid()}t"
@@ -87,7 +87,7 @@ class Network:
         return ["ip", "netns", "exec", self.space(host)]
 
     def cut(self, host: int) -> None:
-        """What is sent to or from the host is lost from now on, without notice."""
+        """From now on drops all packets to and from the host."""
         ip("-n", self._hub, "link", "set", f"port{host}", "nomaster")
 
     def mend(self, host: int) -> None:

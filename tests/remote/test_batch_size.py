@@ -1,4 +1,4 @@
-"""How much is handed to a store in one call, for stores of every speed and distance."""
+"""The bytes per call of a store, for stores of various bandwidths and latencies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the router remembers of prompts, and whom it chooses for them."""
+"""The prefixes that the router remembers, and the instances it chooses."""
 
 from __future__ import annotations
 

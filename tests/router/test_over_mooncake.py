@@ -1,5 +1,5 @@
-"""Prefill and decode apart over a remote store: two engines with pools of their own that share
-nothing but Mooncake's master, a router before them."""
+"""Prefill-decode disaggregation over a remote store: two engines with their own pools, which share
+only Mooncake's master, and a router in front of them."""
 
 from __future__ import annotations
 

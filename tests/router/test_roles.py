@@ -1,4 +1,4 @@
-"""``kvrecall serve --role``: what it becomes, and what it needs."""
+"""``kvrecall serve --role``: the resulting options, and its requirements."""
 
 from __future__ import annotations
 

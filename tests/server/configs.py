@@ -1,4 +1,4 @@
-"""A config.json that is right, for tests to spoil."""
+"""A valid config.json, for tests to modify."""
 
 from __future__ import annotations
 

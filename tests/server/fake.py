@@ -1,4 +1,4 @@
-"""An Engine without an engine: it answers with the words it is given."""
+"""An Engine without a model: it answers with given words."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class FakeEngine:
 
 
 class FakeInsight:
-    """Nothing to be seen."""
+    """An insight without figures."""
 
     remembered = 500
 

@@ -1,5 +1,5 @@
-"""Clients of others' making against a live server: openai, huggingface_hub and curl; requests that
-are meant to break it; and what the OpenAPI description allows, and much that it does not."""
+"""Third-party clients against a live server: openai, huggingface_hub and curl; hostile requests;
+and requests within and outside the OpenAPI description."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_too_many_sequences(tiny: LiveServer, path: str, what: Json) -> None:
 
 
 def test_too_many_prompts(tiny: LiveServer) -> None:
-    """Nor by a list of prompts."""
+    """Also in a list of prompts."""
     for prompts, more, wanted in (
         ([[1]] * 100, {"n": 100}, 10_000),
         (["x"] * 100, {"best_of": 30, "temperature": 1.0}, 3000),
@@ -280,8 +280,8 @@ HOSTILE: list[tuple[str, Json]] = [
 
 @pytest.mark.parametrize(("path", "body"), HOSTILE, ids=lambda v: str(v)[:50])
 def test_hostile_requests_take_nobody_with_them(tiny: LiveServer, path: str, body: Json) -> None:
-    """Whatever is asked, the one who asks is told what is wrong, or answered; the server and a
-    request that runs beside, which gets the tokens it gets alone, go on."""
+    """Every request gets an answer or an error; the server continues, and a concurrent request gets
+    the same tokens as alone."""
     parameters = {"max_new_tokens": 40, "ignore_eos": True, "details": True}
     told: list[list[int]] = []
 
@@ -305,7 +305,7 @@ def test_hostile_requests_take_nobody_with_them(tiny: LiveServer, path: str, bod
 
 
 def _said(reply: httpx.Response) -> str:
-    """The message of an error, in whichever form."""
+    """The message of an error, in any form."""
     error = reply.json()["error"]
     return str(error["message"] if isinstance(error, dict) else error)
 
@@ -330,7 +330,7 @@ SKIPPED = "derender|v1/systemone"  # vLLM's own experiments
 
 
 def description(tiny: LiveServer) -> str:
-    """What the server says of itself, with its own model in the paths instead of any."""
+    """The server's OpenAPI description, with its own model in the paths."""
     told = tiny.client.get("/openapi.json").json()
     paths = {}
     for path, operations in told["paths"].items():

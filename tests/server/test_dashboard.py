@@ -1,4 +1,4 @@
-"""The dashboard in a real browser on a real server, and what it is made of."""
+"""The dashboard in a real browser on a real server, and its parts."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def test_labels_of_time_do_not_overlap(
 
 @pytest.mark.long
 def test_before_there_are_figures(browser: Any, faulty: tuple[str, FakeEngine, Counter]) -> None:
-    """No card is empty or shows a nought that was not measured."""
+    """No card is empty or shows a zero that was not measured."""
     page = Page(browser, faulty[0])
     page.tab.wait_for_selector("#tree .note")
     for name in ("recall", "ttft", "tpot", "output", "queue", "load", "heat", "requests", "tree"):
@@ -574,8 +574,8 @@ def test_every_metric_of_the_grafana_dashboard_is_exported(server: LiveServer) -
 @pytest.mark.long
 @pytest.mark.engine
 def test_a_server_whose_engine_dies(browser: Any, server: LiveServer) -> None:
-    """The page says so; who was being answered is told or cut off, and waits no longer; until the
-    server has ended, with a clear line, it is not well."""
+    """The page reports it; running requests get an error or end; health checks fail until the
+    server has exited, with a clear line."""
     page = opened(browser, server)
     asked = {"inputs": "x", "parameters": {"max_new_tokens": 15_000, "ignore_eos": True}}
     with server.client.stream("POST", "/generate_stream", json=asked) as reply:

@@ -48,7 +48,7 @@ class Leaps(selectors.SelectSelector):
 
 
 class LeapingLoop(asyncio.SelectorEventLoop):
-    """An event loop in which no time is lost, be the machine ever so busy."""
+    """An event loop whose time does not depend on the machine's load."""
 
     def __init__(self) -> None:
         self._leaps = Leaps()
@@ -173,7 +173,7 @@ def test_splits_that_travel_with_statistics_are_found_by_the_names_of_the_api() 
 
 
 def test_a_request_is_not_shorter_than_the_wait_for_its_first_token() -> None:
-    """vLLM counts that from the arrival, which is before a long prompt is made tokens."""
+    """vLLM counts it from the arrival, which precedes the tokenization of a long prompt."""
     from kvrecall.engines.vllm.serving.insight import ConnectorReports, RequestLog
 
     arrived = time.time() - 5

@@ -307,7 +307,7 @@ def test_best_of_and_beams_reach_the_engine() -> None:
 
 
 def test_stop_infer() -> None:
-    """A request is stopped by its name: the one that runs under it, and no other."""
+    """A request is stopped by its id, and no other request is."""
 
     async def run() -> tuple[list[Json], httpx.Response, httpx.Response]:
         engine = FakeEngine(words=("a",) * 200, delay=0.01)

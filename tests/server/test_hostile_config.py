@@ -1,4 +1,4 @@
-"""``kvrecall config check`` on files that are wrong in any way: it says where, and never breaks."""
+"""``kvrecall config check`` on invalid files: it reports the place, and never fails itself."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def paths(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def told(folder: Path, text: str | bytes) -> str | None:
-    """What is said to be wrong with the text; None if nothing is."""
+    """The reported problem of the text; None if there is none."""
     path = write(folder, right(), {"host_size": "1GiB"})
     path.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
     try:
@@ -89,7 +89,7 @@ def test_any_value_anywhere(folder: Path, place: tuple[Any, ...], value: Any) ->
     put=st.text(max_size=3) | st.sampled_from(list('{}[]",:')),
 )
 def test_any_slip_of_the_pen(folder: Path, at: int, removed: int, put: str) -> None:
-    """Text that is not JSON is told with its line and column."""
+    """Text that is not JSON is reported with line and column."""
     text = TEXT[:at] + put + TEXT[at + removed :]
     said = told(folder, text)
     try:

@@ -1,4 +1,4 @@
-"""JSON files of people: each accident is told in one line, with its place and its cure."""
+"""Hand-written JSON files: each mistake is reported in one line, with place and cure."""
 
 from __future__ import annotations
 

@@ -118,7 +118,8 @@ def test_stopping_is_answered_when_nothing_runs(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("draining", [False, True])
 def test_stopping_by_force(monkeypatch: pytest.MonkeyPatch, draining: bool) -> None:
-    """It is answered while a request runs, which is then ended, and so is a drain that waits."""
+    """It is answered while a request runs; then the request is aborted, and a waiting drain
+    ends."""
     killed, answered = asyncio.Event(), asyncio.Event()
     monkeypatch.setattr("kvrecall.server.management.os.kill", lambda *_: killed.set())
 
@@ -170,7 +171,7 @@ def test_the_timed_probe(path: str, status: int) -> None:
 
 @pytest.mark.parametrize("works", [True, False])
 def test_a_probe_that_had_to_wait(works: bool) -> None:
-    """A server too busy for the probe is well if it did something meanwhile, hangs if not."""
+    """A server too busy for the probe is healthy if other requests progressed meanwhile."""
     steps = iter([1.0, 2.0 if works else 1.0])
     registry = CollectorRegistry()
 

@@ -1,5 +1,5 @@
-"""MindIE's config.json: what is wrong is told with place, field, value and cure; what is right
-comes out as vLLM's options and the pool's settings."""
+"""MindIE's config.json: errors name place, field, value and cure; valid fields become vLLM's
+options and the pool's settings."""
 
 from __future__ import annotations
 

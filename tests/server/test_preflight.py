@@ -1,4 +1,4 @@
-"""What is found wrong before an engine is loaded, and that looking changes nothing."""
+"""Errors found before an engine is loaded, and that the checks change nothing."""
 
 from __future__ import annotations
 

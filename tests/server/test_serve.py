@@ -382,7 +382,7 @@ class Race:
 
 
 def test_priorities(server: LiveServer) -> None:
-    """When the batch is full, who comes last with the highest priority is the next."""
+    """When the batch is full, the last request runs next if it has the highest priority."""
     race = Race(server)
     race.run()
     assert race.is_first

@@ -1,5 +1,5 @@
-"""A server whose batch is full says so; 200 clients at once that leave when they like lose no
-server and leak nothing; requests that are cut short; and the end of a server that is asked to stop.
+"""A server whose batch is full reports it; 200 concurrent clients that disconnect at random do not
+harm it and leak nothing; stopped requests; and a server that is asked to stop.
 A server of their own, in the order written, where a request may be longer than any machine of today
 computes before it is cut."""
 
@@ -163,7 +163,7 @@ def test_timeout_of_a_request(tiny: LiveServer) -> None:
 
 
 def test_stop_infer(tiny: LiveServer) -> None:
-    """A stopped request gives what there is, and the engine no longer works on it."""
+    """A stopped request returns its tokens so far, and the engine no longer works on it."""
     body: Json = {"id": "long", "text_input": "x", "parameters": {"details": True}}
     body["parameters"] |= {"max_new_tokens": LONG, "ignore_eos": True}
     with tiny.client.stream("POST", "/v2/models/tiny/generate_stream", json=body) as reply:
@@ -179,8 +179,8 @@ def test_stop_infer(tiny: LiveServer) -> None:
 
 
 def test_stop_service_drains_until_forced(tiny: LiveServer) -> None:
-    """Asked to stop, the server refuses new requests and lets running ones end; by force it ends
-    those that are left, who are told. Who asked has an answer, and the status is 0."""
+    """Asked to stop, the server refuses new requests and lets running ones finish; by force it
+    aborts the rest, with an error. The stop request gets a reply, and the exit status is 0."""
     family = tiny.family()
     answers: list[int] = []
 

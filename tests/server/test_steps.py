@@ -1,4 +1,4 @@
-"""What is read off the engines' steps."""
+"""Figures derived from the engines' steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutual TLS: who is let in, and what is said of files that cannot be used."""
+"""Mutual TLS: admitted clients, and errors about unusable files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nonsense on the socket costs its own connection; strangers are refused."""
+"""Invalid messages on the socket end only their own connection; other users are refused."""
 
 from __future__ import annotations
 
@@ -316,7 +316,7 @@ OUT_OF_ORDER = [
 def test_messages_that_are_right_but_out_of_order(
     path: Path, healthy: ServiceClient, messages: tuple[p.Message, ...]
 ) -> None:
-    """They end nothing of others, and the connection goes on to be served."""
+    """They affect no other client, and the connection stays usable."""
     healthy.reserve(OWN)
     with connect(path) as sock:
         sock.sendall(conversation(*messages, p.Stats(50)))
@@ -389,8 +389,8 @@ def processor_seconds(pid: int) -> float:
 
 
 def test_a_crowd_of_connections_is_refused_by_name(tmp_path: Path) -> None:
-    """More than the service's open files allow: it refuses the rest, keeps serving who was there
-    first, never spins, and takes new ones when the crowd has gone."""
+    """More than the service's open files allow: it refuses the rest, keeps serving earlier ones,
+    never spins, and accepts new ones when the crowd has disconnected."""
     with Service(tmp_path / "service", 16 * MIB, max_files=128) as service:
         client = service.client()
         client.register(NAMESPACE, 5000)
@@ -417,8 +417,8 @@ def test_a_crowd_of_connections_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_service_without_files_left_neither_spins_nor_lets_go(tmp_path: Path) -> None:
-    """It cannot look at processes then. What it does not see, it does not take for dead: slots of
-    a client that lost its connection stay its own."""
+    """It cannot inspect processes then, and does not take them for dead: a client that lost its
+    connection keeps its slots."""
     with Service(tmp_path / "service", 16 * MIB) as service:
         pid = service.pid
         client = service.client()
@@ -443,7 +443,7 @@ def test_a_service_without_files_left_neither_spins_nor_lets_go(tmp_path: Path) 
 
 @pytest.mark.parametrize("offset", [-4096, 12, 16 * MIB, 1 << 60])
 def test_a_service_that_names_bytes_outside_of_its_arena(tmp_path: Path, offset: int) -> None:
-    """The engine must not copy there: it counts as no service."""
+    """The engine must not copy there: the service counts as lost."""
     path = tmp_path / "pool.sock"
     arena = Arena.create(16 * MIB)
     listener = socket.socket(socket.AF_UNIX)
@@ -516,8 +516,8 @@ def test_files_of_another_user_are_not_used(tmp_path: Path) -> None:
 def test_a_start_waits_for_the_arena_of_the_dead_service_and_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It waited for every process with any arena, so other services and engines delayed a start
-    that was short of memory by ten seconds."""
+    """It once waited for every process with any arena, so that other services and engines delayed a
+    start with little memory by ten seconds."""
     monkeypatch.setattr(endpoint, "_LET_GO_S", 1e6)
     arena = Arena.create(MIB)
     other = Arena.create(MIB)

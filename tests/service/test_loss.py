@@ -1,4 +1,4 @@
-"""Services and engines that are killed, stalled and cut off: never wrong bytes, nothing leaks."""
+"""Services and engines that are killed, suspended and disconnected: no wrong bytes, no leaks."""
 
 from __future__ import annotations
 

@@ -120,7 +120,8 @@ def test_a_pool_inside_an_engine_can_be_asked(tmp_path: Path) -> None:
 
 
 def test_what_killed_servers_left_is_cleared(tmp_path: Path) -> None:
-    """Those of the dead go; those of a living server, a starting one and another service stay."""
+    """Those of dead servers are removed; those of running ones, a starting one and a service
+    stay."""
     for name in ("serve-1", "serve-2", "serve-3", "pool"):
         for file in (tmp_path / f"{name}.sock", tmp_path / f"{name}.sock.lock"):
             file.touch()

@@ -65,7 +65,7 @@ class _DeadlyIo(FileIo):
 
 
 def save_for_ever(folder: Path, oracle: Path, life: int, die_at: int, disk_bytes: int) -> None:
-    """The child: saves, notes what is durable, until it is killed."""
+    """The child: saves and notes durable blocks until it is killed."""
     tier = DiskTier(DiskConfig(folder, disk_bytes), io=_DeadlyIo(die_at))
     pool = Pool(Arena.create(HOST_BYTES), tier)
     pool.register(NAMESPACE, BLOCK_BYTES)

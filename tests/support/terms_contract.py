@@ -1,5 +1,5 @@
-"""What every pool must do for tenants, pins, sizes and write policies. Subclass ``TermsContract``
-in a test module and give it a pool."""
+"""The contract of every pool for tenants, pins, sizes and write policies. Subclass
+``TermsContract`` in a test module and give it a pool."""
 
 from __future__ import annotations
 

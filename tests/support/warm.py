@@ -22,8 +22,8 @@ CONTEXT.set_forkserver_preload(
 
 
 def begin(log: str, environment: Mapping[str, str]) -> None:
-    """Makes this process, which has just begun, one that a shell started: nothing of the one that
-    runs the tests. Its output goes to ``log``. Processes of its engine are forked from it."""
+    """Detaches this forked process from the one that runs the tests, as if a shell had started it.
+    Its output goes to ``log``. Processes of its engine are forked from it."""
     import setproctitle  # of vLLM
 
     os.setsid()
