@@ -124,6 +124,7 @@ ONE_LINE: list[tuple[str, int, str]] = [
     ("serve model --no-pool --host-size 8GiB", 2, "--host-size and --no-pool contradict"),
     ("serve model --pool-service --host-size 8GiB", 2, "--host-size is '8GiB'; it has no effect"),
     ("serve ''", 2, "MODEL is ''"),
+    ("serve model --block-size 0", 2, "'--block-size': Input should be greater than or equal to 1"),
     ("serve model other", 2, "'other' is too much: one MODEL"),
     ("serve model --host ''", 2, "'' is not an address of this machine"),
     ("serve model --port 80", 2, "port 80 requires more privileges"),
@@ -150,6 +151,50 @@ ONE_LINE: list[tuple[str, int, str]] = [
     ("router --decode 127.0.0.1:8000 --host 192.0.2.1", 2, "not an address of this machine"),
     ("router --decode http://127.0.0.1:8100", 2, "the router's own address"),
 ]  # fmt: skip
+
+
+VLLM: list[tuple[str, str]] = [
+    ("--nonsense", "there is no --nonsense; see vllm serve --help=all"),
+    ("--max-num-sequences 4", "there is no --max-num-sequences; did you mean --max-num-seqs"),
+    ("--max_num_seqs lots", "--max_num_seqs is 'lots'; it must be a number"),
+    ("--max-num-seqs", "--max-num-seqs needs a value"),
+    ("--max-num-seqs --enforce-eager", "--max-num-seqs needs a value"),
+    ("--max-num-seqs 4 stray", "'stray' is too much behind --max-num-seqs 4"),
+    ("--gpu-memory-utilization=much", "--gpu-memory-utilization is 'much'; it must be a number"),
+    ("--tensor-parallel-size two", "--tensor-parallel-size is 'two'; it must be a number"),
+    ("--prefix-caching-hash-algo md5", "is 'md5'; allowed: sha256, sha256_cbor"),
+    ("--scheduling-policy fair", "is 'fair'; allowed: fcfs, priority"),
+]
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="there are no options")
+@pytest.mark.parametrize(("words", "said"), VLLM)
+def test_a_wrong_option_of_vllm_is_known_without_loading_vllm(
+    commands: Commands, words: str, said: str
+) -> None:
+    done = commands.run(["serve", "model", "--host-size", "8MiB", "--", *words.split()])
+    assert (done.status, done.out) == (ExitStatus.WRONG_SETTINGS, "")
+    (line,) = done.err.splitlines()  # with vLLM there would be its own
+    assert line.startswith("kvrecall: vLLM options: ")
+    assert said in line
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="there are no options")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--dtype float7", "--dtype is 'float7'; allowed: auto, half, float16, bfloat16"),
+        ("--kv-cache-dtype int3", "--kv-cache-dtype is 'int3'; allowed: auto"),
+        ("--max-model-len lots", "--max-model-len is 'lots'; it must be a number"),
+    ],
+)
+def test_nor_for_one_of_kvrecalls_own_that_goes_to_vllm(
+    commands: Commands, words: str, said: str
+) -> None:
+    done = commands.run(["serve", "model", "--host-size", "8MiB", *words.split()])
+    (line,) = done.err.splitlines()
+    assert done.status == ExitStatus.WRONG_SETTINGS
+    assert said in line
 
 
 def files_in(folder: Path) -> list[Path]:

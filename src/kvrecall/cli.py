@@ -88,9 +88,9 @@ for _name, (_module, _text) in _ROOMS.items():
 def version_line() -> str:
     """``kvrecall 0.1.0 (vLLM 0.32.0+cpu, torch 2.13.0+cpu, Python 3.11.7)``, from the metadata of
     what is installed."""
-    from kvrecall.doctor.installed import VLLM, installed_version
+    from kvrecall.engines.vllm.compat.versions import DISTRIBUTIONS, installed_version
 
-    engines = {"vLLM": installed_version(*VLLM), "torch": installed_version("torch")}
+    engines = {"vLLM": installed_version(*DISTRIBUTIONS), "torch": installed_version("torch")}
     found = [f"{name} {version}" if version else f"no {name}" for name, version in engines.items()]
     python = ".".join(map(str, sys.version_info[:3]))
     return f"kvrecall {__version__} ({', '.join(found)}, Python {python})"

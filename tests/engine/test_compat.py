@@ -5,14 +5,18 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import vllm
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvrecall.engines.vllm.compat import patches, versions
+from kvrecall.engines.vllm.compat.options import check_options, installed_options
 from kvrecall.engines.vllm.compat.patches import PATCHES, Patch, install, owner_of
 from kvrecall.errors import EngineError
 
@@ -167,3 +171,42 @@ def test_what_is_too_old_is_refused(
             versions.require_version()
     else:
         versions.require_version()
+
+
+# -- options, read from the source --------------------------------------------------------------
+
+
+def test_options_are_those_of_vllms_parser() -> None:
+    """No option and no value that vLLM takes is refused before it is asked."""
+    parser = make_arg_parser(FlexibleArgumentParser())
+    found = installed_options()
+    assert found is not None
+    actions = {
+        word[2:]: action
+        for action in parser._actions
+        for word in action.option_strings
+        if word.startswith("--")
+    }
+    check_options({}, [f"--{name.replace('-', '_')}" for name in actions.keys() - {
+        *found.numbers, *found.choices}], found)  # fmt: skip
+    judged = [name for name in actions if name in found.numbers or name in found.choices]
+    assert {"max-num-seqs", "dtype", "kv-cache-dtype", "tensor-parallel-size"} <= set(judged)
+    for name in judged:
+        assert actions[name].nargs is None, f"{name} takes one value"
+    for name in found.numbers & actions.keys():
+        with pytest.raises((ValueError, TypeError, ArgumentTypeError)):
+            actions[name].type("lots")  # type: ignore[operator, misc]
+    for name in found.choices.keys() & actions.keys():
+        allowed = {str(each) for each in actions[name].choices or ()} - {"None"}
+        assert allowed <= {*found.choices[name]}, name
+
+
+def test_what_vllm_takes_passes() -> None:
+    check_options(
+        {"dtype": "half", "max-model-len": "32k", "enforce-eager": True, "block-size": 16},
+        "-tp 2 --max_num_seqs=4 --no-enable-prefix-caching --kv-events-config.a.b c -O3 "
+        "--max-num-batched-tokens 8K --gpu-memory-utilization .5 --seed -1 --max-model-len auto "
+        "--speculative-config {} --moe-backend FLASHINFER-CUTLASS --lora-modules a=b c=d "
+        "--max-num-seq 4 --data-parallel-rank 0".split(),
+        installed_options(),
+    )

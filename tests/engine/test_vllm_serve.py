@@ -68,6 +68,7 @@ def test_the_documented_lines_serve_and_recall(tmp_path: Path) -> None:
             texts.add(reply.json()["choices"][0]["text"])
             server.client.post("/reset_prefix_cache")
         assert len(texts) == 1
+        assert "disk tier: 0 blocks in" in server.log, "the pool's own lines are in vLLM's log"
         first, again = (split_of_a_reply("README.md", port) for _ in range(2))
         assert first["computed"] == sum(first.values()), "a text that was not asked before"
         assert again["device"] > again["computed"]

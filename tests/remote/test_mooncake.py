@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,8 +17,9 @@ import pytest
 
 from kvrecall.block import BlockKey
 from kvrecall.config import RecallSettings, RemoteConfig
-from kvrecall.errors import ConfigError, TierError
+from kvrecall.errors import ConfigError, ExitStatus, TierError
 from kvrecall.lab.masters import Master
+from kvrecall.lab.ports import free_port
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
@@ -360,6 +364,40 @@ def test_a_running_master_is_told_from_none(lone: Master) -> None:
         check_master(lone.host, lone.port)
     lone.start()
     assert check_master(lone.host, lone.port) > 0
+
+
+def command(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvrecall", "pool", "master", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@needs_mooncake
+def test_the_master_ends_with_its_command() -> None:
+    port, metrics = free_port(), free_port()
+    running = command("--port", str(port), "--metrics-port", str(metrics))
+    assert running.stdout is not None
+    assert running.stdout.readline().startswith(f"kvrecall: Mooncake master on 127.0.0.1:{port}")
+    (master,) = psutil.Process(running.pid).children()
+    wait_until(lambda: master.name() == "mooncake_master")
+    running.kill()
+    running.communicate()
+    wait_until(lambda: not master.is_running() or master.status() == psutil.STATUS_ZOMBIE)
+
+
+@needs_mooncake
+def test_a_port_that_is_taken_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port, free = str(taken.getsockname()[1]), str(free_port())
+        for option, other in (("--port", "--metrics-port"), ("--metrics-port", "--port")):
+            out, err = (ended := command(option, port, other, free)).communicate()
+            assert (ended.returncode, out) == (ExitStatus.WRONG_SETTINGS, "")
+            (line,) = err.splitlines()
+            assert line.startswith(f"kvrecall: {option}: {port} on 127.0.0.1 is in use; stop its")
+            assert line.endswith("or choose another port")
 
 
 BASE = {

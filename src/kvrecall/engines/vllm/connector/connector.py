@@ -26,6 +26,7 @@ from kvrecall.engines.vllm.attention.checks import offload_hindrance
 from kvrecall.engines.vllm.attention.offload_scheduler import OffloadPlanner
 from kvrecall.engines.vllm.attention.plugin import active_settings, is_requested, require_on
 from kvrecall.engines.vllm.compat import config, runner, scheduler, waits
+from kvrecall.engines.vllm.compat.logs import show_pool_lines
 from kvrecall.engines.vllm.compat.serving import end_with_parent
 from kvrecall.engines.vllm.connector.metrics import RecallPromMetrics, RecallStats
 from kvrecall.engines.vllm.connector.request import RequestState
@@ -72,6 +73,7 @@ class RecallConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        show_pool_lines()
         self._scheduler: RecallScheduler | None = None
         self._worker: RecallWorker | None = None
         self._pool: PoolClient | None = None

@@ -17,6 +17,7 @@ import os
 import shutil
 import signal
 import socket
+import traceback
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -69,6 +70,13 @@ _GIB = 1 << 30
 _MAX_DEFAULT_CPU_KV = 4 * _GIB
 _LAST_BYTES_S = 5  # for connections to take what was sent before the engine ended
 _LAST_BYTES_OF_OTHERS_S = 2  # the same of further listeners
+
+
+_RANKS = (
+    "; --data-parallel-start-rank is for one of several hosts, with --data-parallel-size-local "
+    "below --data-parallel-size, and for a mixture of experts. Replicas of other models are "
+    "servers of their own, which share a pool service"
+)
 
 
 class _Parser(FlexibleArgumentParser):
@@ -256,7 +264,7 @@ async def _engine(args: Namespace, limits: Limits) -> AsyncIterator[ServedLLM]:
     engine_args = AsyncEngineArgs.from_cli_args(args)
     try:
         config = engine_args.create_engine_config(usage_context=context)
-    except (ValueError, OSError, NotImplementedError) as error:
+    except (ValueError, OSError, NotImplementedError, AssertionError) as error:
         raise ConfigError(f"vLLM does not accept these settings: {_reason(error)}") from error
     try:
         engine = ServedLLM(
@@ -268,6 +276,10 @@ async def _engine(args: Namespace, limits: Limits) -> AsyncIterator[ServedLLM]:
         )
     except RuntimeError as error:
         raise EngineError(f"vLLM's engine did not start: {_reason(error)}") from error
+    except AssertionError as error:  # of vLLM's on settings that contradict each other
+        cure = "" if args.data_parallel_start_rank is None else _RANKS
+        reason = _reason(error).rstrip(".")
+        raise ConfigError(f"vLLM does not accept these settings: {reason}{cure}") from error
     engine.limits = limits
     try:
         await engine.reset_mm_cache()
@@ -396,4 +408,6 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, ValidationError):
         return error.errors()[0]["msg"].replace("\n", " ")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, AssertionError) and not lines:
+        lines = [traceback.extract_tb(error.__traceback__)[-1].line or ""]
     return lines[0] if lines else type(error).__name__

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import signal
+import socket
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +21,7 @@ from kvrecall.pool.remote.mooncake.store import MooncakeStore
 from kvrecall.pool.remote.mooncake.wheel import package_folder
 
 _STOP_S = 10.0
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +64,24 @@ def master_binary() -> Path:
     return folder / "mooncake_master"
 
 
-def run_master(flags: MasterFlags, quiet: bool = True) -> int:
+def run_master(flags: MasterFlags, started: Callable[[], None], quiet: bool = True) -> int:
     """Runs a master in the foreground until it ends or receives SIGTERM or SIGINT; returns its
-    status."""
+    status. Calls ``started`` once it runs. It ends with this thread, however that ends. Raises
+    ConfigError if a port is taken."""
     command = flags.command()
+    check = f"kvrecall pool master --check {flags.host}:{flags.port}"
+    _check_port(flags.host, flags.port, "--port", f" (if it is a master: {check})")
+    _check_port(flags.host, flags.metrics_port, "--metrics-port")
     environment = {"GLOG_minloglevel": "1", **os.environ} if quiet else dict(os.environ)
-    process = subprocess.Popen(command, env=environment, process_group=0)
+    libc, us = ctypes.CDLL(None), os.getpid()
+
+    def end_with_us() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != us:  # which ended before that
+            os._exit(1)
+
+    process = subprocess.Popen(command, env=environment, process_group=0, preexec_fn=end_with_us)
+    started()
     stopping = False
 
     def stop(number: int, _: object) -> None:
@@ -82,6 +99,19 @@ def run_master(flags: MasterFlags, quiet: bool = True) -> int:
         process.kill()
         status = process.wait()
     return 0 if stopping else status
+
+
+def _check_port(host: str, port: int, option: str, about: str = "") -> None:
+    """Raises ConfigError if nothing can listen there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host.strip("[]"), port), family=family).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            why = f"is in use; stop its process{about} or choose another port"
+        else:
+            why = f"cannot be listened on: {error.strerror}; choose another"
+        raise ConfigError(f"{option}: {port} on {host} {why}") from error
 
 
 def check_master(host: str, port: int) -> float:
