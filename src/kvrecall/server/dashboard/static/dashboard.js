@@ -41,6 +41,7 @@ const recalledOf = (split) => { const all = sum(split); return all ? 1 - (split.
 
 // ---- what went wrong ----------------------------------------------------------------------
 
+const some = (many, word) => `${count(many)} ${word}${many === 1 ? "" : "s"}`;
 const times = (many) => many === 1 ? "once" : `${count(many)} times`;
 const day = (unix) => Date.now() / 1000 - unix < 72_000 ? clock(unix) : `${new Date(unix * 1000).toLocaleDateString("en-CA")} ${clock(unix)}`;
 
@@ -226,8 +227,8 @@ function drawQueue(marks, range) {
   ];
   plot(box, {
     ...range, times: at, lines, scale: { format: count, tell: (value) => `${count(value)} requests`, unit: `requests, maximum of samples every ${state.latest.every_s} s`, least: 2, whole: true },
-    marks: cut.flatMap((many, i) => many > 0 ? [{ at: at[i], text: `${count(many)} preemptions` }] : []),
-    label: `Requests running and waiting. ${count(cut.reduce((a, b) => a + b, 0))} preemptions.`, caption: "Requests and preemptions",
+    marks: cut.flatMap((many, i) => many > 0 ? [{ at: at[i], text: some(many, "preemption") }] : []),
+    label: `Requests running and waiting. ${some(cut.reduce((a, b) => a + b, 0), "preemption")}.`, caption: "Requests and preemptions",
     figures: [["until", "running", "waiting", "preempted"], at.map((time, i) => [clock(time), `${lines[0].values[i]} requests`, `${lines[1].values[i]} requests`, times(cut[i])]).filter((_, i) => lines[0].values[i] + lines[1].values[i] + cut[i] > 0).slice(-60).reverse()],
   });
 }
@@ -253,7 +254,7 @@ function drawLoads(marks, from, range) {
   const copied = now.counts.loaded_bytes - from.counts.loaded_bytes, took = now.counts.load_seconds - from.counts.load_seconds;
   replace(facts, tiers.map((tier) => {
     const kind = `load:${tier}`, many = grown(kind, from, now).at(-1);
-    return h("div", {}, `${tier}: ${count(many)} load${many > 1 ? "s" : ""}, p50 ${seconds(quantileOf(0.5, kind, from, now))}, p95 ${seconds(quantileOf(0.95, kind, from, now))}`);
+    return h("div", {}, `${tier}: ${some(many, "load")}, p50 ${seconds(quantileOf(0.5, kind, from, now))}, p95 ${seconds(quantileOf(0.95, kind, from, now))}`);
   }),
     took > 0 ? h("div", {}, `copies to the device: ${bytes(copied)} at ${bytes(copied / took)}/s`) : null);
 }
@@ -358,7 +359,7 @@ function drawTiles(from) {
     tile("Time per output token, p50", at(0.5, "tpot"), `p95 ${at(0.95, "tpot")}`),
     tile("Output, last minute", rate(lately("output_tokens"), "tokens/s"), `prompts ${rate(lately("prompt_tokens"), "tokens/s")}`),
     tile("Requests, last minute", rate(lately("requests"), "requests/s"), `${count(now.counts.running)} running · ${count(now.counts.waiting)} waiting · ${count(now.counts.requests)} ended`),
-    tile("Preemptions", `${count(cut)} requests`, `in this window; ${count(now.counts.preemptions)} since the start`),
+    tile("Preemptions", some(cut, "request"), `in this window; ${count(now.counts.preemptions)} since the start`),
     tile("Sparse decoding", retrieval.steps ? `${percent((retrieval.steps_sparse ?? 0) / retrieval.steps)} of steps` : "off",
       retrieval.considered ? `${percent(retrieval.selected / retrieval.considered)} of blocks chosen` : "retrieval attention"));
   $("tiles").removeAttribute("aria-busy");
