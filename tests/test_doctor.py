@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import configs
 from support.commands import Commands
 from typer.testing import CliRunner
 
@@ -295,6 +296,31 @@ def test_how_many_blocks_fit() -> None:
 def test_a_host_without_room_for_a_block() -> None:
     report = asked(MODEL, "--host-size", "128KiB", status=1)
     assert one(report, "model", "host blocks")["state"] == "broken"
+
+
+def test_a_model_of_several_kv_groups(tmp_path: Path) -> None:
+    """What it caches, where a hit ends and what it needs; how many sessions' blocks fit."""
+    (tmp_path / "config.json").write_text(json.dumps(configs.QWEN3_NEXT_80B))
+    report = asked(tmp_path, "--host-size", "1MiB", status=1)
+    layout = one(report, "model", "layout")
+    assert (
+        "4 KV groups: 3 of 12 layers keeping state (12.6 MiB a block of 640 tokens), 1 of 12"
+        in (layout["found"])
+    )
+    assert [g["kind"] for g in layout["figures"]["groups"]] == ["state"] * 3 + ["full"]
+    hits = one(report, "model", "hits")
+    assert hits["figures"] == {"unit_tokens": 640, "kinds": ["state", "full"]}
+    assert "all blocks of full layers, the one state that ends there" in hits["found"]
+    assert one(report, "model", "served")["state"] == "ok"
+    assert one(report, "model", "host blocks")["state"] == "broken"
+
+
+def test_a_model_whose_layers_are_not_known(tmp_path: Path) -> None:
+    strange = {**configs.QWEN3_8B, "layer_types": ["wavelet"] * 36}
+    (tmp_path / "config.json").write_text(json.dumps(strange))
+    layout = one(asked(tmp_path, "--host-size", "1MiB"), "model", "layout")
+    assert layout["state"] == "note"
+    assert "layers of type 'wavelet' are not known here" in layout["found"]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "kvrecall"
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "block", "environment"}),
     frozenset({"config", "jsonfile"}),
-    frozenset({"pool", "attention"}),
+    frozenset({"pool", "attention", "modelconfig"}),
     frozenset({"engines", "simulate", "testing"}),
     frozenset({"server", "plan"}),
     frozenset({"router", "doctor"}),

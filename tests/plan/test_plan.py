@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from kvrecall.errors import ConfigError
 from kvrecall.plan.cli import app
-from kvrecall.plan.model import read_shape
+from kvrecall.plan.model import ModelShape, read_shape
 from kvrecall.plan.sizing import links_of
 from kvrecall.simulate.cli import app as simulate
 
@@ -36,6 +36,12 @@ def model(folder: Path, config: dict[str, Any]) -> Path:
     path = folder / "config.json"
     path.write_text(json.dumps(config))
     return path
+
+
+def on_devices(shape: ModelShape, ranks: int) -> int:
+    """Bytes of a token on all ranks together, of a model with one KV group."""
+    (group,) = shape.groups(128, ranks)
+    return ranks * group.device_bytes // 128
 
 
 def planned(*arguments: str | Path) -> dict[str, Any]:
@@ -84,8 +90,8 @@ def test_grouped_heads(tmp_path: Path) -> None:
     shape = read_shape(model(tmp_path, LLAMA_8B))
     assert shape.kv_bytes_per_token == 128 << 10
     assert shape.params == pytest.approx(8.03e9, rel=0.005)
-    assert shape.device_bytes_per_token(8) == 128 << 10
-    assert shape.device_bytes_per_token(16) == 256 << 10, "eight heads on sixteen ranks"
+    assert on_devices(shape, 8) == 128 << 10
+    assert on_devices(shape, 16) == 256 << 10, "eight heads on sixteen ranks"
     assert read_shape(tmp_path, "fp8").kv_bytes_per_token == 64 << 10
 
 
@@ -94,7 +100,7 @@ def test_latent_attention_and_experts(tmp_path: Path) -> None:
     assert shape.kv_bytes_per_token == 61 * 576 * 2
     assert shape.params == pytest.approx(671e9, rel=0.01)
     assert shape.active_params == pytest.approx(37e9, rel=0.03)
-    assert shape.device_bytes_per_token(8) == 8 * 61 * 576 * 2, "every rank holds all of it"
+    assert on_devices(shape, 8) == 8 * 61 * 576 * 2, "every rank holds all of it"
 
 
 def test_a_model_of_several_kinds_of_input(tmp_path: Path) -> None:

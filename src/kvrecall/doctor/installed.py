@@ -205,14 +205,6 @@ def _connector(facts: Mapping[str, Any]) -> Finding:
 def _model(facts: Mapping[str, Any]) -> Finding:
     if "error" in facts:
         return _failed("model", "vLLM's configuration of it", facts, "see vLLM's supported models")
-    troubles = {
-        "recurrent": "it has recurrent state (for example Mamba), which the pool does not store",
-        "encoder_decoder": "it is an encoder-decoder model, which the pool does not serve",
-    }
-    for name, trouble in troubles.items():
-        if facts[name]:
-            cure = "serve it with --no-pool"
-            return Finding(_ENGINE, "model", State.BROKEN, trouble, cure, facts)
     if not facts["generates"]:
         found = "it does not generate text, which kvrecall serve requires"
         return Finding(_ENGINE, "model", State.BROKEN, found, "use vllm serve", facts)

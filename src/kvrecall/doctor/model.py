@@ -1,19 +1,26 @@
-"""Whether a model's blocks fit a pool: their size, and how many each tier holds."""
+"""What kvrecall does with a model: whether it serves it, its KV groups and the size of their
+blocks, and how many each tier of a pool holds."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from kvrecall.config import RecallSettings, format_size
 from kvrecall.doctor.finding import Finding, State
 from kvrecall.errors import ConfigError
+from kvrecall.modelconfig import Fields
+from kvrecall.plan.groups import Group, chain_of, hit_unit
 from kvrecall.plan.model import ModelShape, read_shape
+from kvrecall.plan.sizing import Use, sequence_of
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.server.plan import BLOCK_SIZE
 from kvrecall.server.preflight import check_model
+from kvrecall.server.servable import Machine, fields_of, refusals
 
 _AREA = "model"
+_USUAL_CONTEXT = 8192  # of a model whose config.json names no longest sequence
 
 
 def check_layout(model: str, settings: RecallSettings | None) -> Iterator[Finding]:
@@ -25,6 +32,9 @@ def check_layout(model: str, settings: RecallSettings | None) -> Iterator[Findin
         cure = "name a model folder, or a hub id such as Qwen/Qwen3-0.6B"
         yield Finding(_AREA, "folder", State.BROKEN, str(error), cure)
         return
+    fields = fields_of(model)
+    if fields is not None:
+        yield _served(fields)
     folder = Path(model).expanduser()
     if not folder.is_dir():
         found = f"{model} is not in a local folder, so its layout is unknown"
@@ -37,36 +47,93 @@ def check_layout(model: str, settings: RecallSettings | None) -> Iterator[Findin
         found = f"{error}; block sizes are unknown until vLLM starts"
         yield Finding(_AREA, "layout", State.NOTE, found)
         return
-    yield _layout(shape)
+    groups = shape.groups(BLOCK_SIZE)
+    yield _layout(shape, groups)
+    if len(groups) > 1:
+        yield _hits(groups)
     if settings is not None and settings.service is None:
-        yield from _room(shape, settings)
+        yield from _room(shape, groups, settings)
 
 
-def _layout(shape: ModelShape) -> Finding:
-    block = shape.block_bytes(BLOCK_SIZE)
+def _served(fields: Fields) -> Finding:
+    refused = list(refusals(fields, Machine.this()))
+    figures = {"architecture": fields.architecture, "refused": [each.reason for each in refused]}
+    if not refused:
+        found = f"{fields.architecture}: nothing in its config.json speaks against a pool"
+        return Finding(_AREA, "served", State.OK, found, figures=figures)
+    found = "; ".join(each.reason for each in refused)
+    return Finding(_AREA, "served", State.BROKEN, found, refused[0].cure, figures)
+
+
+def _layout(shape: ModelShape, groups: tuple[Group, ...]) -> Finding:
+    chain = chain_of(groups)
     figures = {
         "layers": shape.layers,
         "kv_heads": shape.kv_heads,
         "latent": shape.is_latent,
         "token_bytes": shape.kv_bytes_per_token,
-        "block_tokens": BLOCK_SIZE,
-        "block_bytes": block,
-        "slot_bytes": slot_bytes_of(block),
+        "block_tokens": chain.block_tokens,
+        "block_bytes": chain.record_bytes,
+        "slot_bytes": slot_bytes_of(chain.record_bytes),
+        "groups": [
+            {
+                "kind": group.kind.value,
+                "reach": group.reach,
+                "layers": group.layers,
+                "block_tokens": group.block_tokens,
+                "record_bytes": group.record_bytes,
+            }
+            for group in groups
+        ],
     }
     heads = "one latent vector (MLA)" if shape.is_latent else f"{shape.kv_heads} KV heads"
     found = f"{shape.layers} layers, {heads}: {format_size(shape.kv_bytes_per_token)} per token, "
-    found += f"{format_size(block)} per block of {BLOCK_SIZE} tokens"
+    if len(groups) == 1:
+        found += f"{format_size(chain.record_bytes)} per block of {chain.block_tokens} tokens"
+        return Finding(_AREA, "layout", State.OK, found, figures=figures)
+    parts = [
+        f"{count} of {group.layers} layers keeping {_keeps(group)} ({format_size(each)} a block "
+        f"of {group.block_tokens} tokens)"
+        for (group, each), count in Counter((g, g.record_bytes) for g in groups).items()
+    ]
+    found += f"{len(groups)} KV groups: {', '.join(parts)}"
     return Finding(_AREA, "layout", State.OK, found, figures=figures)
 
 
-def _room(shape: ModelShape, settings: RecallSettings) -> Iterator[Finding]:
-    slot = slot_bytes_of(shape.block_bytes(BLOCK_SIZE))
+def _keeps(group: Group) -> str:
+    return f"{group.kind} of {group.reach:,} tokens" if group.reach else str(group.kind)
+
+
+def _hits(groups: tuple[Group, ...]) -> Finding:
+    """What a hit of a model of several groups needs."""
+    unit = hit_unit(groups)
+    needs = {
+        "full": "all blocks of full layers",
+        "window": "the last blocks of windows",
+        "chunk": "the blocks of the last local chunk",
+        "state": "the one state that ends there",
+    }
+    present = list(dict.fromkeys(group.kind.value for group in groups))
+    found = f"a hit ends at a multiple of {unit} tokens and needs "
+    found += ", ".join(needs[kind] for kind in sorted(present, key=list(needs).index))
+    if "state" in present:
+        found += "; states exist where a step of the engine ended on a block boundary"
+    figures = {"unit_tokens": unit, "kinds": present}
+    return Finding(_AREA, "hits", State.OK, found, figures=figures)
+
+
+def _room(
+    shape: ModelShape, groups: tuple[Group, ...], settings: RecallSettings
+) -> Iterator[Finding]:
+    context = shape.max_context or _USUAL_CONTEXT
+    one = sequence_of(groups, Use(context, 1, BLOCK_SIZE), 1)
+    slot = one.slot_bytes // one.records
     tiers = {"host": settings.pool.host_bytes}
     if settings.pool.disk is not None:
         tiers["disk"] = settings.pool.disk.capacity_bytes
     for tier, nbytes in tiers.items():
-        blocks = nbytes // slot
-        tokens = blocks * BLOCK_SIZE
+        blocks = nbytes * one.records // one.slot_bytes
+        tokens = blocks * context // one.records
         figures = {"tier": tier, "bytes": nbytes, "blocks": blocks, "tokens": tokens}
         found = f"{tier} of {format_size(nbytes)}: {blocks:,} blocks, {tokens:,} tokens"
         state, cure = State.OK, ""

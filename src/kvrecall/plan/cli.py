@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,9 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrecall.config import DEFAULT_POLICY, format_count, format_size, parse_size
-from kvrecall.environment import CACHE_HOME, CPU_KV_SPACE, HUB_CACHE, HUB_HOME, OLD_HUB_CACHE
+from kvrecall.environment import CPU_KV_SPACE
 from kvrecall.errors import ConfigError, errors_shown
-from kvrecall.plan.model import ModelShape, find_config, read_shape
+from kvrecall.modelconfig import find_config, hub_cache
+from kvrecall.plan.groups import Group, chain_of, hit_unit
+from kvrecall.plan.layers import Kind
+from kvrecall.plan.model import ModelShape, read_shape
 from kvrecall.plan.sizing import (
     TRACE_BLOCK_TOKENS,
     BreakEven,
@@ -24,7 +26,9 @@ from kvrecall.plan.sizing import (
     TierPlan,
     Use,
     break_even,
+    hit_bytes,
     links_of,
+    sequence_of,
     settings_of,
     tiers_of,
     with_trace,
@@ -62,6 +66,9 @@ def plan(
     remote_size: Annotated[str, typer.Option(help="Size of the remote store, e.g. 16TB.")] = "0",
     block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block.")] = 128,
     kv_dtype: Annotated[str, typer.Option(help="auto, bf16, fp8, ...")] = "auto",
+    step_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of a step of the engine; states are kept at its end.")
+    ] = 8192,
     prefill_rate: Annotated[
         float, typer.Option(min=0, help="Prefill rate of an engine on short prompts, tokens/s.")
     ] = 0,
@@ -90,7 +97,7 @@ def plan(
     without a size are omitted. The last line is JSON, in bytes.
     """
     with errors_shown():
-        config = find_config(model, _hub_cache())
+        config = find_config(model, hub_cache())
         shape = read_shape(config, kv_dtype, "" if Path(model).exists() else model)
         make_policy(policy, 1)
         site = Site(
@@ -100,7 +107,7 @@ def plan(
         )  # fmt: skip
         if devices * hosts < tensor_parallel:
             raise ConfigError(f"--tensor-parallel {tensor_parallel} is more than all devices")
-        use = Use(_tokens(context), sessions, block_size)
+        use = Use(_tokens(context), sessions, block_size, step_tokens)
         links = links_of(linked_cards, will_grow and linked_cards > 0)
         tiers = tiers_of(shape, site, use, links)
         if trace is not None:
@@ -117,16 +124,6 @@ def plan(
     if not as_json:
         _print(report, Console(), bool(prefill_rate))
     typer.echo(json.dumps(report))
-
-
-def _hub_cache() -> Path:
-    """Where Hugging Face's libraries keep models."""
-    given = os.environ.get(HUB_CACHE) or os.environ.get(OLD_HUB_CACHE)
-    if given:
-        return Path(given).expanduser()
-    cache = os.environ.get(CACHE_HOME) or "~/.cache"
-    home = os.environ.get(HUB_HOME) or os.path.join(cache, "huggingface")
-    return Path(home).expanduser() / "hub"
 
 
 def _tokens(text: str) -> int:
@@ -147,16 +144,24 @@ def _summary(
     even: BreakEven,
     bandwidths: dict[str, int],
 ) -> dict[str, Any]:
-    need = use.sessions * use.context
-    below = sum(tier.tokens for tier in tiers if tier.name != "device")
+    groups = shape.groups(use.block_tokens, site.tensor_parallel)
+    one = sequence_of(groups, use, site.tensor_parallel)
+    below = sum(tier.holds for tier in tiers if tier.name != "device")
     several = site.devices // site.tensor_parallel > 1
+    chain = chain_of(groups)
+    unit = hit_unit(groups)
     return {
         "plan": shape.name,
         "bytes_per_token": shape.kv_bytes_per_token,
-        "block_bytes": shape.block_bytes(use.block_tokens),
-        "trace_block_bytes": shape.block_bytes(TRACE_BLOCK_TOKENS),
-        "session_bytes": use.context * shape.kv_bytes_per_token,
-        "needed_bytes": need * shape.kv_bytes_per_token,
+        "block_bytes": chain.record_bytes,
+        "block_tokens": chain.block_tokens,
+        "trace_block_bytes": _trace_block_bytes(shape, groups, use),
+        "groups": [_group(group, use) for group in groups],
+        "hit_unit": unit,
+        "hit_bytes": hit_bytes(groups, use.context // unit * unit),
+        "device_session_bytes": one.device_bytes,
+        "session_bytes": one.pool_bytes,
+        "needed_bytes": use.sessions * one.pool_bytes,
         "tiers": [
             {
                 "tier": tier.name,
@@ -168,7 +173,7 @@ def _summary(
             }
             for tier in tiers
         ],
-        "sessions_fit": below >= need,
+        "sessions_fit": below >= use.sessions,
         "break_even": {
             "prefill_tokens_per_s": even.prefill_rate,
             "bytes_per_s_at_start": round(even.at_start),
@@ -184,7 +189,33 @@ def _summary(
             "too_many": links.too_many,
         },
         "settings": settings_of(site, use, several),
-        "warnings": _warnings(shape, use, links, below >= need, bool(tiers)),
+        "warnings": _warnings(shape, use, links, below >= use.sessions, bool(tiers)),
+    }
+
+
+def _trace_block_bytes(shape: ModelShape, groups: tuple[Group, ...], use: Use) -> int:
+    """With a session's states spread over its tokens."""
+    states = sum(
+        group.record_bytes * group.pool_blocks(use.context, use.step_tokens)
+        for group in groups
+        if group.kind is Kind.STATE
+    )
+    return TRACE_BLOCK_TOKENS * shape.kv_bytes_per_token + round(
+        states * TRACE_BLOCK_TOKENS / use.context
+    )
+
+
+def _group(group: Group, use: Use) -> dict[str, Any]:
+    return {
+        "kind": group.kind.value,
+        "reach": group.reach,
+        "layers": group.layers,
+        "block_tokens": group.block_tokens,
+        "record_bytes": group.record_bytes,
+        "device_block_bytes": group.device_bytes,
+        "device_blocks": group.device_blocks(use.context),
+        "pool_records": group.pool_blocks(use.context, use.step_tokens),
+        "hit_records": group.needed(use.context // group.block_tokens * group.block_tokens),
     }
 
 
@@ -211,12 +242,16 @@ def _factor_applied(factor: float) -> str:
 def _print(report: dict[str, Any], console: Console, rate_given: bool) -> None:
     facts = Table(title=Text(report["plan"]), show_header=False)
     facts.add_row("KV of a token", format_size(report["bytes_per_token"]))
-    facts.add_row("of a block", format_size(report["block_bytes"]))
+    facts.add_row(
+        f"of a block of {report['block_tokens']} tokens", format_size(report["block_bytes"])
+    )
     facts.add_row(
         f"of a trace's block ({TRACE_BLOCK_TOKENS} tokens)",
         format_size(report["trace_block_bytes"]),
     )
-    facts.add_row("of a session", format_size(report["session_bytes"]))
+    facts.add_row("of a session in the pool", format_size(report["session_bytes"]))
+    facts.add_row("on the devices while it runs", format_size(report["device_session_bytes"]))
+    facts.add_row("loaded by a hit of all of it", format_size(report["hit_bytes"]))
     facts.add_row("of all sessions", format_size(report["needed_bytes"]))
     even = report["break_even"]
     rate = "" if rate_given else " (assumed; --prefill-rate)"
@@ -232,6 +267,7 @@ def _print(report: dict[str, Any], console: Console, rate_given: bool) -> None:
         facts.add_row("links of a card", f"{links['links']}, {format_size(links['bytes'])}")
         facts.add_row("memory factor", _factor_applied(links["memory_factor"]))
     console.print(facts)
+    console.print(_groups_table(report))
     table = Table(caption="of all hosts together; 1 GiB = 1.074 GB, 1 TiB = 1.100 TB")
     table.add_column("tier")
     for title in ("size", "blocks", "tokens", "sessions", "hit rate so far"):
@@ -247,3 +283,25 @@ def _print(report: dict[str, Any], console: Console, rate_given: bool) -> None:
     console.print(f"pool.json of each host: {settings}", soft_wrap=True, highlight=False)
     for warning in report["warnings"]:
         console.print(f"note: {warning}")
+
+
+def _groups_table(report: dict[str, Any]) -> Table:
+    """vLLM's KV groups; those that are alike in one row."""
+    table = Table(title="KV groups", caption="blocks and records are of one session")
+    table.add_column("groups", justify="right")
+    table.add_column("keeps")
+    titles = ("layers", "block tokens", "record", "device blocks", "pool records", "a hit loads")
+    for title in titles:
+        table.add_column(title, justify="right")
+    alike: dict[str, list[dict[str, Any]]] = {}
+    for group in report["groups"]:
+        alike.setdefault(json.dumps(group), []).append(group)
+    for rows in alike.values():
+        one = rows[0]
+        reach = f" of {one['reach']:,} tokens" if one["reach"] else ""
+        table.add_row(
+            str(len(rows)), one["kind"] + reach, str(one["layers"]), str(one["block_tokens"]),
+            format_size(one["record_bytes"]),
+            *(format_count(one[name]) for name in ("device_blocks", "pool_records", "hit_records")),
+        )  # fmt: skip
+    return table

@@ -2,171 +2,110 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvrecall.errors import ConfigError
-from kvrecall.jsonfile import read_json
-
-DTYPE_BYTES = {
-    "float32": 4, "float": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2,
-    "half": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1,
-}  # fmt: skip
+from kvrecall.modelconfig import Fields, read_fields
+from kvrecall.plan.groups import Group, groups_of
+from kvrecall.plan.layers import (
+    DTYPE_BYTES,
+    Cache,
+    Ffn,
+    Kind,
+    Layer,
+    dtype_of,
+    experts_of,
+    head_size,
+    kv_heads,
+    read_layers,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """``kv_bytes_per_token``: of all layers, each head once, as the pool stores them.
-    ``active_params``: those that take part in computing one token."""
+    """``caches``: what each layer keeps, in the model's order. ``active_params``: those that take
+    part in computing one token."""
 
     name: str
     layers: int
     kv_heads: int
     is_latent: bool  # MLA: one latent vector for all heads, the same on all ranks
-    kv_bytes_per_token: int
+    caches: tuple[Cache, ...]
     attention_width: int  # query heads x head size
     params: int
     active_params: int
     weight_bytes: int
     max_context: int
 
-    def block_bytes(self, block_tokens: int) -> int:
-        return self.kv_bytes_per_token * block_tokens
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of all attention layers, each head once, as the pool stores them."""
+        return sum(cache.token_bytes for cache in self.caches)
 
-    def device_bytes_per_token(self, tensor_parallel: int) -> float:
-        """On all devices of an instance together: heads that do not divide are duplicated."""
-        if self.is_latent:
-            return float(self.kv_bytes_per_token * tensor_parallel)
-        copies = max(1.0, tensor_parallel / self.kv_heads)
-        return self.kv_bytes_per_token * copies
+    @property
+    def full_bytes_per_token(self) -> int:
+        """Of the layers that keep all tokens: what each further token of a hit adds."""
+        return sum(cache.token_bytes for cache in self.caches if cache.kind is Kind.FULL)
+
+    def groups(self, block_tokens: int, ranks: int = 1) -> tuple[Group, ...]:
+        """vLLM's KV groups, for a ``--block-size`` of ``block_tokens``."""
+        return groups_of(self.caches, block_tokens, ranks)
 
     def flops_per_token(self, depth: int) -> float:
         """Of prefilling one token after ``depth`` others."""
-        return 2.0 * self.active_params + 4.0 * self.layers * self.attention_width * depth
-
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-
-
-def find_config(model: str, hub_cache: Path) -> Path:
-    """The config.json of a model folder, of a file, or of a model of the Hugging Face hub that
-    lies in ``hub_cache``. Nothing is downloaded. Raises ConfigError that says how to get it."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").exists():
-            raise ConfigError(f"{path}: is not a model folder: it has no config.json")
-        return path / "config.json"
-    if path.exists() or not _HUB_ID.fullmatch(model):
-        return path
-    copy = hub_cache / f"models--{model.replace('/', '--')}"
-    with contextlib.suppress(OSError):
-        revision = (copy / "refs" / "main").read_text().strip()
-        if (copy / "snapshots" / revision / "config.json").is_file():
-            return copy / "snapshots" / revision / "config.json"
-    others = sorted(copy.glob("snapshots/*/config.json"), key=lambda file: file.stat().st_mtime)
-    if others:
-        return others[-1]
-    raise ConfigError(
-        f"{model}: there is no such folder, and no such model in the local Hugging Face cache "
-        f"({hub_cache}); only its config.json is needed: `hf download {model} config.json` puts it "
-        "there"
-    )
+        attended = 0
+        for cache in self.caches:
+            attended += min(depth, cache.attends or cache.reach or depth) if cache.heads else 0
+        return 2.0 * self.active_params + 4.0 * self.attention_width * attended
 
 
 def read_shape(path: Path, kv_dtype: str = "auto", name: str = "") -> ModelShape:
-    """The shape of the model in a folder, or of a config.json. ``name``: its name, by default
-    that of its folder. Raises ConfigError."""
-    file = path / "config.json" if path.is_dir() else path
-    read = read_json(file).value
-    if not isinstance(read, dict):
-        raise ConfigError(f"{file}: must hold an object")
-    text = read.get("text_config")
-    fields = _Fields({**read, **text} if isinstance(text, dict) else read, str(file))
-    return _shape(fields, file, kv_dtype, name)
-
-
-class _Fields:
-    def __init__(self, raw: Mapping[str, object], source: str) -> None:
-        self._raw = raw
-        self.source = source
-
-    def number(self, *names: str, default: int | None = None) -> int:
-        for name in names:
-            value = self._raw.get(name)
-            if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-                return value
-        if default is None:
-            raise ConfigError(f"{self.source}: {names[0]} is missing; this is not a model's config")
-        return default
-
-    def text(self, *names: str) -> str:
-        return next((v for n in names if isinstance(v := self._raw.get(n), str)), "")
-
-    def flag(self, name: str) -> bool:
-        return self._raw.get(name) is True
-
-
-def _shape(fields: _Fields, file: Path, kv_dtype: str, name: str) -> ModelShape:
+    """The shape of the model in a folder, or of a config.json. ``name``: what to call it, if not
+    by its folder. Raises ConfigError."""
+    fields, file = read_fields(path)
     hidden = fields.number("hidden_size", "n_embd", "d_model")
-    layers = fields.number("num_hidden_layers", "n_layer", "num_layers")
     heads = fields.number("num_attention_heads", "n_head")
+    layers = read_layers(fields, kv_dtype)
     if not (hidden and layers and heads):
         raise ConfigError(f"{fields.source}: hidden_size, layers and heads must be more than 0")
-    kv_heads = fields.number("num_key_value_heads", default=heads) or heads
-    head = fields.number("head_dim", default=0) or hidden // heads
-    latent = fields.number("kv_lora_rank", default=0)
-    rope = fields.number("qk_rope_head_dim", default=0)
-    model_dtype = fields.text("torch_dtype", "dtype").removeprefix("torch.") or "bfloat16"
-    wanted = model_dtype if kv_dtype == "auto" else kv_dtype
-    if wanted not in DTYPE_BYTES:
-        raise ConfigError(f"--kv-dtype: {wanted!r}; known: auto, {', '.join(DTYPE_BYTES)}")
-    width = latent + rope if latent else 2 * kv_heads * head
-    params, active = _params(fields, hidden, layers, heads, kv_heads, head)
+    is_latent = bool(fields.number("kv_lora_rank", default=0))
+    params, active = _params(fields, layers, hidden)
     weights = sum(f.stat().st_size for f in file.parent.glob("*.safetensors"))
     return ModelShape(
         name=name or file.parent.name or str(file),
-        layers=layers,
-        kv_heads=1 if latent else kv_heads,
-        is_latent=bool(latent),
-        kv_bytes_per_token=layers * width * DTYPE_BYTES[wanted],
-        attention_width=heads * head,
+        layers=len(layers),
+        kv_heads=1 if is_latent else kv_heads(fields),
+        is_latent=is_latent,
+        caches=tuple(cache for layer in layers for cache in layer.caches),
+        attention_width=heads * head_size(fields),
         params=params,
         active_params=active,
-        weight_bytes=weights or params * DTYPE_BYTES.get(model_dtype, 2),
+        weight_bytes=weights or params * DTYPE_BYTES.get(dtype_of(fields), 2),
         max_context=fields.number("max_position_embeddings", default=0),
     )
 
 
-def _params(
-    fields: _Fields, hidden: int, layers: int, heads: int, kv_heads: int, head: int
-) -> tuple[int, int]:
+def _params(fields: Fields, layers: tuple[Layer, ...], hidden: int) -> tuple[int, int]:
     """Parameters in all and those active per token, estimated from the dimensions."""
-    latent = fields.number("kv_lora_rank", default=0)
-    if latent:
-        nope = fields.number("qk_nope_head_dim", default=head)
-        rope = fields.number("qk_rope_head_dim", default=0)
-        value = fields.number("v_head_dim", default=head)
-        query_rank = fields.number("q_lora_rank", default=0)
-        into = query_rank * (hidden + heads * (nope + rope)) or hidden * heads * (nope + rope)
-        attention = into + hidden * (latent + rope) + latent * heads * (nope + value)
-        attention += heads * value * hidden
-    else:
-        attention = 2 * hidden * heads * head + 2 * hidden * kv_heads * head
-    dense = 3 * hidden * fields.number("intermediate_size", "n_inner", default=4 * hidden)
-    experts = fields.number("n_routed_experts", "num_local_experts", "num_experts", default=0)
+    matrices = 2 if fields.model_type == "nemotron_h" else 3
+    width = fields.number("intermediate_size_mlp", "intermediate_size", "n_inner", default=0)
+    dense = matrices * hidden * (width or 4 * hidden)
     embedding = fields.number("vocab_size", default=0) * hidden
     embedding *= 1 if fields.flag("tie_word_embeddings") else 2
-    if not experts:
-        whole = layers * (attention + dense) + embedding
-        return whole, whole - embedding // 2
-    expert = 3 * hidden * fields.number("moe_intermediate_size", "intermediate_size")
-    shared = fields.number("n_shared_experts", default=0)
-    first = min(layers, fields.number("first_k_dense_replace", default=0))
+    mixing = sum(layer.mixing for layer in layers)
+    counts = {ffn: sum(layer.ffn is ffn for layer in layers) for ffn in Ffn}
+    base = mixing + counts[Ffn.DENSE] * dense
+    if not counts[Ffn.EXPERTS]:
+        return base + embedding, base + embedding - embedding // 2
+    expert = matrices * hidden * fields.number("moe_intermediate_size", "intermediate_size")
+    together = fields.number(
+        "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
+        "shared_intermediate_size", default=0,
+    )  # fmt: skip
+    shared = matrices * hidden * together
+    shared = shared or fields.number("n_shared_experts", default=0) * expert
     used = fields.number("num_experts_per_tok", default=2)
-    base = layers * attention + first * dense
-    whole = base + (layers - first) * (experts + shared) * expert + embedding
-    active = base + (layers - first) * (used + shared) * expert + embedding // 2
+    whole = base + counts[Ffn.EXPERTS] * (experts_of(fields) * expert + shared) + embedding
+    active = base + counts[Ffn.EXPERTS] * (used * expert + shared) + embedding // 2
     return whole, active

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvrecall.config import format_size, setting_of
 from kvrecall.errors import ConfigError
+from kvrecall.plan.groups import Group, hit_unit
 from kvrecall.plan.model import ModelShape
 from kvrecall.pool.disk.index import ROW_BYTES
 from kvrecall.pool.slots import slot_bytes_of
@@ -43,11 +44,13 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """The load: ``sessions`` of ``context`` tokens whose cache must stay resident."""
+    """The load: ``sessions`` of ``context`` tokens whose cache must stay resident.
+    ``step_tokens``: how many the engine computes in a step."""
 
     context: int
     sessions: int
     block_tokens: int
+    step_tokens: int = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,8 @@ def links_of(cards: int, will_grow: bool = False) -> Links:
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """A tier of all hosts together. ``holds``: sessions whose whole context fits in it.
+    """A tier of all hosts together. ``holds``: sessions whose whole context fits in it. ``blocks``:
+    of all KV groups. ``tokens``: of sessions of that context.
     ``hit_rate``: on the trace, of it and the tiers above it; None without a trace."""
 
     name: str
@@ -118,24 +122,58 @@ def device_tier_bytes(shape: ModelShape, site: Site, links: Links) -> int:
     return left
 
 
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """What one session takes: bytes on all devices of an engine while it runs, and bytes and
+    records in the pool, where each record lies in a slot."""
+
+    device_bytes: int
+    pool_bytes: int
+    slot_bytes: int
+    records: int
+
+
+def sequence_of(groups: tuple[Group, ...], use: Use, ranks: int) -> Sequence:
+    counts = [group.pool_blocks(use.context, use.step_tokens) for group in groups]
+    numbered = list(zip(groups, counts, strict=True))
+    return Sequence(
+        ranks * sum(g.device_bytes * g.device_blocks(use.context) for g in groups),
+        sum(g.record_bytes * count for g, count in numbered),
+        sum(slot_bytes_of(g.record_bytes) * count for g, count in numbered),
+        sum(counts),
+    )
+
+
+def hit_bytes(groups: tuple[Group, ...], tokens: int) -> int:
+    """Bytes that a hit of ``tokens`` loads."""
+    return sum(group.record_bytes * group.needed(tokens) for group in groups)
+
+
 def tiers_of(shape: ModelShape, site: Site, use: Use, links: Links) -> list[TierPlan]:
     """The tiers that have room, nearest first."""
-    slot = slot_bytes_of(shape.block_bytes(use.block_tokens))
-    on_device = shape.device_bytes_per_token(site.tensor_parallel) * use.block_tokens
+    groups = shape.groups(use.block_tokens, site.tensor_parallel)
+    one = sequence_of(groups, use, site.tensor_parallel)
+    on_disk = one.slot_bytes + one.records * ROW_BYTES
     device = device_tier_bytes(shape, site, links)
-    disk = int(site.hosts * site.disk_bytes * _DISK_SHARE)
+    # Groups share the blocks of a device.
+    block = site.tensor_parallel * max(group.device_bytes for group in groups)
+    held = sum(group.device_blocks(use.context) for group in groups)
     rooms = (
-        ("device", device, int(device // on_device)),
-        ("host", site.hosts * site.host_bytes, site.hosts * (site.host_bytes // slot)),
-        ("disk", site.hosts * site.disk_bytes, disk // (slot + ROW_BYTES)),
-        ("remote", site.remote_bytes, site.remote_bytes // slot),
-    )
-    each = -(-use.context // use.block_tokens)
+        ("device", device, site.instances, device // site.instances, block * held, held),
+        ("host", site.hosts * site.host_bytes, site.hosts, site.host_bytes, one.slot_bytes,
+         one.records),
+        ("disk", site.hosts * site.disk_bytes, site.hosts, int(site.disk_bytes * _DISK_SHARE),
+         on_disk, one.records),
+        ("remote", site.remote_bytes, 1, site.remote_bytes, one.slot_bytes, one.records),
+    )  # fmt: skip
     return [
-        TierPlan(name, nbytes, blocks, blocks * use.block_tokens, blocks // each)
-        for name, nbytes, blocks in rooms
+        TierPlan(
+            name, nbytes, number * (room * records // each),
+            number * (room * use.context // each), number * room // each,
+        )
+        for name, nbytes, number, room, each, records in rooms
         if nbytes > 0
-    ]
+    ]  # fmt: skip
 
 
 def with_trace(
@@ -160,11 +198,13 @@ def with_trace(
 
 
 def break_even(shape: ModelShape, use: Use, prefill_rate: float) -> BreakEven:
-    """``prefill_rate``: measured on short prompts. Deeper tokens cost more, so less bandwidth
-    suffices for them."""
+    """``prefill_rate``: measured on short prompts. Deeper tokens cost more, and a window or state
+    is loaded once however long the hit is, so less bandwidth suffices for them."""
+    groups = shape.groups(use.block_tokens)
+    shortest = hit_unit(groups)
     slower = shape.flops_per_token(0) / shape.flops_per_token(use.context)
-    at_start = shape.kv_bytes_per_token * prefill_rate
-    return BreakEven(prefill_rate, at_start, at_start * slower)
+    at_start = hit_bytes(groups, shortest) / shortest * prefill_rate
+    return BreakEven(prefill_rate, at_start, shape.full_bytes_per_token * prefill_rate * slower)
 
 
 def settings_of(site: Site, use: Use, several_engines: bool) -> dict[str, object]:

@@ -15,6 +15,7 @@ from kvrecall.errors import ConfigError, EngineError
 from kvrecall.jsonfile import read_object
 from kvrecall.server import preflight
 from kvrecall.server.plan import ENGINE_DEFAULTS, Plan
+from kvrecall.server.servable import check_served
 
 log = logging.getLogger("kvrecall.server")
 
@@ -143,6 +144,7 @@ def check(plan: Plan) -> tuple[str, ...]:
 
     spec = plan.spec
     preflight.check_model(spec.model)
+    check_served(spec)
     check_options(spec.options, spec.extra_args, installed_options())
     if spec.role is not Role.BOTH:
         _check_shared(spec)

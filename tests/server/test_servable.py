@@ -1,0 +1,126 @@
+"""Which models are refused before an engine is started, by serve, config check and the doctor."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import configs
+
+from kvrecall.modelconfig import Fields
+from kvrecall.server.servable import Machine, refusals
+
+KVRECALL = Path(sys.executable).parent / "kvrecall"
+GPU = Machine(is_cpu=False)
+CPU = Machine(is_cpu=True, features=frozenset({"avx2"}))
+AVX512 = Machine(is_cpu=True, features=frozenset({"avx2", "avx512f"}))
+AMX = Machine(is_cpu=True, features=frozenset({"avx512f", "amx_tile"}))
+SERVED = {
+    name: value
+    for name, value in vars(configs).items()
+    if name.isupper() and name not in ("WHISPER", "DEEPSEEK_V3", "DEEPSEEK_V32", "KIMI_LINEAR_48B")
+}
+
+
+def reasons(config: dict[str, Any], machine: Machine, **options: Any) -> list[str]:
+    return [str(each) for each in refusals(Fields(config, "config.json"), machine, **options)]
+
+
+@pytest.mark.parametrize("machine", [GPU, CPU, AMX])
+@pytest.mark.parametrize("name", SERVED)
+def test_decoders_are_served_whatever_their_layers_cache(name: str, machine: Machine) -> None:
+    assert reasons(SERVED[name], machine) == []
+
+
+@pytest.mark.parametrize("machine", [GPU, CPU])
+def test_an_encoder_decoder_model_has_no_pool(machine: Machine) -> None:
+    (said,) = reasons(configs.WHISPER, machine)
+    assert said.startswith("WhisperForConditionalGeneration is an encoder-decoder model")
+    assert said.endswith("; serve it with --no-pool")
+    assert "\n" not in said
+    assert reasons(configs.WHISPER, machine, pooled=False) == []
+
+
+def test_sparse_attention_is_not_for_a_cpu() -> None:
+    for pooled in (True, False):
+        for machine in (CPU, AMX):
+            (said,) = reasons(configs.DEEPSEEK_V32, machine, pooled=pooled)
+            assert "DeepseekV32ForCausalLM chooses tokens by an indexer" in said
+            assert said.endswith("; serve it on a GPU")
+    assert reasons(configs.DEEPSEEK_V32, GPU) == []
+
+
+@pytest.mark.parametrize("config", [configs.DEEPSEEK_V3, configs.KIMI_LINEAR_48B])
+def test_latent_attention_on_a_cpu_needs_amx(config: dict[str, Any]) -> None:
+    (said,) = reasons(config, CPU)
+    assert "turns prefix caching off on a CPU without AMX" in said
+    assert reasons(config, CPU, pooled=False) == reasons(config, AMX) == reasons(config, GPU) == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "machine", "words"),
+    [
+        ("int8_per_token_head", AMX, "only in the model's dtype or in fp8"),
+        ("fp8_per_token_head", AVX512, "only in the model's dtype or in fp8"),
+        ("nvfp4", CPU, "only in the model's dtype or in fp8"),
+        ("fp8", CPU, "only on processors with AVX-512 or AMX"),
+        ("fp8", AVX512, ""),
+        ("fp8_e5m2", AMX, ""),
+        ("auto", CPU, ""),
+        ("int8_per_token_head", GPU, ""),
+    ],
+)
+def test_quantised_kv(dtype: str, machine: Machine, words: str) -> None:
+    said = reasons(configs.QWEN3_8B, machine, kv_cache_dtype=dtype)
+    assert len(said) == bool(words)
+    assert all(words in each for each in said)
+
+
+# -- the commands -------------------------------------------------------------------------------
+
+
+def kvrecall(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [KVRECALL, *words], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.fixture
+def whisper(tmp_path: Path) -> Path:
+    folder = tmp_path / "whisper"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(configs.WHISPER))
+    return folder
+
+
+def test_serve_refuses_in_one_line(whisper: Path) -> None:
+    """Before anything is imported or allocated: status 2."""
+    done = kvrecall("serve", str(whisper), "--host-size", "1MiB")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"model {whisper}: WhisperForConditionalGeneration is an encoder-decoder" in done.stderr
+    assert done.stderr.endswith("serve it with --no-pool\n")
+
+
+def test_config_check_refuses_it_too(whisper: Path, tmp_path: Path) -> None:
+    example = kvrecall("config", "example").stdout
+    config = tmp_path / "config.json"
+    config.write_text(example.replace("/path/to/the/model", str(whisper)))
+    (tmp_path / "pool.json").write_text('{"host_size": "1MiB"}')
+    done = kvrecall("config", "check", str(config))
+    assert done.returncode == 2
+    assert "is an encoder-decoder model" in done.stdout + done.stderr
+
+
+def test_the_doctor_says_it_with_its_cure(whisper: Path) -> None:
+    done = kvrecall("doctor", str(whisper), "--host-size", "1MiB", "--quick", "--json")
+    assert done.returncode == 1
+    findings = json.loads(done.stdout)["findings"]
+    (served,) = (f for f in findings if (f["area"], f["check"]) == ("model", "served"))
+    assert served["state"] == "broken"
+    assert "no KV connector" in served["found"]
+    assert served["cure"] == "serve it with --no-pool"
+    assert served["figures"]["architecture"] == "WhisperForConditionalGeneration"
