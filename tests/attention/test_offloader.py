@@ -41,7 +41,7 @@ from kvrecall.pool.base import PoolClient
 from kvrecall.testing.blocks import wait_until
 
 BLOCK = 16
-FACTS = EngineFacts(BLOCK, BLOCK, 4096, 1, copies_in_step=True, frees_while_running=True)
+FACTS = EngineFacts.of_one(BLOCK, 4096, frees=True)
 SETTINGS = RetrievalSettings(
     init_tokens=16,
     local_tokens=64,
@@ -70,7 +70,7 @@ class Bench:
             FACTS,
             lambda: Namespace.of({"test": "1"}),
             ByName(),
-            lambda name: self.manager.get_block_ids(name)[0],
+            self.manager.get_block_ids,
         )
         gate = Gate(SETTINGS, 512)
         states, trusted = self.side.state_of, self.side.trusted
@@ -114,7 +114,7 @@ class Bench:
         if got is None:
             return False
         ids = self.manager.get_block_ids(request.request_id)[0]
-        self.side.allocated(request, ids, external)
+        self.side.allocated(request, (ids,), external)
         request.num_computed_tokens = local + external
         self.loads = self._orders({}).loads
         self.side.reported(None, {request.request_id}, set())
@@ -158,7 +158,7 @@ class Bench:
 
     def end(self, request: Request) -> None:
         request.status = RequestStatus.FINISHED_STOPPED
-        self.side.finished(request, self.manager.get_block_ids(request.request_id)[0])
+        self.side.finished(request, self.manager.get_block_ids(request.request_id))
         self.manager.free(request)
 
 
@@ -337,12 +337,12 @@ def test_of_a_prefix_in_the_pool_only_init_and_local_come(pool: Pool) -> None:
     ids = bench.manager.get_block_ids("r")[0]
     assert ids[1:21] == [0] * 20
     (load,) = bench.loads
-    assert list(load.copy.block_ids) == [ids[0], *ids[21:24]]
+    assert list(load.copies[0].block_ids) == [ids[0], *ids[21:24]]
     assert bench.orders is not None
     (arrival,) = bench.orders.arrivals
     assert (arrival.request_id, arrival.init) == ("r", 1)
     assert len(set(arrival.offsets)) == 20
-    assert not set(arrival.offsets) & set(load.copy.offsets)
+    assert not set(arrival.offsets) & set(load.copies[0].offsets)
     assert len(arrival.slots) == 6
     assert not set(arrival.slots) & set(ids)
     assert bench.free == 99 - 4 - 6
@@ -385,7 +385,7 @@ def test_blocks_found_on_the_device_stay_there_unless_they_are_in_the_middle(
     ids = bench.manager.get_block_ids("r")[0]
     assert ids[0] == held[0]
     assert ids[1:21] == [0] * 20
-    assert [len(load.copy.block_ids) for load in bench.loads] == [3]
+    assert [len(load.copies[0].block_ids) for load in bench.loads] == [3]
     assert bench.free == 99 - len(held) - 3 - 6
     bench.end(other)
     bench.end(request)
@@ -400,7 +400,7 @@ def test_a_prefix_that_does_not_fit_leaves_no_lease_when_its_request_ends(pool: 
     assert not bench.restore(request)
     assert pool.stats().leases > 0
     request.status = RequestStatus.FINISHED_ABORTED
-    bench.side.finished(request, [])
+    bench.side.finished(request, ([],))
     assert pool.stats().leases == 0
     bench.manager.block_pool.free_blocks(hog)
 

@@ -16,7 +16,7 @@ from support.disks import FaultyIo
 from kvrecall.block import TierName
 from kvrecall.config import DiskConfig
 from kvrecall.engines.vllm.connector.compare import deviation
-from kvrecall.engines.vllm.connector.pages import Pages
+from kvrecall.engines.vllm.connector.pages import GroupPages, Pages
 from kvrecall.engines.vllm.connector.wire import (
     ORIGIN_BYTES,
     Deviation,
@@ -58,7 +58,7 @@ class Audited(Bench):
         memory = self.pool.arena.array()
         for store in orders.stores:
             for offset in store.copy.offsets:
-                at = offset + orders.record_bytes
+                at = offset + orders.record_bytes[0]
                 memory[at : at + ORIGIN_BYTES] = list(store.origin)
         report = StepReport(
             {store.store_id: ranks for store in orders.stores},
@@ -75,11 +75,11 @@ class Audited(Bench):
         loaded, _ = self.side.match(request, 0)
         assert loaded is not None
         if loaded:
-            self.side.allocated(request, self.blocks[name], loaded)
+            self.side.allocated(request, (self.blocks[name],), loaded)
             self.side.reported(None, {name}, set())
         request.num_computed_tokens = loaded
         self.report(self.step(request, tokens - loaded), found=found)
-        self.side.finished(request, self.blocks[name])
+        self.side.finished(request, (self.blocks[name],))
         return loaded
 
 
@@ -185,7 +185,7 @@ def test_blocks_to_compare_come_from_disk_while_the_request_computes(tmp_path: P
 
         wait_until(compared)
         assert counts(two) == (1, 0)
-        two.side.finished(request, two.blocks["b"])
+        two.side.finished(request, (two.blocks["b"],))
         assert pool.stats().leases == 0
         loads_at(two, 1e-6)
         loaded = two.request("c", 60)
@@ -234,7 +234,7 @@ def test_who_adopts_an_origin_writes_under_it(pool: Pool) -> None:
 
 def origins_of(pool: Pool) -> list[bytes]:
     offsets = [block.offset for block in pool._host.blocks.values()]
-    return pool.read(offsets, FACTS.record_bytes, ORIGIN_BYTES)
+    return pool.read(offsets, FACTS.groups[0].record_bytes, ORIGIN_BYTES)
 
 
 def test_one_hit_in_so_many_is_checked_by_its_last_block(pool: Pool) -> None:
@@ -249,7 +249,7 @@ def test_a_repeated_audit_waits_until_the_engine_is_idle(pool: Pool) -> None:
     bench.run("a", 60)
     bench.request("someone else", 40, first=700)
     assert [bench.run(f"r{i}", 60) for i in range(70)].count(32) == 1
-    bench.side.finished(bench.side.state_of("someone else").request, [])  # type: ignore[union-attr]
+    bench.side.finished(bench.side.state_of("someone else").request, ([],))  # type: ignore[union-attr]
 
 
 def test_off_believes_everything(pool: Pool) -> None:
@@ -271,7 +271,7 @@ def test_an_ended_request_proves_only_what_it_computed(pool: Pool) -> None:
     two = Audited(pool)
     request = two.request("b", 60)
     assert two.matched(request) == 0
-    two.side.finished(request, [])
+    two.side.finished(request, ([],))
     assert counts(two) == (0, 0)
     assert pool.stats().leases == 0
     assert two.run("c", 60) == 0, "nothing was proved"
@@ -315,7 +315,7 @@ def test_rounding_is_within_and_another_model_is_not(dtype: torch.dtype, dim: in
     ids, offsets = [0, 1, 3], [0, size, 3 * size]
 
     def compare(exact: bool = False) -> Deviation:
-        return deviation(pages, 0, arena, ids, offsets, exact)
+        return deviation(GroupPages(tuple(pages)), arena, ids, offsets, dtype, exact)
 
     assert compare() == Deviation(3)
     clean = values.clone()
@@ -340,13 +340,14 @@ def test_eight_bit_caches_are_compared_by_value() -> None:
     values = torch.randn(2, 4096, generator=draw).to(torch.float8_e4m3fn)
     rows = values.view(torch.uint8)
     pages = [Pages("layer", rows.clone(), "", torch.float8_e4m3fn)]
+    group = GroupPages(tuple(pages))
     arena = rows.flatten()
     pages[0].rows[0, :3] ^= 1
-    found = deviation(pages, 0, arena, [0, 1], [0, 4096], False)
+    found = deviation(group, arena, [0, 1], [0, 4096], torch.bfloat16, False)
     assert (found.blocks, found.unequal, found.within) == (2, 1, True)
     scaled = (values.float() * 1.5).to(torch.float8_e4m3fn).view(torch.uint8)
     pages[0].rows.copy_(scaled)
-    assert not deviation(pages, 0, arena, [0, 1], [0, 4096], False).within
+    assert not deviation(group, arena, [0, 1], [0, 4096], torch.bfloat16, False).within
 
 
 def test_what_ranks_found_is_added_up() -> None:

@@ -10,7 +10,7 @@ import torch
 from kvrecall.engines.vllm.compat.config import LayerPlacement
 from kvrecall.engines.vllm.connector import copier as copying
 from kvrecall.engines.vllm.connector.copier import Batch, Copier, StreamQueue
-from kvrecall.engines.vllm.connector.pages import Pages, pages_of
+from kvrecall.engines.vllm.connector.pages import GroupPages, Pages, pages_of
 from kvrecall.engines.vllm.connector.wire import Copy
 from kvrecall.errors import EngineError
 
@@ -44,7 +44,7 @@ def test_blocks_come_back_as_they_were(
     slot = 4096
     assert layers * PAGE + shard_offset <= slot
     arena = torch.full((20 * slot,), 7, dtype=torch.uint8)
-    copier = Copier(arena, pages, shard_offset)
+    copier = Copier(arena, [GroupPages(pages, shard_offset)])
     blocks = [1, 2, 3, 7, 6, 9]
     slots = [4, 5, 6, 0, 1, 13]
     copy = Copy((*blocks, 0), (*(slot * s for s in slots), 0))  # the null block is left out
@@ -78,7 +78,7 @@ def test_rows_that_are_not_one_run_are_copied_in_their_order() -> None:
         Pages("digests", digests.transpose(0, 1), ""),
     )
     arena = torch.zeros(4 * 8192, dtype=torch.uint8)
-    copier = Copier(arena, pages, 0)
+    copier = Copier(arena, [GroupPages(pages)])
     copier.store(Copy((4, 2), (8192, 0)))
     record = arena[8192 : 8192 + PAGE + 3 * 128]
     assert torch.equal(record[PAGE:].view(3, 2, 64), before[:, 4])
@@ -89,7 +89,7 @@ def test_rows_that_are_not_one_run_are_copied_in_their_order() -> None:
 
 def test_what_lies_outside_is_never_copied() -> None:
     pages = pages_of(caches(1), placements(["layer0"]), BLOCKS)
-    copier = Copier(torch.zeros(4 * PAGE, dtype=torch.uint8), pages, 0)
+    copier = Copier(torch.zeros(4 * PAGE, dtype=torch.uint8), [GroupPages(pages)])
     for copy in (
         Copy((1,), (3 * PAGE + 1,)),
         Copy((1,), (-1,)),
@@ -111,7 +111,7 @@ def test_an_order_is_one_batch(layout: str, monkeypatch: pytest.MonkeyPatch) -> 
     else:
         whole = torch.zeros(BLOCKS, 3, PAGE, dtype=torch.uint8)
         pages = tuple(Pages(f"layer{i}", whole[:, i], "") for i in range(3))
-    copier = Copier(torch.zeros(1 << 16, dtype=torch.uint8), pages, 0)
+    copier = Copier(torch.zeros(1 << 16, dtype=torch.uint8), [GroupPages(pages)])
     copier.load(Copy((1, 5, 2), (0, 3 * PAGE, 6 * PAGE)))
     (batch,) = seen
     assert batch.nbytes == 9 * PAGE
@@ -168,8 +168,7 @@ def test_on_a_stream_an_order_is_one_call_of_the_driver(monkeypatch: pytest.Monk
     before = {name: tensor.clone() for name, tensor in device.items()}
     copier = Copier(
         torch.zeros(1 << 16, dtype=torch.uint8),
-        pages_of(device, placements(list(device)), BLOCKS),
-        0,
+        [GroupPages(pages_of(device, placements(list(device)), BLOCKS))],
     )
     copier.store(Copy((1, 5), (0, 4 * PAGE)))
     copier.load(Copy((7, 8), (4 * PAGE, 0)))

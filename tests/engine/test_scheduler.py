@@ -30,14 +30,7 @@ from kvrecall.pool.disk import DiskTier
 from kvrecall.testing.blocks import wait_until
 
 BLOCK = 16
-FACTS = EngineFacts(
-    block_size=BLOCK,
-    hash_block_size=BLOCK,
-    block_bytes=4096,
-    ranks=2,
-    copies_in_step=False,
-    frees_while_running=False,
-)
+FACTS = EngineFacts.of_one(BLOCK, 4096, ranks=2, copies_in_step=False)
 
 
 @pytest.fixture
@@ -75,8 +68,8 @@ class Bench:
             facts,
             lambda: Namespace.of({"test": "1"}),
             ByName(),
-            self.blocks.__getitem__,
-            clock,
+            lambda name: (self.blocks[name],),
+            clock=clock,
         )
         init_none_hash(sha256_cbor)
         self.hasher = get_request_block_hasher(BLOCK, sha256_cbor)
@@ -148,7 +141,7 @@ def test_asynchronous_scheduling_saves_what_is_known_late(pool: Pool) -> None:
     request.append_output_token_ids([5])
     request.append_output_token_ids([6])
     request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-    hold, told = bench.side.finished(request, bench.blocks["r"])
+    hold, told = bench.side.finished(request, (bench.blocks["r"],))
     assert hold
     assert told["kvrecall"]["computed"] == 31
     idle = SimpleNamespace(num_scheduled_tokens={})
@@ -164,13 +157,13 @@ def test_device_blocks_are_held_while_copies_are_late(pool: Pool) -> None:
     assert stored(orders) == [1]
     request.append_output_token_ids(3)
     request.status = RequestStatus.FINISHED_STOPPED
-    assert bench.side.finished(request, bench.blocks["r"])[0]
+    assert bench.side.finished(request, (bench.blocks["r"],))[0]
     bench.report(orders)
 
     done = bench.request("done", 16)
     bench.step(done, 16)
     done.status = RequestStatus.FINISHED_ABORTED
-    assert not bench.side.finished(done, bench.blocks["done"])[0], "its blocks are all there"
+    assert not bench.side.finished(done, (bench.blocks["done"],))[0], "its blocks are all there"
 
 
 def test_preemption_waits_for_late_copies(pool: Pool) -> None:
@@ -196,15 +189,15 @@ def test_a_failed_load_is_not_tried_again(pool: Pool) -> None:
     bench.report(bench.step(bench.request("first", 40), 40))
     request = bench.request("again", 40)
     assert bench.matched(request) == 32
-    bench.side.allocated(request, bench.blocks["again"], 32)
+    bench.side.allocated(request, (bench.blocks["again"],), 32)
     (load,) = bench.side.orders(SimpleNamespace(num_scheduled_tokens={}), None).loads
-    assert load.copy.block_ids == (1, 2)
+    assert load.copies[0].block_ids == (1, 2)
     bench.side.reported(None, {"again"}, {"again"})
     assert bench.side.tally.loads == {}
     assert pool.stats().leases == 0
     assert bench.matched(request) == 0
     request.status = RequestStatus.FINISHED_STOPPED
-    assert bench.side.finished(request, bench.blocks["again"])[1]["kvrecall"]["computed"] == 40
+    assert bench.side.finished(request, (bench.blocks["again"],))[1]["kvrecall"]["computed"] == 40
 
 
 def test_no_room_is_no_error(pool: Pool) -> None:
@@ -255,7 +248,7 @@ def test_reset_is_refused_while_loading_and_private_afterwards(pool: Pool) -> No
     bench.report(bench.step(bench.request("first", 40), 40))
     request = bench.request("again", 40)
     assert bench.matched(request) == 32
-    bench.side.allocated(request, bench.blocks["again"], 32)
+    bench.side.allocated(request, (bench.blocks["again"],), 32)
     assert not bench.side.reset()
     bench.side.reported(None, {"again"}, set())
     assert list(bench.side.tally.loads) == ["host"]
@@ -272,7 +265,7 @@ def test_reset_is_refused_while_loading_and_private_afterwards(pool: Pool) -> No
 def finished(bench: Bench, request: Request) -> dict[str, Any]:
     request.append_output_token_ids([5])
     request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-    return bench.side.finished(request, bench.blocks[request.request_id])[1]
+    return bench.side.finished(request, (bench.blocks[request.request_id],))[1]
 
 
 def test_a_decode_instance_waits_for_what_a_prefill_instance_promised(pool: Pool) -> None:
@@ -322,7 +315,7 @@ def test_no_more_is_promised_than_was_saved(pool: Pool) -> None:
     aborted = bench.request("aborted", 40, first=100)
     bench.report(bench.step(aborted, 40))
     aborted.status = RequestStatus.FINISHED_ABORTED
-    assert HANDOVER not in bench.side.finished(aborted, bench.blocks["aborted"])[1]
+    assert HANDOVER not in bench.side.finished(aborted, (bench.blocks["aborted"],))[1]
 
 
 def test_an_engine_that_may_not_load_only_saves(pool: Pool) -> None:
@@ -358,7 +351,7 @@ def test_a_promise_holds_across_hosts(tmp_path: Path) -> None:
         assert until(lambda: decode.matched(again) is not None)
         assert decode.matched(again) == 32
         assert decode.side.sources(again) == {}
-        decode.side.allocated(again, decode.blocks["again"], 32)
+        decode.side.allocated(again, (decode.blocks["again"],), 32)
         assert decode.side.sources(again) == {"remote": 32}
         decode.side.reported(None, {"again"}, set())
 

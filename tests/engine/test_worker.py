@@ -4,7 +4,6 @@ blocks, with copies made in place and with copies as late as a stream may make t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +13,13 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvrecall.engines.vllm.compat.config import LayerPlacement
 from kvrecall.engines.vllm.connector import copier, worker
-from kvrecall.engines.vllm.connector.wire import ORIGIN_BYTES, StepOrders
+from kvrecall.engines.vllm.connector.wire import ORIGIN_BYTES, EngineFacts, StepOrders
 from kvrecall.engines.vllm.connector.worker import RecallWorker
 from kvrecall.pool import Pool
 from kvrecall.pool.base import NO_ARENA
 
 from . import late_copies
-from .test_scheduler import BLOCK, FACTS, Bench, pool
+from .test_scheduler import BLOCK, Bench, pool
 
 __all__ = ["pool"]
 
@@ -32,7 +31,7 @@ class Machine(Bench):
 
     def __init__(self, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, answer in {
-            "layer_placements": {f"l{i}": LayerPlacement(PAGE, PAGE) for i in range(LAYERS)},
+            "layer_placements": ({f"l{i}": LayerPlacement(PAGE, PAGE) for i in range(LAYERS)},),
             "fp8_type": None,
             "kernel_of": "",
             "prompt_token_work": (0.0, 0),
@@ -52,9 +51,9 @@ class Machine(Bench):
         )
         self.worker.register(self.device)
         shard = self.worker.shard()
-        assert shard.nbytes == LAYERS * PAGE
-        nbytes = shard.nbytes + ORIGIN_BYTES
-        facts = replace(FACTS, block_bytes=nbytes, ranks=1, copies_in_step=shard.copies_in_step)
+        assert shard.nbytes() == LAYERS * PAGE
+        nbytes = shard.nbytes() + ORIGIN_BYTES
+        facts = EngineFacts.of_one(BLOCK, nbytes, copies_in_step=shard.copies_in_step)
         super().__init__(pool, facts)
         self.late = not shard.copies_in_step
         self.released: set[str] = set()
@@ -85,7 +84,7 @@ class Machine(Bench):
         self.run(self.step(request, request.num_tokens), dict(zip(ids, values, strict=False)))
         request.append_output_token_ids([5])
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-        hold, _ = self.side.finished(request, ids)
+        hold, _ = self.side.finished(request, (ids,))
         return request, hold
 
     def load(self, name: str, tokens: int, ids: list[int], first: int = 0) -> Request:
@@ -94,7 +93,7 @@ class Machine(Bench):
         external, asynchronous = self.side.match(request, 0)
         assert asynchronous
         assert external == len(ids) * BLOCK
-        self.side.allocated(request, ids, external)
+        self.side.allocated(request, (ids,), external)
         return request
 
     def values(self, blocks: list[int]) -> list[set[int]]:

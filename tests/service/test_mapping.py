@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvrecall.engines.vllm.connector.copier import ArenaMapping
-from kvrecall.engines.vllm.connector.pages import Pages
+from kvrecall.engines.vllm.connector.pages import GroupPages, Pages
 from kvrecall.engines.vllm.connector.wire import Copy
 from kvrecall.pool.base import ArenaHandle
 from kvrecall.pool.service.peers import mappers_of
@@ -29,7 +29,7 @@ def device() -> torch.Tensor:
 
 @pytest.fixture
 def mapping(device: torch.Tensor) -> Iterator[ArenaMapping]:
-    mapping = ArenaMapping((Pages("layer", device, ""),), 0)
+    mapping = ArenaMapping([GroupPages((Pages("layer", device, ""),))])
     yield mapping
     mapping.close()
 

@@ -92,7 +92,7 @@ def measure_bandwidth(blocks: int, layers: int, block_bytes: int) -> dict[str, f
     import torch
 
     from kvrecall.engines.vllm.connector.copier import Copier
-    from kvrecall.engines.vllm.connector.pages import Pages
+    from kvrecall.engines.vllm.connector.pages import GroupPages, Pages
     from kvrecall.engines.vllm.connector.wire import Copy
 
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
@@ -106,7 +106,7 @@ def measure_bandwidth(blocks: int, layers: int, block_bytes: int) -> dict[str, f
     arena.wait_ready()
     memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
     memory.fill_(1)
-    copier = Copier(memory, pages, 0)
+    copier = Copier(memory, [GroupPages(pages)])
     target = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     ids, offsets = range(1, blocks + 1), [place * block_bytes for place in range(blocks)]
     in_order = Copy(tuple(ids), tuple(offsets))

@@ -11,7 +11,7 @@ import torch
 
 from kvrecall.attention.kernels.device import Piece, move
 from kvrecall.engines.vllm.connector.copier import Copier
-from kvrecall.engines.vllm.connector.pages import Pages
+from kvrecall.engines.vllm.connector.pages import GroupPages, Pages
 from kvrecall.engines.vllm.connector.wire import Copy
 from kvrecall.lab.gpu_check.outcome import CheckError
 from kvrecall.pool.arena import Arena
@@ -32,7 +32,7 @@ def check_copies(device: torch.device, blocks: int = 64, page_bytes: int = 1 << 
     for layout in LAYOUTS:
         memory = _arena(2 * blocks * _LAYERS * page_bytes)
         pages = _pages(device, layout, blocks, page_bytes)
-        copier = Copier(memory, pages, 0)
+        copier = Copier(memory, [GroupPages(pages)])
         for number in range(_ROUNDS):
             moved += _round(copier, pages, memory, f"{layout}, round {number}", number)
     return moved
@@ -43,7 +43,7 @@ def check_order(device: torch.device, page_bytes: int = 1 << 20) -> None:
     CheckError."""
     memory = _arena(page_bytes)
     pages = _pages(device, "layers", 1, page_bytes, layers=1)
-    copier = Copier(memory, pages, 0)
+    copier = Copier(memory, [GroupPages(pages)])
     size = 2048 if device.type != "cpu" else 256
     work = torch.randn(size, size, device=device)
     for value in range(1, 9):
@@ -62,7 +62,7 @@ def check_fetches(device: torch.device, blocks: int = 64, page_bytes: int = 1 <<
     chance = random.Random(0)
     memory = _arena(2 * blocks * page_bytes)
     (pages,) = _pages(device, "layers", blocks, page_bytes, layers=1)
-    copier = Copier(memory, (pages,), 0)
+    copier = Copier(memory, [GroupPages((pages,))])
     held = memory[: 2 * blocks * page_bytes].view(2 * blocks, page_bytes)
     held.copy_(torch.randint(0, 256, held.shape, dtype=torch.uint8))
     slots = chance.sample(range(2 * blocks), blocks // 2)

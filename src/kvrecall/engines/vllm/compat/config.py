@@ -4,6 +4,8 @@ Version branches of reading them are here.
 
 from __future__ import annotations
 
+import enum
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,28 +19,98 @@ from kvrecall.environment import HASH_SEED
 from kvrecall.errors import EngineError
 
 
+class GroupKind(enum.StrEnum):
+    """Which blocks of a prefix a KV group needs to continue it."""
+
+    FULL = "full"  # all of them
+    WINDOW = "window"  # those that the last tokens attend to: sliding windows, local chunks
+    STATE = "state"  # the one that ends with it: recurrent layers
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroup:
+    """Layers that share a block table. ``block_size``: tokens. ``reach``: of a window or local
+    chunk, in tokens; 0 for other kinds. ``frees``: whether the engine may take blocks from a
+    running request."""
+
+    kind: GroupKind
+    block_size: int
+    reach: int
+    frees: bool
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.reach} tokens" if self.reach else str(self.kind)
+
+
+def kv_groups(kv_cache_config: Any) -> tuple[KvGroup, ...]:
+    """The engine's KV groups, in vLLM's order."""
+    return tuple(_group_of(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
+
+
+def _group_of(spec: Any) -> KvGroup:
+    """The longest reach counts of a uniform group whose layers differ, and all if one is full."""
+    specs = getattr(spec, "kv_cache_specs", None)
+    layers = list(specs.values()) if isinstance(specs, dict) else [spec]
+    size = int(spec.block_size)
+    if all(_is_recurrent(layer) for layer in layers):
+        return KvGroup(GroupKind.STATE, size, 0, True)
+    reaches = [_reach_of(layer) for layer in layers]
+    if all(reaches):
+        return KvGroup(GroupKind.WINDOW, size, max(reaches), True)
+    names = {type(layer).__name__ for layer in layers}
+    return KvGroup(GroupKind.FULL, size, 0, not names <= {"FullAttentionSpec", "MLAAttentionSpec"})
+
+
+def _is_recurrent(spec: Any) -> bool:
+    return type(spec).__name__ == "MambaSpec"
+
+
+def _reach_of(spec: Any) -> int:
+    """Tokens that a layer's window or chunk reaches back; 0: all. A full-attention spec may name a
+    window (of a layer that keeps its full KV): only specs of their own count."""
+    if "SlidingWindow" in type(spec).__name__:
+        return int(spec.sliding_window)
+    if type(spec).__name__ == "ChunkedLocalAttentionSpec":
+        return int(spec.attention_chunk_size)
+    return 0
+
+
 @dataclass(frozen=True, slots=True)
 class LayerPlacement:
-    """Where a layer's blocks lie: bytes of one block, and bytes from one block to the next."""
+    """Where a layer's blocks lie: bytes of one block, and bytes from one block to the next.
+    ``parts``: bytes and dtype of the tensors that a block consists of, for a recurrent layer."""
 
     page_bytes: int
     block_stride: int
+    parts: tuple[tuple[int, torch.dtype], ...] = ()
 
 
-def layer_placements(kv_cache_config: Any) -> Mapping[str, LayerPlacement]:
-    """Placement of every layer of the engine's one KV group, in a fixed order."""
-    (group,) = kv_cache_config.kv_cache_groups
-    spec = group.kv_cache_spec
+def layer_placements(kv_cache_config: Any) -> tuple[Mapping[str, LayerPlacement], ...]:
+    """Placement of every layer of each KV group, in a fixed order. Groups may lie in the same
+    memory: a device block belongs to one of them at a time."""
     strides = {
         name: tensor.block_stride
         for tensor in kv_cache_config.kv_cache_tensors
         for name in tensor.layers
     }
-    placements = {}
-    for name in group.layer_names:
-        page = _layer_spec(spec, name).page_size_bytes
-        placements[name] = LayerPlacement(page, strides.get(name, page))
-    return placements
+    placements = []
+    for group in kv_cache_config.kv_cache_groups:
+        of_group = {}
+        for name in group.layer_names:
+            spec = _layer_spec(group.kv_cache_spec, name)
+            # Pages may be padded to those of another group; the padding holds nothing.
+            page = int(getattr(spec, "real_page_size_bytes", spec.page_size_bytes))
+            stride = strides.get(name, spec.page_size_bytes)
+            of_group[name] = LayerPlacement(page, stride, _parts_of(spec))
+        placements.append(of_group)
+    return tuple(placements)
+
+
+def _parts_of(spec: Any) -> tuple[tuple[int, torch.dtype], ...]:
+    if not _is_recurrent(spec):
+        return ()
+    pairs = zip(spec.shapes, spec.dtypes, strict=True)
+    return tuple((math.prod(shape) * dtype.itemsize, dtype) for shape, dtype in pairs)
 
 
 def _layer_spec(spec: Any, layer: str) -> Any:
@@ -55,12 +127,6 @@ def fp8_type(vllm_config: Any) -> torch.dtype | None:
     return torch.float8_e4m3fn if name in ("fp8", "fp8_e4m3") else None
 
 
-def group_block_size(kv_cache_config: Any) -> int:
-    """Tokens per device block of the engine's one KV group."""
-    (group,) = kv_cache_config.kv_cache_groups
-    return int(group.kv_cache_spec.block_size)
-
-
 def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
     """Tokens per block hash."""
     resolved = getattr(kv_cache_config, "hash_block_size", None)
@@ -68,7 +134,7 @@ def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
 
 
 def layer_token_bytes(kv_cache_config: Any) -> int:
-    """Bytes of a token's keys and values in one layer of a rank."""
+    """Bytes of a token's keys and values in one layer of a rank, of an engine's one KV group."""
     (group,) = kv_cache_config.kv_cache_groups
     return int(group.kv_cache_spec.page_size_bytes) // int(group.kv_cache_spec.block_size)
 
@@ -76,17 +142,6 @@ def layer_token_bytes(kv_cache_config: Any) -> int:
 def kv_replicas(kv_cache_config: Any) -> int:
     """How many consecutive tensor-parallel ranks hold identical KV (1: none)."""
     return int(getattr(kv_cache_config, "kv_tp_replicas", 1))
-
-
-def freed_while_running(kv_cache_config: Any) -> bool:
-    """Whether the engine may free a running request's blocks (sliding windows)."""
-    (group,) = kv_cache_config.kv_cache_groups
-    spec = group.kv_cache_spec
-    specs = getattr(spec, "kv_cache_specs", None)
-    kinds = list(specs.values()) if isinstance(specs, dict) else [spec]
-    return any(type(kind).__name__ != "FullAttentionSpec" for kind in kinds) and not all(
-        type(kind).__name__ in ("FullAttentionSpec", "MLAAttentionSpec") for kind in kinds
-    )
 
 
 def is_deterministic() -> bool:
@@ -197,14 +252,20 @@ def shard_position(nbytes: int, replicas: int) -> int:
 
 def require_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raises EngineError with cause and cure for what the pool cannot serve rightly."""
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise EngineError(
-            f"this model has {len(groups)} KV cache groups; kvrecall serves models with one. "
-            "Start vLLM with --disable-hybrid-kv-cache-manager: sliding-window layers then keep "
-            "their full KV and join the one group. Mamba and other recurrent models are not "
-            "supported"
-        )
+    for group in kv_cache_config.kv_cache_groups:
+        name = type(group.kv_cache_spec).__name__
+        if not getattr(group.kv_cache_spec, "prefix_cacheable", True):
+            raise EngineError(
+                f"this model has layers whose cache vLLM itself cannot share between requests "
+                f"({name}: {', '.join(group.layer_names[:3])}); kvrecall cannot serve it"
+            )
+        if name.startswith("CrossAttention"):
+            raise EngineError(
+                "this model attends to an encoder (cross-attention), whose cache no prefix of "
+                "tokens identifies; kvrecall serves decoders"
+            )
+    if not kv_cache_config.kv_cache_groups:
+        raise EngineError("this model has no KV cache, so there is nothing to pool")
     if not vllm_config.cache_config.enable_prefix_caching:
         raise EngineError(
             "prefix caching is off, and a KV pool works only on top of it. Pass "

@@ -5,7 +5,7 @@ interface does not reach.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvrecall.engines.vllm.compat.patches import install
@@ -96,3 +96,50 @@ def block_manager(kv_cache_manager: Any) -> Any:
     """The manager of the engine's one KV group."""
     (manager,) = kv_cache_manager.coordinator.single_type_managers
     return manager
+
+
+def first_needed(kv_cache_manager: Any) -> Callable[[int, int], int]:
+    """``(group, tokens)``: index of the first block of a KV group that a prefix of so many tokens
+    needs on the device, by vLLM's own rule."""
+    managers = kv_cache_manager.coordinator.single_type_managers
+
+    def first(group: int, tokens: int) -> int:
+        manager = managers[group]
+        skipped = int(manager.get_num_skipped_tokens(tokens))
+        return max(0, skipped) // int(manager.block_size)
+
+    return first
+
+
+def reachable_blocks(
+    kv_cache_manager: Any,
+) -> Callable[[Any, int, int, int], Sequence[bool] | None]:
+    """``(request, group, start, stop)``: which of these blocks vLLM itself would keep for later
+    hits; None: all of them."""
+    coordinator = kv_cache_manager.coordinator
+    interval = getattr(coordinator, "retention_interval", None)
+
+    def reachable(request: Any, group: int, start: int, stop: int) -> Sequence[bool] | None:
+        manager = coordinator.single_type_managers[group]
+        boundaries = [request.num_prompt_tokens - 1]
+        if getattr(request, "shared_prefix_boundary", 0):
+            boundaries.append(request.shared_prefix_boundary)
+        mask: Sequence[bool] | None = manager.reachable_block_mask(
+            start_block=start,
+            end_block=stop,
+            alignment_tokens=manager.cache_hit_alignment_tokens,
+            kv_cache_spec=manager.kv_cache_spec,
+            use_eagle=manager.use_eagle,
+            retention_interval=interval,
+            reachable_boundaries=boundaries,
+        )
+        return mask
+
+    return reachable
+
+
+def boundary_states(scheduler_output: Any) -> dict[str, list[tuple[int, int, int]]]:
+    """The states of recurrent layers that this step completes, by request: KV group, device block,
+    tokens up to the state."""
+    block_state = getattr(scheduler_output, "kv_connector_block_state", None)
+    return getattr(block_state, "boundary_state_offloads", None) or {}

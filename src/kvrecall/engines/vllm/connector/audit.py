@@ -19,8 +19,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvrecall.block import Namespace
+from kvrecall.engines.vllm.connector.hit import Hit, Run
 from kvrecall.engines.vllm.connector.metrics import Tally
 from kvrecall.engines.vllm.connector.request import RequestState
+from kvrecall.engines.vllm.connector.saver import Tables, block_at
 from kvrecall.engines.vllm.connector.wire import (
     ORIGIN_BYTES,
     Comparison,
@@ -53,17 +55,18 @@ class Belief:
 class _Audit:
     """A request that computes blocks which the pool has. ``repeated``: their origins were proved
     before. ``leased``: offsets by ticket. ``awaited``: tickets of blocks being promoted to the
-    host, and the first one's index in the chain. ``left``: blocks to compare, by index in the
-    chain, offset and origin. ``origins``: those of blocks whose comparison was ordered. ``open``:
-    number of ranks that have not reported a comparison yet."""
+    host, with their runs. ``left``: blocks to compare, by KV group, index, offset and origin.
+    ``origins``: those of blocks whose comparison was ordered. ``open``: number of ranks that
+    have not reported a comparison yet.
+    """
 
     request_id: str
     namespace: Namespace
     belief: Belief
     repeated: bool
-    awaited: dict[int, int]
+    awaited: dict[int, Run]
     leased: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    left: list[tuple[int, int, bytes]] = field(default_factory=list)
+    left: list[tuple[int, int, int, bytes]] = field(default_factory=list)
     origins: set[bytes] = field(default_factory=set)
     open: int = 0
     found: Deviation = field(default_factory=Deviation)
@@ -101,18 +104,29 @@ class Auditor:
         """The origin under which this request's blocks are written."""
         return self._belief(state).writes
 
-    def trusted(self, state: RequestState, offsets: Sequence[int]) -> int:
-        """Number of these leased blocks, from the first on, that may be read."""
+    def trusted(self, state: RequestState, offsets: Sequence[int], group: int | None = None) -> int:
+        """Number of these leased blocks of a KV group (the chain), from the first on, that may be
+        read."""
         if self._every is None or not offsets or state.namespace is None:
             return 0 if state.namespace is None else len(offsets)
         proved = self._belief(state).proved
-        origins = self._origins(offsets)
+        origins = self._origins(self._facts.chain if group is None else group, offsets)
         return next((i for i, one in enumerate(origins) if one not in proved), len(origins))
 
-    def admit(self, state: RequestState, start: int, offsets: Sequence[int], alone: bool) -> int:
-        """Number of a hit's blocks that the request may load; it computes the others. ``start``:
-        index of the first one in the request's chain. ``alone``: no other request is in the engine.
+    def admit(
+        self, state: RequestState, hit: Hit, offsets: Sequence[Sequence[int]], alone: bool
+    ) -> int:
+        """Number of a hit's tokens that the request may load; it computes the others. ``offsets``:
+        by run, of the blocks that have arrived. ``alone``: no other request is in the engine.
         Begins an audit if one is due."""
+        if hit.is_chain:
+            count = self._admit_chain(state, hit.chain, offsets[0], alone)
+            return count * self._facts.block_size
+        return self._admit_groups(state, hit, offsets, alone)
+
+    def _admit_chain(
+        self, state: RequestState, run: Run, offsets: Sequence[int], alone: bool
+    ) -> int:
         count = len(offsets)
         trusted = self.trusted(state, offsets)
         if self._every is None:
@@ -120,40 +134,63 @@ class Auditor:
         belief = self._belief(state)
         if trusted < count:
             if not self._is_under_way(belief):
-                end = min(count, self._facts.exact_blocks - start)
-                self._begin(state, start, range(trusted, end), repeated=False)
+                end = min(count, self._facts.exact_blocks - run.first)
+                self._begin(state, [run.part(trusted, end)], repeated=False)
             return trusted
-        belief.hits += 1
-        due = self._every and belief.hits >= self._every
-        if not due or not (alone or belief.hits >= self._every + _BUSY):
+        if not self._is_due(belief, alone):
             return count
-        if start + count > self._facts.exact_blocks:
+        if run.first + count > self._facts.exact_blocks:
             return count
-        began = self._begin(state, start, range(count - 1, count), repeated=True)
+        began = self._begin(state, [run.part(count - 1, count)], repeated=True)
         return count - 1 if began else count
 
-    def declined(self, state: RequestState, start: int, count: int) -> None:
-        """The request computes ``count`` blocks that the pool has, because loading them takes
-        longer. While no other writer is proved they are compared as well. Short prefixes thus pay
-        for the proof, and the first long one is loaded."""
+    def _admit_groups(
+        self, state: RequestState, hit: Hit, offsets: Sequence[Sequence[int]], alone: bool
+    ) -> int:
+        """All of the hit or none of it: its blocks serve this one boundary."""
+        tokens = hit.end - hit.start
+        if self._every is None:
+            return tokens if state.namespace is not None else 0
+        came = zip(hit.runs, offsets, strict=True)
+        belief = self._belief(state)
+        if any(self.trusted(state, blocks, run.group) < len(blocks) for run, blocks in came):
+            if not self._is_under_way(belief):
+                self._begin(state, hit.runs, repeated=False)
+            return 0
+        if not self._is_due(belief, alone):
+            return tokens
+        last = [run.part(len(run.keys) - 1, len(run.keys)) for run in hit.runs]
+        return 0 if self._begin(state, last, repeated=True) else tokens
+
+    def _is_due(self, belief: Belief, alone: bool) -> bool:
+        """Counts a hit on proved origins; whether it is to be audited."""
+        belief.hits += 1
+        due = self._every and belief.hits >= self._every
+        return bool(due and (alone or belief.hits >= (self._every or 0) + _BUSY))
+
+    def declined(self, state: RequestState, hit: Hit) -> None:
+        """The request computes blocks that the pool has, because loading them takes longer. While
+        no other writer is proved they are compared as well. Short prefixes thus pay for the proof,
+        and the first long one is loaded."""
         if self._every is None or state.namespace is None:
             return
         belief = self._belief(state)
         if belief.proved == {self._own} and not self._is_under_way(belief):
-            end = min(count, COMPARED, self._facts.exact_blocks - start)
-            self._begin(state, start, range(end), repeated=False)
+            most = min(COMPARED, self._facts.exact_blocks - hit.chain.first)
+            runs = [run.part(0, most) for run in hit.runs]
+            self._begin(state, runs, repeated=False)
 
     def comparisons(
-        self, request_id: str, final: int, block_ids: Callable[[str], Sequence[int]]
+        self, request_id: str, tokens: int, tables: Callable[[], Tables]
     ) -> list[Comparison]:
-        """The comparisons for the workers after this step, which completes the first ``final``
-        blocks of the request's chain. ``block_ids``: of a request; 0 for a block that is gone."""
+        """The comparisons for the workers after this step, which completes the blocks of the first
+        ``tokens`` tokens of the request. ``tables``: its device blocks."""
         orders = []
         for number, audit in list(self._audits.items()):
             if audit.request_id != request_id:
                 continue
             self._take_arrived(audit)
-            ready = [row for row in audit.left if row[0] < final]
+            ready = [row for row in audit.left if self._end_of(row) <= tokens]
             if not ready:
                 if audit.is_over:
                     self._conclude(number)
@@ -161,17 +198,23 @@ class Auditor:
             if not self._holds(audit):
                 self._close(number)
                 continue
-            audit.left = [row for row in audit.left if row[0] >= final]
-            ids = block_ids(request_id)
-            rows = [(ids[i], offset) for i, offset, _ in ready if i < len(ids) and ids[i]]
-            if rows:
-                audit.origins |= {origin for i, _, origin in ready if i < len(ids) and ids[i]}
-                copy = Copy(tuple(row[0] for row in rows), tuple(row[1] for row in rows))
-                orders.append(Comparison(number, request_id, copy, audit.repeated))
-                audit.open += self._facts.ranks
-            elif audit.is_over:
+            audit.left = [row for row in audit.left if self._end_of(row) > tokens]
+            found = tables()
+            for group in sorted({row[0] for row in ready}):
+                at = [(block_at(found[group], row[1]), row) for row in ready if row[0] == group]
+                rows = [(block, row[2]) for block, row in at if block]
+                if rows:
+                    audit.origins |= {row[3] for block, row in at if block}
+                    copy = Copy(tuple(row[0] for row in rows), tuple(row[1] for row in rows), group)
+                    orders.append(Comparison(number, request_id, copy, audit.repeated))
+                    audit.open += self._facts.ranks
+            if audit.is_over:
                 self._conclude(number)
         return orders
+
+    def _end_of(self, row: tuple[int, int, int, bytes]) -> int:
+        """Tokens up to the end of a block to compare."""
+        return (row[1] + 1) * self._facts.groups[row[0]].block_size
 
     def compared(self, number: int, ranks: int, found: Deviation) -> None:
         """``ranks`` more have compared what one order named."""
@@ -210,24 +253,24 @@ class Auditor:
             self._beliefs[key] = Belief(self._own, {self._own})
         return self._beliefs[key]
 
-    def _origins(self, offsets: Sequence[int]) -> list[bytes]:
-        found = self._pool.read(offsets, self._facts.record_bytes, ORIGIN_BYTES)
+    def _origins(self, group: int, offsets: Sequence[int]) -> list[bytes]:
+        at = self._facts.groups[group].record_bytes
+        found = self._pool.read(offsets, at, ORIGIN_BYTES)
         return found or [b""] * len(offsets)
 
-    def _begin(self, state: RequestState, start: int, places: range, repeated: bool) -> bool:
-        """Leases the blocks at these places of the hit, or the first and last of them. Returns
-        whether the request is to compute them for an audit."""
+    def _begin(self, state: RequestState, runs: Sequence[Run], repeated: bool) -> bool:
+        """Leases the blocks of these runs, or the first and last of each. Returns whether the
+        request is to compute them for an audit."""
         assert state.namespace is not None
-        ends = [places]
-        if len(places) > 2 * COMPARED:
-            ends = [places[:COMPARED], places[-COMPARED:]]
-        awaited: dict[int, int] = {}
-        chain = state.keys(start + places.stop)
-        for part in ends:
-            first = start + part.start
-            parent = chain[first - 1] if first else None
-            keys = chain[first : start + part.stop]
-            awaited[self._pool.acquire(keys, _LEASE_S, parent, state.tenant)] = first
+        awaited: dict[int, Run] = {}
+        for run in runs:
+            count = len(run.keys)
+            parts = [run]
+            if count > 2 * COMPARED:
+                parts = [run.part(0, COMPARED), run.part(count - COMPARED, count)]
+            for part in parts:
+                if part.keys:
+                    awaited[part.acquire(self._pool, _LEASE_S, state)] = part
         belief = self._belief(state)
         request_id = state.request.request_id
         audit = _Audit(request_id, state.namespace, belief, repeated, awaited)
@@ -245,16 +288,15 @@ class Auditor:
 
     def _take_arrived(self, audit: _Audit) -> None:
         """Records which of the promoted blocks have arrived in the host."""
-        for ticket, first in list(audit.awaited.items()):
+        for ticket, run in list(audit.awaited.items()):
             recall = self._pool.poll(ticket)
             if recall.state is RecallState.PENDING:
                 continue
             del audit.awaited[ticket]
             audit.leased[ticket] = recall.offsets
-            rows = zip(
-                itertools.count(first), recall.offsets, self._origins(recall.offsets), strict=False
-            )
-            audit.left += [row for row in rows if row[2]]
+            origins = self._origins(run.group, recall.offsets)
+            rows = zip(itertools.count(run.first), recall.offsets, origins, strict=False)
+            audit.left += [(run.group, *row) for row in rows if row[2]]
 
     def _holds(self, audit: _Audit) -> bool:
         """Whether the leased blocks are still in place: a pool service may have died since."""

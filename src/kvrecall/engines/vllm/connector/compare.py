@@ -7,13 +7,14 @@ their length. docs/identity.md has the measured noise, and the deviation of othe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvrecall.engines.vllm.connector.pages import Pages
+from kvrecall.engines.vllm.connector.pages import GroupPages, Pages
 from kvrecall.engines.vllm.connector.wire import Deviation
 
 _VECTOR = 32  # elements; divides every head size, so that a vector lies within one key or value
@@ -36,26 +37,27 @@ _MOST = 0.5  # vectors that have nothing to do with each other deviate by 1.4
 
 
 def deviation(
-    pages: Sequence[Pages],
-    first_byte: int,
+    group: GroupPages,
     memory: torch.Tensor,
     block_ids: Sequence[int],
     offsets: Sequence[int],
+    computes: torch.dtype,
     exact: bool,
 ) -> Deviation:
     """Compares device blocks with records of the arena.
 
-    ``pages``: the attention layers, consecutive in a record from ``first_byte`` on. ``memory``: the
-    arena, uint8 ``[bytes]``. ``offsets``: of the records of ``block_ids``. ``exact``: kernels are
+    ``group``: the layers of their KV group, consecutive in a record. ``memory``: the arena, uint8
+    ``[bytes]``. ``offsets``: of the records of ``block_ids``. ``computes``: the dtype the model
+    computes in; what it keeps more precisely is no more exact. ``exact``: kernels are
     deterministic, so bytes must be equal. Waits for the device.
     """
-    device = pages[0].rows.device
+    device = group.pages[0].rows.device if group.pages else torch.device("cpu")
     ids = torch.tensor(block_ids, dtype=torch.int64, device=device)
     arena = memory.numpy()
     differs = np.zeros(len(block_ids), dtype=bool)
     worst = (0.0, 0.0, "")
-    at = first_byte
-    for depth, page in enumerate(pages):
+    at = group.offset
+    for depth, page in enumerate(group.pages):
         rows = [page.rows[block] for block in block_ids]
         if device.type != "cpu":
             rows = list(page.rows[ids].cpu())
@@ -68,12 +70,34 @@ def deviation(
         if not any(unequal):
             continue
         differs |= unequal
-        relative = _relative(_sample(computed, page.dtype), _sample(pooled, page.dtype))
-        first, further = _BOUNDS.get(page.dtype, _OPAQUE)
-        bound = min(_MOST, first + further * depth)
-        worst = max(worst, (relative / bound, relative, page.name))
+        for part, dtype in _parts(page):
+            relative = _relative(
+                _sample([block[part] for block in computed], dtype),
+                _sample([block[part] for block in pooled], dtype),
+            )
+            bound = _bound(dtype, computes, depth)
+            worst = max(worst, (relative / bound, relative, page.name))
     times, relative, layer = worst
     return Deviation(len(ids), int(differs.sum()), times, relative, layer, exact)
+
+
+def _parts(page: Pages) -> list[tuple[slice, torch.dtype]]:
+    """The bytes of a page by the tensors in it, with their dtypes."""
+    if not page.parts:
+        return [(slice(None), page.dtype)]
+    ends = list(itertools.accumulate(nbytes for nbytes, _ in page.parts))
+    starts = [0, *ends]
+    return [
+        (slice(start, end), dtype)
+        for start, end, (_, dtype) in zip(starts, ends, page.parts, strict=False)
+    ]
+
+
+def _bound(dtype: torch.dtype, computes: torch.dtype, depth: int) -> float:
+    """Largest relative deviation allowed in the layer at that depth."""
+    own = _BOUNDS.get(dtype, _OPAQUE)
+    first, further = max(own, _BOUNDS.get(computes, own))
+    return min(_MOST, first + further * depth)
 
 
 def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    SupportsHMA,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -26,6 +27,7 @@ from kvrecall.engines.vllm.attention.checks import offload_hindrance
 from kvrecall.engines.vllm.attention.offload_scheduler import OffloadPlanner
 from kvrecall.engines.vllm.attention.plugin import active_settings, is_requested, require_on
 from kvrecall.engines.vllm.compat import config, runner, scheduler, waits
+from kvrecall.engines.vllm.compat.config import GroupKind
 from kvrecall.engines.vllm.compat.logs import show_pool_lines
 from kvrecall.engines.vllm.compat.serving import end_with_parent
 from kvrecall.engines.vllm.connector.metrics import RecallPromMetrics, RecallStats
@@ -35,6 +37,7 @@ from kvrecall.engines.vllm.connector.wire import (
     ALL_BLOCKS,
     ORIGIN_BYTES,
     EngineFacts,
+    GroupFacts,
     Shard,
     StepOrders,
     StepReport,
@@ -65,7 +68,7 @@ _SOURCES = {
 }
 
 
-class RecallConnector(KVConnectorBase_V1):
+class RecallConnector(KVConnectorBase_V1, SupportsHMA):
     """Recalls KV blocks from the pool and saves new ones into it.
 
     Settings come from ``kv_connector_extra_config``; see ``RecallSettings.from_mapping``.
@@ -100,6 +103,13 @@ class RecallConnector(KVConnectorBase_V1):
     def requires_kv_delivery(self) -> bool:
         """False: a cache guarantees no delivery; a lost save is a later miss."""
         return False
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Whether a hit may begin where the device has full attention's blocks and an older state:
+        it ends at a later boundary, and brings the state of that one. Windows it does not mend."""
+        kinds = {group.kind for group in config.kv_groups(self._kv_cache_config)}
+        return GroupKind.WINDOW not in kinds
 
     # ---- worker side --------------------------------------------------------------------
 
@@ -171,16 +181,17 @@ class RecallConnector(KVConnectorBase_V1):
             facts,
             lambda: self._namespace(shards),
             Adapters(fields.adapter_ingredients(self._vllm_config), default_memory()),
-            self._block_ids,
+            self._tables,
+            scheduler.first_needed(self._kv_cache_manager),
+            scheduler.reachable_blocks(self._kv_cache_manager),
         )
         self._keep_long_sequences(facts)
         logger.info(
-            "kvrecall: pool open as %s: host %.2f GiB, %s, %d bytes a block of %d tokens",
+            "kvrecall: pool open as %s: host %.2f GiB, %s, %s",
             self._vllm_config.kv_transfer_config.kv_role,
             arena_bytes / 2**30,
             _below_text(self._settings),
-            facts.block_bytes,
-            facts.block_size,
+            _groups_text(facts),
         )
 
     def _keep_long_sequences(self, facts: EngineFacts) -> None:
@@ -211,13 +222,16 @@ class RecallConnector(KVConnectorBase_V1):
                 "supports tensor and pipeline parallel engines whose ranks all report"
             )
         replicas = config.kv_replicas(self._kv_cache_config)
+        groups = config.kv_groups(self._kv_cache_config)
+        nbytes = [
+            sum(shard.nbytes(group) for shard in shards) // replicas + ORIGIN_BYTES
+            for group in range(len(groups))
+        ]
         return EngineFacts(
-            block_size=config.group_block_size(self._kv_cache_config),
+            groups=tuple(GroupFacts(*each) for each in zip(groups, nbytes, strict=True)),
             hash_block_size=config.hash_block_size(self._vllm_config, self._kv_cache_config),
-            block_bytes=sum(shard.nbytes for shard in shards) // replicas + ORIGIN_BYTES,
             ranks=ranks,
             copies_in_step=all(shard.copies_in_step for shard in shards),
-            frees_while_running=config.freed_while_running(self._kv_cache_config),
             recalls=self._may_recall(),
             least_token_seconds=max(shard.token_seconds for shard in shards),
             exact_blocks=self._exact_blocks(),
@@ -228,7 +242,7 @@ class RecallConnector(KVConnectorBase_V1):
         because a sequence of one block has none to omit."""
         if not is_requested(os.environ):
             return ALL_BLOCKS
-        size = config.group_block_size(self._kv_cache_config)
+        size = config.kv_groups(self._kv_cache_config)[0].block_size
         return max(1, active_settings(self._vllm_config).dense_boundary // size)
 
     def _may_recall(self) -> bool:
@@ -251,10 +265,10 @@ class RecallConnector(KVConnectorBase_V1):
         logger.info("kvrecall: namespace %s of %s", namespace.digest.hex(), dict(namespace.parts))
         return namespace
 
-    def _block_ids(self, request_id: str) -> list[int]:
+    def _tables(self, request_id: str) -> tuple[list[int], ...]:
         assert self._kv_cache_manager is not None
-        ids: list[int] = self._kv_cache_manager.get_block_ids(request_id)[0]
-        return ids
+        tables: tuple[list[int], ...] = self._kv_cache_manager.get_block_ids(request_id)
+        return tables
 
     def on_new_request(self, request: Any) -> None:
         self._s.admit(request)
@@ -265,7 +279,7 @@ class RecallConnector(KVConnectorBase_V1):
         return self._s.match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._s.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._s.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
@@ -286,6 +300,11 @@ class RecallConnector(KVConnectorBase_V1):
 
     def request_finished(
         self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._s.finished(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._s.finished(request, block_ids)
 
@@ -382,13 +401,14 @@ def _settings_of(vllm_config: Any) -> RecallSettings:
 def _check_room(host: int, facts: EngineFacts, max_model_len: int) -> None:
     """Raises ConfigError if the host tier cannot hold one block; warns if it cannot hold a whole
     sequence."""
-    blocks = host // slot_bytes_of(facts.block_bytes)
-    if blocks == 0:
+    needed = sum(slot_bytes_of(group.block_bytes) for group in facts.groups)
+    if host < needed:
         raise ConfigError(
             f"host_size (of the pool service, if there is one) is {host} bytes, and one block of "
-            f"this model ({facts.block_size} tokens) takes {facts.block_bytes}; set host_size to "
-            "at least a few hundred times that"
+            f"this model ({_groups_text(facts)}) takes {needed}; set host_size to at least a few "
+            "hundred times that"
         )
+    blocks = int(host / facts.block_bytes)
     if blocks * facts.block_size < max_model_len:
         logger.warning(
             "kvrecall: host_size holds %d tokens, less than one sequence of max_model_len=%d: "
@@ -396,6 +416,17 @@ def _check_room(host: int, facts: EngineFacts, max_model_len: int) -> None:
             blocks * facts.block_size,
             max_model_len,
         )
+
+
+def _groups_text(facts: EngineFacts) -> str:
+    """Sizes of blocks, for the log."""
+    if len(facts.groups) == 1:
+        return f"{facts.groups[0].block_bytes} bytes a block of {facts.block_size} tokens"
+    sizes = (
+        f"{group.group}: {group.block_bytes} bytes a block of {group.block_size} tokens"
+        for group in facts.groups
+    )
+    return f"{len(facts.groups)} KV groups ({'; '.join(sizes)})"
 
 
 def _warn_if_hopeless(vllm_config: Any) -> None:

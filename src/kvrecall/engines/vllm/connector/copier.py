@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrecall.engines.vllm.connector.pages import Pages, runs_of
+from kvrecall.engines.vllm.connector.pages import GroupPages, runs_of
 from kvrecall.engines.vllm.connector.wire import Copy
 from kvrecall.errors import TierError
 from kvrecall.pool.arena import Arena
@@ -186,58 +186,71 @@ def page_unlock(memory: torch.Tensor, device: torch.device) -> None:
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
 
 
-class Copier:
-    """Moves blocks of one rank, between its device and one arena. Owned by its worker; not
-    thread-safe.
+class _Places:
+    """Where the blocks of a KV group lie: in a device block, and in a record."""
 
-    ``arena``: uint8 ``[arena bytes]``; ``pages``: the rank's layers; ``shard_offset``: where this
-    rank's bytes start within a block's record.
-    """
+    def __init__(self, group: GroupPages) -> None:
+        self.blocks = min((len(page.rows) for page in group.pages), default=0)
+        runs = runs_of(group.pages, group.offset)
+        self.addresses = np.array([run.address for run in runs], dtype=np.int64)
+        self.strides = np.array([run.stride for run in runs], dtype=np.int64)
+        self.places = np.array([run.at for run in runs], dtype=np.int64)
+        self.sizes = np.array([run.nbytes for run in runs], dtype=np.int64)
+        self.end = group.offset + int(self.sizes.sum())
 
-    def __init__(self, arena: torch.Tensor, pages: Sequence[Pages], shard_offset: int) -> None:
-        """Raises TierError if the device cannot reach the arena."""
-        self._arena = arena
-        self._pages = pages  # keeps their memory
-        self._device = pages[0].rows.device
-        self._blocks = min(len(page.rows) for page in pages)
-        runs = runs_of(pages, shard_offset)
-        self._addresses = np.array([run.address for run in runs])
-        self._strides = np.array([run.stride for run in runs])
-        self._places = np.array([run.at for run in runs])
-        self._sizes = np.array([run.nbytes for run in runs])
-        self._end = shard_offset + int(self._sizes.sum())
-        page_lock(arena, self._device)
-        self.loads = make_queue(self._device)
-        self.stores = make_queue(self._device)
-
-    def load(self, copy: Copy) -> int:
-        """Arena -> device; returns the bytes. Device blocks must not be in use."""
-        on_device, in_arena, sizes = self._columns(copy)
-        self.loads.submit(Batch(in_arena, on_device, sizes))
-        return int(sizes.sum())
-
-    def store(self, copy: Copy) -> int:
-        """Device -> arena, after all work queued on the device so far; returns the bytes."""
-        on_device, in_arena, sizes = self._columns(copy)
-        self.stores.submit(Batch(on_device, in_arena, sizes))
-        return int(sizes.sum())
-
-    def _columns(self, copy: Copy) -> tuple[Addresses, Addresses, Addresses]:
+    def columns(self, copy: Copy, arena: torch.Tensor) -> tuple[Addresses, Addresses, Addresses]:
         """Addresses on the device and in the arena, and sizes, block by block. The null block (0)
         holds no tokens: left out."""
         blocks, offsets = np.array([copy.block_ids, copy.offsets], dtype=np.int64)
         blocks, offsets = blocks[blocks != 0, None], offsets[blocks != 0, None]
         if len(blocks) and not (
-            0 <= offsets.min() <= offsets.max() + self._end <= self._arena.numel()
-            and 0 <= blocks.min() <= blocks.max() < self._blocks
+            0 <= offsets.min() <= offsets.max() + self.end <= arena.numel()
+            and 0 <= blocks.min() <= blocks.max() < self.blocks
         ):
             raise IndexError(f"{copy} lies outside of the arena or of the device's blocks")
-        sizes = np.broadcast_to(self._sizes, (len(blocks), len(self._sizes)))
+        sizes = np.broadcast_to(self.sizes, (len(blocks), len(self.sizes)))
         return (
-            (self._addresses + blocks * self._strides).ravel(),
-            (self._arena.data_ptr() + offsets + self._places).ravel(),
+            (self.addresses + blocks * self.strides).ravel(),
+            (arena.data_ptr() + offsets + self.places).ravel(),
             sizes.ravel(),
         )
+
+
+class Copier:
+    """Moves blocks of one rank, between its device and one arena. Owned by its worker; not
+    thread-safe.
+
+    ``arena``: uint8 ``[arena bytes]``; ``groups``: the rank's layers by KV group.
+    """
+
+    def __init__(self, arena: torch.Tensor, groups: Sequence[GroupPages]) -> None:
+        """Raises TierError if the device cannot reach the arena."""
+        self._arena = arena
+        self._groups = groups  # keeps their memory
+        self._device = next(group.pages[0].rows.device for group in groups if group.pages)
+        self._places = [_Places(group) for group in groups]
+        page_lock(arena, self._device)
+        self.loads = make_queue(self._device)
+        self.stores = make_queue(self._device)
+
+    def load(self, *copies: Copy) -> int:
+        """Arena -> device, in one batch; returns the bytes. Device blocks must not be in use."""
+        on_device, in_arena, sizes = self._columns(copies)
+        self.loads.submit(Batch(in_arena, on_device, sizes))
+        return int(sizes.sum())
+
+    def store(self, copy: Copy) -> int:
+        """Device -> arena, after all work queued on the device so far; returns the bytes."""
+        on_device, in_arena, sizes = self._columns((copy,))
+        self.stores.submit(Batch(on_device, in_arena, sizes))
+        return int(sizes.sum())
+
+    def _columns(self, copies: Sequence[Copy]) -> tuple[Addresses, Addresses, Addresses]:
+        parts = [self._places[copy.group].columns(copy, self._arena) for copy in copies]
+        if len(parts) == 1:
+            return parts[0]
+        on_device, in_arena, sizes = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return on_device, in_arena, sizes
 
     def drain(self) -> None:
         """Waits until every submitted copy is complete."""
@@ -259,9 +272,8 @@ class ArenaMapping:
     next one. Called from the worker's thread only.
     """
 
-    def __init__(self, pages: Sequence[Pages], shard_offset: int) -> None:
-        self._pages = pages
-        self._shard_offset = shard_offset
+    def __init__(self, groups: Sequence[GroupPages]) -> None:
+        self._groups = groups
         self._lock = threading.Lock()  # guards all that follows against the watching thread
         self._handle: ArenaHandle | None = None
         self._failed: ArenaHandle | None = None
@@ -270,12 +282,12 @@ class ArenaMapping:
         self._loaded: list[Moved] = []  # by copiers that are gone
         self._stored: list[Moved] = []
 
-    def load(self, handle: ArenaHandle, copy: Copy) -> bool:
+    def load(self, handle: ArenaHandle, *copies: Copy) -> bool:
         """Arena -> device. False if the arena cannot be mapped."""
         with self._lock:
             copier = self._attach(handle)
             if copier is not None:
-                copier.load(copy)
+                copier.load(*copies)
             return copier is not None
 
     def store(self, handle: ArenaHandle, copy: Copy) -> bool:
@@ -319,7 +331,7 @@ class ArenaMapping:
         try:
             arena = Arena.attach(handle)
             memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
-            self._copier = Copier(memory, self._pages, self._shard_offset)
+            self._copier = Copier(memory, self._groups)
         except TierError as error:
             self._failed = handle
             logger.error("kvrecall: %s; its blocks are recomputed", error)

@@ -20,17 +20,33 @@ class Pages:
     """Rows of one layer: uint8 ``[num_blocks, page_bytes]``, row stride ``block_stride`` bytes.
 
     Rows that are not one run of bytes have more dimensions, which are copied in their order.
-    ``dtype``: of the values in them, as far as known; uint8 means bytes of any format.
+    ``dtype``: of the values in them, as far as known; uint8 means bytes of any format. ``parts``:
+    bytes and dtype of the tensors that a row consists of, if there are several.
     """
 
     name: str
     rows: torch.Tensor
     layout: str
     dtype: torch.dtype = torch.uint8
+    parts: tuple[tuple[int, torch.dtype], ...] = ()
 
     @property
     def page_bytes(self) -> int:
         return int(self.rows[0].numel())
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPages:
+    """The layers of a KV group on this rank. ``offset``: where this rank's bytes begin within a
+    record of the group."""
+
+    pages: tuple[Pages, ...]
+    offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one block on this rank."""
+        return sum(page.page_bytes for page in self.pages)
 
 
 def pages_of(
@@ -39,9 +55,9 @@ def pages_of(
     num_blocks: int,
     fp8: torch.dtype | None = None,
 ) -> tuple[Pages, ...]:
-    """Pages of every layer that owns memory, in the order of ``placements``. Layers that share
-    another layer's memory are omitted. Raises EngineError for a layout in which a block of a layer
-    is not one run of bytes. ``fp8``: the type of byte caches."""
+    """Pages of every layer of a KV group that owns memory, in the order of ``placements``. Layers
+    that share another layer's blocks are omitted. Raises EngineError for a layout in which a block
+    of a layer is not one run of bytes. ``fp8``: the type of byte caches."""
     pages: list[Pages] = []
     seen: set[int] = set()
     for name, place in placements.items():
@@ -50,8 +66,6 @@ def pages_of(
             continue
         seen.add(tensor.data_ptr())
         pages.append(_layer_pages(name, tensor, place, num_blocks, fp8))
-    if not pages:
-        raise EngineError("the engine registered no KV cache memory; nothing to pool")
     return tuple(pages)
 
 
@@ -75,7 +89,7 @@ def _layer_pages(
     rows = whole.as_strided((num_blocks, place.page_bytes), (place.block_stride, 1), start)
     layout = f"{_inner(tensor, place)} {tensor.dtype} {place.page_bytes}"
     values = fp8 if fp8 is not None and tensor.dtype is torch.uint8 else tensor.dtype
-    return Pages(name, rows, layout, values)
+    return Pages(name, rows, layout, values, place.parts)
 
 
 def _dims(tensor: torch.Tensor) -> list[tuple[int, int]]:

@@ -19,13 +19,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvrecall.block import SHARED, BlockKey, Namespace, Tenant, TierName
 from kvrecall.engines.base import HANDOVER
-from kvrecall.pool.base import PoolClient, Recall, RecallState
 
-_PORTIONS = 16
+if TYPE_CHECKING:
+    from kvrecall.engines.vllm.connector.load import PrefixLoad
+
 _LOOK_EVERY_S = 0.002
 
 TRIVIAL_S = 0.02
@@ -79,7 +80,7 @@ class LoadCostModel:
     def __init__(
         self,
         block_tokens: int,
-        block_bytes: int,
+        block_bytes: float,
         deadline_s: float,
         least_token_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
@@ -131,7 +132,7 @@ class LoadCostModel:
         if tokens >= _MIN_STEP_TOKENS and seconds > 0:
             self._prefill.saw(tokens, depth, seconds)
 
-    def saw_load(self, tier: TierName, blocks: int, seconds: float) -> None:
+    def saw_load(self, tier: TierName, blocks: float, seconds: float) -> None:
         """``blocks`` blocks arrived from ``tier`` within ``seconds`` of the request, queues
         included. Blocks that did not arrive in time lower the bandwidth."""
         self._seen_at[tier] = self._clock()
@@ -144,15 +145,16 @@ class LoadCostModel:
 
     # ---- what follows -------------------------------------------------------------------
 
-    def plan(self, tiers: Sequence[TierName], start_block: int) -> LoadPlan:
-        """The plan for a found prefix, ``tiers[i]`` holding block ``start_block + i``.
+    def plan(self, tiers: Sequence[TierName], start_block: int, weight: float = 1.0) -> LoadPlan:
+        """The plan for a found prefix, ``tiers[i]`` holding block ``start_block + i``. ``weight``:
+        bytes to load for a block, as a share of its bytes.
 
         Chooses the length that minimises loading it plus computing the rest. Unknown costs count as
         zero to load and infinite to compute, so that they become known.
         """
         if not self._prefill.known:
             return LoadPlan(len(tiers), self._deadline_s)
-        loads = [self.load_seconds(tier) for tier in tiers]
+        loads = [weight * self.load_seconds(tier) for tier in tiers]
         computes = [self.compute_seconds(start_block + i) for i in range(len(tiers))]
         left = sum(computes)
         best, best_cost, spent = 0, left, 0.0
@@ -220,120 +222,6 @@ class _PrefillModel:
         if spread > 1.0:
             slope = max(0.0, (self._xy / self._weight - mean_x * mean_y) / spread)
         return max(mean_y + slope * (depth - mean_x), mean_y * 0.1)
-
-
-@dataclass(slots=True)
-class PrefixLoad:
-    """Leading blocks of a request, acquired in the pool until the workers have copied them.
-
-    They are acquired in portions, which the pool serves in order, so that the scheduler side sees
-    the progress and can stop waiting where that does not pay. ``start``: index of the first block
-    within the request's chain. ``tiers``: where the blocks were found. ``mark``: when.
-    ``patience_s``: how long to wait beyond the time that the arrived blocks have saved.
-    ``pending_s``: when it was last seen unfinished, seconds since ``mark``.
-    """
-
-    pool: PoolClient
-    costs: LoadCostModel
-    start: int
-    tiers: tuple[TierName, ...]
-    mark: Mark
-    patience_s: float
-    tickets: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    whole: list[Recall] = field(default_factory=list)  # of the leading tickets that are READY
-    pending_s: float = 0.0
-    given_up: bool = False
-    recall: Recall | None = None  # once nothing more is waited for
-
-    def acquire(
-        self,
-        keys: Sequence[BlockKey],
-        deadline_s: float,
-        parent: BlockKey | None,
-        tenant: Tenant = SHARED,
-    ) -> None:
-        """Acquires ``keys``; in one portion if all of them are in the host."""
-        size = -(-len(keys) // _PORTIONS)
-        if all(tier is TierName.HOST for tier in self.tiers):
-            size = len(keys)
-        for first in range(0, len(keys), size):
-            part = keys[first : first + size]
-            before = keys[first - 1] if first else parent
-            self.tickets.append(self.pool.acquire(part, deadline_s, before, tenant))
-            self.sizes.append(len(part))
-
-    def poll(self) -> Recall:
-        """The blocks that have arrived, over all portions; PENDING while more may arrive and
-        waiting for them pays. READY without blocks if the arrived ones are lost."""
-        if self.recall is not None:
-            return self.recall if self._holds() else Recall(RecallState.READY)
-        if self._is_pending():
-            self.pending_s = self.costs.elapsed(self.mark)
-            gained = self.costs.gained_seconds(self._arrived, self.start)
-            self.given_up = self.pending_s > gained + self.patience_s
-            if not self.given_up:
-                return Recall(RecallState.PENDING)
-        for ticket in self.tickets[len(self.whole) :]:
-            self.pool.release(ticket)
-        del self.tickets[len(self.whole) :]
-        offsets = tuple(offset for recall in self.whole for offset in recall.offsets)
-        self.recall = Recall(RecallState.READY, offsets, self._arrived)
-        self._tell_speeds(self.recall)
-        return self.recall
-
-    def _is_pending(self) -> bool:
-        """Records the portions that are READY. False after the last of them, and after an
-        incomplete one."""
-        while (place := len(self.whole)) < len(self.tickets):
-            recall = self.pool.poll(self.tickets[place])
-            if recall.state is RecallState.PENDING:
-                return True
-            self.whole.append(recall)
-            if len(recall.offsets) < self.sizes[place]:
-                return False
-        return False
-
-    def _tell_speeds(self, recall: Recall) -> None:
-        """Reports the tiers' speeds to the cost model. Blocks that did not arrive although they
-        were awaited were lost (a damaged file, a dead service), which says nothing about speed."""
-        # After a step of other work it is only known that the blocks took longer than until they
-        # were last seen pending.
-        elapsed = self.costs.elapsed(self.mark) if self.costs.idle_since(self.mark) else 0.0
-        seconds = elapsed or self.pending_s
-        for tier in set(self.tiers) - {TierName.HOST}:
-            came = recall.tiers.count(tier)
-            if seconds > 0 and (came or self.given_up):
-                self.costs.saw_load(tier, came, seconds)
-
-    @property
-    def _arrived(self) -> tuple[TierName, ...]:
-        """The original tiers of the blocks that are in the host now."""
-        return tuple(tier for recall in self.whole for tier in recall.tiers)
-
-    def cut(self, blocks: int) -> Recall:
-        """Limits the load to that many leading blocks. The leases of the others stay."""
-        assert self.recall is not None
-        offsets, tiers = self.recall.offsets[:blocks], self.recall.tiers[:blocks]
-        self.recall = Recall(RecallState.READY, offsets, tiers)
-        return self.recall
-
-    @property
-    def lowest_tier(self) -> TierName:
-        """The tier farthest from the device that a block came from."""
-        assert self.recall is not None
-        return max(self.recall.tiers, key=list(TierName).index)
-
-    def _holds(self) -> bool:
-        """Whether the arrived blocks are still valid: a pool service may have died since, and its
-        replacement have other blocks in their place. Keeps them valid until the next
-        ``arena_handle``."""
-        came = zip(self.tickets, self.whole, strict=True)
-        return all(self.pool.poll(ticket).offsets == recall.offsets for ticket, recall in came)
-
-    def release(self) -> None:
-        for ticket in self.tickets:
-            self.pool.release(ticket)
 
 
 class Handover(enum.Enum):
@@ -407,46 +295,60 @@ class RequestState:
     being determined. ``promise``: a prefill instance's, for its blocks. ``first_lookup_at``: when
     they were first looked up in a tier beyond this host (seconds of the scheduler side's clock).
     ``load``: from a match until the engine has given it device blocks. ``computes``: it loads no
-    block, because a load failed or is audited. ``saved``: leading blocks of the chain that are in
-    the pool or on their way; ``closed``: no more of it can be saved; ``passes``: steps until it
-    tries to reserve again, and ``passes_next`` after the last refusal. ``touched``: the pool knows
-    that its chain is in use. ``reported``: the API process knows the sources of its prompt.
+    block, because a load failed or is audited. ``incomplete_loads``: of a hit that needs several KV
+    groups. ``hashes_per_block``, ``group_namespaces``: by KV group; ``chain``: the group whose
+    blocks are the chain. ``saved``: leading blocks of the chain that are in the pool or on their
+    way, ``hanging``: blocks of other groups; ``seen``: by group, how many blocks were considered;
+    ``boundaries``: by group of recurrent layers, tokens at which its state is saved; ``closed``: no
+    more of it can be saved; ``passes``: steps until it tries to reserve again, and ``passes_next``
+    after the last refusal. ``touched``: the pool knows that its chain is in use. ``reported``: the
+    API process knows the sources of its prompt.
     """
 
     request: Any
-    hashes_per_block: int
+    hashes_per_block: tuple[int, ...]
     tenant: Tenant = SHARED
+    chain: int = 0
     namespace: Namespace | None = None
+    group_namespaces: tuple[Namespace, ...] = ()
     settled: bool = False
     promise: Promise | None = None
     first_lookup_at: float | None = None
     load: PrefixLoad | None = None
     computes: bool = False
+    incomplete_loads: int = 0
     saved: int = 0
+    hanging: list[BlockKey] = field(default_factory=list)
+    seen: dict[int, int] = field(default_factory=dict)
+    boundaries: dict[int, set[int]] = field(default_factory=dict)
     closed: bool = False
     passes: int = 0
     passes_next: int = 0
     open_stores: set[int] = field(default_factory=set)
     touched: bool = False
+    hanging_touched: bool = False
     reported: bool = False
     device_tokens: int = 0
     recalled: Counter[TierName] = field(default_factory=Counter)
-    _keys: list[BlockKey] = field(default_factory=list)
+    _keys: dict[int, list[BlockKey]] = field(default_factory=dict)
 
     @property
     def has_media(self) -> bool:
         """Whether its prompt contains images, sound or other media."""
         return bool(getattr(self.request, "mm_features", None))
 
-    def keys(self, count: int) -> list[BlockKey]:
-        """Keys of the first ``count`` blocks, or of as many as are hashed by now."""
+    def keys(self, count: int, group: int | None = None) -> list[BlockKey]:
+        """Keys of the first ``count`` blocks of a KV group (the chain), or of as many as are hashed
+        by now."""
         if self.namespace is None:
             return []
-        step = self.hashes_per_block
+        group = self.chain if group is None else group
+        known = self._keys.setdefault(group, [])
+        step, namespace = self.hashes_per_block[group], self.group_namespaces[group]
         hashes = self.request.block_hashes
-        for index in range(len(self._keys), min(count, len(hashes) // step)):
-            self._keys.append(self.namespace.key(hashes[(index + 1) * step - 1]))
-        return self._keys[:count]
+        for index in range(len(known), min(count, len(hashes) // step)):
+            known.append(namespace.key(hashes[(index + 1) * step - 1]))
+        return known[:count]
 
     def sources(self) -> dict[str, int]:
         """Prompt tokens by source of their KV."""

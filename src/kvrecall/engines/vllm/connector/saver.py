@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey
+from kvrecall.engines.vllm.compat.config import GroupKind
+from kvrecall.engines.vllm.connector.hit import HitFinder
 from kvrecall.engines.vllm.connector.metrics import Tally
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.connector.wire import Copy, EngineFacts, Store
@@ -15,6 +18,9 @@ from kvrecall.pool.base import PoolClient, Verdict
 logger = logging.getLogger("vllm.kvrecall")
 
 _MOST_PASSED_OVER = 15  # steps in which a request that was refused room is not saved
+Reachable = Callable[[Any, int, int, int], Sequence[bool] | None]
+"""``(request, group, start, stop)``: which of these blocks a hit can need; None: all."""
+
 FLUSH_DEADLINE_S = 30.0
 """Longest wait of a reply for its blocks to be durable when ``async_write`` is off."""
 
@@ -27,18 +33,31 @@ class _OpenStore:
     failed: bool = False
 
 
+Tables = Sequence[Sequence[int] | Mapping[int, int]]
+"""By KV group, the device blocks of a request in order, 0 for one that is no longer on the device;
+of a recurrent group the blocks by index that hold a state to be saved in this step."""
+
+
+def block_at(table: Sequence[int] | Mapping[int, int], index: int) -> int:
+    """A device block of a table; 0: none."""
+    if isinstance(table, Mapping):
+        return table.get(index, 0)
+    return table[index] if index < len(table) else 0
+
+
 class Saver:
     """Reserves slots for blocks, orders their copies, and commits those that every rank has made.
-    ``states``: the requests in the engine, owned by the caller. ``block_ids``: the device blocks of
-    a request, in chain order; 0 for one that is no longer on the device. ``origin``: the origin of
-    a request's blocks. Only ``flush`` blocks."""
+    ``states``: the requests in the engine, owned by the caller. ``origin``: the origin of a
+    request's blocks. ``reachable``: of blocks ``[start, stop)`` of a group of a request, which can
+    be needed by a hit; None: all. Only ``flush`` blocks."""
 
     def __init__(
         self,
         pool: PoolClient,
         facts: EngineFacts,
         states: Mapping[str, RequestState],
-        block_ids: Callable[[str], Sequence[int]],
+        finder: HitFinder,
+        reachable: Reachable,
         origin: Callable[[RequestState], bytes],
         tally: Tally,
     ) -> None:
@@ -46,29 +65,54 @@ class Saver:
         self._origin = origin
         self._facts = facts
         self._states = states
-        self._block_ids = block_ids
+        self._finder = finder
+        self._reachable = reachable
         self._tally = tally
         self._ordered: list[Store] = []
         self._open: dict[int, _OpenStore] = {}
         self._next_store = 0
         self._unflushed: list[Sequence[BlockKey]] = []
+        chain = facts.chain
+        self._has_chain = facts.groups[chain].kind is GroupKind.FULL
+        groups = range(len(facts.groups))
+        self._hanging = [i for i in groups if i != chain or not self._has_chain]
 
-    def save(self, state: RequestState, upto: int, ids: Sequence[int] | None = None) -> bool:
-        """Orders stores for the blocks of the chain up to ``upto`` that the pool lacks; returns
-        whether there were any. ``ids`` replaces ``block_ids`` at the end of a request. After a
-        refusal a request tries again after 1, 3, 7, then every 15 calls. These blocks contain final
-        tokens only: rejected speculation is beyond ``num_tokens``."""
-        if state.closed or state.namespace is None or upto <= state.saved:
+    def save(
+        self,
+        state: RequestState,
+        tokens: int,
+        tables: Callable[[], Tables],
+        ended: bool = False,
+    ) -> bool:
+        """Orders stores for the blocks of the first ``tokens`` tokens that the pool lacks; returns
+        whether there were any. ``tables`` is called if it may be so. After a refusal a request
+        tries again after 1, 3, 7, then every 15 calls, and once more when it has ``ended``. These
+        blocks contain final tokens only: rejected speculation is beyond ``num_tokens``."""
+        if state.namespace is None:
             return False
-        if ids is None and state.passes > 0:
+        any_new = False
+        if self._has_chain:
+            size = self._facts.block_size
+            any_new = self._save_chain(state, tokens // size, tables, ended)
+            tokens = min(tokens, state.saved * size)  # without its chain a block serves no hit
+        for group in self._hanging:
+            any_new |= self._save_hanging(state, group, tokens, tables)
+        return any_new
+
+    def _save_chain(
+        self, state: RequestState, upto: int, tables: Callable[[], Tables], ended: bool
+    ) -> bool:
+        """Blocks of the chain: each needs the one before it."""
+        if state.closed or upto <= state.saved:
+            return False
+        if not ended and state.passes > 0:
             state.passes -= 1
             return False
         keys = state.keys(upto)
         new = keys[state.saved :]
         if not new:
             return False
-        if ids is None:
-            ids = self._block_ids(state.request.request_id)
+        ids = tables()[self._facts.chain]
         parent = keys[state.saved - 1] if state.saved else None
         answers = list(zip(new, self._pool.reserve(new, parent, state.tenant), strict=True))
         rows: list[tuple[BlockKey, int, int]] = []
@@ -80,30 +124,85 @@ class Saver:
                 self._tally.counts["blocks_refused"] += 1
                 break
             if reservation.verdict is Verdict.RESERVED:
-                block = ids[state.saved] if state.saved < len(ids) else 0
-                rows.append((key, block, reservation.offset))
+                rows.append((key, block_at(ids, state.saved), reservation.offset))
             state.saved += 1
         behind_gap = answers[len(answers) - (len(keys) - state.saved) :]
         self._pool.abandon([key for key, r in behind_gap if r.verdict is Verdict.RESERVED])
-        return self._order(state, rows)
-
-    def _order(self, state: RequestState, rows: list[tuple[BlockKey, int, int]]) -> bool:
-        """Orders the copy of reserved blocks; those no longer on the device end the chain."""
         gone = next((i for i, row in enumerate(rows) if row[1] == 0), None)
-        if gone is not None:
+        if gone is not None:  # no longer on the device: that ends the chain
             self._pool.abandon([row[0] for row in rows[gone:]])
             rows = rows[:gone]
             state.closed = True
+        return self._order(state, self._facts.chain, rows)
+
+    def _save_hanging(
+        self, state: RequestState, group: int, tokens: int, tables: Callable[[], Tables]
+    ) -> bool:
+        """Blocks of a group in which a hit needs only some: those of the last step's that are on
+        the device and that a hit can need."""
+        facts = self._facts.groups[group]
+        done, upto = state.seen.get(group, 0), tokens // facts.block_size
+        if upto <= done:
+            return False
+        table = tables()[group]
+        places = [i for i in range(done, upto) if block_at(table, i)]
+        state.seen[group] = upto
+        wanted = self._reachable(state.request, group, done, upto) if places else None
+        if wanted is not None:
+            places = [i for i in places if wanted[i - done]]
+        if not places:
+            return False
+        chain = state.keys(upto, group)
+        keys = [chain[i] for i in places if i < len(chain)]
+        if group == self._facts.chain:
+            parents = [chain[i - 1] if i else None for i in places[: len(keys)]]
+        else:
+            parents = self._finder.parents(state, group, places[: len(keys)])
+        answers = self._pool.reserve(keys, tenant=state.tenant, parents=parents)
+        rows = []
+        for place, key, answer in zip(places, keys, answers, strict=False):
+            if answer.verdict is Verdict.REFUSED:
+                self._tally.counts["blocks_refused"] += 1
+                continue
+            state.hanging.append(key)
+            if facts.kind is GroupKind.STATE:
+                state.boundaries.setdefault(group, set()).add((place + 1) * facts.block_size)
+            if answer.verdict is Verdict.RESERVED:
+                rows.append((key, block_at(table, place), answer.offset))
+        return self._order(state, group, rows)
+
+    def _order(
+        self, state: RequestState, group: int, rows: list[tuple[BlockKey, int, int]]
+    ) -> bool:
+        """Orders the copy of reserved blocks."""
         if not rows:
             return False
         store_id = self._next_store
         self._next_store += 1
         keys = tuple(row[0] for row in rows)
-        copy = Copy(tuple(row[1] for row in rows), tuple(row[2] for row in rows))
+        copy = Copy(tuple(row[1] for row in rows), tuple(row[2] for row in rows), group)
         self._ordered.append(Store(store_id, copy, self._origin(state)))
         self._open[store_id] = _OpenStore(keys, self._facts.ranks, state.request.request_id)
         state.open_stores.add(store_id)
         return True
+
+    def promised(self, state: RequestState) -> int:
+        """Leading tokens of a request that a hit can have once all its stores are made."""
+        if self._has_chain:
+            tokens = state.saved * self._facts.block_size
+        else:
+            tokens = min(done * self._facts.groups[i].block_size for i, done in state.seen.items())
+        tokens -= tokens % self._facts.alignment
+        states = [
+            state.boundaries.get(i, set())
+            for i, group in enumerate(self._facts.groups)
+            if group.kind is GroupKind.STATE
+        ]
+        if not states:
+            return tokens
+        common = set.intersection(*states)
+        fits = (one for one in common if one <= tokens and one % self._facts.alignment == 0)
+        return max(fits, default=0)
 
     def take(self) -> list[Store]:
         """The stores ordered since the last call."""

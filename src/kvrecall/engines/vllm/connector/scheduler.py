@@ -7,6 +7,7 @@ off, the step that ends a request waits (bounded) until its blocks are durable.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,19 +17,21 @@ from kvrecall.block import BlockKey, Namespace, TierName, tenant_of
 from kvrecall.config import RecallSettings
 from kvrecall.engines.base import REPORT
 from kvrecall.engines.vllm.attention.offload_scheduler import OffloadPlanner
+from kvrecall.engines.vllm.compat.config import GroupKind
+from kvrecall.engines.vllm.compat.scheduler import boundary_states
 from kvrecall.engines.vllm.connector.audit import Auditor
+from kvrecall.engines.vllm.connector.hit import FirstNeeded, Hit, HitFinder
+from kvrecall.engines.vllm.connector.load import PrefixLoad
 from kvrecall.engines.vllm.connector.metrics import Tally
 from kvrecall.engines.vllm.connector.request import (
     Handover,
     LoadCostModel,
-    LoadPlan,
-    PrefixLoad,
     Promise,
     RequestState,
     Work,
     receipt,
 )
-from kvrecall.engines.vllm.connector.saver import Saver
+from kvrecall.engines.vllm.connector.saver import Reachable, Saver, Tables
 from kvrecall.engines.vllm.connector.wire import (
     Comparison,
     Copy,
@@ -38,11 +41,12 @@ from kvrecall.engines.vllm.connector.wire import (
     StepReport,
 )
 from kvrecall.engines.vllm.identity.namespace import Adapters, NamespaceRegistry
-from kvrecall.pool.base import ArenaHandle, PoolClient, RecallState
+from kvrecall.pool.base import ArenaHandle, PoolClient
 
 logger = logging.getLogger("vllm.kvrecall")
 
 _FINISHED_WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
+_MOST_INCOMPLETE = 2  # loads after which a request is computed
 _NOTHING = 0, False
 _ASK_AGAIN = None, False
 
@@ -57,15 +61,18 @@ class RecallScheduler:
         facts: EngineFacts,
         namespace: Callable[[], Namespace | None],
         adapters: Adapters,
-        block_ids: Callable[[str], Sequence[int]],
+        tables: Callable[[str], Sequence[Sequence[int]]],
+        first_needed: FirstNeeded = lambda group, tokens: 0,
+        reachable: Reachable = lambda request, group, start, stop: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``namespace`` and ``adapters`` as of ``NamespaceRegistry``, ``block_ids`` as of
-        ``Saver``. ``clock``: seconds."""
+        """``namespace`` and ``adapters`` as of ``NamespaceRegistry``. ``tables``: the device blocks
+        of a request by KV group, in order; 0 for one that is no longer there. ``first_needed`` as
+        of ``HitFinder``, ``reachable`` as of ``Saver``. ``clock``: seconds."""
         self._pool = pool
         self._settings = settings
         self._facts = facts
-        self._block_ids = block_ids
+        self._tables = tables
         self._clock = clock
         self._states: dict[str, RequestState] = {}
         self._loading: dict[str, PrefixLoad] = {}  # of requests that may have ended since
@@ -74,7 +81,8 @@ class RecallScheduler:
         self._warned_of_foreign = False
         self.tally = Tally()
         self.offloader: OffloadPlanner | None = None  # where retrieval attention is on
-        self.namespaces = NamespaceRegistry(pool, facts.block_bytes, namespace, adapters)
+        groups = [(str(group.group), group.block_bytes) for group in facts.groups]
+        self.namespaces = NamespaceRegistry(pool, groups, namespace, adapters)
         self.costs = LoadCostModel(
             facts.block_size,
             facts.block_bytes,
@@ -82,8 +90,11 @@ class RecallScheduler:
             facts.least_token_seconds,
             clock,
         )
+        self._finder = HitFinder(pool, facts, first_needed)
         self._auditor = Auditor(pool, facts, settings.audit_every, self.tally, self._refuted)
-        self._saver = Saver(pool, facts, self._states, block_ids, self._auditor.origin, self.tally)
+        self._saver = Saver(
+            pool, facts, self._states, self._finder, reachable, self._auditor.origin, self.tally
+        )
 
     # ---- recall -------------------------------------------------------------------------
 
@@ -98,74 +109,110 @@ class RecallScheduler:
             return _NOTHING
         if request.skip_reading_prefix_cache:
             return _NOTHING
-        start = computed_tokens // self._facts.block_size
-        if state.load is not None and state.load.start != start:
+        alignment = self._facts.alignment
+        start = computed_tokens // alignment * alignment
+        if state.load is not None and state.load.hit.start != start:
             self._drop_load(state)
         if state.load is None:
-            end = int(request.num_tokens - 1) // self._facts.block_size
-            if self._awaits_promise(state, start, end):
+            limit = int(request.num_tokens - 1) // alignment * alignment
+            if self._awaits_promise(state, start, limit):
                 return _ASK_AGAIN
-            is_pending = self._begin_load(state, start, end)
+            is_pending = self._begin_load(state, start, limit)
             if state.load is None:
                 return _ASK_AGAIN if is_pending else _NOTHING
         load = state.load
-        is_new = load.recall is None
-        recall = load.poll()
-        if recall.state is RecallState.PENDING:
+        is_new = load.offsets is None
+        if not load.poll():
             return _ASK_AGAIN
         self.tally.counts["loads_given_up"] += is_new and load.given_up
-        if is_new and recall.offsets:
+        if not load.tokens and self._may_retry(state, load):
+            self._drop_load(state)
+            return _ASK_AGAIN
+        if is_new and load.tokens:
+            assert load.offsets is not None
             alone = len(self._states) == 1
-            recall = load.cut(self._auditor.admit(state, start, recall.offsets, alone))
-        if not recall.offsets:
+            load.cut(self._auditor.admit(state, load.hit, load.offsets, alone))
+        if not load.tokens:
             self._drop_load(state)
             state.computes = True
             return _NOTHING
         if self.offloader is not None:
-            self.offloader.expect(request.request_id, start, start + len(recall.offsets))
-        return len(recall.offsets) * self._facts.block_size, True
+            size = self._facts.block_size
+            end = (start + load.tokens) // size
+            self.offloader.expect(request.request_id, start // size, end)
+        return load.tokens, True
 
-    def _awaits_promise(self, state: RequestState, start: int, end: int) -> bool:
+    def _may_retry(self, state: RequestState, load: PrefixLoad) -> bool:
+        """Whether to look for a shorter hit, because a block of one that needs all of them did not
+        arrive. The pool knows by now that it is lost."""
+        if load.hit.is_chain or load.given_up:
+            return False
+        state.incomplete_loads += 1
+        return state.incomplete_loads <= _MOST_INCOMPLETE
+
+    def _awaits_promise(self, state: RequestState, start: int, limit: int) -> bool:
         """Whether promised blocks are not in the pool yet and may still arrive."""
         promise = state.promise
         if promise is None or promise.is_over:
             return False
-        wanted = state.keys(min(promise.blocks, end))[start:]
-        outcome = promise.look(len(wanted), lambda: self._pool.find(wanted).blocks)
+        end = min(promise.blocks * self._facts.block_size, limit)
+
+        def found() -> int:
+            hit, _ = self._finder.find(state, start, end)
+            return 0 if hit is None else hit.end - start
+
+        outcome = promise.look(end - start, found)
         self.tally.counts["handovers_late"] += outcome is Handover.LATE
         return outcome is Handover.WAIT
 
-    def _begin_load(self, state: RequestState, start: int, end: int) -> bool:
-        """Acquires the pool's blocks in ``[start, end)``, as far as loading is expected to be
-        faster than computing. True if a tier beyond this host has not answered yet."""
-        chain = state.keys(end)
+    def _begin_load(self, state: RequestState, start: int, limit: int) -> bool:
+        """Acquires the blocks of the longest hit between ``start`` and ``limit``, as far as loading
+        is expected to be faster than computing. True if a tier beyond this host has not answered
+        yet."""
         if not state.touched:
-            self._pool.touch(chain)
+            self._pool.touch(state.keys(limit // self._facts.block_size))
             state.touched = True
-        keys = chain[start:]
-        if not keys:
-            return False
-        found = self._pool.find(keys)
-        if found.pending:
+        hit, is_pending = self._finder.find(state, start, limit)
+        if is_pending:
             if state.first_lookup_at is None:
                 state.first_lookup_at = self._clock()
             if self._clock() - state.first_lookup_at < self._settings.pool.lookup_deadline_s:
                 return True
-        if found.blocks == 0:
+        if hit is None:
             return False
         deadline = self._settings.pool.load_deadline_s
-        plan = LoadPlan(found.blocks, deadline)
+        patience = deadline
         if self._settings.appraise_loads and state.promise is None:
-            plan = self.costs.plan(found.tiers, start)
-            self.tally.counts["blocks_declined"] += found.blocks - plan.blocks
-            if plan.blocks == 0:
-                self._auditor.declined(state, start, found.blocks)
+            appraised = self._appraise(state, hit)
+            if appraised is None:
                 return False
-        tiers, mark = found.tiers[: plan.blocks], self.costs.mark()
-        state.load = PrefixLoad(self._pool, self.costs, start, tiers, mark, plan.patience_s)
-        parent = chain[start - 1] if start else None
-        state.load.acquire(keys[: plan.blocks], deadline, parent, state.tenant)
+            hit, patience = appraised
+        state.load = PrefixLoad(self._pool, self.costs, hit, self.costs.mark(), patience)
+        state.load.acquire(deadline, state)
         return False
+
+    def _appraise(self, state: RequestState, hit: Hit) -> tuple[Hit, float] | None:
+        """The part of a hit that loads faster than it computes, and the patience for it; None if
+        there is none."""
+        size = self._facts.block_size
+        blocks = (hit.end - hit.start) // size
+        tiers, weight = hit.chain.tiers, 1.0
+        if not hit.is_chain:
+            worst = max((tier for run in hit.runs for tier in run.tiers), key=list(TierName).index)
+            tiers = tiers if len(tiers) == blocks else (worst,) * blocks
+            weight = sum(run.weight * len(run.keys) for run in hit.runs) / max(1, blocks)
+        plan = self.costs.plan(tiers, hit.start // size, weight)
+        self.tally.counts["blocks_declined"] += blocks - plan.blocks
+        if plan.blocks == 0:
+            self._auditor.declined(state, hit)
+            return None
+        if plan.blocks == blocks:
+            return hit, plan.patience_s
+        if hit.is_chain:
+            run = hit.chain.part(0, plan.blocks)
+            return Hit(hit.start, hit.start + plan.blocks * size, (run,), True), plan.patience_s
+        shorter, _ = self._finder.find(state, hit.start, hit.start + plan.blocks * size)
+        return None if shorter is None else (shorter, plan.patience_s)
 
     def _drop_load(self, state: RequestState) -> None:
         if state.load is not None:
@@ -174,7 +221,9 @@ class RecallScheduler:
             if self.offloader is not None:
                 self.offloader.unexpect(state.request.request_id)
 
-    def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
+    def allocated(
+        self, request: Any, block_ids: Sequence[Sequence[int]], external_tokens: int
+    ) -> None:
         """The engine gave the request device blocks; ``external_tokens`` are to be loaded."""
         state = self._state(request)
         if external_tokens == 0:
@@ -182,19 +231,31 @@ class RecallScheduler:
             return
         load = state.load
         assert load is not None
-        assert load.recall is not None
-        count = external_tokens // self._facts.block_size
-        ids = block_ids[load.start : load.start + count]
-        rows = zip(ids, load.recall.offsets, strict=False)
-        come = [row for row in rows if row[0] != 0]  # the others stay in the arena
-        copy = Copy(tuple(row[0] for row in come), tuple(row[1] for row in come))
-        self._loads.append(Load(request.request_id, copy))
+        self._loads.append(Load(request.request_id, self._copies(load, block_ids, external_tokens)))
         self._loading[request.request_id], state.load = load, None
         if request.num_preemptions == 0:
-            state.recalled.clear()
-            for tier in load.recall.tiers[:count]:
-                state.recalled[tier] += self._facts.block_size
+            state.recalled = load.tokens_by_tier(external_tokens)
         self._report_sources(state)
+
+    def _copies(
+        self, load: PrefixLoad, block_ids: Sequence[Sequence[int]], external_tokens: int
+    ) -> tuple[Copy, ...]:
+        """The copies of a load; none if the device blocks are not those that it needs."""
+        assert load.offsets is not None
+        copies = []
+        if load.hit.is_chain:
+            load.cut(external_tokens)
+        elif external_tokens != load.tokens:
+            return ()
+        for run, offsets in zip(load.hit.runs, load.offsets, strict=True):
+            ids = block_ids[run.group][run.first : run.first + len(offsets)]
+            rows = [row for row in zip(ids, offsets, strict=False) if row[0] != 0]
+            # Of one chain, blocks that have no place on the device stay in the arena.
+            if len(rows) < len(offsets) and not load.hit.is_chain:
+                return ()
+            ours = tuple(row[0] for row in rows), tuple(row[1] for row in rows)
+            copies.append(Copy(*ours, run.group))
+        return tuple(copies)
 
     def _report_sources(self, state: RequestState) -> None:
         if not state.reported:
@@ -214,7 +275,7 @@ class RecallScheduler:
     def orders(self, scheduler_output: Any, arena: ArenaHandle) -> StepOrders:
         """This step's work for the workers."""
         scheduled: Mapping[str, int] = scheduler_output.num_scheduled_tokens
-        block_size = self._facts.block_size
+        offered = boundary_states(scheduler_output)
         comparisons: list[Comparison] = []
         prompt_tokens = positions = 0
         for request_id, tokens in scheduled.items():
@@ -225,9 +286,10 @@ class RecallScheduler:
             self._report_sources(state)
             request = state.request
             first = request.num_computed_tokens
-            whole = min(first + tokens, request.num_tokens) // block_size
-            self._saver.save(state, whole)
-            comparisons += self._auditor.comparisons(request_id, whole, self._block_ids)
+            final = min(first + tokens, request.num_tokens)
+            tables = self._tables_of(request_id, offered.get(request_id, ()))
+            self._saver.save(state, final, tables)
+            comparisons += self._auditor.comparisons(request_id, final, tables)
             count = min(tokens, request.num_prompt_tokens - first)
             if count > 0:
                 prompt_tokens += count
@@ -241,12 +303,37 @@ class RecallScheduler:
             self._releases,
             self._saver.must_drain(),
             comparisons,
-            self._facts.record_bytes,
+            tuple(group.record_bytes for group in self._facts.groups),
         )
         if self.offloader is not None:
-            orders.offload = self.offloader.orders(scheduled, self._block_ids, arena)
+            orders.offload = self.offloader.orders(scheduled, self._chain_blocks, arena)
         self._loads, self._releases = [], []
         return orders
+
+    def _chain_blocks(self, request_id: str) -> Sequence[int]:
+        return self._tables(request_id)[self._facts.chain]
+
+    def _tables_of(
+        self, request_id: str, offered: Sequence[tuple[int, int, int]]
+    ) -> Callable[[], Tables]:
+        """The device blocks of a request, read once when they are needed. ``offered``: the states
+        that this step completes: group, device block, tokens at its end."""
+
+        def read() -> Tables:
+            groups = self._facts.groups
+            states: dict[int, dict[int, int]] = {}
+            for group, block, tokens in offered:
+                if tokens % groups[group].block_size == 0:
+                    index = tokens // groups[group].block_size - 1
+                    states.setdefault(group, {})[index] = block
+            return [
+                states.get(i, {}) if facts.kind is GroupKind.STATE else table
+                for i, (facts, table) in enumerate(
+                    zip(groups, self._tables(request_id), strict=True)
+                )
+            ]
+
+        return functools.cache(read)
 
     def reported(self, report: StepReport | None, loaded: set[str], failed: set[str]) -> None:
         """Processes the workers' report of a step."""
@@ -254,7 +341,7 @@ class RecallScheduler:
         if report is not None:
             self.tally.count_step(report)
             if report.load_seconds > 0:
-                blocks = report.loaded_bytes // self._facts.record_bytes
+                blocks = report.loaded_bytes / self._facts.block_bytes
                 self.costs.saw_load(TierName.HOST, blocks, report.load_seconds)
             if report.lost:
                 self._sequences_lost(report.lost)
@@ -304,8 +391,11 @@ class RecallScheduler:
         """A request entered the engine."""
         self._state(request)
 
-    def finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any]]:
-        """A request ended. True if its device blocks must be kept until a release is reported."""
+    def finished(
+        self, request: Any, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any]]:
+        """A request ended. True if its device blocks must be kept until a release is reported.
+        ``block_ids``: by KV group."""
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False, {}
@@ -315,18 +405,22 @@ class RecallScheduler:
         tail = False
         if whole:
             # The last token sampled has no KV yet; under asynchronous scheduling the step that
-            # computes it may be under way.
+            # computes it may be under way. States of recurrent layers have moved on.
             final = min(request.num_computed_tokens, request.num_tokens - 1)
-            tail = self._saver.save(state, final // self._facts.block_size, block_ids)
+            tables: Tables = [
+                {} if facts.kind is GroupKind.STATE else ids
+                for facts, ids in zip(self._facts.groups, block_ids, strict=True)
+            ]
+            tail = self._saver.save(state, final, lambda: tables, ended=True)
         self._auditor.ended(request.request_id)
-        if whole and state.saved and not self._settings.async_write:
-            self._saver.flush_later(state.keys(state.saved))
+        if whole and (state.saved or state.hanging) and not self._settings.async_write:
+            self._saver.flush_later([*state.keys(state.saved), *state.hanging])
         hold = tail or (bool(state.open_stores) and not self._facts.copies_in_step)
         if hold:
             self._releases.append(request.request_id)
         sources = state.sources()
         self.tally.count_request(sources)
-        promised = state.saved * self._facts.block_size if whole and not state.closed else 0
+        promised = self._saver.promised(state) if whole and not state.closed else 0
         return hold, {REPORT: sources, **receipt(state.namespace, promised)}
 
     def state_of(self, request_id: str) -> RequestState | None:
@@ -350,8 +444,10 @@ class RecallScheduler:
     def _state(self, request: Any) -> RequestState:
         state = self._states.get(request.request_id)
         if state is None:
-            step = self._facts.block_size // self._facts.hash_block_size
-            state = RequestState(request, step, tenant_of(request.cache_salt))
+            unit = self._facts.hash_block_size
+            steps = tuple(group.block_size // unit for group in self._facts.groups)
+            tenant = tenant_of(request.cache_salt)
+            state = RequestState(request, steps, tenant, self._facts.chain)
             self._states[request.request_id] = state
         self._settle(state)
         return state
@@ -363,6 +459,8 @@ class RecallScheduler:
             return
         state.settled = True
         state.namespace = self.namespaces.of(state.request)
+        if state.namespace is not None:
+            state.group_namespaces = self.namespaces.groups_of(state.namespace)
         if not state.reported:
             state.promise = self._accept(state.request.kv_transfer_params, state.namespace)
 

@@ -6,7 +6,9 @@ vLLM pickles everything here once per step, so it is small and plain.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -14,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvrecall.engines.vllm.compat.config import GroupKind, KvGroup
 from kvrecall.engines.vllm.identity.loaded import LoadedModel
 from kvrecall.pool.base import ArenaHandle
 
@@ -25,20 +28,22 @@ ALL_BLOCKS = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Blocks to copy between the device and the arena; row i of both lists belongs together.
-    ``offsets`` are bytes into the arena where a block's record starts; a rank adds its shard's
-    offset within the record."""
+    """Blocks of one KV group to copy between the device and the arena; row i of both lists belongs
+    together. ``offsets`` are bytes into the arena where a block's record starts; a rank adds its
+    shard's offset within the record."""
 
     block_ids: tuple[int, ...]
     offsets: tuple[int, ...]
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Arena -> device for one request, which waits until every rank has reported it."""
+    """Arena -> device for one request, which waits until every rank has reported it. Without
+    ``copies`` the load fails: vLLM took another number of tokens than it was offered."""
 
     request_id: str
-    copy: Copy
+    copies: tuple[Copy, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +143,8 @@ class StepOrders(KVConnectorMetadata):
 
     ``releases``: finished requests whose device blocks are held until the stores ordered so far
     have left the device. ``drain``: wait for all stores before anything is overwritten (a request
-    was preempted or its blocks may be reused). ``record_bytes``: of a block's KV over all ranks.
+    was preempted or its blocks may be reused). ``record_bytes``: of a block's KV over all ranks,
+    by KV group.
     """
 
     arena: ArenaHandle
@@ -147,7 +153,7 @@ class StepOrders(KVConnectorMetadata):
     releases: list[str] = field(default_factory=list)
     drain: bool = False
     comparisons: list[Comparison] = field(default_factory=list)
-    record_bytes: int = 0
+    record_bytes: tuple[int, ...] = (0,)
     offload: OffloadOrders | None = None
 
 
@@ -193,11 +199,12 @@ class StepReport(KVConnectorWorkerMetadata):
 
 @dataclass(frozen=True, slots=True)
 class ShardLayer:
-    """One layer's part of a block on one rank."""
+    """One layer's part of a block of its KV group on one rank."""
 
     name: str
     page_bytes: int
     layout: str  # logical shape of a block, strides, dtype
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,33 +221,84 @@ class Shard(KVConnectorHandshakeMetadata):
     token_seconds: float = 0.0
     model: LoadedModel | None = None
 
+    def nbytes(self, group: int = 0) -> int:
+        """Bytes of one block of a KV group on this rank."""
+        return sum(layer.page_bytes for layer in self.layers if layer.group == group)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """A KV group on the scheduler side. ``block_bytes``: of a block over all ranks, the origin
+    included."""
+
+    group: KvGroup
+    block_bytes: int
+
     @property
-    def nbytes(self) -> int:
-        """Bytes of one block on this rank."""
-        return sum(layer.page_bytes for layer in self.layers)
+    def kind(self) -> GroupKind:
+        return self.group.kind
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.group.block_size
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of a block's KV, before the origin."""
+        return self.block_bytes - ORIGIN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
     """Facts about the engine for the scheduler side, settled when all ranks have reported their
-    shards. ``block_size``, ``hash_block_size``: tokens. ``block_bytes``: bytes of a block over all
-    ranks, ``record_bytes`` those of its KV, before the origin. ``copies_in_step``: stores are off
-    the device when their step returns. ``frees_while_running``: the engine may take blocks from a
-    running request (sliding window). ``recalls``: whether blocks may be loaded into it; if not it
-    only saves. ``least_token_seconds``: computing a prompt token takes about as long, or longer; 0:
-    unknown. ``exact_blocks``: number of blocks of a sequence that have the same KV however it is
-    decoded: retrieval attention is approximate."""
+    shards. ``groups``: the KV groups in vLLM's order. ``hash_block_size``: tokens.
+    ``copies_in_step``: stores are off the device when their step returns. ``recalls``: whether
+    blocks may be loaded into it; if not it only saves. ``least_token_seconds``: computing a prompt
+    token takes about as long, or longer; 0: unknown. ``exact_blocks``: number of blocks of a
+    sequence that have the same KV however it is decoded: retrieval attention is approximate."""
 
-    block_size: int
+    groups: tuple[GroupFacts, ...]
     hash_block_size: int
-    block_bytes: int
     ranks: int
     copies_in_step: bool
-    frees_while_running: bool
     recalls: bool = True
     least_token_seconds: float = 0.0
     exact_blocks: int = ALL_BLOCKS
 
     @property
-    def record_bytes(self) -> int:
-        return self.block_bytes - ORIGIN_BYTES
+    def chain(self) -> int:
+        """The group whose blocks are a request's chain: the first that needs the whole prefix, or
+        the first of all."""
+        full = (i for i, group in enumerate(self.groups) if group.kind is GroupKind.FULL)
+        return next(full, 0)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block of the chain."""
+        return self.groups[self.chain].block_size
+
+    @property
+    def alignment(self) -> int:
+        """Tokens of which a hit is a multiple: every group's blocks end there."""
+        return math.lcm(*(group.block_size for group in self.groups))
+
+    @property
+    def block_bytes(self) -> float:
+        """Bytes that the pool takes for the tokens of one block of the chain, in all groups."""
+        size = self.block_size
+        return sum(group.block_bytes * size / group.block_size for group in self.groups)
+
+    @property
+    def frees_while_running(self) -> bool:
+        """Whether the engine may take blocks from a running request."""
+        return any(facts.group.frees for facts in self.groups)
+
+    @classmethod
+    def of_one(
+        cls, block_size: int, block_bytes: int, frees: bool = False, **more: Any
+    ) -> EngineFacts:
+        """Of an engine with one group of full attention; ``more``: other fields."""
+        group = KvGroup(GroupKind.FULL, block_size, 0, frees)
+        more = {"hash_block_size": block_size, "ranks": 1, "copies_in_step": True, **more}
+        return cls((GroupFacts(group, block_bytes),), **more)

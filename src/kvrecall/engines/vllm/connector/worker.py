@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -23,7 +24,7 @@ from kvrecall.engines.vllm.attention.offloaded import Records
 from kvrecall.engines.vllm.compat import config
 from kvrecall.engines.vllm.connector.compare import deviation
 from kvrecall.engines.vllm.connector.copier import ArenaMapping, make_queue
-from kvrecall.engines.vllm.connector.pages import Pages, pages_of
+from kvrecall.engines.vllm.connector.pages import GroupPages, Pages, pages_of
 from kvrecall.engines.vllm.connector.wire import (
     Comparison,
     Deviation,
@@ -34,6 +35,7 @@ from kvrecall.engines.vllm.connector.wire import (
     Store,
 )
 from kvrecall.engines.vllm.identity.loaded import LoadedModel
+from kvrecall.errors import EngineError
 from kvrecall.pool.base import ArenaHandle
 
 _ROWS, _COLUMNS, _TIMES = 512, 2048, 4  # of products that tell what a token of a prefill costs
@@ -45,9 +47,8 @@ class RecallWorker:
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._layers: tuple[Pages, ...] = ()
-        self._pages: tuple[Pages, ...] = ()  # of the layers, then of their digests
-        self._offset = 0
+        self._layers: tuple[GroupPages, ...] = ()  # by KV group
+        self._groups: tuple[GroupPages, ...] = ()  # the same with the layers' digests
         self._mapping: ArenaMapping | None = None  # once ``shard`` has settled where it writes
         self._loading: deque[str] = deque()  # requests, in the order of their loads
         self._storing: deque[int] = deque()  # store ids, likewise
@@ -64,25 +65,34 @@ class RecallWorker:
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Registers the device KV cache: one tensor per layer."""
-        placements = config.layer_placements(self._kv_cache_config)
-        self._layers = pages_of(
-            kv_caches,
-            placements,
-            self._kv_cache_config.num_blocks,
-            config.fp8_type(self._vllm_config),
+        cfg, fp8 = self._kv_cache_config, config.fp8_type(self._vllm_config)
+        self._layers = tuple(
+            GroupPages(pages_of(kv_caches, placements, cfg.num_blocks, fp8))
+            for placements in config.layer_placements(cfg)
         )
+        if not any(group.pages for group in self._layers):
+            raise EngineError("the engine registered no KV cache memory; nothing to pool")
         self._retrieval = retrieval_groups(self._vllm_config)
         beside = [page for group in self._retrieval for page in group.register(kv_caches).items()]
         digests = (Pages(name, rows, f"{tuple(rows.shape[1:])} bytes") for name, rows in beside)
-        self._pages = (*self._layers, *digests)
+        first, *others = self._layers  # retrieval attention serves engines of one group
+        self._groups = (GroupPages((*first.pages, *digests)), *others)
 
     def shard(self) -> Shard:
         """This rank's part of a block. Must be called on all ranks at once: they communicate."""
-        layers = tuple(ShardLayer(page.name, page.page_bytes, page.layout) for page in self._pages)
-        kernel = config.kernel_of(self._vllm_config, tuple(page.name for page in self._layers))
-        device = self._pages[0].rows.device
-        self._offset = self._shard_offset()
-        self._mapping = ArenaMapping(self._pages, self._offset)
+        layers = tuple(
+            ShardLayer(page.name, page.page_bytes, page.layout, number)
+            for number, group in enumerate(self._groups)
+            for page in group.pages
+        )
+        names = tuple(page.name for group in self._layers for page in group.pages)
+        kernel = config.kernel_of(self._vllm_config, names)
+        device = next(group.pages[0].rows.device for group in self._layers if group.pages)
+        replicas = config.kv_replicas(self._kv_cache_config)
+        offsets = [config.shard_position(group.nbytes, replicas) for group in self._groups]
+        self._groups = _at(self._groups, offsets)
+        self._layers = _at(self._layers, offsets)
+        self._mapping = ArenaMapping(self._groups)
         flops, hidden = config.prompt_token_work(self._vllm_config)
         dtype = self._vllm_config.model_config.dtype
         least = least_token_seconds(flops, hidden, dtype, str(device))
@@ -102,11 +112,12 @@ class RecallWorker:
     def start_loads(self, orders: StepOrders) -> None:
         """Starts the step's loads."""
         for load in orders.loads:
+            ids = load.copies[0].block_ids if load.copies else ()
             for group in self._retrieval:
-                group.note_overwritten(load.copy.block_ids)
-            if self._arena.load(orders.arena, load.copy):
+                group.note_overwritten(ids)
+            if load.copies and self._arena.load(orders.arena, *load.copies):
                 for group in self._retrieval:
-                    group.note_restored(load.copy.block_ids)
+                    group.note_restored(ids)
                 self._loading.append(load.request_id)
             else:
                 self._failed_loads.add(load.request_id)
@@ -132,12 +143,14 @@ class RecallWorker:
 
     def _sign(self, orders: StepOrders, store: Store) -> None:
         """Writes the origin behind the records that are stored, once for all ranks."""
-        memory = self._arena.memory(orders.arena) if self._offset == 0 else None
+        number = store.copy.group
+        is_first = self._groups[number].offset == 0
+        memory = self._arena.memory(orders.arena) if is_first else None
         if memory is None:
             return
         origin = np.frombuffer(store.origin, dtype=np.uint8)
         for offset in store.copy.offsets:
-            at = offset + orders.record_bytes
+            at = offset + orders.record_bytes[number]
             memory[at : at + len(origin)] = origin
 
     def _compare(self, arena: ArenaHandle, comparison: Comparison) -> None:
@@ -147,14 +160,15 @@ class RecallWorker:
         if memory is not None:
             copy = comparison.copy
             found = deviation(
-                self._layers,
-                self._offset,
+                self._layers[copy.group],
                 torch.from_numpy(memory),
                 copy.block_ids,
                 copy.offsets,
+                self._vllm_config.model_config.dtype,
                 config.is_deterministic(),
             )
-        self._report.compared[comparison.number] = 1, found
+        ranks, known = self._report.compared.get(comparison.number, (0, Deviation()))
+        self._report.compared[comparison.number] = ranks + 1, known.plus(found)
         if comparison.repeated and not found.within:
             self._report.refuted.add(comparison.request_id)
 
@@ -231,20 +245,20 @@ class RecallWorker:
         memory = self._arena.memory(arena)
         if memory is None:
             return None
-        starts = accumulate((page.page_bytes for page in self._pages), initial=self._offset)
-        names = (page.name for page in self._pages)
+        (group,) = self._groups
+        starts = accumulate((page.page_bytes for page in group.pages), initial=group.offset)
+        names = (page.name for page in group.pages)
         return Records(memory, dict(zip(names, starts, strict=False)), arena)
 
     def _writes_shard(self) -> bool:
         """Of ranks that hold identical KV, the first writes it."""
         return config.tensor_rank() % config.kv_replicas(self._kv_cache_config) == 0
 
-    def _shard_offset(self) -> int:
-        """Offset of this rank's bytes in a block's record: after those of the ranks before it that
-        hold different KV."""
-        nbytes = sum(page.page_bytes for page in self._pages)
-        replicas = config.kv_replicas(self._kv_cache_config)
-        return config.shard_position(nbytes, replicas)
+
+def _at(groups: tuple[GroupPages, ...], offsets: list[int]) -> tuple[GroupPages, ...]:
+    """The groups with the offsets of this rank's bytes in their records: after those of the ranks
+    before it that hold different KV."""
+    return tuple(replace(group, offset=at) for group, at in zip(groups, offsets, strict=True))
 
 
 def least_token_seconds(flops: float, hidden: int, dtype: torch.dtype, device: str) -> float:

@@ -43,7 +43,7 @@ def namespace_of(
         "environment": _text(fields.environment()),
         "dtype": str(model.dtype),
         "kv_dtype": str(cache.cache_dtype),
-        "block_size": str(config.group_block_size(kv_cache_config)),
+        "block_size": "+".join(str(one.block_size) for one in config.kv_groups(kv_cache_config)),
         "kernel": "; ".join(sorted({shard.kernel for shard in shards})),
         "tensor_parallel": str(parallel.tensor_parallel_size),
         "pipeline_parallel": str(parallel.pipeline_parallel_size),
@@ -164,19 +164,20 @@ class NamespaceRegistry:
     def __init__(
         self,
         pool: PoolClient,
-        block_bytes: int,
+        groups: Sequence[tuple[str, int]],
         base: Callable[[], Namespace | None],
         adapters: Adapters,
     ) -> None:
+        """``groups``: what each KV group is, and bytes of its blocks."""
         self._pool = pool
-        self._block_bytes = block_bytes
+        self._groups = groups
         self._make_base = base
         self._adapters = adapters
         self._base: Namespace | None = None
         self._is_private = False
         self._distrusted: set[bytes] = set()  # of adapters, before their epoch
         self._epoch = secrets.token_hex(16)
-        self._registered: set[bytes] = set()
+        self._registered: dict[bytes, tuple[Namespace, ...]] = {}  # their groups', by digest
         self._refused: set[bytes] = set()  # namespaces that the pool cannot hold
         self._warned = False
 
@@ -211,6 +212,10 @@ class NamespaceRegistry:
             self._register(namespace)
         return None if namespace.digest in self._refused else namespace
 
+    def groups_of(self, namespace: Namespace) -> tuple[Namespace, ...]:
+        """The namespaces of a namespace's blocks, by KV group."""
+        return self._registered[namespace.digest]
+
     def turn_private(self) -> None:
         """From now on blocks have a namespace that no other engine has had or will have."""
         self._is_private = True
@@ -222,9 +227,12 @@ class NamespaceRegistry:
         all adapters. Returns the digests of all abandoned namespaces."""
         if self._base is not None and namespace.digest != self._base.digest:
             self._distrusted.add(namespace.digest)
-            return {namespace.digest}
-        self.turn_private()
-        return set(self._registered)
+            abandoned = [namespace.digest]
+        else:
+            self.turn_private()
+            abandoned = list(self._registered)
+        groups = (group for digest in abandoned for group in self._registered[digest])
+        return {*abandoned, *(group.digest for group in groups)}
 
     def _next_base(self) -> Namespace | None:
         namespace = self._make_base()
@@ -233,9 +241,14 @@ class NamespaceRegistry:
         return namespace.derive(epoch=self._epoch)
 
     def _register(self, namespace: Namespace) -> None:
-        self._registered.add(namespace.digest)
+        groups: tuple[Namespace, ...] = (namespace,)
+        if len(self._groups) > 1:
+            names = (f"{number}: {kind}" for number, (kind, _) in enumerate(self._groups))
+            groups = tuple(namespace.derive(group=name) for name in names)
+        self._registered[namespace.digest] = groups
         try:
-            self._pool.register(namespace, self._block_bytes)
+            for group, (_, block_bytes) in zip(groups, self._groups, strict=True):
+                self._pool.register(group, block_bytes)
         except ConfigError as error:  # of a service that was not there when the engine began
             logger.error("kvrecall: NOTHING IS POOLED: the pool refuses blocks: %s", error)
             self._refused.add(namespace.digest)
