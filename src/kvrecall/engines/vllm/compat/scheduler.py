@@ -143,3 +143,11 @@ def boundary_states(scheduler_output: Any) -> dict[str, list[tuple[int, int, int
     tokens up to the state."""
     block_state = getattr(scheduler_output, "kv_connector_block_state", None)
     return getattr(block_state, "boundary_state_offloads", None) or {}
+
+
+def keep_boundary(request: Any, tokens: int) -> None:
+    """Makes vLLM keep, and the pool save, what windows and recurrent layers need to continue at
+    ``tokens``: other requests share the prefix so far, but it was not kept there. vLLM does so
+    itself for prefixes that it finds on the device."""
+    if tokens > getattr(request, "shared_prefix_boundary", 0):
+        request.shared_prefix_boundary = tokens

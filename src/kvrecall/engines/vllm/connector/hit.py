@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from kvrecall.block import BlockKey, TierName
 from kvrecall.engines.vllm.compat.config import GroupKind
+from kvrecall.engines.vllm.compat.scheduler import keep_boundary
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.connector.wire import EngineFacts
 from kvrecall.pool.base import PoolClient
@@ -106,6 +107,8 @@ class HitFinder:
         end = self._boundary(tiers, start, end)
         if not is_pending:
             self._touch(state, start, end, reach)
+            if end < reach and self._full:
+                keep_boundary(state.request, reach)
         if end <= start:
             return None, is_pending
         order = [*self._sparse, *self._full]
@@ -130,7 +133,8 @@ class HitFinder:
         return tokens // self._facts.alignment * self._facts.alignment
 
     def _needed(self, group: int, start: int, end: int) -> tuple[int, int]:
-        """The blocks of a group that must come from the pool for a hit at ``end``."""
+        """The blocks of a group that must come from the pool for a hit at ``end``: the first, and
+        the one behind the last."""
         size = self._facts.groups[group].block_size
         return max(start // size, self._first_needed(group, end)), end // size
 
@@ -171,6 +175,11 @@ class HitFinder:
             return Run(group, first, keys, found, before[-1] if before else None, None, weight)
         parents = tuple(self.parents(state, group, range(first, stop)))
         return Run(group, first, keys, found, None, parents, weight)
+
+    def tail(self, group: int, tokens: int) -> range:
+        """The blocks of a group that a hit needs which ends at the last boundary within the first
+        ``tokens`` tokens."""
+        return range(*self._needed(group, 0, self._aligned(tokens)))
 
     def parents(
         self, state: RequestState, group: int, places: Sequence[int]

@@ -96,7 +96,7 @@ class Saver:
             any_new = self._save_chain(state, tokens // size, tables, ended)
             tokens = min(tokens, state.saved * size)  # without its chain a block serves no hit
         for group in self._hanging:
-            any_new |= self._save_hanging(state, group, tokens, tables)
+            any_new |= self._save_hanging(state, group, tokens, tables, ended)
         return any_new
 
     def _save_chain(
@@ -136,20 +136,29 @@ class Saver:
         return self._order(state, self._facts.chain, rows)
 
     def _save_hanging(
-        self, state: RequestState, group: int, tokens: int, tables: Callable[[], Tables]
+        self,
+        state: RequestState,
+        group: int,
+        tokens: int,
+        tables: Callable[[], Tables],
+        ended: bool,
     ) -> bool:
-        """Blocks of a group in which a hit needs only some: those of the last step's that are on
-        the device and that a hit can need."""
+        """Blocks of a group in which a hit needs only some: of those that became complete, the ones
+        that are on the device and that a hit can need; at the end of a request also those that its
+        continuation needs, such as a conversation's next turn."""
         facts = self._facts.groups[group]
         done, upto = state.seen.get(group, 0), tokens // facts.block_size
-        if upto <= done:
+        if upto <= done and not ended:
             return False
         table = tables()[group]
         places = [i for i in range(done, upto) if block_at(table, i)]
-        state.seen[group] = upto
+        state.seen[group] = max(done, upto)
         wanted = self._reachable(state.request, group, done, upto) if places else None
         if wanted is not None:
             places = [i for i in places if wanted[i - done]]
+        if ended:
+            tail = (i for i in self._finder.tail(group, tokens) if block_at(table, i))
+            places = sorted({*places, *tail})
         if not places:
             return False
         chain = state.keys(upto, group)

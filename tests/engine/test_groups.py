@@ -1,0 +1,403 @@
+"""Engines of several KV groups: the scheduler side around vLLM's own block manager, with a real
+pool. Device blocks hold a digest of what was computed into them, so every read of a block that is
+not what the request would have computed there is noticed."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import Request, RequestStatus
+
+from kvrecall.block import Namespace
+from kvrecall.config import RecallSettings
+from kvrecall.engines.vllm.compat import config, scheduler
+from kvrecall.engines.vllm.compat.config import GroupKind
+from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
+from kvrecall.engines.vllm.connector.wire import (
+    ORIGIN_BYTES,
+    EngineFacts,
+    GroupFacts,
+    Load,
+    StepReport,
+)
+from kvrecall.pool import Pool
+
+from .test_scheduler import ByName
+
+MARK = 8
+RECORD = 4096 - ORIGIN_BYTES
+
+
+def full(size: int) -> KVCacheSpec:
+    return FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=64, dtype=torch.float32)
+
+
+def window(size: int, tokens: int) -> KVCacheSpec:
+    return SlidingWindowSpec(
+        block_size=size, num_kv_heads=1, head_size=64, dtype=torch.float32, sliding_window=tokens
+    )
+
+
+def local(size: int, tokens: int) -> KVCacheSpec:
+    return ChunkedLocalAttentionSpec(
+        block_size=size,
+        num_kv_heads=1,
+        head_size=64,
+        dtype=torch.float32,
+        attention_chunk_size=tokens,
+    )
+
+
+def state(size: int) -> KVCacheSpec:
+    return MambaSpec(
+        block_size=size, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align"
+    )
+
+
+SHAPES = {
+    "gemma": [window(16, 40), window(16, 40), full(16)],
+    "sizes": [full(32), window(16, 50)],
+    "windows": [window(16, 40)],
+    "chunks": [local(16, 64), full(16)],
+    "states": [state(32), full(32), state(32)],
+}
+
+
+class Bench:
+    """An engine without a model. ``device``: by block, the digest of what was computed into it."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        specs: Sequence[KVCacheSpec],
+        blocks: int = 100,
+        retention: int | None = None,
+        audit: object = "off",
+    ) -> None:
+        init_none_hash(sha256_cbor)
+        self.pool = pool
+        groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)]
+        cfg = KVCacheConfig(blocks, [], groups, prefix_cache_retention_interval=retention)
+        self.kinds = config.kv_groups(cfg)
+        facts = EngineFacts(
+            tuple(GroupFacts(kind, RECORD + ORIGIN_BYTES) for kind in self.kinds),
+            hash_block_size=min(kind.block_size for kind in self.kinds),
+            ranks=1,
+            copies_in_step=True,
+        )
+        self.facts = facts
+        self.manager = KVCacheManager(cfg, 4096, facts.alignment, facts.hash_block_size)
+        self.side = RecallScheduler(
+            pool,
+            RecallSettings.from_mapping(
+                {"host_size": "1MiB", "audit": audit, "load_or_compute": "load"}
+            ),
+            facts,
+            lambda: Namespace.of({"test": "1"}),
+            ByName(),
+            self.manager.get_block_ids,
+            scheduler.first_needed(self.manager),
+            scheduler.reachable_blocks(self.manager),
+        )
+        self.device: dict[int, bytes] = {}
+        self.hit: tuple[int, Any] | None = None  # on the device, until the first step takes it
+        self.loads: list[Load] = []
+        self.hasher = get_request_block_hasher(facts.hash_block_size, sha256_cbor)
+        self.names = iter(range(1_000_000))
+
+    def mark(self, group: int, tokens: Sequence[int]) -> bytes:
+        """Of a block, or a state, that follows from these tokens."""
+        kind = self.kinds[group].kind
+        return hashlib.blake2b(f"{group}{kind}{list(tokens)}".encode(), digest_size=MARK).digest()
+
+    # ---- an engine's steps ----
+
+    def begin(self, prompt: list[int]) -> tuple[Request, int, int]:
+        """A request with what the device and the pool have of its prompt: the tokens of each."""
+        params = SamplingParams(max_tokens=1000)
+        params.update_from_generation_config({}, eos_token_id=1)
+        request = Request(f"r{next(self.names)}", prompt, params, None, block_hasher=self.hasher)
+        self.side.admit(request)
+        hit, on_device, request.shared_prefix_boundary = self.manager.get_computed_blocks(request)
+        external, _ = self.side.match(request, on_device)
+        while external is None:
+            external, _ = self.side.match(request, on_device)
+        self.hit = (on_device, hit)
+        if external:
+            got = self.manager.allocate_slots(
+                request,
+                0,
+                *self.hit,
+                num_external_computed_tokens=external,
+                delay_cache_blocks=True,
+            )
+            assert got is not None
+            self.hit = None
+        ids = self.manager.get_block_ids(request.request_id)
+        self.side.allocated(request, ids, external)
+        request.num_computed_tokens = on_device + external
+        if external:
+            self._step({})
+            self.side.reported(None, {request.request_id}, set())
+            self.manager.cache_blocks(request, request.num_computed_tokens)
+        return request, on_device, external
+
+    def compute(self, request: Request, tokens: int) -> None:
+        """The next so many tokens; what they attend to must be what was computed before."""
+        start, end = request.num_computed_tokens, request.num_computed_tokens + tokens
+        request.status = RequestStatus.RUNNING
+        if self.hit is not None:
+            on_device, hit = self.hit
+            request.num_computed_tokens = 0
+            got = self.manager.allocate_slots(request, tokens, on_device, hit)
+            request.num_computed_tokens, self.hit = start, None
+        else:
+            self.check(request, start)
+            got = self.manager.allocate_slots(request, tokens)
+        assert got is not None
+        for group, kind in enumerate(self.kinds):
+            ids = self.manager.get_block_ids(request.request_id)[group]
+            size = kind.block_size
+            if kind.kind is GroupKind.STATE:
+                self.device[ids[-(-end // size) - 1]] = self.mark(
+                    group, request.all_token_ids[:end]
+                )
+                continue
+            for index in range(start // size, -(-end // size)):
+                upto = min(end, (index + 1) * size)
+                self.device[ids[index]] = self.mark(group, request.all_token_ids[:upto])
+        self._step({request.request_id: tokens})
+        request.num_computed_tokens = end
+        if end == request.num_tokens:
+            request.append_output_token_ids(7)
+
+    def check(self, request: Request, computed: int) -> None:
+        """Every block that the next token attends to holds what this request computes there."""
+        tables = self.manager.get_block_ids(request.request_id)
+        first_needed = scheduler.first_needed(self.manager)
+        for group, kind in enumerate(self.kinds):
+            if not computed:
+                continue
+            size = kind.block_size
+            for index in range(first_needed(group, computed), -(-computed // size)):
+                upto = min(computed, (index + 1) * size)
+                block = tables[group][index]
+                assert block, (kind, index, computed)
+                want = self.mark(group, request.all_token_ids[:upto])
+                assert self.device[block] == want, (kind, index, computed)
+
+    def _step(self, scheduled: dict[str, int]) -> None:
+        block_state = SimpleNamespace(
+            boundary_state_offloads=self.manager.take_boundary_state_offloads()
+        )
+        step = SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=block_state)
+        orders = self.side.orders(step, self.pool.arena_handle())
+        memory = self.pool.arena.memory
+        self.loads = orders.loads
+        for load in orders.loads:
+            assert load.copies, "vLLM took what it was offered"
+            for copy in load.copies:
+                for block, offset in zip(copy.block_ids, copy.offsets, strict=True):
+                    self.device[block] = bytes(memory[offset : offset + MARK])
+        for store in orders.stores:
+            for block, offset in zip(store.copy.block_ids, store.copy.offsets, strict=True):
+                memory[offset : offset + MARK] = self.device[block]
+                at = offset + orders.record_bytes[store.copy.group]
+                memory[at : at + ORIGIN_BYTES] = store.origin
+        self.side.reported(StepReport({s.store_id: 1 for s in orders.stores}), set(), set())
+
+    def prefill(self, request: Request, chunk: int = 1 << 30) -> None:
+        """Computes the prompt in chunks, cut as vLLM's scheduler cuts them for recurrent states."""
+        size = self.facts.alignment
+        while (start := request.num_computed_tokens) < request.num_prompt_tokens:
+            end = min(request.num_prompt_tokens, start + chunk)
+            if any(kind.kind is GroupKind.STATE for kind in self.kinds):
+                last = (request.num_prompt_tokens - 1) // size * size
+                stops = [request.shared_prefix_boundary // size * size, last]
+                if end < request.num_prompt_tokens:
+                    stops.append(end // size * size)
+                end = min((stop for stop in stops if start < stop < end), default=end)
+            self.compute(request, end - start)
+
+    def end(self, request: Request) -> None:
+        request.status = RequestStatus.FINISHED_STOPPED
+        self.manager.remove_skipped_blocks(request.request_id, request.num_computed_tokens)
+        self.side.finished(request, self.manager.get_block_ids(request.request_id))
+        self.manager.free(request)
+
+    def run(self, prompt: list[int], answer: int = 0, chunk: int = 1 << 30) -> tuple[int, int]:
+        request, on_device, recalled = self.begin(prompt)
+        self.prefill(request, chunk)
+        for _ in range(answer):
+            self.compute(request, 1)
+        self.end(request)
+        return on_device, recalled
+
+    def forget_device(self) -> None:
+        assert self.manager.reset_prefix_cache()
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    with Pool.open(RecallSettings.from_mapping({"host_size": "4MiB"}).pool) as pool:
+        yield pool
+
+
+@pytest.fixture(params=list(SHAPES))
+def specs(request: pytest.FixtureRequest) -> list[KVCacheSpec]:
+    return SHAPES[request.param]
+
+
+def prompt(tokens: int, seed: int = 1) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(500) for _ in range(tokens)]
+
+
+@pytest.mark.parametrize("retention", [None, 0])
+@pytest.mark.parametrize("tokens", [33, 64, 65, 100, 161, 320])
+def test_the_pool_recalls_what_the_device_would_have(
+    pool: Pool, specs: list[KVCacheSpec], tokens: int, retention: int | None
+) -> None:
+    bench = Bench(pool, specs, retention=None if len(specs) == 1 else retention)
+    bench.run(prompt(tokens))
+    on_device, _ = bench.run(prompt(tokens))
+    assert on_device > 0
+    bench.forget_device()
+    assert bench.run(prompt(tokens)) == (0, on_device)
+    assert pool.stats().leases == pool.stats().reserved == 0
+
+
+def test_only_the_needed_blocks_move(pool: Pool, specs: list[KVCacheSpec]) -> None:
+    bench = Bench(pool, specs)
+    bench.run(prompt(320))
+    bench.forget_device()
+    _, _, recalled = bench.begin(prompt(320))
+    (load,) = bench.loads
+    moved = Counter({copy.group: len(copy.block_ids) for copy in load.copies})
+    for group, kind in enumerate(bench.kinds):
+        whole = recalled // kind.block_size
+        reach = {
+            GroupKind.FULL: whole,
+            GroupKind.WINDOW: -(-(kind.reach - 1) // kind.block_size),
+            GroupKind.STATE: 1,
+        }[kind.kind]
+        if isinstance(specs[group], ChunkedLocalAttentionSpec):
+            reach = whole - recalled // kind.reach * kind.reach // kind.block_size
+        assert moved[group] == min(whole, reach), kind
+
+
+def test_a_hit_ends_where_every_group_can_serve(pool: Pool) -> None:
+    bench = Bench(pool, SHAPES["gemma"])
+    bench.run(prompt(320))
+    bench.forget_device()
+    state = next(iter(bench.side.namespaces.groups_of(Namespace.of({"test": "1"}))))
+    windows = [key for key in pool._host.blocks if key.startswith(state.digest)]
+    assert len(windows) == 20
+    pool.drop(windows[15:17])
+    # The last boundary whose window (3 blocks) has no gap: in front of the dropped blocks.
+    assert bench.run(prompt(320)) == (0, 15 * 16)
+    bench.forget_device()
+    assert bench.run(prompt(320)) == (0, 19 * 16), "they were saved again"
+
+
+def test_shared_prefixes_are_kept_where_they_end(pool: Pool, specs: list[KVCacheSpec]) -> None:
+    """vLLM's default keeps windows and states only at the end of a prompt. The second request that
+    shares a prefix makes the pool keep them where it ends; the third is served from there."""
+    if len(specs) == 1:
+        pytest.skip("without full attention nothing tells where a shared prefix ends")
+    bench = Bench(pool, specs, retention=0)
+    shared = prompt(160)
+    recalled = []
+    for seed in (2, 3, 4):
+        recalled.append(bench.run(shared + prompt(100, seed))[1])
+        bench.forget_device()
+    assert recalled[0] == 0
+    assert recalled[2] == 160 // bench.facts.alignment * bench.facts.alignment
+
+
+def test_the_next_turn_begins_behind_the_answer(pool: Pool) -> None:
+    bench = Bench(pool, SHAPES["gemma"], retention=0)
+    first = prompt(100)
+    bench.run(first, answer=60)
+    bench.forget_device()
+    turn = [*first, *[7] * 60, *prompt(20, 9)]
+    assert bench.run(turn)[1] == 144 + 0  # 160 tokens, the last of which is not computed
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_is_evicted_nothing_wrong_is_read(specs: list[KVCacheSpec], seed: int) -> None:
+    """Conversations that fork and grow, on a device and in a pool that are both too small."""
+    draw = random.Random(seed)
+    retention = draw.choice([None, 0]) if len(specs) > 1 else None
+    recalled = 0
+    with Pool.open(RecallSettings.from_mapping({"host_size": "400KiB"}).pool) as pool:
+        bench = Bench(pool, specs, blocks=90, retention=retention)
+        prompts = [prompt(draw.randrange(20, 200), seed) for seed in range(4)]
+        for number in range(60):
+            one = draw.choice(prompts)
+            fork = one[: draw.randrange(10, len(one))] if draw.random() < 0.3 else one
+            asked = [*fork, *prompt(draw.randrange(1, 60), 100 + number)]
+            if len(asked) < 260:
+                prompts.append(asked)
+            _, came = bench.run(asked, draw.randrange(20), draw.choice([32, 48, 96, 1 << 30]))
+            recalled += came
+            if draw.random() < 0.3:
+                bench.forget_device()
+        assert pool.stats().leases == pool.stats().reserved == 0
+    assert recalled > 0
+
+
+def test_another_engines_blocks_are_compared_in_every_group(pool: Pool) -> None:
+    Bench(pool, SHAPES["gemma"]).run(prompt(160))
+    reader = Bench(pool, SHAPES["gemma"], audit=4096)
+    request, _, recalled = reader.begin(prompt(160))
+    assert recalled == 0
+    orders: list[Any] = []
+    plain = reader.side.orders
+    reader.side.orders = lambda *args: orders.append(plain(*args)) or orders[-1]  # type: ignore[method-assign]
+    reader.prefill(request)
+    compared = {one.copy.group: len(one.copy.block_ids) for one in orders[0].comparisons}
+    assert compared == {0: 3, 1: 3, 2: 9}
+
+
+def test_namespaces_of_one_group_are_those_of_the_engine(pool: Pool) -> None:
+    one, several = Bench(pool, [full(16)]), Bench(pool, SHAPES["gemma"])
+    one.run(prompt(64))
+    assert [name for name, _ in pool.namespaces()] == [Namespace.of({"test": "1"})]
+    several.run(prompt(64))
+    names = {dict(name.parts).get("group") for name, _ in pool.namespaces()}
+    assert names == {None, "0: window of 40 tokens", "1: window of 40 tokens", "2: full"}
+
+
+def test_a_load_that_vllm_shortens_fails_instead_of_lacking_a_window(pool: Pool) -> None:
+    bench = Bench(pool, SHAPES["gemma"])
+    bench.run(prompt(160))
+    bench.forget_device()
+    request = Request("r", prompt(160), SamplingParams(), None, block_hasher=bench.hasher)
+    external, _ = bench.side.match(request, 0)
+    assert external == 144
+    tables = [list(range(1, 10))] * 3
+    bench.side.allocated(request, tables, 128)
+    step = SimpleNamespace(num_scheduled_tokens={})
+    (load,) = bench.side.orders(step, pool.arena_handle()).loads
+    assert load.copies == ()
