@@ -212,6 +212,7 @@ class Bench:
         )
         step = SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=block_state)
         orders = self.side.orders(step, self.pool.arena_handle())
+        self.manager.new_step_starts()
         memory = self.pool.arena.memory
         self.loads = orders.loads
         for load in orders.loads:
@@ -242,7 +243,10 @@ class Bench:
     def end(self, request: Request) -> None:
         request.status = RequestStatus.FINISHED_STOPPED
         self.manager.remove_skipped_blocks(request.request_id, request.num_computed_tokens)
-        self.side.finished(request, self.manager.get_block_ids(request.request_id))
+        tables = self.manager.get_block_ids(request.request_id)
+        hold, _ = self.side.finished(request, tables)
+        if hold:  # the blocks are freed when the next step has copied them
+            self._step({})
         self.manager.free(request)
 
     def run(self, prompt: list[int], answer: int = 0, chunk: int = 1 << 30) -> tuple[int, int]:
@@ -341,10 +345,10 @@ def test_the_next_turn_begins_behind_the_answer(pool: Pool) -> None:
     bench.run(first, answer=60)
     bench.forget_device()
     turn = [*first, *[7] * 60, *prompt(20, 9)]
-    assert bench.run(turn)[1] == 144 + 0  # 160 tokens, the last of which is not computed
+    assert bench.run(turn)[1] == 160
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_whatever_is_evicted_nothing_wrong_is_read(specs: list[KVCacheSpec], seed: int) -> None:
     """Conversations that fork and grow, on a device and in a pool that are both too small."""
     draw = random.Random(seed)
