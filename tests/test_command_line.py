@@ -125,7 +125,7 @@ ONE_LINE: list[tuple[str, int, str]] = [
     ("serve model --pool-service --host-size 8GiB", 2, "--host-size is '8GiB'; it has no effect"),
     ("serve ''", 2, "MODEL is ''"),
     ("serve model --block-size 0", 2, "'--block-size': Input should be greater than or equal to 1"),
-    ("serve model other", 2, "'other' is too much: one MODEL"),
+    ("serve model other", 2, "'other' is unexpected; give one MODEL"),
     ("serve model --host ''", 2, "'' is not an address of this machine"),
     ("serve model --port 80", 2, "port 80 requires more privileges"),
     ("serve model --port {taken}", 2, "is in use; stop its server or choose another"),

@@ -96,7 +96,7 @@ def test_errors_name_the_thing(raw: dict[str, object], words: list[str]) -> None
 def test_help_names_the_default() -> None:
     assert help_of("host_size") == "Host memory for blocks, a hard limit. Default: 4GiB."
     assert help_of("load_deadline").endswith("Default: 10.")
-    assert help_of("disk_path").endswith("there is none.")
+    assert help_of("disk_path").endswith("off without it.")
 
 
 def test_an_error_has_the_place_of_its_setting() -> None:

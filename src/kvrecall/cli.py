@@ -1,7 +1,7 @@
 """The ``kvrecall`` command. Importing this module must stay cheap: no engine, no torch, no pool.
 
 Each room brings its commands as a typer app; ``_ROOMS`` names them, and one is imported only when
-it is called, asked for its help, or completed by a shell.
+it is called, prints its help, or is completed by a shell.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ app = typer.Typer(
 )
 
 _UsageError: Any = typer.BadParameter.__base__
-"""What typer raises for a wrong command line. Where it lies depends on typer's version."""
+"""typer's error for a wrong command line. Its module depends on typer's version."""
 
 _ROOMS = {
     "serve": (
@@ -45,11 +45,11 @@ _ROOMS = {
         "Run and administer a pool: serve, stat, ls, verify, drop, pin, resize, key.",
     ),
     "router": ("kvrecall.router.cli", "Send prompts to prefill and decode instances."),
-    "config": ("kvrecall.server.config_cli", "MindIE's config.json: check it, or begin one."),
+    "config": ("kvrecall.server.config_cli", "Check MindIE's config.json, or print an example."),
     "plan": ("kvrecall.plan.cli", "Size a pool."),
     "simulate": (
         "kvrecall.simulate.cli",
-        "Play a trace against pool sizes and policies.",
+        "Replay a trace against pool sizes and policies.",
     ),
     "bench": ("kvrecall.lab.bench.cli", "Measure recall on this machine."),
     "demo": ("kvrecall.lab.demo.cli", "Show what recall gains on this machine."),
@@ -73,7 +73,7 @@ def add_lazily(group: typer.Typer, name: str, text: str, load: Callable[[], type
 
     @group.command(name, cls=Lazy, help=text)
     def command() -> None:
-        """Never called: the context is that of the loaded command."""
+        """Never called: ``make_context`` gives the context of the loaded command."""
 
 
 def _app_of(module: str) -> typer.Typer:
@@ -87,7 +87,7 @@ for _name, (_module, _text) in _ROOMS.items():
 
 def version_line() -> str:
     """``kvrecall 0.1.0 (vLLM 0.32.0+cpu, torch 2.13.0+cpu, Python 3.11.7)``, from the metadata of
-    what is installed."""
+    installed packages."""
     from kvrecall.engines.vllm.compat.versions import DISTRIBUTIONS, installed_version
 
     engines = {"vLLM": installed_version(*DISTRIBUTIONS), "torch": installed_version("torch")}
@@ -116,7 +116,7 @@ def root(
 
 
 def usage_line(error: Any) -> str:
-    """What is wrong with a command line, in one line; "" if typer has printed the help instead."""
+    """The error of a command line in one line; "" if typer has printed the help instead."""
     if type(error).__name__ == "NoArgsIsHelpError":
         return ""
     from pydantic import ValidationError

@@ -1,8 +1,8 @@
-"""The settings of the pool, each declared once: its type, default, text and what it may be.
+"""The settings of the pool, each declared once: type, default, text and allowed values.
 
 ``Settings`` is that declaration. Reading, errors, ``--help`` (``help_of``) and the reference
-(``docs/reference/settings.md``) follow it; what runs gets the small frozen values above it.
-Settings are read once, at the edge: nothing below reads files or environment.
+(``docs/reference/settings.md``) are derived from it; other code gets the small frozen values above
+it. Settings are read once, at the edge: no other code reads files or environment.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from kvrecall.errors import ConfigError
 DEFAULT_POLICY = "hazard"  # of eviction
 DEFAULT_AUDIT_EVERY = 4096  # hits
 _UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
-_LEAST_BARE = 1 << 20  # bytes that a size without a unit must have at least
-_LEAST_NUMBER = 64 << 10  # the same of a number in JSON, which a program may have computed
+_LEAST_BARE = 1 << 20  # minimum of a size without a unit
+_LEAST_NUMBER = 64 << 10  # the same for a number in JSON, which a program may have computed
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)\s*", re.IGNORECASE)
 
 
@@ -63,12 +63,12 @@ def parse_age(value: object, name: str) -> float:
     """Seconds of ``90m``, ``12h``, ``30d`` or a plain number. ConfigError naming ``name``."""
     match = _AGE.fullmatch(str(value).strip().lower())
     if match is None or float(match[1]) <= 0:
-        raise ConfigError(f"{name}: {value!r} is no age; write for example 90m, 12h or 7d")
+        raise ConfigError(f"{name}: {value!r} is not an age; write for example 90m, 12h or 7d")
     return float(match[1]) * _AGE_UNITS[match[2]]
 
 
 def format_size(nbytes: float) -> str:
-    """Bytes in binary units, three digits, as every table of ours shows them: ``12.3 GiB``."""
+    """Bytes in binary units with three digits, as in all tables: ``12.3 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(nbytes) < 1023.5 or unit == "TiB":
             break
@@ -77,7 +77,7 @@ def format_size(nbytes: float) -> str:
 
 
 def setting_of(nbytes: int) -> str | int:
-    """A size as a person writes it in a setting; as a number if no unit divides it."""
+    """A size as written in a setting; a number if no unit divides it."""
     units = (("TiB", 1 << 40), ("GiB", 1 << 30), ("TB", 10**12), ("GB", 10**9), ("MiB", 1 << 20))
     found = (f"{nbytes // size}{unit}" for unit, size in units if nbytes and nbytes % size == 0)
     return next(found, nbytes)
@@ -109,7 +109,7 @@ def parse_tenant(text: str, name: str) -> Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Watermarks:
-    """Shares of the room: something begins above ``high`` and stops at ``low``."""
+    """Shares of a capacity: an action begins above ``high`` and stops at ``low``."""
 
     high: float
     low: float
@@ -128,8 +128,8 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class TenantTerms:
-    """What one tenant may have; None: no limit. ``ttl_s``: seconds without use until its blocks
-    are dropped."""
+    """Limits of a tenant; None: no limit. ``ttl_s``: seconds without use until its blocks are
+    dropped."""
 
     host: Amount | None = None
     disk: Amount | None = None
@@ -138,7 +138,8 @@ class TenantTerms:
 
 @dataclass(frozen=True, slots=True)
 class TenantRules:
-    """Terms by tenant. ``named`` stands for all of a tenant's terms, ``default`` for all others."""
+    """Limits by tenant. ``named`` has all limits of its tenants, ``default`` those of all
+    others."""
 
     default: TenantTerms = TenantTerms()
     named: Mapping[Tenant, TenantTerms] = field(default_factory=dict)
@@ -160,13 +161,13 @@ class DiskConfig:
     high_watermark: float = 0.95  # share of the capacity at which eviction starts
     low_watermark: float = 0.90  # share at which it stops
     direct_io: bool = True  # O_DIRECT where the file system allows
-    max_queued_bytes: int = 512 << 20  # writes waiting; beyond it stores are shed
+    max_queued_bytes: int = 512 << 20  # queued writes; further ones are shed
     readers: int = 4  # threads
 
 
 @dataclass(frozen=True, slots=True)
 class PoolTerms:
-    """Who may keep what in a pool, and what is written when."""
+    """Limits of tenants and pins, and the write policy of a pool."""
 
     write_policy: str = "through"
     remote_write: str = "through"
@@ -178,14 +179,14 @@ class PoolTerms:
 
 @dataclass(frozen=True, slots=True)
 class RemoteConfig:
-    """Settings of the remote tier: the kind of its store, whose own ``options`` only that kind
-    understands, and how it is used."""
+    """Settings of the remote tier: the kind of its store, that kind's own ``options``, and its
+    use."""
 
     kind: str
     options: Mapping[str, object] = field(default_factory=dict)
     writes: bool = True  # False: blocks are only read
-    max_queued_bytes: int = 256 << 20  # blocks waiting to be stored; beyond it they are shed
-    call_deadline_s: float = 5.0  # a call of the store that takes longer makes the tier pause
+    max_queued_bytes: int = 256 << 20  # queued blocks; further ones are shed
+    call_deadline_s: float = 5.0  # after a longer call of the store the tier pauses
     threads: int = 2  # for each direction
 
 
@@ -200,8 +201,8 @@ class PoolConfig:
     terms: PoolTerms = PoolTerms()
     encryption_key_file: Path | None = None  # encrypts what is written to disk or remote stores
     remote: RemoteConfig | None = None
-    lookup_deadline_s: float = 0.05  # the longest a request waits for the remote tier's answer
-    host_most_bytes: int = 0  # what the host may be resized to while running; 0 = ``host_bytes``
+    lookup_deadline_s: float = 0.05  # maximum wait of a request for the remote tier's answer
+    host_most_bytes: int = 0  # maximum size of the host at run time; 0 = ``host_bytes``
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,13 +210,13 @@ class ServiceConfig:
     """Where an engine finds the node's pool service."""
 
     socket: Path
-    call_timeout_s: float = 0.1  # the longest a call waits for the service
+    call_timeout_s: float = 0.1  # maximum wait of a call for the service
 
 
 @dataclass(frozen=True, slots=True)
 class RecallSettings:
-    """What a person set, of whatever origin: a connector's ``kv_connector_extra_config``, a
-    pool.json, options. ``Settings`` has the names and defaults."""
+    """The settings of a pool, from a connector's ``kv_connector_extra_config``, a pool.json or
+    options. ``Settings`` has the names and defaults."""
 
     pool: PoolConfig
     backend: str = "embedded"
@@ -241,15 +242,15 @@ class Owner(StrEnum):
     """The process that a setting is for."""
 
     ENGINE = "every engine"
-    POOL = "the process that has the pool"
+    POOL = "the process that owns the pool"
     CLIENT = "an engine that uses a pool service"
 
 
 def _setting(
     owner: Owner, text: str, default: Any, shown: str = "", kind: str = "", **bounds: Any
 ) -> Any:
-    """A field of ``Settings``. ``shown`` is the default in words, if the value does not say it;
-    ``kind`` what is written, if the type does not."""
+    """A field of ``Settings``. ``shown``: the default in words, if not clear from the value;
+    ``kind``: the kind of value, if not clear from the type."""
     shown = shown or _shown(default)
     extra: dict[str, Any] = {"owner": owner.value, "shown": shown, "kind": kind}
     return Field(default, description=text, json_schema_extra=extra, **bounds)
@@ -369,7 +370,7 @@ Marks = Annotated[Watermarks, _parsed(_watermarks)]
 
 
 class Settings(BaseModel):
-    """Every setting of the pool, as people write them."""
+    """Every setting of the pool, in its external form."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True
@@ -378,19 +379,19 @@ class Settings(BaseModel):
     backend: Literal["embedded", "service"] = _setting(
         Owner.ENGINE,
         "`embedded`: the pool is in the engine's process; `service`: the engine uses the node's "
-        "(`kvrecall pool serve`)",
+        "pool service (`kvrecall pool serve`)",
         "embedded",
     )
     host_size: Size = _setting(Owner.POOL, "host memory for blocks, a hard limit", 4 << 30, "4GiB")
     host_max_size: Size | None = _setting(
         Owner.POOL,
-        "upper bound for `kvrecall pool resize --host`; the part above host_size is only "
-        "address space until then, but a GPU's driver pins all of it at the start",
+        "upper bound for `kvrecall pool resize --host`; the part above host_size takes "
+        "only address space until then, but a GPU's driver pins all of it at the start",
         None,
         "host_size",
     )
     disk_path: File | None = _setting(
-        Owner.POOL, "folder of the disk tier; without it there is none", None
+        Owner.POOL, "folder of the disk tier, which is off without it", None
     )
     disk_size: Size | None = _setting(
         Owner.POOL, "hard limit of the disk tier, index included; required with disk_path", None
@@ -406,7 +407,7 @@ class Settings(BaseModel):
     host_watermarks: Marks = _setting(
         Owner.POOL,
         "[high, low], shares of the host tier: background eviction starts above high and stops "
-        "at low; 1: none ahead of need",
+        "at low; 1: no background eviction",
         Watermarks(1.0, 1.0),
     )
     disk_watermarks: Marks = _setting(
@@ -428,13 +429,13 @@ class Settings(BaseModel):
     )
     encryption_key_file: File | None = _setting(
         Owner.POOL,
-        "file with the key that encrypts blocks below the host (AES-256-GCM), made by `kvrecall "
-        "pool key`; without it they are not encrypted",
+        "file with the key that encrypts blocks below the host (AES-256-GCM), created by "
+        "`kvrecall pool key`; without it blocks are not encrypted",
         None,
     )
     ttl: Annotated[float | None, _parsed(_age)] = _setting(
         Owner.POOL,
-        "drop blocks that were not used for this long: 12h, 30d",
+        "drop blocks that were not used for this long, e.g. 12h, 30d",
         None,
         "never",
         kind="age",
@@ -450,7 +451,7 @@ class Settings(BaseModel):
     tenants: Annotated[dict[Tenant, TenantTerms], _parsed(_tenants)] = _setting(
         Owner.POOL,
         '{TENANT: {"host": .., "disk": .., "ttl": ..}}: limits of single tenants, instead of '
-        "tenant_quota and ttl; what is left out is unlimited",
+        "tenant_quota and ttl; omitted limits are unlimited",
         {},
         "none",
     )
@@ -466,8 +467,8 @@ class Settings(BaseModel):
     )
     remote_write: Literal["through", "back", "off"] = _setting(
         Owner.POOL,
-        "when a block goes to the remote store. `through`: when it is committed; `back`: before "
-        "it leaves host memory, and when the pool closes; `off`: never, blocks are only read",
+        "when a block is written to the remote store. `through`: when it is committed; `back`: "
+        "before it leaves host memory, and when the pool closes; `off`: never, only read",
         "through",
     )
     admin_socket: File | None = _setting(
@@ -478,7 +479,7 @@ class Settings(BaseModel):
     )
     lookup_deadline: float = _setting(
         Owner.ENGINE,
-        "seconds that a request waits at most for the remote store's answer to a lookup",
+        "maximum seconds that a request waits for the remote store's answer to a lookup",
         0.05,
         kind="seconds",
         gt=0,
@@ -486,8 +487,7 @@ class Settings(BaseModel):
     )
     load_deadline: float = _setting(
         Owner.ENGINE,
-        "seconds that a request waits at most for blocks from below the host; then it computes "
-        "them",
+        "maximum seconds that a request waits for blocks from lower tiers; then it computes them",
         10.0,
         kind="seconds",
         gt=0,
@@ -507,8 +507,8 @@ class Settings(BaseModel):
     )
     handover_deadline: float = _setting(
         Owner.ENGINE,
-        "seconds that a decode instance waits at most for blocks that a prefill instance has "
-        "promised; then it computes them",
+        "maximum seconds that a decode instance waits for blocks promised by a prefill instance; "
+        "then it computes them",
         2.0,
         kind="seconds",
         gt=0,
@@ -516,7 +516,7 @@ class Settings(BaseModel):
     )
     audit: Annotated[int | None, _parsed(_audit)] = _setting(
         Owner.ENGINE,
-        "of so many hits, one is computed and compared with the pool's blocks, beside the first "
+        "one of this many hits is computed and compared with the pool's blocks, besides the first "
         'hit on each writer\'s blocks; 0: only first hits; "off": none',
         DEFAULT_AUDIT_EVERY,
         kind='whole number or "off"',
@@ -535,7 +535,7 @@ class Settings(BaseModel):
     )
     call_timeout: float = _setting(
         Owner.CLIENT,
-        "seconds that a call waits at most for the pool service",
+        "maximum seconds that a call waits for the pool service",
         0.1,
         kind="seconds",
         gt=0,
@@ -641,22 +641,22 @@ def option_of(key: str) -> str:
 
 
 def default_socket() -> Path:
-    """Where a user's pool service listens if nothing else is said."""
+    """The default socket of a user's pool service."""
     return Path(f"/tmp/kvrecall-{os.getuid()}/pool.sock")
 
 
 def service_settings(
     raw: Mapping[str, object], source: str | Callable[[str], str]
 ) -> tuple[PoolConfig, Path]:
-    """The pool and the socket of a pool service. ``raw`` may be what its engines have, too. Raises
+    """The pool and the socket of a pool service. ``raw`` may also be its engines' settings. Raises
     ConfigError as RecallSettings.from_mapping."""
     given = Settings.read(raw, source, of_service=True)
     return _settings(given).pool, given.socket or default_socket()
 
 
 def split_for_service(raw: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
-    """Settings of an embedded pool, for several engines: those of a service that has the pool
-    instead, at ``admin_socket``, and those of the engines."""
+    """Splits the settings of an embedded pool for several engines: into those of a service with the
+    pool, at ``admin_socket``, and those of the engines."""
     socket = str(RecallSettings.from_mapping(raw).admin_socket or default_socket())
     pool = {key: value for key, value in raw.items() if owner_of(key) is Owner.POOL}
     pool |= {key: raw[key] for key in ("load_deadline", "lookup_deadline") if key in raw}
@@ -682,8 +682,8 @@ _TYPES = {
 
 
 def allowed_by(detail: Mapping[str, Any], declared: FieldInfo | None) -> str:
-    """What a value that pydantic refused (``detail``) must be, in words. ``declared`` is its field,
-    None if that is not known."""
+    """The allowed values of a field that pydantic refused (``detail``), in words. ``declared``: the
+    field, None if unknown."""
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "value_error":
         return str(context["error"]).replace("\n", " ")
@@ -727,7 +727,7 @@ def shown_default(key: str) -> str:
 
 
 def kind_of(key: str) -> str:
-    """What is written as a setting's value; empty where its type says it."""
+    """The kind of a setting's value; empty if its type says it."""
     return str(_extra(key)["kind"])
 
 

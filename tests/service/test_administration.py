@@ -282,7 +282,7 @@ def test_settings_of_tenants() -> None:
         ({"tenant_quota": {"tape": "1GiB"}}, "known here: host, disk"),
         ({"tenants": {"ann": {}}}, "is not a tenant"),
         ({"tenants": {"salt:ann": 5}}, "must be"),
-        ({"ttl": "soon"}, "is no age"),
+        ({"ttl": "soon"}, "is not an age"),
         ({"host_watermarks": [0.5, 0.9]}, "low <= high"),
         ({"write_policy": "behind"}, "through, back, selective"),
         ({"pin_limit": 2}, "at most 1"),

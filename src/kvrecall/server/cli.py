@@ -25,14 +25,15 @@ _Words = Annotated[
     list[str] | None,
     typer.Argument(metavar="[-- VLLM_OPTIONS]", help="Any option of vllm serve, after --."),
 ]
-_Config = Annotated[Path | None, _option("MindIE's config.json; options here win over it.")]
+_Config = Annotated[Path | None, _option("MindIE's config.json; options override it.")]
 _PoolConfig = Annotated[
     Path | None,
-    _option("pool.json with any setting of the pool; the options below win over it.", _POOL),
+    _option("pool.json with any setting of the pool; the options below override it.", _POOL),
 ]
 _Port = Annotated[int, _option("Port to listen on.", min=1, max=65535)]
 _MaxN = Annotated[
-    int, _option("Most sequences of a request: n, best_of, beams.", _ENGINE, min=1, max=MAX_N_LIMIT)
+    int,
+    _option("Maximum sequences of a request: n, best_of, beams.", _ENGINE, min=1, max=MAX_N_LIMIT),
 ]
 _AsyncWrite = Annotated[
     bool | None, _option(help_of("async_write"), _POOL, "--async-write/--no-async-write")
@@ -67,32 +68,33 @@ def serve(
     allow_plaintext: Annotated[
         bool,
         _option(
-            "Let the traffic of a remote store that protects none leave this machine.",
+            "Allow plaintext traffic of a remote store beyond this host.",
             _POOL,
             "--allow-plaintext",
         ),
     ] = False,
     pool_socket: Annotated[
-        str | None, _option(f"Its socket, if not {default_socket()}.", _POOL)
+        str | None, _option(f"Socket of the pool service. [{default_socket()}]", _POOL)
     ] = None,
     role: Annotated[
-        Role, _option("Prefill and decode apart: what this instance is for; see kvrecall router.")
+        Role, _option("Role in prefill-decode disaggregation; see kvrecall router.")
     ] = Role.BOTH,
     retrieval: Annotated[
         bool,
         _option(
-            "Decode long sequences over the blocks that matter; set by VLLM_RETRIEVAL_*.",
+            "Decode long sequences by retrieval attention; see VLLM_RETRIEVAL_*.",
             _ENGINE,
             "--retrieval",
         ),
     ] = False,
     block_size: Annotated[int | None, _option("Tokens in a block. [128]", _ENGINE, min=1)] = None,
-    max_model_len: Annotated[str | None, _option("Longest sequence, tokens.", _ENGINE)] = None,
+    max_model_len: Annotated[str | None, _option("Maximum tokens of a sequence.", _ENGINE)] = None,
     served_model_name: Annotated[str | None, _option("Name in requests.", _ENGINE)] = None,
     dtype: Annotated[str | None, _option("auto, bfloat16, float16, ...", _ENGINE)] = None,
     kv_cache_dtype: Annotated[str | None, _option("auto, fp8, ...", _ENGINE)] = None,
     kv_cache_memory_bytes: Annotated[
-        str | None, _option("Device KV cache: 2GiB [CPU: a quarter of what is free]", _ENGINE)
+        str | None,
+        _option("Device KV cache, e.g. 2GiB. [on a CPU: a quarter of free memory]", _ENGINE),
     ] = None,
     enforce_eager: _Eager = None,
     max_n: _MaxN = DEFAULT_MAX_N,
@@ -128,8 +130,8 @@ def serve(
             plan = launch.plan_model(spec, pool_config, allow_plaintext)
             if not spec.model:
                 typer.echo(
-                    f"kvrecall: no MODEL given: this serves the example {plan.spec.model}, whose "
-                    "answers mean nothing. Yours: kvrecall serve MODEL",
+                    f"kvrecall: no MODEL given: serving the example {plan.spec.model}, whose "
+                    "answers mean nothing. For your own: kvrecall serve MODEL",
                     err=True,
                 )
         else:
@@ -141,9 +143,9 @@ def serve(
 def _refuse_odd(
     model: str | None, words: tuple[str, ...], recall: Mapping[str, object], pool: bool
 ) -> None:
-    """Raises ConfigError for what can only be a mistake."""
+    """Raises ConfigError for combinations that can only be mistakes."""
     if words and not words[0].startswith("-"):
-        raise ConfigError(f"{words[0]!r} is too much: one MODEL, then -- and options of vLLM")
+        raise ConfigError(f"{words[0]!r} is unexpected; give one MODEL, then -- and vLLM's options")
     if model is not None and not model.strip():
         raise ConfigError(f"MODEL is {model!r}; name a model folder or a hub id")
     if recall and not pool:

@@ -11,22 +11,26 @@ import typer
 from kvrecall.errors import ExitStatus, errors_shown
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="MindIE's config.json: check it, or begin one."
+    no_args_is_help=True,
+    add_completion=False,
+    help="Check MindIE's config.json, or print an example.",
 )
 
 
 @app.command("check")
 def config_check(
     file: Annotated[Path, typer.Argument(help="The config.json.")],
-    every: Annotated[bool, typer.Option("--all", help="Also fields that are not given.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Also show fields that are not given.")
+    ] = False,
     allow_plaintext: Annotated[
         bool, typer.Option("--allow-plaintext", help="As in kvrecall serve.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what each field of a config.json does here, and what is wrong with it.
+    """Show the effect of each field of a config.json, and all errors.
 
-    Ends with 2 if something is wrong.
+    Exits with 2 if there is an error.
     """
     from kvrecall.server.mindie.check import explain, report
 

@@ -60,10 +60,10 @@ COMMANDS = {
         "serving",
         "Conversations and questions over long texts against servers with each kind of pool.",
     ),
-    "replay": ("serving", "A slice of a recorded trace, made small, against live servers."),
+    "replay": ("serving", "A slice of a recorded trace, scaled down, against live servers."),
     "needle": (
         "needle.evaluate",
-        "Does the model still answer? Facts in long texts, asked densely and by retrieval.",
+        "Does the model still answer? Facts in long texts, dense and by retrieval.",
     ),
 }
 """Benchmarks by name, each with its help and the module of its function, ``measure_NAME``, which is

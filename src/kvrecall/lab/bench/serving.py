@@ -216,7 +216,7 @@ def measure_replay(
     variants: Variants = "device,host,disk",
     budget: Budget = math.inf,
 ) -> Report:
-    """A slice of a recorded trace, made small, against live servers."""
+    """A slice of a recorded trace, scaled down, against live servers."""
     workload = slice_of(trace, requests, block_tokens, seconds, every)
     return measure_serving(workload, names_in(variants), budget)
 

@@ -43,7 +43,7 @@ _EVERY_S = 1.0
 def serve(
     context: typer.Context,
     config: Annotated[
-        Path | None, typer.Option(help="pool.json with any setting; the options below win over it.")
+        Path | None, typer.Option(help="pool.json with any setting; the options below override it.")
     ] = None,
     socket: Annotated[
         str | None, typer.Option(help=f"Where to listen. Default: {DEFAULT_SOCKET}.")

@@ -111,7 +111,7 @@ def measure_needle(
         Path | None, _option(_OUT, "File for all questions and replies, JSON lines.")
     ] = None,
 ) -> Report:
-    """Does the model still answer? Facts in long texts, asked densely and by retrieval in one run.
+    """Does the model still answer? Facts in long texts, dense and by retrieval in one run.
 
     A local model is started once, computes every text once, and answers every question densely and
     with each share. Fails if retrieval should act and selected no block. The key of an --endpoint
