@@ -98,7 +98,7 @@ BAD_INFER: list[tuple[str, object, str]] = [
     (
         f"{V2}/infer",
         {"inputs": [TENSOR | {"parameters": {"seed": 1}}], "parameters": {"seed": 1}},
-        "not in both",
+        "not both",
     ),
     (f"{V2}/infer", {"inputs": [TENSOR | {"parameters": {"seeds": 1}}]}, "seeds: unknown field"),
     (f"{V2}/stopInfer", {}, "id: required"),

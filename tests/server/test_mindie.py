@@ -103,7 +103,7 @@ WRONG: list[tuple[Spoil, list[str]]] = [
     (lambda c: server(c).update(inferMode="dmi"), ["inferMode is 'dmi'", "not available"]),
     (lambda c: backend(c).update(modelInstanceNumber=2), ["modelInstanceNumber is 2"]),
     (lambda c: model(c).update(cp=2), [f"{MODEL}.cp is 2", "not available"]),
-    (lambda c: deploy(c)["ModelConfig"].append(dict(model(c))), ["second model"]),
+    (lambda c: deploy(c)["ModelConfig"].append(dict(model(c))), ["serves one model"]),
     # Relations
     (
         lambda c: schedule(c).update(maxN=9, maxBatchSize=8),
@@ -489,7 +489,7 @@ def test_the_command_line_wins(
 ) -> None:
     plan = plan_config(write(tmp_path, right(), {"host_size": "1GiB"}), beside)
     assert found(plan) == value
-    (told,) = (each for each in plan.notes if each.startswith("the command line wins"))
+    (told,) = (each for each in plan.notes if each.startswith("the command line overrides"))
     assert note in told
 
 

@@ -60,7 +60,7 @@ def test_port() -> None:
         with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use"):
             preflight.check_port("127.0.0.1", port)
     preflight.check_port("127.0.0.1", port)
-    with pytest.raises(ConfigError, match="no address of this machine"):
+    with pytest.raises(ConfigError, match="not an address of this machine"):
         preflight.check_port("192.0.2.1", port)
 
 
