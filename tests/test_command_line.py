@@ -159,7 +159,7 @@ VLLM: list[tuple[str, str]] = [
     ("--max_num_seqs lots", "--max_num_seqs is 'lots'; it must be a number"),
     ("--max-num-seqs", "--max-num-seqs needs a value"),
     ("--max-num-seqs --enforce-eager", "--max-num-seqs needs a value"),
-    ("--max-num-seqs 4 stray", "'stray' is too much behind --max-num-seqs 4"),
+    ("--max-num-seqs 4 stray", "'stray' is unexpected after --max-num-seqs 4"),
     ("--gpu-memory-utilization=much", "--gpu-memory-utilization is 'much'; it must be a number"),
     ("--tensor-parallel-size two", "--tensor-parallel-size is 'two'; it must be a number"),
     ("--prefix-caching-hash-algo md5", "is 'md5'; allowed: sha256, sha256_cbor"),

@@ -36,7 +36,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["/none", "./none", "../none", "~/none", "none", "a/b/c", ""])
 def test_missing_model(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"there is no folder|no model folder"):
+    with pytest.raises(ConfigError, match=r"there is no folder|not a model folder"):
         preflight.check_model(name)
 
 

@@ -97,7 +97,7 @@ def test_unusable_files(tmp_path: Path, authority: Authority, files: TlsFiles) -
     empty.write_text("")
     cases = [
         (TlsFiles(tmp_path / "none", files.key, files.authorities), "there is no file"),
-        (TlsFiles(files.certificate, other_key, files.authorities), "not a PEM certificate and its"),
+        (TlsFiles(files.certificate, other_key, files.authorities), "not a PEM certificate and"),
         (TlsFiles(locked, locked_key, files.authorities), "encrypted"),
         (TlsFiles(files.certificate, files.key, (empty,)), "is not a PEM file"),
     ]

@@ -41,7 +41,7 @@ _AsyncWrite = Annotated[
 _Eager = Annotated[
     bool | None,
     _option(
-        "Do not compile the model. [eager on a CPU]", _ENGINE, "--enforce-eager/--no-enforce-eager"
+        "Do not compile the model. Default on a CPU.", _ENGINE, "--enforce-eager/--no-enforce-eager"
     ),
 ]
 
@@ -74,7 +74,7 @@ def serve(
         ),
     ] = False,
     pool_socket: Annotated[
-        str | None, _option(f"Socket of the pool service. [{default_socket()}]", _POOL)
+        str | None, _option(f"Socket of the pool service. Default: {default_socket()}.", _POOL)
     ] = None,
     role: Annotated[
         Role, _option("Role in prefill-decode disaggregation; see kvrecall router.")
@@ -87,14 +87,16 @@ def serve(
             "--retrieval",
         ),
     ] = False,
-    block_size: Annotated[int | None, _option("Tokens in a block. [128]", _ENGINE, min=1)] = None,
+    block_size: Annotated[
+        int | None, _option("Tokens in a block. Default: 128.", _ENGINE, min=1)
+    ] = None,
     max_model_len: Annotated[str | None, _option("Maximum tokens of a sequence.", _ENGINE)] = None,
     served_model_name: Annotated[str | None, _option("Name in requests.", _ENGINE)] = None,
     dtype: Annotated[str | None, _option("auto, bfloat16, float16, ...", _ENGINE)] = None,
     kv_cache_dtype: Annotated[str | None, _option("auto, fp8, ...", _ENGINE)] = None,
     kv_cache_memory_bytes: Annotated[
         str | None,
-        _option("Device KV cache, e.g. 2GiB. [on a CPU: a quarter of free memory]", _ENGINE),
+        _option("Device KV cache, e.g. 2GiB. Default on a CPU: a quarter of free memory.", _ENGINE),
     ] = None,
     enforce_eager: _Eager = None,
     max_n: _MaxN = DEFAULT_MAX_N,

@@ -134,4 +134,4 @@ def _check_values(shown: str, name: str, values: Sequence[str], options: Options
     if choices is None and not _NUMBER.fullmatch(value):
         raise ConfigError(f"vLLM options: {shown} is {value!r}; it must be a number")
     if len(values) > 1:
-        raise ConfigError(f"vLLM options: {values[1]!r} is too much behind {shown} {value}")
+        raise ConfigError(f"vLLM options: {values[1]!r} is unexpected after {shown} {value}")
