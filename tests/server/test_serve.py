@@ -474,6 +474,21 @@ def test_sigterm_while_starting(folder: Path) -> None:
 
 
 @pytest.mark.long
+def test_what_vllm_asserts_of_its_settings_is_one_line(folder: Path) -> None:
+    """A rank of several hosts, all of whose replicas are said to be here."""
+    here = "--data-parallel-size 2 --data-parallel-size-local 2 --data-parallel-start-rank 1"
+    words = [str(folder / "model"), "--no-pool", "--port", str(free_port()), "--", *here.split()]
+    starting = LiveServer(folder, words, "http://127.0.0.1", warm=True)
+    try:
+        assert starting.wait_end(START_LIMIT_S) == ExitStatus.WRONG_SETTINGS
+        assert "kvrecall: vLLM does not accept these settings: Attempting to" in starting.log
+        assert "; --data-parallel-start-rank is for one of several hosts" in starting.log
+        assert "Traceback" not in starting.log
+    finally:
+        starting.close()
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("plugins", [None, "ascend_enhanced_model,ascend,retrieval"])
 def test_a_seed_without_a_pool(folder: Path, plugins: str | None) -> None:
     """A seeded request whose prefill takes several steps ends no engine, without a pool either, and
