@@ -139,7 +139,7 @@ def test_an_engine_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.M
     found = {each.check: each for each in installed.check_engine(None)}
     assert {each.state for each in found.values()} == {State.BROKEN}
     assert "libcudart.so.13" in found["torch"].found
-    assert "ended by SIGILL after torch" in found["process"].found
+    assert "killed by SIGILL after torch" in found["process"].found
 
 
 # -- the machine --------------------------------------------------------------------------------
