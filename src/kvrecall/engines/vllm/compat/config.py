@@ -15,6 +15,7 @@ import torch
 import vllm
 from vllm.v1.core import kv_cache_utils
 
+from kvrecall.engines.vllm.compat.scales import Scaled, scaled_of
 from kvrecall.environment import HASH_SEED
 from kvrecall.errors import EngineError
 
@@ -78,11 +79,13 @@ def _reach_of(spec: Any) -> int:
 @dataclass(frozen=True, slots=True)
 class LayerPlacement:
     """Where a layer's blocks lie: bytes of one block, and bytes from one block to the next.
-    ``parts``: bytes and dtype of the tensors that a block consists of, for a recurrent layer."""
+    ``parts``: bytes and dtype of the tensors that a block consists of, for a recurrent layer.
+    ``scaled``: of values with scales between them."""
 
     page_bytes: int
     block_stride: int
     parts: tuple[tuple[int, torch.dtype], ...] = ()
+    scaled: Scaled | None = None
 
 
 def layer_placements(kv_cache_config: Any) -> tuple[Mapping[str, LayerPlacement], ...]:
@@ -101,7 +104,7 @@ def layer_placements(kv_cache_config: Any) -> tuple[Mapping[str, LayerPlacement]
             # Pages may be padded to those of another group; the padding holds nothing.
             page = int(getattr(spec, "real_page_size_bytes", spec.page_size_bytes))
             stride = strides.get(name, spec.page_size_bytes)
-            of_group[name] = LayerPlacement(page, stride, _parts_of(spec))
+            of_group[name] = LayerPlacement(page, stride, _parts_of(spec), scaled_of(spec))
         placements.append(of_group)
     return tuple(placements)
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvrecall.engines.vllm.compat.scales import SCALE_BYTES, Scaled
 from kvrecall.engines.vllm.connector.pages import GroupPages, Pages
 from kvrecall.engines.vllm.connector.wire import Deviation
 
@@ -28,6 +29,7 @@ _BOUNDS = {
     torch.bfloat16: (2.0**-7, 2.0**-6),
     torch.float8_e4m3fn: (2.0**-4, 2.0**-4),
     torch.float8_e5m2: (2.0**-3, 2.0**-3),
+    torch.int8: (2.0**-5, 2.0**-5),
 }
 """Deviation allowed in the first layer, and the increase in every further one: about three times
 the difference between decoded blocks and the same blocks prefilled (docs/log.md, 2026-11-22)."""
@@ -72,8 +74,8 @@ def deviation(
         differs |= unequal
         for part, dtype in _parts(page):
             relative = _relative(
-                _sample([block[part] for block in computed], dtype),
-                _sample([block[part] for block in pooled], dtype),
+                _sample([block[part] for block in computed], dtype, page.scaled),
+                _sample([block[part] for block in pooled], dtype, page.scaled),
             )
             bound = _bound(dtype, computes, depth)
             worst = max(worst, (relative / bound, relative, page.name))
@@ -84,7 +86,7 @@ def deviation(
 def _parts(page: Pages) -> list[tuple[slice, torch.dtype]]:
     """The bytes of a page by the tensors in it, with their dtypes."""
     if not page.parts:
-        return [(slice(None), page.dtype)]
+        return [(slice(None), page.scaled.dtype if page.scaled else page.dtype)]
     ends = list(itertools.accumulate(nbytes for nbytes, _ in page.parts))
     starts = [0, *ends]
     return [
@@ -112,14 +114,23 @@ def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float(torch.quantile(ratio, _QUANTILE))
 
 
-def _sample(blocks: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> torch.Tensor:
+def _sample(
+    blocks: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype, scaled: Scaled | None = None
+) -> torch.Tensor:
     """Vectors of these blocks' bytes, a limited number evenly chosen: float32 ``[vectors, 32]``."""
     known = dtype if dtype in _BOUNDS else torch.int8
     step = _VECTOR * known.itemsize
+    if scaled is not None:
+        step = scaled.nbytes + SCALE_BYTES
     each = max(1, _MOST_VECTORS // len(blocks))
     chosen = []
     for block in blocks:
         rows = block[: len(block) // step * step].reshape(-1, step)
         places = np.linspace(0, len(rows) - 1, min(each, len(rows))).astype(np.int64)
         chosen.append(rows[places])
-    return torch.from_numpy(np.concatenate(chosen)).view(known).to(torch.float32)
+    taken = torch.from_numpy(np.concatenate(chosen))
+    if scaled is None:
+        return taken.view(known).to(torch.float32)
+    values = taken[:, : scaled.nbytes].contiguous().view(scaled.dtype).to(torch.float32)
+    values *= taken[:, scaled.nbytes :].contiguous().view(torch.float32)
+    return values[:, : scaled.nbytes // _VECTOR * _VECTOR].reshape(-1, _VECTOR)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from kvrecall.engines.vllm.compat.config import LayerPlacement
+from kvrecall.engines.vllm.compat.scales import Scaled
 from kvrecall.errors import EngineError
 
 
@@ -21,7 +22,8 @@ class Pages:
 
     Rows that are not one run of bytes have more dimensions, which are copied in their order.
     ``dtype``: of the values in them, as far as known; uint8 means bytes of any format. ``parts``:
-    bytes and dtype of the tensors that a row consists of, if there are several.
+    bytes and dtype of the tensors that a row consists of, if there are several. ``scaled``: of
+    values with scales between them.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Pages:
     layout: str
     dtype: torch.dtype = torch.uint8
     parts: tuple[tuple[int, torch.dtype], ...] = ()
+    scaled: Scaled | None = None
 
     @property
     def page_bytes(self) -> int:
@@ -89,7 +92,7 @@ def _layer_pages(
     rows = whole.as_strided((num_blocks, place.page_bytes), (place.block_stride, 1), start)
     layout = f"{_inner(tensor, place)} {tensor.dtype} {place.page_bytes}"
     values = fp8 if fp8 is not None and tensor.dtype is torch.uint8 else tensor.dtype
-    return Pages(name, rows, layout, values, place.parts)
+    return Pages(name, rows, layout, values, place.parts, place.scaled)
 
 
 def _dims(tensor: torch.Tensor) -> list[tuple[int, int]]:

@@ -22,6 +22,7 @@ from kvrecall.engines.vllm.attention.group import RetrievalGroup
 from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.attention.offloaded import Records
 from kvrecall.engines.vllm.compat import config
+from kvrecall.engines.vllm.compat.scales import settle_scales
 from kvrecall.engines.vllm.connector.compare import deviation
 from kvrecall.engines.vllm.connector.copier import ArenaMapping, make_queue
 from kvrecall.engines.vllm.connector.pages import GroupPages, Pages, pages_of
@@ -65,6 +66,7 @@ class RecallWorker:
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Registers the device KV cache: one tensor per layer."""
+        settle_scales(self._vllm_config, kv_caches)
         cfg, fp8 = self._kv_cache_config, config.fp8_type(self._vllm_config)
         self._layers = tuple(
             GroupPages(pages_of(kv_caches, placements, cfg.num_blocks, fp8))
