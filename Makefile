@@ -10,11 +10,12 @@
 #   make check           lint, format, strict types, import directions, then make test's tests
 #   make chaos           a server under faults: SECONDS=120 SEED=n
 #   make identity        pairs of engines that differ in one thing, on one pool: half an hour
+#   make models          models of every shape, recalled from every tier: a quarter of an hour
 #   make bench           all benchmarks with their peers, plots and tables; QUICK=1 small, unpublished
 #   make docs            the generated pages, and the site in build/site
 #   make gpu-check       retrieval and copies on this machine's GPU
-.PHONY: demo demo-mooncake serve test test-all check chaos identity bench docs gpu-check setup \
-  setup-engine setup-mooncake setup-bench
+.PHONY: demo demo-mooncake serve test test-all check chaos identity models bench docs gpu-check \
+  setup setup-engine setup-mooncake setup-bench
 
 demo: setup-engine
 	@.venv/bin/python -m kvrecall.lab.demo $(DEMO)
@@ -42,6 +43,10 @@ chaos: setup-engine
 # IDENTITY="--list": which.
 identity: setup-engine
 	@.venv/bin/python -m kvrecall.lab.identity $(IDENTITY)
+
+# MODELS="--model gemma3 --tier disk": a part.
+models: setup-engine
+	@.venv/bin/python -m kvrecall.lab.shapes $(MODELS)
 
 bench: setup-bench
 	@scripts/bench $(if $(QUICK),--quick) $(BENCH)

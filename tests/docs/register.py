@@ -29,6 +29,7 @@ _MAKE: Mapping[str, Kind] = {
     "make identity": Elsewhere(
         "tests/lab/test_identity.py", '"-m", "kvrecall.lab.identity", *words'
     ),
+    "make models": Elsewhere("tests/lab/test_shapes.py", '"-m", "kvrecall.lab.shapes", *words'),
     "make bench": Runs(more=_SMALL_BENCH, before=scenes.repository, says="lookup"),
     "make gpu-check": Needs("a GPU", ("GPU",)),
 }

@@ -42,7 +42,7 @@ _END_S = 60.0
 class Question:
     """A request: ``prompt`` and ``salt`` as in vLLM; ``max_tokens``: of the answer. ``adapter``:
     name, number and folder of a LoRA adapter; ``images``: files that the prompt's image tokens
-    stand for."""
+    stand for. ``samples``: greedy if 1; more are drawn, always the same."""
 
     id: str
     prompt: tuple[int, ...]
@@ -50,12 +50,15 @@ class Question:
     salt: str | None = None
     adapter: tuple[str, int, str] | None = None
     images: tuple[str, ...] = ()
+    samples: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``sources``: prompt tokens by tier. ``keys``: its blocks saved to the pool, in hex. ``gaps``:
-    each token's lead over the second choice, and ``scores``: its log-probability, if requested."""
+    """``tokens``: of all samples, one after the other. ``sources``: prompt tokens by tier.
+    ``keys``: its blocks saved to the pool, in hex. ``gaps``: each token's lead over the second
+    choice, and ``scores``: its log-probability, if requested. ``cached``: prompt tokens that were
+    not computed."""
 
     id: str
     tokens: tuple[int, ...]
@@ -65,6 +68,7 @@ class Answer:
     gaps: tuple[float, ...]
     ttft_s: float
     scores: tuple[float, ...] = ()
+    cached: int = 0
 
     @classmethod
     def read(cls, line: Mapping[str, Any]) -> Answer:
@@ -77,7 +81,20 @@ class Answer:
             tuple(line["gaps"]),
             line["ttft_s"],
             tuple(line["scores"]),
+            line["cached"],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request enters the batch, or enters it again after a preemption. ``start``: tokens that
+    the device has; ``end``: of the prefix, with what the pool has; ``tokens``: of the request so
+    far, prompt and answer."""
+
+    id: str
+    start: int
+    end: int
+    tokens: int
 
 
 OnLine = Callable[["EngineProcess", Mapping[str, Any]], None]
@@ -133,7 +150,8 @@ class EngineProcess(ChildProcess):
         """Sends a request."""
         order = {"do": "ask", "id": question.id, "prompt": question.prompt, "logprobs": logprobs}
         order |= {"max_tokens": question.max_tokens, "salt": question.salt}
-        self.send({**order, "adapter": question.adapter, "images": question.images})
+        order |= {"adapter": question.adapter, "images": question.images}
+        self.send({**order, "samples": question.samples})
 
     def forget_device(self) -> None:
         """Empties the engine's own prefix cache; the pool keeps its blocks."""
@@ -156,6 +174,17 @@ class EngineProcess(ChildProcess):
         self.send({"do": "metrics"})
         found: Mapping[str, float] = self.await_reply("metrics", seconds)
         return found
+
+    def memory(self, seconds: float = _END_S) -> Mapping[str, Any]:
+        """Its device cache: ``blocks``, ``hybrid_manager``, ``groups``. Raises EngineError."""
+        self.send({"do": "memory"})
+        found: Mapping[str, Any] = self.await_reply("memory", seconds)
+        return found
+
+    def admissions(self, seconds: float = _END_S) -> list[Admission]:
+        """The requests admitted since the last call, with a pool. Raises EngineError."""
+        self.send({"do": "admissions"})
+        return [Admission(*each) for each in self.await_reply("admissions", seconds)]
 
     def wait_ready(self, seconds: float = START_S) -> None:
         """Waits until it accepts requests. Raises EngineError."""

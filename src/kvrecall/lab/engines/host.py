@@ -4,14 +4,17 @@
 ``vllm.LLM``, with the pool's settings under ``pool``), every other an order:
 
 {"do": "ask", "id": .., "prompt": [..], "salt": .., "max_tokens": .., "logprobs": ..,
- "adapter": [name, number, path], "images": [path, ..]}
+ "adapter": [name, number, path], "images": [path, ..], "samples": ..}
 {"do": "forget"}           empties the device's prefix cache; the pool keeps its blocks
 {"do": "metrics"}          asks for the counters that Prometheus would scrape
+{"do": "memory"}           asks for the engine's device cache: blocks and KV groups
+{"do": "admissions"}       asks for the requests admitted since the last such order
 {"do": "decode_together", "sequences": .., "context": .., "decoded": .., "pooled": ..}
 {"do": "close"}            ends the process, as the end of stdin does
 
 On stdout: ``{"ready": pid}``, ``{"id": .., "tokens": [..], "finish": .., "from": .., "keys": [..],
-"gaps": [..], "scores": [..]}`` for every answer, ``{"metrics": {name: value}}``,
+"gaps": [..], "scores": [..], "cached": ..}`` for every answer, ``{"metrics": {name: value}}``,
+``{"memory": {..}}``, ``{"admissions": [[id, start, end, tokens], ..]}``,
 ``{"decode_together": {..}}``, ``{"joined": bool}`` when a pool service is found or lost, and
 ``{"error": ..}`` before it ends because the engine failed. Requests that arrive while others run
 are batched with them, as in a server. The laboratory uses such processes because they can be killed
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import os
 import select
 import signal
@@ -31,6 +35,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 from kvrecall.block import BlockKey
+
+_SEED = 7  # of a request for several samples
+Admission = tuple[str, int, int, int]
+"""Of a request: tokens that the device has, end of the prefix recalled, tokens it has so far."""
 
 _SECOND = 2  # log-probabilities requested for the gap to the second choice
 
@@ -117,6 +125,9 @@ class Host:
         self._chains: dict[str, tuple[BlockKey, ...]] = {}
         self._started: dict[str, tuple[float, float]] = {}  # submitted, first token
         self._joined: bool | None = None
+        self._admissions: list[Admission] = []
+        if self._core.scheduler.connector is not None:
+            _watch_admissions(self._core.scheduler.connector, self._admissions, self._names)
 
     def run(self) -> None:
         _say(self._replies, {"ready": os.getpid()})
@@ -131,6 +142,11 @@ class Host:
                     self._engine.reset_prefix_cache()
                 elif name == "metrics":
                     _say(self._replies, {"metrics": _metrics()})
+                elif name == "memory":
+                    _say(self._replies, {"memory": memory_of(self._engine, self._core)})
+                elif name == "admissions":
+                    _say(self._replies, {name: self._admissions})
+                    self._admissions.clear()
                 elif name == "decode_together":
                     from kvrecall.lab.engines.concurrency import decode_together
 
@@ -152,6 +168,7 @@ class Host:
         logprobs: bool = False,
         adapter: tuple[str, int, str] | None = None,
         images: Sequence[str] = (),
+        samples: int = 1,
     ) -> None:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
@@ -162,7 +179,11 @@ class Host:
         if images:
             item["multi_modal_data"] = {"image": [_picture(path) for path in images]}
         params = SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, logprobs=_SECOND if logprobs else None
+            n=samples,
+            temperature=0.0 if samples == 1 else 1.0,
+            seed=None if samples == 1 else _SEED,
+            max_tokens=max_tokens,
+            logprobs=_SECOND if logprobs else None,
         )
         self._started[id] = time.perf_counter(), 0.0
         lora = LoRARequest(*adapter) if adapter else None
@@ -190,19 +211,21 @@ class Host:
 
     def _answer(self, output: Any) -> dict[str, Any]:
         submitted, first = self._started.pop(output.request_id)
-        one = output.outputs[0]
+        samples = output.outputs
         keys = self._chains.pop(output.request_id, ())
         return {
             "id": output.request_id,
-            "tokens": list(one.token_ids),
-            "finish": one.finish_reason,
+            "tokens": [token for one in samples for token in one.token_ids],
+            "finish": samples[0].finish_reason,
             "from": (output.kv_transfer_params or {}).get("kvrecall"),
             "keys": [key.hex() for key in keys],
-            "gaps": [_gap(step) for step in one.logprobs or ()],
+            "gaps": [_gap(step) for one in samples for step in one.logprobs or ()],
             "scores": [
                 step[token].logprob
+                for one in samples
                 for token, step in zip(one.token_ids, one.logprobs or (), strict=False)
             ],
+            "cached": output.num_cached_tokens or 0,
             "ttft_s": first - submitted,
         }
 
@@ -226,15 +249,70 @@ def _picture(path: str) -> Any:
     return Image.open(path).convert("RGB")
 
 
+def memory_of(engine: Any, core: Any) -> dict[str, Any]:
+    """The device cache of an engine in this process, from vLLM's own configuration. ``layers``:
+    bytes of a block in each layer of a group."""
+    config = core.scheduler.kv_cache_config
+    groups = []
+    for group in config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        layers = getattr(spec, "kv_cache_specs", None) or dict.fromkeys(group.layer_names, spec)
+        first = layers[group.layer_names[0]]
+        groups.append(
+            {
+                "kind": type(first).__name__,
+                "block_size": spec.block_size,
+                "window": getattr(first, "sliding_window", None) or 0,
+                "chunk": getattr(first, "attention_chunk_size", None) or 0,
+                "layers": [_page_bytes(layers[name]) for name in group.layer_names],
+            }
+        )
+    scheduler = engine.vllm_config.scheduler_config
+    return {
+        "blocks": config.num_blocks,
+        "hybrid_manager": not scheduler.disable_hybrid_kv_cache_manager,
+        "groups": groups,
+    }
+
+
+def _page_bytes(spec: Any) -> int:
+    """Bytes of a layer's block without what only fills it up to the size of another's."""
+    if hasattr(spec, "shapes"):  # a recurrent layer's states
+        pairs = zip(spec.shapes, spec.dtypes, strict=True)
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in pairs)
+    return int(getattr(spec, "real_page_size_bytes", spec.page_size_bytes))
+
+
+def _watch_admissions(connector: Any, admissions: list[Admission], names: dict[str, str]) -> None:
+    """Notes from now on what the scheduler admits, at first and after a preemption."""
+    starts: dict[str, int] = {}
+    match, allocated = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
+
+    def matched(request: Any, computed: int) -> Any:
+        starts[request.request_id] = computed
+        return match(request, computed)
+
+    def taken(request: Any, blocks: Any, tokens: int) -> None:
+        start = starts.pop(request.request_id, None)  # called again once the blocks are loaded
+        if start is not None:
+            name = names.get(request.request_id, request.request_id)
+            admissions.append((name, start, start + tokens, request.num_tokens))
+        allocated(request, blocks, tokens)
+
+    connector.get_num_new_matched_tokens = matched
+    connector.update_state_after_alloc = taken
+
+
 def _metrics() -> dict[str, float]:
-    """kvrecall's counters and gauges, ``name`` or ``name:tier``."""
+    """kvrecall's counters and gauges, ``name`` or ``name:tier``, and vLLM's of preemptions."""
     from prometheus_client import REGISTRY
 
     return {
         ":".join([s.name, *(s.labels[k] for k in ("tier", "source") if k in s.labels)]): s.value
         for family in REGISTRY.collect()
         for s in family.samples
-        if s.name.startswith("kvrecall") and not s.name.endswith("_created")
+        if s.name.startswith(("kvrecall", "vllm:num_preemptions"))
+        and not s.name.endswith("_created")
     }
 
 

@@ -1,0 +1,1 @@
+"""Models of every shape that people serve, each recalled from every tier."""

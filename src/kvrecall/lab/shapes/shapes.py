@@ -1,0 +1,100 @@
+"""The shapes: small models with the KV groups of published ones, and the engines that serve them.
+
+Every engine computes prompts in chunks of ``CHUNK`` tokens, most prompts in several, and its device
+cache holds a few of the longest only, so that requests which run together are preempted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvrecall.lab.engines.child import server_environment
+from kvrecall.lab.engines.engine import ONE_THREAD
+from kvrecall.lab.models import write_model
+
+_OPTIONS: Mapping[str, Any] = {
+    "max_model_len": 1280,
+    "max_num_seqs": 4,
+    "enable_prefix_caching": True,
+    "disable_hybrid_kv_cache_manager": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model and its engine. ``like``: what is published in this shape. ``architecture``,
+    ``model``: arguments of ``write_model``. ``options``: of ``vllm.LLM``. ``chunk``: tokens that a
+    step computes at most. ``boundary``: tokens after which hits end, or a multiple of them.
+    ``cache_bytes``: of the device cache."""
+
+    name: str
+    like: str
+    architecture: str
+    model: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
+    chunk: int = 256
+    boundary: int = 32
+    cache_bytes: int = 6 << 20
+
+    def write(self, folder: Path) -> Path:
+        """Writes the model."""
+        return write_model(folder / self.name, self.architecture, dtype=self.dtype, **self.model)
+
+    def arguments(self, model: Path, cache: Path) -> dict[str, Any]:
+        """Set-up of an engine process without a pool. ``cache``: a folder for what it remembers."""
+        return {
+            "model": str(model),
+            "dtype": self.dtype,
+            "block_size": 32,
+            "max_num_batched_tokens": self.chunk,
+            "kv_cache_memory_bytes": self.cache_bytes,
+            **_OPTIONS,
+            **self.options,
+            "env": {"XDG_CACHE_HOME": str(cache)},
+        }
+
+
+def environment() -> dict[str, str]:
+    """Environment of the engines: one thread each, and no size of the device cache, which would
+    override theirs."""
+    whole = {**server_environment(), **ONE_THREAD}
+    del whole["VLLM_CPU_KVCACHE_SPACE"]
+    return whole
+
+
+SHAPES = (
+    Shape("qwen3", "Qwen3, Llama: full attention", "qwen3"),
+    Shape("mistral", "Mistral: a window in every layer", "mistral", cache_bytes=4 << 20),
+    Shape("gemma3", "Gemma-3: windows and full", "gemma3_text", {"layers": 6}),
+    Shape(
+        "gpt-oss",
+        "gpt-oss: windows with sinks and full, mixture of experts",
+        "gpt_oss",
+        {"window": 128},
+        cache_bytes=4 << 20,
+    ),
+    Shape("llama4", "Llama 4: local chunks and full", "llama4_text", cache_bytes=3300000),
+    Shape(
+        "qwen3-next",
+        "Qwen3-Next: gated delta net and full",
+        "qwen3_next",
+        dtype="bfloat16",
+        boundary=160,
+        cache_bytes=26 * 81920,
+    ),
+    Shape(
+        "granite-hybrid",
+        "Granite 4, Bamba: Mamba-2 and full",
+        "granitemoehybrid",
+        # vLLM's CPU kernel keeps no state from within a step: a block a step, and a token for each
+        # of the others.
+        chunk=163,
+        boundary=160,
+        cache_bytes=26 * 163840,
+    ),
+    Shape("deepseek", "DeepSeek V3: latent attention", "deepseek_v3", cache_bytes=64 << 20),
+)
