@@ -304,7 +304,7 @@ def test_a_model_of_several_kv_groups(tmp_path: Path) -> None:
     report = asked(tmp_path, "--host-size", "1MiB", status=1)
     layout = one(report, "model", "layout")
     assert (
-        "4 KV groups: 3 of 12 layers keeping state (12.6 MiB a block of 640 tokens), 1 of 12"
+        "4 KV groups: 3 of 12 layers (state; 12.6 MiB per block of 640 tokens), 1 of 12"
         in (layout["found"])
     )
     assert [g["kind"] for g in layout["figures"]["groups"]] == ["state"] * 3 + ["full"]

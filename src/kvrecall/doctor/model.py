@@ -59,7 +59,7 @@ def _served(fields: Fields) -> Finding:
     refused = list(refusals(fields, Machine.this()))
     figures = {"architecture": fields.architecture, "refused": [each.reason for each in refused]}
     if not refused:
-        found = f"{fields.architecture}: nothing in its config.json speaks against a pool"
+        found = f"kvrecall serves {fields.architecture} with a pool, judging by its config.json"
         return Finding(_AREA, "served", State.OK, found, figures=figures)
     found = "; ".join(each.reason for each in refused)
     return Finding(_AREA, "served", State.BROKEN, found, refused[0].cure, figures)
@@ -92,9 +92,9 @@ def _layout(shape: ModelShape, groups: tuple[Group, ...]) -> Finding:
         found += f"{format_size(chain.record_bytes)} per block of {chain.block_tokens} tokens"
         return Finding(_AREA, "layout", State.OK, found, figures=figures)
     parts = [
-        f"{count} of {group.layers} layers keeping {_keeps(group)} ({format_size(each)} a block "
-        f"of {group.block_tokens} tokens)"
-        for (group, each), count in Counter((g, g.record_bytes) for g in groups).items()
+        f"{count} of {group.layers} layers ({_keeps(group)}; {format_size(group.record_bytes)} per "
+        f"block of {group.block_tokens} tokens)"
+        for group, count in Counter(groups).items()
     ]
     found += f"{len(groups)} KV groups: {', '.join(parts)}"
     return Finding(_AREA, "layout", State.OK, found, figures=figures)
