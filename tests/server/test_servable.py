@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import configs
 
+from kvrecall.engines.base import ServeSpec
 from kvrecall.modelconfig import Fields
-from kvrecall.server.servable import Machine, refusals
+from kvrecall.server.servable import Asked, Machine, refusals
 
 KVRECALL = Path(sys.executable).parent / "kvrecall"
 GPU = Machine(is_cpu=False)
@@ -33,7 +35,30 @@ def reasons(config: dict[str, Any], machine: Machine, **options: Any) -> list[st
 @pytest.mark.parametrize("machine", [GPU, CPU, AMX])
 @pytest.mark.parametrize("name", SERVED)
 def test_decoders_are_served_whatever_their_layers_cache(name: str, machine: Machine) -> None:
-    assert reasons(SERVED[name], machine) == []
+    assert reasons(SERVED[name], machine, asked=Asked(step_tokens=128)) == []
+
+
+MAMBA2 = ("BAMBA_9B", "GRANITE_4_SMALL", "NEMOTRON_H_8B")
+
+
+@pytest.mark.parametrize(("name", "block"), [*zip(MAMBA2, (640, 640, 1152), strict=True)])
+def test_mamba2_on_a_cpu_runs_in_steps_of_a_block(name: str, block: int) -> None:
+    """Seen with vLLM 0.32: a longer step that has to keep a state from within it ends in an
+    IndexError in mamba_mixer2.py."""
+    config = vars(configs)[name]
+    (said,) = reasons(config, CPU)
+    assert said.endswith(f"; add -- --max-num-batched-tokens {block} (one block)")
+    assert reasons(config, CPU, asked=Asked(step_tokens=block + 1)) == [said]
+    assert reasons(config, CPU, asked=Asked(step_tokens=block)) == []
+    assert reasons(config, CPU, pooled=False) == reasons(config, GPU) == []
+
+
+def test_what_is_asked_of_the_engine() -> None:
+    options = {"block-size": 64, "kv-cache-dtype": None, "max-num-batched-tokens": 512}
+    spec = ServeSpec("m", "127.0.0.1", 0, options)
+    assert Asked.of(spec) == Asked("auto", 64, 512)
+    words = ("--max-num-batched-tokens=256", "--kv-cache-dtype", "fp8", "--enforce-eager")
+    assert Asked.of(replace(spec, extra_args=words)) == Asked("fp8", 64, 256)
 
 
 @pytest.mark.parametrize("machine", [GPU, CPU])
@@ -75,7 +100,7 @@ def test_latent_attention_on_a_cpu_needs_amx(config: dict[str, Any]) -> None:
     ],
 )
 def test_quantised_kv(dtype: str, machine: Machine, words: str) -> None:
-    said = reasons(configs.QWEN3_8B, machine, kv_cache_dtype=dtype)
+    said = reasons(configs.QWEN3_8B, machine, asked=Asked(dtype))
     assert len(said) == bool(words)
     assert all(words in each for each in said)
 

@@ -6,16 +6,21 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from kvrecall.engines.base import ServeSpec
 from kvrecall.engines.vllm.compat.versions import DISTRIBUTIONS, installed_version
 from kvrecall.errors import ConfigError
 from kvrecall.modelconfig import Fields, find_config, hub_cache, read_fields
+from kvrecall.plan.groups import chain_of, groups_of
+from kvrecall.plan.layers import read_layers
+from kvrecall.server.plan import BLOCK_SIZE
 
 _CPU_KV = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 _CPU_FP8 = frozenset({"avx512f", "amx_tile"})
 _NEEDS_GPU = "serve it on a GPU"
+_MAMBA2 = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +47,41 @@ class Refusal:
         return f"{self.reason}; {self.cure}"
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What an engine is asked for, by vLLM's names. ``step_tokens``: 0 if it is not."""
+
+    kv_cache_dtype: str = "auto"
+    block_tokens: int = BLOCK_SIZE
+    step_tokens: int = 0
+
+    @classmethod
+    def of(cls, spec: ServeSpec) -> Asked:
+        given = {name: str(value) for name, value in spec.options.items() if value is not None}
+        words = [part for word in spec.extra_args for part in word.split("=", 1)]
+        for name, value in pairwise(words):
+            if name.startswith("--"):
+                given[name[2:].replace("_", "-")] = value
+        dtype = given.get("kv-cache-dtype", "auto")
+        block, step = (given.get(name, "") for name in ("block-size", "max-num-batched-tokens"))
+        return cls(
+            dtype,
+            int(block) if block.isdecimal() else BLOCK_SIZE,
+            int(step) if step.isdecimal() else 0,
+        )
+
+
 def refusals(
-    fields: Fields, machine: Machine, pooled: bool = True, kv_cache_dtype: str = "auto"
+    fields: Fields, machine: Machine, pooled: bool = True, asked: Asked = Asked()
 ) -> Iterator[Refusal]:
     """Why the model cannot be served; ``pooled``: with a pool."""
-    for refusal in _refusals(fields, machine, kv_cache_dtype):
+    for refusal in _refusals(fields, machine, asked):
         if pooled or not refusal.needs_pool:
             yield refusal
 
 
-def _refusals(fields: Fields, machine: Machine, kv_cache_dtype: str) -> Iterator[Refusal]:
-    name = fields.architecture
+def _refusals(fields: Fields, machine: Machine, asked: Asked) -> Iterator[Refusal]:
+    name, kv_cache_dtype = fields.architecture, asked.kv_cache_dtype
     if fields.is_encoder_decoder:
         yield Refusal(
             f"{name} is an encoder-decoder model: its decoder attends to an encoder's output, and "
@@ -74,6 +103,13 @@ def _refusals(fields: Fields, machine: Machine, kv_cache_dtype: str) -> Iterator
             "without AMX, and a pool works only on top of it",
             f"{_NEEDS_GPU} or a CPU with AMX, or with --no-pool",
         )
+    block = _one_block(fields, asked.block_tokens) if any(map(fields.has, _MAMBA2)) else 0
+    if block and not 0 < asked.step_tokens <= block:
+        yield Refusal(
+            f"{name} has Mamba-2 layers: vLLM 0.32's kernel for a CPU ends in an error when a step "
+            "of more than one block has to keep a state",
+            f"add -- --max-num-batched-tokens {block} (one block)",
+        )
     if kv_cache_dtype not in _CPU_KV:
         yield Refusal(
             f"--kv-cache-dtype {kv_cache_dtype}: vLLM's attention on a CPU keeps KV only in the "
@@ -90,14 +126,23 @@ def _refusals(fields: Fields, machine: Machine, kv_cache_dtype: str) -> Iterator
         )
 
 
+def _one_block(fields: Fields, given: int) -> int:
+    """Tokens of a block of the model; 0 if its layers are not known."""
+    try:
+        caches = [cache for layer in read_layers(fields, "auto") for cache in layer.caches]
+    except ConfigError:
+        return 0
+    return chain_of(groups_of(caches, given)).block_tokens
+
+
 def check_served(spec: ServeSpec) -> None:
     """Raises ConfigError if vLLM, or the pool if there is to be one, cannot serve the model here. A
     model whose ``config.json`` is not on this machine is not judged."""
     fields = fields_of(spec.model)
     if fields is None:
         return
-    dtype = str(spec.options.get("kv-cache-dtype") or "auto")
-    refusal = next(refusals(fields, Machine.this(), spec.recall is not None, dtype), None)
+    pooled = spec.recall is not None
+    refusal = next(refusals(fields, Machine.this(), pooled, Asked.of(spec)), None)
     if refusal is not None:
         raise ConfigError(f"model {spec.model}: {refusal}")
 
