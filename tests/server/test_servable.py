@@ -53,12 +53,29 @@ def test_mamba2_on_a_cpu_runs_in_steps_of_a_block(name: str, block: int) -> None
     assert reasons(config, CPU, pooled=False) == reasons(config, GPU) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("GEMMA_3_4B", "keep a window,"),
+        ("LLAMA_4_SCOUT", "keep a chunk,"),
+        ("QWEN3_NEXT_80B", "keep a state,"),
+        ("QWEN3_8B", ""),
+    ],
+)
+def test_retrieval_is_for_full_attention(name: str, kinds: str) -> None:
+    for machine in (CPU, GPU):
+        said = reasons(vars(configs)[name], machine, pooled=False, asked=Asked(retrieval=True))
+        assert len(said) == bool(kinds)
+        assert all(kinds in each and each.endswith("; remove --retrieval") for each in said)
+
+
 def test_what_is_asked_of_the_engine() -> None:
     options = {"block-size": 64, "kv-cache-dtype": None, "max-num-batched-tokens": 512}
     spec = ServeSpec("m", "127.0.0.1", 0, options)
     assert Asked.of(spec) == Asked("auto", 64, 512)
     words = ("--max-num-batched-tokens=256", "--kv-cache-dtype", "fp8", "--enforce-eager")
     assert Asked.of(replace(spec, extra_args=words)) == Asked("fp8", 64, 256)
+    assert Asked.of(replace(spec, retrieval=True)).retrieval
 
 
 @pytest.mark.parametrize("machine", [GPU, CPU])

@@ -14,7 +14,7 @@ from kvrecall.engines.vllm.compat.versions import DISTRIBUTIONS, installed_versi
 from kvrecall.errors import ConfigError
 from kvrecall.modelconfig import Fields, find_config, hub_cache, read_fields
 from kvrecall.plan.groups import chain_of, groups_of
-from kvrecall.plan.layers import read_layers
+from kvrecall.plan.layers import Cache, Kind, read_layers
 from kvrecall.server.plan import BLOCK_SIZE
 
 _CPU_KV = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
@@ -54,6 +54,7 @@ class Asked:
     kv_cache_dtype: str = "auto"
     block_tokens: int = BLOCK_SIZE
     step_tokens: int = 0
+    retrieval: bool = False
 
     @classmethod
     def of(cls, spec: ServeSpec) -> Asked:
@@ -68,6 +69,7 @@ class Asked:
             dtype,
             int(block) if block.isdecimal() else BLOCK_SIZE,
             int(step) if step.isdecimal() else 0,
+            spec.retrieval,
         )
 
 
@@ -88,6 +90,14 @@ def _refusals(fields: Fields, machine: Machine, asked: Asked) -> Iterator[Refusa
             "vLLM supports no KV connector for such models",
             "serve it with --no-pool",
         )
+    others = {cache.kind for cache in _caches(fields)} - {Kind.FULL} if asked.retrieval else set()
+    if others:
+        yield Refusal(
+            f"{name} has layers that keep a {' and a '.join(sorted(others))}, and retrieval "
+            "attention is for models with full attention in every layer",
+            "remove --retrieval",
+            needs_pool=False,
+        )
     if not machine.is_cpu:
         return
     if fields.has("index_topk"):
@@ -103,7 +113,8 @@ def _refusals(fields: Fields, machine: Machine, asked: Asked) -> Iterator[Refusa
             "without AMX, and a pool works only on top of it",
             f"{_NEEDS_GPU} or a CPU with AMX, or with --no-pool",
         )
-    block = _one_block(fields, asked.block_tokens) if any(map(fields.has, _MAMBA2)) else 0
+    caches = _caches(fields) if any(map(fields.has, _MAMBA2)) else []
+    block = chain_of(groups_of(caches, asked.block_tokens)).block_tokens if caches else 0
     if block and not 0 < asked.step_tokens <= block:
         yield Refusal(
             f"{name} has Mamba-2 layers: vLLM 0.32's kernel for a CPU ends in an error when a step "
@@ -126,13 +137,12 @@ def _refusals(fields: Fields, machine: Machine, asked: Asked) -> Iterator[Refusa
         )
 
 
-def _one_block(fields: Fields, given: int) -> int:
-    """Tokens of a block of the model; 0 if its layers are not known."""
+def _caches(fields: Fields) -> list[Cache]:
+    """What the layers cache; nothing if that is not known."""
     try:
-        caches = [cache for layer in read_layers(fields, "auto") for cache in layer.caches]
+        return [cache for layer in read_layers(fields, "auto") for cache in layer.caches]
     except ConfigError:
-        return 0
-    return chain_of(groups_of(caches, given)).block_tokens
+        return []
 
 
 def check_served(spec: ServeSpec) -> None:
