@@ -315,6 +315,18 @@ def test_a_model_of_several_kv_groups(tmp_path: Path) -> None:
     assert one(report, "model", "host blocks")["state"] == "broken"
 
 
+def test_a_model_of_the_hub_that_is_in_the_local_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--openai--gpt-oss-20b" / "snapshots" / "0a1b"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(configs.GPT_OSS_20B))
+    report = asked("openai/gpt-oss-20b", "--host-size", "64MiB")
+    assert one(report, "model", "hits")["figures"]["kinds"] == ["window", "full"]
+    assert not [f for f in report["findings"] if f["check"] == "folder"]
+
+
 def test_a_model_whose_layers_are_not_known(tmp_path: Path) -> None:
     strange = {**configs.QWEN3_8B, "layer_types": ["wavelet"] * 36}
     (tmp_path / "config.json").write_text(json.dumps(strange))

@@ -215,6 +215,8 @@ def test_which_layers_have_a_window(tmp_path: Path, extra: dict[str, Any], windo
     [
         {**configs.QWEN3_8B, "layer_types": ["full_attention", "wavelet"] * 18},
         {**configs.QWEN3_8B, "attn_type_list": [0, 1] * 18},
+        {"model_type": "mamba", "hidden_size": 768, "num_hidden_layers": 24, "state_size": 16},
+        {**configs.DEEPSEEK_V3, "model_type": "deepseek_v4", "compress_ratios": [4, 128]},
     ],
 )
 def test_layers_that_are_not_known_are_named_and_not_guessed(

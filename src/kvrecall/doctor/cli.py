@@ -85,7 +85,9 @@ def examine(
     if subject.model is not None:
         layout = list(check_layout(subject.model, settings))
         yield from layout
-        local = subject.model if any(each.check == "layout" for each in layout) else None
+        is_folder = Path(subject.model).expanduser().is_dir()  # vLLM looks for others online
+        is_read = any(each.check == "layout" for each in layout)
+        local = subject.model if is_folder and is_read else None
     if subject.imports:
         progress("importing torch, vLLM and the connector in a child process ...")
         remote = settings and settings.pool.remote

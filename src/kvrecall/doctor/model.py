@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 from kvrecall.config import RecallSettings, format_size
 from kvrecall.doctor.finding import Finding, State
 from kvrecall.errors import ConfigError
-from kvrecall.modelconfig import Fields
+from kvrecall.modelconfig import Fields, find_config, hub_cache
 from kvrecall.plan.groups import Group, chain_of, hit_unit
 from kvrecall.plan.model import ModelShape, read_shape
 from kvrecall.plan.sizing import Use, sequence_of
@@ -24,8 +23,8 @@ _USUAL_CONTEXT = 8192  # of a model whose config.json names no longest sequence
 
 
 def check_layout(model: str, settings: RecallSettings | None) -> Iterator[Finding]:
-    """Checks the layout of a model in a local folder; of a hub id only its form. ``settings``: of
-    the pool, None if unknown."""
+    """Checks a model in a local folder or the hub's cache; of others only the name. ``settings``:
+    of the pool, None if unknown."""
     try:
         check_model(model)
     except ConfigError as error:
@@ -33,16 +32,14 @@ def check_layout(model: str, settings: RecallSettings | None) -> Iterator[Findin
         yield Finding(_AREA, "folder", State.BROKEN, str(error), cure)
         return
     fields = fields_of(model)
-    if fields is not None:
-        yield _served(fields)
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        found = f"{model} is not in a local folder, so its layout is unknown"
+    if fields is None:
+        found = f"{model} is neither a local folder nor in the hub's cache: its layout is unknown"
         cure = "vLLM downloads it from the hub when it starts"
         yield Finding(_AREA, "folder", State.NOTE, found, cure)
         return
+    yield _served(fields)
     try:
-        shape = read_shape(folder)
+        shape = read_shape(find_config(model, hub_cache()))
     except ConfigError as error:
         found = f"{error}; block sizes are unknown until vLLM starts"
         yield Finding(_AREA, "layout", State.NOTE, found)

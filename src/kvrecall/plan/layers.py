@@ -21,6 +21,11 @@ _SCALE_BYTES = 4  # of a token's keys, and of its values, in one head
 _SPARSE_FP8_BYTES = 656  # fp8_ds_mla: a token's latent, its position part and scales
 _INDEX_QUANT = 128  # elements of an indexer's key that share a scale of 4 bytes
 
+_OTHER_CACHES = (
+    "compress_ratios", "indexer_n_heads", "ple_layer_ids",  # DeepSeek V4, Qwen4
+    "state_size", "ssm_cfg", "attn_type_list", "layer_group_size",  # other recurrent layers
+)  # fmt: skip
+"""Fields of models whose layers cache what is not sized here."""
 _FULL = ("full_attention", "attention", "*", "global_attention")
 _WINDOW = ("sliding_attention", "local_attention")
 _CHUNK = ("chunked_attention",)
@@ -134,6 +139,11 @@ def dtype_of(fields: Fields) -> str:
 
 def _kinds(fields: Fields) -> list[str]:
     """The kind of each layer, in the words of Hugging Face's ``layer_types``."""
+    if any(map(fields.has, _OTHER_CACHES)):
+        raise ConfigError(
+            f"{fields.source}: layers of a {fields.model_type or 'model'} keep caches whose size "
+            "is not known here; start it and read the record sizes in `kvrecall pool ls`"
+        )
     if pattern := fields.text("hybrid_override_pattern"):
         return _known(list(pattern), fields)
     count = fields.number("num_hidden_layers", "n_layer", "num_layers")
@@ -165,17 +175,7 @@ def _kinds(fields: Fields) -> list[str]:
         first = fields.number("max_window_layers", default=0)
         first = first if fields.flag("use_sliding_window") else count
         return ["sliding_attention" if p >= first else "full_attention" for p in places]
-    if not window and _is_recurrent(fields):
-        raise ConfigError(
-            f"{fields.source}: layers of a {fields.model_type or 'model'} keep a state whose size "
-            "is not known here; start it and read the record sizes in `kvrecall pool ls`"
-        )
     return ["sliding_attention" if window else "full_attention"] * count
-
-
-def _is_recurrent(fields: Fields) -> bool:
-    names = ("state_size", "ssm_cfg", "attn_type_list", "linear_attn_config", "layer_group_size")
-    return any(fields.has(name) for name in names)
 
 
 def _known(kinds: list[str], fields: Fields) -> list[str]:
@@ -268,10 +268,10 @@ def _state(fields: Fields, kind: str, dtype: str) -> tuple[State, int]:
             DTYPE_BYTES.get(named, each),
         )  # fmt: skip
         return state, hidden * (2 * keys + 3 * values + 2 * heads)
-    if fields.model_type == "jamba" or fields.model_type.endswith("mamba"):
-        wide = fields.number("mamba_expand", "expand", default=2) * hidden
-        size = fields.number("mamba_d_state", "state_size")
-        inputs = fields.number("mamba_d_conv", "conv_kernel") - 1
+    if fields.model_type == "jamba":
+        wide = fields.number("mamba_expand") * hidden
+        size = fields.number("mamba_d_state")
+        inputs = fields.number("mamba_d_conv") - 1
         steps = -(-hidden // 16)
         params = 3 * hidden * wide + wide * (2 * steps + 2 * size)
         return State(wide, inputs, wide * size, each, each), params

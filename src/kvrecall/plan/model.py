@@ -65,8 +65,8 @@ def read_shape(path: Path, kv_dtype: str = "auto", name: str = "") -> ModelShape
     by its folder. Raises ConfigError."""
     fields, file = read_fields(path)
     hidden = fields.number("hidden_size", "n_embd", "d_model")
-    heads = fields.number("num_attention_heads", "n_head")
     layers = read_layers(fields, kv_dtype)
+    heads = fields.number("num_attention_heads", "n_head")
     if not (hidden and layers and heads):
         raise ConfigError(f"{fields.source}: hidden_size, layers and heads must be more than 0")
     is_latent = bool(fields.number("kv_lora_rank", default=0))
