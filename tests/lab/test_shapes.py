@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from kvrecall.lab.engines.engine import Answer
 from kvrecall.lab.processes import as_child
 from kvrecall.lab.shapes.__main__ import _figures, app
 from kvrecall.lab.shapes.needed import needed_bytes
 from kvrecall.lab.shapes.shapes import SHAPES
-from kvrecall.lab.shapes.trial import Row, cases_of
+from kvrecall.lab.shapes.trial import Row, cases_of, difference
 
 GOOD = Row(
     "gemma3",
@@ -64,7 +65,8 @@ def test_groups_add_up() -> None:
 
 def test_a_row_names_its_faults() -> None:
     assert GOOD.ok
-    assert replace(GOOD, equal=False).faults() == ["replies differ from a device hit"]
+    unequal = replace(GOOD, equal=False, why="on from token 3 on")
+    assert unequal.faults() == ["replies differ from a device hit (on from token 3 on)"]
     assert replace(GOOD, hit_tokens=512).faults() == ["recalled less than the device"]
     assert replace(GOOD, bytes_moved=101).faults() == ["moved more bytes than needed"]
     assert replace(GOOD, bytes_needed=101).faults() == ["moved fewer bytes than needed"]
@@ -74,6 +76,17 @@ def test_a_row_names_its_faults() -> None:
     assert crowd.faults() == ["nothing was preempted"]
     assert replace(crowd, preemptions=1).ok
     assert not replace(GOOD, equal=False).ok
+
+
+def test_the_first_difference_is_named() -> None:
+    def answer(tokens: tuple[int, ...], *scores: float) -> Answer:
+        return Answer("on", tokens, "length", {}, (), (), 0.0, scores)
+
+    right = answer((1, 2, 3), -0.1, -0.2, -0.3)
+    assert difference([right, right], [right, right]) == ""
+    assert difference([answer((1, 2, 4), -0.1, -0.2, -0.3)], [right]) == "on from token 2 on"
+    assert difference([answer((1, 2, 3), -0.1, -0.2000001, -0.3)], [right]) == "on from token 1 on"
+    assert difference([answer((1, 2), -0.1, -0.2)], [right]) == "on: 2 tokens, not 3"
 
 
 def test_a_model_that_does_not_run_here_is_a_row_with_the_reason() -> None:

@@ -90,9 +90,7 @@ SHAPES = (
         "granite-hybrid",
         "Granite 4, Bamba: Mamba-2 and full",
         "granitemoehybrid",
-        # vLLM's CPU kernel keeps no state from within a step: a block a step, and a token for each
-        # of the others.
-        chunk=163,
+        chunk=160,  # vLLM's CPU kernel keeps no state from within a step: one block a step
         boundary=160,
         cache_bytes=26 * 163840,
     ),

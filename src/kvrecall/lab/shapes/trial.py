@@ -46,8 +46,8 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a case showed. ``run``: whether this machine runs the shape; ``why``: why not, or what
-    is wrong. ``hit_tokens``: prompt tokens recalled, and ``device_tokens``, recalled by the engine
+    """What a case showed. ``run``: whether this machine runs the shape; ``why``: why not, or which
+    reply differs. ``hit_tokens``: prompt tokens recalled, and ``device_tokens``, recalled by the engine
     without a pool. ``device_blocks``: with the pool and without."""
 
     model: str
@@ -76,7 +76,7 @@ class Row:
         """What is wrong."""
         preempts = self.case == "preempted"
         checks = {
-            "replies differ from a device hit": not self.equal,
+            f"replies differ from a device hit ({self.why})": not self.equal,
             "nothing recalled": not self.bytes_moved,
             "recalled less than the device": not preempts and self.hit_tokens < self.device_tokens,
             "moved more bytes than needed": self.bytes_moved > self.bytes_needed,
@@ -84,7 +84,7 @@ class Row:
             "nothing was preempted": preempts and not self.preemptions,
             "the pool takes device blocks": self.device_blocks[0] != self.device_blocks[1],
         }
-        return [text for text, wrong in checks.items() if wrong] + ([self.why] if self.why else [])
+        return [text for text, wrong in checks.items() if wrong]
 
 
 class Alone:
@@ -271,7 +271,8 @@ def _tier(
             groups=len(memory["groups"]),
             hybrid_manager=memory["hybrid_manager"],
             restarted=restarted,
-            equal=answers_equal(answers, truth),
+            why=difference(answers, truth),
+            equal=not difference(answers, truth),
             deviation=max(map(distance, answers, truth)),
             hit_tokens=sum(one.cached for one in answers),
             device_tokens=sum(one.cached for one in truth),
@@ -305,10 +306,17 @@ def _truth(
     return whole
 
 
-def answers_equal(ones: Sequence[Answer], others: Sequence[Answer]) -> bool:
-    """Whether tokens and log-probabilities are the same, bit for bit."""
-    pairs = zip(ones, others, strict=True)
-    return all(one.tokens == other.tokens and one.scores == other.scores for one, other in pairs)
+def difference(ones: Sequence[Answer], others: Sequence[Answer]) -> str:
+    """The first answer whose tokens or log-probabilities are not the same, bit for bit, and from
+    where on; empty if there is none."""
+    for one, other in zip(ones, others, strict=True):
+        if len(one.tokens) != len(other.tokens):
+            return f"{one.id}: {len(one.tokens)} tokens, not {len(other.tokens)}"
+        pairs = zip(one.tokens, one.scores, other.tokens, other.scores, strict=True)
+        for at, (token, score, right, truth) in enumerate(pairs):
+            if (token, score) != (right, truth):
+                return f"{one.id} from token {at} on"
+    return ""
 
 
 def _rise(name: str, before: Mapping[str, float], after: Mapping[str, float]) -> int:
