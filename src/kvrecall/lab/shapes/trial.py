@@ -47,8 +47,8 @@ class Case:
 @dataclass(frozen=True, slots=True)
 class Row:
     """What a case showed. ``run``: whether this machine runs the shape; ``why``: why not, or which
-    reply differs. ``hit_tokens``: prompt tokens recalled, and ``device_tokens``, recalled by the engine
-    without a pool. ``device_blocks``: with the pool and without."""
+    reply differs. ``hit_tokens``: prompt tokens recalled, and ``device_tokens``: those that the
+    engine without a pool recalls. ``device_blocks``: with the pool and without."""
 
     model: str
     tier: str = ""
@@ -94,6 +94,8 @@ class Alone:
         self._engine = engine
         self.blocks: int = engine.memory()["blocks"]
         self.answers: dict[str, Answer] = {}
+        self.together: dict[str, Answer] = {}
+        """Of requests that are asked together: in one batch, sums may be taken in another order."""
 
     def learn(self, case: Case) -> None:
         """Has each prompt computed, and asks at once again, so that it is a hit."""
@@ -102,6 +104,11 @@ class Alone:
                 self._engine.forget_device()
                 _ask(self._engine, saved)
                 (self.answers[asked.id],) = _ask(self._engine, asked)
+        if case.name == "preempted" and not self.together:
+            self._engine.forget_device()
+            for saved in case.saved:
+                _ask(self._engine, saved)
+            self.together = {one.id: one for one in _ask(self._engine, *case.asked)}
 
     def resumed(self, saved: Question, asked: Question, so_far: Sequence[int], end: int) -> Answer:
         """The rest of an answer of which ``so_far`` is known, on a hit up to token ``end``."""
@@ -295,7 +302,7 @@ def _truth(
     admissions: Sequence[Admission],
 ) -> Answer:
     """What the engine without a pool answers on a hit; after a preemption, to the prompt with what
-    had been answered by then."""
+    had been answered by then. Where the answer is that of requests in one batch: that."""
     whole = alone.answers[asked.id]
     for one in admissions:
         known = one.tokens - len(asked.prompt)
@@ -303,7 +310,8 @@ def _truth(
             rest = alone.resumed(saved, asked, answer.tokens[:known], one.end)
             tokens = (*whole.tokens[:known], *rest.tokens)
             whole = replace(whole, tokens=tokens, scores=(*whole.scores[:known], *rest.scores))
-    return whole
+    together = alone.together.get(asked.id, whole)
+    return together if not difference([answer], [together]) else whole
 
 
 def difference(ones: Sequence[Answer], others: Sequence[Answer]) -> str:
