@@ -77,7 +77,7 @@ SHAPES = (
         {"window": 128},
         cache_bytes=4 << 20,
     ),
-    Shape("llama4", "Llama 4: local chunks and full", "llama4_text", cache_bytes=3300000),
+    Shape("llama4", "Llama 4: local chunks and full", "llama4_text", cache_bytes=4 << 20),
     Shape(
         "qwen3-next",
         "Qwen3-Next: gated delta net and full",

@@ -23,9 +23,10 @@ from kvrecall.lab.shapes.shapes import Shape, environment
 TIERS = ("host", "disk", "remote")
 
 _ANSWER = 16
-_LONG_ANSWER = 256  # requests that begin together outgrow the device
+_LONG_ANSWER = 320  # requests that begin together outgrow the device
 _LETTERS = 250  # tokens that the models have one letter each for
 _WAIT_S = 60.0
+_ANSWER_S = 300.0
 _POOL = {
     "host_size": "256MiB",
     "async_write": False,  # what is answered is in the lower tier
@@ -85,6 +86,10 @@ class Row:
             "the pool takes device blocks": self.device_blocks[0] != self.device_blocks[1],
         }
         return [text for text, wrong in checks.items() if wrong]
+
+
+class RefusedError(EngineError):
+    """An engine does not start."""
 
 
 class Alone:
@@ -171,13 +176,17 @@ class Laboratory:
             engine.kill()
 
     def rows(self, shape: Shape, tiers: Sequence[str]) -> Iterator[Row]:
-        """The rows of a shape as they come. An engine that fails is a row."""
+        """The rows of a shape as they come. An engine that fails is a row, the last one."""
+        ran = False
         try:
-            yield from self._rows(shape, tiers)
+            for row in self._rows(shape, tiers):
+                ran = True
+                yield row
         except EngineError as error:
             if self._stopped:
                 raise
-            yield Row(shape.name, run=False, why=reason(str(error)))
+            refused = isinstance(error, RefusedError) and not ran
+            yield Row(shape.name, run=not refused, why=reason(str(error)))
 
     def _rows(self, shape: Shape, tiers: Sequence[str]) -> Iterator[Row]:
         with self._writing:
@@ -222,7 +231,10 @@ class Laboratory:
             self._running.add(engine)
         try:
             self._say(f"{shape.name}: an engine starts")
-            engine.wait_ready()
+            try:
+                engine.wait_ready()
+            except EngineError as error:
+                raise RefusedError(str(error)) from error
             self._say(f"{shape.name}: asking")
             yield engine
         finally:
@@ -234,7 +246,7 @@ class Laboratory:
 
 
 def _ask(engine: EngineProcess, *questions: Question) -> list[Answer]:
-    return engine.answers(questions)
+    return engine.answers(questions, _ANSWER_S)
 
 
 def _trust(engine: EngineProcess, shape: Shape, question: Question) -> None:
