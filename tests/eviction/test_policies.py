@@ -63,12 +63,23 @@ class TaughtPolicy(HazardPolicy):
         super().insert(key, parent, depth, 1000.0 + now, hangs)
 
     def access(
-        self, chain: Sequence[BlockKey], now: float, hanging: Sequence[BlockKey] = ()
+        self,
+        chain: Sequence[BlockKey],
+        now: float,
+        hanging: Sequence[BlockKey] = (),
+        ending: Sequence[BlockKey] = (),
     ) -> None:
-        super().access(chain, 1000.0 + now, hanging)
+        super().access(chain, 1000.0 + now, hanging, ending)
 
-    def admit(self, key: BlockKey, parent: BlockKey | None, depth: int, now: float) -> bool:
-        return super().admit(key, parent, depth, 1000.0 + now)
+    def admit(
+        self,
+        key: BlockKey,
+        parent: BlockKey | None,
+        depth: int,
+        now: float,
+        hangs: bool = False,
+    ) -> bool:
+        return super().admit(key, parent, depth, 1000.0 + now, hangs)
 
     def chance(self, key: BlockKey, now: float) -> float | None:
         return super().chance(key, 1000.0 + now)
@@ -278,3 +289,62 @@ def test_hazard_tells_how_likely_a_block_comes_back() -> None:
     assert hot > 0.9
     assert cold < 0.2
     assert LruPolicy().chance(keys_of("hot", 4)[0], now) is None
+
+
+def test_a_chain_without_what_hangs_on_its_end_goes_next() -> None:
+    """Until its windows or its state come back it can serve no hit beyond the next ones."""
+    policy, now = TaughtPolicy(50), 0.0
+    old, new = keys_of("old", 6), keys_of("new", 6)
+    states = keys_of("state", 3)
+    store(policy, old, now)
+    policy.insert(states[0], old[2], 3, now, hangs=True)
+    policy.insert(states[1], old[5], 6, now, hangs=True)
+    store(policy, new, 2.0)
+    policy.insert(states[2], new[5], 6, 2.0, hangs=True)
+    for _ in range(20):  # the old ones are the better by all that is known
+        now += 3.0
+        policy.access(old, now, states[:2])
+    assert policy.victims(1, anything, now) == [states[2]]
+    policy.remove(states[1])
+    for key in old[:2:-1]:
+        assert policy.victims(1, anything, now) == [key]
+        policy.remove(key)
+    assert policy.victims(1, anything, now) == [states[2]], "a state still serves the rest"
+
+
+def test_what_hangs_on_a_block_that_is_gone_goes_first_until_it_is_back() -> None:
+    policy = TaughtPolicy(50)
+    chain, other, windows = keys_of("a", 4), keys_of("b", 4), keys_of("window", 2)
+    policy.access(chain, 0.0, windows)
+    policy.access(chain, 5.0, windows)
+    store(policy, other, 5.0)
+    for depth, key in enumerate(chain):
+        policy.insert(key, chain[depth - 1] if depth else None, depth, 5.0)
+    for key, parent in zip(windows, chain[2:], strict=True):
+        policy.insert(key, parent, 4, 5.0, hangs=True)
+    policy.remove(chain[3])
+    assert policy.victims(1, anything, 6.0) == [windows[1]]
+    policy.insert(chain[3], chain[2], 3, 6.0)
+    policy.access(chain, 7.0, windows)
+    assert policy.victims(1, anything, 8.0) != [windows[1]]
+    policy.insert(BlockKey(b"early"), BlockKey(b"not here"), 1, 8.0, hangs=True)
+    assert policy.victims(1, anything, 8.0) == [b"early"]
+
+
+def test_windows_inside_a_request_go_before_those_at_its_end() -> None:
+    """A conversation goes on from its end; inside a request few ever hit."""
+    policy, now = HazardPolicy(4000), 0.0
+    for number in range(61):
+        chain = keys_of(f"session {number}", 8)
+        windows = [BlockKey(b"window" + key) for key in chain]
+        for turn in (4, 8) if number < 60 else (4,):
+            now += 20.0
+            used = windows[3:4] if turn == 8 else []
+            policy.access(chain[:turn], now, used, windows[turn - 1 : turn])
+            for depth, key in enumerate(chain[:turn]):
+                policy.insert(key, chain[depth - 1] if depth else None, depth, now)
+                policy.insert(windows[depth], key, depth + 1, now, hangs=True)
+    order = policy.victims(4000, anything, now + 1.0)
+    inner, end = windows[:3], windows[3]
+    assert max(map(order.index, inner)) < order.index(end)
+    assert order.index(end) > len(order) / 2

@@ -25,6 +25,7 @@ from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.endpoint import ServiceThread
+from kvrecall.pool.service.inventory import Inventory
 from kvrecall.testing.blocks import chain, namespace, wait_until
 from kvrecall.testing.pool_contract import Engine
 
@@ -112,6 +113,36 @@ def test_ls_of_some(at: tuple[object, ...]) -> None:
         done = pool("ls", *at, *wrong)
         assert done.exit_code == 2
         assert text in done.stderr
+
+
+def test_a_model_with_several_groups(at: tuple[object, ...], service: ServiceThread) -> None:
+    """Its groups have a row each; a chain is one row, and is pinned with what hangs on it."""
+    full, window = (ONE.derive(group=name) for name in ("0: full", "1: window of 1024"))
+    service.pool.register(full, SIZE)
+    service.pool.register(window, 5000)
+    keys, hanging = chain(full, 6, "g"), chain(window, 6, "g")
+    for wanted, parents in ((keys, None), (hanging, keys)):
+        service.pool.reserve(wanted, parents=parents)
+        service.pool.commit(wanted)
+    found = rows(*at)
+    assert [found[name.digest.hex()]["group"] for name in (ONE, full, window)] == [
+        "", "0: full", "1: window of 1024",
+    ]  # fmt: skip
+    assert found[window.digest.hex()]["host_blocks"] == 6
+    assert "group 1: window of 1024" in " ".join(pool("ls", *at).stdout.split())
+    assert rows(*at, "--by", "model")["one"]["host_blocks"] == 22
+    chains = rows(*at, "--by", "chain", "-n", full.digest.hex())
+    assert set(chains) == {keys[-1].hex()}
+    assert rows(*at, "--by", "chain", "-n", window.digest.hex()) == {}
+    assert window.digest.hex() not in as_text(service)
+    as_json("pin", *at, "--block", keys[3].hex())
+    pinned = rows(*at, "--by", "block", "--pinned")
+    assert set(pinned) == {key.hex() for key in (*keys[:4], *hanging[:4])}
+
+
+def as_text(service: ServiceThread) -> str:
+    """The prefix trees."""
+    return repr(Inventory(service.pool).prefix_trees(100))
 
 
 def test_drop_by_tenant_leaves_pinned_blocks(at: tuple[object, ...]) -> None:

@@ -360,10 +360,10 @@ def test_a_request_that_fails_costs_its_own_connection_only(
     assert len(good.reserve(KEYS)) == 3
     touch = service.pool.touch
 
-    def fail(keys: tuple[BlockKey, ...], hanging: tuple[BlockKey, ...] = ()) -> None:
+    def fail(keys: tuple[BlockKey, ...], *more: tuple[BlockKey, ...]) -> None:
         if keys == OWN:
             raise RuntimeError("a bug")
-        touch(keys, hanging)
+        touch(keys, *more)
 
     monkeypatch.setattr(service.pool, "touch", fail)
     lost = bad._life

@@ -50,8 +50,8 @@ def printed(shown: RenderableType, columns: int) -> str:
 
 def listed(by: By, name: str) -> Listing:
     row = Row(
-        name, DIGEST[:64], MODEL, TENANT, 1 << 20, 1_048_575, COUNT, 999 * TIB, COUNT, 999 * TIB,
-        COUNT, 3e6, 9e9, {},
+        name, DIGEST[:64], MODEL, "1: sliding window of 1024", TENANT, 1 << 20, 1_048_575, COUNT,
+        999 * TIB, COUNT, 999 * TIB, COUNT, 3e6, 9e9, {},
     )  # fmt: skip
     return Listing(by, (row,) * 2, 10_000_000)
 

@@ -75,7 +75,12 @@ class MemoryTier(Tier):
                 done.append(Done(get.key, Outcome.MISS if block is None else Outcome.LOADED))
         return done
 
-    def touch(self, chain: Sequence[BlockKey], hanging: Sequence[BlockKey] = ()) -> None:
+    def touch(
+        self,
+        chain: Sequence[BlockKey],
+        hanging: Sequence[BlockKey] = (),
+        ending: Sequence[BlockKey] = (),
+    ) -> None:
         pass
 
     def drop(self, keys: Sequence[BlockKey]) -> None:
@@ -133,8 +138,13 @@ class WrapperTier(Tier):
     def poll(self, timeout_s: float = 0.0) -> list[Done]:
         return self.inner.poll(timeout_s)
 
-    def touch(self, chain: Sequence[BlockKey], hanging: Sequence[BlockKey] = ()) -> None:
-        self.inner.touch(chain, hanging)
+    def touch(
+        self,
+        chain: Sequence[BlockKey],
+        hanging: Sequence[BlockKey] = (),
+        ending: Sequence[BlockKey] = (),
+    ) -> None:
+        self.inner.touch(chain, hanging, ending)
 
     def drop(self, keys: Sequence[BlockKey]) -> None:
         self.inner.drop(keys)
@@ -251,9 +261,14 @@ class RecordingTier(WrapperTier):
         self.calls.append(("get", tuple(get.key for get in gets)))
         super().submit_get(gets)
 
-    def touch(self, chain: Sequence[BlockKey], hanging: Sequence[BlockKey] = ()) -> None:
-        self.calls.append(("touch", (*chain, *hanging)))
-        super().touch(chain, hanging)
+    def touch(
+        self,
+        chain: Sequence[BlockKey],
+        hanging: Sequence[BlockKey] = (),
+        ending: Sequence[BlockKey] = (),
+    ) -> None:
+        self.calls.append(("touch", (*chain, *hanging, *ending)))
+        super().touch(chain, hanging, ending)
 
     def drop(self, keys: Sequence[BlockKey]) -> None:
         self.calls.append(("drop", tuple(keys)))

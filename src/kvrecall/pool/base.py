@@ -235,15 +235,21 @@ class PoolClient(Protocol):
     def abandon(self, keys: Sequence[BlockKey]) -> None:
         """Returns reserved slots unfilled. Keys not reserved are ignored."""
 
-    def touch(self, keys: Sequence[BlockKey], hanging: Sequence[BlockKey] = ()) -> None:
+    def touch(
+        self,
+        keys: Sequence[BlockKey],
+        hanging: Sequence[BlockKey] = (),
+        ending: Sequence[BlockKey] = (),
+    ) -> None:
         """The chain ``keys`` (prefix first) was used: refreshes recency in every tier.
 
         Once per request, on arrival, with all its full blocks, in the pool or not: policies also
         learn from misses.
 
         ``hanging``: the windows and states that the request needs to use the chain, in the pool or
-        not; they may be reported later than the chain, with no ``keys``. Those that it does not
-        need are not named: they age.
+        not. ``ending``: those at its own end, which a request that continues it will need: in the
+        pool, or to be saved. Both may be reported later than the chain, with no ``keys``. All
+        others are not named: they age.
         """
 
     def flush(self, keys: Sequence[BlockKey], deadline_s: float) -> bool:

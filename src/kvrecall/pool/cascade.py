@@ -117,9 +117,14 @@ class Cascade(Tier):
         del self._storing[done.key]
         return Done(done.key, storing.outcome)
 
-    def touch(self, chain: Sequence[BlockKey], hanging: Sequence[BlockKey] = ()) -> None:
-        self.near.touch(chain, hanging)
-        self.far.touch(chain, hanging)
+    def touch(
+        self,
+        chain: Sequence[BlockKey],
+        hanging: Sequence[BlockKey] = (),
+        ending: Sequence[BlockKey] = (),
+    ) -> None:
+        self.near.touch(chain, hanging, ending)
+        self.far.touch(chain, hanging, ending)
 
     def drop(self, keys: Sequence[BlockKey]) -> None:
         self.near.drop(keys)

@@ -311,11 +311,16 @@ class Pool:
                 found.result = found.result or _PENDING
                 self._host.unlease(found.cut(0))
 
-    def touch(self, keys: Sequence[BlockKey], hanging: Sequence[BlockKey] = ()) -> None:
+    def touch(
+        self,
+        keys: Sequence[BlockKey],
+        hanging: Sequence[BlockKey] = (),
+        ending: Sequence[BlockKey] = (),
+    ) -> None:
         with self._changed:
-            self._host.touch(keys, hanging)
+            self._host.touch(keys, hanging, ending)
             if self._writer.has_below:
-                self._below.touch(keys, hanging)
+                self._below.touch(keys, hanging, ending)
                 self._writer.touched(keys, hanging)
 
     # -- save ------------------------------------------------------------------------------

@@ -30,6 +30,11 @@ class BlockInfo:
     used: float
     pinned: bool
 
+    @property
+    def hangs(self) -> bool:
+        """Whether it hangs on a block of another KV group, as windows and states do."""
+        return _hangs(self.key, self.parent)
+
 
 @dataclass(frozen=True, slots=True)
 class TenantUse:
@@ -99,6 +104,11 @@ class Resident:
 
 
 R = TypeVar("R", bound=Resident)
+
+
+def _hangs(key: BlockKey, parent: BlockKey | None) -> bool:
+    """Whether a block belongs to another KV group than the chain that its parent is in."""
+    return parent is not None and not key.startswith(parent[:NAMESPACE_BYTES])
 
 
 class Extent:
@@ -224,23 +234,26 @@ class Residents(Generic[R]):
         self._held.discard(block.key)
 
     def _make_evictable(self, block: R, used: float) -> None:
-        parent = block.parent
-        hangs = parent is not None and parent[:NAMESPACE_BYTES] != block.key[:NAMESPACE_BYTES]
+        hangs = _hangs(block.key, block.parent)
         for order in self._orders(block.tenant):
-            order.insert(block.key, parent, block.depth, used, hangs)
+            order.insert(block.key, block.parent, block.depth, used, hangs)
 
     def _orders(self, tenant: Tenant) -> tuple[EvictionPolicy, ...]:
         """The orders that contain a block of the tenant it is charged to."""
         return (self._policy, *self.accounts.order(tenant))
 
     def touch(
-        self, chain: Sequence[BlockKey], hanging: Sequence[BlockKey] = (), stale_s: float = 0.0
+        self,
+        chain: Sequence[BlockKey],
+        hanging: Sequence[BlockKey] = (),
+        ending: Sequence[BlockKey] = (),
+        stale_s: float = 0.0,
     ) -> list[R]:
-        """A request used ``chain`` (prefix first), and ``hanging`` blocks beside it. Returns those
-        blocks whose last use was recorded ``stale_s`` seconds ago or longer, and records it
-        again."""
+        """A request used ``chain`` (prefix first) and ``hanging`` blocks beside it, and leaves
+        ``ending`` ones at its end. Returns the used blocks whose last use was recorded ``stale_s``
+        seconds ago or longer, and records it again."""
         now, get = self.now(), self.blocks.get
-        self._policy.access(chain, now, hanging)
+        self._policy.access(chain, now, hanging, ending)
         last: R | None = None
         noted: list[R] = []
         for key in itertools.chain(chain, hanging) if hanging else chain:
@@ -251,7 +264,7 @@ class Residents(Generic[R]):
                     block.used = now
                     noted.append(block)
         for order in () if last is None else self.accounts.order(last.tenant):
-            order.access(chain, now, hanging)
+            order.access(chain, now, hanging, ending)
         return noted
 
     # -- in use ----------------------------------------------------------------------------
@@ -409,7 +422,7 @@ class Residents(Generic[R]):
 
     def admits(self, key: BlockKey, parent: BlockKey | None, depth: int) -> bool:
         """Whether the policy admits the block at the price of another. Called when full."""
-        return self._policy.admit(key, parent, depth, self.now())
+        return self._policy.admit(key, parent, depth, self.now(), _hangs(key, parent))
 
     def chance(self, key: BlockKey) -> float | None:
         """The policy's probability that the block is used again; None: no estimate."""

@@ -110,7 +110,12 @@ class Tier(ABC):
         """Operations completed since the last call; waits up to ``timeout_s`` for the first."""
 
     @abstractmethod
-    def touch(self, chain: Sequence[BlockKey], hanging: Sequence[BlockKey] = ()) -> None:
+    def touch(
+        self,
+        chain: Sequence[BlockKey],
+        hanging: Sequence[BlockKey] = (),
+        ending: Sequence[BlockKey] = (),
+    ) -> None:
         """A request used ``chain`` (prefix first), and ``hanging`` blocks beside it; keys not here
         are allowed."""
 
@@ -184,7 +189,12 @@ class NullTier(Tier):
         done, self._done = self._done, []
         return done
 
-    def touch(self, chain: Sequence[BlockKey], hanging: Sequence[BlockKey] = ()) -> None:
+    def touch(
+        self,
+        chain: Sequence[BlockKey],
+        hanging: Sequence[BlockKey] = (),
+        ending: Sequence[BlockKey] = (),
+    ) -> None:
         pass
 
     def drop(self, keys: Sequence[BlockKey]) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +20,7 @@ from rich.text import Text
 from kvrecall.config import DEFAULT_POLICY, format_count, format_size, parse_size
 from kvrecall.errors import ConfigError, errors_shown
 from kvrecall.pool.eviction import POLICY_NAMES, make_policy
+from kvrecall.simulate.groups import parse_groups, replay_groups
 from kvrecall.simulate.replay import Outcome, TierSpec, clairvoyant_hits, replay
 from kvrecall.simulate.trace import Trace, read_trace
 from kvrecall.simulate.workload import WORKLOADS, make_workload
@@ -67,13 +69,28 @@ def simulate(
             "prints it. Sizes need it; results are then also in bytes.",
         ),
     ] = "",
+    groups: Annotated[
+        str,
+        typer.Option(
+            metavar="GROUP,...",
+            help="KV groups of a hybrid model, with the size of a record of 512 tokens, or of one "
+            "state: full:24MiB,window:1024:20MiB,state:8192:9MiB (how far a window reaches; tokens "
+            "between kept states). Sizes of the pool are then in bytes.",
+        ),
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
 ) -> None:
     """Replay TRACE against a pool and report strict-prefix hit rates.
 
-    A request hits a block if that block and all before it are in the pool. "best" is the exact
-    upper bound of any policy, which knows the future. The last line is JSON.
+    A request hits a block if that block and all before it are in the pool; with --groups, up to the
+    last block at which every group has what it needs. "best" is the exact upper bound of any
+    policy, which knows the future (with --groups: of a pool without limit). The last line is JSON.
     """
+    if groups:
+        _simulate_groups(
+            trace, groups, (capacity, tiers, policy), capacity_blocks + block_bytes, as_json
+        )
+        return
     with errors_shown():
         size = parse_size(block_bytes, "--block-bytes", 1) if block_bytes else 0
         if block_bytes and size <= 0:
@@ -87,6 +104,80 @@ def simulate(
     if not as_json:
         _print_table(rows, size)
     typer.echo(json.dumps(_summary(rows, policy)))
+
+
+def _simulate_groups(
+    trace: str, groups: str, sized: tuple[str, str, str], others: str, as_json: bool
+) -> None:
+    """The command for a model with several KV groups."""
+    capacity, tiers, policy = sized
+    with errors_shown():
+        if others:
+            raise ConfigError(
+                "--groups has sizes of its own: without --capacity-blocks, --block-bytes"
+            )
+        wanted = parse_groups(groups)
+        smallest = sum(group.nbytes for group in wanted)
+        specs = parse_tiers(capacity, "", tiers, 1)
+        for spec in specs:
+            if spec.capacity < smallest:
+                raise ConfigError(
+                    f"{spec.name}: {format_size(spec.capacity)} is less than a record of each "
+                    f"group ({format_size(smallest)})"
+                )
+        names = POLICY_NAMES if policy == "all" else (policy,)
+        for name in names:
+            make_policy(name, 1)
+        loaded = load_trace(trace)
+    rooms = [(spec.name, spec.capacity) for spec in specs]
+    with progress_bar("replaying", (len(names) + 1) * len(loaded.requests)) as advance:
+        best = replay_groups(loaded, wanted, [("all", 1 << 62)], "fifo", advance).hit_rate
+        outcomes = [replay_groups(loaded, wanted, rooms, name, advance) for name in names]
+    rows: list[Row] = [
+        {
+            "policy": outcome.policy,
+            "hit_rate": round(outcome.hit_rate, 6),
+            "unlimited": round(best, 6),
+            "trace": loaded.name,
+            "requests": outcome.requests,
+            "blocks": outcome.accesses,
+            "hits": outcome.hits,
+            "groups": groups,
+            "read_bytes": outcome.moved,
+            "tiers": [asdict(tier) for tier in outcome.tiers],
+        }
+        for outcome in outcomes
+    ]
+    if not as_json:
+        _print_groups(rows)
+    if policy != "all":
+        typer.echo(json.dumps(rows[0]))
+        return
+    first = max(rows, key=lambda row: float(row["hit_rate"]))
+    kept = {name: first[name] for name in ("hit_rate", "unlimited")}
+    typer.echo(json.dumps({"policy": "all", "best": first["policy"], **kept, "policies": rows}))
+
+
+def _print_groups(rows: Sequence[Row]) -> None:
+    first = rows[0]
+    title = f"{first['trace']}: {first['requests']:,} requests, {first['blocks']:,} blocks"
+    table = Table(title=Text(title))
+    for heading in ("policy", "rate", "best", "tier", "capacity", "read", "written", "evicted",
+                    "bypassed"):  # fmt: skip
+        justify: JustifyMethod = "left" if heading in ("policy", "tier") else "right"
+        table.add_column(heading, justify=justify)
+    for row in rows:
+        shown = (row["policy"], f"{row['hit_rate']:.4f}", f"{row['unlimited']:.4f}")
+        for tier in row["tiers"]:
+            amounts = ("capacity", "read", "written", "evicted", "bypassed")
+            table.add_row(*shown, tier["name"], *(format_size(tier[name]) for name in amounts))
+            shown = ("", "", "")
+    of_each = ", ".join(f"{kind} {format_size(n)}" for kind, n in first["read_bytes"].items())
+    table.caption = (
+        f"rate: share of the blocks that is hit by every group ({first['policy']} read {of_each});"
+        "\nbest: in a pool without limit"
+    )
+    Console().print(table)
 
 
 def parse_tiers(

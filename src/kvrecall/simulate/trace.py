@@ -16,6 +16,10 @@ _COMPRESSED = {
 }  # fmt: skip
 
 
+BLOCK_TOKENS = 512
+"""Of the format."""
+
+
 class TraceError(ConfigError):
     """The trace cannot be replayed; the text names file and line."""
 
@@ -25,15 +29,17 @@ class Request:
     """One request: its arrival in seconds and its blocks, prefix first.
 
     Equal keys mean equal blocks *and* equal prefixes (the ids of the format are chained).
+    ``is_partial``: the last one has less than ``BLOCK_TOKENS`` tokens.
     """
 
     now: float
     chain: tuple[BlockKey, ...]
+    is_partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in order of arrival. ``tokens_per_block`` is fixed by the format: 512."""
+    """Requests in order of arrival. Blocks have ``BLOCK_TOKENS`` tokens."""
 
     name: str
     requests: tuple[Request, ...]
@@ -49,23 +55,27 @@ def block_key(number: int) -> BlockKey:
     return BlockKey(number.to_bytes(16, "little", signed=True))
 
 
-def trace_of(name: str, requests: Iterable[tuple[float, Sequence[int]]]) -> Trace:
-    """A trace of (seconds, ids) pairs; sorted by time, equal times keep their order."""
+def trace_of(
+    name: str, requests: Iterable[tuple[float, Sequence[int]] | tuple[float, Sequence[int], bool]]
+) -> Trace:
+    """A trace of (seconds, ids) pairs; sorted by time, equal times keep their order. A third
+    element says whether the last block is partial."""
     known: dict[int, BlockKey] = {}
     rows = []
-    for now, ids in sorted(requests, key=lambda row: row[0]):
+    for now, ids, *partial in sorted(requests, key=lambda row: row[0]):
         for number in ids:
             if number not in known:
                 known[number] = block_key(number)
-        rows.append(Request(now, tuple(known[number] for number in ids)))
+        rows.append(Request(now, tuple(known[number] for number in ids), any(partial)))
     return Trace(name, tuple(rows))
 
 
 def read_trace(path: Path, advance: Callable[[int], None] = lambda _: None) -> Trace:
     """The trace in ``path``. Raises TraceError if it is unreadable, empty or malformed.
 
-    A line needs ``timestamp`` (milliseconds) and ``hash_ids`` (one integer a block); other fields
-    are ignored, blank lines are skipped. A request without blocks counts but moves nothing.
+    A line needs ``timestamp`` (milliseconds) and ``hash_ids`` (one integer a block), and may have
+    ``input_length`` (tokens); other fields are ignored, blank lines are skipped. A request without
+    blocks counts but moves nothing.
     ``advance`` is called with the length of each line (progress).
     """
     try:
@@ -84,21 +94,21 @@ def read_trace(path: Path, advance: Callable[[int], None] = lambda _: None) -> T
             "per line"
         ) from error
     rows = list(_rows(path, text, advance))
-    if not any(ids for _, ids in rows):
+    if not any(ids for _, ids, _ in rows):
         raise TraceError(f"{path}: holds no blocks; a trace needs at least one request with some")
     return trace_of(path.name, rows)
 
 
 def _rows(
     path: Path, text: str, advance: Callable[[int], None]
-) -> Iterator[tuple[float, list[int]]]:
+) -> Iterator[tuple[float, list[int], bool]]:
     for number, line in enumerate(text.split("\n"), start=1):
         advance(len(line) + 1)
         if line.strip():
             yield _row(f"{path}:{number}", line)
 
 
-def _row(where: str, line: str) -> tuple[float, list[int]]:
+def _row(where: str, line: str) -> tuple[float, list[int], bool]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -115,4 +125,6 @@ def _row(where: str, line: str) -> tuple[float, list[int]]:
         raise TraceError(f"{where}: hash_ids must be a list of integers, one a block")
     if len(set(ids)) != len(ids):
         raise TraceError(f"{where}: hash_ids names a block twice; ids must be chained hashes")
-    return stamp / 1000.0, ids
+    length = row.get("input_length")
+    is_partial = isinstance(length, int) and length < len(ids) * BLOCK_TOKENS
+    return stamp / 1000.0, ids, is_partial

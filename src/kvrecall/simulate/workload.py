@@ -171,7 +171,7 @@ def doubled(trace: Trace, later: float) -> Trace:
         for key in request.chain[1:]:
             twins.setdefault(key, block_key(-1 - len(twins)))
         chain = request.chain[:1] + tuple(twins[key] for key in request.chain[1:])
-        return Request(request.now + later, chain)
+        return Request(request.now + later, chain, request.is_partial)
 
     both = [*trace.requests, *map(twin, trace.requests)]
     return Trace(f"{trace.name}x2", tuple(sorted(both, key=lambda request: request.now)))

@@ -148,10 +148,11 @@ class Catalog(Residents[Entry]):
         self,
         chain: Sequence[BlockKey],
         hanging: Sequence[BlockKey] = (),
+        ending: Sequence[BlockKey] = (),
         stale_s: float = _STALE_S,
     ) -> list[Entry]:
         with self._lock:
-            stale = super().touch(chain, hanging, stale_s)
+            stale = super().touch(chain, hanging, ending, stale_s)
             for entry in stale:
                 self._unnoted_uses[entry.address] = int(entry.used)
             return stale

@@ -139,8 +139,13 @@ class DiskTier(Tier):
     def poll(self, timeout_s: float = 0.0) -> list[Done]:
         return ended(self._done, timeout_s)
 
-    def touch(self, chain: Sequence[BlockKey], hanging: Sequence[BlockKey] = ()) -> None:
-        self._catalog.touch(chain, hanging)
+    def touch(
+        self,
+        chain: Sequence[BlockKey],
+        hanging: Sequence[BlockKey] = (),
+        ending: Sequence[BlockKey] = (),
+    ) -> None:
+        self._catalog.touch(chain, hanging, ending)
 
     def drop(self, keys: Sequence[BlockKey]) -> None:
         self._flusher.cancel(keys)

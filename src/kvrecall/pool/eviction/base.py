@@ -21,7 +21,8 @@ class EvictionPolicy(ABC):
        returns True, ``victims``; ``remove`` for each victim taken; then ``insert``.
 
     A resident block whose parent is not resident cannot be hit, so a policy evicts children
-    before their parents wherever it can.
+    before their parents wherever it can. Of a model with several KV groups one is the chain; the
+    blocks of the others *hang* on it.
     """
 
     name: ClassVar[str]
@@ -43,11 +44,16 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def access(
-        self, chain: Sequence[BlockKey], now: float, hanging: Sequence[BlockKey] = ()
+        self,
+        chain: Sequence[BlockKey],
+        now: float,
+        hanging: Sequence[BlockKey] = (),
+        ending: Sequence[BlockKey] = (),
     ) -> None:
         """A request used ``chain`` (prefix first), and ``hanging`` blocks: each has a block of a
-        chain as its parent, but is none itself. Keys that are not resident are allowed: a policy
-        may learn from them, but does not make them resident."""
+        chain as its parent, but is none itself. ``ending``: those that are at the request's own
+        end, or will be: where a request that continues it begins. Keys that are not resident are
+        allowed: a policy may learn from them, but does not make them resident."""
 
     @abstractmethod
     def remove(self, key: BlockKey) -> None:
@@ -73,7 +79,14 @@ class EvictionPolicy(ABC):
         """The block can be evicted again. It returns to its former place, as far as the policy
         knows it. Not held: no effect."""
 
-    def admit(self, key: BlockKey, parent: BlockKey | None, depth: int, now: float) -> bool:
+    def admit(
+        self,
+        key: BlockKey,
+        parent: BlockKey | None,
+        depth: int,
+        now: float,
+        hangs: bool = False,
+    ) -> bool:
         """Whether the new block is worth more than the blocks it would displace. Called only when
         the tier is full. False: do not insert it, nor its successors in the chain."""
         return True

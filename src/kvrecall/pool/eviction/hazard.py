@@ -17,7 +17,11 @@ from kvrecall.pool.eviction.lifetable import AgeBins, LifeTable
 from kvrecall.pool.eviction.queues import LruPolicy
 
 _USES = (0, 0, 1, 2, 3, 3, 4, 4, 4, 4, 5)  # uses -> group; more uses: the last
-_CLASSES = 12  # group x (ended its request or not)
+_GROUPS = 6
+# Classes: group x (in a chain, ended its request or not), then group of what hangs on a chain,
+_INNER = 3 * _GROUPS  # what hangs there and was neither used nor at the end of a request,
+_BARE = _INNER + 1  # and what can serve no hit as things are.
+_CLASSES = _BARE + 1
 _TICK = 0.25  # seconds; what happens within one counts as happening at once
 _SLACK = 8.0  # the same for blocks without a request, as after a restart
 _REFRESH = 64.0  # requests between two looks at the life table
@@ -37,6 +41,7 @@ class _Block(msgspec.Struct, gc=False, eq=False):
     parent: BlockKey | None
     cohort: int
     uses: int = 1
+    hangs: bool = False
     resident: bool = False
     held: bool = False
 
@@ -112,6 +117,8 @@ class HazardPolicy(EvictionPolicy):
         self._residents: dict[BlockKey, _Block] = {}
         self._ghosts: dict[BlockKey, _Block] = {}
         self._children: dict[BlockKey, int] = {}  # resident ones, by parent, resident or not
+        self._has_groups = False  # a block that hangs on a chain was seen
+        self._hung: dict[BlockKey, list[_Block]] = {}  # the same, of those that hang on a chain
         self._by_bin: list[deque[_Cohort]] = [deque() for _ in range(self._bins.count)]
         self._cohorts: dict[int, _Cohort] = {}  # those with members, by number
         self._born = 0  # cohorts so far
@@ -138,19 +145,27 @@ class HazardPolicy(EvictionPolicy):
     # -- what happens to blocks ------------------------------------------------------------
 
     def access(
-        self, chain: Sequence[BlockKey], now: float, hanging: Sequence[BlockKey] = ()
+        self,
+        chain: Sequence[BlockKey],
+        now: float,
+        hanging: Sequence[BlockKey] = (),
+        ending: Sequence[BlockKey] = (),
     ) -> None:
-        if not (chain or hanging):
+        if not (chain or hanging or ending):
             return
         self._advance(now)
         if self._recency is not None:
             self._recency.access(chain, now, hanging)
         for key in hanging:
             block = self._residents.get(key) or self._ghosts.get(key)
+            if block is not None:
+                self._use(block, 1)
+        for key in ending:
+            block = self._residents.get(key) or self._ghosts.get(key)
             if block is None:
-                self._meet(key, None, 0)
-            else:
-                self._use(block, 0)
+                self._meet(key, None, 1, 0.0, True)
+            elif self._cohorts[block.cohort].kind == _INNER:
+                self._move(block, _kind(block.uses, 1, True))
         if not chain:
             return
         self._mean_chain += 0.01 * (len(chain) - self._mean_chain)
@@ -184,19 +199,23 @@ class HazardPolicy(EvictionPolicy):
         block = self._ghosts.pop(key, None)
         if block is None:
             self._advance(now)
-            block = self._meet(key, parent, 0, _SLACK)
+            block = self._meet(key, parent, 0, _SLACK, hangs)
             del self._ghosts[key]
         elif block.parent is None:
             block.parent = parent
+            block.hangs = hangs
         if self._recency is not None:
             self._recency.insert(key, parent, depth, now, hangs)
         block.resident = True
         self._residents[key] = block
-        if block.parent is not None:
-            self._count_child(block.parent)
         cohort = self._cohorts[block.cohort]
         cohort.settle(block)
         self._make_ready(cohort)
+        if block.parent is not None:
+            self._count_child(block.parent)
+        self._has_groups |= hangs
+        if self._has_groups:
+            self._settle(block)
         self._forget()
 
     def remove(self, key: BlockKey) -> None:
@@ -211,8 +230,12 @@ class HazardPolicy(EvictionPolicy):
             cohort.alive -= 1
         else:
             self._ghosts[key] = block
+        for child in self._hung.get(key, ()):
+            self._move(child, _BARE)
         if block.parent is None:
             return
+        if block.hangs:
+            self._unhang(block, block.parent)
         siblings = self._children[block.parent] - 1
         if siblings:
             self._children[block.parent] = siblings
@@ -221,6 +244,8 @@ class HazardPolicy(EvictionPolicy):
         above = self._residents.get(block.parent)
         if above is not None:
             self._make_ready(self._cohorts[above.cohort])
+            if block.hangs or cohort.kind == _BARE:
+                self._move(above, _BARE)
 
     def hold(self, key: BlockKey) -> None:
         block = self._residents.get(key)
@@ -239,12 +264,19 @@ class HazardPolicy(EvictionPolicy):
 
     # -- what to give up -------------------------------------------------------------------
 
-    def admit(self, key: BlockKey, parent: BlockKey | None, depth: int, now: float) -> bool:
+    def admit(
+        self,
+        key: BlockKey,
+        parent: BlockKey | None,
+        depth: int,
+        now: float,
+        hangs: bool = False,
+    ) -> bool:
         if not self._is_taught:
             return True
         self._advance(now)
         block = self._ghosts.get(key)
-        mine = self._worth[0 if block is None else self._cell(self._cohorts[block.cohort])]
+        mine = self._worth[self._cell_of(block, hangs)]
         for cohort in self._candidates():
             if cohort.trim():
                 return self._worth[self._cell(cohort)] < mine
@@ -257,7 +289,7 @@ class HazardPolicy(EvictionPolicy):
         block = self._residents.get(key) or self._ghosts.get(key)
         if self._chances is None:
             self._chances = self._table.chances(_EVIDENCE * self._mean_chain).ravel().tolist()
-        return self._chances[0 if block is None else self._cell(self._cohorts[block.cohort])]
+        return self._chances[self._cell_of(block)]
 
     def victims(
         self, count: int, evictable: Callable[[BlockKey], bool], now: float
@@ -339,11 +371,16 @@ class HazardPolicy(EvictionPolicy):
     # -- classes, cohorts and time ---------------------------------------------------------
 
     def _meet(
-        self, key: BlockKey, parent: BlockKey | None, ended: int, slack: float = 0.0
+        self,
+        key: BlockKey,
+        parent: BlockKey | None,
+        ended: int,
+        slack: float = 0.0,
+        hangs: bool = False,
     ) -> _Block:
         """Remembers a name used for the first time, up to ``slack`` seconds ago."""
-        cohort = self._join(2 * _USES[1] + ended, slack)
-        block = self._ghosts[key] = _Block(key, parent, cohort.number)
+        cohort = self._join(_kind(1, ended, hangs), slack)
+        block = self._ghosts[key] = _Block(key, parent, cohort.number, hangs=hangs)
         cohort.names.append(block)
         return block
 
@@ -356,8 +393,42 @@ class HazardPolicy(EvictionPolicy):
             self._returned_at = self._now
             self._returns += 1
         block.uses += 1
-        group = _USES[block.uses] if block.uses < len(_USES) else _USES[-1]
-        cohort = self._join(2 * group + ended)
+        cohort = self._join(_kind(block.uses, ended, block.hangs))
+        block.cohort = cohort.number
+        cohort.names.append(block)
+        if block.resident:
+            cohort.settle(block)
+            self._make_ready(cohort)
+
+    def _settle(self, block: _Block) -> None:
+        """A block became resident: its parent, and what hangs on it, may serve hits again."""
+        for child in self._hung.get(block.key, ()):
+            self._revive(child)
+        if block.parent is None:
+            return
+        above = self._residents.get(block.parent)
+        if above is not None:
+            self._revive(above)
+        if block.hangs:
+            self._hung.setdefault(block.parent, []).append(block)
+            if above is None:
+                self._move(block, _BARE)
+
+    def _unhang(self, block: _Block, parent: BlockKey) -> None:
+        others = self._hung[parent]
+        others.remove(block)
+        if not others:
+            del self._hung[parent]
+
+    def _revive(self, block: _Block) -> None:
+        """The block may serve hits again."""
+        if self._cohorts[block.cohort].kind == _BARE:
+            self._move(block, _kind(block.uses, int(block.uses > 1), block.hangs))
+
+    def _move(self, block: _Block, kind: int) -> None:
+        """Puts a known block into another class, without a use."""
+        self._cohorts[block.cohort].alive -= 1
+        cohort = self._join(kind)
         block.cohort = cohort.number
         cohort.names.append(block)
         if block.resident:
@@ -391,6 +462,13 @@ class HazardPolicy(EvictionPolicy):
 
     def _cell(self, cohort: _Cohort) -> int:
         return cohort.kind * self._bins.count + cohort.bin
+
+    def _cell_of(self, block: _Block | None, hangs: bool = False) -> int:
+        """The cell of a block; of one that is not known, or was given up as bare: a new one's."""
+        cohort = None if block is None else self._cohorts[block.cohort]
+        if cohort is None or cohort.kind == _BARE:
+            return _kind(1, 0, hangs) * self._bins.count
+        return self._cell(cohort)
 
     def _make_ready(self, cohort: _Cohort) -> None:
         cell = self._cell(cohort)
@@ -462,10 +540,20 @@ class HazardPolicy(EvictionPolicy):
         if self._is_taught:
             self._recency = None
         self._chances = None
-        worth = self._table.worth(evidence).ravel()
+        table = self._table.worth(evidence)
+        table[_BARE] = 0.0
+        worth = table.ravel()
         order = len(worth) - 1 - np.argsort(worth[::-1], kind="stable")  # ties: the older first
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
         self._worth, self._order, self._place = worth.tolist(), order.tolist(), place.tolist()
         self._filled = sorted(self._place[cell] for cell, ready in enumerate(self._ready) if ready)
         self._refresh_at = self._uses + int(_REFRESH * self._mean_chain) + 1
+
+
+def _kind(uses: int, ended: int, hangs: bool) -> int:
+    """The class of a block."""
+    group = _USES[uses] if uses < len(_USES) else _USES[-1]
+    if hangs:
+        return 2 * _GROUPS + group if ended else _INNER
+    return 2 * group + ended

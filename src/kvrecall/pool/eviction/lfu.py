@@ -35,7 +35,11 @@ class LfuPolicy(EvictionPolicy):
             self._rank(key, (1, self._tick, -depth))
 
     def access(
-        self, chain: Sequence[BlockKey], now: float, hanging: Sequence[BlockKey] = ()
+        self,
+        chain: Sequence[BlockKey],
+        now: float,
+        hanging: Sequence[BlockKey] = (),
+        ending: Sequence[BlockKey] = (),
     ) -> None:
         self._tick += 1
         for key in (*chain, *hanging):

@@ -146,7 +146,11 @@ class LruPolicy(QueuePolicy):
             self._queue.put_before(node, above)
 
     def access(
-        self, chain: Sequence[BlockKey], now: float, hanging: Sequence[BlockKey] = ()
+        self,
+        chain: Sequence[BlockKey],
+        now: float,
+        hanging: Sequence[BlockKey] = (),
+        ending: Sequence[BlockKey] = (),
     ) -> None:
         nodes, queue = self._nodes, self._queue
         for key in reversed(chain):
@@ -176,7 +180,11 @@ class FifoPolicy(QueuePolicy):
             self._queue.put_before(node, above)
 
     def access(
-        self, chain: Sequence[BlockKey], now: float, hanging: Sequence[BlockKey] = ()
+        self,
+        chain: Sequence[BlockKey],
+        now: float,
+        hanging: Sequence[BlockKey] = (),
+        ending: Sequence[BlockKey] = (),
     ) -> None:
         """Use does not matter to a queue."""
 
@@ -224,7 +232,11 @@ class S3FifoPolicy(EvictionPolicy):
             self._small.append_chained(node, parent)
 
     def access(
-        self, chain: Sequence[BlockKey], now: float, hanging: Sequence[BlockKey] = ()
+        self,
+        chain: Sequence[BlockKey],
+        now: float,
+        hanging: Sequence[BlockKey] = (),
+        ending: Sequence[BlockKey] = (),
     ) -> None:
         nodes = self._nodes
         for key in (*chain, *hanging):

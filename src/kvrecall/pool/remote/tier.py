@@ -231,7 +231,12 @@ class RemoteTier(Tier):
             self._end_gets(self._gets.clear(), {})
         return ended(self._done, timeout_s)
 
-    def touch(self, chain: Sequence[BlockKey], hanging: Sequence[BlockKey] = ()) -> None:
+    def touch(
+        self,
+        chain: Sequence[BlockKey],
+        hanging: Sequence[BlockKey] = (),
+        ending: Sequence[BlockKey] = (),
+    ) -> None:
         """Does nothing: stores track uses themselves."""
 
     def drop(self, keys: Sequence[BlockKey]) -> None:

@@ -307,9 +307,15 @@ class ServiceClient:
             self._tell(life, p.Release(ticket))
             self._settle(life)
 
-    def touch(self, keys: Sequence[BlockKey], hanging: Sequence[BlockKey] = ()) -> None:
-        wanted = tuple(keys[: p.MAX_KEYS])
-        self._tell(self._current(), p.Touch(wanted, tuple(hanging[: p.MAX_KEYS - len(wanted)])))
+    def touch(
+        self,
+        keys: Sequence[BlockKey],
+        hanging: Sequence[BlockKey] = (),
+        ending: Sequence[BlockKey] = (),
+    ) -> None:
+        room = p.MAX_KEYS // 3 if hanging or ending else p.MAX_KEYS
+        named = (tuple(each[:room]) for each in (keys, hanging, ending))
+        self._tell(self._current(), p.Touch(*named))
 
     # -- save ------------------------------------------------------------------------------
 

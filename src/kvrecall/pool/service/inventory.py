@@ -28,8 +28,8 @@ OnProgress = Callable[[int, int], None]
 class Query:
     """Selects the blocks that match all conditions. ``namespaces``: each a prefix of one digest in
     hex. ``models``: texts contained in the models' descriptions. ``block``: a prefix of the hex
-    name of one block, which selects the prefix that ends with it. ``tier``: host, disk, or empty.
-    Ages are seconds since the last use."""
+    name of one block, which selects the prefix that ends with it and what hangs on that. ``tier``:
+    host, disk, or empty. Ages are seconds since the last use."""
 
     namespaces: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
@@ -54,12 +54,14 @@ class By(enum.StrEnum):
 @dataclass(frozen=True, slots=True)
 class Row:
     """Blocks of one kind. ``name`` is a namespace's digest, a model, a tenant, or the hex name of a
-    block. Empty fields (-1): the blocks differ in it. Ages are seconds since the youngest and the
+    block. ``group``: the KV group, of a model with several. Empty fields (-1): the blocks differ in
+    it. Ages are seconds since the youngest and the
     oldest last use."""
 
     name: str
     namespace: str
     model: str
+    group: str
     tenant: str
     block_bytes: int
     depth: int
@@ -216,7 +218,7 @@ class Inventory:
             raise ConfigError(f"--sort: {sort!r} is unknown; known: {', '.join(SORTS)}")
         held = self.select(query)
         known = self._namespaces()
-        inner = {block.parent for block in held} if by is By.CHAIN else set()
+        inner = {b.parent for b in held if not b.hangs} if by is By.CHAIN else set()
         groups: dict[str, list[BlockInfo]] = {}
         if by is By.NAMESPACE and query == Query():
             groups = {digest.hex(): [] for digest in known}  # also those with nothing left
@@ -229,8 +231,10 @@ class Inventory:
                     name = digest.hex()
                 case By.MODEL:
                     name = known.get(digest, _UNKNOWN).model
+                case By.CHAIN if block.key in inner or block.hangs:
+                    name = ""
                 case _:
-                    name = "" if block.key in inner else block.key.hex()
+                    name = block.key.hex()
             if name:
                 groups.setdefault(name, []).append(block)
         now = time.time()
@@ -239,9 +243,10 @@ class Inventory:
         return Listing(by, tuple(rows[: min(limit, _MAX_ROWS)]), len(rows))
 
     def prefix_trees(self, limit: int) -> tuple[PrefixTree, ...]:
-        """The cached blocks as trees of at most ``limit`` nodes."""
+        """The cached blocks as trees of at most ``limit`` nodes; without what hangs on them."""
         known = {digest: (one.model, one.block_bytes) for digest, one in self._namespaces().items()}
-        return prefix_trees(self.pool.admin.blocks(), known, time.time(), limit)
+        chains = [block for block in self.pool.admin.blocks() if not block.hangs]
+        return prefix_trees(chains, known, time.time(), limit)
 
     def tenants(self) -> tuple[tuple[TenantView, ...], int]:
         """Tenants that hold most, and how many there are."""
@@ -278,7 +283,7 @@ class Inventory:
 
 def _prefix_of(name: str, held: Collection[BlockInfo]) -> set[BlockKey]:
     """The block whose hex name begins with ``name`` (or continues so after its namespace), with all
-    its ancestors."""
+    its ancestors, and what hangs on these."""
     name = name.lower()
     parents = {block.key: block.parent for block in held}
     skip = 2 * NAMESPACE_BYTES
@@ -293,7 +298,7 @@ def _prefix_of(name: str, held: Collection[BlockInfo]) -> set[BlockKey]:
     while key is not None and key in parents and key not in prefix:
         prefix.add(key)
         key = parents[key]
-    return prefix
+    return prefix.union(block.key for block in held if block.hangs and block.parent in prefix)
 
 
 def _row(
@@ -316,6 +321,7 @@ def _row(
         name=name,
         namespace=digest.hex(),
         model=namespace.model if digest else "",
+        group=namespace.parts.get("group", ""),
         tenant=next(iter(tenants)) if len(tenants) == 1 else "",
         block_bytes=namespace.block_bytes,
         depth=blocks[0].depth if by in (By.BLOCK, By.CHAIN) else -1,

@@ -151,6 +151,7 @@ class Cancel(Message, frozen=True, tag=10):
 class Touch(Message, frozen=True, tag=11):
     keys: Keys
     hanging: Keys = ()
+    ending: Keys = ()
 
 
 class Flush(Message, frozen=True, tag=12):

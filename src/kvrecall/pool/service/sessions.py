@@ -83,8 +83,8 @@ class Session:
                 return p.RecallReply(number, is_ready, recall.offsets, p.TIERS.pack(recall.tiers))
             case p.Release(ticket):
                 self._release(ticket)
-            case p.Touch(keys, hanging):
-                pool.touch(keys, hanging)
+            case p.Touch(keys, hanging, ending):
+                pool.touch(keys, hanging, ending)
             case p.Reserve(number, keys):
                 if not self._knows(keys):
                     return p.ReserveReply(

@@ -201,7 +201,10 @@ def listing(found: Listing) -> Table:
     for row in found.rows:
         name = row.name[2 * NAMESPACE_BYTES :] if is_named else row.name
         cells = [name[:12] if by in (By.CHAIN, By.BLOCK, By.NAMESPACE) else name]
-        cells.append("\n".join(getattr(row, each) or f"several {each}s" for each in whose))
+        about = [getattr(row, each) or f"several {each}s" for each in whose]
+        if row.group:
+            about.append(f"group {row.group}")
+        cells.append("\n".join(about))
         if is_named:
             cells.append(format_count(row.depth))
         cells += [

@@ -1,0 +1,112 @@
+"""Replays for models with several KV groups."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvrecall.errors import ConfigError
+from kvrecall.simulate.cli import app
+from kvrecall.simulate.groups import GroupSpec, Kind, parse_groups, replay_groups
+from kvrecall.simulate.replay import TierSpec, replay
+from kvrecall.simulate.trace import read_trace, trace_of
+from kvrecall.simulate.workload import make_workload
+
+WINDOWS = "full:10,window:1024:4"
+STATES = "full:10,state:2048:25"
+ROOM = [("host", 1 << 40)]
+
+
+def test_what_a_hit_needs() -> None:
+    full, window = parse_groups(WINDOWS)
+    assert list(full.needed(3)) == [0, 1, 2]
+    assert [list(window.needed(n)) for n in (0, 1, 2, 3)] == [[], [0], [0, 1], [1, 2]]
+    short = GroupSpec(Kind.WINDOW, 128, 4)
+    assert list(short.needed(7)) == [6]
+    assert list(GroupSpec(Kind.WINDOW, 513, 4).needed(7)) == [6]
+    assert list(GroupSpec(Kind.WINDOW, 514, 4).needed(7)) == [5, 6]
+    state = parse_groups(STATES)[1]
+    assert [list(state.needed(n)) for n in (0, 1, 9)] == [[], [0], [8]]
+    assert list(state.kept(0, 10)) == [3, 7, 9]
+    assert list(state.kept(8, 12)) == [11]
+    assert list(state.kept(5, 5)) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "full", "full:0", "half:3", "full:1,full:2", "window:9:9", "full:1,window:9",
+     "full:1,window:0:9", "full:1,window:x:9", "full:1,state:1:2:3", "full:1,state:x"],
+)  # fmt: skip
+def test_groups_that_cannot_be(text: str) -> None:
+    with pytest.raises(ConfigError, match="--groups"):
+        parse_groups(text)
+
+
+def test_one_group_hits_as_without_groups() -> None:
+    trace = make_workload("chat-lognormal", 3, 0.3)
+    alone = replay_groups(trace, parse_groups("full:10"), [("host", 4000)], "lru")
+    assert alone.hits == replay(trace, [TierSpec("host", 400)], "lru").hits
+    assert alone.moved == {"full": 10 * alone.hits}
+
+
+def test_a_hit_ends_where_a_window_or_a_state_is() -> None:
+    """The second request leaves the first inside: windows are there, a state is at every fourth
+    block only."""
+    trace = trace_of("two", [(0.0, list(range(10))), (1.0, [*range(7), 100, 101])])
+    windows = replay_groups(trace, parse_groups(WINDOWS), ROOM, "lru")
+    assert (windows.hits, windows.moved) == (7, {"full": 70, "window": 8})
+    states = replay_groups(trace, parse_groups(STATES), ROOM, "lru")
+    assert (states.hits, states.moved) == (4, {"full": 40, "state": 25})
+    assert states.tiers[0].written == 12 * 10 + (3 + 2) * 25
+
+
+def test_a_block_that_is_not_full_does_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": 0, "input_length": 1300, "hash_ids": [1, 2, 3]}] * 2
+    path.write_text("\n".join(map(json.dumps, rows)))
+    outcome = replay_groups(read_trace(path), parse_groups("full:10,state:9"), ROOM, "lru")
+    assert (outcome.accesses, outcome.hits) == (4, 2)
+
+
+def test_lower_tiers_serve_what_the_host_lost() -> None:
+    trace = trace_of("back", [(0.0, [1, 2, 3]), (1.0, [4, 5, 6]), (2.0, [1, 2, 3])])
+    tiers = [("host", 50), ("disk", 1000)]
+    outcome = replay_groups(trace, parse_groups(WINDOWS), tiers, "lru")
+    assert outcome.hits == 3
+    assert outcome.tiers[1].read == outcome.moved["full"] + outcome.moved["window"] == 38
+    assert outcome.tiers[0].evicted > 0
+
+
+@pytest.mark.parametrize(("groups", "capacity"), [("full:12,window:128:12", 48_000),
+                                                  ("full:12,state:8192:38", 24_000)])  # fmt: skip
+def test_hazard_beats_recency(groups: str, capacity: int) -> None:
+    trace = make_workload("document-qa", 1)
+    hits = {
+        policy: replay_groups(trace, parse_groups(groups), [("host", capacity)], policy).hits
+        for policy in ("lru", "hazard")
+    }
+    assert hits["hazard"] > 1.15 * hits["lru"]
+
+
+def test_the_command() -> None:
+    arguments = ["synthetic:agents", "--groups", "full:12MiB,window:128:12MiB"]
+    result = CliRunner().invoke(
+        app, [*arguments, "--tiers", "host:2GiB,disk:9GiB", "--policy", "lru"]
+    )
+    assert result.exit_code == 0, result.output
+    row = json.loads(result.output.splitlines()[-1])
+    assert 0.2 < row["hit_rate"] < row["unlimited"] < 1
+    assert [tier["name"] for tier in row["tiers"]] == ["host", "disk"]
+    assert sum(row["read_bytes"].values()) == sum(tier["read"] for tier in row["tiers"])
+    assert "a pool without limit" in " ".join(result.output.split())
+    for wrong, says in (
+        (["--capacity-blocks", "7"], "sizes of its own"),
+        (["--capacity", "10MiB"], "less than a record of each group"),
+        ([], "give one of --capacity"),
+    ):
+        result = CliRunner().invoke(app, [*arguments, *wrong])
+        assert result.exit_code == 2
+        assert says in " ".join(result.output.split())
