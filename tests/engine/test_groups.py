@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request, RequestStatus
 
-from kvrecall.block import Namespace
+from kvrecall.block import BlockKey, Namespace
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.compat import config, scheduler
 from kvrecall.engines.vllm.compat.config import GroupKind
@@ -405,3 +405,32 @@ def test_a_load_that_vllm_shortens_fails_instead_of_lacking_a_window(pool: Pool)
     step = SimpleNamespace(num_scheduled_tokens={})
     (load,) = bench.side.orders(step, pool.arena_handle()).loads
     assert load.copies == ()
+
+
+def test_the_pool_learns_where_requests_end(
+    pool: Pool, specs: list[KVCacheSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The windows and states from which a conversation goes on: those of the prompt on arrival,
+    those of the answer when it is complete."""
+    endings: list[Sequence[BlockKey]] = []
+    touch = pool.touch
+
+    def watched(
+        keys: Sequence[BlockKey],
+        hanging: Sequence[BlockKey] = (),
+        ending: Sequence[BlockKey] = (),
+    ) -> None:
+        endings.append(ending)
+        touch(keys, hanging, ending)
+
+    monkeypatch.setattr(pool, "touch", watched)
+    bench = Bench(pool, specs)
+    bench.run(prompt(320), answer=40)
+    prompts_end, answers_end = endings[0], endings[-1]
+    if len(specs) == 1:  # the windows are the chain
+        assert not prompts_end
+        return
+    for ending in (prompts_end, answers_end):
+        assert ending
+        assert pool.locate(ending).blocks == len(ending)
+    assert set(prompts_end) != set(answers_end)

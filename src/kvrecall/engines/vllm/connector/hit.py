@@ -181,6 +181,17 @@ class HitFinder:
         ``tokens`` tokens."""
         return range(*self._needed(group, 0, self._aligned(tokens)))
 
+    def ending(self, state: RequestState, tokens: int) -> list[BlockKey]:
+        """The blocks beside the chain at the end of ``tokens`` tokens, which a request that goes on
+        from there will need."""
+        return [
+            key
+            for group in self._sparse
+            if group != self._facts.chain
+            for places in (self.tail(group, tokens),)
+            for key in state.keys(places.stop, group)[places.start :]
+        ]
+
     def parents(
         self, state: RequestState, group: int, places: Sequence[int]
     ) -> list[BlockKey | None]:

@@ -97,6 +97,8 @@ class Saver:
             tokens = min(tokens, state.saved * size)  # without its chain a block serves no hit
         for group in self._hanging:
             any_new |= self._save_hanging(state, group, tokens, tables, ended)
+        if ended and (ending := self._finder.ending(state, tokens)):
+            self._pool.touch((), ending=ending)
         return any_new
 
     def _save_chain(

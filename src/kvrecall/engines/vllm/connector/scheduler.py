@@ -170,7 +170,8 @@ class RecallScheduler:
         is expected to be faster than computing. True if a tier beyond this host has not answered
         yet."""
         if not state.touched:
-            self._pool.touch(state.keys(limit // self._facts.block_size))
+            ending = self._finder.ending(state, limit)
+            self._pool.touch(state.keys(limit // self._facts.block_size), ending=ending)
             state.touched = True
         hit, is_pending = self._finder.find(state, start, limit)
         if is_pending:
