@@ -124,4 +124,4 @@ def _show(findings: list[Finding]) -> None:
     console.print(table)
     counts = {state: sum(each.state is state for each in findings) for state in State}
     verdict = "fits" if fits(findings) else f"{counts[State.BROKEN]} broken"
-    console.print(f"{verdict}; {counts[State.WARNING]} warnings, {counts[State.NOTE]} notes")
+    console.print(f"{verdict}; warnings: {counts[State.WARNING]}, notes: {counts[State.NOTE]}")
