@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from kvrecall.engines.vllm.compat.config import LayerPlacement
+from kvrecall.engines.vllm.compat.config import LayerPlacement, places_of
 from kvrecall.engines.vllm.connector import copier as copying
 from kvrecall.engines.vllm.connector.copier import Batch, Copier, StreamQueue
 from kvrecall.engines.vllm.connector.pages import GroupPages, Pages, pages_of
@@ -205,3 +205,66 @@ def test_scattered_layout_is_refused() -> None:
     heads_first = torch.zeros(HEADS, BLOCKS, TOKENS, WIDTH).bfloat16().transpose(0, 1)
     with pytest.raises(EngineError, match="does not keep a block's bytes together"):
         pages_of({"layer0": heads_first}, placements(["layer0"]), BLOCKS)
+
+
+def ranks_of(
+    whole: dict[str, torch.Tensor], tensor: int, stages: int = 1, replicas: int = 1
+) -> list[GroupPages]:
+    """What the ranks of an engine of these sizes hold of a model's KV, one after the other: of each
+    of a stage's layers its heads. As ``config.record_places`` places them, which asks vLLM for the
+    sizes."""
+    names = list(whole)
+    writers, per_stage = tensor // replicas, len(names) // stages
+    ranks, before = [], 0
+    for stage in range(stages):
+        layers = names[stage * per_stage : (stage + 1) * per_stage]
+        for rank in range(tensor):
+            own = {}
+            for name in layers:
+                heads = whole[name].shape[1] // writers
+                first = rank // replicas * heads
+                own[name] = whole[name][:, first : first + heads].contiguous()
+            sizes = [part[0].nbytes for part in own.values()]
+            at = {name: LayerPlacement(size, size) for name, size in zip(own, sizes, strict=True)}
+            pages = pages_of(own, at, BLOCKS)
+            assert all(page.heads for page in pages)
+            places = places_of(sizes, before, rank // replicas, writers)
+            ranks.append(GroupPages(pages, starts=tuple(places)))
+        before += sum(sizes) * writers
+    return ranks
+
+
+@pytest.mark.parametrize(
+    "sizes", [(2, 1, 1), (4, 1, 1), (8, 1, 1), (8, 1, 2), (1, 2, 1), (2, 2, 1), (4, 4, 2)]
+)
+def test_a_record_is_the_same_whatever_the_parallel_sizes(sizes: tuple[int, int, int]) -> None:
+    """What one rank writes, the ranks of any other engine read, and back, to the byte."""
+    tensor, stages, replicas = sizes
+    heads = max(HEADS, tensor // replicas)
+    whole = {f"layer{i}": torch.randn(BLOCKS, heads, TOKENS, WIDTH).bfloat16() for i in range(4)}
+    slot = sum(one[0].nbytes for one in whole.values())
+    one, many = torch.zeros(3 * slot, dtype=torch.uint8), torch.zeros(3 * slot, dtype=torch.uint8)
+    copy, rows = Copy((1, 5, 3), (0, slot, 2 * slot)), [1, 5, 3]
+    (single,) = ranks_of(whole, 1)
+    Copier(one, [single]).store(copy)
+    for number, rank in enumerate(ranks_of(whole, tensor, stages, replicas)):
+        if number % tensor % replicas == 0:  # of identical ranks the first writes
+            Copier(many, [rank]).store(copy)
+    assert bool(one.any())
+    assert torch.equal(one, many)
+    empty = {name: torch.zeros_like(layer) for name, layer in whole.items()}
+    (into,) = ranks_of(empty, 1)
+    Copier(many, [into]).load(copy)
+    for page, before in zip(into.pages, single.pages, strict=True):
+        assert torch.equal(page.rows[rows], before.rows[rows])
+    full = ranks_of(whole, tensor, stages, replicas)
+    for rank, want in zip(ranks_of(empty, tensor, stages, replicas), full, strict=True):
+        Copier(one, [rank]).load(copy)
+        for page, before in zip(rank.pages, want.pages, strict=True):
+            assert torch.equal(page.rows[rows], before.rows[rows])
+
+
+def test_interleaved_heads_are_not_taken_for_separate_ones() -> None:
+    tokens_first = torch.randn(BLOCKS, TOKENS, HEADS, WIDTH).bfloat16().transpose(1, 2)
+    (page,) = pages_of({"layer0": tokens_first}, placements(["layer0"]), BLOCKS)
+    assert page.heads == 0

@@ -63,7 +63,7 @@ class Identified:
         group = SimpleNamespace(kv_cache_spec=spec)
         self.kv = SimpleNamespace(kv_cache_groups=[group], kv_tp_replicas=1)
         layers = (ShardLayer("layers.0", 65536, "[2,128,256]"),)
-        loaded = LoadedModel("code", "switches", "tables")
+        loaded = LoadedModel("code", (("a", "switches"),), ())
         self.shards = [Shard(layers, "CPU_ATTN/vec", True, 0.0, loaded)]
         self.weights = "0123abc"
 
@@ -86,13 +86,14 @@ CHANGES: dict[str, Callable[[Identified], Any]] = {
     "block size": set_block_size,
     "layout": set_shard(layers=(ShardLayer("layers.0", 65536, "[128,2]"),)),
     "kernel": set_shard(kernel="CPU_ATTN/amx"),
-    "code": set_shard(model=LoadedModel("other", "switches", "tables")),
-    "switches": set_shard(model=LoadedModel("code", "other", "tables")),
-    "tables": set_shard(model=LoadedModel("code", "switches", "other")),
+    "code": set_shard(model=LoadedModel("other", (("a", "switches"),), ())),
+    "switches": set_shard(model=LoadedModel("code", (("a", "other"),), ())),
+    "tables": set_shard(model=LoadedModel("code", (("a", "switches"),), (("b", "other"),))),
     "unseen model": set_shard(model=None),
     "ranks": lambda one: setattr(one.vllm.parallel_config, "tensor_parallel_size", 2),
     "stages": lambda one: setattr(one.vllm.parallel_config, "pipeline_parallel_size", 2),
     "replicas": lambda one: setattr(one.kv, "kv_tp_replicas", 2),
+    "heads": set_shard(layers=(ShardLayer("layers.0", 131072, "[2,128,256]", heads=4),)),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "dtype": {"dtype": "float32"},
@@ -121,6 +122,34 @@ def test_every_ingredient_counts(change: str, model: Path, plain: bytes) -> None
     assert one.digest() == plain, "the same engine must find its blocks again"
     CHANGES[change](one)
     assert one.digest() != plain
+
+
+def halves(layers: int, nbytes: int, heads: int, first: int = 0) -> Shard:
+    """A rank's shard: so many layers of so many bytes and KV heads each."""
+    each = (
+        ShardLayer(f"layers.{first + i}", nbytes, "[128,256]", heads=heads) for i in range(layers)
+    )
+    return Shard(tuple(each), "CPU_ATTN/vec", True, 0.0, LoadedModel("code", (), ()))
+
+
+def sized(model: Path, shards: list[Shard], tensor: int, stages: int, replicas: int) -> bytes:
+    one = Identified(model)
+    one.shards = shards
+    one.vllm.parallel_config.tensor_parallel_size = tensor
+    one.vllm.parallel_config.pipeline_parallel_size = stages
+    one.kv.kv_tp_replicas = replicas
+    return one.digest()
+
+
+def test_parallel_sizes_do_not_count_where_heads_lie_one_after_the_other(model: Path) -> None:
+    whole = sized(model, [halves(4, 4096, 4)], 1, 1, 1)
+    assert sized(model, [halves(4, 2048, 2)] * 2, 2, 1, 1) == whole
+    assert sized(model, [halves(4, 1024, 1)] * 8, 8, 1, 2) == whole, "each head on two ranks"
+    stages = [halves(2, 2048, 2, first) for first in (0, 0, 2, 2)]
+    assert sized(model, stages, 2, 2, 1) == whole
+    assert sized(model, [halves(4, 4096, 4)] * 2, 2, 1, 1) != whole, "eight heads"
+    assert sized(model, [halves(4, 2048, 0)] * 2, 2, 1, 1) != whole, "interleaved heads"
+    assert sized(model, [halves(4, 2048, 2), halves(4, 2048, 0)], 2, 1, 1) != whole
 
 
 @pytest.mark.parametrize("change", OPTIONS)

@@ -35,7 +35,7 @@ class Machine(Bench):
             "fp8_type": None,
             "kernel_of": "",
             "prompt_token_work": (0.0, 0),
-            "shard_position": 0,
+            "record_places": [i * PAGE for i in range(LAYERS)],
             "kv_replicas": 1,
             "tensor_rank": 0,
         }.items():

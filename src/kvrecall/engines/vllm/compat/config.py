@@ -7,7 +7,7 @@ from __future__ import annotations
 import enum
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,23 +234,34 @@ def tensor_rank() -> int:
     return int(parallel_state.get_tensor_model_parallel_rank())
 
 
-def shard_position(nbytes: int, replicas: int) -> int:
-    """Bytes of the shards before this worker's in a block's record.
+def record_places(page_bytes: Sequence[int], replicas: int) -> list[int]:
+    """Where each of this worker's layers begins within a block's record.
 
-    Records are ordered by pipeline rank, then tensor rank; ranks of one tensor-parallel group
-    hold equally many bytes, those of different pipeline stages may not.
+    Records are ordered by layer, then KV head, whatever the parallel sizes: of each layer the bytes
+    of all tensor-parallel ranks follow each other, and the layers of a pipeline stage those of the
+    stages before it. Of ``replicas`` consecutive ranks with identical KV, one counts.
     """
     from vllm.distributed import parallel_state
 
     tensor = parallel_state.get_tp_group()
     stages = parallel_state.get_pp_group()
     writers = tensor.world_size // replicas
-    before = 0
+    at = 0
     if stages.world_size > 1:
         sizes: list[int | None] = [None] * stages.world_size
-        torch.distributed.all_gather_object(sizes, nbytes, group=stages.cpu_group)
-        before = sum(size or 0 for size in sizes[: stages.rank_in_group]) * writers
-    return before + tensor.rank_in_group // replicas * nbytes
+        torch.distributed.all_gather_object(sizes, sum(page_bytes), group=stages.cpu_group)
+        at = sum(size or 0 for size in sizes[: stages.rank_in_group]) * writers
+    return places_of(page_bytes, at, tensor.rank_in_group // replicas, writers)
+
+
+def places_of(page_bytes: Sequence[int], at: int, writer: int, writers: int) -> list[int]:
+    """Where the layers of the ``writer``-th of ``writers`` equal shards begin in a record, the
+    first layer at byte ``at``."""
+    places = []
+    for nbytes in page_bytes:
+        places.append(at + writer * nbytes)
+        at += writers * nbytes
+    return places
 
 
 def require_supported(vllm_config: Any, kv_cache_config: Any) -> None:

@@ -191,12 +191,12 @@ class _Places:
 
     def __init__(self, group: GroupPages) -> None:
         self.blocks = min((len(page.rows) for page in group.pages), default=0)
-        runs = runs_of(group.pages, group.offset)
+        runs = runs_of(group)
         self.addresses = np.array([run.address for run in runs], dtype=np.int64)
         self.strides = np.array([run.stride for run in runs], dtype=np.int64)
         self.places = np.array([run.at for run in runs], dtype=np.int64)
         self.sizes = np.array([run.nbytes for run in runs], dtype=np.int64)
-        self.end = group.offset + int(self.sizes.sum())
+        self.end = group.end
 
     def columns(self, copy: Copy, arena: torch.Tensor) -> tuple[Addresses, Addresses, Addresses]:
         """Addresses on the device and in the arena, and sizes, block by block. The null block (0)

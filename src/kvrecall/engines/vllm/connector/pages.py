@@ -6,8 +6,9 @@ all heads of the rank, fp8 or bf16): the pool moves bytes and never interprets t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -23,7 +24,8 @@ class Pages:
     Rows that are not one run of bytes have more dimensions, which are copied in their order.
     ``dtype``: of the values in them, as far as known; uint8 means bytes of any format. ``parts``:
     bytes and dtype of the tensors that a row consists of, if there are several. ``scaled``: of
-    values with scales between them.
+    values with scales between them. ``heads``: KV heads whose bytes follow each other in a row; 0
+    if they are interleaved, or there are none.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Pages:
     dtype: torch.dtype = torch.uint8
     parts: tuple[tuple[int, torch.dtype], ...] = ()
     scaled: Scaled | None = None
+    heads: int = 0
 
     @property
     def page_bytes(self) -> int:
@@ -40,11 +43,24 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class GroupPages:
-    """The layers of a KV group on this rank. ``offset``: where this rank's bytes begin within a
-    record of the group."""
+    """The layers of a KV group on this rank. ``starts``: where each one's bytes begin within a
+    record of the group; one after the other from ``offset`` on if absent."""
 
     pages: tuple[Pages, ...]
     offset: int = 0
+    starts: tuple[int, ...] = ()
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where each layer's bytes begin within a record."""
+        sizes = (page.page_bytes for page in self.pages)
+        return self.starts or tuple(accumulate(sizes, initial=self.offset))[: len(self.pages)]
+
+    @property
+    def end(self) -> int:
+        """Where this rank's last bytes end within a record."""
+        ends = zip(self.places, self.pages, strict=True)
+        return max((at + page.page_bytes for at, page in ends), default=0)
 
     @property
     def nbytes(self) -> int:
@@ -90,9 +106,11 @@ def _layer_pages(
             "the pool needs; choose another attention backend or KV cache layout"
         )
     rows = whole.as_strided((num_blocks, place.page_bytes), (place.block_stride, 1), start)
-    layout = f"{_inner(tensor, place)} {tensor.dtype} {place.page_bytes}"
+    heads = _heads(tensor, place, num_blocks)
+    inner = _inner(tensor, place)[1 if heads > 1 else 0 :]
+    layout = f"{inner} {tensor.dtype} {place.page_bytes // max(1, heads)}"
     values = fp8 if fp8 is not None and tensor.dtype is torch.uint8 else tensor.dtype
-    return Pages(name, rows, layout, values, place.parts, place.scaled)
+    return Pages(name, rows, layout, values, place.parts, place.scaled, heads)
 
 
 def _dims(tensor: torch.Tensor) -> list[tuple[int, int]]:
@@ -105,6 +123,16 @@ def _dims(tensor: torch.Tensor) -> list[tuple[int, int]]:
 def _inner(tensor: torch.Tensor, place: LayerPlacement) -> list[tuple[int, int]]:
     """Dimensions within a block, outermost first."""
     return [(extent, step) for extent, step in _dims(tensor) if extent * step <= place.block_stride]
+
+
+def _heads(tensor: torch.Tensor, place: LayerPlacement, num_blocks: int) -> int:
+    """KV heads of ``[blocks, heads, tokens, bytes]`` if a block is a run of bytes for each of them,
+    one after the other; else 0."""
+    if place.parts or place.scaled or tensor.dim() != 4 or tensor.shape[0] != num_blocks:
+        return 0
+    heads = int(tensor.shape[1])
+    step = tensor.stride(1) * tensor.element_size()
+    return heads if heads == 1 or step * heads == place.page_bytes else 0
 
 
 def _is_one_run(tensor: torch.Tensor, place: LayerPlacement, num_blocks: int) -> bool:
@@ -136,12 +164,11 @@ class Run:
     nbytes: int
 
 
-def runs_of(pages: Sequence[Pages], shard_offset: int) -> list[Run]:
-    """The runs of all layers, in their order in a record; those that follow each other on the
-    device, too (layouts with all layers of a block together), are one."""
+def runs_of(group: GroupPages) -> list[Run]:
+    """The runs of all layers; those that follow each other in a record and on the device, too
+    (layouts with all layers of a block together), are one."""
     runs: list[Run] = []
-    at = shard_offset
-    for page in pages:
+    for page, at in zip(group.pages, group.places, strict=True):
         dims = list(zip(page.rows.shape[1:], page.rows.stride()[1:], strict=True))
         nbytes = 1
         while dims and (dims[-1][0] == 1 or dims[-1][1] == nbytes):
@@ -157,6 +184,7 @@ def runs_of(pages: Sequence[Pages], shard_offset: int) -> list[Run]:
                 last is not None
                 and last.stride == stride
                 and last.address + last.nbytes == run.address
+                and last.at + last.nbytes == at
             ):
                 runs[-1] = Run(last.address, stride, last.at, last.nbytes + nbytes)
             else:

@@ -480,8 +480,8 @@ class RecallScheduler:
             logger.warning(
                 "kvrecall: the blocks of the prefill instance do not fit this engine "
                 "(namespace %s there, %s here): prompts are recomputed. Both logs list "
-                "the contents of the namespace; model, dtype, block size, parallel sizes "
-                "and vLLM must be the same",
+                "the contents of the namespace; model, dtype, block size and vLLM must be "
+                "the same",
                 promise.namespace[:64],
                 namespace.digest.hex(),
             )

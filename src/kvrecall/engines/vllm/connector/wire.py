@@ -203,8 +203,9 @@ class ShardLayer:
 
     name: str
     page_bytes: int
-    layout: str  # logical shape of a block, strides, dtype
+    layout: str  # logical shape of a block, strides, dtype; of one head, if there are ``heads``
     group: int = 0
+    heads: int = 0  # KV heads whose bytes follow each other; 0: they are interleaved
 
 
 @dataclass(frozen=True, slots=True)

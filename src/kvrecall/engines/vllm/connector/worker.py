@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -83,7 +82,7 @@ class RecallWorker:
     def shard(self) -> Shard:
         """This rank's part of a block. Must be called on all ranks at once: they communicate."""
         layers = tuple(
-            ShardLayer(page.name, page.page_bytes, page.layout, number)
+            ShardLayer(page.name, page.page_bytes, page.layout, number, page.heads)
             for number, group in enumerate(self._groups)
             for page in group.pages
         )
@@ -91,9 +90,11 @@ class RecallWorker:
         kernel = config.kernel_of(self._vllm_config, names)
         device = next(group.pages[0].rows.device for group in self._layers if group.pages)
         replicas = config.kv_replicas(self._kv_cache_config)
-        offsets = [config.shard_position(group.nbytes, replicas) for group in self._groups]
-        self._groups = _at(self._groups, offsets)
-        self._layers = _at(self._layers, offsets)
+        self._groups = tuple(_placed(group, replicas) for group in self._groups)
+        self._layers = tuple(
+            replace(layers, starts=whole.starts[: len(layers.pages)])
+            for layers, whole in zip(self._layers, self._groups, strict=True)
+        )
         self._mapping = ArenaMapping(self._groups)
         flops, hidden = config.prompt_token_work(self._vllm_config)
         dtype = self._vllm_config.model_config.dtype
@@ -146,7 +147,7 @@ class RecallWorker:
     def _sign(self, orders: StepOrders, store: Store) -> None:
         """Writes the origin behind the records that are stored, once for all ranks."""
         number = store.copy.group
-        is_first = self._groups[number].offset == 0
+        is_first = 0 in self._groups[number].places
         memory = self._arena.memory(orders.arena) if is_first else None
         if memory is None:
             return
@@ -248,19 +249,19 @@ class RecallWorker:
         if memory is None:
             return None
         (group,) = self._groups
-        starts = accumulate((page.page_bytes for page in group.pages), initial=group.offset)
         names = (page.name for page in group.pages)
-        return Records(memory, dict(zip(names, starts, strict=False)), arena)
+        return Records(memory, dict(zip(names, group.places, strict=True)), arena)
 
     def _writes_shard(self) -> bool:
         """Of ranks that hold identical KV, the first writes it."""
         return config.tensor_rank() % config.kv_replicas(self._kv_cache_config) == 0
 
 
-def _at(groups: tuple[GroupPages, ...], offsets: list[int]) -> tuple[GroupPages, ...]:
-    """The groups with the offsets of this rank's bytes in their records: after those of the ranks
-    before it that hold different KV."""
-    return tuple(replace(group, offset=at) for group, at in zip(groups, offsets, strict=True))
+def _placed(group: GroupPages, replicas: int) -> GroupPages:
+    """The group with the places of this rank's bytes in its records. Must be called on all ranks at
+    once."""
+    sizes = [page.page_bytes for page in group.pages]
+    return replace(group, starts=tuple(config.record_places(sizes, replicas)))
 
 
 def least_token_seconds(flops: float, hidden: int, dtype: torch.dtype, device: str) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,12 @@ _VERSIONED = frozenset(("vllm", "torch", "kvrecall"))
 
 _LIMITS = re.compile(r"(^|_)(max|num)_|_len$|_tokens$|capacity|workspace|world|rank|device")
 """Attributes that hold sizes of buffers or places in a parallel group: they shape no byte."""
+
+_SHARDS = re.compile(r"^tp_size$|partition|^q_size$|^kv_size$")
+"""Attributes that hold sizes of a rank's part of a layer; the architecture has those of the
+whole."""
+
+_LAYER = re.compile(r"(.*?\.)?(layers|h|blocks)\.\d+(?=\.|$)")
 
 _TABLES = re.compile(r"cos|sin|freq|rope|rotary|scale|alibi|slope|temperature")
 """Buffers computed from the configuration. Others come from the checkpoint, or are scratch space
@@ -38,19 +44,39 @@ _MOST_FILES = 2000
 class LoadedModel:
     """Digests, equal where the loaded models make the same KV of the same weights.
 
-    ``code``: Python files of modules that are not vLLM's. ``switches``: numbers and flags of all
-    modules. ``tables``: rope caches, KV scales and the like.
+    ``code``: Python files of modules that are not vLLM's. ``switches``: numbers and flags, by
+    module, those of a layer together. ``tables``: rope caches, KV scales and the like, by name.
     """
 
     code: str
-    switches: str
-    tables: str
+    switches: tuple[tuple[str, str], ...]
+    tables: tuple[tuple[str, str], ...]
 
     @classmethod
     def of(cls, model: nn.Module) -> LoadedModel:
-        return cls(
-            _digest(_code(model)), _digest(dict(_switches(model))), _digest(dict(_tables(model)))
-        )
+        switches = {path: _digest(found) for path, found in _by_layer(_switches(model)).items()}
+        tables = sorted(_tables(model))
+        return cls(_digest(_code(model)), tuple(sorted(switches.items())), tuple(tables))
+
+
+def together(models: Sequence[LoadedModel]) -> str:
+    """The model that these ranks have loaded parts of, in digests: equal for any parallel sizes, if
+    the parts agree in what they have in common."""
+    parts = {
+        "code": sorted({model.code for model in models}),
+        "switches": sorted({each for model in models for each in model.switches}),
+        "tables": sorted({each for model in models for each in model.tables}),
+    }
+    return ", ".join(f"{name}: {_digest(part)}" for name, part in parts.items())
+
+
+def _by_layer(switches: Iterable[tuple[str, object]]) -> dict[str, dict[str, object]]:
+    """The switches of each layer, and of each other module."""
+    found: dict[str, dict[str, object]] = {}
+    for name, value in switches:
+        layer = _LAYER.match(name)
+        found.setdefault(layer.group() if layer else name, {})[name] = value
+    return found
 
 
 def _digest(content: object) -> str:
@@ -63,10 +89,14 @@ def _switches(model: nn.Module) -> Iterator[tuple[str, object]]:
     for path, module in model.named_modules():
         if type(module).__module__.startswith(_ADAPTERS):
             continue
+        if type(module).__name__ == "PPMissingLayer":  # another pipeline stage has it
+            continue
         path = path.replace(".base_layer", "")
         yield path, type(module).__qualname__
         for name, value in vars(module).items():
             if name.startswith("_") or name == "training" or _LIMITS.search(name):
+                continue
+            if _SHARDS.search(name):
                 continue
             if _is_plain(value):
                 yield f"{path}.{name}", _text(value)

@@ -17,6 +17,7 @@ from kvrecall.engines.vllm.compat import config
 from kvrecall.engines.vllm.compat.versions import engine_version
 from kvrecall.engines.vllm.connector.wire import Shard
 from kvrecall.engines.vllm.identity import fields
+from kvrecall.engines.vllm.identity.loaded import together
 from kvrecall.errors import ConfigError
 from kvrecall.pool.base import PoolClient
 
@@ -45,12 +46,7 @@ def namespace_of(
         "kv_dtype": str(cache.cache_dtype),
         "block_size": "+".join(str(one.block_size) for one in config.kv_groups(kv_cache_config)),
         "kernel": "; ".join(sorted({shard.kernel for shard in shards})),
-        "tensor_parallel": str(parallel.tensor_parallel_size),
-        "pipeline_parallel": str(parallel.pipeline_parallel_size),
-        "kv_replicas": str(config.kv_replicas(kv_cache_config)),
-        "layout": json.dumps(
-            [[(layer.name, layer.layout) for layer in shard.layers] for shard in shards]
-        ),
+        **_record_parts(parallel, config.kv_replicas(kv_cache_config), shards),
         "hash": f"{cache.prefix_caching_hash_algo} seed {config.root_seed()}",
         "python": hash_dialect(cache.prefix_caching_hash_algo),
         "byte_order": sys.byteorder,
@@ -68,6 +64,31 @@ def namespace_of(
     return Namespace.of(parts)
 
 
+def _record_parts(parallel: Any, replicas: int, shards: Sequence[Shard]) -> dict[str, str]:
+    """What the records of blocks look like. If every layer's KV heads lie one after the other, a
+    record is the same whatever the parallel sizes; otherwise, and for recurrent layers, engines of
+    other sizes cut it differently. Sums over ranks round differently, so they do not share either
+    where kernels promise the same bits."""
+    tensor, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    ranks = [[(one.name, one.layout, one.heads) for one in shard.layers] for shard in shards]
+    alike = all(rank == ranks[number - number % tensor] for number, rank in enumerate(ranks))
+    splits = all(heads for rank in ranks for *_, heads in rank)
+    if alike and splits and len(shards) == tensor * stages and not config.is_deterministic():
+        writers = tensor // replicas
+        layers = [
+            (layer.name, layer.layout, layer.page_bytes * writers)
+            for shard in shards[::tensor]
+            for layer in shard.layers
+        ]
+        return {"layout": json.dumps(layers)}
+    return {
+        "tensor_parallel": str(tensor),
+        "pipeline_parallel": str(stages),
+        "kv_replicas": str(replicas),
+        "layout": json.dumps([[one[:2] for one in rank] for rank in ranks]),
+    }
+
+
 def _text(values: Mapping[str, str]) -> str:
     return json.dumps(values, sort_keys=True)
 
@@ -75,8 +96,9 @@ def _text(values: Mapping[str, str]) -> str:
 def _loaded_text(vllm_config: Any, shards: Sequence[Shard]) -> str:
     """The models that the ranks have loaded, and, if a rank cannot tell, the limits they were built
     from."""
-    loaded = sorted({repr(shard.model) for shard in shards})
-    if any(shard.model is None for shard in shards):
+    models = [shard.model for shard in shards if shard.model is not None]
+    loaded = [together(models)] if models else []
+    if len(models) < len(shards):
         limit = vllm_config.model_config.max_model_len
         logger.warning(
             "kvrecall: this platform's workers do not expose the model they have loaded, "
