@@ -151,6 +151,36 @@ def test_two_ranks_whose_copies_are_late(
     engine.close()
 
 
+@pytest.mark.long
+def test_any_number_of_ranks_reads_what_another_wrote(
+    start: Callable[..., Engine], model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    """One rank fills a disk, two read it and add to it, one reads that. What is read gives bit for
+    bit what a hit on the reader's own device gives, once the first hit has been audited."""
+    setup: dict[str, Any] = {
+        "model": str(model_folder("qwen3")),
+        "pool": pool_at(tmp_path / "pool", 4 * 2 * 2 * 64 * BLOCK * 2),
+        "dtype": "bfloat16",
+    }
+    prompts = [prompt_of(3 * BLOCK + 9, 40 + number) for number in range(4)]
+    for ranks, old, new in ((1, (), (0, 1)), (2, (0, 1), (2, 3)), (1, (2, 3), ())):
+        engine = start(
+            **setup, tensor_parallel_size=ranks, env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        )
+        for place, number in enumerate(old):
+            recalled = engine.ask(prompts[number])
+            assert hits(recalled) == ((0, 0, 3 * BLOCK) if place else (0, 0, 0)), (ranks, number)
+            again = engine.ask(prompts[number])
+            assert hits(again) == (3 * BLOCK, 0, 0)
+            if place:
+                assert again["logprobs"] == recalled["logprobs"]
+                assert again["tokens"] == recalled["tokens"]
+        for number in new:
+            engine.ask(prompts[number])
+        nothing_held(engine)
+        engine.close()
+
+
 HAS_TILES = torch.cpu._is_amx_tile_supported()
 
 
