@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
+from itertools import chain
 from typing import Annotated
 
 import typer
@@ -36,7 +37,8 @@ def models(
 ) -> None:
     """Small models with the KV groups of published ones, recalled from every tier: prompts that end
     on a block and beside it, longer ones computed in chunks, several samples, and requests that are
-    preempted; below the host after kill -9 of the engine that saved them. Every reply is compared
+    preempted; below the host after kill -9 of the engine that saved them; and by engines of another
+    number of ranks. Every reply is compared
     with that of a hit on the device of an engine without a pool, bit for bit, and the bytes moved
     with those that the hits need.
 
@@ -56,7 +58,8 @@ def models(
 
             def attempt(shape: Shape) -> list[Row]:
                 found = []
-                for row in laboratory.rows(shape, tiers):
+                more = laboratory.ranks_rows(shape) if shape.ranks and "disk" in tiers else ()
+                for row in chain(laboratory.rows(shape, tiers), more):
                     _progress(_text(row))
                     found.append(row)
                 return found

@@ -28,7 +28,8 @@ class Shape:
     """A model and its engine. ``like``: what is published in this shape. ``architecture``,
     ``model``: arguments of ``write_model``. ``options``: of ``vllm.LLM``. ``chunk``: tokens that a
     step computes at most. ``boundary``: tokens after which hits end, or a multiple of them.
-    ``cache_bytes``: of the device cache."""
+    ``cache_bytes``: of the device cache. ``ranks``: whether to try other numbers of tensor-parallel
+    ranks."""
 
     name: str
     like: str
@@ -39,6 +40,7 @@ class Shape:
     chunk: int = 256
     boundary: int = 32
     cache_bytes: int = 6 << 20
+    ranks: bool = False
 
     def write(self, folder: Path) -> Path:
         """Writes the model."""
@@ -67,9 +69,9 @@ def environment() -> dict[str, str]:
 
 
 SHAPES = (
-    Shape("qwen3", "Qwen3, Llama: full attention", "qwen3"),
+    Shape("qwen3", "Qwen3, Llama: full attention", "qwen3", ranks=True),
     Shape("mistral", "Mistral: a window in every layer", "mistral", cache_bytes=4 << 20),
-    Shape("gemma3", "Gemma-3: windows and full", "gemma3_text", {"layers": 6}),
+    Shape("gemma3", "Gemma-3: windows and full", "gemma3_text", {"layers": 6}, ranks=True),
     Shape(
         "gpt-oss",
         "gpt-oss: windows with sinks and full, mixture of experts",

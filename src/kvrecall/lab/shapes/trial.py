@@ -220,6 +220,31 @@ class Laboratory:
                     _trust(engine, shape, cases[tier][0].saved[0])
                     yield from _tier(shape, engine, tier, cases[tier], alone, restarted=True)
 
+    def ranks_rows(self, shape: Shape) -> Iterator[Row]:
+        """What engines of one tensor-parallel rank wrote, engines of two recall, and back. A reply
+        after a recall must be that after a hit on the reader's own device: with the KV that another
+        number of ranks computed, as its sums round otherwise."""
+        with self._writing:
+            model = shape.write(self._folder / "models")
+        for writers, readers in ((1, 2), (2, 1)):
+            pool = self._folder / "pools" / f"{shape.name}-{writers}-{readers}"
+            settings = {**_POOL, "disk_path": str(pool / "disk"), "disk_size": "1GiB"}
+            arguments = {**shape.arguments(model, self._folder / "cache"), "pool": settings}
+            (case, *_) = cases_of(shape, "disk")
+            try:
+                with self._engine(shape, {**arguments, "tensor_parallel_size": writers}) as one:
+                    for question in case.saved:
+                        _ask(one, question)
+                    _await_writes(pool)
+                    one.kill()
+                with self._engine(shape, {**arguments, "tensor_parallel_size": readers}) as other:
+                    yield _ranks_row(other, shape, case, writers, readers)
+            except EngineError as error:
+                if self._stopped:
+                    raise
+                name = f"ranks {writers} to {readers}"
+                yield Row(shape.name, "disk", name, run=False, why=reason(str(error)))
+
     @contextmanager
     def _engine(self, shape: Shape, arguments: Mapping[str, Any]) -> Iterator[EngineProcess]:
         with self._lock:
@@ -300,6 +325,35 @@ def _tier(
             preemptions=_rise("vllm:num_preemptions_total", before, after),
             device_blocks=(memory["blocks"], alone.blocks),
         )
+
+
+def _ranks_row(engine: EngineProcess, shape: Shape, case: Case, writers: int, readers: int) -> Row:
+    """One row: every prompt is recalled, then asked for again."""
+    trusted = case.saved[0]
+    _trust(engine, shape, replace(trusted, prompt=trusted.prompt[: shape.boundary * 2 + 1]))
+    memory = engine.memory()
+    engine.admissions()
+    before = engine.metrics()
+    answers, truth = [], []
+    for question in case.asked:
+        answers += _ask(engine, question)
+        truth += _ask(engine, question)
+    return Row(
+        shape.name,
+        "disk",
+        f"ranks {writers} to {readers}",
+        groups=len(memory["groups"]),
+        hybrid_manager=memory["hybrid_manager"],
+        restarted=True,
+        why=difference(answers, truth),
+        equal=not difference(answers, truth),
+        deviation=max(map(distance, answers, truth)),
+        hit_tokens=sum(one.cached for one in answers),
+        device_tokens=sum(one.cached for one in truth),
+        bytes_moved=_rise("kvrecall_loaded_bytes_total", before, engine.metrics()),
+        bytes_needed=readers * needed_bytes(memory["groups"], _loads(engine.admissions())),
+        device_blocks=(memory["blocks"], memory["blocks"]),
+    )
 
 
 def _loads(admissions: Sequence[Admission]) -> list[tuple[int, int]]:
