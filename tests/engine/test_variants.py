@@ -50,7 +50,7 @@ VARIANTS = {
     "some-windows-ngram-speculation": (
         "llama",
         {"hf_overrides": windows("full", "sliding"), "speculative_config": NGRAM},
-        2,
+        1,  # two groups: a record holds half of the layers
     ),
 }
 """Several things that differ at once: each start takes its time."""
