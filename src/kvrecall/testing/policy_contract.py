@@ -117,6 +117,44 @@ class PolicyContract:
         for seed in range(20):
             self._walk(random.Random(seed))
 
+    def test_hanging_blocks_against_a_set(self) -> None:
+        for seed in range(5):
+            self._walk_hanging(random.Random(seed))
+
+    def _walk_hanging(self, rng: random.Random) -> None:
+        """Blocks come and go in any order, parents before what hangs on them or after."""
+        policy, now = self.make(), 0.0
+        resident: set[BlockKey] = set()
+        for _ in range(300):
+            now += rng.choice((0.0, 0.01, 1.0, 30.0, 1000.0))
+            chain = _random_chain(rng)
+            beside = [BlockKey(b"window of " + key) for key in chain]
+            used, ending = rng.sample(beside, rng.randrange(len(beside))), beside[-2:]
+            policy.access(chain, now, used, ending[: rng.randrange(3)])
+            places = [(key, chain[at - 1] if at else None, at) for at, key in enumerate(chain)]
+            places += [(key, chain[at], at + 1) for at, key in enumerate(beside)]
+            for key, parent, depth in rng.sample(places, rng.randrange(1, len(places) + 1)):
+                hangs = key in beside
+                if key in resident or not policy.admit(key, parent, depth, now, hangs):
+                    continue
+                policy.insert(key, parent, depth, now, hangs)
+                resident.add(key)
+            held = set(rng.sample(sorted(resident), min(3, len(resident))))
+            for key in held:
+                policy.hold(key)
+            idle = resident - held
+            found = policy.victims(rng.randrange(1, 40), lambda k, idle=idle: k in idle, now)  # type: ignore[misc]
+            assert len(found) == len(set(found))
+            assert idle.issuperset(found)
+            dropped = rng.sample(sorted(resident), rng.randrange(1 + len(resident) // 4))
+            for key in (*found, *dropped):
+                policy.remove(key)
+                resident.discard(key)
+            for key in held:
+                policy.release(key)
+            everything = policy.victims(10_000, anything, now)
+            assert sorted(everything) == sorted(resident)
+
     def _walk(self, rng: random.Random) -> None:
         policy, now = self.make(), 0.0
         resident: set[BlockKey] = set()

@@ -101,6 +101,10 @@ class HazardPolicy(EvictionPolicy):
     say before is their prior. It is taught once blocks came back in ``_RETURNS`` different ticks,
     in all as many as ``_EVIDENCE`` requests have. Should all that fade, it admits all again.
 
+    What hangs on a chain has classes of its own: by its uses, those at the end of a request among
+    them; and never used, inside one. A chain's end whose last window or state was given up can
+    serve no hit: it goes next. So does what hangs on a block that is gone, until that is back.
+
     A block with resident children is not given up before them. Memory: about 220 bytes for each
     resident and each remembered block; at most ``remember`` of the latter. Until taught, 125 more
     for each resident one.
