@@ -144,8 +144,8 @@ def check(plan: Plan) -> tuple[str, ...]:
 
     spec = plan.spec
     preflight.check_model(spec.model)
-    check_served(spec)
     check_options(spec.options, spec.extra_args, installed_options())
+    check_served(spec)
     if spec.role is not Role.BOTH:
         _check_shared(spec)
     if spec.retrieval:
