@@ -267,7 +267,7 @@ def test_a_server_without_a_model_says_first_what_it_serves(commands: Commands) 
         taken.listen()
         done = commands.run(["serve", "--port", str(taken.getsockname()[1])])
     first, last = done.err.splitlines()
-    assert first.startswith("kvrecall: no MODEL given: this serves the example /")
+    assert first.startswith("kvrecall: no MODEL given: serving the example /")
     assert "recall-tiny, whose answers mean nothing" in first
     assert "is in use" in last
 
