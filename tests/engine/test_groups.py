@@ -118,6 +118,7 @@ class Bench:
             self.manager.get_block_ids,
             scheduler.first_needed(self.manager),
             scheduler.reachable_blocks(self.manager),
+            scheduler.room_for(self.manager),
         )
         self.device: dict[int, bytes] = {}
         self.hit: tuple[int, Any] | None = None  # on the device, until the first step takes it
@@ -434,3 +435,26 @@ def test_the_pool_learns_where_requests_end(
         assert ending
         assert pool.locate(ending).blocks == len(ending)
     assert set(prompts_end) != set(answers_end)
+
+
+def test_loads_that_would_wait_for_each_other_are_not_admitted_together(pool: Pool) -> None:
+    """vLLM preempts only what runs, so requests that are loaded and have no room to go on would
+    hold their blocks forever."""
+    specs = [local(32, 256), local(32, 256), local(32, 256), full(32)]
+    for seed in (1, 2, 3):
+        Bench(pool, specs).run(prompt(651, seed))
+    bench = Bench(pool, specs, blocks=100)
+    first, _, recalled = bench.begin(prompt(651, 1))
+    assert recalled == 640
+    second, _, recalled = bench.begin(prompt(651, 2))
+    assert recalled == 640
+    free = bench.manager.block_pool.get_num_free_blocks()
+    third = Request("third", prompt(651, 3), SamplingParams(), None, block_hasher=bench.hasher)
+    assert free >= 32, "the load itself would fit"
+    for _ in range(3):
+        assert bench.side.match(third, 0) == (None, False)
+    bench.prefill(first)
+    bench.end(first)
+    assert bench.side.match(third, 0) == (640, True)
+    bench.prefill(second)
+    bench.end(second)

@@ -5,7 +5,7 @@ interface does not reach.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvrecall.engines.vllm.compat.patches import install
@@ -151,3 +151,26 @@ def keep_boundary(request: Any, tokens: int) -> None:
     itself for prefixes that it finds on the device."""
     if tokens > getattr(request, "shared_prefix_boundary", 0):
         request.shared_prefix_boundary = tokens
+
+
+def room_for(kv_cache_manager: Any) -> Callable[[Any, int, Iterable[Any]], bool]:
+    """``(request, tokens, others)``: whether a request whose first ``tokens`` tokens are loaded
+    fits the device to its end beside what ``others`` need to theirs: requests that hold device
+    blocks and have not run yet. vLLM preempts only requests that run, so such requests could wait
+    for each other forever. It reserves blocks for them itself, but of windows and chunks too few:
+    it counts the freed blocks in front as if they were there."""
+    managers = kv_cache_manager.coordinator.single_type_managers
+    pool = kv_cache_manager.block_pool
+
+    def fits(request: Any, tokens: int, others: Iterable[Any]) -> bool:
+        needed = 0
+        for manager in managers:
+            size = int(manager.block_size)
+            skipped = max(0, int(manager.get_num_skipped_tokens(tokens))) // size
+            needed += -(-(request.num_tokens + 1) // size) - skipped
+            for other in others:
+                held = len(manager.req_to_blocks.get(other.request_id, ()))
+                needed += max(0, -(-(other.num_tokens + 1) // size) - held)
+        return needed <= int(pool.get_num_free_blocks())
+
+    return fits

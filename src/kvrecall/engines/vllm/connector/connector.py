@@ -184,6 +184,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             self._tables,
             scheduler.first_needed(self._kv_cache_manager),
             scheduler.reachable_blocks(self._kv_cache_manager),
+            scheduler.room_for(self._kv_cache_manager),
         )
         self._keep_long_sequences(facts)
         logger.info(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvrecall.block import BlockKey, Namespace, TierName, tenant_of
@@ -45,6 +45,8 @@ from kvrecall.pool.base import ArenaHandle, PoolClient
 
 logger = logging.getLogger("vllm.kvrecall")
 
+RoomFor = Callable[[Any, int, Iterable[Any]], bool]
+
 _FINISHED_WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 _MOST_INCOMPLETE = 2  # loads after which a request is computed
 _NOTHING = 0, False
@@ -64,11 +66,13 @@ class RecallScheduler:
         tables: Callable[[str], Sequence[Sequence[int]]],
         first_needed: FirstNeeded = lambda group, tokens: 0,
         reachable: Reachable = lambda request, group, start, stop: None,
+        room_for: RoomFor = lambda request, tokens, others: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``namespace`` and ``adapters`` as of ``NamespaceRegistry``. ``tables``: the device blocks
         of a request by KV group, in order; 0 for one that is no longer there. ``first_needed`` as
-        of ``HitFinder``, ``reachable`` as of ``Saver``. ``clock``: seconds."""
+        of ``HitFinder``, ``reachable`` as of ``Saver``; ``room_for``: see ``compat.scheduler``.
+        ``clock``: seconds."""
         self._pool = pool
         self._settings = settings
         self._facts = facts
@@ -76,6 +80,8 @@ class RecallScheduler:
         self._clock = clock
         self._states: dict[str, RequestState] = {}
         self._loading: dict[str, PrefixLoad] = {}  # of requests that may have ended since
+        self._waiting: dict[str, Any] = {}  # requests that hold device blocks and have not run yet
+        self._room_for = room_for
         self._loads: list[Load] = []
         self._releases: list[str] = []
         self._warned_of_foreign = False
@@ -136,6 +142,10 @@ class RecallScheduler:
             self._drop_load(state)
             state.computes = True
             return _NOTHING
+        if not load.hit.is_chain and self._waiting:
+            others = [one for one in self._waiting.values() if one is not request]
+            if others and not self._room_for(request, start + load.tokens, others):
+                return _ASK_AGAIN
         if self.offloader is not None:
             size = self._facts.block_size
             end = (start + load.tokens) // size
@@ -234,6 +244,7 @@ class RecallScheduler:
         assert load is not None
         self._loads.append(Load(request.request_id, self._copies(load, block_ids, external_tokens)))
         self._loading[request.request_id], state.load = load, None
+        self._waiting[request.request_id] = request
         if request.num_preemptions == 0:
             state.recalled = load.tokens_by_tier(external_tokens)
         self._report_sources(state)
@@ -280,6 +291,7 @@ class RecallScheduler:
         comparisons: list[Comparison] = []
         prompt_tokens = positions = 0
         for request_id, tokens in scheduled.items():
+            self._waiting.pop(request_id, None)
             state = self._states.get(request_id)
             if state is None:
                 continue
@@ -358,6 +370,7 @@ class RecallScheduler:
                 load.release()
         for request_id in failed:  # the engine recomputes it, and is not offered the pool again
             self.tally.counts["loads_failed"] += 1
+            self._waiting.pop(request_id, None)
             state = self._states.get(request_id)
             if state is not None:
                 state.computes = True
@@ -397,6 +410,7 @@ class RecallScheduler:
     ) -> tuple[bool, dict[str, Any]]:
         """A request ended. True if its device blocks must be kept until a release is reported.
         ``block_ids``: by KV group."""
+        self._waiting.pop(request.request_id, None)
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False, {}
