@@ -325,12 +325,12 @@ def test_a_hit_ends_where_every_group_can_serve(pool: Pool) -> None:
     assert bench.run(prompt(320)) == (0, 19 * 16), "they were saved again"
 
 
-def test_shared_prefixes_are_kept_where_they_end(pool: Pool, specs: list[KVCacheSpec]) -> None:
+@pytest.mark.parametrize("shape", [name for name in SHAPES if name != "windows"])
+def test_shared_prefixes_are_kept_where_they_end(pool: Pool, shape: str) -> None:
     """vLLM's default keeps windows and states only at the end of a prompt. The second request that
-    shares a prefix makes the pool keep them where it ends; the third is served from there."""
-    if len(specs) == 1:
-        pytest.skip("without full attention nothing tells where a shared prefix ends")
-    bench = Bench(pool, specs, retention=0)
+    shares a prefix makes the pool keep them where it ends; the third is served from there. Without
+    full attention nothing tells where that is."""
+    bench = Bench(pool, SHAPES[shape], retention=0)
     shared = prompt(160)
     recalled = []
     for seed in (2, 3, 4):

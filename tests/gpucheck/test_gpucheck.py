@@ -48,14 +48,14 @@ def test_copies_that_are_wrong_are_seen(
 ) -> None:
     real = copies.Copier
 
-    def faulty(memory: torch.Tensor, pages: Any, offset: int) -> Any:
-        copier = real(memory, pages, offset)
+    def faulty(memory: torch.Tensor, groups: Any) -> Any:
+        copier = real(memory, groups)
         inside = "slots" in said
         work = copier.store if inside else copier.load
 
         def wrong(copy: Any) -> Any:
             moved = work(copy)
-            fault(memory, pages)
+            fault(memory, groups[0].pages)
             return moved
 
         setattr(copier, "store" if inside else "load", wrong)
