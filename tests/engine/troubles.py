@@ -91,7 +91,7 @@ def _overwriting(pool: Any) -> Iterator[Any]:
 def damage_memory(host: Any, first: int) -> None:
     """Flips bits of every block in the host from its byte ``first`` on; not of its origin."""
     pool = pool_of(host)
-    nbytes = host.connector()._s._facts.record_bytes
+    nbytes = host.connector()._s._facts.groups[0].record_bytes
     for block in pool._host.blocks.values():
         begin, end = block.offset + first, block.offset + nbytes
         pool.arena.array()[begin:end] ^= 0x55
