@@ -47,7 +47,7 @@ def scribble(host: Any) -> None:
     """The KV of every block in the host is another one's: exponents of all values change, and what
     lies behind the KV stays."""
     pool = pool_of(host)
-    facts = host.connector()._s._facts
+    facts = host.connector()._s._facts.groups[0]
     for block in list(pool._host.blocks.values()):
         record = pool.arena.array()[block.offset : block.offset + facts.record_bytes]
         record ^= 0x10
