@@ -21,9 +21,9 @@ pytestmark = pytest.mark.engine
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 
 
-def pool_at(folder: Path, block_bytes: int) -> dict[str, Any]:
+def pool_at(folder: Path, block_bytes: int, blocks: int = 24) -> dict[str, Any]:
     return {
-        "host_size": f"{24 * block_bytes}B",
+        "host_size": f"{blocks * block_bytes}B",
         "disk_path": str(folder),
         "disk_size": "256MiB",
         "async_write": True,
@@ -46,14 +46,17 @@ VARIANTS = {
             "max_num_batched_tokens": 4096,
         },
         1,
+        5,  # of each prompt the pool keeps the window at its end, two blocks
     ),
     "some-windows-ngram-speculation": (
         "llama",
         {"hf_overrides": windows("full", "sliding"), "speculative_config": NGRAM},
         1,  # two groups: a record holds half of the layers
+        24,
     ),
 }
-"""Several things that differ at once: each start takes its time."""
+"""Several things that differ at once: each start takes its time. Architecture, options, bytes of a
+value of KV, and blocks that the host holds."""
 
 
 @pytest.mark.long
@@ -64,13 +67,12 @@ def test_variant(
     model_folder: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
-    architecture, options, kv_bytes = VARIANTS[name]
+    architecture, options, kv_bytes, blocks = VARIANTS[name]
     if options.get("kv_cache_dtype") == "fp8" and not torch.cpu._is_avx512_supported():
         pytest.skip("vLLM keeps KV in fp8 only on processors with AVX-512 or AMX")
     block_bytes = 4 * 2 * 2 * 64 * BLOCK * kv_bytes
-    engine = start(
-        model=str(model_folder(architecture)), pool=pool_at(tmp_path, block_bytes), **options
-    )
+    pool = pool_at(tmp_path, block_bytes, blocks)
+    engine = start(model=str(model_folder(architecture)), pool=pool, **options)
     same_bits_from_every_tier(engine, 1)
     if "speculative_config" in options:
         repeated = prompt_of(60, 3) * 6
