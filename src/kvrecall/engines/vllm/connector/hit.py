@@ -140,21 +140,21 @@ class HitFinder:
 
     def _boundary(self, tiers: dict[int, tuple[TierName | None, ...]], start: int, end: int) -> int:
         """The last boundary up to ``end`` at which the sparse groups have all they need."""
-        checked = 0
-        while end > start and checked < len(self._sparse):
-            for group in self._sparse:
-                size = self._facts.groups[group].block_size
-                first, stop = self._needed(group, start, end)
-                there = tiers[group]
-                base = start // size
-                gaps = (i for i in range(stop - 1, first - 1, -1) if there[i - base] is None)
-                gap = next(gaps, None)
-                if gap is None:
-                    checked += 1
-                    continue
-                end, checked = self._aligned(gap * size), 0  # any hit beyond needs that block
+        while end > start:
+            gaps = [gap for group in self._sparse for gap in self._gaps(tiers, group, start, end)]
+            if not gaps:
                 break
+            end = self._aligned(min(gaps))  # any hit beyond needs that block
         return max(end, start)
+
+    def _gaps(
+        self, tiers: dict[int, tuple[TierName | None, ...]], group: int, start: int, end: int
+    ) -> list[int]:
+        """Where blocks begin (tokens) that a hit at ``end`` needs of a group and the pool lacks."""
+        size = self._facts.groups[group].block_size
+        there, base = tiers[group], start // size
+        needed = range(*self._needed(group, start, end))
+        return [place * size for place in needed if there[place - base] is None]
 
     def _run(
         self,

@@ -62,11 +62,6 @@ class GroupPages:
         ends = zip(self.places, self.pages, strict=True)
         return max((at + page.page_bytes for at, page in ends), default=0)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one block on this rank."""
-        return sum(page.page_bytes for page in self.pages)
-
 
 def pages_of(
     kv_caches: Mapping[str, torch.Tensor],
