@@ -28,10 +28,11 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request, RequestStatus
 
-from kvrecall.block import BlockKey, Namespace
+from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.compat import config, scheduler
 from kvrecall.engines.vllm.compat.config import GroupKind
+from kvrecall.engines.vllm.connector.request import receipt
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
 from kvrecall.engines.vllm.connector.wire import (
     ORIGIN_BYTES,
@@ -41,6 +42,7 @@ from kvrecall.engines.vllm.connector.wire import (
     StepReport,
 )
 from kvrecall.pool import Pool
+from kvrecall.testing.blocks import wait_until
 
 from .test_scheduler import ByName
 
@@ -93,6 +95,7 @@ class Bench:
         blocks: int = 100,
         retention: int | None = None,
         audit: object = "off",
+        appraise: str = "load",
     ) -> None:
         init_none_hash(sha256_cbor)
         self.pool = pool
@@ -110,7 +113,7 @@ class Bench:
         self.side = RecallScheduler(
             pool,
             RecallSettings.from_mapping(
-                {"host_size": "1MiB", "audit": audit, "load_or_compute": "load"}
+                {"host_size": "1MiB", "audit": audit, "load_or_compute": appraise}
             ),
             facts,
             lambda: Namespace.of({"test": "1"}),
@@ -325,6 +328,20 @@ def test_a_hit_ends_where_every_group_can_serve(pool: Pool) -> None:
     assert bench.run(prompt(320)) == (0, 19 * 16), "they were saved again"
 
 
+def test_blocks_of_a_hit_that_is_not_worth_its_load_count_as_declined(pool: Pool) -> None:
+    """Only the first blocks would load faster than they compute, and no hit ends there."""
+    bench = Bench(pool, SHAPES["gemma"], appraise="auto")
+    bench.run(prompt(320))
+    bench.forget_device()
+    bench.side.costs.saw_step(1000, 500, 1e-3)
+    bench.side.costs.saw_load(TierName.HOST, 1, 0.02)
+    groups = bench.side.namespaces.groups_of(Namespace.of({"test": "1"}))
+    windows = [key for key in pool._host.blocks if key.startswith(groups[0].digest)]
+    pool.drop(windows[:4])
+    assert bench.run(prompt(320)) == (0, 0)
+    assert bench.side.tally.counts["blocks_declined"] == 19
+
+
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name != "windows"])
 def test_shared_prefixes_are_kept_where_they_end(pool: Pool, shape: str) -> None:
     """vLLM's default keeps windows and states only at the end of a prompt. The second request that
@@ -435,6 +452,32 @@ def test_the_pool_learns_where_requests_end(
         assert ending
         assert pool.locate(ending).blocks == len(ending)
     assert set(prompts_end) != set(answers_end)
+
+
+def test_windows_of_a_promised_prefix_count_as_used(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request looks for them before they are there, and uses them later."""
+    writer, reader = Bench(pool, SHAPES["gemma"]), Bench(pool, SHAPES["gemma"])
+    used: list[BlockKey] = []
+    touch = pool.touch
+
+    def watched(
+        keys: Sequence[BlockKey],
+        hanging: Sequence[BlockKey] = (),
+        ending: Sequence[BlockKey] = (),
+    ) -> None:
+        used.extend(hanging)
+        touch(keys, hanging, ending)
+
+    request = Request("r", prompt(160), SamplingParams(), None, block_hasher=reader.hasher)
+    request.kv_transfer_params = receipt(Namespace.of({"test": "1"}), 144)
+    reader.side.admit(request)
+    assert reader.side.match(request, 0) == (None, False)
+    writer.run(prompt(160))
+    monkeypatch.setattr(pool, "touch", watched)
+    wait_until(lambda: reader.side.match(request, 0) == (144, True))
+    assert len(used) == 2 * 3
 
 
 def test_loads_that_would_wait_for_each_other_are_not_admitted_together(pool: Pool) -> None:

@@ -4,7 +4,7 @@ that an engine on a CPU does not produce (asynchronous scheduling, several ranks
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
-from kvrecall.block import Namespace, TierName
+from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.config import DiskConfig, RecallSettings
 from kvrecall.engines.base import HANDOVER
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
@@ -375,6 +375,37 @@ def test_a_request_waits_for_the_stores_answer_but_not_for_long(
         store.gate.set()
         assert until(lambda: patient.matched(late) is not None)
         assert patient.matched(late) == 32
+    del SHARED[request.node.name]
+
+
+def test_the_pool_is_not_asked_every_step_while_the_store_is_silent(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SHARED.setdefault(request.node.name, MemoryStore())
+    remote = {"kind": "support.stores:make_store", "name": request.node.name}
+    settings = RecallSettings.from_mapping({"host_size": "1MiB", "remote": remote})
+    now, asked = 0.0, 0
+    with Pool.open(settings.pool) as pool:
+        find = pool.find
+
+        def counted(keys: Sequence[BlockKey]) -> Any:
+            nonlocal asked
+            asked += 1
+            return find(keys)
+
+        monkeypatch.setattr(pool, "find", counted)
+        store.gate.clear()
+        bench = Bench(pool, clock=lambda: now, lookup_deadline=1.0)
+        waiting = bench.request("waiting", 40)
+        for _ in range(50):
+            assert bench.matched(waiting) is None
+        assert asked == 1
+        now = 0.5
+        assert bench.matched(waiting) is None
+        assert asked == 2
+        now = 1.0
+        assert bench.matched(waiting) == 0, "the deadline"
+        store.gate.set()
     del SHARED[request.node.name]
 
 

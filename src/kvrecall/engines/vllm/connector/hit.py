@@ -204,8 +204,8 @@ class HitFinder:
 
     def _touch(self, state: RequestState, start: int, end: int, reach: int) -> None:
         """Tells the pool which blocks beside the chain this request uses, or would have used had
-        they been there."""
-        if state.hanging_touched:
+        they been there. Not while it waits for a promise; the chain is touched first."""
+        if state.hanging_touched or not state.touched:
             return
         state.hanging_touched = True
         keys: list[BlockKey] = []

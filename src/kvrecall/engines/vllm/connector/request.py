@@ -27,7 +27,8 @@ from kvrecall.engines.base import HANDOVER
 if TYPE_CHECKING:
     from kvrecall.engines.vllm.connector.load import PrefixLoad
 
-_LOOK_EVERY_S = 0.002
+LOOK_EVERY_S = 0.002
+"""The pool is asked at most so often for blocks whose tier has not answered."""
 
 TRIVIAL_S = 0.02
 """Loads expected to take less are always made: they cannot lose anything."""
@@ -277,7 +278,7 @@ class Promise:
             self._until = now + self.patience_s
         if now < self._next and now < self._until:
             return Handover.WAIT
-        self._next = now + _LOOK_EVERY_S
+        self._next = now + LOOK_EVERY_S
         if found() >= wanted:
             self.is_over = True
             return Handover.KEPT
@@ -301,7 +302,8 @@ class RequestState:
     way, ``hanging``: blocks of other groups; ``seen``: by group, how many blocks were considered;
     ``boundaries``: by group of recurrent layers, tokens at which its state is saved; ``closed``: no
     more of it can be saved; ``passes``: steps until it tries to reserve again, and ``passes_next``
-    after the last refusal. ``touched``: the pool knows that its chain is in use. ``reported``: the
+    after the last refusal. ``touched``: the pool knows that its chain is in use, and
+    ``hanging_touched``: the blocks beside it, which only a complete lookup tells. ``reported``: the
     API process knows the sources of its prompt.
     """
 
@@ -314,6 +316,7 @@ class RequestState:
     settled: bool = False
     promise: Promise | None = None
     first_lookup_at: float | None = None
+    next_lookup_at: float = 0.0
     load: PrefixLoad | None = None
     computes: bool = False
     incomplete_loads: int = 0

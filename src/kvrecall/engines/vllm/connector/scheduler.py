@@ -24,6 +24,7 @@ from kvrecall.engines.vllm.connector.hit import FirstNeeded, Hit, HitFinder
 from kvrecall.engines.vllm.connector.load import PrefixLoad
 from kvrecall.engines.vllm.connector.metrics import Tally
 from kvrecall.engines.vllm.connector.request import (
+    LOOK_EVERY_S,
     Handover,
     LoadCostModel,
     Promise,
@@ -183,11 +184,16 @@ class RecallScheduler:
             ending = self._finder.ending(state, limit)
             self._pool.touch(state.keys(limit // self._facts.block_size), ending=ending)
             state.touched = True
+        now = self._clock()
+        if now < state.next_lookup_at:
+            return True
         hit, is_pending = self._finder.find(state, start, limit)
         if is_pending:
             if state.first_lookup_at is None:
-                state.first_lookup_at = self._clock()
-            if self._clock() - state.first_lookup_at < self._settings.pool.lookup_deadline_s:
+                state.first_lookup_at = now
+            left_s = state.first_lookup_at + self._settings.pool.lookup_deadline_s - now
+            if left_s > 0:
+                state.next_lookup_at = now + min(left_s, LOOK_EVERY_S)
                 return True
         if hit is None:
             return False
@@ -213,17 +219,19 @@ class RecallScheduler:
             tiers = tiers if len(tiers) == blocks else (worst,) * blocks
             weight = sum(run.weight * len(run.keys) for run in hit.runs) / max(1, blocks)
         plan = self.costs.plan(tiers, hit.start // size, weight)
-        self.tally.counts["blocks_declined"] += blocks - plan.blocks
-        if plan.blocks == 0:
+        end, shorter = hit.start + plan.blocks * size, None
+        if plan.blocks == blocks:
+            shorter = hit
+        elif plan.blocks and hit.is_chain:
+            shorter = Hit(hit.start, end, (hit.chain.part(0, plan.blocks),), True)
+        elif plan.blocks:
+            shorter, _ = self._finder.find(state, hit.start, end)
+        taken = 0 if shorter is None else (shorter.end - hit.start) // size
+        self.tally.counts["blocks_declined"] += blocks - taken
+        if shorter is None:
             self._auditor.declined(state, hit)
             return None
-        if plan.blocks == blocks:
-            return hit, plan.patience_s
-        if hit.is_chain:
-            run = hit.chain.part(0, plan.blocks)
-            return Hit(hit.start, hit.start + plan.blocks * size, (run,), True), plan.patience_s
-        shorter, _ = self._finder.find(state, hit.start, hit.start + plan.blocks * size)
-        return None if shorter is None else (shorter, plan.patience_s)
+        return shorter, plan.patience_s
 
     def _drop_load(self, state: RequestState) -> None:
         if state.load is not None:
