@@ -484,3 +484,43 @@ def test_a_service_that_dies_is_not_a_slow_disk(slow: SlowPool) -> None:
     again = bench.request("third", 16 * 50)
     wait_until(lambda: bench.matched(again) is not None)
     assert bench.matched(again)
+
+
+def test_a_decoding_sequence_is_looked_at_where_it_completes_a_block(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(pool, replace(FACTS, copies_in_step=True, ranks=1))
+    request = bench.request("one", 40)
+    looks: list[int] = []
+    save = bench.side._saver.save
+
+    def watched(state: Any, tokens: int, *more: Any) -> bool:
+        looks.append(tokens)
+        return save(state, tokens, *more)
+
+    monkeypatch.setattr(bench.side._saver, "save", watched)
+    saved: list[tuple[int, int]] = []
+    bench.report(bench.step(request, 40), ranks=1)
+    for _ in range(3 * BLOCK):
+        request.append_output_token_ids(2)
+        orders = bench.step(request, 1)
+        bench.report(orders, ranks=1)
+        saved += [(request.num_computed_tokens, block) for block in stored(orders)]
+    assert saved == [(48, 3), (64, 4), (80, 5)]
+    # Once behind the prompt, to learn how far the block's end is.
+    assert looks == [40, 41, 48, 64, 80]
+
+
+def test_rejected_speculation_does_not_hide_a_blocks_end(pool: Pool) -> None:
+    bench = Bench(pool, replace(FACTS, copies_in_step=True, ranks=1))
+    request = bench.request("one", 40)
+    bench.report(bench.step(request, 40), ranks=1)
+    saved = []
+    for kept in (1, 3, 1, 2, 1, 3, 2, 1, 1):
+        request.append_output_token_ids([2] * kept)
+        orders = bench.step(request, 4)  # three drafted tokens
+        request.num_computed_tokens += kept - 4
+        saved += stored(orders)
+        bench.report(orders, ranks=1)
+        assert len(saved) == request.num_computed_tokens // BLOCK - 2, request.num_computed_tokens
+    assert saved == [3]

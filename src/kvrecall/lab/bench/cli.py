@@ -34,6 +34,10 @@ COMMANDS = {
         "service",
         "The pool service: look-ups, two clients restoring at once, start-up with a full disk.",
     ),
+    "step": (
+        "step",
+        "What the connector adds to a step of vLLM's scheduler while sequences decode.",
+    ),
     "lookup": ("pool", "How long the scheduler's look-up of 1,000 blocks takes."),
     "disk": ("pool", "Disk tier -> arena against a raw sequential read of the same file system."),
     "tiers": (

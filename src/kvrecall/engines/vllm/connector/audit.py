@@ -216,6 +216,10 @@ class Auditor:
         """Tokens up to the end of a block to compare."""
         return (row[1] + 1) * self._facts.groups[row[0]].block_size
 
+    def concerns(self, request_id: str) -> bool:
+        """Whether blocks of the request are being compared."""
+        return any(audit.request_id == request_id for audit in self._audits.values())
+
     def compared(self, number: int, ranks: int, found: Deviation) -> None:
         """``ranks`` more have compared what one order named."""
         audit = self._audits.get(number)

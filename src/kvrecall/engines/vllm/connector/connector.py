@@ -341,6 +341,8 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             return RecallStats.of(did, {}, heat=heat) if did else None
         if self._scheduler is None or self._pool is None:
             return None
+        if not self._scheduler.tally.is_due(self._scheduler.is_busy):
+            return None
         gauges = self._scheduler.tally.watch(self._pool.stats())
         counts, splits, loads = self._scheduler.tally.take()
         if not (counts or splits or loads):

@@ -7,8 +7,9 @@ requests that began the sources of their prompts (``serving/insight.py``).
 
 from __future__ import annotations
 
+import time
 from collections import Counter as Counts
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -84,12 +85,16 @@ LOAD_BUCKETS = tuple(
     round(base * 10.0**power, 4) for power in range(-3, 2) for base in (1.0, 2.5, 5.0)
 )  # 1 ms to 50 s
 
+_REPORT_EVERY_S = 0.25
+
 
 class Tally:
     """Counters of the scheduler side since the last report (names as in ``COUNTERS``), the loads
     that ended since then, and prompt tokens by source of the requests that began."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._taken_at = clock()
         self.counts: Counts[str] = Counts()
         self.splits: dict[str, dict[str, int]] = {}
         self.loads: dict[str, list[float]] = {}  # tier -> seconds of each
@@ -110,6 +115,13 @@ class Tally:
         for name in ("loaded_bytes", "load_seconds", "stored_bytes", "store_seconds"):
             self.counts[name] += getattr(report, name)
 
+    def is_due(self, busy: bool) -> bool:
+        """Whether a report is to be made after this step: at once if a request began, loaded or
+        ended, or the engine is not ``busy``; otherwise now and then, because reading the pool's
+        totals costs a step more than the rest of this side."""
+        news = self.splits or self.loads or self.counts["requests"]
+        return bool(news) or not busy or self._clock() - self._taken_at >= _REPORT_EVERY_S
+
     def watch(self, stats: PoolStats) -> dict[str, float]:
         """Adds the increase of the pool's running totals; returns the present gauges."""
         gauges: dict[str, float] = {name: getattr(stats, name) for name in POOL_GAUGES}
@@ -124,6 +136,7 @@ class Tally:
 
     def take(self) -> tuple[dict[str, float], dict[str, dict[str, int]], dict[str, list[float]]]:
         """The counts that moved, the splits, and the loads; starts anew."""
+        self._taken_at = self._clock()
         counts, self.counts = self.counts, Counts()
         splits, self.splits = self.splits, {}
         loads, self.loads = self.loads, {}

@@ -76,6 +76,7 @@ class Saver:
         self._has_chain = facts.groups[chain].kind is GroupKind.FULL
         groups = range(len(facts.groups))
         self._hanging = [i for i in groups if i != chain or not self._has_chain]
+        self._sizes = {group.block_size for group in facts.groups}
 
     def save(
         self,
@@ -100,6 +101,12 @@ class Saver:
         if ended and (ending := self._finder.ending(state, tokens)):
             self._pool.touch((), ending=ending)
         return any_new
+
+    def due(self, state: RequestState, tokens: int) -> int:
+        """Tokens that a request which has ``tokens`` computes before ``save`` has new work."""
+        if state.passes > 0:  # a refusal: these are counted in calls
+            return 0
+        return min(size - tokens % size for size in self._sizes)
 
     def _save_chain(
         self, state: RequestState, upto: int, tables: Callable[[], Tables], ended: bool

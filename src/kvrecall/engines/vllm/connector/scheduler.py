@@ -82,11 +82,13 @@ class RecallScheduler:
         self._states: dict[str, RequestState] = {}
         self._loading: dict[str, PrefixLoad] = {}  # of requests that may have ended since
         self._waiting: dict[str, Any] = {}  # requests that hold device blocks and have not run yet
+        self._idle: dict[str, int] = {}  # tokens until a running request has work for this side
         self._room_for = room_for
         self._loads: list[Load] = []
         self._releases: list[str] = []
         self._warned_of_foreign = False
-        self.tally = Tally()
+        self.tally = Tally(clock)
+        self.is_busy = False  # whether the last step computed anything
         self.offloader: OffloadPlanner | None = None  # where retrieval attention is on
         groups = [(str(group.group), group.block_bytes) for group in facts.groups]
         self.namespaces = NamespaceRegistry(pool, groups, namespace, adapters)
@@ -110,6 +112,7 @@ class RecallScheduler:
         Whole blocks only, and at least one token is left to compute, as in the device cache: a
         recalled prefix is cut exactly like a hit on the device."""
         state = self._state(request)
+        self._idle.pop(request.request_id, None)
         if request.num_preemptions == 0:
             state.device_tokens = computed_tokens
         if not self._facts.recalls or state.namespace is None or state.computes:
@@ -298,7 +301,7 @@ class RecallScheduler:
         offered = boundary_states(scheduler_output)
         comparisons: list[Comparison] = []
         prompt_tokens = positions = 0
-        for request_id, tokens in scheduled.items():
+        for request_id, tokens in self._due(scheduled, offered):
             self._waiting.pop(request_id, None)
             state = self._states.get(request_id)
             if state is None:
@@ -315,8 +318,11 @@ class RecallScheduler:
             if count > 0:
                 prompt_tokens += count
                 positions += count * first + count * count // 2
+            elif state.settled and not self._auditor.concerns(request_id):
+                self._idle[request_id] = self._saver.due(state, final)
+        self.is_busy = bool(scheduled)
         depth = positions // prompt_tokens if prompt_tokens else 0
-        self.costs.step_begins(Work(bool(scheduled), prompt_tokens, depth))
+        self.costs.step_begins(Work(self.is_busy, prompt_tokens, depth))
         orders = StepOrders(
             arena,
             self._loads,
@@ -330,6 +336,22 @@ class RecallScheduler:
             orders.offload = self.offloader.orders(scheduled, self._chain_blocks, arena)
         self._loads, self._releases = [], []
         return orders
+
+    def _due(self, scheduled: Mapping[str, int], offered: Collection[str]) -> list[tuple[str, int]]:
+        """The requests of a step that have work for this side, and their tokens: those that are new
+        or compute their prompt, complete a block or offer a state. Most of the others decode within
+        a block, and there may be hundreds of them in every step."""
+        idle = self._idle
+        due = []
+        for request_id, tokens in scheduled.items():
+            # Rejected speculation is counted, too, so a block's end is not missed.
+            left = idle.get(request_id, 0) - tokens
+            if left > 0 and request_id not in offered:
+                idle[request_id] = left
+            else:
+                idle.pop(request_id, None)
+                due.append((request_id, tokens))
+        return due
 
     def _chain_blocks(self, request_id: str) -> Sequence[int]:
         return self._tables(request_id)[self._facts.chain]
@@ -419,6 +441,7 @@ class RecallScheduler:
         """A request ended. True if its device blocks must be kept until a release is reported.
         ``block_ids``: by KV group."""
         self._waiting.pop(request.request_id, None)
+        self._idle.pop(request.request_id, None)
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False, {}

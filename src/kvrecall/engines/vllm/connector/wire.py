@@ -257,7 +257,11 @@ class EngineFacts:
     ``copies_in_step``: stores are off the device when their step returns. ``recalls``: whether
     blocks may be loaded into it; if not it only saves. ``least_token_seconds``: computing a prompt
     token takes about as long, or longer; 0: unknown. ``exact_blocks``: number of blocks of a
-    sequence that have the same KV however it is decoded: retrieval attention is approximate."""
+    sequence that have the same KV however it is decoded: retrieval attention is approximate.
+
+    ``chain``: the group whose blocks are a request's chain: the first that needs the whole prefix,
+    or the first of all; ``block_size``: tokens of its blocks. ``alignment``: tokens of which a hit
+    is a multiple: every group's blocks end there."""
 
     groups: tuple[GroupFacts, ...]
     hash_block_size: int
@@ -266,23 +270,17 @@ class EngineFacts:
     recalls: bool = True
     least_token_seconds: float = 0.0
     exact_blocks: int = ALL_BLOCKS
+    chain: int = field(init=False)
+    block_size: int = field(init=False)
+    alignment: int = field(init=False)
 
-    @property
-    def chain(self) -> int:
-        """The group whose blocks are a request's chain: the first that needs the whole prefix, or
-        the first of all."""
+    def __post_init__(self) -> None:
         full = (i for i, group in enumerate(self.groups) if group.kind is GroupKind.FULL)
-        return next(full, 0)
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block of the chain."""
-        return self.groups[self.chain].block_size
-
-    @property
-    def alignment(self) -> int:
-        """Tokens of which a hit is a multiple: every group's blocks end there."""
-        return math.lcm(*(group.block_size for group in self.groups))
+        sizes = [group.block_size for group in self.groups]
+        chain = next(full, 0)
+        object.__setattr__(self, "chain", chain)
+        object.__setattr__(self, "block_size", sizes[chain])
+        object.__setattr__(self, "alignment", math.lcm(*sizes))
 
     @property
     def block_bytes(self) -> float:
