@@ -8,6 +8,7 @@ import tomllib
 from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvrecall.engines.vllm.compat import patches, versions
+from kvrecall.engines.vllm.compat.config import require_supported
 from kvrecall.engines.vllm.compat.options import check_options, installed_options
 from kvrecall.engines.vllm.compat.patches import PATCHES, Patch, install, owner_of
 from kvrecall.errors import EngineError
@@ -210,3 +212,22 @@ def test_what_vllm_takes_passes() -> None:
         "--max-num-seq 4 --data-parallel-rank 0".split(),
         installed_options(),
     )
+
+
+@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_ranks_that_share_the_tokens_of_a_block_are_refused(name: str) -> None:
+    """By the connector, in an engine that kvrecall's own server did not start."""
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(), layer_names=["layer"])
+    engine = SimpleNamespace(
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
+        parallel_config=SimpleNamespace(**{name: 2}),
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy="fail"),
+    )
+    with pytest.raises(
+        EngineError, match=f"{name} is 2: with context parallelism a rank keeps"
+    ) as said:
+        require_supported(engine, SimpleNamespace(kv_cache_groups=[group]))
+    assert str(said.value).endswith("; set it to 1, or start vLLM without the kvrecall connector")
+    setattr(engine.parallel_config, name, 1)
+    require_supported(engine, SimpleNamespace(kv_cache_groups=[group]))
+    assert engine.kv_transfer_config.kv_load_failure_policy == "recompute"

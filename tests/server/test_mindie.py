@@ -102,7 +102,11 @@ WRONG: list[tuple[Spoil, list[str]]] = [
     # What this version does not have
     (lambda c: server(c).update(inferMode="dmi"), ["inferMode is 'dmi'", "not available"]),
     (lambda c: backend(c).update(modelInstanceNumber=2), ["modelInstanceNumber is 2"]),
-    (lambda c: model(c).update(cp=2), [f"{MODEL}.cp is 2", "not available"]),
+    (
+        lambda c: model(c).update(cp=2),
+        [f"{MODEL}.cp is 2", "not available in this version, allowed: 1: with context parallel"],
+    ),
+    (lambda c: model(c).update(sp=8), [f"{MODEL}.sp is 8", "keeps only some of a block's tokens"]),
     (lambda c: deploy(c)["ModelConfig"].append(dict(model(c))), ["serves one model"]),
     # Relations
     (

@@ -78,6 +78,32 @@ def test_what_is_asked_of_the_engine() -> None:
     assert Asked.of(replace(spec, retrieval=True)).retrieval
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--decode-context-parallel-size", "2"),
+        ("--decode_context_parallel_size=2",),
+        ("-dcp", "2"),
+        ("--prefill-context-parallel-size", "2"),
+        ("-pcp=2",),
+    ],
+)
+def test_context_parallelism_is_refused(words: tuple[str, ...]) -> None:
+    """Also of a model whose configuration is not known."""
+    asked = Asked.of(ServeSpec("m", "127.0.0.1", 0, {}, (*words, "--enforce-eager")))
+    kind = "prefill" if "p" in words[0][:3] else "decode"
+    for config in (configs.QWEN3_8B, configs.DEEPSEEK_V3):
+        (said,) = reasons(config, GPU, asked=asked)
+        assert said.startswith(f"--{kind}-context-parallel-size 2: with context parallelism a rank")
+        assert said.endswith("; leave it out, or add --no-pool")
+        assert reasons(config, GPU, asked=asked, pooled=False) == []
+    for pooled in (True, False):
+        (unknown,) = refusals(None, CPU, pooled, asked)
+        assert ("softmax sums" if kind == "decode" else "model runner") in str(unknown)
+    ones = (words[0].partition("=")[0], "1")
+    assert Asked.of(ServeSpec("m", "127.0.0.1", 0, {}, ones)) == Asked()
+
+
 @pytest.mark.parametrize("machine", [GPU, CPU])
 def test_an_encoder_decoder_model_has_no_pool(machine: Machine) -> None:
     (said,) = reasons(configs.WHISPER, machine)
@@ -145,6 +171,13 @@ def test_serve_refuses_in_one_line(whisper: Path) -> None:
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert f"model {whisper}: WhisperForConditionalGeneration is an encoder-decoder" in done.stderr
     assert done.stderr.endswith("serve it with --no-pool\n")
+
+
+def test_serve_refuses_context_parallelism(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(configs.QWEN3_8B))
+    done = kvrecall("serve", str(tmp_path), "--host-size", "1MiB", "--", "-tp", "2", "-dcp", "2")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "--decode-context-parallel-size 2: " in done.stderr
 
 
 def test_config_check_refuses_it_too(whisper: Path, tmp_path: Path) -> None:

@@ -25,6 +25,12 @@ HANDOVER = "kvrecall_handover"
 """Key in ``kv_transfer_params``, of a prefill instance's reply and the decode instance's request:
 which part of the prompt is in the pool."""
 
+CONTEXT_PARALLEL = (
+    "with context parallelism a rank keeps only some of a block's tokens, and no engine has "
+    "recalled such blocks from a pool yet"
+)
+"""Why engines with a pool, and MindIE's ``cp`` and ``sp``, are refused."""
+
 
 @dataclass(frozen=True, slots=True)
 class RecallSplit:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from kvrecall.engines.base import ServeSpec
+from kvrecall.engines.base import CONTEXT_PARALLEL, ServeSpec
 from kvrecall.engines.vllm.compat.versions import DISTRIBUTIONS, installed_version
 from kvrecall.errors import ConfigError
 from kvrecall.modelconfig import Fields, find_config, hub_cache, read_fields
@@ -20,6 +20,7 @@ from kvrecall.server.plan import BLOCK_SIZE
 _CPU_KV = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 _CPU_FP8 = frozenset({"avx512f", "amx_tile"})
 _NEEDS_GPU = "serve it on a GPU"
+_CONTEXT = {"-dcp": "decode-context-parallel-size", "-pcp": "prefill-context-parallel-size"}
 _MAMBA2 = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
 
 
@@ -49,37 +50,54 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What an engine is asked for, by vLLM's names. ``step_tokens``: 0 if it is not."""
+    """What an engine is asked for, by vLLM's names. ``step_tokens``: 0 if it is not. ``context``:
+    the option for context parallelism and its size, if more than 1."""
 
     kv_cache_dtype: str = "auto"
     block_tokens: int = BLOCK_SIZE
     step_tokens: int = 0
     retrieval: bool = False
+    context: str = ""
 
     @classmethod
     def of(cls, spec: ServeSpec) -> Asked:
         given = {name: str(value) for name, value in spec.options.items() if value is not None}
         words = [part for word in spec.extra_args for part in word.split("=", 1)]
         for name, value in pairwise(words):
-            if name.startswith("--"):
-                given[name[2:].replace("_", "-")] = value
+            if name.startswith("--") or name in _CONTEXT:
+                given[_CONTEXT.get(name, name[2:].replace("_", "-"))] = value
         dtype = given.get("kv-cache-dtype", "auto")
         block, step = (given.get(name, "") for name in ("block-size", "max-num-batched-tokens"))
+        context = (f"--{name} {given[name]}" for name in _CONTEXT.values() if name in given)
         return cls(
             dtype,
             int(block) if block.isdecimal() else BLOCK_SIZE,
             int(step) if step.isdecimal() else 0,
             spec.retrieval,
+            next((one for one in context if not one.endswith(" 1")), ""),
         )
 
 
 def refusals(
-    fields: Fields, machine: Machine, pooled: bool = True, asked: Asked = Asked()
+    fields: Fields | None, machine: Machine, pooled: bool = True, asked: Asked = Asked()
 ) -> Iterator[Refusal]:
-    """Why the model cannot be served; ``pooled``: with a pool."""
-    for refusal in _refusals(fields, machine, asked):
+    """Why the model cannot be served; ``pooled``: with a pool. ``fields``: of its ``config.json``,
+    if that is known."""
+    found = () if fields is None else _refusals(fields, machine, asked)
+    for refusal in (*_of_ranks(machine, asked), *found):
         if pooled or not refusal.needs_pool:
             yield refusal
+
+
+def _of_ranks(machine: Machine, asked: Asked) -> Iterator[Refusal]:
+    if asked.context and machine.is_cpu:
+        why = "its model runner does not support it"
+        if asked.context.startswith("--decode"):
+            why = "its attention does not return the softmax sums by which ranks merge their parts"
+        reason = f"{asked.context}: vLLM 0.32 has no context parallelism on a CPU, where {why}"
+        yield Refusal(reason, "leave it out", needs_pool=False)
+    elif asked.context:
+        yield Refusal(f"{asked.context}: {CONTEXT_PARALLEL}", "leave it out, or add --no-pool")
 
 
 def _refusals(fields: Fields, machine: Machine, asked: Asked) -> Iterator[Refusal]:
@@ -146,13 +164,11 @@ def _caches(fields: Fields) -> list[Cache]:
 
 
 def check_served(spec: ServeSpec) -> None:
-    """Raises ConfigError if vLLM, or the pool if there is to be one, cannot serve the model here. A
-    model whose ``config.json`` is not on this machine is not judged."""
-    fields = fields_of(spec.model)
-    if fields is None:
-        return
+    """Raises ConfigError if vLLM, or the pool if there is to be one, cannot serve the model here.
+    Of a model whose ``config.json`` is not on this machine only the options are judged."""
     pooled = spec.recall is not None
-    refusal = next(refusals(fields, Machine.this(), pooled, Asked.of(spec)), None)
+    found = refusals(fields_of(spec.model), Machine.this(), pooled, Asked.of(spec))
+    refusal = next(found, None)
     if refusal is not None:
         raise ConfigError(f"model {spec.model}: {refusal}")
 

@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from kvrecall.engines.base import MAX_N_LIMIT
+from kvrecall.engines.base import CONTEXT_PARALLEL, MAX_N_LIMIT
 from kvrecall.jsonfile import JsonPath
 
 
@@ -72,12 +72,13 @@ def _field(effect: Effect, text: str, default: Any, bounds: dict[str, Any]) -> A
     return Field(default, description=text, json_schema_extra={"effect": effect.value}, **bounds)
 
 
-def _only(*served: object) -> AfterValidator:
-    """Refuses values that MindIE accepts and kvrecall does not support."""
+def _only(*served: object, why: str = "") -> AfterValidator:
+    """Refuses values that MindIE accepts and kvrecall does not support; ``why``: the reason."""
+    reason = f": {why}" if why else ""
 
     def checked(value: object) -> object:
         if value not in served:
-            raise ValueError(f"not available in this version, allowed: {served[0]!r}")
+            raise ValueError(f"not available in this version, allowed: {served[0]!r}{reason}")
         return value
 
     return AfterValidator(checked)
@@ -86,6 +87,7 @@ def _only(*served: object) -> AfterValidator:
 Names = Annotated[list[str], Field(max_length=64)]
 Path = Annotated[str, Field(max_length=4096)]
 Port = Annotated[int, Field(ge=1024, le=65535)]
+_OneContext = Annotated[int | None, _only(1, -1, 0, None, why=CONTEXT_PARALLEL)]
 
 _ONE_HOST = "MindIE's own inter-node protocol; vLLM brings its own"
 _SCHEDULER = "vLLM's scheduler has no such setting"
@@ -297,11 +299,11 @@ class ModelSection(Section):
     tp: int = acts("tensor parallel size; absent or -1: worldSize / (dp x pp)", -1, ge=-1)
     pp: int = acts("pipeline parallel size", 1, ge=-1)
     dp: int = acts("data parallel size", 1, ge=-1)
-    sp: Annotated[int | None, _only(1, -1, 0, None)] = partly(
-        "only 1 and -1: sequence parallelism is not mapped", None, ge=-1
+    sp: _OneContext = partly(
+        "only 1 and -1: ranks that share the tokens of a block are not served", None, ge=-1
     )
-    cp: Annotated[int | None, _only(1, -1, 0, None)] = partly(
-        "only 1 and -1: context parallelism is not mapped", None, ge=-1
+    cp: _OneContext = partly(
+        "only 1 and -1: ranks that share a prompt's prefill are not served", None, ge=-1
     )
     moe_tp: int | None = idle("vLLM derives it from tp, dp and moe_ep", ge=-1)
     moe_ep: int | None = partly(

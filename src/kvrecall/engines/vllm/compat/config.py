@@ -15,6 +15,7 @@ import torch
 import vllm
 from vllm.v1.core import kv_cache_utils
 
+from kvrecall.engines.base import CONTEXT_PARALLEL
 from kvrecall.engines.vllm.compat.scales import Scaled, scaled_of
 from kvrecall.environment import HASH_SEED
 from kvrecall.errors import EngineError
@@ -289,7 +290,10 @@ def require_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
-            raise EngineError(f"{name} is {getattr(parallel, name)}; kvrecall supports only 1")
+            raise EngineError(
+                f"{name} is {getattr(parallel, name)}: {CONTEXT_PARALLEL}; set it to 1, or start "
+                "vLLM without the kvrecall connector"
+            )
     policy = vllm_config.kv_transfer_config.kv_load_failure_policy
     if policy != "recompute":
         # A lost block must be a miss, never a failed request.
