@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -238,24 +238,29 @@ class Saver:
             state is not None and state.request.status.name == "PREEMPTED" for state in waiting
         )
 
-    def count_down(self, store_id: int, ranks: int, failed: bool) -> None:
-        """``ranks`` more have finished a store: the last of them settles it."""
-        store = self._open[store_id]
-        store.ranks_left -= ranks
-        store.failed |= failed
-        if store.ranks_left > 0:
-            return
-        del self._open[store_id]
-        state = self._states.get(store.request_id)
-        if state is not None:
-            state.open_stores.discard(store_id)
-        if store.failed:
-            self._pool.abandon(store.keys)
-            self._tally.counts["stores_failed"] += 1
+    def made(self, ranks: Mapping[int, int], failed: Collection[int]) -> None:
+        """By store, how many more ranks have finished it, and which failed: the last rank settles
+        it."""
+        copied: list[BlockKey] = []
+        for store_id, count in ranks.items():
+            store = self._open[store_id]
+            store.ranks_left -= count
+            store.failed |= store_id in failed
+            if store.ranks_left > 0:
+                continue
+            del self._open[store_id]
+            state = self._states.get(store.request_id)
             if state is not None:
-                state.closed = True
-        else:
-            self._pool.commit(store.keys)
+                state.open_stores.discard(store_id)
+            if store.failed:
+                self._pool.abandon(store.keys)
+                self._tally.counts["stores_failed"] += 1
+                if state is not None:
+                    state.closed = True
+            else:
+                copied += store.keys
+        if copied:
+            self._pool.commit(copied)
 
     def forsake(self, digests: set[bytes]) -> None:
         """Blocks being copied for these namespaces are not committed."""

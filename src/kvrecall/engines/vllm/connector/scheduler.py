@@ -390,8 +390,7 @@ class RecallScheduler:
                 self._sequences_lost(report.lost)
             for number, (ranks, found) in report.compared.items():
                 self._auditor.compared(number, ranks, found)
-            for store_id, ranks in report.stored.items():
-                self._saver.count_down(store_id, ranks, store_id in report.failed)
+            self._saver.made(report.stored, report.failed)
         for request_id in loaded:
             load = self._loading.pop(request_id, None)
             if load is not None:
