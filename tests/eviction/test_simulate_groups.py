@@ -28,6 +28,9 @@ def test_what_a_hit_needs() -> None:
     assert list(short.needed(7)) == [6]
     assert list(GroupSpec(Kind.WINDOW, 513, 4).needed(7)) == [6]
     assert list(GroupSpec(Kind.WINDOW, 514, 4).needed(7)) == [5, 6]
+    chunk = GroupSpec(Kind.CHUNK, 2048, 4)
+    assert [list(chunk.needed(n)) for n in (0, 3, 4, 6)] == [[], [0, 1, 2], [], [4, 5]]
+    assert list(GroupSpec(Kind.CHUNK, 1000, 4).needed(2)) == [1]
     state = parse_groups(STATES)[1]
     assert [list(state.needed(n)) for n in (0, 1, 9)] == [[], [0], [8]]
     assert list(state.kept(0, 10)) == [3, 7, 9]
@@ -37,7 +40,8 @@ def test_what_a_hit_needs() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "full", "full:0", "half:3", "full:1,full:2", "window:9:9", "full:1,window:9",
+    ["", "full", "full:0", "half:3", "full:1,full:2", "state:9:9", "full:1,window:9",
+     "chunk:9", "chunk:0:9",
      "full:1,window:0:9", "full:1,window:x:9", "full:1,state:1:2:3", "full:1,state:x"],
 )  # fmt: skip
 def test_groups_that_cannot_be(text: str) -> None:
@@ -61,6 +65,17 @@ def test_a_hit_ends_where_a_window_or_a_state_is() -> None:
     states = replay_groups(trace, parse_groups(STATES), ROOM, "lru")
     assert (states.hits, states.moved) == (4, {"full": 40, "state": 25})
     assert states.tiers[0].written == 12 * 10 + (3 + 2) * 25
+
+
+def test_a_model_of_windows_alone_needs_no_more_than_the_last_ones() -> None:
+    """The chain is the windows. What a hit does not need it neither moves nor saves again."""
+    trace = trace_of("two", [(0.0, list(range(10))), (1.0, list(range(200, 206))),
+                             (2.0, [*range(10), 100])])  # fmt: skip
+    whole = replay_groups(trace, parse_groups("window:1024:4"), ROOM, "lru")
+    assert (whole.hits, whole.moved, whole.tiers[0].written) == (10, {"window": 8}, 17 * 4)
+    # Room for twelve: the second request evicts the last four of the first.
+    small = replay_groups(trace, parse_groups("window:1024:4"), [("host", 12 * 4)], "fifo")
+    assert (small.hits, small.moved) == (6, {"window": 8})
 
 
 def test_a_block_that_is_not_full_does_not_count(tmp_path: Path) -> None:

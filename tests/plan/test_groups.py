@@ -20,6 +20,8 @@ from kvrecall.plan.groups import Group, hit_unit
 from kvrecall.plan.layers import Kind
 from kvrecall.plan.model import ModelShape, read_shape
 from kvrecall.plan.sizing import hit_bytes
+from kvrecall.simulate.cli import app as simulate
+from kvrecall.simulate.groups import parse_groups
 from plan import vllm_groups
 
 CONFIGS = {name: value for name, value in vars(configs).items() if name.isupper()}
@@ -226,6 +228,12 @@ def test_layers_that_are_not_known_are_named_and_not_guessed(
         shape_of(tmp_path, config)
 
 
+@pytest.mark.parametrize("config", [configs.WHISPER, configs.MLLAMA_11B])
+def test_cross_attention_has_no_pool(tmp_path: Path, config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"attend to an encoder's output; vLLM serves no such"):
+        shape_of(tmp_path, config)
+
+
 # -- the command --------------------------------------------------------------------------------
 
 
@@ -255,6 +263,51 @@ def test_a_hybrid_model_is_sized_by_its_groups(tmp_path: Path) -> None:
     row = next(line for line in text.splitlines() if " state " in line)
     cells = [cell.strip() for cell in row.split("│")[1:-1]]
     assert cells == ["3", "state", "12", "640", "12.6 MiB", "2", "5", "1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "groups"),
+    [
+        ("GEMMA_3_4B", "full:10MiB,window:1024:58MiB"),
+        ("GPT_OSS_20B", "full:12MiB,window:128:12MiB"),
+        ("LLAMA_4_SCOUT", "full:24MiB,chunk:8192:72MiB"),
+        ("MISTRAL_7B", "window:4096:64MiB"),
+        ("QWEN3_NEXT_80B", "full:12MiB,state:7680:38592KiB"),
+        ("DEEPSEEK_V32", "full:39162KiB"),
+    ],
+)
+def test_the_groups_for_a_simulation(name: str, groups: str, tmp_path: Path) -> None:
+    """Their sizes are those of the records: 512 tokens of the attention layers, or one state."""
+    plan, text = planned(tmp_path, CONFIGS[name])
+    assert plan["simulate_groups"] == groups
+    parsed = parse_groups(groups)
+    assert {str(group.kind) for group in parsed} == {group["kind"] for group in plan["groups"]}
+    for kind in {group.kind for group in parsed}:
+        sizes = [
+            group["record_bytes"] * (1 if kind == "state" else 512 / group["block_tokens"])
+            for group in plan["groups"]
+            if group["kind"] == kind
+        ]
+        assert sum(sizes) == sum(group.nbytes for group in parsed if group.kind == kind)
+    command = f"kvrecall simulate TRACE --groups {groups} --capacity SIZE"
+    assert (command in text.splitlines()) == (name != "DEEPSEEK_V32")
+
+
+def test_hit_rates_of_a_hybrid_model_are_those_of_the_simulation(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [[n % 6 * 10 + block for block in range(n % 5 + 1)] for n in range(60)]
+    lines = [{"timestamp": n, "input_length": 512 * len(r), "output_length": 1, "hash_ids": r}
+             for n, r in enumerate(rows)]  # fmt: skip
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    sizes = ("--host-size", "1536MiB", "--disk-size", "2GiB", "--context", "2k")
+    plan, _ = planned(tmp_path / "model", configs.GEMMA_3_4B, *sizes, "--trace", str(trace))
+    rates = [tier["hit_rate_up_to_here"] for tier in plan["tiers"]]
+    expected = []
+    for tiers in ("host:1536MiB", "host:1536MiB,disk:2GiB"):
+        words = [str(trace), "--groups", plan["simulate_groups"], "--tiers", tiers, "--json"]
+        expected.append(json.loads(CliRunner().invoke(simulate, words).output)["hit_rate"])
+    assert rates == expected
+    assert 0 < rates[0] < rates[1]
 
 
 def test_a_longer_step_keeps_fewer_states(tmp_path: Path) -> None:

@@ -21,10 +21,9 @@ GPU = Machine(is_cpu=False)
 CPU = Machine(is_cpu=True, features=frozenset({"avx2"}))
 AVX512 = Machine(is_cpu=True, features=frozenset({"avx2", "avx512f"}))
 AMX = Machine(is_cpu=True, features=frozenset({"avx512f", "amx_tile"}))
+OTHERS = ("WHISPER", "DEEPSEEK_V3", "DEEPSEEK_V32", "KIMI_LINEAR_48B", "JAMBA", "MLLAMA_11B")
 SERVED = {
-    name: value
-    for name, value in vars(configs).items()
-    if name.isupper() and name not in ("WHISPER", "DEEPSEEK_V3", "DEEPSEEK_V32", "KIMI_LINEAR_48B")
+    name: value for name, value in vars(configs).items() if name.isupper() and name not in OTHERS
 }
 
 
@@ -113,6 +112,22 @@ def test_an_encoder_decoder_model_has_no_pool(machine: Machine) -> None:
     assert reasons(configs.WHISPER, machine, pooled=False) == []
 
 
+def test_mamba1_is_not_for_a_cpu() -> None:
+    """Seen with vLLM 0.32: the first prompt ends the engine in mamba_mixer.py."""
+    for pooled in (True, False):
+        (said,) = reasons(configs.JAMBA, AMX, pooled=pooled)
+        assert said.startswith("JambaForCausalLM has Mamba-1 layers")
+        assert said.endswith("; serve it on a GPU")
+    assert reasons(configs.JAMBA, GPU) == []
+
+
+@pytest.mark.parametrize("machine", [GPU, CPU])
+def test_cross_attention_is_served_by_no_vllm_of_today(machine: Machine) -> None:
+    for pooled in (True, False):
+        (said,) = reasons(configs.MLLAMA_11B, machine, pooled=pooled)
+        assert "(cross-attention), and vLLM has no such model since 0.11; serve one that" in said
+
+
 def test_sparse_attention_is_not_for_a_cpu() -> None:
     for pooled in (True, False):
         for machine in (CPU, AMX):
@@ -199,3 +214,4 @@ def test_the_doctor_says_it_with_its_cure(whisper: Path) -> None:
     assert "no KV connector" in served["found"]
     assert served["cure"] == "serve it with --no-pool"
     assert served["figures"]["architecture"] == "WhisperForConditionalGeneration"
+    assert not any(f["area"] == "model" and f["check"] != "served" for f in findings)

@@ -117,3 +117,12 @@ WHISPER: dict[str, Any] = {
     "architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper",
     "is_encoder_decoder": True, "d_model": 1280, "encoder_layers": 32, "decoder_layers": 32,
 }  # fmt: skip
+MLLAMA_11B: dict[str, Any] = {
+    "architectures": ["MllamaForConditionalGeneration"], "model_type": "mllama",
+    "text_config": {
+        "model_type": "mllama_text_model", "hidden_size": 4096, "intermediate_size": 14336,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 40,
+        "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38], "vocab_size": 128256,
+        "torch_dtype": "bfloat16", "max_position_embeddings": 131072,
+    },
+}  # fmt: skip

@@ -37,16 +37,19 @@ def check_layout(model: str, settings: RecallSettings | None) -> Iterator[Findin
         cure = "vLLM downloads it from the hub when it starts"
         yield Finding(_AREA, "folder", State.NOTE, found, cure)
         return
-    yield _served(fields)
+    served = _served(fields)
+    yield served
     try:
         shape = read_shape(find_config(model, hub_cache()))
     except ConfigError as error:
+        if served.state is State.BROKEN:
+            return
         found = f"{error}; block sizes are unknown until vLLM starts"
         yield Finding(_AREA, "layout", State.NOTE, found)
         return
     groups = shape.groups(BLOCK_SIZE)
     yield _layout(shape, groups)
-    if len(groups) > 1:
+    if len(groups) > 1 or groups[0].reach:
         yield _hits(groups)
     if settings is not None and settings.service is None:
         yield from _room(shape, groups, settings)
@@ -87,6 +90,7 @@ def _layout(shape: ModelShape, groups: tuple[Group, ...]) -> Finding:
     found = f"{shape.layers} layers, {heads}: {format_size(shape.kv_bytes_per_token)} per token, "
     if len(groups) == 1:
         found += f"{format_size(chain.record_bytes)} per block of {chain.block_tokens} tokens"
+        found += f", {_keeps(chain)}" if chain.reach else ""
         return Finding(_AREA, "layout", State.OK, found, figures=figures)
     parts = [
         f"{count} of {group.layers} layers ({_keeps(group)}; {format_size(group.record_bytes)} per "
@@ -102,7 +106,7 @@ def _keeps(group: Group) -> str:
 
 
 def _hits(groups: tuple[Group, ...]) -> Finding:
-    """What a hit of a model of several groups needs."""
+    """What a hit needs of a model whose layers do not all keep all tokens."""
     unit = hit_unit(groups)
     needs = {
         "full": "all blocks of full layers",

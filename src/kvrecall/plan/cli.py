@@ -19,13 +19,13 @@ from kvrecall.plan.groups import Group, chain_of, hit_unit
 from kvrecall.plan.layers import Kind
 from kvrecall.plan.model import ModelShape, read_shape
 from kvrecall.plan.sizing import (
-    TRACE_BLOCK_TOKENS,
     BreakEven,
     Links,
     Site,
     TierPlan,
     Use,
     break_even,
+    groups_of_trace,
     hit_bytes,
     links_of,
     sequence_of,
@@ -35,6 +35,7 @@ from kvrecall.plan.sizing import (
 )
 from kvrecall.pool.eviction import make_policy
 from kvrecall.simulate.cli import load_trace, progress_bar
+from kvrecall.simulate.trace import BLOCK_TOKENS
 
 app = typer.Typer(add_completion=False)
 _BANDWIDTHS = ("host", "disk", "remote")
@@ -113,7 +114,8 @@ def plan(
         if trace is not None:
             requests = load_trace(str(trace))
             with progress_bar("replaying", len(requests.requests)) as advance:
-                tiers = with_trace(tiers, requests, policy, advance)
+                groups = groups_of_trace(shape.groups(block_size, tensor_parallel), step_tokens)
+                tiers = with_trace(tiers, requests, policy, groups, advance)
         speeds = (host_bandwidth, disk_bandwidth, remote_bandwidth)
         bandwidths = {
             name: parse_size(text, f"--{name}-bandwidth")
@@ -156,6 +158,7 @@ def _summary(
         "block_bytes": chain.record_bytes,
         "block_tokens": chain.block_tokens,
         "trace_block_bytes": _trace_block_bytes(shape, groups, use),
+        "simulate_groups": ",".join(map(str, groups_of_trace(groups, use.step_tokens))),
         "groups": [_group(group, use) for group in groups],
         "hit_unit": unit,
         "hit_bytes": hit_bytes(groups, use.context // unit * unit),
@@ -200,9 +203,7 @@ def _trace_block_bytes(shape: ModelShape, groups: tuple[Group, ...], use: Use) -
         for group in groups
         if group.kind is Kind.STATE
     )
-    return TRACE_BLOCK_TOKENS * shape.kv_bytes_per_token + round(
-        states * TRACE_BLOCK_TOKENS / use.context
-    )
+    return BLOCK_TOKENS * shape.kv_bytes_per_token + round(states * BLOCK_TOKENS / use.context)
 
 
 def _group(group: Group, use: Use) -> dict[str, Any]:
@@ -246,7 +247,7 @@ def _print(report: dict[str, Any], console: Console, rate_given: bool) -> None:
         f"of a block of {report['block_tokens']} tokens", format_size(report["block_bytes"])
     )
     facts.add_row(
-        f"of a trace's block ({TRACE_BLOCK_TOKENS} tokens)",
+        f"of a trace's block ({BLOCK_TOKENS} tokens)",
         format_size(report["trace_block_bytes"]),
     )
     facts.add_row("of a session in the pool", format_size(report["session_bytes"]))
@@ -268,6 +269,9 @@ def _print(report: dict[str, Any], console: Console, rate_given: bool) -> None:
         facts.add_row("memory factor", _factor_applied(links["memory_factor"]))
     console.print(facts)
     console.print(_groups_table(report))
+    if len(report["groups"]) > 1 or report["groups"][0]["reach"]:
+        told = f"kvrecall simulate TRACE --groups {report['simulate_groups']} --capacity SIZE"
+        console.print(told, soft_wrap=True, highlight=False)
     table = Table(caption="of all hosts together; 1 GiB = 1.074 GB, 1 TiB = 1.100 TB")
     table.add_column("tier")
     for title in ("size", "blocks", "tokens", "sessions", "hit rate so far"):

@@ -50,8 +50,11 @@ class Group:
         every = -(-context // self.block_tokens)
         if self.kind is not Kind.STATE:
             return every
-        steps = max(1, step_tokens // self.block_tokens) * self.block_tokens
-        return min(every, -(-context // steps))
+        return min(every, -(-context // self.state_tokens(step_tokens)))
+
+    def state_tokens(self, step_tokens: int) -> int:
+        """Tokens between two states that are kept."""
+        return max(1, step_tokens // self.block_tokens) * self.block_tokens
 
     def needed(self, hit: int) -> int:
         """Records that a hit of ``hit`` tokens, a multiple of all block sizes, loads."""

@@ -64,6 +64,11 @@ def read_shape(path: Path, kv_dtype: str = "auto", name: str = "") -> ModelShape
     """The shape of the model in a folder, or of a config.json. ``name``: what to call it, if not
     by its folder. Raises ConfigError."""
     fields, file = read_fields(path)
+    if fields.is_encoder_decoder or fields.has("cross_attention_layers"):
+        raise ConfigError(
+            f"{fields.source}: {fields.architecture} has layers that attend to an encoder's output;"
+            " vLLM serves no such model with a pool, so there is none to size"
+        )
     hidden = fields.number("hidden_size", "n_embd", "d_model")
     layers = read_layers(fields, kv_dtype)
     heads = fields.number("num_attention_heads", "n_head")

@@ -21,6 +21,7 @@ _CPU_KV = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 _CPU_FP8 = frozenset({"avx512f", "amx_tile"})
 _NEEDS_GPU = "serve it on a GPU"
 _CONTEXT = {"-dcp": "decode-context-parallel-size", "-pcp": "prefill-context-parallel-size"}
+_MAMBA1 = ("jamba", "mamba", "falcon_mamba")
 _MAMBA2 = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
 
 
@@ -108,6 +109,13 @@ def _refusals(fields: Fields, machine: Machine, asked: Asked) -> Iterator[Refusa
             "vLLM supports no KV connector for such models",
             "serve it with --no-pool",
         )
+    if fields.has("cross_attention_layers"):
+        yield Refusal(
+            f"{name} attends to images in layers of their own (cross-attention), and vLLM has no "
+            "such model since 0.11",
+            "serve one that reads images as tokens, such as Qwen2.5-VL or Gemma 3",
+            needs_pool=False,
+        )
     others = {cache.kind for cache in _caches(fields)} - {Kind.FULL} if asked.retrieval else set()
     if others:
         yield Refusal(
@@ -130,6 +138,12 @@ def _refusals(fields: Fields, machine: Machine, asked: Asked) -> Iterator[Refusa
             f"{name} has latent attention (MLA), for which vLLM turns prefix caching off on a CPU "
             "without AMX, and a pool works only on top of it",
             f"{_NEEDS_GPU} or a CPU with AMX, or with --no-pool",
+        )
+    if fields.model_type in _MAMBA1:
+        yield Refusal(
+            f"{name} has Mamba-1 layers, for whose prompts vLLM 0.32 has no kernel on a CPU",
+            _NEEDS_GPU,
+            needs_pool=False,
         )
     caches = _caches(fields) if any(map(fields.has, _MAMBA2)) else []
     block = chain_of(groups_of(caches, asked.block_tokens)).block_tokens if caches else 0

@@ -74,8 +74,9 @@ def simulate(
         typer.Option(
             metavar="GROUP,...",
             help="KV groups of a hybrid model, with the size of a record of 512 tokens, or of one "
-            "state: full:24MiB,window:1024:20MiB,state:8192:9MiB (how far a window reaches; tokens "
-            "between kept states). Sizes of the pool are then in bytes.",
+            "state: full:24MiB,window:1024:20MiB,chunk:8192:9MiB,state:8192:9MiB (how far a window "
+            "or chunk reaches; tokens between kept states): `kvrecall plan MODEL` prints them. "
+            "Sizes of the pool are then in bytes.",
         ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,

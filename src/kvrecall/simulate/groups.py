@@ -13,26 +13,35 @@ from kvrecall.pool.eviction import make_policy
 from kvrecall.simulate.trace import BLOCK_TOKENS, Trace
 
 _STEP_TOKENS = 8192
-_COUNTS = {"full": (1,), "window": (2,), "state": (1, 2)}  # of what follows the kind
+_UNITS = {"MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
+_COUNTS = {"full": (1,), "window": (2,), "chunk": (2,), "state": (1, 2)}  # of what follows
 
 
 class Kind(enum.StrEnum):
-    """What a group's layers need of the tokens before: all, the last ones, or a state."""
+    """What a group's layers need of the tokens before: all, the last ones, those since the last
+    multiple of a chunk's size, or a state."""
 
     FULL = "full"
     WINDOW = "window"
+    CHUNK = "chunk"
     STATE = "state"
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """The records of the layers of one ``kind``. ``tokens``: of a window, how far it reaches; of a
-    recurrent state, between two that are kept. ``nbytes``: of a block of the trace, or of one
-    state."""
+    """The records of the layers of one ``kind``. ``tokens``: of a window or chunk, how far it
+    reaches; of a recurrent state, between two that are kept. ``nbytes``: of a block of the trace,
+    or of one state."""
 
     kind: Kind
     tokens: int
     nbytes: int
+
+    def __str__(self) -> str:
+        """As in ``--groups``."""
+        reach = "" if self.kind is Kind.FULL else f":{self.tokens}"
+        unit = next((u for u in _UNITS if self.nbytes % _UNITS[u] == 0), "B")
+        return f"{self.kind}{reach}:{self.nbytes // _UNITS[unit]}{unit}"
 
     def needed(self, boundary: int) -> range:
         """The places whose records a hit of ``boundary`` blocks needs."""
@@ -41,6 +50,9 @@ class GroupSpec:
                 return range(
                     max(0, boundary * BLOCK_TOKENS - self.tokens + 1) // BLOCK_TOKENS, boundary
                 )
+            case Kind.CHUNK:
+                begun = boundary * BLOCK_TOKENS // self.tokens * self.tokens
+                return range(begun // BLOCK_TOKENS, boundary)
             case Kind.STATE:
                 return range(max(0, boundary - 1), boundary)
         return range(boundary)
@@ -58,15 +70,17 @@ class GroupSpec:
 
 
 def parse_groups(text: str) -> tuple[GroupSpec, ...]:
-    """Groups of ``full:SIZE,window:TOKENS:SIZE,state[:TOKENS]:SIZE``; the first is the chain, on
-    which the others hang. Raises ConfigError."""
+    """Groups of ``full:SIZE,window:TOKENS:SIZE,chunk:TOKENS:SIZE,state[:TOKENS]:SIZE``; the first
+    is the chain, on which the others hang: the full one, or the first window or chunk. Raises
+    ConfigError."""
     groups: list[GroupSpec] = []
     for item in text.split(","):
         kind, *more = (part.strip() for part in item.split(":"))
         counts = _COUNTS.get(kind)
         if counts is None or len(more) not in counts:
             raise ConfigError(
-                f"--groups: {item!r} is not full:SIZE, window:TOKENS:SIZE or state:TOKENS:SIZE"
+                f"--groups: {item!r} is not full:SIZE, window:TOKENS:SIZE, chunk:TOKENS:SIZE or "
+                "state:TOKENS:SIZE"
             )
         tokens = 0 if kind == Kind.FULL else _STEP_TOKENS
         if len(more) == 2:
@@ -77,9 +91,14 @@ def parse_groups(text: str) -> tuple[GroupSpec, ...]:
         if nbytes <= 0:
             raise ConfigError(f"--groups: {item!r}: the size must be more than 0")
         groups.append(GroupSpec(Kind(kind), tokens, nbytes))
-    if [group.kind for group in groups].count(Kind.FULL) != 1:
-        raise ConfigError(f"--groups: {text!r} must name one full group, on which the others hang")
-    return tuple(sorted(groups, key=lambda group: group.kind is not Kind.FULL))
+    kinds = [group.kind for group in groups]
+    if kinds.count(Kind.FULL) > 1 or set(kinds) == {Kind.STATE}:
+        raise ConfigError(
+            f"--groups: {text!r} must name one full group, on which the others hang, or none and a "
+            "window or chunk"
+        )
+    order = (Kind.FULL, Kind.WINDOW, Kind.CHUNK, Kind.STATE)
+    return tuple(sorted(groups, key=lambda group: order.index(group.kind)))
 
 
 @dataclass(slots=True)
@@ -175,7 +194,13 @@ class _Model:
 
     def __init__(self, groups: Sequence[GroupSpec]) -> None:
         self.chain = groups[0]
+        self.needs_whole_chain = self.chain.kind is Kind.FULL
         self._others = [(group, dict[BlockKey, BlockKey]()) for group in groups[1:]]
+
+    def of_chain(self, chain: Sequence[BlockKey], boundary: int) -> Sequence[BlockKey]:
+        """What a hit of ``boundary`` blocks needs of ``chain`` itself."""
+        needed = self.chain.needed(boundary)
+        return chain[needed.start : needed.stop]
 
     def beside(self, chain: Sequence[BlockKey], boundary: int) -> list[tuple[GroupSpec, BlockKey]]:
         """What a hit of ``boundary`` blocks of ``chain`` needs of the other groups."""
@@ -202,8 +227,10 @@ class _Model:
             for place in (*group.needed(hit), *group.kept(hit, len(chain))):
                 places.setdefault(place, []).append(number)
         parent: BlockKey | None = None
+        first = self.chain.needed(hit).start
         for depth, key in enumerate(chain):
-            yield _Record(key, parent, depth, self.chain.nbytes, False)
+            if depth >= first:
+                yield _Record(key, parent, depth, self.chain.nbytes, False)
             for number in places.get(depth, ()):
                 nbytes = self._others[number][0].nbytes
                 yield _Record(self._key(number, key), key, depth + 1, nbytes, True)
@@ -245,13 +272,17 @@ def replay_groups(
         advance(1)
         chain = request.chain[:-1] if request.is_partial else request.chain
         accesses += len(chain)
-        reach = next((n for n, key in enumerate(chain) if room_of(key) is None), len(chain))
+        reach = len(chain)
+        if model.needs_whole_chain:
+            reach = next((n for n, key in enumerate(chain) if room_of(key) is None), reach)
         hit, used = reach, model.beside(chain, reach)
-        while not all(room_of(key) for _, key in reversed(used)):
+        while not all(room_of(key) for _, key in reversed(used)) or not (
+            model.needs_whole_chain or all(map(room_of, model.of_chain(chain, hit)))
+        ):
             hit -= 1
             used = model.beside(chain, hit)
         hits += hit
-        for group, key in (*((model.chain, key) for key in chain[:hit]), *used):
+        for group, key in (*((model.chain, key) for key in model.of_chain(chain, hit)), *used):
             room = room_of(key)
             assert room is not None
             room.count.read += group.nbytes
