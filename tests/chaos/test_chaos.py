@@ -176,7 +176,7 @@ import sys
 from pathlib import Path
 from kvrecall.lab.chaos.run import ChaosRun, Intervals, Settings
 settings = Settings(
-    300.0, 4, engines=1, conversations=6, turns=2, device_blocks=20,
+    300.0, 4, engines=1, conversations=6, turns=2, cache_bytes=20 * 196_608,
     intervals=Intervals(service_s=3.0, engine_s=600.0, disk_s=1.0),
     enough=lambda report: report["service_starts"] and report["corruptions"]
     and report["host_tokens"] + report["disk_tokens"],

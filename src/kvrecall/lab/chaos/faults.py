@@ -1,5 +1,5 @@
-"""Injected faults: damage to the disk folder, and three threads that attack the service, the
-engines and the files.
+"""Injected faults: damage to the disk folder, and threads that attack the service, the engines,
+their requests and the files.
 """
 
 from __future__ import annotations
@@ -160,6 +160,7 @@ class Intervals:
     service_s: float = 9.0
     engine_s: float = 15.0
     disk_s: float = 4.0
+    requests_s: float = 2.0
 
 
 class FaultInjector:
@@ -186,6 +187,7 @@ class FaultInjector:
             (self._hurt_service, "service", intervals.service_s),
             (self._hurt_engine, "engine", intervals.engine_s),
             (self._hurt_files, "disk", intervals.disk_s),
+            (self._hurt_requests, "requests", intervals.requests_s),
         )
         self._threads = [
             threading.Thread(target=self._repeat, args=(act, random.Random(f"{name} {seed}"), mean))
@@ -281,6 +283,14 @@ class FaultInjector:
                     self._report.add(f"killed_while_{aim}")
                     return
             time.sleep(0.002)
+
+    def _hurt_requests(self, dice: random.Random) -> None:
+        """Cancels requests of an engine, or preempts all of them and empties its device cache."""
+        replica = dice.choice(self._fleet.replicas)
+        if dice.random() < 0.6:
+            self._fleet.cancel(replica, dice)
+        else:
+            self._fleet.forget(replica)
 
     def _hurt_files(self, _: random.Random) -> None:
         with self._service_lock:

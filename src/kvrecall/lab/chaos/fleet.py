@@ -195,6 +195,26 @@ class Fleet:
             replica.vacate()
         self._sweep()
 
+    def cancel(self, replica: Replica, dice: random.Random) -> None:
+        """Aborts some of its requests, and sends others in their place."""
+        with self._lock:
+            process = replica.process
+            if process is None or not replica.ready or replica.doomed:
+                return
+            for name in [name for name in replica.in_flight if dice.random() < 0.5]:
+                del replica.in_flight[name]
+                process.cancel(name)
+                self._report.add("cancelled")
+            self._fill(replica)
+
+    def forget(self, replica: Replica) -> None:
+        """Makes an engine preempt all that runs, and empty its device cache."""
+        with self._lock:
+            process = replica.process
+            if process is not None and replica.ready and not replica.doomed:
+                process.forget_device(running=True)
+                self._report.add("device_resets")
+
     def _note_shared(self, process: EngineProcess) -> None:
         files = process.shared_files()
         with self._lock:

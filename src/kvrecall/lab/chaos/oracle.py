@@ -22,9 +22,9 @@ from kvrecall.pool.base import ArenaHandle
 from kvrecall.pool.service.client import ServiceClient
 
 ANSWER_TOKENS = 20
-AMBIGUOUS = 0.01
-"""Difference of log-probabilities below which two tokens count as equally likely. Float32 moves
-them by 1e-4 at most."""
+AMBIGUOUS = {"float32": 0.01, "bfloat16": 0.5}
+"""By dtype, the difference of log-probabilities below which two tokens count as equally likely.
+Float32 moves them by 1e-4 at most."""
 
 _ALPHABET = range(1, 250)
 _PREFIXES = (128, 300, 640)  # tokens of the system prompts that conversations share
@@ -74,9 +74,10 @@ class Conversations:
         turns: int,
         ask: Callable[[Sequence[Question]], Sequence[Answer]],
         progress: Callable[[str], None] = lambda line: None,
+        ambiguous: float = AMBIGUOUS["float32"],
     ) -> Conversations:
         """Runs a turn of all conversations at once on the engine behind ``ask``, which answers in
-        order, with gaps."""
+        order, with gaps. ``ambiguous``: see ``AMBIGUOUS``."""
         prefixes = [dice.choices(_ALPHABET, k=length) for length in _PREFIXES]
         plays = [_Conversation(list(dice.choice(prefixes))) for _ in range(conversations)]
         for number in range(turns):
@@ -87,7 +88,7 @@ class Conversations:
                 for place, play in enumerate(plays)
             ]
             for play, answer in zip(plays, ask(questions), strict=True):
-                known = sure_part(answer)
+                known = sure_part(answer, ambiguous)
                 if known:
                     play.turns.append(Turn(tuple(play.tokens), known))
                 play.tokens += known
@@ -100,10 +101,10 @@ class Conversations:
         return dice.choice(self.turns[place])
 
 
-def sure_part(answer: Answer) -> tuple[int, ...]:
+def sure_part(answer: Answer, ambiguous: float = AMBIGUOUS["float32"]) -> tuple[int, ...]:
     """The answer up to its first ambiguous token."""
     for place, gap in enumerate(answer.gaps):
-        if gap < AMBIGUOUS:
+        if gap < ambiguous:
             return answer.tokens[:place]
     return answer.tokens
 
@@ -165,7 +166,7 @@ class DurabilityOracle:
             return [
                 key
                 for key in self._durable - self._damaged
-                if not any(self._client.find([key]).blocks for _ in range(3))
+                if not any(self._client.locate([key]).blocks for _ in range(3))
             ]
 
     def undamaged(self, keys: Iterable[BlockKey]) -> set[BlockKey]:

@@ -10,18 +10,18 @@ import random
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kvrecall.errors import KvrecallError, TierError
 from kvrecall.lab.chaos.faults import FaultInjector, Intervals, stored_blocks
 from kvrecall.lab.chaos.fleet import Fleet
-from kvrecall.lab.chaos.oracle import Conversations, DurabilityOracle
+from kvrecall.lab.chaos.oracle import AMBIGUOUS, Conversations, DurabilityOracle
 from kvrecall.lab.chaos.report import FAULTS, FIGURES, Report
-from kvrecall.lab.engines.engine import ONE_THREAD, EngineProcess, OnLine
+from kvrecall.lab.engines.engine import EngineProcess, OnLine
 from kvrecall.lab.engines.service import ServiceProcess
-from kvrecall.lab.models import write_model
+from kvrecall.lab.shapes.shapes import SHAPES, Shape, environment
 from kvrecall.pool.base import ArenaHandle
 from kvrecall.pool.disk.folder import LOCK_NAME, own_bytes
 from kvrecall.pool.disk.index import INDEX_NAME
@@ -33,12 +33,29 @@ _LENGTH = 2048  # tokens, longest sequence
 _ARENA = "/memfd:kvrecall-arena"
 _IDLE_S = 30.0
 
+_DENSE = Shape(
+    "dense",
+    "Qwen3, Llama: full attention",
+    "qwen3",
+    {"hidden": 128, "layers": 3, "heads": 4, "kv_heads": 1, "max_position": _LENGTH, "seed": 7},
+    {"block_size": 128},
+    chunk=512,
+    cache_bytes=44 * 196_608,
+)
+
+MODELS = {
+    _DENSE.name: _DENSE,
+    **{shape.name: replace(shape, cache_bytes=2 * shape.cache_bytes) for shape in SHAPES},
+}
+"""By name: the models of the engines; their device caches hold a few requests at a time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Settings of a run. The host tier and the device cache are small, so that blocks move
     constantly; the disk holds everything by default. Faults end after ``seconds``, or when
-    ``enough`` is true of the report."""
+    ``enough`` is true of the report. ``model``: one of ``MODELS``;
+    ``cache_bytes``: of its device cache; 0: as there."""
 
     seconds: float = 120.0
     seed: int = 0
@@ -47,7 +64,8 @@ class Settings:
     turns: int = 4
     host_bytes: int = 24 << 20
     disk_bytes: int = 1 << 30
-    device_blocks: int = 44
+    model: str = "dense"
+    cache_bytes: int = 0
     intervals: Intervals = field(default_factory=Intervals)
     enough: Callable[[Report], bool] = lambda report: False
 
@@ -57,6 +75,8 @@ class ChaosRun:
 
     def __init__(self, settings: Settings, folder: Path, progress: Callable[[str], None]) -> None:
         self._settings = settings
+        shape = MODELS[settings.model]
+        self._shape = replace(shape, cache_bytes=settings.cache_bytes or shape.cache_bytes)
         self._folder = folder
         self._progress = progress
         self.report = Report()
@@ -68,10 +88,7 @@ class ChaosRun:
         """Runs everything and leaves no process. Raises KvrecallError if it cannot start."""
         settings = self._settings
         self._tmp.mkdir(mode=0o700)
-        write_model(
-            self._folder / "model", hidden=128, layers=3, heads=4, kv_heads=1, dtype="float32",
-            max_position=_LENGTH, seed=7,
-        )  # fmt: skip
+        self._shape.write(self._folder)
         service = ServiceProcess(self._folder / "s", settings.host_bytes, settings.disk_bytes)
         with ExitStack() as ending:
             ending.callback(self._end_engines)
@@ -93,13 +110,17 @@ class ChaosRun:
     def _conversations(self) -> Conversations:
         self._progress("reference: an engine without a pool answers all questions")
         settings = self._settings
-        reference = self._engine("reference", enable_prefix_caching=False, max_num_seqs=32)
+        reference = self._engine(
+            "reference", enable_prefix_caching=False, max_num_seqs=32,
+            kv_cache_memory_bytes=16 * self._shape.cache_bytes,
+        )  # fmt: skip
         try:
             reference.wait_ready()
             dice = random.Random(f"library {settings.seed}")
             return Conversations.played(
-                dice, settings.conversations, settings.turns, reference.answers, self._progress
-            )
+                dice, settings.conversations, settings.turns, reference.answers, self._progress,
+                AMBIGUOUS[self._shape.dtype],
+            )  # fmt: skip
         finally:
             reference.end()
 
@@ -116,24 +137,21 @@ class ChaosRun:
                 "load_or_compute": dice.choice(("auto", "load", "load")),
                 "async_write": dice.random() < 0.85,
             }
-            return self._engine(
-                f"engine-{number}-{life}", heard, pool=pool, max_num_seqs=4,
-                num_gpu_blocks_override=settings.device_blocks,
-            )  # fmt: skip
+            return self._engine(f"engine-{number}-{life}", heard, pool=pool)
 
         load = random.Random(f"load {settings.seed}")
         return Fleet(settings.engines, start, conversations, self.report, load, oracle, service)
 
     def _engine(self, name: str, heard: OnLine | None = None, **options: Any) -> EngineProcess:
+        arguments = self._shape.arguments(self._folder / self._shape.name, self._folder / "cache")
         setup: Mapping[str, Any] = {
-            "model": str(self._folder / "model"),
+            **arguments,
             "max_model_len": _LENGTH,
-            "dtype": "float32",  # vLLM's default, bfloat16, varies with the batch
-            "max_num_batched_tokens": 512,
-            "env": {"TMPDIR": str(self._tmp), **ONE_THREAD},
+            "env": {**arguments["env"], "TMPDIR": str(self._tmp)},
             **options,
         }
-        process = EngineProcess(name, setup, self._folder / f"{name}.log", heard)
+        log = self._folder / f"{name}.log"
+        process = EngineProcess(name, setup, log, heard, environment=environment())
         self._started.append(process)
         return process
 

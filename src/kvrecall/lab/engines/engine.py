@@ -153,9 +153,14 @@ class EngineProcess(ChildProcess):
         order |= {"adapter": question.adapter, "images": question.images}
         self.send({**order, "samples": question.samples})
 
-    def forget_device(self) -> None:
-        """Empties the engine's own prefix cache; the pool keeps its blocks."""
-        self.send({"do": "forget"})
+    def cancel(self, question_id: str) -> None:
+        """Aborts a request. It may have been answered; if not, it is not any more."""
+        self.send({"do": "cancel", "id": question_id})
+
+    def forget_device(self, running: bool = False) -> None:
+        """Empties the engine's own prefix cache; the pool keeps its blocks. ``running``: all
+        running requests are preempted for it; else nothing happens while there are any."""
+        self.send({"do": "forget", "running": running})
 
     def answers(self, questions: Sequence[Question], seconds: float = START_S) -> list[Answer]:
         """Sends all at once and waits for the answers. Raises EngineError."""

@@ -5,7 +5,9 @@
 
 {"do": "ask", "id": .., "prompt": [..], "salt": .., "max_tokens": .., "logprobs": ..,
  "adapter": [name, number, path], "images": [path, ..], "samples": ..}
-{"do": "forget"}           empties the device's prefix cache; the pool keeps its blocks
+{"do": "forget", "running": ..}  empties the device's prefix cache, the pool keeps its blocks; if
+                           ``running``, requests start over, otherwise only an idle engine does it
+{"do": "cancel", "id": ..} aborts a request, which is not answered
 {"do": "metrics"}          asks for the counters that Prometheus would scrape
 {"do": "memory"}           asks for the engine's device cache: blocks and KV groups
 {"do": "admissions"}       asks for the requests admitted since the last such order
@@ -23,6 +25,7 @@ at any moment and share nothing.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import math
@@ -139,7 +142,11 @@ class Host:
                 if name == "close":
                     return self._core.shutdown()
                 if name == "forget":
-                    self._engine.reset_prefix_cache()
+                    # vLLM refuses while blocks are loaded, as a server replies; it has preempted.
+                    with contextlib.suppress(RuntimeError):
+                        self._engine.reset_prefix_cache(order.get("running", False))
+                elif name == "cancel":
+                    self._cancel(order["id"])
                 elif name == "metrics":
                     _say(self._replies, {"metrics": _metrics()})
                 elif name == "memory":
@@ -188,6 +195,10 @@ class Host:
         self._started[id] = time.perf_counter(), 0.0
         lora = LoRARequest(*adapter) if adapter else None
         self._names[self._engine.add_request(id, item, params, lora_request=lora)] = id
+
+    def _cancel(self, id: str) -> None:
+        if self._started.pop(id, None) is not None:
+            self._engine.abort_request([id])
 
     def _step(self) -> None:
         outputs = self._engine.step()

@@ -315,7 +315,8 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- for who hosts the engine and watches it -----------------------------------------
 
     def saved(self, request_id: str) -> tuple[BlockKey, ...]:
-        """Leading blocks of a request in the engine that are in the pool or on their way."""
+        """Blocks of a request in the engine that are in the pool or on their way: the leading ones
+        of its chain, and those that hang on it."""
         return () if self._scheduler is None else self._scheduler.saved(request_id)
 
     def state_of(self, request_id: str) -> RequestState | None:

@@ -532,6 +532,7 @@ class RecallScheduler:
         return None
 
     def saved(self, request_id: str) -> tuple[BlockKey, ...]:
-        """Leading blocks of a request in the engine that are in the pool or on their way."""
+        """Blocks of a request in the engine that are in the pool or on their way: the leading ones
+        of its chain, and those that hang on it."""
         state = self._states.get(request_id)
-        return () if state is None else tuple(state.keys(state.saved))
+        return () if state is None else (*state.keys(state.saved), *state.hanging)
