@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm import _custom_ops as ops
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
+    derive_canonical_mappings,
+)
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheLayout,
+    KVCacheTensor,
+    MLAAttentionSpec,
+    create_kv_cache_views,
+)
 
-from kvrecall.engines.vllm.compat.config import LayerPlacement, places_of
+from kvrecall.engines.vllm.compat.config import (
+    LayerPlacement,
+    Sharing,
+    kv_groups,
+    layer_placements,
+    places_of,
+    sharing_of,
+)
 from kvrecall.engines.vllm.connector import copier as copying
 from kvrecall.engines.vllm.connector.copier import Batch, Copier, StreamQueue
-from kvrecall.engines.vllm.connector.pages import GroupPages, Pages, pages_of
+from kvrecall.engines.vllm.connector.pages import GroupPages, Pages, pages_of, runs_of
 from kvrecall.engines.vllm.connector.wire import Copy
 from kvrecall.errors import EngineError
 
@@ -208,60 +237,236 @@ def test_scattered_layout_is_refused() -> None:
 
 
 def ranks_of(
-    whole: dict[str, torch.Tensor], tensor: int, stages: int = 1, replicas: int = 1
+    whole: dict[str, torch.Tensor], sharing: Sharing, stages: int = 1, by_token: bool = True
 ) -> list[GroupPages]:
-    """What the ranks of an engine of these sizes hold of a model's KV, one after the other: of each
-    of a stage's layers its heads. As ``config.record_places`` places them, which asks vLLM for the
-    sizes."""
+    """What the ranks of an engine of these sizes hold of a model's KV ``[blocks, heads, tokens,
+    width]``, one after the other: of each of a stage's layers its heads, and of these the tokens of
+    its turns. As ``config.record_places`` places them, which asks vLLM for the sizes."""
     names = list(whole)
-    writers, per_stage = tensor // replicas, len(names) // stages
+    per_stage = len(names) // stages
     ranks, before = [], 0
     for stage in range(stages):
-        layers = names[stage * per_stage : (stage + 1) * per_stage]
-        for rank in range(tensor):
+        for rank in range(sharing.ranks):
             own = {}
-            for name in layers:
-                heads = whole[name].shape[1] // writers
-                first = rank // replicas * heads
-                own[name] = whole[name][:, first : first + heads].contiguous()
+            for name in names[stage * per_stage : (stage + 1) * per_stage]:
+                _, heads, tokens, _ = whole[name].shape
+                each = heads * sharing.same // sharing.ranks
+                first = rank // sharing.same * each
+                turns = torch.arange(tokens) // sharing.run % sharing.contexts
+                mine = turns == rank % sharing.contexts
+                own[name] = whole[name][:, first : first + each, mine].contiguous()
             sizes = [part[0].nbytes for part in own.values()]
-            at = {name: LayerPlacement(size, size) for name, size in zip(own, sizes, strict=True)}
-            pages = pages_of(own, at, BLOCKS)
-            assert all(page.heads for page in pages)
-            places = places_of(sizes, before, rank // replicas, writers)
-            ranks.append(GroupPages(pages, starts=tuple(places)))
-        before += sum(sizes) * writers
+            at = {
+                name: LayerPlacement(size, size, tokens=own[name].shape[2] if by_token else 0)
+                for name, size in zip(own, sizes, strict=True)
+            }
+            group = GroupPages(
+                pages_of(own, at, BLOCKS, contexts=sharing.contexts), sharing=sharing
+            )
+            assert all(page.heads for page in group.pages)
+            pieces = [group.piece_bytes(page) for page in group.pages]
+            places = places_of(sizes, pieces, before, rank, sharing)
+            ranks.append(replace(group, starts=tuple(places)))
+        before += sum(sizes) * sharing.parts
     return ranks
+
+
+def model_kv(layers: int, heads: int, tokens: int = TOKENS, width: int = WIDTH) -> Any:
+    shape = BLOCKS, heads, tokens, width
+    return {f"layer{i}": torch.randn(shape).bfloat16() for i in range(layers)}
+
+
+def crossed(whole: dict[str, torch.Tensor], sharing: Sharing, stages: int = 1) -> None:
+    """What one rank writes, the ranks of an engine of these sizes read, and back, to the byte."""
+    slot = sum(one[0].nbytes for one in whole.values())
+    one, many = torch.zeros(3 * slot, dtype=torch.uint8), torch.zeros(3 * slot, dtype=torch.uint8)
+    copy, rows = Copy((1, 5, 3), (0, slot, 2 * slot)), [1, 5, 3]
+    (single,) = ranks_of(whole, Sharing())
+    Copier(one, [single]).store(copy)
+    full = ranks_of(whole, sharing, stages)
+    written = 0
+    for number, rank in enumerate(full):
+        if sharing.writes(number % sharing.ranks):
+            written += Copier(many, [rank]).store(copy)
+    assert written == 3 * slot, "each byte once"
+    assert bool(one.any())
+    assert torch.equal(one, many)
+    empty = {name: torch.zeros_like(layer) for name, layer in whole.items()}
+    (into,) = ranks_of(empty, Sharing())
+    Copier(many, [into]).load(copy)
+    for page, before in zip(into.pages, single.pages, strict=True):
+        assert torch.equal(page.rows[rows], before.rows[rows])
+    for rank, want in zip(ranks_of(empty, sharing, stages), full, strict=True):
+        Copier(one, [rank]).load(copy)
+        for number, (page, before) in enumerate(zip(rank.pages, want.pages, strict=True)):
+            assert torch.equal(page.rows[rows], before.rows[rows])
+            in_record = rank.read(number, one[slot : 2 * slot].numpy())
+            assert np.array_equal(in_record, before.rows[5].numpy()), "as an audit reads it"
 
 
 @pytest.mark.parametrize(
     "sizes", [(2, 1, 1), (4, 1, 1), (8, 1, 1), (8, 1, 2), (1, 2, 1), (2, 2, 1), (4, 4, 2)]
 )
 def test_a_record_is_the_same_whatever_the_parallel_sizes(sizes: tuple[int, int, int]) -> None:
-    """What one rank writes, the ranks of any other engine read, and back, to the byte."""
     tensor, stages, replicas = sizes
-    heads = max(HEADS, tensor // replicas)
-    whole = {f"layer{i}": torch.randn(BLOCKS, heads, TOKENS, WIDTH).bfloat16() for i in range(4)}
-    slot = sum(one[0].nbytes for one in whole.values())
-    one, many = torch.zeros(3 * slot, dtype=torch.uint8), torch.zeros(3 * slot, dtype=torch.uint8)
-    copy, rows = Copy((1, 5, 3), (0, slot, 2 * slot)), [1, 5, 3]
-    (single,) = ranks_of(whole, 1)
-    Copier(one, [single]).store(copy)
-    for number, rank in enumerate(ranks_of(whole, tensor, stages, replicas)):
-        if number % tensor % replicas == 0:  # of identical ranks the first writes
-            Copier(many, [rank]).store(copy)
-    assert bool(one.any())
-    assert torch.equal(one, many)
-    empty = {name: torch.zeros_like(layer) for name, layer in whole.items()}
-    (into,) = ranks_of(empty, 1)
-    Copier(many, [into]).load(copy)
-    for page, before in zip(into.pages, single.pages, strict=True):
-        assert torch.equal(page.rows[rows], before.rows[rows])
-    full = ranks_of(whole, tensor, stages, replicas)
-    for rank, want in zip(ranks_of(empty, tensor, stages, replicas), full, strict=True):
-        Copier(one, [rank]).load(copy)
-        for page, before in zip(rank.pages, want.pages, strict=True):
-            assert torch.equal(page.rows[rows], before.rows[rows])
+    crossed(model_kv(4, max(HEADS, tensor // replicas)), Sharing(tensor, replicas), stages)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("run", [1, 16])
+@pytest.mark.parametrize("contexts", [2, 4])
+@pytest.mark.parametrize(("heads", "copies"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_a_record_is_the_same_whoever_holds_its_tokens(
+    heads: int, copies: int, contexts: int, run: int, stages: int
+) -> None:
+    """Blocks of 128 tokens of one rank, and of 64 or 32 of two or four that take turns in them: of
+    MLA (one head), and of two heads on twice as many ranks. ``copies``: ranks with the same."""
+    sharing = Sharing(heads * contexts * copies, contexts * copies, contexts, run)
+    whole = model_kv(2, heads, 128, 4)
+    crossed(whole, sharing, stages)
+    (single,) = ranks_of(whole, Sharing())
+    layouts = {page.layout for rank in ranks_of(whole, sharing) for page in rank.pages}
+    assert layouts == {page.layout for page in single.pages}, "one namespace"
+
+
+@given(
+    heads=st.integers(1, 3), each=st.integers(1, 2), copies=st.integers(1, 3),
+    contexts=st.sampled_from([1, 2, 3, 4, 8]), run=st.integers(1, 5), turns=st.integers(1, 4),
+    width=st.integers(1, 9), layers=st.integers(1, 3), stages=st.integers(1, 2),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_any_sizes(
+    heads: int, each: int, copies: int, contexts: int, run: int, turns: int, width: int,
+    layers: int, stages: int,
+) -> None:  # fmt: skip
+    sharing = Sharing(heads * contexts * copies, contexts * copies, contexts, run)
+    tokens = contexts * run * max(turns, 2)
+    crossed(model_kv(layers * stages, heads * each, tokens, width), sharing, stages)
+
+
+def test_tokens_that_a_kernel_packs_are_not_taken_apart() -> None:
+    """Then each rank's page is whole in the record, whose layout says so."""
+    whole = model_kv(2, 1, 128)
+    (single,) = ranks_of(whole, Sharing(), by_token=False)
+    sharing = Sharing(2, 2, 2, 1)
+    first, second = ranks_of(whole, sharing, by_token=False)
+    nbytes = first.pages[0].page_bytes
+    assert (first.places, second.places) == ((0, 2 * nbytes), (nbytes, 3 * nbytes))
+    assert first.pages[0].layout != single.pages[0].layout
+    record = torch.zeros(4 * nbytes, dtype=torch.uint8)
+    for rank in (first, second):
+        Copier(record, [rank]).store(Copy((4,), (0,)))
+        for number, page in enumerate(rank.pages):
+            assert np.array_equal(rank.read(number, record.numpy()), page.rows[4].numpy())
+
+
+@pytest.mark.parametrize(
+    ("tensor", "prefill", "contexts"),
+    [(4, 1, 1), (4, 1, 2), (4, 1, 4), (2, 2, 1), (2, 2, 2), (2, 2, 4), (1, 2, 2), (4, 2, 2)],
+)
+def test_each_part_has_one_writer(tensor: int, prefill: int, contexts: int) -> None:
+    """Of latent attention. vLLM's groups that share tokens (``parallel_state``): ranks by prefill
+    context, then tensor parallelism, transposed, in groups of ``contexts``."""
+    parallel = SimpleNamespace(
+        tensor_parallel_size=tensor, prefill_context_parallel_size=prefill,
+        decode_context_parallel_size=contexts, cp_kv_cache_interleave_size=4,
+    )  # fmt: skip
+    spec = MLAAttentionSpec(
+        block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16, max_tp_shards=1
+    )
+    groups = [KVCacheGroupSpec(["layer"], spec)]
+    counted = tensor if contexts == 1 else 1
+    cfg = SimpleNamespace(kv_cache_groups=groups, kv_tp_replicas=counted)
+    sharing = sharing_of(SimpleNamespace(parallel_config=parallel), cfg)
+    assert sharing.parts == contexts
+    writers = [rank for rank in range(sharing.ranks) if sharing.writes(rank)]
+    assert [sharing.part_of(rank) for rank in writers] == list(range(contexts))
+    ranks = torch.arange(tensor * prefill).view(prefill, tensor)
+    for group in ranks.T.reshape(-1, contexts).tolist():
+        stage = [rank % tensor * prefill + rank // tensor for rank in group]
+        assert [sharing.part_of(rank) for rank in stage] == list(range(contexts))
+
+
+@pytest.mark.parametrize("run", [1, 2, 16])
+@pytest.mark.parametrize("contexts", [1, 2, 4])
+def test_turns_are_those_of_vllm(contexts: int, run: int) -> None:
+    """A rank holds as many of a prefix's tokens as vLLM says, so of each next token one more."""
+    lengths = torch.arange(129)
+    held = get_dcp_local_seq_lens(lengths, contexts, None, run)  # [lengths, ranks]
+    takes = (held[1:] - held[:-1]).argmax(dim=1)
+    assert torch.equal(takes, torch.arange(128) // run % contexts)
+
+
+@pytest.mark.parametrize("run", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("latent", "tensor", "contexts"),
+    [(True, 2, 2), (True, 4, 2), (True, 4, 4), (False, 4, 2), (False, 8, 4)],
+)
+def test_records_are_ordered_as_vllms_own_offloading_orders_them(
+    latent: bool, tensor: int, contexts: int, run: int
+) -> None:
+    """Of vLLM's specs and views, byte by byte; its map of bytes is made independently."""
+    plain = {"block_size": 16, "head_size": 8, "dtype": torch.bfloat16}
+    if latent:
+        spec: Any = MLAAttentionSpec(num_kv_heads=1, max_tp_shards=1, **plain)
+    else:
+        spec = FullAttentionSpec(num_kv_heads=1, **plain)
+    page = spec.page_size_bytes
+    place = KVCacheTensor(BLOCKS * page, ["layer"], BLOCKS * page, page)
+    raw = torch.zeros(BLOCKS * page, dtype=torch.int8)
+    (cache,) = create_kv_cache_views(raw, spec, BLOCKS, KVCacheLayout.LBHNC, place)
+    groups = [KVCacheGroupSpec(["layer"], spec)]
+    cfg = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[place], kv_cache_groups=groups)
+    named = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "FLASH_ATTN"))
+    parallel = SimpleNamespace(
+        tensor_parallel_size=tensor, prefill_context_parallel_size=1, world_size=tensor,
+        decode_context_parallel_size=contexts, cp_kv_cache_interleave_size=run,
+    )  # fmt: skip
+    engine: Any = SimpleNamespace(
+        parallel_config=parallel,
+        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 1 if latent else 2),
+        compilation_config=SimpleNamespace(static_forward_context={"layer": named}),
+    )
+    sharing = sharing_of(engine, cfg)
+    (placed,) = layer_placements(cfg, engine)
+    pages = pages_of({"layer": cache}, placed, BLOCKS, contexts=contexts)
+    assert kv_groups(cfg, contexts)[0].block_size == 16 * contexts
+    group = GroupPages(pages, sharing=sharing)
+    for rank in range(tensor):
+        pieces = [group.piece_bytes(page) for page in pages]
+        (start,) = places_of([page], pieces, 0, rank, sharing)
+        runs = runs_of(replace(group, starts=(start,)))
+        ours = {
+            run.address - raw.data_ptr() + i: run.at + i for run in runs for i in range(run.nbytes)
+        }
+        parallel.rank = rank
+        theirs = derive_canonical_mappings(engine, cfg, {"layer": cache})["layer"]
+        assert ours == {
+            one.local_offset + f * one.local_stride + i:
+            one.canonical_offset + f * one.canonical_stride + i
+            for one in theirs.runs for f in range(one.num_fragments)
+            for i in range(one.fragment_size)
+        }  # fmt: skip
+        if latent:  # of two heads vLLM's connectors are not told which ranks have the same
+            assert sharing.parts * page == theirs.canonical_page_size_bytes
+            assert sharing.writes(rank) == (theirs.writer_index == 0)
+
+
+def test_the_cpus_kernel_packs_the_tokens_of_a_block() -> None:
+    """So the records of ranks that share tokens cannot be ordered by token there; those of latent
+    attention could."""
+    tokens, size = 32, 64
+    cache = torch.zeros(1, 1, tokens, 2 * size)
+    halves = cache.view(1, 1, 2 * tokens, size).chunk(2, dim=2)
+    one = torch.ones(1, 1, size)
+    isa = _get_attn_isa(cache.dtype, tokens, size)
+    ops.cpu_attn_reshape_and_cache(one, one, *halves, torch.tensor([3]), isa)
+    assert int(cache.count_nonzero()) == 2 * size
+    assert int(cache[0, 0, 3].count_nonzero()) < 2 * size, "another token's bytes are written"
+    latent = torch.zeros(1, tokens, 2 * size)
+    write: Any = CPUMLAImpl.do_kv_cache_update
+    write(None, one[0], one, latent, torch.tensor([3]), "auto", torch.ones(()))
+    assert int(latent[0, 3].count_nonzero()) == int(latent.count_nonzero()) == 2 * size
 
 
 def test_interleaved_heads_are_not_taken_for_separate_ones() -> None:

@@ -152,6 +152,32 @@ def test_parallel_sizes_do_not_count_where_heads_lie_one_after_the_other(model: 
     assert sized(model, [halves(4, 2048, 2), halves(4, 2048, 0)], 2, 1, 1) != whole
 
 
+def turns(model: Path, ranks: int, contexts: int, run: int = 1, by_token: bool = True) -> bytes:
+    """Of latent attention in blocks of 64 tokens in all, which so many of the ranks share."""
+    one = Identified(model)
+    one.vllm.parallel_config.tensor_parallel_size = ranks
+    one.vllm.parallel_config.decode_context_parallel_size = contexts
+    one.vllm.parallel_config.cp_kv_cache_interleave_size = run
+    group = one.kv.kv_cache_groups[0]
+    group.kv_cache_spec = replace(
+        group.kv_cache_spec, block_size=64 // contexts, num_kv_heads=1, max_tp_shards=1
+    )
+    one.kv.kv_tp_replicas = ranks if contexts == 1 else 1  # as vLLM counts them
+    layer = ShardLayer("layers.0", 4096 // contexts, "[64,32]", heads=1, by_token=by_token)
+    model_of_rank = LoadedModel("code", (), ())
+    one.shards = [Shard((layer,), "FLASHMLA/", True, 0.0, model_of_rank)] * ranks
+    return one.digest()
+
+
+def test_ranks_that_share_tokens_do_not_count_where_tokens_lie_apart(model: Path) -> None:
+    whole = turns(model, 1, 1)
+    assert turns(model, 4, 1) == whole
+    assert {turns(model, 2, 2), turns(model, 4, 2), turns(model, 4, 4)} == {whole}
+    assert {turns(model, 2, 2, run) for run in (16, 32)} == {whole}
+    packed = [turns(model, 2, 2, by_token=False), turns(model, 2, 2, 16, by_token=False)]
+    assert len({*packed, turns(model, 4, 2, by_token=False), whole}) == 4
+
+
 @pytest.mark.parametrize("change", OPTIONS)
 def test_settings_that_shape_kv_count(change: str, model: Path, plain: bytes) -> None:
     assert Identified(model, **OPTIONS[change]).digest() != plain

@@ -11,7 +11,7 @@ import pytest
 import torch
 from vllm.v1.request import Request, RequestStatus
 
-from kvrecall.engines.vllm.compat.config import LayerPlacement
+from kvrecall.engines.vllm.compat.config import LayerPlacement, Sharing
 from kvrecall.engines.vllm.connector import copier, worker
 from kvrecall.engines.vllm.connector.wire import ORIGIN_BYTES, EngineFacts, StepOrders
 from kvrecall.engines.vllm.connector.worker import RecallWorker
@@ -36,8 +36,8 @@ class Machine(Bench):
             "kernel_of": "",
             "prompt_token_work": (0.0, 0),
             "record_places": [i * PAGE for i in range(LAYERS)],
-            "kv_replicas": 1,
-            "tensor_rank": 0,
+            "sharing_of": Sharing(),
+            "stage_rank": 0,
         }.items():
             monkeypatch.setattr(worker.config, name, lambda *_, answer=answer: answer)
         forward = SimpleNamespace(static_forward_context={})

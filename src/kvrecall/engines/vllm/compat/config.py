@@ -44,16 +44,17 @@ class KvGroup:
         return f"{self.kind} of {self.reach} tokens" if self.reach else str(self.kind)
 
 
-def kv_groups(kv_cache_config: Any) -> tuple[KvGroup, ...]:
-    """The engine's KV groups, in vLLM's order."""
-    return tuple(_group_of(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
+def kv_groups(kv_cache_config: Any, contexts: int = 1) -> tuple[KvGroup, ...]:
+    """The engine's KV groups, in vLLM's order. ``contexts``: ranks that share a block's tokens."""
+    groups = kv_cache_config.kv_cache_groups
+    return tuple(_group_of(group.kv_cache_spec, contexts) for group in groups)
 
 
-def _group_of(spec: Any) -> KvGroup:
+def _group_of(spec: Any, contexts: int) -> KvGroup:
     """The longest reach counts of a uniform group whose layers differ, and all if one is full."""
     specs = getattr(spec, "kv_cache_specs", None)
     layers = list(specs.values()) if isinstance(specs, dict) else [spec]
-    size = int(spec.block_size)
+    size = int(spec.block_size) * (contexts if getattr(spec, "dcp_sharded", False) else 1)
     if all(_is_recurrent(layer) for layer in layers):
         return KvGroup(GroupKind.STATE, size, 0, True)
     reaches = [_reach_of(layer) for layer in layers]
@@ -81,17 +82,28 @@ def _reach_of(spec: Any) -> int:
 class LayerPlacement:
     """Where a layer's blocks lie: bytes of one block, and bytes from one block to the next.
     ``parts``: bytes and dtype of the tensors that a block consists of, for a recurrent layer.
-    ``scaled``: of values with scales between them."""
+    ``scaled``: of values with scales between them. ``tokens``: of a block, if the kernel keeps the
+    bytes of each together; else 0."""
 
     page_bytes: int
     block_stride: int
     parts: tuple[tuple[int, torch.dtype], ...] = ()
     scaled: Scaled | None = None
+    tokens: int = 0
 
 
-def layer_placements(kv_cache_config: Any) -> tuple[Mapping[str, LayerPlacement], ...]:
+_BY_TOKEN = frozenset({"CUTLASS_MLA", "FLASHMLA", "FLASH_ATTN", "FLASH_ATTN_MLA", "TRITON_MLA"})
+"""Attention backends that write a token's keys and values side by side. Others pack the tokens of a
+block together, as on the CPU, or are not known."""
+
+
+def layer_placements(
+    kv_cache_config: Any, vllm_config: Any = None
+) -> tuple[Mapping[str, LayerPlacement], ...]:
     """Placement of every layer of each KV group, in a fixed order. Groups may lie in the same
-    memory: a device block belongs to one of them at a time."""
+    memory: a device block belongs to one of them at a time. Without ``vllm_config`` the layers'
+    kernels are not known."""
+    layers = {} if vllm_config is None else vllm_config.compilation_config.static_forward_context
     strides = {
         name: tensor.block_stride
         for tensor in kv_cache_config.kv_cache_tensors
@@ -105,7 +117,8 @@ def layer_placements(kv_cache_config: Any) -> tuple[Mapping[str, LayerPlacement]
             # Pages may be padded to those of another group; the padding holds nothing.
             page = int(getattr(spec, "real_page_size_bytes", spec.page_size_bytes))
             stride = strides.get(name, spec.page_size_bytes)
-            of_group[name] = LayerPlacement(page, stride, _parts_of(spec), scaled_of(spec))
+            tokens = spec.block_size if _backend_name(layers.get(name)) in _BY_TOKEN else 0
+            of_group[name] = LayerPlacement(page, stride, _parts_of(spec), scaled_of(spec), tokens)
         placements.append(of_group)
     return tuple(placements)
 
@@ -143,9 +156,46 @@ def layer_token_bytes(kv_cache_config: Any) -> int:
     return int(group.kv_cache_spec.page_size_bytes) // int(group.kv_cache_spec.block_size)
 
 
-def kv_replicas(kv_cache_config: Any) -> int:
-    """How many consecutive tensor-parallel ranks hold identical KV (1: none)."""
-    return int(getattr(kv_cache_config, "kv_tp_replicas", 1))
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How the ranks of a pipeline stage share the KV of a layer's block. ``same`` consecutive ones
+    have the same KV heads. Of these, ``contexts`` take turns in its tokens, ``run`` tokens a turn
+    (context parallelism); more of them hold what the first hold."""
+
+    ranks: int = 1
+    same: int = 1
+    contexts: int = 1
+    run: int = 1
+
+    @property
+    def parts(self) -> int:
+        """Parts that differ."""
+        return self.ranks // self.same * self.contexts
+
+    def part_of(self, rank: int) -> int:
+        """Which part a rank holds: counted by KV heads, then by turns."""
+        return rank // self.same * self.contexts + rank % self.contexts
+
+    def writes(self, rank: int) -> bool:
+        """Whether a rank is the first that holds its part."""
+        return rank % self.same < self.contexts
+
+
+ALONE = Sharing()
+
+
+def sharing_of(vllm_config: Any, kv_cache_config: Any) -> Sharing:
+    """How the ranks of this engine share blocks, in the order of ``stage_rank``."""
+    parallel = vllm_config.parallel_config
+    tensor, contexts = parallel.tensor_parallel_size, parallel.decode_context_parallel_size
+    prefill = parallel.prefill_context_parallel_size
+    same = int(getattr(kv_cache_config, "kv_tp_replicas", 1))
+    if contexts > 1:  # then vLLM does not count them
+        groups = kv_cache_config.kv_cache_groups
+        same = kv_cache_utils.kv_cache_groups_tp_replicas(groups, tensor)
+    older = getattr(parallel, "dcp_kv_cache_interleave_size", 1)  # overrides the other
+    run = older if older > 1 else parallel.cp_kv_cache_interleave_size
+    return Sharing(tensor * prefill, max(same * prefill, contexts), contexts, run)
 
 
 def is_deterministic() -> bool:
@@ -166,15 +216,18 @@ def kernel_of(vllm_config: Any, layer_names: tuple[str, ...]) -> str:
     names = set()
     for name in layer_names:
         layer = layers.get(name)
-        backend = getattr(layer, "attn_backend", None)
-        get_name = getattr(backend, "get_name", None)
         # KV of tokens decoded by an approximate attention is not what an exact one computes.
         approximation = getattr(getattr(layer, "impl", None), "approximation", "")
         suffix = f" ({approximation})" if approximation else ""
-        names.add(f"{get_name() if get_name else 'unknown'}/{getattr(layer, 'isa', '')}{suffix}")
+        names.add(f"{_backend_name(layer)}/{getattr(layer, 'isa', '')}{suffix}")
     device = torch.accelerator.current_accelerator()
     machine = device.type if device is not None else torch.backends.cpu.get_cpu_capability()
     return f"{'+'.join(sorted(names))} on {machine}"
+
+
+def _backend_name(layer: Any) -> str:
+    get_name = getattr(getattr(layer, "attn_backend", None), "get_name", None)
+    return str(get_name()) if get_name else "unknown"
 
 
 def prompt_token_work(vllm_config: Any) -> tuple[float, int]:
@@ -228,40 +281,45 @@ def layer_index(layer_name: str) -> int:
     return int(extract_layer_index(layer_name))
 
 
-def tensor_rank() -> int:
-    """This worker's rank in its tensor-parallel group."""
+def stage_rank() -> int:
+    """This worker's place among the ranks of its pipeline stage: those that share the tokens of
+    blocks follow each other, as in vLLM's decode context parallel groups."""
     from vllm.distributed import parallel_state
 
-    return int(parallel_state.get_tensor_model_parallel_rank())
+    prefill = parallel_state.get_pcp_group()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    return int(rank * prefill.world_size + prefill.rank_in_group)
 
 
-def record_places(page_bytes: Sequence[int], replicas: int) -> list[int]:
+def record_places(
+    page_bytes: Sequence[int], piece_bytes: Sequence[int], sharing: Sharing
+) -> list[int]:
     """Where each of this worker's layers begins within a block's record.
 
-    Records are ordered by layer, then KV head, whatever the parallel sizes: of each layer the bytes
-    of all tensor-parallel ranks follow each other, and the layers of a pipeline stage those of the
-    stages before it. Of ``replicas`` consecutive ranks with identical KV, one counts.
+    Records are ordered by layer, then KV head, then token, whatever the parallel sizes: of each
+    layer the parts of all ranks of a stage follow each other, and the layers of a pipeline stage
+    those of the stages before it. ``piece_bytes``: of each layer's page what stays together.
     """
     from vllm.distributed import parallel_state
 
-    tensor = parallel_state.get_tp_group()
     stages = parallel_state.get_pp_group()
-    writers = tensor.world_size // replicas
     at = 0
     if stages.world_size > 1:
         sizes: list[int | None] = [None] * stages.world_size
         torch.distributed.all_gather_object(sizes, sum(page_bytes), group=stages.cpu_group)
-        at = sum(size or 0 for size in sizes[: stages.rank_in_group]) * writers
-    return places_of(page_bytes, at, tensor.rank_in_group // replicas, writers)
+        at = sum(size or 0 for size in sizes[: stages.rank_in_group]) * sharing.parts
+    return places_of(page_bytes, piece_bytes, at, stage_rank(), sharing)
 
 
-def places_of(page_bytes: Sequence[int], at: int, writer: int, writers: int) -> list[int]:
-    """Where the layers of the ``writer``-th of ``writers`` equal shards begin in a record, the
-    first layer at byte ``at``."""
+def places_of(
+    page_bytes: Sequence[int], piece_bytes: Sequence[int], at: int, rank: int, sharing: Sharing
+) -> list[int]:
+    """Where the layers of a rank begin in a record, the first layer at byte ``at``."""
+    heads, context = divmod(sharing.part_of(rank), sharing.contexts)
     places = []
-    for nbytes in page_bytes:
-        places.append(at + writer * nbytes)
-        at += writers * nbytes
+    for nbytes, piece in zip(page_bytes, piece_bytes, strict=True):
+        places.append(at + heads * sharing.contexts * nbytes + context * piece)
+        at += sharing.parts * nbytes
     return places
 
 

@@ -58,12 +58,12 @@ def deviation(
     arena = memory.numpy()
     differs = np.zeros(len(block_ids), dtype=bool)
     worst = (0.0, 0.0, "")
-    for depth, (page, at) in enumerate(zip(group.pages, group.places, strict=True)):
+    for depth, page in enumerate(group.pages):
         rows = [page.rows[block] for block in block_ids]
         if device.type != "cpu":
             rows = list(page.rows[ids].cpu())
         computed = [row.reshape(-1).numpy() for row in rows]
-        pooled = [arena[offset + at : offset + at + page.page_bytes] for offset in offsets]
+        pooled = [group.read(depth, arena[offset:]) for offset in offsets]
         # By numpy, as torch's thread team is slow to come together on busy cores.
         pairs = zip(computed, pooled, strict=True)
         unequal = [not np.array_equal(ours, theirs) for ours, theirs in pairs]

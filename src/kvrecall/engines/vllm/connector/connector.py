@@ -215,17 +215,17 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         scheduler.block_manager(self._kv_cache_manager).planner = offloader
 
     def _facts(self, shards: list[Shard]) -> EngineFacts:
-        parallel = self._vllm_config.parallel_config
-        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        sharing = config.sharing_of(self._vllm_config, self._kv_cache_config)
+        ranks = sharing.ranks * self._vllm_config.parallel_config.pipeline_parallel_size
         if len(shards) != ranks:
             raise EngineError(
                 f"{len(shards)} of {ranks} ranks report their shard of a block; kvrecall "
                 "supports tensor and pipeline parallel engines whose ranks all report"
             )
-        replicas = config.kv_replicas(self._kv_cache_config)
-        groups = config.kv_groups(self._kv_cache_config)
+        groups = config.kv_groups(self._kv_cache_config, sharing.contexts)
         nbytes = [
-            sum(shard.nbytes(group) for shard in shards) // replicas + ORIGIN_BYTES
+            sum(shard.nbytes(group) for shard in shards) * sharing.parts // sharing.ranks
+            + ORIGIN_BYTES
             for group in range(len(groups))
         ]
         return EngineFacts(

@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import torch
 
-from kvrecall.engines.vllm.compat.config import LayerPlacement
+from kvrecall.engines.vllm.compat.config import ALONE, LayerPlacement, Sharing
 from kvrecall.engines.vllm.compat.scales import Scaled
 from kvrecall.errors import EngineError
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,8 @@ class Pages:
     ``dtype``: of the values in them, as far as known; uint8 means bytes of any format. ``parts``:
     bytes and dtype of the tensors that a row consists of, if there are several. ``scaled``: of
     values with scales between them. ``heads``: KV heads whose bytes follow each other in a row; 0
-    if they are interleaved, or there are none.
+    if they are interleaved, or there are none. ``tokens``: of a row, if each one's bytes are
+    together (within its head, if there are heads); 0 if they are not.
     """
 
     name: str
@@ -35,6 +40,7 @@ class Pages:
     parts: tuple[tuple[int, torch.dtype], ...] = ()
     scaled: Scaled | None = None
     heads: int = 0
+    tokens: int = 0
 
     @property
     def page_bytes(self) -> int:
@@ -44,11 +50,13 @@ class Pages:
 @dataclass(frozen=True, slots=True)
 class GroupPages:
     """The layers of a KV group on this rank. ``starts``: where each one's bytes begin within a
-    record of the group; one after the other from ``offset`` on if absent."""
+    record of the group; one after the other from ``offset`` on if absent. ``sharing``: with the
+    other ranks of its stage."""
 
     pages: tuple[Pages, ...]
     offset: int = 0
     starts: tuple[int, ...] = ()
+    sharing: Sharing = ALONE
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -59,8 +67,30 @@ class GroupPages:
     @property
     def end(self) -> int:
         """Where this rank's last bytes end within a record."""
-        ends = zip(self.places, self.pages, strict=True)
-        return max((at + page.page_bytes for at, page in ends), default=0)
+        runs = zip(self.places, self.pages, strict=True)
+        return max((at + self._extent(page) for at, page in runs), default=0)
+
+    def piece_bytes(self, page: Pages) -> int:
+        """Bytes of a page that lie together in a record: all, or the tokens of one turn in a head
+        if the ranks share a block's tokens and the kernel does not pack them."""
+        if self.sharing.contexts == 1 or not page.tokens:
+            return page.page_bytes
+        return page.page_bytes // max(1, page.heads) // page.tokens * self.sharing.run
+
+    def read(self, number: int, record: Bytes) -> Bytes:
+        """The bytes of the layer ``number`` in a record: uint8 ``[page bytes]``."""
+        at, page = self.places[number], self.pages[number]
+        piece = self.piece_bytes(page)
+        shared = record[at : at + self._extent(page)]
+        if piece == page.page_bytes:
+            return shared
+        shape, steps = (page.page_bytes // piece, piece), (piece * self.sharing.contexts, 1)
+        return np.lib.stride_tricks.as_strided(shared, shape, steps).reshape(-1)
+
+    def _extent(self, page: Pages) -> int:
+        """From the first of its bytes in a record to the last."""
+        piece = self.piece_bytes(page)
+        return (page.page_bytes // piece - 1) * piece * self.sharing.contexts + piece
 
 
 def pages_of(
@@ -68,10 +98,12 @@ def pages_of(
     placements: Mapping[str, LayerPlacement],
     num_blocks: int,
     fp8: torch.dtype | None = None,
+    contexts: int = 1,
 ) -> tuple[Pages, ...]:
     """Pages of every layer of a KV group that owns memory, in the order of ``placements``. Layers
     that share another layer's blocks are omitted. Raises EngineError for a layout in which a block
-    of a layer is not one run of bytes. ``fp8``: the type of byte caches."""
+    of a layer is not one run of bytes. ``fp8``: the type of byte caches. ``contexts``: ranks that
+    share a block's tokens; where tokens lie apart, layouts are those of all of them."""
     pages: list[Pages] = []
     seen: set[int] = set()
     for name, place in placements.items():
@@ -79,7 +111,7 @@ def pages_of(
         if tensor is None or tensor.data_ptr() in seen:
             continue
         seen.add(tensor.data_ptr())
-        pages.append(_layer_pages(name, tensor, place, num_blocks, fp8))
+        pages.append(_layer_pages(name, tensor, place, num_blocks, fp8, contexts))
     return tuple(pages)
 
 
@@ -89,6 +121,7 @@ def _layer_pages(
     place: LayerPlacement,
     num_blocks: int,
     fp8: torch.dtype | None,
+    contexts: int,
 ) -> Pages:
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     whole.set_(tensor.untyped_storage())
@@ -102,10 +135,15 @@ def _layer_pages(
         )
     rows = whole.as_strided((num_blocks, place.page_bytes), (place.block_stride, 1), start)
     heads = _heads(tensor, place, num_blocks)
+    tokens = _tokens(tensor, place, num_blocks, heads)
     inner = _inner(tensor, place)[1 if heads > 1 else 0 :]
-    layout = f"{inner} {tensor.dtype} {place.page_bytes // max(1, heads)}"
+    of_head = place.page_bytes // max(1, heads)
+    if tokens:
+        inner = [(n * contexts, step) if n * step == of_head else (n, step) for n, step in inner]
+        of_head *= contexts
+    layout = f"{inner} {tensor.dtype} {of_head}"
     values = fp8 if fp8 is not None and tensor.dtype is torch.uint8 else tensor.dtype
-    return Pages(name, rows, layout, values, place.parts, place.scaled, heads)
+    return Pages(name, rows, layout, values, place.parts, place.scaled, heads, tokens)
 
 
 def _dims(tensor: torch.Tensor) -> list[tuple[int, int]]:
@@ -128,6 +166,19 @@ def _heads(tensor: torch.Tensor, place: LayerPlacement, num_blocks: int) -> int:
     heads = int(tensor.shape[1])
     step = tensor.stride(1) * tensor.element_size()
     return heads if heads == 1 or step * heads == place.page_bytes else 0
+
+
+def _tokens(tensor: torch.Tensor, place: LayerPlacement, num_blocks: int, heads: int) -> int:
+    """Tokens of a block of ``[blocks, heads, tokens, bytes]`` if they lie one after the other, each
+    with its bytes together; else 0."""
+    if place.tokens < 2 or place.parts or place.scaled or tensor.dim() < 3:
+        return 0
+    shape = tensor.shape[0], tensor.shape[-2]
+    step = tensor.stride(-2) * tensor.element_size()
+    is_known = shape == (num_blocks, place.tokens)
+    return (
+        place.tokens if is_known and step * place.tokens * max(1, heads) == place.page_bytes else 0
+    )
 
 
 def _is_one_run(tensor: torch.Tensor, place: LayerPlacement, num_blocks: int) -> bool:
@@ -172,8 +223,11 @@ def runs_of(group: GroupPages) -> list[Run]:
         for extent, step in dims:
             places = [place + index * step for place in places for index in range(extent)]
         stride = page.rows.stride(0)
+        piece = min(nbytes, group.piece_bytes(page))
+        places = [place + start for place in places for start in range(0, nbytes, piece)]
+        further = piece * (group.sharing.contexts if piece < nbytes else 1)
         for place in places:
-            run = Run(page.rows.data_ptr() + place, stride, at, nbytes)
+            run = Run(page.rows.data_ptr() + place, stride, at, piece)
             last = runs[-1] if runs else None
             if (
                 last is not None
@@ -181,8 +235,8 @@ def runs_of(group: GroupPages) -> list[Run]:
                 and last.address + last.nbytes == run.address
                 and last.at + last.nbytes == at
             ):
-                runs[-1] = Run(last.address, stride, last.at, last.nbytes + nbytes)
+                runs[-1] = Run(last.address, stride, last.at, last.nbytes + piece)
             else:
                 runs.append(run)
-            at += nbytes
+            at += further
     return runs

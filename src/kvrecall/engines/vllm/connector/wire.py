@@ -206,6 +206,7 @@ class ShardLayer:
     layout: str  # logical shape of a block, strides, dtype; of one head, if there are ``heads``
     group: int = 0
     heads: int = 0  # KV heads whose bytes follow each other; 0: they are interleaved
+    by_token: bool = False  # each token's bytes are together, and the layout is that of all ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,9 +67,13 @@ class RecallWorker:
         """Registers the device KV cache: one tensor per layer."""
         settle_scales(self._vllm_config, kv_caches)
         cfg, fp8 = self._kv_cache_config, config.fp8_type(self._vllm_config)
+        sharing = config.sharing_of(self._vllm_config, cfg)
         self._layers = tuple(
-            GroupPages(pages_of(kv_caches, placements, cfg.num_blocks, fp8))
-            for placements in config.layer_placements(cfg)
+            GroupPages(
+                pages_of(kv_caches, placements, cfg.num_blocks, fp8, sharing.contexts),
+                sharing=sharing,
+            )
+            for placements in config.layer_placements(cfg, self._vllm_config)
         )
         if not any(group.pages for group in self._layers):
             raise EngineError("the engine registered no KV cache memory; nothing to pool")
@@ -77,20 +81,19 @@ class RecallWorker:
         beside = [page for group in self._retrieval for page in group.register(kv_caches).items()]
         digests = (Pages(name, rows, f"{tuple(rows.shape[1:])} bytes") for name, rows in beside)
         first, *others = self._layers  # retrieval attention serves engines of one group
-        self._groups = (GroupPages((*first.pages, *digests)), *others)
+        self._groups = (replace(first, pages=(*first.pages, *digests)), *others)
 
     def shard(self) -> Shard:
         """This rank's part of a block. Must be called on all ranks at once: they communicate."""
         layers = tuple(
-            ShardLayer(page.name, page.page_bytes, page.layout, number, page.heads)
+            ShardLayer(page.name, page.page_bytes, page.layout, number, page.heads, page.tokens > 0)
             for number, group in enumerate(self._groups)
             for page in group.pages
         )
         names = tuple(page.name for group in self._layers for page in group.pages)
         kernel = config.kernel_of(self._vllm_config, names)
         device = next(group.pages[0].rows.device for group in self._layers if group.pages)
-        replicas = config.kv_replicas(self._kv_cache_config)
-        self._groups = tuple(_placed(group, replicas) for group in self._groups)
+        self._groups = tuple(map(_placed, self._groups))
         self._layers = tuple(
             replace(layers, starts=whole.starts[: len(layers.pages)])
             for layers, whole in zip(self._layers, self._groups, strict=True)
@@ -254,14 +257,15 @@ class RecallWorker:
 
     def _writes_shard(self) -> bool:
         """Of ranks that hold identical KV, the first writes it."""
-        return config.tensor_rank() % config.kv_replicas(self._kv_cache_config) == 0
+        return self._groups[0].sharing.writes(config.stage_rank())
 
 
-def _placed(group: GroupPages, replicas: int) -> GroupPages:
+def _placed(group: GroupPages) -> GroupPages:
     """The group with the places of this rank's bytes in its records. Must be called on all ranks at
     once."""
     sizes = [page.page_bytes for page in group.pages]
-    return replace(group, starts=tuple(config.record_places(sizes, replicas)))
+    pieces = [group.piece_bytes(page) for page in group.pages]
+    return replace(group, starts=tuple(config.record_places(sizes, pieces, group.sharing)))
 
 
 def least_token_seconds(flops: float, hidden: int, dtype: torch.dtype, device: str) -> float:

@@ -34,7 +34,8 @@ def namespace_of(
     their fingerprint."""
     model = vllm_config.model_config
     cache = vllm_config.cache_config
-    parallel = vllm_config.parallel_config
+    sharing = config.sharing_of(vllm_config, kv_cache_config)
+    groups = config.kv_groups(kv_cache_config, sharing.contexts)
     parts = {
         "engine": f"vllm {engine_version()}",
         "weights": weights,
@@ -44,9 +45,9 @@ def namespace_of(
         "environment": _text(fields.environment()),
         "dtype": str(model.dtype),
         "kv_dtype": str(cache.cache_dtype),
-        "block_size": "+".join(str(one.block_size) for one in config.kv_groups(kv_cache_config)),
+        "block_size": "+".join(str(group.block_size) for group in groups),
         "kernel": "; ".join(sorted({shard.kernel for shard in shards})),
-        **_record_parts(parallel, config.kv_replicas(kv_cache_config), shards),
+        **_record_parts(vllm_config.parallel_config, sharing, shards),
         "hash": f"{cache.prefix_caching_hash_algo} seed {config.root_seed()}",
         "python": hash_dialect(cache.prefix_caching_hash_algo),
         "byte_order": sys.byteorder,
@@ -64,27 +65,31 @@ def namespace_of(
     return Namespace.of(parts)
 
 
-def _record_parts(parallel: Any, replicas: int, shards: Sequence[Shard]) -> dict[str, str]:
-    """What the records of blocks look like. If every layer's KV heads lie one after the other, a
-    record is the same whatever the parallel sizes; otherwise, and for recurrent layers, engines of
-    other sizes cut it differently. Sums over ranks round differently, so they do not share either
-    where kernels promise the same bits."""
-    tensor, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+def _record_parts(
+    parallel: Any, sharing: config.Sharing, shards: Sequence[Shard]
+) -> dict[str, str]:
+    """What the records of blocks look like. If every layer's KV heads lie one after the other, and
+    the tokens of a head if ranks share them, a record is the same whatever the parallel sizes;
+    otherwise, and for recurrent layers, engines of other sizes cut it differently. Sums over ranks
+    round differently, so they do not share either where kernels promise the same bits."""
+    tensor, stages = sharing.ranks, parallel.pipeline_parallel_size
     ranks = [[(one.name, one.layout, one.heads) for one in shard.layers] for shard in shards]
     alike = all(rank == ranks[number - number % tensor] for number, rank in enumerate(ranks))
     splits = all(heads for rank in ranks for *_, heads in rank)
+    if sharing.contexts > 1:
+        splits &= all(layer.by_token for shard in shards for layer in shard.layers)
     if alike and splits and len(shards) == tensor * stages and not config.is_deterministic():
-        writers = tensor // replicas
         layers = [
-            (layer.name, layer.layout, layer.page_bytes * writers)
+            (layer.name, layer.layout, layer.page_bytes * sharing.parts)
             for shard in shards[::tensor]
             for layer in shard.layers
         ]
         return {"layout": json.dumps(layers)}
     return {
-        "tensor_parallel": str(tensor),
+        "tensor_parallel": str(parallel.tensor_parallel_size),
         "pipeline_parallel": str(stages),
-        "kv_replicas": str(replicas),
+        "kv_replicas": str(sharing.same),
+        "context_parallel": f"{tensor} ranks, {sharing.contexts} by {sharing.run} tokens",
         "layout": json.dumps([[one[:2] for one in rank] for rank in ranks]),
     }
 
