@@ -39,8 +39,10 @@ def fast_dtype(cpuinfo: Path = _CPUINFO) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BenchModel:
-    """A Qwen3 shape whose KV cache per token is as small, next to its weights, as real models'."""
+    """A model whose KV cache per token is as small, next to its weights, as real models'.
+    ``architecture``: of ``write_model``; windows reach 1,024 tokens."""
 
+    architecture: str = "qwen3"
     hidden: int = 1024
     layers: int = 8
     heads: int = 16
@@ -57,6 +59,8 @@ class BenchModel:
         """Writes the model, with random weights and a byte-level tokenizer; returns its path."""
         return write_model(
             folder,
+            self.architecture,
+            window=1024,
             hidden=self.hidden,
             layers=self.layers,
             heads=self.heads,
@@ -69,7 +73,7 @@ class BenchModel:
     def serve(self, folder: Path, longest: int, device_bytes: int, block: int = BLOCK) -> list[str]:
         """Writes the model into ``folder``; arguments of ``kvrecall serve`` without those of the
         pool, for sequences of up to ``longest`` tokens."""
-        path = self.write(folder / "bench-qwen3", longest)
+        path = self.write(folder / f"bench-{self.architecture}", longest)
         options = {
             "max-model-len": longest,
             "block-size": block,

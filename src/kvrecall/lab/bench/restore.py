@@ -13,12 +13,17 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 
 from kvrecall.errors import EngineError
 from kvrecall.lab.bench.model import BLOCK, TAIL, BenchModel, Texts
 from kvrecall.lab.bench.report import Report, Times, Tokens, percentiles, progress
 from kvrecall.lab.bench.tables import GIB_S, restore_table
 from kvrecall.lab.engines.server import ServerProcess
+from kvrecall.plan.model import read_shape
+from kvrecall.plan.sizing import hit_bytes
 from kvrecall.pool.arena import Arena
 
 SOURCES = ("computed", "device", "host", "disk")
@@ -26,15 +31,23 @@ GOALS = {"host": 1.3, "disk": 2.5}
 """Maximum time of a hit relative to one on the device; every hit: a tenth of computing."""
 
 _COPY_ROUNDS = 15
+_LOADED = "kvrecall_loaded_bytes_total"
 
 
-def measure_restore(tokens: Tokens = 8192, repetitions: Times = 9) -> Report:
+def measure_restore(
+    tokens: Tokens = 8192,
+    repetitions: Times = 9,
+    windows: Annotated[
+        bool, typer.Option("--windows", help="Gemma-3's shape: windows in two of three layers.")
+    ] = False,
+) -> Report:
     """Time to first token on a prefix: computed, from device, host and disk.
 
-    Fails if a prefix comes from another tier than the measured one.
+    Fails if a prefix comes from another tier than the measured one, or if other bytes move than
+    its KV groups need.
     """
     tokens = tokens // BLOCK * BLOCK
-    model = BenchModel()
+    model = BenchModel("gemma3_text", layers=9) if windows else BenchModel()
     prefix_bytes = tokens * model.token_bytes
     seconds: dict[str, list[float]] = {source: [] for source in SOURCES}
     texts = Texts()
@@ -44,10 +57,12 @@ def measure_restore(tokens: Tokens = 8192, repetitions: Times = 9) -> Report:
         arguments = model.serve(folder, tokens + 1024, 4 * prefix_bytes)
         arguments += ["--host-size", str(prefix_bytes * 3 // 2)]
         arguments += ["--disk-path", str(folder / "pool"), "--disk-size", str(32 * prefix_bytes)]
+        needed = hit_bytes(read_shape(Path(arguments[0])).groups(BLOCK), tokens)
         progress("starting the server")
         with ServerProcess(arguments, folder / "server.log", progress) as server:
 
             def measure(source: str, document: str) -> None:
+                loaded = server.metric(_LOADED)
                 answer = server.ask(document, 2)
                 found = {tier: answer.recalled.get(tier, 0) for tier in SOURCES[1:]}
                 wanted = {tier: tokens if tier == source else 0 for tier in SOURCES[1:]}
@@ -57,6 +72,9 @@ def measure_restore(tokens: Tokens = 8192, repetitions: Times = 9) -> Report:
                     )
                 seconds[source].append(answer.ttft_s)
                 server.settle()
+                moved = server.metric(_LOADED) - loaded
+                if moved != (needed if source in ("host", "disk") else 0):
+                    raise EngineError(f"{moved:.0f} bytes moved, the hit needs {needed}")
 
             documents = [texts.document(tokens + TAIL) for _ in range(3)]
             server.ask(texts.document(2 * BLOCK), 2)
@@ -77,7 +95,14 @@ def measure_restore(tokens: Tokens = 8192, repetitions: Times = 9) -> Report:
                 progress(f"turn {turn + 1} of {repetitions}")
     progress("copy bandwidth")
     bandwidth = measure_bandwidth(tokens // BLOCK, model.layers, BLOCK * model.token_bytes)
-    return _report(seconds, tokens, prefix_bytes, model.dtype, bandwidth)
+    facts = {
+        "tokens": tokens,
+        "prefix_bytes": prefix_bytes,
+        "moved_bytes": needed,
+        "dtype": model.dtype,
+        "architecture": model.architecture,
+    }
+    return _report(seconds, facts, bandwidth)
 
 
 def measure_bandwidth(blocks: int, layers: int, block_bytes: int) -> dict[str, float]:
@@ -132,18 +157,14 @@ def measure_bandwidth(blocks: int, layers: int, block_bytes: int) -> dict[str, f
 
 def _report(
     seconds: Mapping[str, list[float]],
-    tokens: int,
-    prefix_bytes: int,
-    dtype: str,
+    facts: Mapping[str, Any],
     bandwidth: Mapping[str, float],
 ) -> Report:
     ttft = {source: percentiles(values) for source, values in seconds.items()}
     median = {source: found["p50"] for source, found in ttft.items()}
     worst = max(median[source] for source in SOURCES[1:])
     figures: dict[str, object] = {
-        "tokens": tokens,
-        "prefix_bytes": prefix_bytes,
-        "dtype": dtype,
+        **facts,
         "ttft_s": ttft,
         "host_to_device": round(median["host"] / median["device"], 3),
         "disk_to_device": round(median["disk"] / median["device"], 3),
@@ -151,7 +172,9 @@ def _report(
         **bandwidth,
     }
     notes = (
-        f"prefix of {tokens} tokens, {prefix_bytes / 2**20:.0f} MiB of KV cache, {dtype}",
+        f"{facts['architecture']}: a prefix of {facts['tokens']} tokens, "
+        f"{facts['prefix_bytes'] / 2**20:.0f} MiB of KV cache in {facts['dtype']}, of which a hit "
+        f"moves {facts['moved_bytes'] / 2**20:.0f}",
         f"goals: host <= {GOALS['host']} x device, disk <= {GOALS['disk']} x device, "
         "each hit < 0.1 of computing",
         f"arena -> device KV {bandwidth['restore_gb_s'] * GIB_S:.1f} GiB/s, a plain copy of the "
