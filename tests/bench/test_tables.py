@@ -26,7 +26,9 @@ SECONDS = [0.1, 0.2, 0.3]
 def _restore() -> Report:
     rates = {"restore_gb_s": 20.3, "plain_copy_gb_s": 22.0, "restore_to_plain": 0.92}
     times = {"computed": [10.0], "device": [0.08], "host": [0.1], "disk": [0.12]}
-    return restore._report(times, 8192, 64 << 20, "bfloat16", rates)
+    facts = {"tokens": 8192, "prefix_bytes": 64 << 20, "moved_bytes": 64 << 20,
+             "dtype": "bfloat16", "architecture": "qwen3"}  # fmt: skip
+    return restore._report(times, facts, rates)
 
 
 def _remote() -> Report:

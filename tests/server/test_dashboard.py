@@ -42,6 +42,9 @@ LAYERS = 4
 def test_samples_are_read_from_the_metrics_and_bounded() -> None:
     registry = CollectorRegistry()
     tokens = Counter("kvrecall_prompt_tokens", "x", ["engine", "source"], registry=registry)
+    loaded = Counter("kvrecall_loaded_blocks", "x", ["engine", "group"], registry=registry)
+    loaded.labels("0", "full").inc(4)
+    loaded.labels("1", "window").inc(2)
     used = Gauge("kvrecall_tier_used_bytes", "x", ["tier"], registry=registry)
     Counter("kvrecall_retrieval_steps", "x", registry=registry).inc(3)
     Counter("kvrecall_unrelated", "x", registry=registry).inc(3)
@@ -58,6 +61,7 @@ def test_samples_are_read_from_the_metrics_and_bounded() -> None:
     assert everything[0].tokens == {"host": 256.0}
     assert everything[0].tiers == {"disk": {"used_bytes": 5.0}, "device": {"share": 0.0}}
     assert everything[0].retrieval == {"steps": 3.0}
+    assert everything[0].loaded == {"full": 4.0, "window": 2.0}
     assert [each.at for each in kept.since(everything[-3].at)] == [e.at for e in everything[-2:]]
 
 
@@ -542,6 +546,38 @@ def test_everything_has_a_name(browser: Any, server: LiveServer) -> None:
         ".map((e) => e.outerHTML.slice(0, 80))"
     )
     assert nameless == []
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_a_hybrid_model_is_shown_by_its_groups(browser: Any, tmp_path: Path) -> None:
+    """2,280 tokens: of 17 blocks a hit needs all of full attention and the last two of each of
+    the two groups of windows."""
+    from kvrecall.lab.models import write_model
+
+    write_model(tmp_path / "model", "gemma3_text", hidden=64, layers=3, max_position=4096)
+    port = free_port()
+    words = [str(tmp_path / "model"), "--port", str(port), "--host-size", "32MiB"]
+    words += ["--kv-cache-memory-bytes", "64MiB"]
+    with contextlib.closing(
+        LiveServer(tmp_path, words, f"http://127.0.0.1:{port}", warm=True)
+    ) as live:
+        live.wait_ready()
+        for _ in range(2):
+            body = {"model": "model", "prompt": TEXT, "max_tokens": 1, "temperature": 0}
+            assert live.client.post("/v1/completions", json=body).status_code == 200
+            live.client.post("/reset_prefix_cache")
+        page = opened(browser, live)
+        page.tab.wait_for_selector("#tree .row.group")
+        groups = page.tab.locator("#tree .row.group .label").all_inner_texts()
+        kinds = re.findall(r"Gemma3ForCausalLM .*, KV group \d: (\w+)", "\n".join(groups))
+        assert sorted(kinds) == ["full", "window", "window"]
+        page.tab.wait_for_selector("#load svg")
+        facts = page.tab.inner_text("#load-facts")
+        blocks = facts.partition("B/s, blocks: ")[2].split(", ")
+        assert sorted(blocks) == ["17 full", "4 window"], facts
+        assert page.wrong == []
+        page.tab.close()
 
 
 @pytest.mark.long

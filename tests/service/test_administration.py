@@ -134,7 +134,10 @@ def test_a_model_with_several_groups(at: tuple[object, ...], service: ServiceThr
     chains = rows(*at, "--by", "chain", "-n", full.digest.hex())
     assert set(chains) == {keys[-1].hex()}
     assert rows(*at, "--by", "chain", "-n", window.digest.hex()) == {}
-    assert window.digest.hex() not in as_text(service)
+    trees = {tree.namespace: tree for tree in Inventory(service.pool).prefix_trees(100)}
+    beside = trees[window.digest.hex()]
+    assert (beside.model, beside.blocks) == ("one, KV group 1: window of 1024", 6)
+    assert beside.nodes == () != trees[full.digest.hex()].nodes
     as_json("pin", *at, "--block", keys[3].hex())
     pinned = rows(*at, "--by", "block", "--pinned")
     assert set(pinned) == {key.hex() for key in (*keys[:4], *hanging[:4])}

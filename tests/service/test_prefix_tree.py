@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from kvrecall.block import SHARED, BlockKey, Namespace, Tenant, TierName, tenant_of
@@ -15,6 +16,7 @@ from kvrecall.pool.service.endpoint import AdminEndpoint, clear_dead
 from kvrecall.pool.service.prefix_tree import MAX_BLOCKS, prefix_trees
 
 SPACE = Namespace.of({"dtype": "float32"})
+WINDOWS = Namespace.of({"dtype": "float32", "group": "0: window of 40 tokens"})
 NOW = 1000.0
 SLOT = 4096
 KNOWN = {SPACE.digest: ("model", SLOT)}
@@ -61,6 +63,15 @@ def test_tenants_and_orphans() -> None:
     trees = {tree.tenant: tree for tree in prefix_trees(blocks, KNOWN, NOW)}
     assert set(trees) == {str(SHARED), "t1"}
     assert sorted(node.depth for node in trees[str(SHARED)].nodes) == [0, 7]
+
+
+def test_what_hangs_on_blocks_is_counted_and_not_drawn() -> None:
+    """The windows of a hybrid model have a namespace of their own."""
+    chain = [held("a", None, 0), held("b", "a", 1)]
+    window = replace(held("b", "b", 2), key=WINDOWS.key(b"b".ljust(32, b".")))
+    tree, beside = prefix_trees([*chain, window], KNOWN, NOW)
+    assert [node.blocks for node in tree.nodes] == [2]
+    assert (beside.blocks, beside.host_bytes, beside.nodes, beside.hidden) == (1, SLOT, (), 0)
 
 
 def test_an_answer_is_bounded() -> None:

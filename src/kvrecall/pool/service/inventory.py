@@ -243,10 +243,13 @@ class Inventory:
         return Listing(by, tuple(rows[: min(limit, _MAX_ROWS)]), len(rows))
 
     def prefix_trees(self, limit: int) -> tuple[PrefixTree, ...]:
-        """The cached blocks as trees of at most ``limit`` nodes; without what hangs on them."""
-        known = {digest: (one.model, one.block_bytes) for digest, one in self._namespaces().items()}
-        chains = [block for block in self.pool.admin.blocks() if not block.hangs]
-        return prefix_trees(chains, known, time.time(), limit)
+        """The cached blocks as trees of at most ``limit`` nodes."""
+        known = {}
+        for digest, one in self._namespaces().items():
+            group = one.parts.get("group", "")
+            name = f"{one.model}, KV group {group}" if group else one.model
+            known[digest] = name, one.block_bytes
+        return prefix_trees(self.pool.admin.blocks(), known, time.time(), limit)
 
     def tenants(self) -> tuple[tuple[TenantView, ...], int]:
         """Tenants that hold most, and how many there are."""

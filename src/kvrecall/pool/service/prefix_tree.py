@@ -39,8 +39,9 @@ class PrefixNode:
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """The blocks of one namespace and tenant. Empty ``nodes`` with ``hidden`` -1: too many blocks
-    in the pool."""
+    """The blocks of one namespace and tenant. ``model``: with the KV group, of a model that has
+    several; only one of them has ``nodes``, the others hang on its blocks. Empty ``nodes`` with
+    ``hidden`` -1: too many blocks in the pool."""
 
     namespace: str
     model: str
@@ -75,12 +76,16 @@ def prefix_trees(
     groups: dict[tuple[bytes, Tenant], list[BlockInfo]] = {}
     for block in held:
         groups.setdefault((block.key[:NAMESPACE_BYTES], block.tenant), []).append(block)
-    budget = max(1, limit // max(1, len(groups)))
-    shown = len(held) <= MAX_BLOCKS
+    chains = {
+        group: [block for block in blocks if not block.hangs] for group, blocks in groups.items()
+    }
+    budget = max(1, limit // max(1, sum(map(bool, chains.values()))))
+    shown = sum(map(len, chains.values())) <= MAX_BLOCKS
     trees = []
     for (digest, tenant), blocks in groups.items():
         name, nbytes = known.get(digest, ("unknown", 0))
-        nodes, hidden = _nodes(_roots(blocks), now, [budget], 0) if shown else ((), -1)
+        roots = _roots(chains[digest, tenant]) if shown else []
+        nodes, hidden = _nodes(roots, now, [budget], 0) if shown else ((), -1)
         trees.append(
             PrefixTree(
                 namespace=digest.hex(),

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.samples import Sample as Line
 
 _TOKENS = "kvrecall_prompt_tokens"
+_LOADED = "kvrecall_loaded_blocks"
 _TIER = "kvrecall_tier_"
 _TIER_FIGURES = (
     "used_bytes capacity_bytes blocks hits evictions dropped errors corrupt full".split()
@@ -44,6 +45,7 @@ _HISTOGRAMS = {
 }
 _METRICS = (
     _TOKENS,
+    _LOADED,
     *(_TIER + figure for figure in _TIER_FIGURES),
     *_RETRIEVAL,
     *_COUNTS,
@@ -62,14 +64,15 @@ NAMES = (
 class Sample:
     """Figures at one moment.
 
-    ``tokens``: prompt tokens by source. ``tiers``, ``retrieval`` and ``counts``: by their names in
-    the metrics; counters are totals since the start. ``buckets``: histograms by ``ttft``, ``tpot``
-    and ``load:TIER``, as numbers of values at most the bounds that ``sample`` gives; those that
-    differ from the sample before.
+    ``tokens``: prompt tokens by source. ``loaded``: blocks by kind of KV group. ``tiers``,
+    ``retrieval`` and ``counts``: by their names in the metrics; counters are totals since the
+    start. ``buckets``: histograms by ``ttft``, ``tpot`` and ``load:TIER``, as numbers of values at
+    most the bounds that ``sample`` gives; those that differ from the sample before.
     """
 
     at: float
     tokens: dict[str, float] = field(default_factory=dict)
+    loaded: dict[str, float] = field(default_factory=dict)
     tiers: dict[str, dict[str, float]] = field(default_factory=dict)
     retrieval: dict[str, float] = field(default_factory=dict)
     counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTS.values(), 0.0))
@@ -90,6 +93,8 @@ def sample(registry: CollectorRegistry, now: float) -> tuple[Sample, Bounds]:
         name = line.name.removesuffix("_total")
         if name == _TOKENS:
             _add(made.tokens, line.labels["source"], line.value)
+        elif name == _LOADED:
+            _add(made.loaded, line.labels["group"], line.value)
         elif name.startswith(_TIER):
             tier = made.tiers.setdefault(line.labels["tier"], {})
             figure = name.removeprefix(_TIER)  # all replicas report the same pool

@@ -47,6 +47,7 @@ COUNTERS = {
     **{f"retrieval_{one.name}": one.metadata["text"] for one in fields(Activity)},
 }
 PROMPT_TOKENS = "Prompt tokens by source of their KV."
+LOADED_BLOCKS = "Blocks copied to the device, by what their KV group keeps: full, window, state."
 TIER_COUNTERS = {
     "hits": "Blocks found in the tier.",
     "reads": "Blocks read from the tier.",
@@ -224,6 +225,7 @@ class RecallPromMetrics(KVConnectorPromMetrics):
 
         register(Counter, COUNTERS)
         register(Counter, {"prompt_tokens": PROMPT_TOKENS}, "", "source")
+        register(Counter, {"loaded_blocks": LOADED_BLOCKS}, "", "group")
         register(Counter, TIER_COUNTERS, "tier_", "tier")
         register(Gauge, POOL_GAUGES)
         register(Gauge, TIER_GAUGES, "tier_", "tier")

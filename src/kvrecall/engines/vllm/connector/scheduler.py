@@ -253,7 +253,11 @@ class RecallScheduler:
             return
         load = state.load
         assert load is not None
-        self._loads.append(Load(request.request_id, self._copies(load, block_ids, external_tokens)))
+        copies = self._copies(load, block_ids, external_tokens)
+        self._loads.append(Load(request.request_id, copies))
+        for copy in copies:
+            kind = self._facts.groups[copy.group].kind
+            self.tally.counts[f"{kind}:loaded_blocks"] += len(copy.block_ids)
         self._loading[request.request_id], state.load = load, None
         self._waiting[request.request_id] = request
         if request.num_preemptions == 0:

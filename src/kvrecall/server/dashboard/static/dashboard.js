@@ -256,7 +256,13 @@ function drawLoads(marks, from, range) {
     const kind = `load:${tier}`, many = grown(kind, from, now).at(-1);
     return h("div", {}, `${tier}: ${some(many, "load")}, p50 ${seconds(quantileOf(0.5, kind, from, now))}, p95 ${seconds(quantileOf(0.95, kind, from, now))}`);
   }),
-    took > 0 ? h("div", {}, `copies to the device: ${bytes(copied)} at ${bytes(copied / took)}/s`) : null);
+    took > 0 ? h("div", {}, `copies to the device: ${bytes(copied)} at ${bytes(copied / took)}/s${ofGroups(now, from)}`) : null);
+}
+
+function ofGroups(now, from) {
+  const kinds = Object.entries(now.loaded ?? {}).map(([kind, blocks]) => [kind, blocks - (from.loaded?.[kind] ?? 0)]);
+  if (kinds.every(([kind]) => kind === "full")) return "";
+  return `, blocks: ${kinds.map(([kind, blocks]) => `${count(blocks)} ${kind}`).join(", ")}`;
 }
 
 function drawTiers() {
