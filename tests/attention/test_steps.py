@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -127,7 +128,7 @@ def test_the_log_says_what_was_done_once_a_minute(caplog: pytest.LogCaptureFixtu
     assert "30 of 0 considered blocks selected" in caplog.text
 
 
-def engine(**changed: Any) -> SimpleNamespace:
+def engine(layers: Sequence[str] = (), **changed: Any) -> SimpleNamespace:
     values: dict[str, Any] = {
         "speculative_config": None,
         "kv_transfer_config": None,
@@ -138,6 +139,7 @@ def engine(**changed: Any) -> SimpleNamespace:
             is_hybrid=False,
             is_encoder_decoder=False,
             get_total_num_hidden_layers=lambda: 4,
+            hf_text_config=SimpleNamespace(**({"layer_types": layers} if layers else {})),
         ),
     }
     return SimpleNamespace(**{**values, **changed})
@@ -157,6 +159,32 @@ def test_what_cannot_work_is_refused(changed: dict[str, Any], named: str) -> Non
     require_engine(engine(), RetrievalSettings())
     with pytest.raises(EngineError, match=named):
         require_engine(engine(**changed), RetrievalSettings())
+
+
+@pytest.mark.parametrize(
+    ("layers", "named"),
+    [
+        (
+            ("sliding_attention", "full_attention"),
+            "layers of sliding_attention",
+        ),  # Gemma-3, gpt-oss
+        (("chunked_attention", "full_attention"), "layers of chunked_attention"),  # Llama 4
+        (("linear_attention", "full_attention"), "layers of linear_attention"),  # Qwen3-Next
+        (("full_attention", "full_attention"), ""),
+    ],
+)
+def test_models_of_several_kv_groups_are_refused(layers: tuple[str, ...], named: str) -> None:
+    """Llama 4's chunks would be attended to by retrieval: their layers have no window of their own
+    that would tell them from full attention."""
+    if not named:
+        require_engine(engine(layers), RetrievalSettings())
+        return
+    with pytest.raises(EngineError) as refused:
+        require_engine(engine(layers), RetrievalSettings())
+    assert str(refused.value) == (
+        f"retrieval attention does not work with {named}; serve a model with full attention in "
+        "every layer, or remove `retrieval` from VLLM_PLUGINS"
+    )
 
 
 def pooled(extra: dict[str, Any] | None = None, stages: int = 1, ahead: bool = False) -> Any:

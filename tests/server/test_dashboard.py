@@ -557,14 +557,14 @@ def test_a_hybrid_model_is_shown_by_its_groups(browser: Any, tmp_path: Path) -> 
 
     write_model(tmp_path / "model", "gemma3_text", hidden=64, layers=3, max_position=4096)
     port = free_port()
-    words = [str(tmp_path / "model"), "--port", str(port), "--host-size", "32MiB"]
-    words += ["--kv-cache-memory-bytes", "64MiB"]
+    words = [str(tmp_path / "model"), "--port", str(port), "--served-model-name", "tiny"]
+    words += ["--host-size", "32MiB", "--kv-cache-memory-bytes", "64MiB"]
     with contextlib.closing(
         LiveServer(tmp_path, words, f"http://127.0.0.1:{port}", warm=True)
     ) as live:
         live.wait_ready()
         for _ in range(2):
-            body = {"model": "model", "prompt": TEXT, "max_tokens": 1, "temperature": 0}
+            body = {"model": "tiny", "prompt": TEXT, "max_tokens": 1, "temperature": 0}
             assert live.client.post("/v1/completions", json=body).status_code == 200
             live.client.post("/reset_prefix_cache")
         page = opened(browser, live)

@@ -40,6 +40,11 @@ def require_engine(vllm_config: Any, settings: RetrievalSettings) -> None:
         raise _refusal(f"kv_cache_dtype={cache.cache_dtype}", "leave kv_cache_dtype at auto")
     if getattr(model, "is_encoder_decoder", False) or getattr(model, "is_hybrid", False):
         raise _refusal("encoder-decoder and hybrid models", "serve a decoder with full attention")
+    named = getattr(model.hf_text_config, "layer_types", None) or ()
+    others = sorted(set(named) - {"full_attention"})
+    if others:
+        what = f"layers of {' and '.join(others)}"
+        raise _refusal(what, "serve a model with full attention in every layer")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise _refusal(f"{name}={getattr(parallel, name)}", "set it to 1")
