@@ -1,7 +1,7 @@
 """``kvrecall bench restore``: time to first token on a long prefix, by the tier it comes from.
 
-One server, queried over HTTP. Its host memory holds one and a half prefixes, so three documents in
-turn evict each other to disk: every turn measures a disk hit, a device hit and, after the engine's
+One server, queried over HTTP. Its host memory holds what one and a half hits need, so three documents
+in turn evict each other to disk: every turn measures a disk hit, a device hit and, after the engine's
 own cache is emptied, a host hit of the same prefix; some turns also compute a new document.
 """
 
@@ -55,9 +55,9 @@ def measure_restore(
     with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as name:
         folder = Path(name)
         arguments = model.serve(folder, tokens + 1024, 4 * prefix_bytes)
-        arguments += ["--host-size", str(prefix_bytes * 3 // 2)]
-        arguments += ["--disk-path", str(folder / "pool"), "--disk-size", str(32 * prefix_bytes)]
         needed = hit_bytes(read_shape(Path(arguments[0])).groups(BLOCK), tokens)
+        arguments += ["--host-size", str(needed * 3 // 2)]
+        arguments += ["--disk-path", str(folder / "pool"), "--disk-size", str(32 * prefix_bytes)]
         progress("starting the server")
         with ServerProcess(arguments, folder / "server.log", progress) as server:
 
