@@ -1,8 +1,9 @@
 """``kvrecall bench restore``: time to first token on a long prefix, by the tier it comes from.
 
-One server, queried over HTTP. Its host memory holds what one and a half hits need, so three documents
-in turn evict each other to disk: every turn measures a disk hit, a device hit and, after the engine's
-own cache is emptied, a host hit of the same prefix; some turns also compute a new document.
+One server, queried over HTTP. Its host memory holds what one and a half hits need, so three
+documents in turn evict each other to disk: every turn measures a disk hit, a device hit and, after
+the engine's own cache is emptied, a host hit of the same prefix; some turns also compute a new
+document.
 """
 
 from __future__ import annotations
