@@ -41,6 +41,8 @@ from kvrecall.engines.vllm.connector.wire import (
     Load,
     StepReport,
 )
+from kvrecall.plan.groups import Group
+from kvrecall.plan.layers import Kind
 from kvrecall.pool import Pool
 from kvrecall.testing.blocks import wait_until
 
@@ -452,6 +454,22 @@ def test_the_pool_learns_where_requests_end(
         assert ending
         assert pool.locate(ending).blocks == len(ending)
     assert set(prompts_end) != set(answers_end)
+
+
+@pytest.mark.parametrize("shape", ["gemma", "sizes", "chunks", "states"])
+def test_the_pool_keeps_what_the_plan_says(pool: Pool, shape: str) -> None:
+    """With vLLM's default retention, of a prompt that takes several steps and its answer."""
+    bench = Bench(pool, SHAPES[shape], blocks=400, retention=0)
+    bench.run(prompt(1610), answer=100, chunk=320)
+    base = Namespace.of({"test": "1"})
+    for spec, kind, space in zip(
+        SHAPES[shape], bench.kinds, bench.side.namespaces.groups_of(base), strict=True
+    ):
+        kept = sum(key.startswith(space.digest) for key in pool._host.blocks)
+        named = "chunk" if isinstance(spec, ChunkedLocalAttentionSpec) else kind.kind
+        group = Group(Kind(str(named)), kind.reach or 0, 1, kind.block_size, 0, 0)
+        # The last of 1,710 tokens is not full, nor is the last of the answer computed.
+        assert kept == pytest.approx(group.pool_blocks(1709), abs=1)
 
 
 def test_windows_of_a_promised_prefix_count_as_used(

@@ -125,21 +125,21 @@ def test_a_hit_loads_what_its_last_tokens_need(tmp_path: Path) -> None:
     assert hit_bytes(qwen, 6400) == 12 * 2 * KIB * 6400 + 36 * (CONV + STATE), "one state a layer"
 
 
-def test_a_window_takes_little_of_the_device_and_all_of_the_pool(tmp_path: Path) -> None:
+def test_a_window_takes_little_of_the_device_and_of_the_pool(tmp_path: Path) -> None:
     shape = shape_of(tmp_path, configs.GEMMA_3_4B)
     window, full = shape.groups(128)[0], shape.groups(128)[-1]
     assert (window.kind, full.kind) == (Kind.WINDOW, Kind.FULL)
     assert (window.device_blocks(32768), full.device_blocks(32768)) == (9, 256)
     assert (window.device_blocks(300), full.device_blocks(300)) == (3, 3)
-    assert window.pool_blocks(32768, 8192) == full.pool_blocks(32768, 8192) == 256
+    assert (window.pool_blocks(32768), full.pool_blocks(32768)) == (2 * 8, 256)
+    assert (window.pool_blocks(300), full.pool_blocks(300)) == (3, 3)
 
 
-def test_states_are_kept_where_steps_end(tmp_path: Path) -> None:
+def test_a_state_is_kept_where_the_prompt_ends(tmp_path: Path) -> None:
     state = shape_of(tmp_path, configs.QWEN3_NEXT_80B).groups(128)[0]
     assert state.kind is Kind.STATE
     assert state.device_blocks(32768) == 2
-    assert state.pool_blocks(32768, 8192) == 5, "steps of 7,680 tokens, twelve blocks of 640"
-    assert state.pool_blocks(32768, 100) == 52, "a step that is shorter than a block: each block"
+    assert (state.pool_blocks(32768), state.pool_blocks(0)) == (1, 0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
@@ -249,7 +249,7 @@ def test_a_hybrid_model_is_sized_by_its_groups(tmp_path: Path) -> None:
     sizes = ("--host-size", "64GiB", "--disk-size", "1TiB", "--context", "32k")
     plan, text = planned(tmp_path, configs.QWEN3_NEXT_80B, *sizes)
     full, state = 12 * 2 * KIB * 640, 12 * (CONV + STATE)
-    one = 52 * full + 3 * 5 * state
+    one = 52 * full + 3 * state
     assert plan["session_bytes"] == one
     assert plan["device_session_bytes"] == (52 + 3 * 2) * full
     assert plan["hit_unit"] == 640
@@ -258,11 +258,11 @@ def test_a_hybrid_model_is_sized_by_its_groups(tmp_path: Path) -> None:
     host = plan["tiers"][0]
     assert host["sessions"] == 64 * GIB // one
     assert host["tokens"] == pytest.approx(64 * GIB / one * 32768, rel=1e-3)
-    assert plan["trace_block_bytes"] == 512 * 24 * KIB + round(15 * state * 512 / 32768)
+    assert plan["trace_block_bytes"] == 512 * 24 * KIB + round(3 * state * 512 / 32768)
     assert [g["kind"] for g in plan["groups"]] == ["state"] * 3 + ["full"]
     row = next(line for line in text.splitlines() if " state " in line)
     cells = [cell.strip() for cell in row.split("│")[1:-1]]
-    assert cells == ["3", "state", "12", "640", "12.6 MiB", "2", "5", "1"]
+    assert cells == ["3", "state", "12", "640", "12.6 MiB", "2", "1", "1"]
 
 
 @pytest.mark.parametrize(
@@ -310,11 +310,11 @@ def test_hit_rates_of_a_hybrid_model_are_those_of_the_simulation(tmp_path: Path)
     assert 0 < rates[0] < rates[1]
 
 
-def test_a_longer_step_keeps_fewer_states(tmp_path: Path) -> None:
+def test_a_longer_step_simulates_fewer_states(tmp_path: Path) -> None:
     few, _ = planned(tmp_path, configs.QWEN3_NEXT_80B, "--context", "32k", "--step-tokens", "32768")
     many, _ = planned(tmp_path, configs.QWEN3_NEXT_80B, "--context", "32k", "--step-tokens", "2048")
-    assert [g["pool_records"] for g in few["groups"]] == [2, 2, 2, 52]
-    assert [g["pool_records"] for g in many["groups"]] == [18, 18, 18, 52]
+    assert few["simulate_groups"] == "full:12MiB,state:32640:38592KiB"
+    assert many["simulate_groups"] == "full:12MiB,state:1920:38592KiB"
 
 
 def test_break_even_of_a_hybrid_model(tmp_path: Path) -> None:

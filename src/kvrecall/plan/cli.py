@@ -68,7 +68,10 @@ def plan(
     block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block.")] = 128,
     kv_dtype: Annotated[str, typer.Option(help="auto, bf16, fp8, ...")] = "auto",
     step_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of a step of the engine; states are kept at its end.")
+        int,
+        typer.Option(
+            min=1, help="Tokens of a step of the engine; a simulated state is kept at its end."
+        ),
     ] = 8192,
     prefill_rate: Annotated[
         float, typer.Option(min=0, help="Prefill rate of an engine on short prompts, tokens/s.")
@@ -157,7 +160,7 @@ def _summary(
         "bytes_per_token": shape.kv_bytes_per_token,
         "block_bytes": chain.record_bytes,
         "block_tokens": chain.block_tokens,
-        "trace_block_bytes": _trace_block_bytes(shape, groups, use),
+        "trace_block_bytes": _trace_block_bytes(groups, use),
         "simulate_groups": ",".join(map(str, groups_of_trace(groups, use.step_tokens))),
         "groups": [_group(group, use) for group in groups],
         "hit_unit": unit,
@@ -196,14 +199,19 @@ def _summary(
     }
 
 
-def _trace_block_bytes(shape: ModelShape, groups: tuple[Group, ...], use: Use) -> int:
-    """With a session's states spread over its tokens."""
-    states = sum(
-        group.record_bytes * group.pool_blocks(use.context, use.step_tokens)
+def _trace_block_bytes(groups: tuple[Group, ...], use: Use) -> int:
+    """With a session's windows and states spread over its tokens."""
+    every = sum(
+        group.record_bytes // group.block_tokens
         for group in groups
-        if group.kind is Kind.STATE
+        if group.kind in (Kind.FULL, Kind.CHUNK)
     )
-    return BLOCK_TOKENS * shape.kv_bytes_per_token + round(states * BLOCK_TOKENS / use.context)
+    some = sum(
+        group.record_bytes * group.pool_blocks(use.context)
+        for group in groups
+        if group.kind in (Kind.WINDOW, Kind.STATE)
+    )
+    return BLOCK_TOKENS * every + round(some * BLOCK_TOKENS / use.context)
 
 
 def _group(group: Group, use: Use) -> dict[str, Any]:
@@ -215,7 +223,7 @@ def _group(group: Group, use: Use) -> dict[str, Any]:
         "record_bytes": group.record_bytes,
         "device_block_bytes": group.device_bytes,
         "device_blocks": group.device_blocks(use.context),
-        "pool_records": group.pool_blocks(use.context, use.step_tokens),
+        "pool_records": group.pool_blocks(use.context),
         "hit_records": group.needed(use.context // group.block_tokens * group.block_tokens),
     }
 

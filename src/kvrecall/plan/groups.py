@@ -44,13 +44,16 @@ class Group:
             case Kind.STATE:
                 return 2  # the one that runs, and the last boundary's
 
-    def pool_blocks(self, context: int, step_tokens: int) -> int:
-        """Records that a sequence leaves in the pool. A state is kept where a step ends on a block
-        boundary."""
+    def pool_blocks(self, context: int) -> int:
+        """Records that a sequence leaves in the pool, with vLLM's default retention: windows where
+        its prompt and its answer end, the state where its prompt ends."""
         every = -(-context // self.block_tokens)
-        if self.kind is not Kind.STATE:
-            return every
-        return min(every, -(-context // self.state_tokens(step_tokens)))
+        match self.kind:
+            case Kind.WINDOW:
+                return min(every, 2 * -(-(self.reach - 1) // self.block_tokens))
+            case Kind.STATE:
+                return min(1, every)
+        return every
 
     def state_tokens(self, step_tokens: int) -> int:
         """Tokens between two states that are kept."""

@@ -135,7 +135,7 @@ class Sequence:
 
 
 def sequence_of(groups: tuple[Group, ...], use: Use, ranks: int) -> Sequence:
-    counts = [group.pool_blocks(use.context, use.step_tokens) for group in groups]
+    counts = [group.pool_blocks(use.context) for group in groups]
     numbered = list(zip(groups, counts, strict=True))
     return Sequence(
         ranks * sum(g.device_bytes * g.device_blocks(use.context) for g in groups),
