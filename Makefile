@@ -45,7 +45,7 @@ identity: setup-engine
 	@.venv/bin/python -m kvrecall.lab.identity $(IDENTITY)
 
 # MODELS="--model gemma3 --tier disk": a part.
-models: setup-engine
+models: setup-mooncake
 	@.venv/bin/python -m kvrecall.lab.shapes $(MODELS)
 
 bench: setup-bench

@@ -166,6 +166,24 @@ def test_device_blocks_are_held_while_copies_are_late(pool: Pool) -> None:
     assert not bench.side.finished(done, (bench.blocks["done"],))[0], "its blocks are all there"
 
 
+def test_blocks_whose_copies_are_late_are_durable_a_step_later(tmp_path: Path) -> None:
+    disk = {"disk_path": str(tmp_path / "disk"), "disk_size": "64MiB"}
+    settings = RecallSettings.from_mapping({"host_size": "1MiB", **disk})
+    with Pool.open(settings.pool) as pool:
+        bench = Bench(pool, async_write=False)
+        request = bench.request("r", 40)
+        orders = bench.step(request, 40)
+        request.append_output_token_ids(3)
+        request.status = RequestStatus.FINISHED_STOPPED
+        bench.side.finished(request, (bench.blocks["r"],))
+        bench.side.reported(StepReport(), set(), set())
+        assert bench.side.tally.counts["flushes_missed"] == 0
+        bench.report(orders)
+        assert bench.side.tally.counts["flushes_missed"] == 0
+        (below,) = (tier for tier in pool.stats().tiers if tier.name == "disk")
+        assert below.blocks == 2
+
+
 def test_preemption_waits_for_late_copies(pool: Pool) -> None:
     bench = Bench(pool)
     request = bench.request("r", 16)

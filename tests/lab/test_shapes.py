@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvrecall.lab.engines.engine import Answer
+from kvrecall.lab.engines.engine import Answer, Question
+from kvrecall.lab.engines.kv import joined
 from kvrecall.lab.processes import as_child
 from kvrecall.lab.shapes.__main__ import _figures, app
+from kvrecall.lab.shapes.cases import cases_of
 from kvrecall.lab.shapes.needed import needed_bytes
+from kvrecall.lab.shapes.ranks import Saved, unequal
+from kvrecall.lab.shapes.row import Row, difference
 from kvrecall.lab.shapes.shapes import SHAPES
-from kvrecall.lab.shapes.trial import Row, cases_of, difference
 
 GOOD = Row(
     "gemma3",
@@ -26,6 +29,7 @@ GOOD = Row(
     hybrid_manager=True,
     equal=True,
     hit_tokens=608,
+    tier_tokens=32,
     device_tokens=608,
     bytes_moved=100,
     bytes_needed=100,
@@ -72,6 +76,7 @@ def test_a_row_names_its_faults() -> None:
     assert replace(GOOD, bytes_needed=101).faults() == ["moved fewer bytes than needed"]
     assert "nothing recalled" in replace(GOOD, bytes_moved=0, bytes_needed=0).faults()
     assert replace(GOOD, device_blocks=(90, 96)).faults() == ["the pool takes device blocks"]
+    assert replace(GOOD, tier_tokens=0).faults() == ["nothing came from the tier"]
     crowd = replace(GOOD, case="preempted", hit_tokens=0)
     assert crowd.faults() == ["nothing was preempted"]
     assert replace(crowd, preemptions=1).ok
@@ -93,6 +98,21 @@ def test_a_model_that_does_not_run_here_is_a_row_with_the_reason() -> None:
     refused = Row("deepseek", run=False, why="prefix caching is off")
     assert _figures(refused) == {"model": "deepseek", "run": False, "reason": refused.why}
     assert json.loads(json.dumps(_figures(GOOD)))["bytes_needed"] == 100
+
+
+def test_kv_of_other_ranks_is_compared_head_for_head() -> None:
+    kv = {"layer.0": {32: ["k", "v"], 64: ["m", "n"]}, "layer.1": {64: ["o", "p"]}}
+    ranks = [
+        {name: {end: [heads[rank]] for end, heads in blocks.items()} for name, blocks in kv.items()}
+        for rank in (0, 1)
+    ]
+    written = Saved(Question("on", (1,), 1), kv)
+    assert joined(ranks) == kv
+    assert unequal(written, joined(ranks), 64) == ""
+    swapped = joined(ranks[::-1])
+    assert unequal(written, swapped, 64) == "on: KV of layer.0 before token 32 is not the writer's"
+    assert unequal(written, {**kv, "layer.1": swapped["layer.1"]}, 63) == "on: no KV of layer.1"
+    assert unequal(written, {"layer.0": kv["layer.0"]}, 64) == "on: other layers"
 
 
 def test_prompts_end_on_a_boundary_and_beside_it_and_fit() -> None:

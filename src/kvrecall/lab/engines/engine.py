@@ -19,6 +19,7 @@ import psutil
 
 from kvrecall.errors import EngineError
 from kvrecall.lab.engines.child import ChildProcess, end_all, server_environment
+from kvrecall.lab.engines.kv import Kv
 
 START_S = 600.0
 """Maximum seconds for an engine's start, also on a busy machine."""
@@ -185,6 +186,15 @@ class EngineProcess(ChildProcess):
         self.send({"do": "memory"})
         found: Mapping[str, Any] = self.await_reply("memory", seconds)
         return found
+
+    def device_kv(self, seconds: float = _END_S) -> Kv:
+        """The KV on the device of the request that ended last, with a pool. Raises EngineError."""
+        self.send({"do": "kv"})
+        layers = self.await_reply("kv", seconds)
+        return {
+            name: {int(end): heads for end, heads in blocks.items()}
+            for name, blocks in layers.items()
+        }
 
     def admissions(self, seconds: float = _END_S) -> list[Admission]:
         """The requests admitted since the last call, with a pool. Raises EngineError."""

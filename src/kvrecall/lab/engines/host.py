@@ -10,13 +10,15 @@
 {"do": "cancel", "id": ..} aborts a request, which is not answered
 {"do": "metrics"}          asks for the counters that Prometheus would scrape
 {"do": "memory"}           asks for the engine's device cache: blocks and KV groups
+{"do": "kv"}               asks for the KV on the device of the request that ended last
 {"do": "admissions"}       asks for the requests admitted since the last such order
 {"do": "decode_together", "sequences": .., "context": .., "decoded": .., "pooled": ..}
 {"do": "close"}            ends the process, as the end of stdin does
 
 On stdout: ``{"ready": pid}``, ``{"id": .., "tokens": [..], "finish": .., "from": .., "keys": [..],
 "gaps": [..], "scores": [..], "cached": ..}`` for every answer, ``{"metrics": {name: value}}``,
-``{"memory": {..}}``, ``{"admissions": [[id, start, end, tokens], ..]}``,
+``{"memory": {..}}``, ``{"kv": {layer: {token: [digest, ..]}}}``,
+``{"admissions": [[id, start, end, tokens], ..]}``,
 ``{"decode_together": {..}}``, ``{"joined": bool}`` when a pool service is found or lost, and
 ``{"error": ..}`` before it ends because the engine failed. Requests that arrive while others run
 are batched with them, as in a server. The laboratory uses such processes because they can be killed
@@ -38,6 +40,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 from kvrecall.block import BlockKey
+from kvrecall.lab.engines.kv import device_kv, joined
 
 _SEED = 7  # of a request for several samples
 Admission = tuple[str, int, int, int]
@@ -129,8 +132,10 @@ class Host:
         self._started: dict[str, tuple[float, float]] = {}  # submitted, first token
         self._joined: bool | None = None
         self._admissions: list[Admission] = []
+        self._tables: Sequence[Sequence[int]] = ()  # device blocks of the last request that ended
         if self._core.scheduler.connector is not None:
             _watch_admissions(self._core.scheduler.connector, self._admissions, self._names)
+            self._watch_tables(self._core.scheduler.connector)
 
     def run(self) -> None:
         _say(self._replies, {"ready": os.getpid()})
@@ -151,6 +156,8 @@ class Host:
                     _say(self._replies, {"metrics": _metrics()})
                 elif name == "memory":
                     _say(self._replies, {"memory": memory_of(self._engine, self._core)})
+                elif name == "kv":
+                    _say(self._replies, {name: self._kv()})
                 elif name == "admissions":
                     _say(self._replies, {name: self._admissions})
                     self._admissions.clear()
@@ -239,6 +246,26 @@ class Host:
             "cached": output.num_cached_tokens or 0,
             "ttft_s": first - submitted,
         }
+
+    def _watch_tables(self, connector: Any) -> None:
+        """Notes from now on where the blocks of a request are when it ends."""
+        finished = connector.request_finished_all_groups
+
+        def noted(request: Any, block_ids: Sequence[Sequence[int]]) -> Any:
+            self._tables = [list(ids) for ids in block_ids]
+            return finished(request, block_ids)
+
+        connector.request_finished_all_groups = noted
+
+    def _kv(self) -> dict[str, dict[int, list[str]]]:
+        """By layer and the token behind a block, digests of its KV heads."""
+        tables: dict[str, dict[int, int]] = {}
+        groups = self._core.scheduler.kv_cache_config.kv_cache_groups
+        for group, ids in zip(groups, self._tables, strict=True):
+            size = group.kv_cache_spec.block_size
+            blocks = {(at + 1) * size: block for at, block in enumerate(ids) if block}
+            tables |= dict.fromkeys(group.layer_names, blocks)
+        return joined(self._llm.collective_rpc(device_kv, args=(tables,)))
 
     def _tell_joined(self) -> None:
         connector = self._core.scheduler.connector

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from kvrecall.errors import TierError
@@ -20,9 +21,15 @@ _READY_S = 120.0
 
 class ServiceProcess(ChildProcess):
     """``kvrecall pool serve`` in a folder of its own, without a disk unless ``disk_bytes`` is
-    given. A context manager that stops it."""
+    given. ``more``: other settings. A context manager that stops it."""
 
-    def __init__(self, folder: Path, host_bytes: int, disk_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        host_bytes: int,
+        disk_bytes: int = 0,
+        more: Mapping[str, object] | None = None,
+    ) -> None:
         folder.mkdir(mode=0o700)
         super().__init__(folder / "service.log")
         self.folder = folder
@@ -30,6 +37,7 @@ class ServiceProcess(ChildProcess):
         self.disk = folder / "disk"
         self.ready_at = 0.0
         settings: dict[str, object] = {"socket": str(self.socket), "host_size": host_bytes}
+        settings |= more or {}
         if disk_bytes:
             settings |= {"disk_path": str(self.disk), "disk_size": disk_bytes}
         self._config = folder / "pool.json"

@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
-from itertools import chain
 from typing import Annotated
 
 import typer
@@ -15,8 +14,9 @@ from rich.table import Table
 
 from kvrecall.lab.processes import command_folder
 from kvrecall.lab.progress import ProgressLines
+from kvrecall.lab.shapes.row import TIERS, Row
 from kvrecall.lab.shapes.shapes import SHAPES, Shape
-from kvrecall.lab.shapes.trial import TIERS, Laboratory, Row
+from kvrecall.lab.shapes.trial import Laboratory
 
 app = typer.Typer(add_completion=False)
 
@@ -37,10 +37,10 @@ def models(
 ) -> None:
     """Small models with the KV groups of published ones, recalled from every tier: prompts that end
     on a block and beside it, longer ones computed in chunks, several samples, and requests that are
-    preempted; below the host after kill -9 of the engine that saved them; and by engines of another
-    number of ranks. Every reply is compared
-    with that of a hit on the device of an engine without a pool, bit for bit, and the bytes moved
-    with those that the hits need.
+    preempted; below the host after kill -9 of the engine that saved them; from a pool service by
+    its other engine, and from Mooncake by an engine without that service; and by engines of another
+    number of ranks. Every reply is compared with that of a hit on the device of an engine without a
+    pool, bit for bit, and the bytes moved with those that the hits need.
 
     The last line is JSON; the exit status is 0 only if no row is wrong.
     """
@@ -58,8 +58,7 @@ def models(
 
             def attempt(shape: Shape) -> list[Row]:
                 found = []
-                more = laboratory.ranks_rows(shape) if shape.ranks and "disk" in tiers else ()
-                for row in chain(laboratory.rows(shape, tiers), more):
+                for row in laboratory.rows(shape, tiers if tier else shape.tiers):
                     _progress(_text(row))
                     found.append(row)
                 return found

@@ -14,6 +14,7 @@ from typing import Any
 from kvrecall.lab.engines.child import server_environment
 from kvrecall.lab.engines.engine import ONE_THREAD
 from kvrecall.lab.models import write_model
+from kvrecall.lab.shapes.row import TIERS
 
 _OPTIONS: Mapping[str, Any] = {
     "max_model_len": 1280,
@@ -28,8 +29,8 @@ class Shape:
     """A model and its engine. ``like``: what is published in this shape. ``architecture``,
     ``model``: arguments of ``write_model``. ``options``: of ``vllm.LLM``. ``chunk``: tokens that a
     step computes at most. ``boundary``: tokens after which hits end, or a multiple of them.
-    ``cache_bytes``: of the device cache. ``ranks``: whether to try other numbers of tensor-parallel
-    ranks."""
+    ``cache_bytes``: of the device cache. ``shared``: whether to try a pool service and Mooncake
+    unasked. ``ranks``: whether to try other numbers of tensor-parallel ranks."""
 
     name: str
     like: str
@@ -40,7 +41,13 @@ class Shape:
     chunk: int = 256
     boundary: int = 32
     cache_bytes: int = 6 << 20
+    shared: bool = False
     ranks: bool = False
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """The tiers to try unless others are asked for."""
+        return TIERS if self.shared else TIERS[:3]
 
     def write(self, folder: Path) -> Path:
         """Writes the model."""
@@ -69,15 +76,23 @@ def environment() -> dict[str, str]:
 
 
 SHAPES = (
-    Shape("qwen3", "Qwen3, Llama: full attention", "qwen3", ranks=True),
+    Shape("qwen3", "Qwen3, Llama: full attention", "qwen3", shared=True, ranks=True),
     Shape("mistral", "Mistral: a window in every layer", "mistral", cache_bytes=4 << 20),
-    Shape("gemma3", "Gemma-3: windows and full", "gemma3_text", {"layers": 6}, ranks=True),
+    Shape(
+        "gemma3",
+        "Gemma-3: windows and full",
+        "gemma3_text",
+        {"layers": 6},
+        shared=True,
+        ranks=True,
+    ),
     Shape(
         "gpt-oss",
         "gpt-oss: windows with sinks and full, mixture of experts",
         "gpt_oss",
         {"window": 128},
         cache_bytes=4 << 20,
+        shared=True,
     ),
     Shape("llama4", "Llama 4: local chunks and full", "llama4_text", cache_bytes=4 << 20),
     Shape(
@@ -87,6 +102,7 @@ SHAPES = (
         dtype="bfloat16",
         boundary=160,
         cache_bytes=26 * 81920,
+        shared=True,
     ),
     Shape(
         "granite-hybrid",

@@ -272,9 +272,14 @@ class Saver:
         self._unflushed.append(keys)
 
     def flush(self) -> None:
-        """Waits (bounded) until the blocks named to ``flush_later`` are durable."""
+        """Waits (bounded) until the blocks named to ``flush_later`` are durable. Those that the
+        workers still copy are left to the next call."""
         chains, self._unflushed = self._unflushed, []
-        for keys in chains:
+        copying = {key for store in self._open.values() for key in store.keys} if chains else ()
+        for chain in chains:
+            keys = [key for key in chain if key not in copying]
+            if len(keys) < len(chain):
+                self._unflushed.append([key for key in chain if key in copying])
             if not self._pool.flush(keys, FLUSH_DEADLINE_S):
                 self._tally.counts["flushes_missed"] += 1
                 logger.warning(
