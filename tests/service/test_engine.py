@@ -1,4 +1,4 @@
-"""A real engine on a service that is killed and started again."""
+"""Real engines on a service that is killed and started again, and of any number of ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 from engine.engine import Engine, prompt_of
 
+from kvrecall.lab.engines.engine import EngineProcess
 from kvrecall.lab.models import write_model
+from kvrecall.lab.shapes.cases import on_and_off
+from kvrecall.lab.shapes.node import node
+from kvrecall.lab.shapes.ranks import Saved, recalled, saved_by
+from kvrecall.lab.shapes.shapes import SHAPES, environment
 from kvrecall.testing.blocks import wait_until
 
 from .service import MIB, Service
@@ -65,3 +70,27 @@ def lose_and_rejoin(engine: Engine, service: Service) -> None:
         assert reply["logprobs"] == device["logprobs"]
     # An engine asks a service for statistics twice a second, and keeps them.
     wait_until(lambda: (s := engine.pool_stats()) and (s["leases"], s["reserved"]) == (0, 0))
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_one_service_for_engines_of_any_number_of_ranks(tmp_path: Path) -> None:
+    """One after the other, each killed before the next one starts; at the same time, and with
+    several KV groups: ``make models``."""
+    shape = next(shape for shape in SHAPES if shape.name == "qwen3")
+    arguments = shape.arguments(shape.write(tmp_path), tmp_path / "cache")
+    written: list[Saved] = []
+    with node(tmp_path / "node", mooncake=False) as place:
+        for turn, ranks in enumerate((1, 2, 1)):
+            setup = {**arguments, "pool": place.joined, "tensor_parallel_size": ranks}
+            log = tmp_path / f"{turn}.log"
+            engine = EngineProcess(f"{ranks} ranks", setup, log, environment=environment())
+            try:
+                engine.wait_ready()
+                if written:
+                    row = recalled(engine, shape, written, "service", (3 - ranks, ranks), True)
+                    assert row.faults() == []
+                written = saved_by(engine, on_and_off(shape, f"turn {turn}"))
+                engine.kill()
+            finally:
+                engine.bury()

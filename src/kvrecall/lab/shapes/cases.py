@@ -54,8 +54,8 @@ def on_and_off(shape: Shape, seed: str) -> tuple[Question, Question]:
 
 def _sizes(shape: Shape) -> tuple[int, int]:
     """Tokens of which prompts are a multiple, and of the usual prompt."""
-    unit = max(shape.boundary, 32)
-    return unit, -(-640 // unit) * unit
+    unit = shape.boundary
+    return unit, max(2, 640 // unit) * unit
 
 
 def _prompt(shape: Shape, seed: str, tokens: int) -> tuple[int, ...]:

@@ -6,8 +6,9 @@ cache holds a few of the longest only, so that requests which run together are p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ _OPTIONS: Mapping[str, Any] = {
 class Shape:
     """A model and its engine. ``like``: what is published in this shape. ``architecture``,
     ``model``: arguments of ``write_model``. ``options``: of ``vllm.LLM``. ``chunk``: tokens that a
-    step computes at most. ``boundary``: tokens after which hits end, or a multiple of them.
+    step computes at most. ``boundary``: tokens after which hits end.
     ``cache_bytes``: of the device cache. ``shared``: whether to try a pool service and Mooncake
     unasked. ``ranks``: whether to try other numbers of tensor-parallel ranks."""
 
@@ -48,6 +49,11 @@ class Shape:
     def tiers(self) -> tuple[str, ...]:
         """The tiers to try unless others are asked for."""
         return TIERS if self.shared else TIERS[:3]
+
+    def on(self, groups: Sequence[Mapping[str, Any]]) -> Shape:
+        """The shape on this machine: vLLM gives blocks of recurrent layers another size where its
+        kernels have states of another type. ``groups``: of an engine's ``memory()``."""
+        return replace(self, boundary=math.lcm(*(group["block_size"] for group in groups)))
 
     def write(self, folder: Path) -> Path:
         """Writes the model."""

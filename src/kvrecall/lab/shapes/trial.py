@@ -122,13 +122,18 @@ class Laboratory:
         settings = dict(POOL)
         for tier in lower:
             settings |= below[tier]
-        cases = {tier: cases_of(shape, tier) for tier in tiers}
         with ExitStack() as stack:
+            # The first with the pool: a shape that it refuses needs no other engine.
+            pools = [{"pool": settings}] if own else []
+            engines = [
+                stack.enter_context(self._engine(shape, {**arguments, **more}))
+                for more in (*pools, {})
+            ]
+            first, alone = engines[0], Alone(engines[-1])
+            shape = shape.on(first.memory()["groups"])
+            cases = {tier: cases_of(shape, tier) for tier in tiers}
             if own:
-                # The first with the pool: a shape that it refuses needs no other engine.
-                first = stack.enter_context(self._engine(shape, {**arguments, "pool": settings}))
                 _fill(first, cases[own[0]])
-            alone = Alone(stack.enter_context(self._engine(shape, arguments)))
             for case in chain.from_iterable(cases.values()):
                 alone.learn(case)
             if "host" in own:
