@@ -19,7 +19,7 @@ from kvrecall.lab.identity.trial import distance
 from kvrecall.lab.shapes.cases import Case, ask, cases_of, loads_of, on_and_off, rise, trust
 from kvrecall.lab.shapes.needed import needed_bytes
 from kvrecall.lab.shapes.node import POOL, Node, node
-from kvrecall.lab.shapes.ranks import recalled, saved_by
+from kvrecall.lab.shapes.ranks import Saved, recalled, saved_by
 from kvrecall.lab.shapes.row import Row, difference, from_tier
 from kvrecall.lab.shapes.shapes import Shape, environment
 from kvrecall.pool.remote.mooncake.wheel import package_folder
@@ -180,15 +180,18 @@ class Laboratory:
             return self._engine(shape, {**arguments, "tensor_parallel_size": ranks, "pool": pool})
 
         if "disk" in tiers:
-            for writers, readers in _RANKS:
-                folder = self._folder / "pools" / f"{shape.name}-{writers}-{readers}"
-                pool = {**POOL, "disk_path": str(folder), "disk_size": "1GiB"}
-                with engine(writers, pool) as one:
-                    written = saved_by(one, prompts[writers])
-                    _await_writes(folder)
-                    one.kill()
-                with engine(readers, pool) as other:
-                    yield recalled(other, shape, written, "disk", (writers, readers), True)
+            folder = self._folder / "pools" / f"{shape.name}-ranks"
+            pool = {**POOL, "disk_path": str(folder), "disk_size": "1GiB"}
+            written: list[Saved] = []
+            for readers, writes in ((1, True), (2, True), (1, False)):
+                with engine(readers, pool) as one:
+                    if written:
+                        pair = 3 - readers, readers
+                        yield recalled(one, shape, written, "disk", pair, True)
+                    if writes:
+                        written = saved_by(one, prompts[readers])
+                        _await_writes(folder)
+                        one.kill()
         if not (shared := [tier for tier in tiers if tier in ("service", "mooncake")]):
             return
         with self._node(shape, shared) as place:
