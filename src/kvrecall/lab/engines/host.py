@@ -46,6 +46,7 @@ _SEED = 7  # of a request for several samples
 Admission = tuple[str, int, int, int]
 """Of a request: tokens that the device has, end of the prefix recalled, tokens it has so far."""
 
+_SETTLING_STEPS = 100
 _SECOND = 2  # log-probabilities requested for the gap to the second choice
 
 
@@ -147,9 +148,7 @@ class Host:
                 if name == "close":
                     return self._core.shutdown()
                 if name == "forget":
-                    # vLLM refuses while blocks are loaded, as a server replies; it has preempted.
-                    with contextlib.suppress(RuntimeError):
-                        self._engine.reset_prefix_cache(order.get("running", False))
+                    self._forget(order.get("running", False))
                 elif name == "cancel":
                     self._cancel(order["id"])
                 elif name == "metrics":
@@ -172,6 +171,18 @@ class Host:
             self._tell_joined()
             if busy:
                 self._step()
+
+    def _forget(self, running: bool) -> None:
+        """Empties the device's prefix cache; ``running``: of running requests, too. Blocks of a
+        request that has just ended may still be copied, for a step or two."""
+        for _ in range(_SETTLING_STEPS):
+            # vLLM refuses while blocks are loaded, as a server replies; it has preempted.
+            with contextlib.suppress(RuntimeError):
+                if self._engine.reset_prefix_cache(running):
+                    return
+            if self._engine.has_unfinished_requests():
+                return
+            self._step()
 
     def _ask(
         self,

@@ -52,13 +52,15 @@ def recalled(
         engine.forget_device()
         came += ask(engine, replace(one.question, max_tokens=1))
         kv = engine.device_kv()
-        new = loads_of(engine.admissions())
-        loads += new
-        wrong += [unequal(one, kv, end) for _, end in new]
+        first = loads_of(engine.admissions())
+        wrong += [unequal(one, kv, end) for _, end in first]
         engine.forget_device()
         answers += ask(engine, one.question)
+        again = loads_of(engine.admissions())
         truth += ask(engine, one.question)
-        loads += loads_of(engine.admissions())
+        if loads_of(engine.admissions()) or not first or not again:
+            wrong.append(f"{one.question.id}: not recalled twice, then found on the device")
+        loads += first + again
     after = engine.metrics()
     why = next(filter(None, [*wrong, difference(answers, truth)]), "")
     return Row(
