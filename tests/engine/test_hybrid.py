@@ -3,12 +3,16 @@ byte more than the groups need."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvrecall.lab.shapes.row import Row
 from kvrecall.lab.shapes.shapes import SHAPES, Shape
-from kvrecall.lab.shapes.trial import TIERS, Laboratory, Row
+from kvrecall.lab.shapes.trial import Laboratory
+from tests.remote.mooncake import needs_mooncake
 
 pytestmark = pytest.mark.engine
 
@@ -16,10 +20,15 @@ _CASES = 4
 _SHAPES = {shape.name: shape for shape in SHAPES}
 
 
-def rows(folder: Path, shape: Shape, *tiers: str) -> list[Row]:
+def rows(
+    folder: Path,
+    shape: Shape,
+    *tiers: str,
+    of: Callable[[Laboratory, Shape, Sequence[str]], Iterator[Row]] = Laboratory.rows,
+) -> list[Row]:
     laboratory = Laboratory(folder)
     try:
-        found = list(laboratory.rows(shape, tiers))
+        found = list(of(laboratory, replace(shape, ranks=False), tiers))
     finally:
         laboratory.stop()
     for row in found:
@@ -36,8 +45,27 @@ def test_windows_and_full_attention_keep_vllms_hybrid_manager(tmp_path: Path) ->
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in _SHAPES if name != "deepseek"])
 def test_a_shape_is_recalled_from_every_tier(tmp_path: Path, name: str) -> None:
-    found = rows(tmp_path, _SHAPES[name], *TIERS)
-    assert [row.run for row in found] == [True] * _CASES * len(TIERS)
+    found = rows(tmp_path, _SHAPES[name], "host", "disk", "remote")
+    assert [row.run for row in found] == [True] * _CASES * 3
+
+
+@pytest.mark.long
+@needs_mooncake
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "qwen3-next"])
+def test_a_shape_is_recalled_from_a_service_and_from_mooncake(tmp_path: Path, name: str) -> None:
+    found = rows(tmp_path, _SHAPES[name], "service", "mooncake")
+    assert [row.tier for row in found] == ["service"] * _CASES + ["mooncake"] * _CASES
+    assert all(row.run and row.restarted for row in found)
+
+
+@pytest.mark.long
+@needs_mooncake
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_ranks_share_a_service_and_mooncake(tmp_path: Path, name: str) -> None:
+    found = rows(tmp_path, _SHAPES[name], "service", "mooncake", of=Laboratory.ranks_rows)
+    assert [(row.tier, row.case) for row in found] == [
+        (tier, f"ranks {pair}") for tier in ("service", "mooncake") for pair in ("1 to 2", "2 to 1")
+    ]
 
 
 @pytest.mark.long

@@ -143,24 +143,12 @@ def test_the_command_lists_models_and_refuses_others() -> None:
         assert words[1] in refused.output
 
 
-CASES = {"hit", "chunked", "samples", "preempted"}
-
-
 @pytest.mark.engine
 @pytest.mark.longest
-@pytest.mark.parametrize(
-    ("model", "tiers", "more"),
-    [
-        ("gpt-oss", {"disk", "service", "mooncake"}, set()),
-        ("gemma3", {"mooncake"}, {"ranks 1 to 2", "ranks 2 to 1"}),
-    ],
-)
-def test_the_command_ends_with_its_rows(model: str, tiers: set[str], more: set[str]) -> None:
-    done = run("--model", model, *(word for tier in sorted(tiers) for word in ("--tier", tier)))
+def test_the_command_ends_with_its_rows() -> None:
+    done = run("--model", "gpt-oss", "--tier", "disk")
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
     line = json.loads(done.stdout.splitlines()[-1])
     assert line["ok"]
-    assert {(row["tier"], row["case"]) for row in line["rows"]} == {
-        (tier, case) for tier in tiers for case in CASES | more
-    }
+    assert {row["case"] for row in line["rows"]} == {"hit", "chunked", "samples", "preempted"}
     assert all(row["bytes_moved"] == row["bytes_needed"] > 0 for row in line["rows"])

@@ -101,7 +101,7 @@ class Laboratory:
                 ran = True
                 yield row
             if shape.ranks:
-                yield from self._ranks_rows(shape, tiers)
+                yield from self.ranks_rows(shape, tiers)
             if lacks_mooncake:
                 yield Row(shape.name, "mooncake", run=False, why="Mooncake is not installed")
         except KvrecallError as error:
@@ -169,7 +169,7 @@ class Laboratory:
                     trust(other, shape, cases[tier][0].saved[0])
                     yield from _tier(shape, other, tier, cases[tier], alone, restarted=True)
 
-    def _ranks_rows(self, shape: Shape, tiers: Sequence[str]) -> Iterator[Row]:
+    def ranks_rows(self, shape: Shape, tiers: Sequence[str]) -> Iterator[Row]:
         """What engines of one tensor-parallel rank wrote, engines of two recall, and back: one
         after the other on a disk, at the same time on a pool service, and after ``kill -9`` of both
         from Mooncake."""
