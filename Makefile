@@ -10,7 +10,7 @@
 #   make check           lint, format, strict types, import directions, then make test's tests
 #   make chaos           a server under faults: SECONDS=120 SEED=n
 #   make identity        pairs of engines that differ in one thing, on one pool: half an hour
-#   make models          models of every shape, recalled from every tier: a quarter of an hour
+#   make models          models of every shape, recalled from every tier: twenty minutes
 #   make bench           all benchmarks with their peers, plots and tables; QUICK=1 small, unpublished
 #   make docs            the generated pages, and the site in build/site
 #   make gpu-check       retrieval and copies on this machine's GPU
