@@ -286,6 +286,35 @@ def test_before_there_are_figures(browser: Any, faulty: tuple[str, FakeEngine, C
     page.tab.close()
 
 
+@pytest.mark.long
+def test_loads_of_a_hybrid_model_are_shown_by_group(
+    browser: Any, faulty: tuple[str, FakeEngine, Counter]
+) -> None:
+    blocks = Counter("kvrecall_loaded_blocks", "x", ["group"])
+    copied, took = Counter("kvrecall_loaded_bytes", "x"), Counter("kvrecall_load_seconds", "x")
+    latency = Histogram("kvrecall_load_latency_seconds", "x", ["tier"])
+    try:
+        for counter in (blocks.labels("full"), blocks.labels("window"), copied, took):
+            counter.inc(0)
+        latency.labels("host")
+        page = Page(browser, faulty[0])
+        page.tab.wait_for_selector("#load .note")
+        latency.labels("host").observe(0.1)
+        copied.inc(21 << 20)
+        took.inc(0.1)
+        blocks.labels("full").inc(17)
+        blocks.labels("window").inc(4)
+        facts = page.tab.query_selector("#load-facts")
+        page.tab.wait_for_function("(e) => e.innerText.includes('blocks: 17 full')", arg=facts)
+        told = page.tab.inner_text("#load-facts").partition("B/s, blocks: ")[2]
+        assert told == "17 full, 4 window"
+        assert page.wrong == []
+        page.tab.close()
+    finally:
+        for metric in (blocks, copied, took, latency):
+            REGISTRY.unregister(metric)
+
+
 # ---- live --------------------------------------------------------------------------------------
 
 
