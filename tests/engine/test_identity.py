@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvrecall.engines.fingerprint import Memory
 from kvrecall.engines.vllm.compat import scheduler
+from kvrecall.engines.vllm.compat.config import head_replicas, sharing_of
 from kvrecall.engines.vllm.connector.wire import Shard, ShardLayer
 from kvrecall.engines.vllm.identity import weights
 from kvrecall.engines.vllm.identity.loaded import LoadedModel
@@ -66,9 +67,12 @@ class Identified:
         loaded = LoadedModel("code", (("a", "switches"),), ())
         self.shards = [Shard(layers, "CPU_ATTN/vec", True, 0.0, loaded)]
         self.weights = "0123abc"
+        self.replicas = 1  # ranks that have the same KV heads, as a rank sees it in its model
 
     def digest(self) -> bytes:
-        return namespace_of(self.vllm, self.kv, self.shards, self.weights).digest
+        sharing = sharing_of(self.vllm, self.kv, self.replicas)
+        shards = [replace(shard, sharing=sharing) for shard in self.shards]
+        return namespace_of(self.vllm, self.kv, shards, self.weights).digest
 
 
 def set_block_size(one: Identified) -> None:
@@ -137,7 +141,7 @@ def sized(model: Path, shards: list[Shard], tensor: int, stages: int, replicas: 
     one.shards = shards
     one.vllm.parallel_config.tensor_parallel_size = tensor
     one.vllm.parallel_config.pipeline_parallel_size = stages
-    one.kv.kv_tp_replicas = replicas
+    one.replicas = replicas
     return one.digest()
 
 
@@ -145,11 +149,45 @@ def test_parallel_sizes_do_not_count_where_heads_lie_one_after_the_other(model: 
     whole = sized(model, [halves(4, 4096, 4)], 1, 1, 1)
     assert sized(model, [halves(4, 2048, 2)] * 2, 2, 1, 1) == whole
     assert sized(model, [halves(4, 1024, 1)] * 8, 8, 1, 2) == whole, "each head on two ranks"
+    assert sized(model, [halves(4, 1024, 1)] * 8, 8, 1, 1) != whole, "eight heads"
     stages = [halves(2, 2048, 2, first) for first in (0, 0, 2, 2)]
     assert sized(model, stages, 2, 2, 1) == whole
     assert sized(model, [halves(4, 4096, 4)] * 2, 2, 1, 1) != whole, "eight heads"
     assert sized(model, [halves(4, 2048, 0)] * 2, 2, 1, 1) != whole, "interleaved heads"
     assert sized(model, [halves(4, 2048, 2), halves(4, 2048, 0)], 2, 1, 1) != whole
+
+
+def with_heads(*replicas: int | tuple[int, ...]) -> nn.Module:
+    """Layers whose projections have each of their KV heads on so many ranks; beside them a tower
+    for images, with other heads."""
+    model = nn.Module()
+    model.tower, model.layers = nn.ModuleDict({"qkv": nn.Linear(1, 1)}), nn.ModuleList()
+    model.tower["qkv"].num_kv_head_replicas = 1
+    for counts in replicas:
+        layer = nn.ModuleDict({"attention": nn.ModuleDict()})
+        for number, count in enumerate(counts if isinstance(counts, tuple) else (counts,)):
+            projection = layer["attention"][f"qkv_{number}"] = nn.Linear(1, 1)
+            projection.num_kv_head_replicas = count
+        model.layers.append(layer)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (with_heads(2, 2), 2),
+        (with_heads(1, 1), 1),
+        (with_heads(2, 4), 1),
+        (with_heads((2, 4), (2, 4)), 1),
+        (with_heads((2, 2), 2), 2),
+        (with_heads((), ()), 1),
+        (with_heads(2, ()), 1),
+    ],
+    ids=["all", "none", "not alike", "unclear", "two projections", "untold", "one untold"],
+)
+def test_heads_on_several_ranks_are_counted_from_the_model(model: nn.Module, expected: int) -> None:
+    names = [f"layers.{number}.attention.attn" for number in range(2)]
+    assert head_replicas(model, names) == expected
 
 
 def turns(model: Path, ranks: int, contexts: int, run: int = 1, by_token: bool = True) -> bytes:

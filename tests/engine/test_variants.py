@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.quantised import write_w8a8
 
-from kvrecall.lab.models import write_lora
+from kvrecall.lab.models import write_lora, write_model
 
 from .engine import Engine, EngineFailed, prompt_of
 from .exactness import BLOCK, hits, nothing_held, same_bits_from_every_tier
@@ -154,14 +154,16 @@ def test_two_ranks_whose_copies_are_late(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("heads", [1, 2])
 def test_any_number_of_ranks_reads_what_another_wrote(
-    start: Callable[..., Engine], model_folder: Callable[..., Path], tmp_path: Path
+    heads: int, start: Callable[..., Engine], tmp_path: Path
 ) -> None:
     """One rank fills a disk, two read it and add to it, one reads that. What is read gives bit for
-    bit what a hit on the reader's own device gives, once the first hit has been audited."""
+    bit what a hit on the reader's own device gives, once the first hit has been audited. With one
+    KV head both of the two ranks have it, and one of them writes it."""
     setup: dict[str, Any] = {
-        "model": str(model_folder("qwen3")),
-        "pool": pool_at(tmp_path / "pool", 4 * 2 * 2 * 64 * BLOCK * 2),
+        "model": str(write_model(tmp_path / "model", "qwen3", kv_heads=heads)),
+        "pool": pool_at(tmp_path / "pool", 4 * 2 * heads * 64 * BLOCK * 2),
         "dtype": "bfloat16",
     }
     prompts = [prompt_of(3 * BLOCK + 9, 40 + number) for number in range(4)]

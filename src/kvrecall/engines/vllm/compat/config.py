@@ -7,7 +7,7 @@ from __future__ import annotations
 import enum
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,8 +184,9 @@ class Sharing:
 ALONE = Sharing()
 
 
-def sharing_of(vllm_config: Any, kv_cache_config: Any) -> Sharing:
-    """How the ranks of this engine share blocks, in the order of ``stage_rank``."""
+def sharing_of(vllm_config: Any, kv_cache_config: Any, replicas: int = 1) -> Sharing:
+    """How the ranks of this engine share blocks, in the order of ``stage_rank``. ``replicas``: see
+    ``head_replicas``."""
     parallel = vllm_config.parallel_config
     tensor, contexts = parallel.tensor_parallel_size, parallel.decode_context_parallel_size
     prefill = parallel.prefill_context_parallel_size
@@ -193,9 +194,26 @@ def sharing_of(vllm_config: Any, kv_cache_config: Any) -> Sharing:
     if contexts > 1:  # then vLLM does not count them
         groups = kv_cache_config.kv_cache_groups
         same = kv_cache_utils.kv_cache_groups_tp_replicas(groups, tensor)
+    same = max(same, replicas)
     older = getattr(parallel, "dcp_kv_cache_interleave_size", 1)  # overrides the other
     run = older if older > 1 else parallel.cp_kv_cache_interleave_size
     return Sharing(tensor * prefill, max(same * prefill, contexts), contexts, run)
+
+
+def head_replicas(model: Any, layer_names: Iterable[str]) -> int:
+    """How many consecutive tensor-parallel ranks have the same KV heads: with more ranks than heads
+    each head is on several. vLLM itself counts only those of latent attention. 1 if the layers
+    differ in it, or do not tell: then each rank's heads count as its own."""
+    found: dict[str, set[int]] = {}
+    for path, module in model.named_modules():
+        replicas = getattr(module, "num_kv_head_replicas", None)
+        if isinstance(replicas, int):
+            found.setdefault(path.replace(".base_layer", "").rpartition(".")[0], set()).add(
+                replicas
+            )
+    counts = {frozenset(found.get(name.rpartition(".")[0], {1})) for name in layer_names}
+    one = next(iter(counts), frozenset({1}))
+    return next(iter(one)) if len(counts) == len(one) == 1 else 1
 
 
 def is_deterministic() -> bool:
@@ -306,8 +324,9 @@ def record_places(
     at = 0
     if stages.world_size > 1:
         sizes: list[int | None] = [None] * stages.world_size
-        torch.distributed.all_gather_object(sizes, sum(page_bytes), group=stages.cpu_group)
-        at = sum(size or 0 for size in sizes[: stages.rank_in_group]) * sharing.parts
+        whole = sum(page_bytes) * sharing.parts
+        torch.distributed.all_gather_object(sizes, whole, group=stages.cpu_group)
+        at = sum(size or 0 for size in sizes[: stages.rank_in_group])
     return places_of(page_bytes, piece_bytes, at, stage_rank(), sharing)
 
 

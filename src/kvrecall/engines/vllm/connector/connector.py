@@ -224,7 +224,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             )
         groups = config.kv_groups(self._kv_cache_config, sharing.contexts)
         nbytes = [
-            sum(shard.nbytes(group) for shard in shards) * sharing.parts // sharing.ranks
+            sum(shard.nbytes(group) * shard.sharing.parts for shard in shards) // sharing.ranks
             + ORIGIN_BYTES
             for group in range(len(groups))
         ]

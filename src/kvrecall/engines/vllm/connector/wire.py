@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvrecall.engines.vllm.compat.config import GroupKind, KvGroup
+from kvrecall.engines.vllm.compat.config import ALONE, GroupKind, KvGroup, Sharing
 from kvrecall.engines.vllm.identity.loaded import LoadedModel
 from kvrecall.pool.base import ArenaHandle
 
@@ -215,13 +215,14 @@ class Shard(KVConnectorHandshakeMetadata):
     and the instruction set its bytes are packed for. ``copies_in_step``: stores are complete when
     the step that ordered them returns. ``token_seconds``: computing a prompt token takes this rank
     about as long, or longer. ``model``: the model that the rank has loaded; None if its worker does
-    not expose it."""
+    not expose it. ``sharing``: of blocks with the other ranks of its stage."""
 
     layers: tuple[ShardLayer, ...]
     kernel: str
     copies_in_step: bool
     token_seconds: float = 0.0
     model: LoadedModel | None = None
+    sharing: Sharing = ALONE
 
     def nbytes(self, group: int = 0) -> int:
         """Bytes of one block of a KV group on this rank."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -93,9 +93,10 @@ class RecallWorker:
         names = tuple(page.name for group in self._layers for page in group.pages)
         kernel = config.kernel_of(self._vllm_config, names)
         device = next(group.pages[0].rows.device for group in self._layers if group.pages)
-        self._groups = tuple(map(_placed, self._groups))
+        sharing = self._sharing(names)
+        self._groups = tuple(_placed(replace(group, sharing=sharing)) for group in self._groups)
         self._layers = tuple(
-            replace(layers, starts=whole.starts[: len(layers.pages)])
+            replace(layers, starts=whole.starts[: len(layers.pages)], sharing=sharing)
             for layers, whole in zip(self._layers, self._groups, strict=True)
         )
         self._mapping = ArenaMapping(self._groups)
@@ -104,7 +105,11 @@ class RecallWorker:
         least = least_token_seconds(flops, hidden, dtype, str(device))
         loaded = None if self._model is None else LoadedModel.of(self._model)
         self._model = None
-        return Shard(layers, kernel, make_queue(device).in_step, least, loaded)
+        return Shard(layers, kernel, make_queue(device).in_step, least, loaded, sharing)
+
+    def _sharing(self, layer_names: Iterable[str]) -> config.Sharing:
+        replicas = 1 if self._model is None else config.head_replicas(self._model, layer_names)
+        return config.sharing_of(self._vllm_config, self._kv_cache_config, replicas)
 
     def see_model(self, model: torch.nn.Module) -> None:
         """Registers the model that this rank has loaded. Called before ``shard``."""

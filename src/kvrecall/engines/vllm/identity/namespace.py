@@ -80,7 +80,7 @@ def _record_parts(
         splits &= all(layer.by_token for shard in shards for layer in shard.layers)
     if alike and splits and len(shards) == tensor * stages and not config.is_deterministic():
         layers = [
-            (layer.name, layer.layout, layer.page_bytes * sharing.parts)
+            (layer.name, layer.layout, layer.page_bytes * shard.sharing.parts)
             for shard in shards[::tensor]
             for layer in shard.layers
         ]
@@ -88,7 +88,7 @@ def _record_parts(
     return {
         "tensor_parallel": str(parallel.tensor_parallel_size),
         "pipeline_parallel": str(stages),
-        "kv_replicas": str(sharing.same),
+        "kv_replicas": json.dumps([shard.sharing.same for shard in shards[::tensor]]),
         "context_parallel": f"{tensor} ranks, {sharing.contexts} by {sharing.run} tokens",
         "layout": json.dumps([[one[:2] for one in rank] for rank in ranks]),
     }
