@@ -190,6 +190,15 @@ def test_heads_on_several_ranks_are_counted_from_the_model(model: nn.Module, exp
     assert head_replicas(model, names) == expected
 
 
+def test_a_head_counted_once_for_each_of_its_ranks_changes_nothing() -> None:
+    def loaded(*sizes: int) -> LoadedModel:
+        model = with_heads(1)
+        model.layers[0]["attention"]["qkv_0"].output_sizes = list(sizes)
+        return LoadedModel.of(model)
+
+    assert loaded(256, 64, 64) == loaded(256, 128, 128)
+
+
 def turns(model: Path, ranks: int, contexts: int, run: int = 1, by_token: bool = True) -> bytes:
     """Of latent attention in blocks of 64 tokens in all, which so many of the ranks share."""
     one = Identified(model)

@@ -28,6 +28,9 @@ _SHARDS = re.compile(r"^tp_size$|partition|^q_size$|^kv_size$")
 """Attributes that hold sizes of a rank's part of a layer; the architecture has those of the
 whole."""
 
+_COPIES = re.compile(r"^output_sizes?$")
+"""Likewise, of projections that count a KV head as often as there are ranks that have it."""
+
 _LAYER = re.compile(r"(.*?\.)?(layers|h|blocks)\.\d+(?=\.|$)")
 
 _TABLES = re.compile(r"cos|sin|freq|rope|rotary|scale|alibi|slope|temperature")
@@ -97,6 +100,8 @@ def _switches(model: nn.Module) -> Iterator[tuple[str, object]]:
             if name.startswith("_") or name == "training" or _LIMITS.search(name):
                 continue
             if _SHARDS.search(name):
+                continue
+            if hasattr(module, "num_kv_head_replicas") and _COPIES.search(name):
                 continue
             if _is_plain(value):
                 yield f"{path}.{name}", _text(value)
