@@ -6,12 +6,14 @@ import ast
 import re
 import tomllib
 from argparse import ArgumentTypeError
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import vllm
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -20,6 +22,7 @@ from kvrecall.engines.vllm.compat import patches, versions
 from kvrecall.engines.vllm.compat.config import require_supported
 from kvrecall.engines.vllm.compat.options import check_options, installed_options
 from kvrecall.engines.vllm.compat.patches import PATCHES, Patch, install, owner_of
+from kvrecall.engines.vllm.compat.runner import _without_offsets
 from kvrecall.errors import EngineError
 
 ROOT = Path(__file__).parents[2]
@@ -231,3 +234,27 @@ def test_ranks_that_share_the_tokens_of_a_block_are_refused(name: str) -> None:
     setattr(engine.parallel_config, name, 1)
     require_supported(engine, SimpleNamespace(kv_cache_groups=[group]))
     assert engine.kv_transfer_config.kv_load_failure_policy == "recompute"
+
+
+@pytest.mark.parametrize("cuts", [(), (True,), (True, True)])
+def test_a_seed_goes_on_behind_its_last_token_however_a_prefill_is_cut(
+    cuts: Sequence[bool],
+) -> None:
+    """A step of an unfinished prefill samples in vain. After a preemption there are such steps
+    again, and then the request has tokens already."""
+    generator = torch.Generator().manual_seed(5)
+    runner = SimpleNamespace(
+        input_batch=SimpleNamespace(num_reqs=1, generators={0: generator}, req_ids=["r"]),
+        requests={"r": object()},
+        discard_request_mask=SimpleNamespace(np=np.zeros(1, dtype=bool)),
+    )
+    bookkeeping = _without_offsets(lambda runner: None)
+    drawn = []
+    for in_vain in (*cuts, False, False, *cuts, False):
+        sample = torch.rand(3, generator=generator).tolist()
+        runner.discard_request_mask.np[0] = in_vain
+        bookkeeping(runner)
+        drawn += [] if in_vain else [sample]
+    plain = torch.Generator().manual_seed(5)
+    assert drawn == [torch.rand(3, generator=plain).tolist() for _ in range(3)]
+    assert runner.input_batch.generators == {0: generator}

@@ -7,12 +7,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvrecall.engines.vllm.compat.patches import install
 from kvrecall.environment import SEEDS
+
+if TYPE_CHECKING:
+    import torch
 
 
 def hand_orders_first(vllm_config: Any) -> None:
@@ -93,20 +96,29 @@ def mend_seeds() -> None:
 def _without_offsets(own: Callable[..., Any]) -> Callable[..., Any]:
     """``own`` without access to the generators of requests that are still in prefill.
 
-    Before its first token a request's generator starts anew, so that tokens do not depend on how
-    the prefill was chunked. A preempted request has drawn before: its generator continues.
+    Their generators go back to where they were after the request's last token: to the seed, or, in
+    a prefill that repeats what a preemption has cost, behind what was drawn before. So tokens do
+    not depend on how a prefill was chunked.
     """
+
+    states: dict[str, torch.Tensor] = {}  # of generators, after a request's last token
 
     def bookkeeping(runner: Any, *args: Any, **kwargs: Any) -> Any:
         batch = runner.input_batch
         prefilling = np.nonzero(runner.discard_request_mask.np[: batch.num_reqs])[0].tolist()
         held = {at: batch.generators.pop(at) for at in prefilling if at in batch.generators}
         for at, generator in held.items():
-            if not runner.requests[batch.req_ids[at]].output_token_ids:
+            if (drawn := states.get(batch.req_ids[at])) is None:
                 generator.manual_seed(generator.initial_seed())
+            else:
+                generator.set_state(drawn)
         try:
             return own(runner, *args, **kwargs)
         finally:
+            for ended in states.keys() - runner.requests.keys():
+                del states[ended]
+            for at, generator in batch.generators.items():
+                states[batch.req_ids[at]] = generator.get_state()
             batch.generators.update(held)
 
     return bookkeeping
