@@ -197,6 +197,7 @@ class Host:
     ) -> None:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import RequestOutputKind
 
         item: dict[str, Any] = {"prompt_token_ids": prompt}
         if salt:
@@ -209,6 +210,10 @@ class Host:
             seed=None if samples == 1 else _SEED,
             max_tokens=max_tokens,
             logprobs=_SECOND if logprobs else None,
+            # Otherwise the last output is of one sample: of the one that ends last.
+            output_kind=RequestOutputKind.CUMULATIVE
+            if samples == 1
+            else RequestOutputKind.FINAL_ONLY,
         )
         self._started[id] = time.perf_counter(), 0.0
         lora = LoRARequest(*adapter) if adapter else None

@@ -68,8 +68,12 @@ def _question(name: str, tokens: tuple[int, ...], answer: int = _ANSWER, n: int 
 
 
 def ask(engine: EngineProcess, *questions: Question) -> list[Answer]:
-    """Asks all together."""
-    return engine.answers(questions, _ANSWER_S)
+    """Asks all together. Raises EngineError if an answer lacks samples."""
+    answers = engine.answers(questions, _ANSWER_S)
+    for question, answer in zip(questions, answers, strict=True):
+        if question.samples > 1 and len(answer.tokens) <= question.max_tokens:
+            raise EngineError(f"{question.id}: not all of {question.samples} samples")
+    return answers
 
 
 def trust(engine: EngineProcess, shape: Shape, question: Question) -> None:
