@@ -144,6 +144,11 @@ class Bench:
         params.update_from_generation_config({}, eos_token_id=1)
         request = Request(f"r{next(self.names)}", prompt, params, None, block_hasher=self.hasher)
         self.side.admit(request)
+        return request, *self.admit(request)
+
+    def admit(self, request: Request) -> tuple[int, int]:
+        """A request that is new, or was preempted, gets what the device and the pool have."""
+        self.manager.new_step_starts()
         hit, on_device, request.shared_prefix_boundary = self.manager.get_computed_blocks(request)
         external, _ = self.side.match(request, on_device)
         while external is None:
@@ -166,7 +171,14 @@ class Bench:
             self._step({})
             self.side.reported(None, {request.request_id}, set())
             self.manager.cache_blocks(request, request.num_computed_tokens)
-        return request, on_device, external
+        return on_device, external
+
+    def preempt(self, request: Request) -> None:
+        self.manager.free(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.hit = None
 
     def compute(self, request: Request, tokens: int) -> None:
         """The next so many tokens; what they attend to must be what was computed before."""
@@ -234,20 +246,21 @@ class Bench:
         self.side.reported(StepReport({s.store_id: 1 for s in orders.stores}), set(), set())
 
     def prefill(self, request: Request, chunk: int = 1 << 30) -> None:
-        """Computes the prompt in chunks, cut as vLLM's scheduler cuts them for recurrent states."""
-        size = self.facts.alignment
-        while (start := request.num_computed_tokens) < request.num_prompt_tokens:
-            end = min(request.num_prompt_tokens, start + chunk)
+        """Computes all its tokens in chunks, cut as vLLM's scheduler cuts them for recurrent
+        states."""
+        size, whole = self.facts.alignment, request.num_tokens
+        while (start := request.num_computed_tokens) < whole:
+            end = min(whole, start + chunk)
             if any(kind.kind is GroupKind.STATE for kind in self.kinds):
-                last = (request.num_prompt_tokens - 1) // size * size
+                last = (whole - 1) // size * size
                 stops = [request.shared_prefix_boundary // size * size, last]
-                if end < request.num_prompt_tokens:
+                if end < whole:
                     stops.append(end // size * size)
                 end = min((stop for stop in stops if start < stop < end), default=end)
             self.compute(request, end - start)
 
-    def end(self, request: Request) -> None:
-        request.status = RequestStatus.FINISHED_STOPPED
+    def end(self, request: Request, status: RequestStatus = RequestStatus.FINISHED_STOPPED) -> None:
+        request.status, self.hit = status, None
         self.manager.remove_skipped_blocks(request.request_id, request.num_computed_tokens)
         tables = self.manager.get_block_ids(request.request_id)
         hold, _ = self.side.finished(request, tables)
@@ -519,3 +532,64 @@ def test_loads_that_would_wait_for_each_other_are_not_admitted_together(pool: Po
     assert bench.side.match(third, 0) == (640, True)
     bench.prefill(second)
     bench.end(second)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_two_engines_on_a_pool_too_small_for_a_prompt(specs: list[KVCacheSpec], seed: int) -> None:
+    """Requests of both are preempted and aborted at any moment; every block that one reads is what
+    it would have computed."""
+    draw = random.Random(seed)
+    recalled = Counter[str]()
+    with Pool.open(RecallSettings.from_mapping({"host_size": "160KiB"}).pool) as pool:
+        benches = [Bench(pool, specs, blocks=120) for _ in range(2)]
+        running: list[Request | None] = [None, None]
+        shared = prompt(200, seed)
+        for number in range(400):
+            at = draw.randrange(2)
+            bench, request = benches[at], running[at]
+            if request is None:
+                asked = shared[: draw.choice([33, 64, 100, 200])] + prompt(
+                    draw.randrange(1, 80), number
+                )
+                request, _, came = bench.begin(asked if draw.random() < 0.6 else shared)
+                running[at] = request
+                recalled["begun"] += came
+            elif (chance := draw.random()) < 0.1:
+                bench.preempt(request)
+                bench.forget_device()
+                recalled["resumed"] += bench.admit(request)[1]
+            elif chance < 0.2:
+                bench.end(request, RequestStatus.FINISHED_ABORTED)
+                running[at] = None
+            elif chance < 0.3 or request.num_tokens > 400:
+                bench.end(request)
+                running[at] = None
+                if draw.random() < 0.5:
+                    bench.forget_device()
+            else:
+                bench.prefill(request, draw.choice([32, 48, 96]))
+        for bench, request in zip(benches, running, strict=True):
+            if request is not None:
+                bench.end(request)
+        assert pool.stats().leases == pool.stats().reserved == 0
+    assert recalled["begun"] > 0
+    assert recalled["resumed"] > 0
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [window(16, 56), window(16, 56), full(16)],
+        [full(16), window(16, 40), window(16, 40)],
+        [window(16, 40), full(16)],
+        [full(16)],
+    ],
+    ids=["another window", "another order", "fewer groups", "full attention"],
+)
+def test_engines_of_other_groups_find_nothing(pool: Pool, others: list[KVCacheSpec]) -> None:
+    """Even if nothing else in their namespaces differed."""
+    Bench(pool, SHAPES["gemma"]).run(prompt(320))
+    reader = Bench(pool, others)
+    assert reader.run(prompt(320)) == (0, 0)
+    reader.forget_device()
+    assert reader.run(prompt(320))[1] == 304
