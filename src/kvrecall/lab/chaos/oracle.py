@@ -22,7 +22,7 @@ from kvrecall.pool.base import ArenaHandle
 from kvrecall.pool.service.client import ServiceClient
 
 ANSWER_TOKENS = 20
-AMBIGUOUS = {"float32": 0.01, "bfloat16": 0.5}
+AMBIGUOUS = {"float32": 0.01, "bfloat16": 2.0}
 """By dtype, the difference of log-probabilities below which two tokens count as equally likely.
 Float32 moves them by 1e-4 at most."""
 

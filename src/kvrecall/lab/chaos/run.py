@@ -43,10 +43,25 @@ _DENSE = Shape(
     cache_bytes=44 * 196_608,
 )
 
-MODELS = {
-    _DENSE.name: _DENSE,
-    **{shape.name: replace(shape, cache_bytes=2 * shape.cache_bytes) for shape in SHAPES},
-}
+_STATE_BLOCK = 320  # tokens
+_SEQUENCES = 4
+
+
+def _served(shape: Shape) -> Shape:
+    """A shape with room for longer sequences. Recurrent states are rounded where a step ends: there
+    a prompt is computed in whole blocks, whatever else a step computes."""
+    shape = replace(shape, cache_bytes=2 * shape.cache_bytes)
+    if not _has_states(shape):
+        return shape
+    options = {**shape.options, "block_size": _STATE_BLOCK}
+    return replace(shape, options=options, chunk=_STATE_BLOCK + _SEQUENCES)
+
+
+def _has_states(shape: Shape) -> bool:
+    return shape.boundary > 32
+
+
+MODELS = {shape.name: shape for shape in (_DENSE, *map(_served, SHAPES))}
 """By name: the models of the engines; their device caches hold a few requests at a time."""
 
 
@@ -111,8 +126,9 @@ class ChaosRun:
         self._progress("reference: an engine without a pool answers all questions")
         settings = self._settings
         reference = self._engine(
-            "reference", enable_prefix_caching=False, max_num_seqs=32,
-            kv_cache_memory_bytes=16 * self._shape.cache_bytes,
+            "reference", kv_cache_memory_bytes=16 * self._shape.cache_bytes,
+            enable_prefix_caching=_has_states(self._shape),  # or vLLM cuts prompts elsewhere
+            max_num_seqs=_SEQUENCES if _has_states(self._shape) else 32,
         )  # fmt: skip
         try:
             reference.wait_ready()

@@ -161,7 +161,7 @@ def _drawn(name: str, tensor: Tensor, config: Mapping[str, Any]) -> Tensor:
         steps = torch.logspace(-3, -1, tensor.numel())
         return torch.log(torch.expm1(steps))
     if last == "A_log":
-        return torch.linspace(1, 4, tensor.numel()).log()
+        return torch.linspace(1, 4, tensor.numel()).log().reshape(tensor.shape)
     if last == "sinks":
         return torch.empty_like(tensor).normal_(0.0, 2.0)
     if tensor.dim() == 1:
