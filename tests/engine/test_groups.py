@@ -32,6 +32,7 @@ from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.compat import config, scheduler
 from kvrecall.engines.vllm.compat.config import GroupKind
+from kvrecall.engines.vllm.connector.connector import RecallConnector
 from kvrecall.engines.vllm.connector.request import receipt
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
 from kvrecall.engines.vllm.connector.wire import (
@@ -111,6 +112,8 @@ class Bench:
             copies_in_step=True,
         )
         self.facts = facts
+        of_connector = RecallConnector.supports_divergent_local_hybrid_hits.fget
+        self.may_diverge = of_connector(SimpleNamespace(_kv_cache_config=cfg))  # type: ignore[misc]
         self.manager = KVCacheManager(cfg, 4096, facts.alignment, facts.hash_block_size)
         self.side = RecallScheduler(
             pool,
@@ -149,10 +152,18 @@ class Bench:
     def admit(self, request: Request) -> tuple[int, int]:
         """A request that is new, or was preempted, gets what the device and the pool have."""
         self.manager.new_step_starts()
-        hit, on_device, request.shared_prefix_boundary = self.manager.get_computed_blocks(request)
+        diverged = False
+        if self.may_diverge:
+            found = self.manager.get_computed_blocks_for_connector(request)
+            hit, on_device, request.shared_prefix_boundary, diverged = found
+        else:
+            found = self.manager.get_computed_blocks(request)
+            hit, on_device, request.shared_prefix_boundary = found
         external, _ = self.side.match(request, on_device)
         while external is None:
             external, _ = self.side.match(request, on_device)
+        if diverged and not external:
+            hit, on_device, _ = self.manager.get_computed_blocks(request)
         self.hit = (on_device, hit)
         if external:
             got = self.manager.allocate_slots(
@@ -308,6 +319,20 @@ def test_the_pool_recalls_what_the_device_would_have(
     bench.forget_device()
     assert bench.run(prompt(tokens)) == (0, on_device)
     assert pool.stats().leases == pool.stats().reserved == 0
+
+
+def test_a_state_that_the_device_has_lost_comes_from_the_pool(pool: Pool) -> None:
+    """The device has full attention's blocks of the whole prefix, and so has the pool: a hit that
+    began behind them would be empty."""
+    bench = Bench(pool, SHAPES["states"])
+    asked = prompt(161)
+    bench.run(asked)
+    states = [at for at, kind in enumerate(bench.kinds) if kind.kind is GroupKind.STATE]
+    marks = {bench.mark(at, asked[:end]) for at in states for end in (32, 64, 96, 128, 160)}
+    lost = {block for block, mark in bench.device.items() if mark in marks}
+    assert lost
+    bench.manager.block_pool.evict_blocks(lost)
+    assert bench.run(asked) == (0, 160)
 
 
 def test_only_the_needed_blocks_move(pool: Pool, specs: list[KVCacheSpec]) -> None:

@@ -27,7 +27,6 @@ from kvrecall.engines.vllm.attention.checks import offload_hindrance
 from kvrecall.engines.vllm.attention.offload_scheduler import OffloadPlanner
 from kvrecall.engines.vllm.attention.plugin import active_settings, is_requested, require_on
 from kvrecall.engines.vllm.compat import config, runner, scheduler, waits
-from kvrecall.engines.vllm.compat.config import GroupKind
 from kvrecall.engines.vllm.compat.logs import show_pool_lines
 from kvrecall.engines.vllm.compat.serving import end_with_parent
 from kvrecall.engines.vllm.connector.metrics import RecallPromMetrics, RecallStats
@@ -106,10 +105,10 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """Whether a hit may begin where the device has full attention's blocks and an older state:
-        it ends at a later boundary, and brings the state of that one. Windows it does not mend."""
-        kinds = {group.kind for group in config.kv_groups(self._kv_cache_config)}
-        return GroupKind.WINDOW not in kinds
+        """False: a hit begins where every group has its blocks on the device. If it began behind
+        all that full attention has there, a pool with as much of it could not bring back a state
+        that the device has lost, and vLLM would compute the prompt."""
+        return False
 
     # ---- worker side --------------------------------------------------------------------
 
