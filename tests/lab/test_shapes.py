@@ -18,7 +18,7 @@ from kvrecall.lab.shapes.__main__ import _figures, app
 from kvrecall.lab.shapes.cases import cases_of
 from kvrecall.lab.shapes.needed import needed_bytes
 from kvrecall.lab.shapes.ranks import Saved, unequal
-from kvrecall.lab.shapes.row import Row, difference
+from kvrecall.lab.shapes.row import Row, difference, is_rounded
 from kvrecall.lab.shapes.shapes import SHAPES
 
 GOOD = Row(
@@ -81,6 +81,8 @@ def test_a_row_names_its_faults() -> None:
     assert crowd.faults() == ["nothing was preempted"]
     assert replace(crowd, preemptions=1).ok
     assert not replace(GOOD, equal=False).ok
+    assert not replace(GOOD, equal=False, rounded=True).ok, "it was alone in its steps"
+    assert replace(GOOD, case="samples", equal=False, rounded=True).ok
 
 
 def test_the_first_difference_is_named() -> None:
@@ -90,6 +92,9 @@ def test_the_first_difference_is_named() -> None:
     right = answer((1, 2, 3), -0.1, -0.2, -0.3)
     assert difference([right, right], [right, right]) == ""
     assert difference([answer((1, 2, 4), -0.1, -0.2, -0.3)], [right]) == "on from token 2 on"
+    assert is_rounded([answer((1, 2, 3), -0.1, -0.2, -0.30001)], [right])
+    assert not is_rounded([answer((1, 2, 3), -0.1, -0.2, -0.31)], [right])
+    assert not is_rounded([answer((1, 2, 4), -0.1, -0.2, -0.3)], [right])
     assert difference([answer((1, 2, 3), -0.1, -0.2000001, -0.3)], [right]) == "on from token 1 on"
     assert difference([answer((1, 2), -0.1, -0.2)], [right]) == "on: 2 tokens, not 3"
 

@@ -20,7 +20,7 @@ from kvrecall.lab.shapes.cases import Case, ask, cases_of, loads_of, on_and_off,
 from kvrecall.lab.shapes.needed import needed_bytes
 from kvrecall.lab.shapes.node import POOL, Node, node
 from kvrecall.lab.shapes.ranks import Saved, recalled, saved_by
-from kvrecall.lab.shapes.row import Row, difference, from_tier
+from kvrecall.lab.shapes.row import Row, difference, from_tier, is_rounded
 from kvrecall.lab.shapes.shapes import Shape, environment
 from kvrecall.pool.remote.mooncake.wheel import package_folder
 
@@ -289,6 +289,7 @@ def _tier(
             restarted=restarted,
             why=difference(answers, truth),
             equal=not difference(answers, truth),
+            rounded=is_rounded(answers, truth),
             deviation=max(map(distance, answers, truth)),
             hit_tokens=sum(one.cached for one in answers),
             tier_tokens=came,
