@@ -18,8 +18,8 @@ class Row:
     """What a case showed. ``run``: whether this machine runs the shape; ``why``: why not, or which
     reply differs. ``hit_tokens``: prompt tokens recalled, and ``device_tokens``: those that the
     engine without a pool recalls. ``tier_tokens``: of those recalled, the ones that came from the
-    tier and not from a copy above it. ``rounded``: tokens are equal, and log-probabilities up to the
-    rounding of sums in float32. ``attempts``: how often the case was asked.
+    tier and not from a copy above it. ``rounded``: tokens are equal, and log-probabilities up to
+    the rounding of sums in float32. ``attempts``: how often the case was asked.
     ``device_blocks``: with the pool and without."""
 
     model: str
