@@ -34,7 +34,11 @@ from vllm.v1.attention.backends.registry import (  # noqa: E402
     register_backend,
 )
 
+from attention.interpreted import InterpretedDevice  # noqa: E402
+from kvrecall.engines.vllm import device as devices  # noqa: E402
 from kvrecall.engines.vllm.attention import checks  # noqa: E402
+
+devices.FORMS["cpu"] = InterpretedDevice
 
 checks.CPU_BACKENDS = {"CPU_ATTN": checks.CUDA_BACKENDS[NAME]}
 register_backend(AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum[NAME].get_path())

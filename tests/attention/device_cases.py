@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from attention import test_kernel, test_residency
+from attention.interpreted import InterpretedDevice
 from attention.sequences import BLOCK, Bench, Sequence, shape_of
 from attention.test_kernel import (
     test_blocks_loaded_behind_the_engines_back_are_digested_anew,
@@ -29,6 +30,7 @@ from attention.test_residency import (
 from kvrecall.attention import selection
 from kvrecall.attention.selection import slots_of, split_of
 from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.engines.vllm import device as devices
 from kvrecall.engines.vllm.attention.layer import _blocks_of, damaged_among, sums_of
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
 from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape, OffloadedRow
@@ -82,6 +84,8 @@ def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_kernel, "Bench", DeviceBench)
     monkeypatch.setattr(test_residency, "Bench", DeviceBench)
     monkeypatch.setattr(selection, "on_device", lambda _: True)
+    monkeypatch.setitem(devices.FORMS, "cpu", InterpretedDevice)
+    devices.device_of.cache_clear()
 
 
 SETTINGS = replace(test_residency.SETTINGS, topk_share=0.3)

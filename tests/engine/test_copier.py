@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +31,8 @@ from vllm.v1.kv_cache_interface import (
     create_kv_cache_views,
 )
 
+from kvrecall.attention.kernels.device import Piece
+from kvrecall.engines.vllm import device as devices
 from kvrecall.engines.vllm.compat.config import (
     LayerPlacement,
     Sharing,
@@ -37,14 +41,25 @@ from kvrecall.engines.vllm.compat.config import (
     places_of,
     sharing_of,
 )
-from kvrecall.engines.vllm.connector import copier as copying
-from kvrecall.engines.vllm.connector.copier import Batch, Copier, StreamQueue
+from kvrecall.engines.vllm.connector.copier import Copier
 from kvrecall.engines.vllm.connector.pages import GroupPages, Pages, pages_of, runs_of
 from kvrecall.engines.vllm.connector.wire import Copy
+from kvrecall.engines.vllm.device import accelerator, inline, pagelock
+from kvrecall.engines.vllm.device.accelerator import AcceleratorDevice, split
+from kvrecall.engines.vllm.device.base import Batch
 from kvrecall.errors import EngineError
+from kvrecall.testing.blocks import wait_until
 
 BLOCKS, HEADS, TOKENS, WIDTH = 10, 2, 16, 8
+CPU = torch.device("cpu")
 PAGE = HEADS * TOKENS * WIDTH * 2
+
+
+@pytest.fixture(autouse=True)
+def _no_device_of_another_test() -> Iterator[None]:
+    devices.device_of.cache_clear()
+    yield
+    devices.device_of.cache_clear()
 
 
 def caches(layers: int) -> dict[str, torch.Tensor]:
@@ -65,7 +80,7 @@ def placements(names: list[str], page: int = PAGE, stride: int = PAGE) -> dict[s
 def test_blocks_come_back_as_they_were(
     layers: int, shard_offset: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copying, "_WORTH_SHARING", 1)
+    monkeypatch.setattr(inline, "_WORTH_SHARING", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     device = caches(layers)
     before = {name: tensor.clone() for name, tensor in device.items()}
@@ -159,15 +174,20 @@ class Event:
     def query(self) -> bool:
         return True
 
+    def synchronize(self) -> None:
+        pass
+
     def elapsed_time(self, _: object) -> float:
         return 250.0
 
 
 class Stream:
+    device = CPU
+
     def __init__(self, *_: object) -> None:
         self.waited = 0
 
-    def wait_stream(self, _: object) -> None:
+    def wait_event(self, _: object) -> None:
         self.waited += 1
 
     def __enter__(self) -> None:
@@ -177,7 +197,23 @@ class Stream:
         pass
 
 
-def test_on_a_stream_an_order_is_one_call_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def accelerated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The form for accelerators, over host memory. What is locked and unlocked, in order."""
+    locked: list[str] = []
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: Stream())
+    monkeypatch.setattr(torch.accelerator, "device_index", lambda _: nullcontext())
+    monkeypatch.setattr(pagelock, "register", lambda at, n: bool(locked.append(f"+{n}")) or True)
+    monkeypatch.setattr(pagelock, "unregister", lambda at: locked.append("-"))
+    monkeypatch.setitem(devices.FORMS, "cpu", AcceleratorDevice)
+    return locked
+
+
+def test_on_a_stream_an_order_is_one_call_of_the_driver(
+    accelerated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM's own batched copy, given contiguous addresses in host memory."""
     calls: list[int] = []
 
@@ -189,10 +225,6 @@ def test_on_a_stream_an_order_is_one_call_of_the_driver(monkeypatch: pytest.Monk
 
     ops = pytest.importorskip("vllm._custom_ops")
     monkeypatch.setattr(ops, "swap_blocks_batch", swap)
-    monkeypatch.setattr(torch, "Stream", Stream)
-    monkeypatch.setattr(torch, "Event", Event)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: None)
-    monkeypatch.setattr(copying, "make_queue", StreamQueue)
     device = caches(3)
     before = {name: tensor.clone() for name, tensor in device.items()}
     copier = Copier(
@@ -208,6 +240,70 @@ def test_on_a_stream_an_order_is_one_call_of_the_driver(monkeypatch: pytest.Monk
         assert torch.equal(tensor[8], before[name][1])
     copier.load(Copy((), ()))
     assert calls == [6, 6], "the driver takes no empty batch"
+    copier.close()
+    assert accelerated == [f"+{1 << 16}", "-"]
+
+
+def test_no_item_crosses_the_end_of_a_locked_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "CHUNK_BYTES", 100)
+    for begin, sources, targets in (
+        (1000, [1095, 1190, 7], [5, 305, 1299]),
+        (0, [1, 2], [500, 900]),
+    ):
+        sizes = np.array([10, 210, 3][: len(sources)], dtype=np.int64)
+        whole = Batch(np.array(sources), np.array(targets), sizes)
+        cut = split(whole, begin, begin + 400)
+        assert cut.nbytes == whole.nbytes
+        items = zip(cut.sources.tolist(), cut.targets.tolist(), cut.sizes.tolist(), strict=True)
+        moved = set()
+        for source, target, size in items:
+            for one in (source, target):
+                assert not begin <= one < begin + 400 or (one - begin) % 100 + size <= 100
+            moved |= {(source + i, target + i) for i in range(size)}
+        want = zip(sources, targets, sizes.tolist(), strict=True)
+        assert moved == {(s + i, t + i) for s, t, size in want for i in range(size)}
+
+
+def test_small_items_are_read_by_a_kernel_only_from_locked_memory(
+    accelerated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as the system locks it; the driver copies the rest."""
+    by: list[str] = []
+    ops = pytest.importorskip("vllm._custom_ops")
+    monkeypatch.setattr(ops, "swap_blocks_batch", lambda *_: by.append("driver"))
+    monkeypatch.setattr(accelerator.kernels, "move", lambda *_: by.append("kernel"))
+    for module in (accelerator, pagelock):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 4096)
+    room = iter([True, True, False])
+    monkeypatch.setattr(pagelock, "register", lambda *_: next(room))
+    memory = torch.zeros(5 * 4096, dtype=torch.uint8)
+    device = devices.device_of(CPU)
+    device.lock(memory, memory.numel)
+    device.wait_locked()
+    target = np.zeros(1, dtype=np.int64)
+    for at in (0, 2 * 4096 - 64, 2 * 4096 - 63, 3 * 4096):
+        device.move(np.array([memory.data_ptr() + at]), target, Piece(2, 16, 48))
+    assert by == ["kernel", "kernel", "driver", "driver"]
+    device.unlock(memory)
+    assert accelerated == ["-", "-"], "each chunk that was locked"
+
+
+def test_only_what_is_populated_is_locked(
+    accelerated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pagelock, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(pagelock, "_IDLE_S", 0.001)
+    populated = [4096 + 5]
+    memory = torch.zeros(3 * 4096 + 100, dtype=torch.uint8)
+    device = devices.device_of(CPU)
+    device.lock(memory, lambda: populated[0])
+    device.wait_locked()
+    assert accelerated == ["+4096"]
+    populated[0] = memory.numel()
+    wait_until(lambda: len(accelerated) == 4)
+    assert accelerated == ["+4096"] * 3 + ["+100"]
+    device.unlock(memory)
+    assert accelerated[4:] == ["-"] * 4
 
 
 def test_blocks_split_by_the_kernel_are_one_page() -> None:

@@ -184,12 +184,19 @@ def test_blocks_whose_copies_are_late_are_durable_a_step_later(tmp_path: Path) -
         assert below.blocks == 2
 
 
-def test_preemption_waits_for_late_copies(pool: Pool) -> None:
+@pytest.mark.parametrize(
+    "since", [RequestStatus.PREEMPTED, RequestStatus.RUNNING, RequestStatus.FINISHED_ABORTED]
+)
+def test_preemption_waits_for_late_copies(pool: Pool, since: RequestStatus) -> None:
+    """Whatever becomes of the request before the next step: vLLM has freed its blocks."""
     bench = Bench(pool)
     request = bench.request("r", 16)
     bench.step(request, 16)
     assert not bench.step(request, 0).drain
-    request.status = RequestStatus.PREEMPTED
+    request.num_preemptions += 1
+    request.status = since
+    if request.is_finished():
+        bench.side.finished(request, (bench.blocks["r"],))
     idle = SimpleNamespace(num_scheduled_tokens={})
     assert bench.side.orders(idle, pool.arena_handle()).drain
 

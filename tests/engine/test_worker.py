@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from streams.late import PATIENCE, late_device
 from vllm.v1.request import Request, RequestStatus
 
+from kvrecall.engines.vllm import device as devices
 from kvrecall.engines.vllm.compat.config import LayerPlacement, Sharing
-from kvrecall.engines.vllm.connector import copier, worker
+from kvrecall.engines.vllm.connector import worker
 from kvrecall.engines.vllm.connector.wire import ORIGIN_BYTES, EngineFacts, StepOrders
 from kvrecall.engines.vllm.connector.worker import RecallWorker
 from kvrecall.pool import Pool
 from kvrecall.pool.base import NO_ARENA
 
-from . import late_copies
 from .test_scheduler import BLOCK, Bench, pool
 
 __all__ = ["pool"]
@@ -108,18 +109,19 @@ def machine(
     request: pytest.FixtureRequest, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Machine]:
     if request.param == "late":
-        monkeypatch.setattr(copier, "make_queue", late_copies.make_queue)
-        monkeypatch.setattr(worker, "make_queue", late_copies.make_queue)
+        monkeypatch.setitem(devices.FORMS, "cpu", late_device)
+    devices.device_of.cache_clear()
     machine = Machine(pool, monkeypatch)
     assert machine.late == (request.param == "late")
     yield machine
     machine.worker.close()
+    devices.device_of.cache_clear()
 
 
 def test_blocks_come_back_to_other_places_as_they_were(machine: Machine) -> None:
     _, hold = machine.compute("first", [11, 12, 13])
     assert hold == machine.late
-    for _ in range(late_copies.PATIENCE):
+    for _ in range(PATIENCE):
         machine.idle()
     assert machine.released == ({"first"} if machine.late else set())
     for rows in machine.device.values():
@@ -129,7 +131,7 @@ def test_blocks_come_back_to_other_places_as_they_were(machine: Machine) -> None
     while not loaded:
         steps, loaded = steps + 1, machine.idle()
     assert loaded == {"again"}
-    assert steps == (late_copies.PATIENCE if machine.late else 1)
+    assert steps == (PATIENCE if machine.late else 1)
     assert machine.values([50, 60, 55]) == [{11}, {12}, {13}]
     assert machine.values([1, 2, 3, 51]) == [{0}] * 4
     assert machine.pool.stats().leases == 0
@@ -149,9 +151,10 @@ def test_a_preempted_requests_blocks_are_read_before_they_are_overwritten(
     first = machine.request("first", 2 * BLOCK + 4)
     machine.run(machine.step(first, first.num_tokens), {1: 21, 2: 22})
     first.status = RequestStatus.PREEMPTED
+    first.num_preemptions += 1
     other = machine.request("other", 2 * BLOCK + 4, first=500)  # gets the same device blocks
     machine.run(machine.step(other, other.num_tokens), {1: 31, 2: 32})
-    for _ in range(late_copies.PATIENCE):
+    for _ in range(PATIENCE):
         machine.idle()
     machine.load("again", 2 * BLOCK + 1, [50, 51])
     while not machine.idle():
@@ -162,7 +165,7 @@ def test_a_preempted_requests_blocks_are_read_before_they_are_overwritten(
 def test_loads_end_in_their_order_and_one_that_cannot_be_made_fails(machine: Machine) -> None:
     for name, values, first in (("first", [11, 12], 0), ("second", [21, 22], 500)):
         machine.compute(name, values, first)
-        for _ in range(late_copies.PATIENCE):  # its device blocks are held until then
+        for _ in range(PATIENCE):  # its device blocks are held until then
             machine.idle()
     machine.load("a", 2 * BLOCK + 1, [50, 51])
     loaded = [machine.idle()]

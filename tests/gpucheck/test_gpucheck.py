@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from kvrecall.engines.vllm.device.inline import InlineDevice
 from kvrecall.lab.gpu_check import attention, cli, copies, servers
 from kvrecall.lab.gpu_check.outcome import CheckError, Outcome, State
 from kvrecall.lab.gpu_check.part import run_part
@@ -68,7 +69,7 @@ def test_copies_that_are_wrong_are_seen(
         copies.check_copies(CPU, blocks=16, page_bytes=4096)
 
 
-def by_hand(sources: Any, targets: Any, piece: Any, device: torch.device) -> None:
+def by_hand(device: InlineDevice, sources: Any, targets: Any, piece: Any) -> None:
     """What the kernel that fetches does."""
     for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
         for at in range(0, piece.count * piece.step, piece.step):
@@ -77,14 +78,14 @@ def by_hand(sources: Any, targets: Any, piece: Any, device: torch.device) -> Non
 
 @pytest.mark.engine
 def test_fetches_that_are_wrong_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "move", by_hand)
+    monkeypatch.setattr(InlineDevice, "move", by_hand)
     copies.check_fetches(CPU, 16, 4096)
     for wrong in (
-        lambda s, t, piece, d: by_hand(s, t[::-1], piece, d),
-        lambda s, t, piece, d: by_hand(s, t, dataclasses.replace(piece, count=1), d),
-        lambda s, t, piece, d: by_hand(s, t, dataclasses.replace(piece, nbytes=piece.step), d),
+        lambda d, s, t, piece: by_hand(d, s, t[::-1], piece),
+        lambda d, s, t, piece: by_hand(d, s, t, dataclasses.replace(piece, count=1)),
+        lambda d, s, t, piece: by_hand(d, s, t, dataclasses.replace(piece, nbytes=piece.step)),
     ):
-        monkeypatch.setattr(copies, "move", wrong)
+        monkeypatch.setattr(InlineDevice, "move", wrong)
         with pytest.raises(CheckError, match="fetched other bytes"):
             copies.check_fetches(CPU, 16, 4096)
 

@@ -162,6 +162,10 @@ class Arena:
         """The whole arena as a numpy array, shape (nbytes,), sharing its memory."""
         return np.frombuffer(self.memory, dtype=np.uint8)
 
+    def populated(self) -> int:
+        """How many of the leading bytes the owner has backed with pages so far."""
+        return min(self.nbytes, _allocated(self._fd))
+
     def wait_ready(self) -> None:
         """Waits until every page up to ``goal_bytes`` is populated, or the kernel has none left."""
         if self._filler is not None:

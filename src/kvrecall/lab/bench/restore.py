@@ -120,6 +120,7 @@ def measure_bandwidth(blocks: int, layers: int, block_bytes: int) -> dict[str, f
     from kvrecall.engines.vllm.connector.copier import Copier
     from kvrecall.engines.vllm.connector.pages import GroupPages, Pages
     from kvrecall.engines.vllm.connector.wire import Copy
+    from kvrecall.engines.vllm.device import device_of
 
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     nbytes = blocks * block_bytes
@@ -133,6 +134,7 @@ def measure_bandwidth(blocks: int, layers: int, block_bytes: int) -> dict[str, f
     memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
     memory.fill_(1)
     copier = Copier(memory, [GroupPages(pages)])
+    device_of(device).wait_locked()
     target = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     ids, offsets = range(1, blocks + 1), [place * block_bytes for place in range(blocks)]
     in_order = Copy(tuple(ids), tuple(offsets))
@@ -151,6 +153,7 @@ def measure_bandwidth(blocks: int, layers: int, block_bytes: int) -> dict[str, f
             copier.drain()
             if turn:  # the first touches the memory
                 seconds[name].append(time.perf_counter() - begin)
+    copier.close()
     rates = {name: nbytes / statistics.median(values) / 1e9 for name, values in seconds.items()}
     ratio = rates["restore_gb_s"] / rates["plain_copy_gb_s"]
     return {**{n: round(r, 2) for n, r in rates.items()}, "restore_to_plain": round(ratio, 3)}

@@ -9,10 +9,11 @@ import time
 import numpy as np
 import torch
 
-from kvrecall.attention.kernels.device import Piece, move
+from kvrecall.attention.kernels.device import Piece
 from kvrecall.engines.vllm.connector.copier import Copier
 from kvrecall.engines.vllm.connector.pages import GroupPages, Pages
 from kvrecall.engines.vllm.connector.wire import Copy
+from kvrecall.engines.vllm.device import device_of
 from kvrecall.lab.gpu_check.outcome import CheckError
 from kvrecall.pool.arena import Arena
 
@@ -35,6 +36,7 @@ def check_copies(device: torch.device, blocks: int = 64, page_bytes: int = 1 << 
         copier = Copier(memory, [GroupPages(pages)])
         for number in range(_ROUNDS):
             moved += _round(copier, pages, memory, f"{layout}, round {number}", number)
+        copier.close()
     return moved
 
 
@@ -54,6 +56,7 @@ def check_order(device: torch.device, page_bytes: int = 1 << 20) -> None:
         copier.drain()
         if not bool((memory[:page_bytes] == value).all()):
             raise CheckError(f"a store overtook the work queued before it (round {value})")
+    copier.close()
 
 
 def check_fetches(device: torch.device, blocks: int = 64, page_bytes: int = 1 << 14) -> None:
@@ -72,9 +75,10 @@ def check_fetches(device: torch.device, blocks: int = 64, page_bytes: int = 1 <<
     want[rows, :, : piece.nbytes] = held.view(-1, 2, page_bytes // 2)[slots, :, : piece.nbytes]
     sources = held.data_ptr() + np.array(slots) * page_bytes
     targets = pages.rows.data_ptr() + np.array(rows) * pages.rows.stride(0)
-    move(sources, targets, piece, device)
+    device_of(device).wait_locked()
+    device_of(device).move(sources, targets, piece)
     _synchronize(device)
-    copier.drain()
+    copier.close()
     if not torch.equal(pages.rows.cpu(), want.view(blocks + 1, page_bytes)):
         raise CheckError("a kernel fetched other bytes than the arena contains")
 

@@ -26,7 +26,7 @@ from kvrecall.attention.selection import OVERHEAD_BYTES
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
 from kvrecall.engines.vllm.attention.offloaded import Extent
 from kvrecall.engines.vllm.attention.step import KernelShape, OffloadedRow, RowKernel, SparseStep
-from kvrecall.engines.vllm.connector.copier import Batch
+from kvrecall.engines.vllm.device.base import Batch
 from kvrecall.errors import EngineError
 from kvrecall.pool.slots import ALIGNMENT
 

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvrecall.attention.kernels.device import Addresses, Paged, Piece, attend_by_triton, move
+from kvrecall.attention.kernels.device import Addresses, Paged, Piece, attend_by_triton
 from kvrecall.attention.selection import DEVICE_OVERHEAD_BYTES
 from kvrecall.engines.vllm.attention.step import KernelShape, OffloadedRow, RowKernel, SparseStep
+from kvrecall.engines.vllm.device import device_of
 from kvrecall.errors import EngineError
 
 
@@ -43,8 +44,7 @@ class TritonKernel(RowKernel):
         return kv_cache[..., : self.shape.head_dim].index_select(0, block_ids)
 
     def move(self, sources: Addresses, targets: Addresses, piece: Piece) -> None:
-        """By a kernel that reads the arena where it lies, page-locked."""
-        move(sources, targets, piece, self.device)
+        device_of(self.device).move(sources, targets, piece)
 
     def digests(self, blocks: int, rows: int, width: int) -> torch.Tensor:
         """A block's together, as the pool keeps them."""
@@ -107,5 +107,5 @@ class CopiedLayer:
         sources[middle] = sequence.addresses(self._name)
         nbytes = elements * size
         targets = room.data_ptr() + np.arange(count, dtype=np.int64) * nbytes
-        move(sources, targets, Piece(1, nbytes, 0), kv_cache.device)
+        device_of(kv_cache.device).move(sources, targets, Piece(1, nbytes, 0))
         return room.as_strided((count, *kv_cache.shape[1:]), (elements, *kv_cache.stride()[1:]))

@@ -1,9 +1,5 @@
 """Copies blocks between the device KV cache of one rank and the arena: an order becomes one batch
 of addresses, wherever its blocks are, and batches of one direction complete in order.
-
-``CopyQueue`` has a form for each kind of device: in place on the CPU, on a stream elsewhere. Tests
-have a third, which copies as late as it may (tests/engine/late_copies.py). Nothing outside this
-module names CUDA.
 """
 
 from __future__ import annotations
@@ -12,55 +8,22 @@ import logging
 import os
 import select
 import threading
-import time
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from ctypes import memmove
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvrecall.engines.vllm.connector.pages import GroupPages, runs_of
 from kvrecall.engines.vllm.connector.wire import Copy
+from kvrecall.engines.vllm.device import device_of
+from kvrecall.engines.vllm.device.base import Addresses, Batch, Device, Event
 from kvrecall.errors import TierError
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import ArenaHandle
 
 logger = logging.getLogger("vllm.kvrecall")
-
-Addresses = npt.NDArray[np.int64]
-
-_WORTH_SHARING = 4 << 20
-"""One thread copies batches of fewer bytes."""
-
-_PORTABLE, _MAPPED = 1, 2  # cudaHostRegister's flags
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Item i: ``sizes[i]`` bytes from address ``sources[i]`` to address ``targets[i]``. Targets do
-    not overlap each other or a source."""
-
-    sources: Addresses
-    targets: Addresses
-    sizes: Addresses
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.sizes.sum())
-
-    def copy_here(self, first: int = 0, last: int | None = None) -> None:
-        """Copies items ``[first, last)`` in host memory, by this thread, without the GIL."""
-        items = slice(first, last)
-        columns = self.targets[items].tolist(), self.sources[items].tolist()
-        for target, source, nbytes in zip(*columns, self.sizes[items].tolist(), strict=True):
-            memmove(target, source, nbytes)
 
 
 class Moved(NamedTuple):
@@ -70,120 +33,39 @@ class Moved(NamedTuple):
     seconds: float
 
 
-class CopyQueue(ABC):
-    """Batches in one direction, completed in their order. Owned by its worker; not thread-safe."""
+class CopyQueue:
+    """Batches in one direction, completed in their order, on a stream of their own. Owned by its
+    worker; not thread-safe."""
 
-    in_step: bool
-    """Whether batches are complete when ``submit`` returns."""
+    def __init__(self, device: Device, name: str) -> None:
+        self._device = device
+        self._stream = device.stream(name)
+        self._under_way: deque[tuple[Event, Event, Batch]] = deque()
 
-    @abstractmethod
     def submit(self, batch: Batch) -> None:
-        """Copies ``batch`` after all work queued on the device so far."""
+        """Copies ``batch`` after all work that the engine has queued on the device so far."""
+        self._stream.wait(self._device.current().record())
+        began = self._stream.record()
+        self._stream.copy(batch)
+        self._under_way.append((began, self._stream.record(), batch))
 
-    @abstractmethod
     def completed(self) -> list[Moved]:
         """The batches that were completed since the last call. Does not wait."""
+        count = 0
+        while count < len(self._under_way) and self._under_way[count][1].is_reached():
+            count += 1
+        return self._take(count)
 
-    @abstractmethod
-    def drain(self) -> None:
-        """Waits until every submitted batch is complete."""
+    def drain(self) -> list[Moved]:
+        """Waits until every submitted batch is complete; returns those since the last call."""
+        if self._under_way:
+            self._under_way[-1][1].wait()
+        return self._take(len(self._under_way))
 
-
-class InlineQueue(CopyQueue):
-    """The CPU form: device memory is host memory, a batch is complete when it is submitted.
-
-    Large batches are shared among as many threads as torch computes with in this process.
-    """
-
-    in_step = True
-
-    def __init__(self) -> None:
-        self._helpers = torch.get_num_threads() - 1
-        self._team = ThreadPoolExecutor(max(1, self._helpers), "kvrecall-copy")
-        self._completed: list[Moved] = []
-
-    def submit(self, batch: Batch) -> None:
-        began = time.perf_counter()
-        nbytes = batch.nbytes
-        shares = 1 + self._helpers if nbytes >= _WORTH_SHARING else 1
-        bounds = [len(batch.sizes) * share // shares for share in range(shares + 1)]
-        mine, *others = pairwise(bounds)
-        helping = [self._team.submit(batch.copy_here, *part) for part in others]
-        batch.copy_here(*mine)
-        for helper in helping:
-            helper.result()
-        self._completed.append(Moved(nbytes, time.perf_counter() - began))
-
-    def completed(self) -> list[Moved]:
-        completed, self._completed = self._completed, []
-        return completed
-
-    def drain(self) -> None:
-        return
-
-
-class StreamQueue(CopyQueue):
-    """The accelerator form: a separate stream, and two events per batch. A batch is one call of the
-    driver (``cuMemcpyBatchAsync`` where CUDA has it), as in vLLM's own offloading. Run on CUDA only
-    by ``kvrecall gpu-check``."""
-
-    in_step = False
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.Stream(device)
-        self._under_way: deque[tuple[torch.Event, torch.Event, Batch]] = deque()
-
-    def submit(self, batch: Batch) -> None:
-        from vllm import _custom_ops as ops
-
-        began = torch.Event(self._device, enable_timing=True)
-        ended = torch.Event(self._device, enable_timing=True)
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._stream:
-            began.record(self._stream)
-            if len(batch.sizes):
-                columns = batch.sources, batch.targets, batch.sizes
-                ops.swap_blocks_batch(*(torch.from_numpy(column) for column in columns))
-            ended.record(self._stream)
-        self._under_way.append((began, ended, batch))
-
-    def completed(self) -> list[Moved]:
-        completed = []
-        while self._under_way and self._under_way[0][1].query():
-            began, ended, batch = self._under_way.popleft()
-            completed.append(Moved(batch.nbytes, began.elapsed_time(ended) / 1000))
-        return completed
-
-    def drain(self) -> None:
-        self._stream.synchronize()
-
-
-def make_queue(device: torch.device) -> CopyQueue:
-    """A queue of the form for this device."""
-    return InlineQueue() if device.type == "cpu" else StreamQueue(device)
-
-
-def page_lock(memory: torch.Tensor, device: torch.device) -> None:
-    """Page-locks host memory for a CUDA device, so that copies run at full speed and in the
-    background, and kernels may read it by its address. No effect for other devices. Raises
-    TierError."""
-    if device.type == "cuda":
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        flags = _PORTABLE | _MAPPED
-        status = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), flags))
-        if status != 0:
-            raise TierError(
-                f"the driver cannot page-lock the arena of {memory.numel()} bytes (CUDA "
-                f"error {status}); make host_size smaller or raise the limit of locked "
-                "memory"
-            )
-
-
-def page_unlock(memory: torch.Tensor, device: torch.device) -> None:
-    """Undoes ``page_lock``, which must not outlive the mapping."""
-    if device.type == "cuda":
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
+    def _take(self, count: int) -> list[Moved]:
+        """The first batches, which are complete."""
+        taken = [self._under_way.popleft() for _ in range(count)]
+        return [Moved(batch.nbytes, end.seconds_since(begin)) for begin, end, batch in taken]
 
 
 class _Places:
@@ -223,15 +105,20 @@ class Copier:
     ``arena``: uint8 ``[arena bytes]``; ``groups``: the rank's layers by KV group.
     """
 
-    def __init__(self, arena: torch.Tensor, groups: Sequence[GroupPages]) -> None:
-        """Raises TierError if the device cannot reach the arena."""
+    def __init__(
+        self,
+        arena: torch.Tensor,
+        groups: Sequence[GroupPages],
+        populated: Callable[[], int] | None = None,
+    ) -> None:
+        """``populated``: how many of the arena's leading bytes have pages; None: all."""
         self._arena = arena
         self._groups = groups  # keeps their memory
-        self._device = next(group.pages[0].rows.device for group in groups if group.pages)
+        self._device = device_of(next(g.pages[0].rows.device for g in groups if g.pages))
         self._places = [_Places(group) for group in groups]
-        page_lock(arena, self._device)
-        self.loads = make_queue(self._device)
-        self.stores = make_queue(self._device)
+        self._device.lock(arena, populated or arena.numel)
+        self.loads = CopyQueue(self._device, "loads")
+        self.stores = CopyQueue(self._device, "stores")
 
     def load(self, *copies: Copy) -> int:
         """Arena -> device, in one batch; returns the bytes. Device blocks must not be in use."""
@@ -252,15 +139,15 @@ class Copier:
         on_device, in_arena, sizes = (np.concatenate(column) for column in zip(*parts, strict=True))
         return on_device, in_arena, sizes
 
-    def drain(self) -> None:
-        """Waits until every submitted copy is complete."""
-        self.loads.drain()
-        self.stores.drain()
+    def drain(self) -> tuple[list[Moved], list[Moved]]:
+        """Waits until every submitted copy is complete; loads and stores since the last call."""
+        return self.loads.drain(), self.stores.drain()
 
-    def close(self) -> None:
-        """Drains, and unregisters the arena from the driver."""
-        self.drain()
-        page_unlock(self._arena, self._device)
+    def close(self) -> tuple[list[Moved], list[Moved]]:
+        """As ``drain``, and unlocks the arena, which may be unmapped then."""
+        drained = self.drain()
+        self._device.unlock(self._arena)
+        return drained
 
 
 class ArenaMapping:
@@ -306,16 +193,18 @@ class ArenaMapping:
     def completed(self) -> tuple[list[Moved], list[Moved]]:
         """The loads and the stores that were completed since the last call, each in order."""
         with self._lock:
-            self._collect()
+            if self._copier is not None:
+                self._loaded += self._copier.loads.completed()
+                self._stored += self._copier.stores.completed()
             loaded, self._loaded = self._loaded, []
             stored, self._stored = self._stored, []
             return loaded, stored
 
-    def drain(self) -> None:
-        """Waits until every submitted copy is complete."""
+    def drain_stores(self) -> None:
+        """Waits until every submitted store has left the device."""
         with self._lock:
             if self._copier is not None:
-                self._copier.drain()
+                self._stored += self._copier.stores.drain()
 
     def close(self) -> None:
         with self._lock:
@@ -331,7 +220,7 @@ class ArenaMapping:
         try:
             arena = Arena.attach(handle)
             memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
-            self._copier = Copier(memory, self._groups)
+            self._copier = Copier(memory, self._groups, arena.populated)
         except TierError as error:
             self._failed = handle
             logger.error("kvrecall: %s; its blocks are recomputed", error)
@@ -345,15 +234,11 @@ class ArenaMapping:
             ).start()
         return self._copier
 
-    def _collect(self) -> None:
-        if self._copier is not None:
-            self._loaded += self._copier.loads.completed()
-            self._stored += self._copier.stores.completed()
-
     def _detach(self) -> None:
         if self._copier is not None:
-            self._copier.close()
-            self._collect()
+            loaded, stored = self._copier.close()
+            self._loaded += loaded
+            self._stored += stored
             self._copier = None
         if self._arena is not None:
             self._arena.close()

@@ -27,9 +27,12 @@ FLUSH_DEADLINE_S = 30.0
 
 @dataclass(slots=True)
 class _OpenStore:
+    """``preemptions``: of the request when the store was ordered."""
+
     keys: tuple[BlockKey, ...]
     ranks_left: int
-    request_id: str
+    request: Any
+    preemptions: int
     failed: bool = False
 
 
@@ -200,7 +203,10 @@ class Saver:
         keys = tuple(row[0] for row in rows)
         copy = Copy(tuple(row[1] for row in rows), tuple(row[2] for row in rows), group)
         self._ordered.append(Store(store_id, copy, self._origin(state)))
-        self._open[store_id] = _OpenStore(keys, self._facts.ranks, state.request.request_id)
+        request = state.request
+        self._open[store_id] = _OpenStore(
+            keys, self._facts.ranks, request, request.num_preemptions
+        )
         state.open_stores.add(store_id)
         return True
 
@@ -228,14 +234,15 @@ class Saver:
         return ordered
 
     def must_drain(self) -> bool:
-        """Whether device blocks of open stores may be overwritten in this step."""
+        """Whether device blocks of open stores may be overwritten in this step: those of requests
+        that were preempted since, whatever has become of them. vLLM can preempt all requests at
+        once, outside a step, and resume or abort them before the next."""
         if self._facts.copies_in_step or not self._open:
             return False
         if self._facts.frees_while_running:
             return True
-        waiting = (self._states.get(store.request_id) for store in self._open.values())
         return any(
-            state is not None and state.request.status.name == "PREEMPTED" for state in waiting
+            store.request.num_preemptions != store.preemptions for store in self._open.values()
         )
 
     def made(self, ranks: Mapping[int, int], failed: Collection[int]) -> None:
@@ -249,7 +256,7 @@ class Saver:
             if store.ranks_left > 0:
                 continue
             del self._open[store_id]
-            state = self._states.get(store.request_id)
+            state = self._states.get(store.request.request_id)
             if state is not None:
                 state.open_stores.discard(store_id)
             if store.failed:

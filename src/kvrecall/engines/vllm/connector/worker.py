@@ -23,7 +23,7 @@ from kvrecall.engines.vllm.attention.offloaded import Records
 from kvrecall.engines.vllm.compat import config
 from kvrecall.engines.vllm.compat.scales import settle_scales
 from kvrecall.engines.vllm.connector.compare import deviation
-from kvrecall.engines.vllm.connector.copier import ArenaMapping, make_queue
+from kvrecall.engines.vllm.connector.copier import ArenaMapping
 from kvrecall.engines.vllm.connector.pages import GroupPages, Pages, pages_of
 from kvrecall.engines.vllm.connector.wire import (
     Comparison,
@@ -34,6 +34,7 @@ from kvrecall.engines.vllm.connector.wire import (
     StepReport,
     Store,
 )
+from kvrecall.engines.vllm.device import device_of
 from kvrecall.engines.vllm.identity.loaded import LoadedModel
 from kvrecall.errors import EngineError
 from kvrecall.pool.base import ArenaHandle
@@ -105,7 +106,7 @@ class RecallWorker:
         least = least_token_seconds(flops, hidden, dtype, str(device))
         loaded = None if self._model is None else LoadedModel.of(self._model)
         self._model = None
-        return Shard(layers, kernel, make_queue(device).in_step, least, loaded, sharing)
+        return Shard(layers, kernel, device_of(device).in_step, least, loaded, sharing)
 
     def _sharing(self, layer_names: Iterable[str]) -> config.Sharing:
         replicas = 1 if self._model is None else config.head_replicas(self._model, layer_names)
@@ -193,7 +194,7 @@ class RecallWorker:
             return
         self._applied = orders
         if orders.drain:
-            self._arena.drain()
+            self._arena.drain_stores()
         if orders.offload is not None or self._offloading:
             self._offload(orders)
 
@@ -289,7 +290,6 @@ def least_token_seconds(flops: float, hidden: int, dtype: torch.dtype, device: s
     for _ in range(_TIMES):
         began = time.perf_counter()
         torch.mm(a, b)
-        if a.device.type != "cpu":
-            torch.accelerator.synchronize()
+        device_of(a.device).current().record().wait()
         best = min(best, time.perf_counter() - began)
     return flops * best / (2.0 * _ROWS * hidden * _COLUMNS)

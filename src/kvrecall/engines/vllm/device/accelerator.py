@@ -1,0 +1,119 @@
+"""Devices with streams: CUDA, and what else ``torch.accelerator`` knows and vLLM has batched copies
+for. Run on a device only by ``kvrecall gpu-check``, which has not had one yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from kvrecall.attention.kernels import device as kernels
+from kvrecall.attention.kernels.device import Piece
+from kvrecall.engines.vllm.device.base import Addresses, Batch, Device, Event, Stream
+from kvrecall.engines.vllm.device.pagelock import CHUNK_BYTES, PageLock
+
+
+class StreamEvent(Event):
+    """An event of torch's, with its time."""
+
+    def __init__(self, event: torch.Event) -> None:
+        self.event = event
+
+    def is_reached(self) -> bool:
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, StreamEvent)
+        return float(earlier.event.elapsed_time(self.event)) / 1000
+
+
+class AcceleratorStream(Stream):
+    """A stream of torch's. A batch is one call of the driver (``cuMemcpyBatchAsync`` where CUDA has
+    it), as in vLLM's own offloading."""
+
+    def __init__(self, stream: torch.Stream, locks: dict[int, PageLock]) -> None:
+        self._stream = stream
+        self._locks = locks
+
+    def record(self) -> Event:
+        event = torch.Event(self._stream.device, enable_timing=True)
+        event.record(self._stream)
+        return StreamEvent(event)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, StreamEvent)
+        self._stream.wait_event(event.event)
+
+    def copy(self, batch: Batch) -> None:
+        from vllm import _custom_ops as ops
+
+        for lock in self._locks.values():
+            batch = split(batch, lock.begin, lock.end)
+        if not len(batch.sizes):  # the driver takes no empty batch
+            return
+        columns = batch.sources, batch.targets, batch.sizes
+        with self._stream:
+            ops.swap_blocks_batch(*(torch.from_numpy(column) for column in columns))
+
+
+class AcceleratorDevice(Device):
+    """One device of a worker's process."""
+
+    in_step = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._locks: dict[int, PageLock] = {}
+
+    def stream(self, name: str) -> Stream:
+        return AcceleratorStream(torch.Stream(self._device), self._locks)
+
+    def current(self) -> Stream:
+        stream = torch.accelerator.current_stream(self._device)
+        return AcceleratorStream(stream, self._locks)
+
+    def move(self, sources: Addresses, targets: Addresses, piece: Piece) -> None:
+        """A kernel reads locked memory by the address it has in the process (CUDA's unified
+        addressing), so that small items need no call for each. What is not locked it could not
+        read: the driver copies then."""
+        extent = (piece.count - 1) * piece.step + piece.nbytes
+        if all(lock.has(sources, extent) for lock in self._locks.values()):
+            kernels.move(sources, targets, piece, self._device)
+        else:
+            self.current().copy(Batch.of_pieces(sources, targets, piece))
+
+    def lock(self, memory: torch.Tensor, populated: Callable[[], int]) -> None:
+        lock = PageLock(memory, self._device, populated)
+        self._locks[memory.data_ptr()] = lock
+
+    def unlock(self, memory: torch.Tensor) -> None:
+        lock = self._locks.pop(memory.data_ptr(), None)
+        if lock is not None:
+            lock.close()
+
+    def wait_locked(self) -> None:
+        for lock in self._locks.values():
+            lock.settled.wait()
+
+
+def split(batch: Batch, begin: int, end: int) -> Batch:
+    """The same, without items that cross a chunk's end in the host memory ``[begin, end)``: the
+    driver takes none that is in two locked ranges, or only partly in one."""
+    while True:
+        room = np.full(len(batch.sizes), np.iinfo(np.int64).max)  # to the end of its chunk
+        for ours in (batch.sources, batch.targets):
+            inside = (ours >= begin) & (ours < end)
+            room[inside] = CHUNK_BYTES - (ours[inside] - begin) % CHUNK_BYTES
+        crossing = batch.sizes > room
+        if not crossing.any():
+            return batch
+        rest = room[crossing]
+        batch = Batch(
+            np.concatenate([batch.sources, batch.sources[crossing] + rest]),
+            np.concatenate([batch.targets, batch.targets[crossing] + rest]),
+            np.concatenate([np.minimum(batch.sizes, room), batch.sizes[crossing] - rest]),
+        )

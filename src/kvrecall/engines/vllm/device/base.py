@@ -1,0 +1,116 @@
+"""What every form of a device has: streams, events, copies by address, and page-locking."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from ctypes import memmove
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvrecall.attention.kernels.device import Piece
+
+Addresses = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Item i: ``sizes[i]`` bytes from address ``sources[i]`` to address ``targets[i]``. Targets do
+    not overlap each other or a source."""
+
+    sources: Addresses
+    targets: Addresses
+    sizes: Addresses
+
+    @classmethod
+    def of_pieces(cls, sources: Addresses, targets: Addresses, piece: Piece) -> Batch:
+        """Each run of each of these items is an item."""
+        steps = np.arange(piece.count, dtype=np.int64) * piece.step
+        both = [(column[:, None] + steps).ravel() for column in (sources, targets)]
+        return cls(*both, np.full(len(both[0]), piece.nbytes, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.sizes.sum())
+
+    def copy_here(self, first: int = 0, last: int | None = None) -> None:
+        """Copies items ``[first, last)`` in host memory, by this thread, without the GIL."""
+        items = slice(first, last)
+        columns = self.targets[items].tolist(), self.sources[items].tolist()
+        for target, source, nbytes in zip(*columns, self.sizes[items].tolist(), strict=True):
+            memmove(target, source, nbytes)
+
+
+class Event(ABC):
+    """A point in a stream's work."""
+
+    @abstractmethod
+    def is_reached(self) -> bool:
+        """Whether all work before it is complete. Does not wait."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Blocks this thread until all work before it is complete."""
+
+    @abstractmethod
+    def seconds_since(self, earlier: Event) -> float:
+        """The device's time between two events that are reached, of one stream."""
+
+
+class Stream(ABC):
+    """Work of a device that is done in its order. Owned by one thread."""
+
+    @abstractmethod
+    def record(self) -> Event:
+        """The end of the work queued so far."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """Work queued from now on begins after the event, which may be another stream's. Does not
+        block this thread."""
+
+    @abstractmethod
+    def copy(self, batch: Batch) -> None:
+        """Queues the copies, in one call of the driver; between page-locked host memory and the
+        device, either way."""
+
+
+class Device(ABC):
+    """A device as kvrecall uses it. All methods but ``lock`` and ``unlock`` are for the worker's
+    thread."""
+
+    in_step: bool
+    """Whether work is complete when the call that queues it returns."""
+
+    @abstractmethod
+    def stream(self, name: str) -> Stream:
+        """A new stream. ``name`` is for tests."""
+
+    @abstractmethod
+    def current(self) -> Stream:
+        """The stream on which the engine computes in this thread."""
+
+    @abstractmethod
+    def move(self, sources: Addresses, targets: Addresses, piece: Piece) -> None:
+        """Queues copies of small items from locked host memory, or the device's, to the device, on
+        the engine's stream. Addresses as of ``Batch``."""
+
+    @abstractmethod
+    def lock(self, memory: torch.Tensor, populated: Callable[[], int]) -> None:
+        """Page-locks host memory, uint8 ``[bytes]``, for the device, as far as it is populated.
+        ``populated``: how many of the leading bytes have pages, which may grow.
+
+        Returns at once; until it is locked, and where it cannot be, copies are slower. Never
+        raises.
+        """
+
+    @abstractmethod
+    def unlock(self, memory: torch.Tensor) -> None:
+        """Undoes ``lock``, before the memory is unmapped. No work on it may be queued."""
+
+    @abstractmethod
+    def wait_locked(self) -> None:
+        """Waits until all that is populated is locked, or refused. For measurements."""

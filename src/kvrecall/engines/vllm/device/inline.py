@@ -1,0 +1,87 @@
+"""The CPU: its memory is host memory, and work is complete when it is queued."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import torch
+
+from kvrecall.attention.kernels.device import Piece
+from kvrecall.engines.vllm.device.base import Addresses, Batch, Device, Event, Stream
+
+_WORTH_SHARING = 4 << 20
+"""One thread copies batches of fewer bytes."""
+
+
+class Moment(Event):
+    """A time, which is past."""
+
+    __slots__ = ("_at",)
+
+    def __init__(self) -> None:
+        self._at = time.perf_counter()
+
+    def is_reached(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, Moment)
+        return self._at - earlier._at
+
+
+class InlineStream(Stream):
+    """Shares large batches among as many threads as torch computes with in this process."""
+
+    def __init__(self) -> None:
+        self._helpers = torch.get_num_threads() - 1
+        self._team = ThreadPoolExecutor(max(1, self._helpers), "kvrecall-copy")
+
+    def record(self) -> Event:
+        return Moment()
+
+    def wait(self, event: Event) -> None:
+        return
+
+    def copy(self, batch: Batch) -> None:
+        shares = 1
+        if self._helpers and batch.nbytes >= _WORTH_SHARING:
+            shares += self._helpers
+        bounds = [len(batch.sizes) * share // shares for share in range(shares + 1)]
+        mine, *others = pairwise(bounds)
+        helping = [self._team.submit(batch.copy_here, *part) for part in others]
+        batch.copy_here(*mine)
+        for helper in helping:
+            helper.result()
+
+
+class InlineDevice(Device):
+    """Its streams differ in nothing."""
+
+    in_step = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._current = InlineStream()
+
+    def stream(self, name: str) -> Stream:
+        return self._current
+
+    def current(self) -> Stream:
+        return self._current
+
+    def move(self, sources: Addresses, targets: Addresses, piece: Piece) -> None:
+        Batch.of_pieces(sources, targets, piece).copy_here()
+
+    def lock(self, memory: torch.Tensor, populated: Callable[[], int]) -> None:
+        return
+
+    def unlock(self, memory: torch.Tensor) -> None:
+        return
+
+    def wait_locked(self) -> None:
+        return

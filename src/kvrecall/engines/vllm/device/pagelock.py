@@ -1,0 +1,98 @@
+"""Page-locks host memory for a device, so that copies run at full speed and beside the host's work,
+and kernels may read it by its address.
+
+A thread locks, chunk after chunk, because that takes tens of seconds for 100 GiB and the engine
+serves meanwhile; and only what its owner has populated, because locking would populate the rest.
+Where the system refuses, the memory stays as it is: copies are slower, and right.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+logger = logging.getLogger("vllm.kvrecall")
+
+CHUNK_BYTES = 1 << 28
+"""Locked in one call, during which the process may wait to launch anything. A driver's call takes
+less than 512 GiB."""
+
+_IDLE_S = 1.0
+"""Between two looks at whether more is populated."""
+
+
+class PageLock:
+    """The leading bytes of a mapping, locked. Owned by the worker's thread; its own thread locks."""
+
+    def __init__(
+        self, memory: torch.Tensor, device: torch.device, populated: Callable[[], int]
+    ) -> None:
+        """``memory``: uint8 ``[bytes]``, mapped until ``close``. ``populated``: as of
+        ``Device.lock``."""
+        self.begin = memory.data_ptr()
+        self.end = self.begin + memory.numel()
+        self._device = device
+        self._populated = populated
+        self._locked = 0  # leading bytes; the thread raises it
+        self.settled = threading.Event()  # when all that is populated is locked, or refused
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvrecall-page-lock", daemon=True)
+        self._thread.start()
+
+    def has(self, addresses: npt.NDArray[np.int64], nbytes: int) -> bool:
+        """Whether all that lies in this memory, of ``nbytes`` from each address on, is locked."""
+        inside = addresses[(addresses >= self.begin) & (addresses < self.end)]
+        return int(inside.max(initial=0)) + nbytes <= self.begin + self._locked or not len(inside)
+
+    def close(self) -> None:
+        """Unlocks. No work on the memory may be queued."""
+        self._stop.set()
+        self._thread.join()
+        with torch.accelerator.device_index(self._device.index):
+            for start in range(0, self._locked, CHUNK_BYTES):
+                unregister(self.begin + start)
+        self._locked = 0
+
+    def _run(self) -> None:
+        """Thread: locks what is populated, and what will be."""
+        # A new thread's device is the first, on which this process has nothing to do.
+        with torch.accelerator.device_index(self._device.index):
+            while not self._stop.is_set() and self._locked < self.end - self.begin:
+                chunk = min(CHUNK_BYTES, self.end - self.begin - self._locked)
+                if self._populated() < self._locked + chunk:
+                    self.settled.set()
+                    self._stop.wait(_IDLE_S)
+                elif register(self.begin + self._locked, chunk):
+                    self._locked += chunk
+                else:
+                    logger.warning(
+                        "kvrecall: the system page-locked %d of the host tier's %d bytes and "
+                        "refuses more: copies of the rest are slower. Make host_size smaller or "
+                        "raise the limit of locked memory (ulimit -l)",
+                        self._locked,
+                        self.end - self.begin,
+                    )
+                    break
+        self.settled.set()
+
+
+def register(address: int, nbytes: int) -> bool:
+    """Locks a range, by vLLM's own function for this platform; False if the system refuses. Leaves
+    no error behind that a later launch would raise."""
+    try:
+        from vllm.v1.kv_offload.cpu.host_register import host_register
+    except ImportError:
+        return False
+    return bool(host_register(address, nbytes))
+
+
+def unregister(address: int) -> None:
+    """Undoes ``register`` of the range that begins there."""
+    from vllm.v1.kv_offload.cpu.host_register import host_unregister
+
+    host_unregister(address)

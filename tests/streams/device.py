@@ -1,0 +1,331 @@
+"""A simulated accelerator: the third form of ``kvrecall.engines.vllm.device``.
+
+Work is queued and done late, in an order that a ``Machine`` draws among all that the streams,
+events and waits allow. Host memory stands in for the device's, and real bytes are copied. Beside
+that, every access is checked by vector clocks when it is queued: whatever order is drawn, a read
+of bytes whose write need not be complete by then, and a write over bytes that may still be read or
+written, are faults.
+
+To show that a wait is needed, a machine can ignore it: ``ignored`` names it by the functions of
+kvrecall that lead to it, so a wait that is added to the code is tested without a word here.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+import torch
+
+from kvrecall.attention.kernels.device import Piece
+from kvrecall.engines.vllm.device.base import Addresses, Batch, Device, Event, Stream
+
+CELL = 512
+"""Bytes of memory that are watched as one."""
+
+HOST = 0
+"""The host's place in a clock; streams follow."""
+
+Clock = list[int]
+Cells = set[int]
+
+
+def cells_of(address: int, nbytes: int) -> range:
+    """The cells in which these bytes lie."""
+    return range(address // CELL, (address + nbytes - 1) // CELL + 1)
+
+
+class DeadlockError(AssertionError):
+    """Work that is waited for can never be done."""
+
+
+@dataclass(slots=True)
+class Access:
+    """The last accesses of a cell: who wrote it, and when each last read it since."""
+
+    writer: int = HOST
+    written: int = 0
+    reads: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How a machine draws. ``eager``: how likely some queued work is done at each call; ``patience``:
+    how often at most an event is asked in vain; ``only_needed``: a wait does no work besides what it
+    waits for; ``speeds``: of the streams, in the order in which they were made."""
+
+    eager: float
+    patience: int
+    only_needed: bool
+    speeds: tuple[float, ...]
+
+    @classmethod
+    def draw(cls, chance: random.Random) -> Style:
+        speeds = tuple(chance.choice((0.02, 0.3, 1.0)) for _ in range(4))
+        eager = chance.choice((0.0, 0.0, 0.3, 0.7, 0.95))
+        return cls(eager, chance.choice((0, 1, 3, 9)), chance.random() < 0.5, speeds)
+
+
+class Machine:
+    """The device's streams, and what is known of their order."""
+
+    def __init__(
+        self, chance: random.Random, style: Style, ignored: frozenset[str] = frozenset()
+    ) -> None:
+        """``ignored``: waits that are not waited for, by site."""
+        self.faults: list[str] = []
+        self.sites: set[str] = set()
+        self.calls: dict[str, int] = {}
+        self._chance = chance
+        self._style = style
+        self._ignored = ignored
+        self._streams: list[LateStream] = []
+        self._host: Clock = [0]
+        self._cells: dict[int, Access] = {}
+        self.computing = self.stream("compute")
+
+    def stream(self, name: str) -> LateStream:
+        speeds = self._style.speeds
+        number = len(self._streams)
+        stream = LateStream(self, name, number + 1, speeds[number % len(speeds)])
+        self._streams.append(stream)
+        self._host = [*self._host, 0]
+        return stream
+
+    # ---- order ---------------------------------------------------------------------------
+
+    def ignores(self, kind: str, stream: str) -> bool:
+        """Whether the wait that the caller is about to make is left out. Names it."""
+        functions = []
+        frame = sys._getframe(2)
+        while frame is not None:
+            name = frame.f_globals.get("__name__", "")
+            if name.startswith("kvrecall.") and ".device." not in name:
+                functions.append(frame.f_code.co_qualname)
+            elif functions:
+                break
+            frame = frame.f_back
+        if not functions:  # the engine's own
+            return False
+        site = f"{kind} {stream}: {' < '.join(functions)}"
+        self.sites.add(site)
+        return site in self._ignored
+
+    def queued(self, stream: LateStream, reads: Cells, writes: Cells, what: str) -> None:
+        """A stream gets work that begins after all that its clock and the host's contain."""
+        clock = stream.clock = _latest(stream.clock, self._host)
+        clock[stream.place] += 1
+        self._check(stream.place, clock, reads, writes, what)
+
+    def host(self, reads: Cells, writes: Cells, what: str) -> None:
+        """This thread reads and writes memory, now."""
+        self._host[HOST] += 1
+        self._check(HOST, self._host, reads, writes, what)
+
+    @property
+    def known(self) -> Clock:
+        """What the host knows to be complete."""
+        return self._host
+
+    def free(self, address: int, nbytes: int) -> None:
+        """The host unmaps memory."""
+        all_of_it = cells_of(address, nbytes)
+        self.host(set(), {cell for cell in self._cells if cell in all_of_it}, "unmapping")
+
+    def joined(self, clock: Clock) -> None:
+        """The host knows that all of this is complete."""
+        self._host = _latest(self._host, clock)
+
+    def _check(self, who: int, clock: Clock, reads: Cells, writes: Cells, what: str) -> None:
+        for cell in reads | writes:
+            access = self._cells.get(cell)
+            if access is None:
+                if cell in reads:
+                    self._fault(f"{what} reads what was never written")
+                access = self._cells[cell] = Access()
+            if access.written > clock[access.writer]:
+                word = "reads what" if cell in reads else "overwrites what"
+                self._fault(f"{what} {word} {self._name(access.writer)} is still to write")
+            if cell in writes:
+                late = [one for one, at in access.reads.items() if at > clock[one] and one != who]
+                if late:
+                    self._fault(f"{what} overwrites what {self._name(late[0])} still reads")
+                access.writer, access.written, access.reads = who, clock[who], {}
+            else:
+                access.reads[who] = clock[who]
+
+    def _fault(self, text: str) -> None:
+        if len(self.faults) < 20:
+            self.faults.append(text)
+
+    def _name(self, place: int) -> str:
+        return "the host" if place == HOST else self._streams[place - 1].name
+
+    # ---- work ----------------------------------------------------------------------------
+
+    def some_work(self) -> None:
+        """What the device may have done meanwhile."""
+        while self._chance.random() < self._style.eager and self._one():
+            pass
+
+    def synchronize(self) -> None:
+        """Does all work."""
+        while self._one():
+            pass
+        for stream in self._streams:
+            self.joined(stream.clock)
+
+    def until(self, stream: LateStream, number: int) -> None:
+        """Does work until so much of that stream is done."""
+        while stream.done < number:
+            if self._style.only_needed:
+                self._needed(stream)
+            elif not self._one():
+                raise DeadlockError(f"stream {stream.name} never gets to {number}")
+
+    def _needed(self, stream: LateStream) -> None:
+        """The next work of that stream, and first what it waits for."""
+        if not stream.queue:
+            raise DeadlockError(f"stream {stream.name} has nothing to do")
+        head = stream.queue[0]
+        if isinstance(head, Mark) and not head.is_done:
+            self.until(head.stream, head.number)
+        stream.step()
+
+    def _one(self) -> bool:
+        """A piece of work of some stream that need not wait. False if there is none."""
+        ready = [stream for stream in self._streams if stream.is_ready]
+        if not ready:
+            return False
+        (stream,) = self._chance.choices(ready, [one.speed for one in ready])
+        stream.step()
+        return True
+
+
+def _latest(clock: Clock, other: Clock) -> Clock:
+    """What either contains; streams that were made after one was taken are not in it."""
+    return [max(pair) for pair in zip_longest(clock, other, fillvalue=0)]
+
+
+class Mark(Event):
+    """An event: the stream's work up to ``number``."""
+
+    def __init__(self, stream: LateStream, number: int, clock: Clock) -> None:
+        self.stream = stream
+        self.number = number
+        self.clock = clock
+        self._asked = 0
+
+    @property
+    def is_done(self) -> bool:
+        return self.stream.done >= self.number
+
+    def is_reached(self) -> bool:
+        machine = self.stream.machine
+        if machine.ignores("query", self.stream.name):
+            return True
+        machine.some_work()
+        self._asked += 1
+        if not self.is_done and self._asked > machine._style.patience:
+            machine.until(self.stream, self.number)
+        if self.is_done:
+            machine.joined(self.clock)
+        return self.is_done
+
+    def wait(self) -> None:
+        machine = self.stream.machine
+        if machine.ignores("wait", self.stream.name):
+            return
+        machine.until(self.stream, self.number)
+        machine.joined(self.clock)
+
+    def seconds_since(self, earlier: Event) -> float:
+        return 0.001
+
+
+class LateStream(Stream):
+    """See the module. ``speed``: how likely its work is drawn, beside that of others."""
+
+    def __init__(self, machine: Machine, name: str, place: int, speed: float) -> None:
+        self.machine = machine
+        self.name = name
+        self.place = place
+        self.speed = speed
+        self.clock: Clock = [0] * (place + 1)
+        self.queue: deque[Callable[[], None] | Mark] = deque()
+        self.done = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has work that need not wait."""
+        head = self.queue[0] if self.queue else None
+        return head is not None and (not isinstance(head, Mark) or head.is_done)
+
+    def step(self) -> None:
+        """Does the next work, which need not wait."""
+        work = self.queue.popleft()
+        self.done += 1
+        if not isinstance(work, Mark):
+            work()
+
+    def launch(self, work: Callable[[], None], reads: Cells, writes: Cells, what: str) -> None:
+        """Queues a kernel that reads and writes these cells, all before it writes any."""
+        self.machine.calls[what] = self.machine.calls.get(what, 0) + 1
+        self.machine.queued(self, reads, writes, what)
+        self.queue.append(work)
+        self.machine.some_work()
+
+    def record(self) -> Mark:
+        self.clock = _latest(self.clock, self.machine.known)
+        return Mark(self, self.clock[self.place], self.clock)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, Mark)
+        if self.machine.ignores("follow", self.name):
+            return
+        self.clock = _latest(self.clock, event.clock)
+        self.clock[self.place] += 1
+        self.queue.append(event)
+
+    def copy(self, batch: Batch) -> None:
+        columns = batch.sources.tolist(), batch.targets.tolist(), batch.sizes.tolist()
+        reads: Cells = set()
+        writes: Cells = set()
+        for source, target, nbytes in zip(*columns, strict=True):
+            reads.update(cells_of(source, nbytes))
+            writes.update(cells_of(target, nbytes))
+        self.launch(batch.copy_here, reads, writes, self.name)
+
+
+class LateDevice(Device):
+    """A device whose work its machine does."""
+
+    in_step = False
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.locked: dict[int, Callable[[], int]] = {}
+
+    def stream(self, name: str) -> Stream:
+        return self.machine.stream(name)
+
+    def current(self) -> Stream:
+        return self.machine.computing
+
+    def move(self, sources: Addresses, targets: Addresses, piece: Piece) -> None:
+        self.machine.computing.copy(Batch.of_pieces(sources, targets, piece))
+
+    def lock(self, memory: torch.Tensor, populated: Callable[[], int]) -> None:
+        assert memory.data_ptr() not in self.locked, "locked twice"
+        self.locked[memory.data_ptr()] = populated
+
+    def unlock(self, memory: torch.Tensor) -> None:
+        self.machine.free(memory.data_ptr(), memory.numel())
+        del self.locked[memory.data_ptr()]
+
+    def wait_locked(self) -> None:
+        return

@@ -1,0 +1,374 @@
+"""An engine without a model, on a simulated device: vLLM's own scheduler, kvrecall's two sides of the
+connector with a real pool, and a forward pass that checks the KV it reads, byte by byte.
+
+The KV of a token is a digest of all tokens up to it, so KV of other tokens, or of none, is noticed
+wherever it comes from. The next token follows from the tokens before it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from kvrecall.block import Namespace
+from kvrecall.config import RecallSettings
+from kvrecall.engines.vllm import device as devices
+from kvrecall.engines.vllm.compat import scheduler as compat
+from kvrecall.engines.vllm.connector import worker as workers
+from kvrecall.engines.vllm.connector.connector import RecallConnector
+from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
+from kvrecall.engines.vllm.connector.wire import ORIGIN_BYTES, EngineFacts
+from kvrecall.engines.vllm.connector.worker import RecallWorker
+from kvrecall.pool import Pool
+from kvrecall.pool.base import Verdict
+
+from .device import Cells, LateDevice, Machine, Mark, cells_of
+
+BLOCK = 16
+LAYERS = 2
+PAGE = 512
+"""Bytes of a block in a layer."""
+
+TOKEN = PAGE // BLOCK
+LONGEST = 160
+
+
+class SimulatedConnector(RecallConnector):
+    """The connector on the scheduler side of an ``Engine``, which gives it its scheduler side."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        self._scheduler = self._worker = self._endpoint = None
+
+
+@functools.cache
+def story(seed: int, prompt: tuple[int, ...]) -> tuple[list[int], np.ndarray]:
+    """All tokens that follow from a prompt, and their KV: uint8 ``[layers, tokens, TOKEN]``."""
+    tokens, rows = list(prompt), []
+    state = b""
+    for at in range(LONGEST):
+        state = hashlib.blake2b(state + tokens[at].to_bytes(4), digest_size=TOKEN).digest()
+        rows.append(state)
+        if at + 1 == len(tokens):
+            tokens.append(state[0])
+    first = np.frombuffer(b"".join(rows), np.uint8).reshape(LONGEST, TOKEN)
+    return tokens, np.stack([first ^ layer for layer in range(LAYERS)])
+
+
+@functools.cache
+def config(model: Path, overlapping: bool, by_priority: bool) -> Any:
+    """vLLM's configuration. ``overlapping``: asynchronous scheduling. ``by_priority``: of requests,
+    so that one may be preempted in the step that scheduled it."""
+    args = EngineArgs(
+        model=str(model),
+        skip_tokenizer_init=True,
+        max_model_len=LONGEST,
+        block_size=BLOCK,
+        max_num_seqs=5,
+        max_num_batched_tokens=64,
+        num_gpu_blocks_override=1,
+        dtype="float32",
+        enable_prefix_caching=True,
+        scheduling_policy="priority" if by_priority else "fcfs",
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="SimulatedConnector",
+            kv_connector_module_path=__name__,
+            kv_role="kv_both",
+        ),
+    )
+    made = args.create_engine_config()
+    made.scheduler_config.async_scheduling = overlapping
+    made.cache_config.num_gpu_blocks = 1
+    return made
+
+
+def kv_cache(blocks: int) -> KVCacheConfig:
+    names = [f"layers.{layer}" for layer in range(LAYERS)]
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=4, dtype=torch.float32)
+    assert spec.page_size_bytes == PAGE
+    tensors = [KVCacheTensor(blocks * PAGE, [name], PAGE, PAGE) for name in names]
+    return KVCacheConfig(blocks, tensors, [KVCacheGroupSpec(names, spec)])
+
+
+@contextmanager
+def on(machine: Machine) -> Iterator[None]:
+    """Devices made in here are this machine's; and vLLM's parallel groups, of one rank, need not be
+    there."""
+    answers = {
+        "kernel_of": "",
+        "prompt_token_work": (0.0, 0),
+        "record_places": [layer * PAGE for layer in range(LAYERS)],
+        "kv_replicas": 1,
+        "tensor_rank": 0,
+        "fp8_type": None,
+    }
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(
+                patch.object(workers.config, name, lambda *_, answer=answer: answer)
+            )
+        stack.enter_context(patch.object(workers, "settle_scales", lambda *_: None))
+        stack.enter_context(patch.dict(devices.FORMS, {"cpu": lambda _: LateDevice(machine)}))
+        devices.device_of.cache_clear()
+        stack.callback(devices.device_of.cache_clear)
+        yield
+
+
+def aligned(rows: int, nbytes: int) -> torch.Tensor:
+    """uint8 ``[rows, nbytes]`` of zeros, at an address that begins a cell."""
+    memory = torch.zeros(rows * nbytes + PAGE, dtype=torch.uint8)
+    start = -memory.data_ptr() % PAGE
+    return memory[start : start + rows * nbytes].view(rows, nbytes)
+
+
+class Engine:
+    """See the module. Within ``on(machine)``."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        machine: Machine,
+        pool: Pool,
+        blocks: int,
+        loads_first: bool,
+        zeroes: bool,
+    ) -> None:
+        """``blocks``: on the device. ``loads_first``: loads are started before the forward pass, as
+        by Model Runner V1. ``zeroes``: new blocks are zeroed at the start of a step, as for some
+        hybrid models."""
+        self.machine = machine
+        self.pool = pool
+        self.wrong: list[str] = []
+        self.overlapping = bool(vllm_config.scheduler_config.async_scheduling)
+        self._loads_first = loads_first
+        self.preempted = 0
+        self._queue: deque[tuple[Any, ModelRunnerOutput, Mark]] = deque()
+        vllm_config = copy.copy(vllm_config)
+        vllm_config.compilation_config = SimpleNamespace(static_forward_context={})
+        cache = kv_cache(blocks)
+        kind = AsyncScheduler if self.overlapping else Scheduler
+        grammar = SimpleNamespace(accept_tokens=lambda *_: True)
+        self.scheduler = kind(vllm_config, cache, grammar, BLOCK)
+        self.scheduler.needs_kv_cache_zeroing = self._zeroes = zeroes
+        self.device = [aligned(blocks, PAGE) for _ in range(LAYERS)]
+        self.worker = RecallWorker(vllm_config, cache)
+        self.worker.register({f"layers.{i}": rows for i, rows in enumerate(self.device)})
+        shard = self.worker.shard()
+        assert not shard.copies_in_step
+        nbytes = shard.nbytes() + ORIGIN_BYTES
+        facts = EngineFacts.of_one(BLOCK, nbytes, copies_in_step=False)
+        manager = self.scheduler.kv_cache_manager
+        connector = self.scheduler.connector
+        connector._pool = pool
+        self._watch_commits(nbytes)
+        settings = {"host_size": "1MiB", "audit": "off", "load_or_compute": "load"}
+        self.side = connector._scheduler = RecallScheduler(
+            pool,
+            RecallSettings.from_mapping(settings),
+            facts,
+            lambda: Namespace.of({"test": "1"}),
+            SimpleNamespace(is_known=lambda _: True, identity=lambda _: None),
+            manager.get_block_ids,
+            room_for=compat.room_for(manager),
+        )
+        self._hasher = get_request_block_hasher(BLOCK, sha256_cbor)
+        self._stories: dict[str, tuple[list[int], np.ndarray]] = {}
+
+    # ---- as the engine's front asks ------------------------------------------------------
+
+    def add(self, name: str, prompt: Sequence[int], most: int, priority: int) -> None:
+        params = SamplingParams(max_tokens=most, ignore_eos=True)
+        request = Request(
+            name, list(prompt), params, None, block_hasher=self._hasher, priority=priority
+        )
+        self._stories[name] = story(0, tuple(prompt))
+        self.scheduler.add_request(request)
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    @property
+    def names(self) -> list[str]:
+        """Requests that have not ended."""
+        requests = self.scheduler.requests.items()
+        return [name for name, request in requests if not request.is_finished()]
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._queue) or self.scheduler.has_requests()
+
+    def preempt_all(self) -> bool:
+        """As for new weights: False if requests wait for their loads, as vLLM then refuses."""
+        waiting = self.scheduler.requests.values()
+        if any(one.status is RequestStatus.WAITING_FOR_REMOTE_KVS for one in waiting):
+            return False
+        try:
+            self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        except RuntimeError:  # blocks are held until their stores are made
+            return False
+        return True
+
+    def sleep(self) -> None:
+        """vLLM's sleep mode, of a level that discards the KV cache, and waking up."""
+        for name in self.names:
+            self.abort(name)
+        while self.is_busy:
+            self.step()
+        self.machine.synchronize()  # as vLLM's worker does
+        assert self.scheduler.reset_prefix_cache(True, reset_connector=True)
+        for rows in self.device:
+            self.machine.free(rows.data_ptr(), rows.numel())
+            rows.fill_(255)
+
+    def step(self) -> None:
+        """One turn of vLLM's loop."""
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self._queue.append((output, *self._execute(output)))
+            computes = output.total_num_scheduled_tokens > 0
+            if (
+                self.overlapping
+                and len(self._queue) < 2
+                and (computes or self.scheduler.has_requests())
+            ):
+                return
+        if self._queue:
+            self._take()
+
+    def close(self) -> None:
+        self.worker.close()
+
+    # ---- within --------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        """The next result of a step that was begun."""
+        output, result, end = self._queue.popleft()
+        end.wait()
+        self.scheduler.update_from_output(output, result)
+
+    def _execute(self, output: Any) -> tuple[ModelRunnerOutput, Mark]:
+        """A worker's step: queues work, and returns."""
+        orders, worker = output.kv_connector_metadata, self.worker
+        self.preempted += len(output.preempted_req_ids or ())
+        worker.before_overwrite(orders)
+        if self._zeroes:
+            # Also blocks that were to be computed into when an earlier step was sent, and are loaded
+            # into now (see transfer_async in vLLM's kv_offload/cpu/gpu_worker.py).
+            loaded = [id for load in orders.loads for copy in load.copies for id in copy.block_ids]
+            self._zero([*(output.new_block_ids_to_zero or ()), *loaded])
+        if self._loads_first:
+            worker.start_loads(orders)
+        result = self._forward(output)
+        if not self._loads_first:
+            worker.start_loads(orders)
+        worker.start_stores(orders)
+        released, loaded, failed = worker.finished()
+        result.kv_connector_output = KVConnectorOutput(
+            finished_sending=released or None,
+            finished_recving=loaded or None,
+            failed_recving=failed,
+            kv_connector_worker_meta=worker.report(),
+        )
+        return result, self.machine.computing.record()
+
+    def _watch_commits(self, record: int) -> None:
+        """Records, of so many bytes, are read by this thread as soon as they are committed, as the
+        writer of a lower tier does."""
+        offsets: dict[bytes, int] = {}
+        reserve, commit = self.pool.reserve, self.pool.commit
+
+        def reserving(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            answers = reserve(keys, *args, **kwargs)
+            for key, answer in zip(keys, answers, strict=True):
+                if answer.verdict is Verdict.RESERVED:
+                    offsets[key] = answer.offset
+            return answers
+
+        def committing(keys: Any) -> None:
+            memory = self.worker._arena.memory(self.pool.arena_handle())
+            assert memory is not None
+            for key in keys:
+                cells = cells_of(memory.ctypes.data + offsets[key], record - ORIGIN_BYTES)
+                self.machine.host(set(cells), set(), "the tier's writer")
+            commit(keys)
+
+        self.pool.reserve, self.pool.commit = reserving, committing  # type: ignore[method-assign]
+
+    def _cells(self, ids: Sequence[int]) -> Cells:
+        return {
+            cell
+            for rows in self.device
+            for block in ids
+            for cell in cells_of(rows.data_ptr() + block * PAGE, PAGE)
+        }
+
+    def _zero(self, ids: list[int]) -> None:
+        def work() -> None:
+            for rows in self.device:
+                rows[ids] = 0
+
+        if not ids:
+            return
+        self.machine.computing.launch(work, set(), self._cells(ids), "zeroing")
+
+    def _forward(self, output: Any) -> ModelRunnerOutput:
+        reads: Cells = set()
+        writes: Cells = set()
+        parts = []
+        tokens: list[list[int]] = []
+        for name, count in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests[name]
+            end = request.num_computed_tokens
+            start = end - count
+            ids = self.scheduler.kv_cache_manager.get_block_ids(name)[0][: -(-end // BLOCK)]
+            reads |= self._cells(ids[: -(-start // BLOCK)])
+            writes |= self._cells(ids[start // BLOCK :])
+            parts.append((name, start, end, list(ids)))
+            tokens.append([] if request.is_prefill_chunk else [self._stories[name][0][end]])
+        if parts:
+            work = functools.partial(self._compute, parts)
+            self.machine.computing.launch(work, reads - writes, writes, "the forward pass")
+        names = [part[0] for part in parts]
+        return ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, tokens)
+
+    def _compute(self, parts: list[tuple[str, int, int, list[int]]]) -> None:
+        """Kernel: writes the new tokens of these requests, and then attends to all of them."""
+        for layer, rows in enumerate(self.device):
+            memory = rows.numpy().reshape(len(rows), BLOCK, TOKEN)
+            for name, start, end, ids in parts:
+                at = np.arange(start, end)
+                memory[np.array(ids)[at // BLOCK], at % BLOCK] = self._stories[name][1][layer, at]
+            for name, _, end, ids in parts:
+                found = memory[ids].reshape(-1, TOKEN)[:end]
+                if not np.array_equal(found, self._stories[name][1][layer, :end]):
+                    self.wrong.append(f"{name} reads other KV than its tokens have")
+
+
+init_none_hash(sha256_cbor)

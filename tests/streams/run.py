@@ -1,0 +1,204 @@
+"""Random schedules of an engine on a simulated device, and what they find; then the same with each
+wait of kvrecall's taken out, which they must find, too.
+
+``python -m streams.run --schedules 5000`` (in tests/) ends with a line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from kvrecall.config import RecallSettings
+from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
+from kvrecall.lab.models import write_model
+from kvrecall.pool import Pool
+
+from .device import DeadlockError, Machine, Style
+from .engine import BLOCK, LONGEST, Engine, config, on
+
+_MOST_STEPS = 2000
+_ACTIONS = 30
+_SLOTS = (8, 40, 100)
+"""Blocks of 4 KiB that the pool has room for."""
+
+
+def _freed_at_once() -> Any:
+    finished = RecallScheduler.finished
+
+    def forget(side: Any, request: Any, *args: Any) -> Any:
+        hold, told = finished(side, request, *args)
+        if hold:
+            side._releases.remove(request.request_id)
+        return False, told
+
+    return patch.object(RecallScheduler, "finished", forget)
+
+
+def _released_at_once() -> Any:
+    allocated = RecallScheduler.allocated
+
+    def forget(side: Any, request: Any, *args: Any) -> None:
+        allocated(side, request, *args)
+        if request.request_id in side._loading:
+            side._loading[request.request_id].release()
+
+    return patch.object(RecallScheduler, "allocated", forget)
+
+
+RULES: dict[str, Callable[[], Any]] = {
+    "rule: device blocks of a request that ended are held for its stores": _freed_at_once,
+    "rule: slots are leased until their load is complete": _released_at_once,
+}
+"""Waits of the scheduler side, which no event names; each with what takes it out."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a schedule found. ``sites``: its waits. ``did``: how often what happened."""
+
+    wrong: list[str] = field(default_factory=list)
+    races: list[str] = field(default_factory=list)
+    deadlock: str = ""
+    sites: set[str] = field(default_factory=set)
+    did: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_good(self) -> bool:
+        return not (self.wrong or self.races or self.deadlock)
+
+    @property
+    def text(self) -> str:
+        return "; ".join([*self.wrong[:2], *self.races[:2], self.deadlock])
+
+
+def run(model: Path, seed: int, ignored: frozenset[str] = frozenset()) -> Outcome:
+    """One schedule, which follows from its seed."""
+    chance = random.Random(seed)
+    machine = Machine(chance, Style.draw(chance), ignored)
+    overlapping, by_priority = chance.random() < 0.7, chance.random() < 0.5
+    blocks = chance.choice((12, 16, 24))
+    settings = RecallSettings.from_mapping({"host_size": f"{4 * chance.choice(_SLOTS)}KiB"})
+    outcome = Outcome(sites=machine.sites)
+    with on(machine), Pool.open(settings.pool) as pool:
+        engine = Engine(
+            config(model, overlapping, by_priority),
+            machine,
+            pool,
+            blocks,
+            loads_first=chance.random() < 0.5,
+            zeroes=chance.random() < 0.5,
+        )
+        try:
+            _drive(engine, chance, outcome)
+        except DeadlockError as error:
+            outcome.deadlock = str(error)
+        finally:
+            engine.close()
+    outcome.wrong, outcome.races = engine.wrong, machine.faults
+    outcome.did |= machine.calls
+    outcome.did["preempted"] = engine.preempted
+    return outcome
+
+
+def _drive(engine: Engine, chance: random.Random, outcome: Outcome) -> None:
+    """Requests come, are aborted, and all is preempted or put to sleep; then all end."""
+    prompts = [[chance.randrange(256) for _ in range(LONGEST)] for _ in range(4)]
+    did = outcome.did
+    steps = 0
+    for number in range(_ACTIONS):
+        action = chance.choices(("add", "abort", "preempt", "sleep", "step"), (8, 1, 1, 0.2, 8))
+        did[action[0]] = did.get(action[0], 0) + 1
+        if action == ["add"] and len(engine.names) < 8:
+            most = chance.choice((1, 2, 9, 30))
+            prompt = chance.choice(prompts)[: chance.randrange(BLOCK, LONGEST - most - 1)]
+            engine.add(f"r{number}", prompt, most, chance.randrange(4))
+        elif action == ["abort"] and engine.names:
+            engine.abort(chance.choice(engine.names))
+        elif action == ["preempt"]:
+            engine.preempt_all()
+        elif action == ["sleep"]:
+            engine.sleep()
+        else:
+            for _ in range(chance.choice((1, 2, 5))):
+                engine.step()
+                steps += 1
+        if not _is_right(engine):
+            return
+    if chance.random() < 0.2:
+        return  # the engine is shut down in the middle of its work
+    while engine.is_busy and steps < _MOST_STEPS:
+        engine.step()
+        steps += 1
+        if not _is_right(engine):
+            return
+    did["steps"] = steps
+    if engine.is_busy:
+        raise DeadlockError(f"{', '.join(engine.names) or 'a request that ended'} never ends")
+
+
+def _is_right(engine: Engine) -> bool:
+    return not (engine.wrong or engine.machine.faults)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--schedules", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_model(Path(folder) / "model", weights=False)
+        result = check(model, given.seed, given.schedules)
+    print(json.dumps(result))
+
+
+def check(model: Path, first: int, schedules: int) -> dict[str, object]:
+    """Runs so many schedules, then each mutant until one finds it."""
+    began = time.monotonic()
+    outcomes = {seed: run(model, seed) for seed in range(first, first + schedules)}
+    bad = {seed: one for seed, one in outcomes.items() if not one.is_good}
+    for seed, one in list(bad.items())[:5]:
+        print(f"schedule {seed}: {one.text}")
+    sites = [*sorted(set().union(*(one.sites for one in outcomes.values()))), *RULES]
+    caught = {site: caught_at(model, site, outcomes) for site in sites}
+    for site, seed in caught.items():
+        print(f"{'caught by ' + str(seed) if seed is not None else 'NOT CAUGHT':>16}  {site}")
+    did: dict[str, int] = {}
+    for one in outcomes.values():
+        for name, count in one.did.items():
+            did[name] = did.get(name, 0) + count
+    return {
+        "schedules": schedules,
+        "wrong": sum(bool(one.wrong) for one in bad.values()),
+        "early_reads": sum(bool(one.races) for one in bad.values()),
+        "deadlocks": sum(bool(one.deadlock) for one in bad.values()),
+        "mutants": len(sites),
+        "mutants_caught": sum(seed is not None for seed in caught.values()),
+        "did": did,
+        "seconds": round(time.monotonic() - began),
+    }
+
+
+def caught_at(model: Path, site: str, outcomes: dict[int, Outcome]) -> int | None:
+    """The first of these schedules that goes wrong without the wait at that site, or the rule of
+    that name; None if none does."""
+    for seed, one in outcomes.items():
+        if not one.is_good or not (site in RULES or site in one.sites):
+            continue
+        with RULES.get(site, nullcontext)():
+            if not run(model, seed, frozenset({site})).is_good:
+                return seed
+    return None
+
+
+if __name__ == "__main__":
+    main()
