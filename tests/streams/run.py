@@ -134,8 +134,9 @@ def _drive(engine: Engine, chance: random.Random, outcome: Outcome) -> None:
                 steps += 1
         if not _is_right(engine):
             return
-    if chance.random() < 0.2:
-        return  # the engine is shut down in the middle of its work
+    if chance.random() < 0.3:
+        did["shut down"] = 1  # in the middle of its work
+        return
     while engine.is_busy and steps < _MOST_STEPS:
         engine.step()
         steps += 1

@@ -49,9 +49,10 @@ class InlineStream(Stream):
         return
 
     def copy(self, batch: Batch) -> None:
-        shares = 1
-        if self._helpers and batch.nbytes >= _WORTH_SHARING:
-            shares += self._helpers
+        if not self._helpers or batch.nbytes < _WORTH_SHARING:
+            batch.copy_here()
+            return
+        shares = 1 + self._helpers
         bounds = [len(batch.sizes) * share // shares for share in range(shares + 1)]
         mine, *others = pairwise(bounds)
         helping = [self._team.submit(batch.copy_here, *part) for part in others]

@@ -1,0 +1,92 @@
+"""Copies in every order that the device may make them: random schedules of an engine on a simulated
+device, and each wait that they need."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from streams.device import CELL, DeadlockError, LateDevice, Machine, Style
+from streams.run import check
+
+from kvrecall.lab.models import write_model
+
+SCHEDULES = 80
+
+
+def test_no_order_of_copies_goes_wrong_and_each_wait_is_needed(
+    tmp_path: Path,
+) -> None:
+    """`make streams` runs thousands."""
+    found = check(write_model(tmp_path / "model", weights=False), 0, SCHEDULES)
+    assert (found["wrong"], found["early_reads"], found["deadlocks"]) == (0, 0, 0)
+    assert found["mutants"] == found["mutants_caught"] >= 8
+    did = found["did"]
+    for what in ("loads", "stores", "preempted", "zeroing", "abort", "sleep", "shut down"):
+        assert did[what] > 0, what
+
+
+class Bench:
+    """Two streams and some memory."""
+
+    def __init__(self, eager: float = 0.0, only_needed: bool = True) -> None:
+        style = Style(eager, 10**9, only_needed, (1.0,))
+        self.machine = Machine(random.Random(0), style)
+        self.device = LateDevice(self.machine)
+        self.copies = self.machine.stream("copies")
+        self.computing = self.machine.computing
+        self.done: list[str] = []
+
+    def write(self, cell: int, name: str = "kernel") -> None:
+        self.computing.launch(lambda: self.done.append(name), set(), {cell}, name)
+
+    def read(self, cell: int) -> None:
+        self.copies.launch(lambda: self.done.append("copy"), {cell}, {cell + 100}, "copy")
+
+
+def test_the_simulation_notices_what_nothing_orders() -> None:
+    bench = Bench()
+    bench.write(1)
+    bench.read(1)
+    assert bench.machine.faults == ["copy reads what compute is still to write"]
+    bench.write(1)
+    assert bench.machine.faults[1:] == ["kernel overwrites what copies still reads"]
+    bench.read(7)
+    assert bench.machine.faults[2:] == ["copy reads what was never written"]
+
+
+def test_work_that_waits_comes_after_and_late() -> None:
+    bench = Bench()
+    bench.write(1)
+    bench.copies.wait(bench.computing.record())
+    bench.read(1)
+    end = bench.copies.record()
+    assert not end.is_reached()
+    assert bench.done == []
+    bench.write(2, "later")
+    end.wait()
+    assert bench.done == ["kernel", "copy"]
+    bench.write(1)  # this thread knows that the copy is made
+    assert bench.machine.faults == []
+
+
+def test_what_waits_for_itself_is_a_deadlock() -> None:
+    for only_needed in (True, False):
+        bench = Bench(only_needed=only_needed)
+        end = bench.copies.record()
+        end.number = 5
+        bench.computing.wait(end)
+        with pytest.raises(DeadlockError):
+            bench.computing.record().wait()
+
+
+def test_unmapping_under_a_copy_is_noticed() -> None:
+    bench = Bench()
+    memory = torch.zeros(4 * CELL, dtype=torch.uint8)
+    bench.device.lock(memory, memory.numel)
+    first = -(-memory.data_ptr() // CELL)
+    bench.write(first)
+    bench.device.unlock(memory)
+    assert bench.machine.faults == ["unmapping overwrites what compute is still to write"]
