@@ -54,9 +54,9 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How a machine draws. ``eager``: how likely some queued work is done at each call; ``patience``:
-    how often at most an event is asked in vain; ``only_needed``: a wait does no work besides what it
-    waits for; ``speeds``: of the streams, in the order in which they were made."""
+    """How a machine draws. ``eager``: how likely some queued work is done at each call.
+    ``patience``: how often at most an event is asked in vain. ``only_needed``: a wait does no work
+    but what it waits for. ``speeds``: of the streams, in the order in which they were made."""
 
     eager: float
     patience: int

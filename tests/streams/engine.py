@@ -1,4 +1,4 @@
-"""An engine without a model, on a simulated device: vLLM's own scheduler, kvrecall's two sides of the
+"""An engine without a model, on a simulated device: vLLM's own scheduler, both sides of the
 connector with a real pool, and a forward pass that checks the KV it reads, byte by byte.
 
 The KV of a token is a digest of all tokens up to it, so KV of other tokens, or of none, is noticed
@@ -279,8 +279,8 @@ class Engine:
         self.preempted += len(output.preempted_req_ids or ())
         worker.before_overwrite(orders)
         if self._zeroes:
-            # Also blocks that were to be computed into when an earlier step was sent, and are loaded
-            # into now (see transfer_async in vLLM's kv_offload/cpu/gpu_worker.py).
+            # Also blocks that were to be computed into when an earlier step was sent, and are
+            # loaded into now (see transfer_async in vLLM's kv_offload/cpu/gpu_worker.py).
             loaded = [id for load in orders.loads for copy in load.copies for id in copy.block_ids]
             self._zero([*(output.new_block_ids_to_zero or ()), *loaded])
         if self._loads_first:

@@ -1,7 +1,7 @@
 """Random schedules of an engine on a simulated device, and what they find; then the same with each
 wait of kvrecall's taken out, which they must find, too.
 
-``python -m streams.run --schedules 5000`` (in tests/) ends with a line of JSON.
+``make streams`` runs this; the last line is JSON.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from streams.device import CELL, DeadlockError, LateDevice, Machine, Style
-from streams.run import check
 
 from kvrecall.lab.models import write_model
+from streams.device import CELL, DeadlockError, LateDevice, Machine, Style
+from streams.run import check
 
 SCHEDULES = 80
 

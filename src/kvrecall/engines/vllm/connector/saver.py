@@ -204,9 +204,7 @@ class Saver:
         copy = Copy(tuple(row[1] for row in rows), tuple(row[2] for row in rows), group)
         self._ordered.append(Store(store_id, copy, self._origin(state)))
         request = state.request
-        self._open[store_id] = _OpenStore(
-            keys, self._facts.ranks, request, request.num_preemptions
-        )
+        self._open[store_id] = _OpenStore(keys, self._facts.ranks, request, request.num_preemptions)
         state.open_stores.add(store_id)
         return True
 

@@ -29,8 +29,8 @@ class Batch:
     def of_pieces(cls, sources: Addresses, targets: Addresses, piece: Piece) -> Batch:
         """Each run of each of these items is an item."""
         steps = np.arange(piece.count, dtype=np.int64) * piece.step
-        both = [(column[:, None] + steps).ravel() for column in (sources, targets)]
-        return cls(*both, np.full(len(both[0]), piece.nbytes, dtype=np.int64))
+        begins, ends = ((column[:, None] + steps).ravel() for column in (sources, targets))
+        return cls(begins, ends, np.full(len(begins), piece.nbytes, dtype=np.int64))
 
     @property
     def nbytes(self) -> int:

@@ -27,7 +27,7 @@ _IDLE_S = 1.0
 
 
 class PageLock:
-    """The leading bytes of a mapping, locked. Owned by the worker's thread; its own thread locks."""
+    """Locks the leading bytes of a mapping, in a thread of its own. Owned by its device."""
 
     def __init__(
         self, memory: torch.Tensor, device: torch.device, populated: Callable[[], int]
