@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256_cbor
@@ -119,12 +120,10 @@ def kv_cache(blocks: int) -> KVCacheConfig:
 
 @contextmanager
 def on(machine: Machine) -> Iterator[None]:
-    """Devices made in here are this machine's; and vLLM's parallel groups, of one rank, need not be
-    there."""
+    """Devices made in here are this machine's; and vLLM's parallel groups need not be there."""
     answers = {
         "kernel_of": "",
         "prompt_token_work": (0.0, 0),
-        "record_places": [layer * PAGE for layer in range(LAYERS)],
         "kv_replicas": 1,
         "tensor_rank": 0,
         "fp8_type": None,
@@ -148,6 +147,33 @@ def aligned(rows: int, nbytes: int) -> torch.Tensor:
     return memory[start : start + rows * nbytes].view(rows, nbytes)
 
 
+class Rank:
+    """A worker, and the device's memory of its rank: uint8 ``[blocks, PAGE]`` by layer."""
+
+    def __init__(self, vllm_config: Any, cache: KVCacheConfig, number: int) -> None:
+        self.number = number
+        self.memory = [aligned(cache.num_blocks, PAGE) for _ in range(LAYERS)]
+        self.worker = RecallWorker(vllm_config, cache)
+        self.worker.register({f"layers.{i}": rows for i, rows in enumerate(self.memory)})
+        places = [(number * LAYERS + layer) * PAGE for layer in range(LAYERS)]
+        with patch.object(workers.config, "record_places", lambda *_: places):
+            self.shard = self.worker.shard()
+
+    @property
+    def place(self) -> int:
+        """Where its part of a record begins."""
+        return self.number * LAYERS * PAGE
+
+    def cells(self, ids: Sequence[int]) -> Cells:
+        """Those of device blocks."""
+        return {
+            cell
+            for rows in self.memory
+            for block in ids
+            for cell in cells_of(rows.data_ptr() + block * PAGE, PAGE)
+        }
+
+
 class Engine:
     """See the module. Within ``on(machine)``."""
 
@@ -156,13 +182,14 @@ class Engine:
         vllm_config: Any,
         machine: Machine,
         pool: Pool,
+        ranks: int,
         blocks: int,
         loads_first: bool,
         zeroes: bool,
     ) -> None:
-        """``blocks``: on the device. ``loads_first``: loads are started before the forward pass, as
-        by Model Runner V1. ``zeroes``: new blocks are zeroed at the start of a step, as for some
-        hybrid models."""
+        """``ranks``: of tensor parallelism. ``blocks``: on each rank's device. ``loads_first``:
+        loads are started before the forward pass, as by Model Runner V1. ``zeroes``: new blocks are
+        zeroed at the start of a step, as for some hybrid models."""
         self.machine = machine
         self.pool = pool
         self.wrong: list[str] = []
@@ -177,17 +204,15 @@ class Engine:
         grammar = SimpleNamespace(accept_tokens=lambda *_: True)
         self.scheduler = kind(vllm_config, cache, grammar, BLOCK)
         self.scheduler.needs_kv_cache_zeroing = self._zeroes = zeroes
-        self.device = [aligned(blocks, PAGE) for _ in range(LAYERS)]
-        self.worker = RecallWorker(vllm_config, cache)
-        self.worker.register({f"layers.{i}": rows for i, rows in enumerate(self.device)})
-        shard = self.worker.shard()
-        assert not shard.copies_in_step
-        nbytes = shard.nbytes() + ORIGIN_BYTES
-        facts = EngineFacts.of_one(BLOCK, nbytes, copies_in_step=False)
+        self.ranks = [Rank(vllm_config, cache, number) for number in range(ranks)]
+        self._aggregator = KVOutputAggregator(ranks)
+        assert not any(rank.shard.copies_in_step for rank in self.ranks)
+        nbytes = sum(rank.shard.nbytes() for rank in self.ranks) + ORIGIN_BYTES
+        facts = EngineFacts.of_one(BLOCK, nbytes, ranks=ranks, copies_in_step=False)
         manager = self.scheduler.kv_cache_manager
         connector = self.scheduler.connector
         connector._pool = pool
-        self._watch_commits(nbytes)
+        self._watch_commits()
         settings = {"host_size": "1MiB", "audit": "off", "load_or_compute": "load"}
         self.side = connector._scheduler = RecallScheduler(
             pool,
@@ -243,7 +268,7 @@ class Engine:
             self.step()
         self.machine.synchronize()  # as vLLM's worker does
         assert self.scheduler.reset_prefix_cache(True, reset_connector=True)
-        for rows in self.device:
+        for rows in (rows for rank in self.ranks for rows in rank.memory):
             self.machine.free(rows.data_ptr(), rows.numel())
             rows.fill_(255)
 
@@ -263,7 +288,8 @@ class Engine:
             self._take()
 
     def close(self) -> None:
-        self.worker.close()
+        for rank in self.ranks:
+            rank.worker.close()
 
     # ---- within --------------------------------------------------------------------------
 
@@ -274,18 +300,24 @@ class Engine:
         self.scheduler.update_from_output(output, result)
 
     def _execute(self, output: Any) -> tuple[ModelRunnerOutput, Mark]:
-        """A worker's step: queues work, and returns."""
-        orders, worker = output.kv_connector_metadata, self.worker
+        """A step of all workers: queues work, and returns."""
         self.preempted += len(output.preempted_req_ids or ())
+        results = [self._execute_on(rank, output) for rank in self.ranks]
+        result = self._aggregator.aggregate(results)
+        assert result is not None
+        return result, self.machine.computing.record()
+
+    def _execute_on(self, rank: Rank, output: Any) -> ModelRunnerOutput:
+        orders, worker = output.kv_connector_metadata, rank.worker
         worker.before_overwrite(orders)
         if self._zeroes:
             # Also blocks that were to be computed into when an earlier step was sent, and are
             # loaded into now (see transfer_async in vLLM's kv_offload/cpu/gpu_worker.py).
             loaded = [id for load in orders.loads for copy in load.copies for id in copy.block_ids]
-            self._zero([*(output.new_block_ids_to_zero or ()), *loaded])
+            self._zero(rank, [*(output.new_block_ids_to_zero or ()), *loaded])
         if self._loads_first:
             worker.start_loads(orders)
-        result = self._forward(output)
+        result = self._forward(rank, output)
         if not self._loads_first:
             worker.start_loads(orders)
         worker.start_stores(orders)
@@ -296,11 +328,11 @@ class Engine:
             failed_recving=failed,
             kv_connector_worker_meta=worker.report(),
         )
-        return result, self.machine.computing.record()
+        return result
 
-    def _watch_commits(self, record: int) -> None:
-        """Records, of so many bytes, are read by this thread as soon as they are committed, as the
-        writer of a lower tier does."""
+    def _watch_commits(self) -> None:
+        """Records are read by this thread as soon as they are committed, as the writer of a lower
+        tier does."""
         offsets: dict[bytes, int] = {}
         reserve, commit = self.pool.reserve, self.pool.commit
 
@@ -312,33 +344,27 @@ class Engine:
             return answers
 
         def committing(keys: Any) -> None:
-            memory = self.worker._arena.memory(self.pool.arena_handle())
-            assert memory is not None
-            for key in keys:
-                cells = cells_of(memory.ctypes.data + offsets[key], record - ORIGIN_BYTES)
-                self.machine.host(set(cells), set(), "the tier's writer")
+            for rank in self.ranks:  # each maps the arena at an address of its own
+                memory = rank.worker._arena.memory(self.pool.arena_handle())
+                assert memory is not None
+                for key in keys:
+                    address = memory.ctypes.data + offsets[key] + rank.place
+                    cells = set(cells_of(address, LAYERS * PAGE))
+                    self.machine.host(cells, set(), "the tier's writer")
             commit(keys)
 
         self.pool.reserve, self.pool.commit = reserving, committing  # type: ignore[method-assign]
 
-    def _cells(self, ids: Sequence[int]) -> Cells:
-        return {
-            cell
-            for rows in self.device
-            for block in ids
-            for cell in cells_of(rows.data_ptr() + block * PAGE, PAGE)
-        }
-
-    def _zero(self, ids: list[int]) -> None:
+    def _zero(self, rank: Rank, ids: list[int]) -> None:
         def work() -> None:
-            for rows in self.device:
+            for rows in rank.memory:
                 rows[ids] = 0
 
         if not ids:
             return
-        self.machine.computing.launch(work, set(), self._cells(ids), "zeroing")
+        self.machine.computing.launch(work, set(), rank.cells(ids), "zeroing")
 
-    def _forward(self, output: Any) -> ModelRunnerOutput:
+    def _forward(self, rank: Rank, output: Any) -> ModelRunnerOutput:
         reads: Cells = set()
         writes: Cells = set()
         parts = []
@@ -348,26 +374,29 @@ class Engine:
             end = request.num_computed_tokens
             start = end - count
             ids = self.scheduler.kv_cache_manager.get_block_ids(name)[0][: -(-end // BLOCK)]
-            reads |= self._cells(ids[: -(-start // BLOCK)])
-            writes |= self._cells(ids[start // BLOCK :])
+            reads |= rank.cells(ids[: -(-start // BLOCK)])
+            writes |= rank.cells(ids[start // BLOCK :])
             parts.append((name, start, end, list(ids)))
             tokens.append([] if request.is_prefill_chunk else [self._stories[name][0][end]])
         if parts:
-            work = functools.partial(self._compute, parts)
+            work = functools.partial(self._compute, rank, parts)
             self.machine.computing.launch(work, reads - writes, writes, "the forward pass")
         names = [part[0] for part in parts]
         return ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, tokens)
 
-    def _compute(self, parts: list[tuple[str, int, int, list[int]]]) -> None:
+    def _compute(self, rank: Rank, parts: list[tuple[str, int, int, list[int]]]) -> None:
         """Kernel: writes the new tokens of these requests, and then attends to all of them."""
-        for layer, rows in enumerate(self.device):
+        mark = np.uint8(rank.number * LAYERS)
+        for layer, rows in enumerate(rank.memory):
             memory = rows.numpy().reshape(len(rows), BLOCK, TOKEN)
             for name, start, end, ids in parts:
                 at = np.arange(start, end)
-                memory[np.array(ids)[at // BLOCK], at % BLOCK] = self._stories[name][1][layer, at]
+                memory[np.array(ids)[at // BLOCK], at % BLOCK] = (
+                    self._stories[name][1][layer, at] ^ mark
+                )
             for name, _, end, ids in parts:
                 found = memory[ids].reshape(-1, TOKEN)[:end]
-                if not np.array_equal(found, self._stories[name][1][layer, :end]):
+                if not np.array_equal(found, self._stories[name][1][layer, :end] ^ mark):
                     self.wrong.append(f"{name} reads other KV than its tokens have")
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 from kvrecall.config import RecallSettings
+from kvrecall.engines.vllm.connector.saver import Saver
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
 from kvrecall.lab.models import write_model
 from kvrecall.pool import Pool
@@ -55,8 +56,18 @@ def _released_at_once() -> Any:
     return patch.object(RecallScheduler, "allocated", forget)
 
 
+def _committed_by_the_first_rank() -> Any:
+    made = Saver.made
+
+    def forget(saver: Any, ranks: Any, failed: Any) -> None:
+        made(saver, {store_id: 99 for store_id in ranks if store_id in saver._open}, failed)
+
+    return patch.object(Saver, "made", forget)
+
+
 RULES: dict[str, Callable[[], Any]] = {
     "rule: device blocks of a request that ended are held for its stores": _freed_at_once,
+    "rule: blocks are committed when all ranks have stored them": _committed_by_the_first_rank,
     "rule: slots are leased until their load is complete": _released_at_once,
 }
 """Waits of the scheduler side, which no event names; each with what takes it out."""
@@ -94,6 +105,7 @@ def run(model: Path, seed: int, ignored: frozenset[str] = frozenset()) -> Outcom
             config(model, overlapping, by_priority),
             machine,
             pool,
+            chance.choice((1, 1, 2)),
             blocks,
             loads_first=chance.random() < 0.5,
             zeroes=chance.random() < 0.5,
@@ -184,6 +196,7 @@ def check(model: Path, first: int, schedules: int) -> dict[str, object]:
         "deadlocks": sum(bool(one.deadlock) for one in bad.values()),
         "mutants": len(sites),
         "mutants_caught": sum(seed is not None for seed in caught.values()),
+        "host_waits": [site for site in sites if site.startswith("wait")],
         "did": did,
         "seconds": round(time.monotonic() - began),
     }
