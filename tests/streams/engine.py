@@ -42,6 +42,7 @@ from kvrecall.block import Namespace
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm import device as devices
 from kvrecall.engines.vllm.compat import scheduler as compat
+from kvrecall.engines.vllm.compat.config import Sharing
 from kvrecall.engines.vllm.connector import worker as workers
 from kvrecall.engines.vllm.connector.connector import RecallConnector
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
@@ -124,8 +125,8 @@ def on(machine: Machine) -> Iterator[None]:
     answers = {
         "kernel_of": "",
         "prompt_token_work": (0.0, 0),
-        "kv_replicas": 1,
-        "tensor_rank": 0,
+        "sharing_of": Sharing(),
+        "stage_rank": 0,
         "fp8_type": None,
     }
     with ExitStack() as stack:
