@@ -91,6 +91,20 @@ def test_the_pool_knows_no_torch() -> None:
     assert offenders(lambda m, name: room_of(m) == "pool" and name.split(".")[0] == "torch") == []
 
 
+def test_streams_and_page_locking_are_in_one_room() -> None:
+    """So that tests/streams can simulate all of it."""
+    words = "torch.Stream torch.Event torch.cuda.Stream torch.cuda.Event current_stream".split()
+    words += "cudart non_blocking swap_blocks pin_memory host_register".split()
+    found = {
+        f"{module} has {word}"
+        for module in MODULES
+        if not module.as_posix().startswith("engines/vllm/device/")
+        for word in words
+        if word in (SOURCE / module).read_text()
+    }
+    assert found == set()
+
+
 @pytest.mark.parametrize(
     "module", ["kvrecall", "kvrecall.pool", "kvrecall.cli", "kvrecall.engines.sglang"]
 )

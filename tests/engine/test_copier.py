@@ -211,20 +211,23 @@ def accelerated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return locked
 
 
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
 def test_on_a_stream_an_order_is_one_call_of_the_driver(
-    accelerated: list[str], monkeypatch: pytest.MonkeyPatch
+    kind: str, accelerated: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's own batched copy, given contiguous addresses in host memory."""
     calls: list[int] = []
 
     def swap(sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor) -> None:
         assert all(column.is_contiguous() for column in (sources, targets, sizes))
-        assert sources.dtype == targets.dtype == sizes.dtype == torch.int64
+        numbers = torch.uint64 if kind == "xpu" else torch.int64
+        assert sources.dtype == targets.dtype == sizes.dtype == numbers
         Batch(sources.numpy(), targets.numpy(), sizes.numpy()).copy_here()
         calls.append(len(sizes))
 
     ops = pytest.importorskip("vllm._custom_ops")
     monkeypatch.setattr(ops, "swap_blocks_batch", swap)
+    monkeypatch.setattr(Stream, "device", torch.device(kind))
     device = caches(3)
     before = {name: tensor.clone() for name, tensor in device.items()}
     copier = Copier(

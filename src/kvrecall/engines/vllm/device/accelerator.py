@@ -55,7 +55,8 @@ class AcceleratorStream(Stream):
             batch = split(batch, lock.begin, lock.end)
         if not len(batch.sizes):  # the driver takes no empty batch
             return
-        columns = batch.sources, batch.targets, batch.sizes
+        numbers = np.uint64 if self._stream.device.type == "xpu" else np.int64  # as vLLM has it
+        columns = (column.view(numbers) for column in (batch.sources, batch.targets, batch.sizes))
         with self._stream:
             ops.swap_blocks_batch(*(torch.from_numpy(column) for column in columns))
 
