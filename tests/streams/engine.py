@@ -70,8 +70,8 @@ class SimulatedConnector(RecallConnector):
         self._scheduler = self._worker = self._endpoint = None
 
 
-@functools.cache
-def story(seed: int, prompt: tuple[int, ...]) -> tuple[list[int], np.ndarray]:
+@functools.lru_cache(64)
+def story(prompt: tuple[int, ...]) -> tuple[list[int], np.ndarray]:
     """All tokens that follow from a prompt, and their KV: uint8 ``[layers, tokens, TOKEN]``."""
     tokens, rows = list(prompt), []
     state = b""
@@ -234,7 +234,7 @@ class Engine:
         request = Request(
             name, list(prompt), params, None, block_hasher=self._hasher, priority=priority
         )
-        self._stories[name] = story(0, tuple(prompt))
+        self._stories[name] = story(tuple(prompt))
         self.scheduler.add_request(request)
 
     def abort(self, name: str) -> None:
