@@ -26,6 +26,8 @@ from kvrecall.errors import ConfigError
 
 DEFAULT_POLICY = "hazard"  # of eviction
 DEFAULT_AUDIT_EVERY = 4096  # hits
+DEFAULT_MATCH_UNIT = 16  # tokens, where hits on the device may end inside blocks
+MatchUnit = int | Literal["auto", "off"]
 _UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _LEAST_BARE = 1 << 20  # minimum of a size without a unit
 _LEAST_NUMBER = 64 << 10  # the same for a number in JSON, which a program may have computed
@@ -227,6 +229,7 @@ class RecallSettings:
     service: ServiceConfig | None = None  # with backend "service", which then owns ``pool``
     retrieval: Mapping[str, object] | None = None  # RetrievalSettings', as given
     audit_every: int | None = DEFAULT_AUDIT_EVERY  # hits; 0: only first ones; None: no audits
+    match_unit: MatchUnit = "auto"  # tokens
 
     @classmethod
     def from_mapping(
@@ -354,6 +357,13 @@ def _remote(value: Any, name: str) -> Mapping[str, object] | None:
     if value is None or (isinstance(value, Mapping) and isinstance(value.get("kind"), str)):
         return value
     raise _wrong(name, value, 'it must be an object such as {"kind": "mooncake"}')
+
+
+def _match_unit(value: Any, name: str) -> MatchUnit:
+    if value not in ("auto", "off") and (type(value) is not int or value < 1):
+        raise _wrong(name, value, 'it must be a number of tokens, "auto" or "off"')
+    unit: MatchUnit = value
+    return unit
 
 
 def _audit(value: Any, name: str) -> int | None:
@@ -521,6 +531,15 @@ class Settings(BaseModel):
         DEFAULT_AUDIT_EVERY,
         kind='whole number or "off"',
     )
+    match_unit: Annotated[MatchUnit, _parsed(_match_unit)] = _setting(
+        Owner.ENGINE,
+        "tokens of which a hit is a multiple, inside blocks, too. `auto`: 16 for models with "
+        "recurrent layers beside full attention, as on the device, and whole blocks for others; a "
+        "number also for models of one group of full attention, which then recall more than the "
+        "device would; `off`: what vLLM's `--prefix-match-unit` says",
+        "auto",
+        kind='whole number, "auto" or "off"',
+    )
     retrieval: dict[str, object] | None = _setting(
         Owner.ENGINE,
         "settings of retrieval attention, {} for its defaults; instead of VLLM_RETRIEVAL_*",
@@ -632,6 +651,7 @@ def _settings(given: Settings) -> RecallSettings:
         service=service,
         retrieval=given.retrieval,
         audit_every=given.audit,
+        match_unit=given.match_unit,
     )
 
 

@@ -1,11 +1,12 @@
 """Engines of several KV groups: the scheduler side around vLLM's own block manager, with a real
-pool. Device blocks hold a digest of what was computed into them, so every read of a block that is
-not what the request would have computed there is noticed."""
+pool. A device block holds a digest for each token computed into it, so every read of what is not
+what the request would have computed there is noticed."""
 
 from __future__ import annotations
 
 import hashlib
 import random
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -14,6 +15,9 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.config import CacheConfig
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -33,10 +37,11 @@ from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.compat import config, scheduler
 from kvrecall.engines.vllm.compat.config import GroupKind
 from kvrecall.engines.vllm.connector.connector import RecallConnector
-from kvrecall.engines.vllm.connector.request import receipt
+from kvrecall.engines.vllm.connector.request import Promise, receipt
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
 from kvrecall.engines.vllm.connector.wire import (
     ORIGIN_BYTES,
+    Deviation,
     EngineFacts,
     GroupFacts,
     Load,
@@ -51,6 +56,15 @@ from .test_scheduler import ByName
 
 MARK = 8
 RECORD = 4096 - ORIGIN_BYTES
+
+
+class Shape(list[KVCacheSpec]):
+    """KV groups. ``unit``: tokens after which hits may end inside their blocks; of recurrent layers
+    by vLLM's ``prefix_match_unit``, of one group by the pool's."""
+
+    def __init__(self, specs: Sequence[KVCacheSpec], unit: int | None = None) -> None:
+        super().__init__(specs)
+        self.unit = unit
 
 
 def full(size: int) -> KVCacheSpec:
@@ -80,16 +94,20 @@ def state(size: int) -> KVCacheSpec:
 
 
 SHAPES = {
-    "gemma": [window(16, 40), window(16, 40), full(16)],
-    "sizes": [full(32), window(16, 50)],
-    "windows": [window(16, 40)],
-    "chunks": [local(16, 64), full(16)],
-    "states": [state(32), full(32), state(32)],
+    "gemma": Shape([window(16, 40), window(16, 40), full(16)]),
+    "sizes": Shape([full(32), window(16, 50)]),
+    "windows": Shape([window(16, 40)]),
+    "chunks": Shape([local(16, 64), full(16)]),
+    "states": Shape([state(32), full(32), state(32)]),
+    "finer": Shape([state(64), full(64), state(64)], 16),
 }
+ONE = Shape([full(64)], 16)
+"""Not among the others: the device has no hits inside the blocks of one group."""
 
 
 class Bench:
-    """An engine without a model. ``device``: by block, the digest of what was computed into it."""
+    """An engine without a model. ``device``: by block and token, the digest of what was computed
+    there; of a state there is one only."""
 
     def __init__(
         self,
@@ -105,16 +123,22 @@ class Bench:
         groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)]
         cfg = KVCacheConfig(blocks, [], groups, prefix_cache_retention_interval=retention)
         self.kinds = config.kv_groups(cfg)
+        unit = getattr(specs, "unit", None)
+        hashed = unit if unit and len(specs) > 1 else min(kind.block_size for kind in self.kinds)
         facts = EngineFacts(
             tuple(GroupFacts(kind, RECORD + ORIGIN_BYTES) for kind in self.kinds),
-            hash_block_size=min(kind.block_size for kind in self.kinds),
+            hash_block_size=hashed,
             ranks=1,
             copies_in_step=True,
+            match_unit=unit,
         )
         self.facts = facts
         of_connector = RecallConnector.supports_divergent_local_hybrid_hits.fget
         self.may_diverge = of_connector(SimpleNamespace(_kv_cache_config=cfg))  # type: ignore[misc]
         self.manager = KVCacheManager(cfg, 4096, facts.alignment, facts.hash_block_size)
+        is_finer = self.manager.coordinator.enable_partial_hash_hits
+        assert is_finer == (unit is not None and len(specs) > 1)
+        hashes = CacheConfig(prefix_caching_hash_algo="sha256_cbor")
         self.side = RecallScheduler(
             pool,
             RecallSettings.from_mapping(
@@ -127,17 +151,25 @@ class Bench:
             scheduler.first_needed(self.manager),
             scheduler.reachable_blocks(self.manager),
             scheduler.room_for(self.manager),
+            scheduler.tail_hash(SimpleNamespace(cache_config=hashes), self.kinds[0].block_size),
         )
-        self.device: dict[int, bytes] = {}
+        self.device: dict[int, bytearray] = {}
         self.hit: tuple[int, Any] | None = None  # on the device, until the first step takes it
         self.loads: list[Load] = []
         self.hasher = get_request_block_hasher(facts.hash_block_size, sha256_cbor)
         self.names = iter(range(1_000_000))
 
-    def mark(self, group: int, tokens: Sequence[int]) -> bytes:
-        """Of a block, or a state, that follows from these tokens."""
-        kind = self.kinds[group].kind
-        return hashlib.blake2b(f"{group}{kind}{list(tokens)}".encode(), digest_size=MARK).digest()
+    def marks(self, group: int, tokens: Sequence[int]) -> list[bytes]:
+        """What a group computes for each token, and as the state behind it."""
+        digest, marks = f"{group}{self.kinds[group].kind}".encode(), []
+        for token in tokens:
+            digest = hashlib.blake2b(digest + b"%d" % token, digest_size=MARK).digest()
+            marks.append(digest)
+        return marks
+
+    def block(self, number: int) -> bytearray:
+        """A device block; what was there before anything was computed is no digest."""
+        return self.device.setdefault(number, bytearray(b"\xff" * RECORD))
 
     # ---- an engine's steps ----
 
@@ -159,9 +191,15 @@ class Bench:
         else:
             found = self.manager.get_computed_blocks(request)
             hit, on_device, request.shared_prefix_boundary = found
-        external, _ = self.side.match(request, on_device)
+        inside = on_device % self.facts.alignment
+        external, _ = self.side.match(request, on_device - inside)
         while external is None:
-            external, _ = self.side.match(request, on_device)
+            external, _ = self.side.match(request, on_device - inside)
+        if external <= inside:  # as vLLM's scheduler decides
+            external = 0
+        else:
+            on_device -= inside
+            hit = self.manager.truncate_computed_blocks(hit, on_device)
         if diverged and not external:
             hit, on_device, _ = self.manager.get_computed_blocks(request)
         self.hit = (on_device, hit)
@@ -204,17 +242,20 @@ class Bench:
             self.check(request, start)
             got = self.manager.allocate_slots(request, tokens)
         assert got is not None
+        copies, kept = self.manager.take_kv_cache_block_copies()
+        for copy in copies:
+            self.device[copy.dst_block_id] = bytearray(self.block(copy.src_block_id))
+        self.manager.block_pool.free_blocks(kept)
         for group, kind in enumerate(self.kinds):
             ids = self.manager.get_block_ids(request.request_id)[group]
             size = kind.block_size
+            marks = self.marks(group, request.all_token_ids[:end])
             if kind.kind is GroupKind.STATE:
-                self.device[ids[-(-end // size) - 1]] = self.mark(
-                    group, request.all_token_ids[:end]
-                )
+                self.block(ids[-(-end // size) - 1])[:MARK] = marks[-1]
                 continue
-            for index in range(start // size, -(-end // size)):
-                upto = min(end, (index + 1) * size)
-                self.device[ids[index]] = self.mark(group, request.all_token_ids[:upto])
+            for token in range(start, end):
+                at = token % size * MARK
+                self.block(ids[token // size])[at : at + MARK] = marks[token]
         self._step({request.request_id: tokens})
         request.num_computed_tokens = end
         if end == request.num_tokens:
@@ -228,12 +269,14 @@ class Bench:
             if not computed:
                 continue
             size = kind.block_size
+            marks = self.marks(group, request.all_token_ids[:computed])
             for index in range(first_needed(group, computed), -(-computed // size)):
-                upto = min(computed, (index + 1) * size)
                 block = tables[group][index]
                 assert block, (kind, index, computed)
-                want = self.mark(group, request.all_token_ids[:upto])
-                assert self.device[block] == want, (kind, index, computed)
+                want = b"".join(marks[index * size : (index + 1) * size])
+                if kind.kind is GroupKind.STATE:
+                    want = marks[-1]
+                assert self.device[block].startswith(want), (kind, index, computed)
 
     def _step(self, scheduled: dict[str, int]) -> None:
         block_state = SimpleNamespace(
@@ -248,10 +291,10 @@ class Bench:
             assert load.copies, "vLLM took what it was offered"
             for copy in load.copies:
                 for block, offset in zip(copy.block_ids, copy.offsets, strict=True):
-                    self.device[block] = bytes(memory[offset : offset + MARK])
+                    self.device[block] = bytearray(memory[offset : offset + RECORD])
         for store in orders.stores:
             for block, offset in zip(store.copy.block_ids, store.copy.offsets, strict=True):
-                memory[offset : offset + MARK] = self.device[block]
+                memory[offset : offset + RECORD] = self.block(block)
                 at = offset + orders.record_bytes[store.copy.group]
                 memory[at : at + ORIGIN_BYTES] = store.origin
         self.side.reported(StepReport({s.store_id: 1 for s in orders.stores}), set(), set())
@@ -259,25 +302,34 @@ class Bench:
     def prefill(self, request: Request, chunk: int = 1 << 30) -> None:
         """Computes all its tokens in chunks, cut as vLLM's scheduler cuts them for recurrent
         states."""
-        size, whole = self.facts.alignment, request.num_tokens
+        size, unit, whole = self.facts.alignment, self.facts.unit, request.num_tokens
         while (start := request.num_computed_tokens) < whole:
             end = min(whole, start + chunk)
             if any(kind.kind is GroupKind.STATE for kind in self.kinds):
-                last = (whole - 1) // size * size
-                stops = [request.shared_prefix_boundary // size * size, last]
+                stops = [
+                    request.shared_prefix_boundary // size * size,
+                    (start // size + 1) * size if start % size else 0,
+                    (whole - 1) // size * size,
+                    (request.num_prompt_tokens - 1) // unit * unit,
+                ]
                 if end < whole:
                     stops.append(end // size * size)
                 end = min((stop for stop in stops if start < stop < end), default=end)
             self.compute(request, end - start)
 
-    def end(self, request: Request, status: RequestStatus = RequestStatus.FINISHED_STOPPED) -> None:
+    def end(
+        self, request: Request, status: RequestStatus = RequestStatus.FINISHED_STOPPED
+    ) -> dict[str, Any]:
+        """What the engine's reply carries for others."""
         request.status, self.hit = status, None
+        states = self.manager.finalize_partial_tail_offloads(request)
         self.manager.remove_skipped_blocks(request.request_id, request.num_computed_tokens)
         tables = self.manager.get_block_ids(request.request_id)
-        hold, _ = self.side.finished(request, tables)
+        hold, found = self.side.finished(request, tables, states)
         if hold:  # the blocks are freed when the next step has copied them
             self._step({})
         self.manager.free(request)
+        return found
 
     def run(self, prompt: list[int], answer: int = 0, chunk: int = 1 << 30) -> tuple[int, int]:
         request, on_device, recalled = self.begin(prompt)
@@ -328,8 +380,8 @@ def test_a_state_that_the_device_has_lost_comes_from_the_pool(pool: Pool) -> Non
     asked = prompt(161)
     bench.run(asked)
     states = [at for at, kind in enumerate(bench.kinds) if kind.kind is GroupKind.STATE]
-    marks = {bench.mark(at, asked[:end]) for at in states for end in (32, 64, 96, 128, 160)}
-    lost = {block for block, mark in bench.device.items() if mark in marks}
+    marks = {bench.marks(at, asked[:end])[-1] for at in states for end in (32, 64, 96, 128, 160)}
+    lost = {block for block, held in bench.device.items() if bytes(held[:MARK]) in marks}
     assert lost
     bench.manager.block_pool.evict_blocks(lost)
     assert bench.run(asked) == (0, 160)
@@ -343,7 +395,7 @@ def test_only_the_needed_blocks_move(pool: Pool, specs: list[KVCacheSpec]) -> No
     (load,) = bench.loads
     moved = Counter({copy.group: len(copy.block_ids) for copy in load.copies})
     for group, kind in enumerate(bench.kinds):
-        whole = recalled // kind.block_size
+        whole = -(-recalled // kind.block_size)
         reach = {
             GroupKind.FULL: whole,
             GroupKind.WINDOW: -(-(kind.reach - 1) // kind.block_size),
@@ -407,9 +459,10 @@ def test_the_next_turn_begins_behind_the_answer(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_is_evicted_nothing_wrong_is_read(specs: list[KVCacheSpec], seed: int) -> None:
+@pytest.mark.parametrize("shape", [*SHAPES, "one"])
+def test_whatever_is_evicted_nothing_wrong_is_read(shape: str, seed: int) -> None:
     """Conversations that fork and grow, on a device and in a pool that are both too small."""
-    draw = random.Random(seed)
+    draw, specs = random.Random(seed), SHAPES.get(shape, ONE)
     retention = draw.choice([None, 0]) if len(specs) > 1 else None
     recalled = 0
     with Pool.open(RecallSettings.from_mapping({"host_size": "400KiB"}).pool) as pool:
@@ -425,6 +478,10 @@ def test_whatever_is_evicted_nothing_wrong_is_read(specs: list[KVCacheSpec], see
             recalled += came
             if draw.random() < 0.3:
                 bench.forget_device()
+            if shape == "one" and draw.random() < 0.2:
+                request, _, _ = bench.begin(asked)
+                bench.prefill(request, 48)
+                bench.end(request, RequestStatus.FINISHED_ABORTED)
         assert pool.stats().leases == pool.stats().reserved == 0
     assert recalled > 0
 
@@ -560,10 +617,11 @@ def test_loads_that_would_wait_for_each_other_are_not_admitted_together(pool: Po
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_two_engines_on_a_pool_too_small_for_a_prompt(specs: list[KVCacheSpec], seed: int) -> None:
+@pytest.mark.parametrize("shape", [*SHAPES, "one"])
+def test_two_engines_on_a_pool_too_small_for_a_prompt(shape: str, seed: int) -> None:
     """Requests of both are preempted and aborted at any moment; every block that one reads is what
     it would have computed."""
-    draw = random.Random(seed)
+    draw, specs = random.Random(seed), SHAPES.get(shape, ONE)
     recalled = Counter[str]()
     with Pool.open(RecallSettings.from_mapping({"host_size": "160KiB"}).pool) as pool:
         benches = [Bench(pool, specs, blocks=120) for _ in range(2)]
@@ -618,3 +676,153 @@ def test_engines_of_other_groups_find_nothing(pool: Pool, others: list[KVCacheSp
     assert reader.run(prompt(320)) == (0, 0)
     reader.forget_device()
     assert reader.run(prompt(320))[1] == 304
+
+
+# ---- hits that end inside blocks ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beyond", [0, 1, 15])
+def test_of_240_common_tokens_240_are_recalled(pool: Pool, beyond: int) -> None:
+    bench = Bench(pool, Shape([full(128)], 16))
+    common = prompt(240)
+    bench.run([*common, *prompt(beyond, 2)])
+    bench.forget_device()
+    assert bench.run([*common, *prompt(60, 3)]) == (0, 240)
+
+
+@pytest.mark.parametrize("tokens", [16, 17, 33, 64, 65, 100, 128, 161, 320])
+def test_one_group_is_recalled_to_the_last_unit(pool: Pool, tokens: int) -> None:
+    bench = Bench(pool, ONE)
+    bench.run(prompt(tokens))
+    bench.forget_device()
+    assert bench.run(prompt(tokens)) == (0, (tokens - 1) // 16 * 16)
+
+
+def test_a_block_that_is_saved_whole_serves_hits_inside_it(pool: Pool) -> None:
+    """No record of its own is made for the end of a prompt that fills its blocks."""
+    bench = Bench(pool, ONE)
+    bench.run(prompt(128))
+    assert len(pool._host.blocks) == 2
+    bench.forget_device()
+    assert bench.run(prompt(128)) == (0, 112)
+
+
+@pytest.mark.parametrize("shape", ["one", "finer"])
+def test_an_answer_is_gone_on_from_where_the_engine_can(pool: Pool, shape: str) -> None:
+    """Of one group from the answer's end. With recurrent layers from the end of the prompt, where
+    the device keeps a state: inside a block that was saved whole later."""
+    bench = Bench(pool, SHAPES.get(shape, ONE), retention=0 if shape == "finer" else None)
+    first = prompt(100)
+    bench.run(first, answer=60)
+    turn = [*first, *[7] * 60, *prompt(20, 9)]
+    asked = Request("r", turn, SamplingParams(), None, block_hasher=bench.hasher)
+    _, on_device, _ = bench.manager.get_computed_blocks(asked)
+    assert on_device == (96 if shape == "finer" else 128)
+    bench.forget_device()
+    assert bench.run(turn)[1] == (96 if shape == "finer" else 160)
+
+
+def test_a_forked_prompt_shares_up_to_the_tail(pool: Pool) -> None:
+    bench = Bench(pool, SHAPES["finer"])
+    bench.run(prompt(110))
+    bench.forget_device()
+    fork = [*prompt(100), *prompt(80, 3)]
+    assert bench.run(fork) == (0, 96)
+    bench.forget_device()
+    assert bench.run(fork) == (0, 176)
+    bench.forget_device()
+    assert bench.run(prompt(110)) == (0, 96), "what is behind a tail is nobody's"
+
+
+def test_a_request_that_ends_at_its_tail_leaves_it(pool: Pool) -> None:
+    """vLLM hands the state over when the request ends: no later step has put it aside."""
+    bench = Bench(pool, SHAPES["finer"])
+    request, _, _ = bench.begin(prompt(110))
+    bench.compute(request, 64)
+    bench.compute(request, 32)
+    bench.end(request, RequestStatus.FINISHED_ABORTED)
+    bench.forget_device()
+    assert bench.run(prompt(110)) == (0, 96)
+
+
+@pytest.mark.parametrize("shape", ["one", "finer"])
+def test_a_tail_is_promised_and_awaited(pool: Pool, shape: str) -> None:
+    specs = SHAPES.get(shape, ONE)
+    prefill = Bench(pool, specs)
+    request, _, _ = prefill.begin(prompt(110))
+    prefill.prefill(request)
+    receipt = prefill.end(request)
+    decode = Bench(pool, specs)
+    promised = Promise.of(receipt, decode.facts.unit, 1.0, time.monotonic)
+    assert promised is not None
+    assert promised.tokens == 96 if shape == "finer" else 110 // 16 * 16
+    assert decode.run(prompt(110)) == (0, 96)
+
+
+@pytest.mark.parametrize("shape", ["one", "finer"])
+def test_tails_of_another_engine_are_read_once_it_is_proved(pool: Pool, shape: str) -> None:
+    """Whole blocks and states are compared; behind the KV of a tail there may be any bytes."""
+    specs = SHAPES.get(shape, ONE)
+    Bench(pool, specs).run(prompt(110))
+    reader = Bench(pool, specs, audit=4096)
+    orders: list[Any] = []
+    plain = reader.side.orders
+    reader.side.orders = lambda *args: orders.append(plain(*args)) or orders[-1]  # type: ignore[method-assign]
+    assert reader.run(prompt(110)) == (0, 0)
+    compared = Counter()
+    for one in (one for each in orders for one in each.comparisons):
+        compared[one.copy.group] += len(one.copy.block_ids)
+        deviation = Deviation(blocks=len(one.copy.block_ids))
+        report = StepReport(compared={one.number: (1, deviation)})
+        reader.side.reported(report, set(), set())
+    assert compared == ({0: 1, 1: 1, 2: 1} if shape == "finer" else {0: 1})
+    reader.forget_device()
+    assert reader.run(prompt(110)) == (0, 96)
+    assert pool.stats().leases == pool.stats().reserved == 0
+
+
+def test_the_sources_of_a_prompt_know_a_tail_on_the_device(pool: Pool) -> None:
+    """The connector is shown whole blocks of the device's hit only."""
+    bench = Bench(pool, SHAPES["finer"])
+    bench.run(prompt(110))
+    request, on_device, _ = bench.begin(prompt(110))
+    assert on_device == 96
+    bench.prefill(request)
+    state = bench.side.state_of(request.request_id)
+    assert state is not None
+    assert state.sources()["device"] == 96
+    bench.end(request)
+
+
+def picture(name: str, offset: int, length: int) -> MultiModalFeatureSpec:
+    place = PlaceholderRange(offset=offset, length=length)
+    return MultiModalFeatureSpec(None, "image", name, place)
+
+
+def test_a_tails_hash_covers_all_that_a_blocks_does() -> None:
+    """The oracle: the hash that vLLM makes of the same tokens as one block."""
+    init_none_hash(sha256_cbor)
+    fields = SimpleNamespace(cache_config=CacheConfig(prefix_caching_hash_algo="sha256_cbor"))
+    of = scheduler.tail_hash(fields, 64)
+    adapter = LoRARequest("adapter", 1, "/nowhere")
+    seen = set()
+    for tail in (16, 48):
+        for salt in (None, "a", "b"):
+            for lora in (None, adapter):
+                for media in ([], [picture("one", 8, 70)], [picture("two", 8, 70)]):
+                    extras = {"mm_features": media, "lora_request": lora, "cache_salt": salt}
+                    made, whole = (
+                        Request(
+                            "r",
+                            prompt(128 + 63),
+                            SamplingParams(),
+                            None,
+                            block_hasher=get_request_block_hasher(size, sha256_cbor),
+                            **extras,
+                        )
+                        for size in (64, tail)
+                    )
+                    first = of(made, tail)
+                    assert first == whole.block_hashes[0]
+                    seen |= {first, of(made, 64 + tail), of(made, 128 + tail)}
+    assert len(seen) == 2 * 3 * 2 * 3 * 3

@@ -23,19 +23,19 @@ def promise(clock: ManualClock, tokens: int = 64) -> Promise:
 def test_a_promise_is_waited_for_until_it_is_kept() -> None:
     clock = ManualClock()
     made = promise(clock)
-    assert made.blocks == 4
-    assert made.look(4, lambda: 3) is Handover.WAIT
+    assert made.tokens == 64
+    assert made.look(64, lambda: 48) is Handover.WAIT
     clock.advance(1.9)
-    assert made.look(4, lambda: 4) is Handover.KEPT
+    assert made.look(64, lambda: 64) is Handover.KEPT
     assert made.is_over
 
 
 def test_a_promise_that_is_not_kept_is_given_up() -> None:
     clock = ManualClock()
     made = promise(clock)
-    assert made.look(4, lambda: 0) is Handover.WAIT
+    assert made.look(64, lambda: 0) is Handover.WAIT
     clock.advance(2.0)
-    assert made.look(4, lambda: 3) is Handover.LATE
+    assert made.look(64, lambda: 48) is Handover.LATE
     assert made.is_over
 
 
@@ -49,10 +49,10 @@ def test_the_pool_is_not_asked_in_every_step() -> None:
         return 0
 
     for _ in range(100):
-        assert made.look(4, found) is Handover.WAIT
+        assert made.look(64, found) is Handover.WAIT
     assert len(asked) == 1
     clock.advance(0.01)
-    made.look(4, found)
+    made.look(64, found)
     assert len(asked) == 2
 
 

@@ -519,9 +519,9 @@ def test_a_decoding_sequence_is_looked_at_where_it_completes_a_block(
     looks: list[int] = []
     save = bench.side._saver.save
 
-    def watched(state: Any, tokens: int, *more: Any) -> bool:
+    def watched(state: Any, tokens: int, *more: Any, **named: Any) -> bool:
         looks.append(tokens)
-        return save(state, tokens, *more)
+        return save(state, tokens, *more, **named)
 
     monkeypatch.setattr(bench.side._saver, "save", watched)
     saved: list[tuple[int, int]] = []

@@ -15,10 +15,11 @@ import torch
 import vllm
 from vllm.v1.core import kv_cache_utils
 
+from kvrecall.config import MatchUnit
 from kvrecall.engines.base import CONTEXT_PARALLEL
 from kvrecall.engines.vllm.compat.scales import Scaled, scaled_of
 from kvrecall.environment import HASH_SEED
-from kvrecall.errors import EngineError
+from kvrecall.errors import ConfigError, EngineError
 
 
 class GroupKind(enum.StrEnum):
@@ -148,6 +149,31 @@ def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
     """Tokens per block hash."""
     resolved = getattr(kv_cache_config, "hash_block_size", None)
     return int(resolved or vllm_config.cache_config.block_size)
+
+
+def match_unit(kv_cache_config: Any, wanted: MatchUnit) -> int | None:
+    """Tokens after which hits end inside blocks, the device's or else the pool's; None if they end
+    with blocks. Raises ConfigError if a number is ``wanted`` that cannot be."""
+    groups = kv_groups(kv_cache_config)
+    kinds = {group.kind for group in groups}
+    sizes = [group.block_size for group in groups]
+    device = getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or math.lcm(*sizes)
+    if device < math.lcm(*sizes):
+        return int(device) if kinds == {GroupKind.FULL, GroupKind.STATE} else None
+    if not isinstance(wanted, int) or GroupKind.STATE in kinds:
+        return None
+    if len(groups) > 1 or kinds != {GroupKind.FULL}:
+        what = ", ".join(str(group) for group in groups)
+        raise ConfigError(
+            f"match_unit is {wanted}: the pool can end hits inside blocks of models with full "
+            f"attention in every layer, and of those with recurrent layers beside it; this model's "
+            f'KV groups are: {what}. Leave match_unit out, or set it to "auto"'
+        )
+    if sizes[0] % wanted:
+        raise ConfigError(
+            f"match_unit is {wanted}, which does not divide the block size, {sizes[0]} tokens"
+        )
+    return wanted if wanted < sizes[0] else None
 
 
 def layer_token_bytes(kv_cache_config: Any) -> int:

@@ -62,6 +62,14 @@ TABLE = (
         "vLLM loads the connector's scheduler side before the model.",
     ),
     Patch(
+        "match-unit",
+        "vllm.v1.engine.core:resolve_kv_cache_block_sizes",
+        "Sets `prefix_match_unit` where hits can end inside blocks and the user has not set it.",
+        "Whether they can, and which units fit, is known only when the KV groups are; another "
+        "value ends the engine.",
+        "vLLM chooses a unit itself.",
+    ),
+    Patch(
         "offloadable-spec",
         "vllm.model_executor.layers.attention.attention:Attention.get_kv_cache_spec",
         "Gives full-attention layers a KV cache spec whose blocks may leave the device. Only with "

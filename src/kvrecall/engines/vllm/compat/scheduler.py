@@ -8,22 +8,62 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from kvrecall.config import DEFAULT_MATCH_UNIT, RecallSettings
 from kvrecall.engines.vllm.compat.patches import install
 
 
 def before_loading(begin: Callable[[Any], None]) -> None:
     """Calls ``begin(vllm_config)`` in an engine's process before the executor loads the model, if
-    the engine has kvrecall's connector."""
+    the engine has kvrecall's connector, and has it match prefixes inside blocks."""
 
     def make(plain: Any) -> Any:
         def init(self: Any, vllm_config: Any) -> None:
             if has_our_connector(vllm_config):
                 begin(vllm_config)
+                match_inside_blocks()
             plain(self, vllm_config)
 
         return init
 
     install("fingerprint-early", make)
+
+
+def match_inside_blocks() -> None:
+    """Lets prefix-cache hits end inside blocks, on the device and in the pool, in engines with
+    kvrecall's connector whose user has not set ``prefix_match_unit``: every ``match_unit`` tokens
+    where vLLM can, which takes recurrent layers in cache mode ``align`` beside full attention."""
+
+    def make(plain: Any) -> Any:
+        def resolve(kv_cache_config: Any, vllm_config: Any) -> Any:
+            cache = vllm_config.cache_config
+            if cache.prefix_match_unit is None and has_our_connector(vllm_config):
+                cache.prefix_match_unit = _match_unit(kv_cache_config, vllm_config)
+            return plain(kv_cache_config, vllm_config)
+
+        return resolve
+
+    install("match-unit", make)
+
+
+def _match_unit(kv_cache_config: Any, vllm_config: Any) -> int | None:
+    """Tokens after which hits shall end inside blocks; None if that is not asked for, or not
+    possible."""
+    from vllm.v1.core.kv_cache_utils import partial_hash_hits_enabled
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    raw = vllm_config.kv_transfer_config.kv_connector_extra_config
+    unit = RecallSettings.from_mapping(raw, "kv_connector_extra_config").match_unit
+    groups = kv_cache_config.kv_cache_groups
+    if unit == "off" or len(groups) < 2 or not vllm_config.cache_config.enable_prefix_caching:
+        return None
+    tokens = DEFAULT_MATCH_UNIT if unit == "auto" else unit
+    managers = [
+        KVCacheSpecRegistry.get_manager_class(group.kv_cache_spec, group.role) for group in groups
+    ]
+    fits = all(group.kv_cache_spec.block_size % tokens == 0 for group in groups)
+    if not partial_hash_hits_enabled(groups, tokens, manager_classes=managers):
+        return None
+    return tokens if fits or unit != "auto" else None  # a number that does not fit: vLLM's error
 
 
 def has_our_connector(vllm_config: Any) -> bool:
@@ -158,19 +198,45 @@ def room_for(kv_cache_manager: Any) -> Callable[[Any, int, Iterable[Any]], bool]
     fits the device to its end beside what ``others`` need to theirs: requests that hold device
     blocks and have not run yet. vLLM preempts only requests that run, so such requests could wait
     for each other forever. It reserves blocks for them itself, but of windows and chunks too few:
-    it counts the freed blocks in front as if they were there."""
-    managers = kv_cache_manager.coordinator.single_type_managers
+    it counts the freed blocks in front as if they were there. A state inside a block is copied
+    before it is overwritten, which takes another block."""
+    from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+
+    coordinator = kv_cache_manager.coordinator
+    managers = coordinator.single_type_managers
     pool = kv_cache_manager.block_pool
+    are_copied = bool(coordinator.enable_partial_hash_hits)
 
     def fits(request: Any, tokens: int, others: Iterable[Any]) -> bool:
         needed = 0
         for manager in managers:
             size = int(manager.block_size)
             skipped = max(0, int(manager.get_num_skipped_tokens(tokens))) // size
-            needed += -(-(request.num_tokens + 1) // size) - skipped
+            copied = int(are_copied and isinstance(manager, MambaManager))
+            needed += -(-(request.num_tokens + 1) // size) - skipped + copied
             for other in others:
+                needed += copied
                 held = len(manager.req_to_blocks.get(other.request_id, ()))
                 needed += max(0, -(-(other.num_tokens + 1) // size) - held)
         return needed <= int(pool.get_num_free_blocks())
 
     return fits
+
+
+def tail_hash(vllm_config: Any, block_size: int) -> Callable[[Any, int], bytes]:
+    """``(request, tokens)``: hash of the first ``tokens`` tokens of a request, which end inside a
+    block of ``block_size``: vLLM's own of a block, of those behind the last whole block. It covers
+    what that one does: all tokens before, media, adapter, ``cache_salt``."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, hash_block_tokens
+
+    function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+
+    def of(request: Any, tokens: int) -> bytes:
+        start = tokens // block_size * block_size
+        before = request.block_hashes[start // block_size - 1] if start else None
+        extra, _ = generate_block_hash_extra_keys(request, start, tokens, 0)
+        ids = request.all_token_ids[start:tokens]
+        return bytes(hash_block_tokens(function, before, ids, extra))
+
+    return of

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvrecall.block import Namespace
+from kvrecall.engines.vllm.compat.config import GroupKind
 from kvrecall.engines.vllm.connector.hit import Hit, Run
 from kvrecall.engines.vllm.connector.metrics import Tally
 from kvrecall.engines.vllm.connector.request import RequestState
@@ -55,7 +56,8 @@ class Belief:
 class _Audit:
     """A request that computes blocks which the pool has. ``repeated``: their origins were proved
     before. ``leased``: offsets by ticket. ``awaited``: tickets of blocks being promoted to the
-    host, with their runs. ``left``: blocks to compare, by KV group, index, offset and origin.
+    host, with their runs. ``left``: blocks to compare: KV group, index, offset, origin, and tokens
+    up to the end of its KV.
     ``origins``: those of blocks whose comparison was ordered. ``open``: number of ranks that
     have not reported a comparison yet.
     """
@@ -66,7 +68,7 @@ class _Audit:
     repeated: bool
     awaited: dict[int, Run]
     leased: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    left: list[tuple[int, int, int, bytes]] = field(default_factory=list)
+    left: list[tuple[int, int, int, bytes, int]] = field(default_factory=list)
     origins: set[bytes] = field(default_factory=set)
     open: int = 0
     found: Deviation = field(default_factory=Deviation)
@@ -120,8 +122,7 @@ class Auditor:
         by run, of the blocks that have arrived. ``alone``: no other request is in the engine.
         Begins an audit if one is due."""
         if hit.is_chain:
-            count = self._admit_chain(state, hit.chain, offsets[0], alone)
-            return count * self._facts.block_size
+            return hit.tokens(self._admit_chain(state, hit.chain, offsets[0], alone))
         return self._admit_groups(state, hit, offsets, alone)
 
     def _admit_chain(
@@ -141,8 +142,9 @@ class Auditor:
             return count
         if run.first + count > self._facts.exact_blocks:
             return count
-        began = self._begin(state, [run.part(count - 1, count)], repeated=True)
-        return count - 1 if began else count
+        last = len(run.part(0, count).whole().keys)
+        began = last > 0 and self._begin(state, [run.part(last - 1, last)], repeated=True)
+        return last - 1 if began else count
 
     def _admit_groups(
         self, state: RequestState, hit: Hit, offsets: Sequence[Sequence[int]], alone: bool
@@ -190,7 +192,7 @@ class Auditor:
             if audit.request_id != request_id:
                 continue
             self._take_arrived(audit)
-            ready = [row for row in audit.left if self._end_of(row) <= tokens]
+            ready = [row for row in audit.left if self._is_ready(row, tokens)]
             if not ready:
                 if audit.is_over:
                     self._conclude(number)
@@ -198,10 +200,11 @@ class Auditor:
             if not self._holds(audit):
                 self._close(number)
                 continue
-            audit.left = [row for row in audit.left if self._end_of(row) > tokens]
+            audit.left = [row for row in audit.left if not self._is_ready(row, tokens)]
             found = tables()
             for group in sorted({row[0] for row in ready}):
-                at = [(block_at(found[group], row[1]), row) for row in ready if row[0] == group]
+                of_group = (row for row in ready if row[0] == group)
+                at = [(block_at(found[group], row[1], row[4]), row) for row in of_group]
                 rows = [(block, row[2]) for block, row in at if block]
                 if rows:
                     audit.origins |= {row[3] for block, row in at if block}
@@ -212,9 +215,11 @@ class Auditor:
                 self._conclude(number)
         return orders
 
-    def _end_of(self, row: tuple[int, int, int, bytes]) -> int:
-        """Tokens up to the end of a block to compare."""
-        return (row[1] + 1) * self._facts.groups[row[0]].block_size
+    def _is_ready(self, row: tuple[int, int, int, bytes, int], tokens: int) -> bool:
+        """Whether a block to compare is there after a step that computes up to ``tokens``. A state
+        inside a block is there one step later, when vLLM has put it aside."""
+        is_inside = row[4] % self._facts.groups[row[0]].block_size != 0
+        return row[4] < tokens if is_inside else row[4] <= tokens
 
     def concerns(self, request_id: str) -> bool:
         """Whether blocks of the request are being compared."""
@@ -267,7 +272,7 @@ class Auditor:
         request is to compute them for an audit."""
         assert state.namespace is not None
         awaited: dict[int, Run] = {}
-        for run in runs:
+        for run in map(self._comparable, runs):
             count = len(run.keys)
             parts = [run]
             if count > 2 * COMPARED:
@@ -287,6 +292,12 @@ class Auditor:
         self._audits[next(self._numbers)] = audit
         return True
 
+    def _comparable(self, run: Run) -> Run:
+        """The blocks of a run whose bytes are all determined. Behind the KV of a tail there may be
+        any; a state has nothing behind it."""
+        is_state = self._facts.groups[run.group].kind is GroupKind.STATE
+        return run if is_state else run.whole()
+
     def _is_under_way(self, belief: Belief) -> bool:
         return any(audit.belief is belief for audit in self._audits.values())
 
@@ -299,7 +310,11 @@ class Auditor:
             del audit.awaited[ticket]
             audit.leased[ticket] = recall.offsets
             origins = self._origins(run.group, recall.offsets)
-            rows = zip(itertools.count(run.first), recall.offsets, origins, strict=False)
+            size = self._facts.groups[run.group].block_size
+            ends = itertools.count((run.first + 1) * size, size)
+            if run.tail is not None:
+                ends = itertools.count(run.tail)
+            rows = zip(itertools.count(run.first), recall.offsets, origins, ends, strict=False)
             audit.left += [(run.group, *row) for row in rows if row[2]]
 
     def _holds(self, audit: _Audit) -> bool:

@@ -80,6 +80,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: RecallWorker | None = None
         self._pool: PoolClient | None = None
         self._endpoint: AdminEndpoint | None = None
+        self._last_states: tuple[str, list[tuple[int, int, int]]] = "", []
         config.require_supported(vllm_config, kv_cache_config)
         require_on(vllm_config, os.environ)
         waits.install()
@@ -184,14 +185,16 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             scheduler.first_needed(self._kv_cache_manager),
             scheduler.reachable_blocks(self._kv_cache_manager),
             scheduler.room_for(self._kv_cache_manager),
+            scheduler.tail_hash(self._vllm_config, facts.block_size),
         )
         self._keep_long_sequences(facts)
         logger.info(
-            "kvrecall: pool open as %s: host %.2f GiB, %s, %s",
+            "kvrecall: pool open as %s: host %.2f GiB, %s, %s, hits in units of %d tokens",
             self._vllm_config.kv_transfer_config.kv_role,
             arena_bytes / 2**30,
             _below_text(self._settings),
             _groups_text(facts),
+            facts.unit,
         )
 
     def _keep_long_sequences(self, facts: EngineFacts) -> None:
@@ -235,7 +238,19 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             recalls=self._may_recall(),
             least_token_seconds=max(shard.token_seconds for shard in shards),
             exact_blocks=self._exact_blocks(),
+            match_unit=self._match_unit(),
         )
+
+    def _match_unit(self) -> int | None:
+        """Tokens after which hits end inside blocks; None if they end with blocks. Raises
+        ConfigError for a setting that the engine cannot serve."""
+        unit = config.match_unit(self._kv_cache_config, self._settings.match_unit)
+        if unit is not None and is_requested(os.environ):
+            raise ConfigError(
+                f"match_unit is {unit}, and retrieval attention is on, which selects whole blocks "
+                "and keeps a digest of each: leave one of the two out"
+            )
+        return unit
 
     def _exact_blocks(self) -> int:
         """Blocks of a sequence that are attended to densely during decode; always the first,
@@ -306,7 +321,19 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._s.finished(request, block_ids)
+        request_id, states = self._last_states
+        self._last_states = "", []
+        states = states if request_id == request.request_id else []
+        return self._s.finished(request, block_ids, states)
+
+    def register_finished_partial_tail(
+        self,
+        request: Any,
+        block_ids: tuple[list[int], ...],
+        partial_tail_offloads: list[tuple[int, int, int]],
+    ) -> bool:
+        self._last_states = request.request_id, partial_tail_offloads
+        return False  # ``request_finished_all_groups`` follows and decides
 
     def reset_cache(self) -> bool | None:
         return self._s.reset()

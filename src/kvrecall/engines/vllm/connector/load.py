@@ -78,30 +78,27 @@ class PrefixLoad:
         assert self.offsets is not None
         came = [len(offsets) for offsets in self.offsets]
         whole = [len(run.keys) for run in self.hit.runs]
-        length = self.hit.end - self.hit.start
         if self.hit.is_chain:
-            return length * came[0] // whole[0]
-        return length if came == whole else 0
+            return self.hit.tokens(came[0])
+        return self.hit.end - self.hit.start if came == whole else 0
 
     def cut(self, tokens: int) -> None:
         """Limits the load to that many tokens. The leases of the others stay."""
         assert self.offsets is not None
         if tokens < self.tokens:
-            length = self.hit.end - self.hit.start
-            count = len(self.hit.chain.keys) * tokens // length if self.hit.is_chain else 0
+            count = -(-tokens // self.hit.block_size) if self.hit.is_chain else 0
             self.offsets = [offsets[:count] for offsets in self.offsets]
 
     def tokens_by_tier(self, tokens: int) -> Counter[TierName]:
         """The first ``tokens`` loaded tokens by the tier that their block of the chain came from;
         by the lowest tier of all, if the hit has no blocks of a chain for them."""
-        run = self.hit.chain
-        size = (self.hit.end - self.hit.start) // max(1, len(run.keys))
-        counts: Counter[TierName] = Counter()
-        tiers = self._arrived(len(self.hit.runs) - 1)[: tokens // size]
-        if run.first * size != self.hit.start or len(tiers) * size != tokens:
+        hit, count = self.hit, -(-tokens // self.hit.block_size)
+        tiers = self._arrived(len(hit.runs) - 1)[:count]
+        if hit.chain.first * hit.block_size != hit.start or len(tiers) != count:
             return Counter({self.lowest_tier: tokens})
-        for tier in tiers:
-            counts[tier] += size
+        counts: Counter[TierName] = Counter()
+        for place, tier in enumerate(tiers):
+            counts[tier] += min(hit.tokens(place + 1), tokens) - hit.tokens(place)
         return counts
 
     @property

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 LOOK_EVERY_S = 0.002
 """The pool is asked at most so often for blocks whose tier has not answered."""
 
+TailHash = Callable[[Any, int], bytes]
+"""``(request, tokens)``: hash of the first ``tokens`` tokens, which end inside a block."""
+
 TRIVIAL_S = 0.02
 """Loads expected to take less are always made: they cannot lose anything."""
 
@@ -146,9 +149,16 @@ class LoadCostModel:
 
     # ---- what follows -------------------------------------------------------------------
 
-    def plan(self, tiers: Sequence[TierName], start_block: int, weight: float = 1.0) -> LoadPlan:
+    def plan(
+        self,
+        tiers: Sequence[TierName],
+        start_block: int,
+        weight: float = 1.0,
+        last: float = 1.0,
+    ) -> LoadPlan:
         """The plan for a found prefix, ``tiers[i]`` holding block ``start_block + i``. ``weight``:
-        bytes to load for a block, as a share of its bytes.
+        bytes to load for a block, as a share of its bytes. ``last``: the share of the last block's
+        tokens that the prefix has.
 
         Chooses the length that minimises loading it plus computing the rest. Unknown costs count as
         zero to load and infinite to compute, so that they become known.
@@ -157,6 +167,7 @@ class LoadCostModel:
             return LoadPlan(len(tiers), self._deadline_s)
         loads = [weight * self.load_seconds(tier) for tier in tiers]
         computes = [self.compute_seconds(start_block + i) for i in range(len(tiers))]
+        computes[-1:] = [last * seconds for seconds in computes[-1:]]
         left = sum(computes)
         best, best_cost, spent = 0, left, 0.0
         for index, (load, compute) in enumerate(zip(loads, computes, strict=True)):
@@ -243,12 +254,12 @@ def receipt(namespace: Namespace | None, tokens: int) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Promise:
-    """Leading blocks of a prompt that a prefill instance's receipt says are in the pool, or on
-    their way. The decode instance waits for them ``patience_s`` seconds from the first ``look`` on,
-    and never within a step; only blocks that it finds itself count, whatever pool is between the
-    two."""
+    """Leading tokens of a prompt whose blocks a prefill instance's receipt says are in the pool, or
+    on their way. The decode instance waits for them ``patience_s`` seconds from the first ``look``
+    on, and never within a step; only blocks that it finds itself count, whatever pool is between
+    the two."""
 
-    blocks: int
+    tokens: int
     namespace: str
     patience_s: float
     clock: Callable[[], float]
@@ -258,20 +269,20 @@ class Promise:
 
     @classmethod
     def of(
-        cls, params: object, block_size: int, patience_s: float, clock: Callable[[], float]
+        cls, params: object, unit: int, patience_s: float, clock: Callable[[], float]
     ) -> Promise | None:
-        """The promise in a request's ``kv_transfer_params``; None without a receipt, or with an
-        invalid one (they come from outside)."""
+        """The promise in a request's ``kv_transfer_params``, in whole ``unit`` tokens; None without
+        a receipt, or with an invalid one (they come from outside)."""
         given = params.get(HANDOVER) if isinstance(params, Mapping) else None
         if not isinstance(given, Mapping):
             return None
         tokens, namespace = given.get("tokens"), given.get("namespace")
-        if type(tokens) is not int or tokens < block_size or not isinstance(namespace, str):
+        if type(tokens) is not int or tokens < unit or not isinstance(namespace, str):
             return None
-        return cls(tokens // block_size, namespace, patience_s, clock)
+        return cls(tokens // unit * unit, namespace, patience_s, clock)
 
     def look(self, wanted: int, found: Callable[[], int]) -> Handover:
-        """Whether ``wanted`` blocks are there; ``found`` queries the pool, but not at every
+        """Whether ``wanted`` tokens are there; ``found`` queries the pool, but not at every
         call."""
         now = self.clock()
         if self._until is None:
@@ -298,19 +309,23 @@ class RequestState:
     ``load``: from a match until the engine has given it device blocks. ``computes``: it loads no
     block, because a load failed or is audited. ``incomplete_loads``: of a hit that needs several KV
     groups. ``hashes_per_block``, ``group_namespaces``: by KV group; ``chain``: the group whose
-    blocks are the chain. ``saved``: leading blocks of the chain that are in the pool or on their
-    way, ``hanging``: blocks of other groups; ``seen``: by group, how many blocks were considered;
-    ``boundaries``: by group of recurrent layers, tokens at which its state is saved; ``closed``: no
-    more of it can be saved; ``passes``: steps until it tries to reserve again, and ``passes_next``
-    after the last refusal. ``touched``: the pool knows that its chain is in use, and
-    ``hanging_touched``: the blocks beside it, which only a complete lookup tells. ``reported``: the
-    API process knows the sources of its prompt.
+    blocks are the chain; ``hash_tokens``: tokens of each of vLLM's hashes; ``tail_hash``: of tokens
+    between two of them. ``saved``: leading blocks of the chain that are in the pool or on their
+    way, ``hanging``: blocks beside them; ``tails``: tokens inside a block of the chain at which a
+    hit can end, and whether it is saved that far; ``seen``: by group, how many blocks were
+    considered; ``boundaries``: by group of recurrent layers, tokens at which its state is saved;
+    ``closed``: no more of it can be saved; ``passes``: steps until it tries to reserve again, and
+    ``passes_next`` after the last refusal. ``touched``: the pool knows that its chain is in use,
+    and ``hanging_touched``: the blocks beside it, which only a complete lookup tells.
+    ``reported``: the API process knows the sources of its prompt.
     """
 
     request: Any
     hashes_per_block: tuple[int, ...]
     tenant: Tenant = SHARED
     chain: int = 0
+    hash_tokens: int = 0
+    tail_hash: TailHash | None = None
     namespace: Namespace | None = None
     group_namespaces: tuple[Namespace, ...] = ()
     settled: bool = False
@@ -322,6 +337,7 @@ class RequestState:
     incomplete_loads: int = 0
     saved: int = 0
     hanging: list[BlockKey] = field(default_factory=list)
+    tails: dict[int, bool] = field(default_factory=dict)
     seen: dict[int, int] = field(default_factory=dict)
     boundaries: dict[int, set[int]] = field(default_factory=dict)
     closed: bool = False
@@ -334,6 +350,7 @@ class RequestState:
     device_tokens: int = 0
     recalled: Counter[TierName] = field(default_factory=Counter)
     _keys: dict[int, list[BlockKey]] = field(default_factory=dict)
+    _tail_hashes: dict[int, bytes] = field(default_factory=dict)
 
     @property
     def has_media(self) -> bool:
@@ -352,6 +369,24 @@ class RequestState:
         for index in range(len(known), min(count, len(hashes) // step)):
             known.append(namespace.key(hashes[(index + 1) * step - 1]))
         return known[:count]
+
+    def key_at(self, tokens: int, group: int | None = None) -> BlockKey | None:
+        """Key of the block of a KV group (the chain) that ends with the first ``tokens`` tokens, at
+        its own end or inside it. None if they are not hashed by now."""
+        if self.namespace is None:
+            return None
+        namespace = self.group_namespaces[self.chain if group is None else group]
+        count, beside = divmod(tokens, self.hash_tokens)
+        hashes = self.request.block_hashes
+        if count > len(hashes) or tokens > self.request.num_tokens:
+            return None
+        if not beside:
+            return namespace.key(hashes[count - 1])
+        if self.tail_hash is None:
+            return None
+        if tokens not in self._tail_hashes:
+            self._tail_hashes[tokens] = self.tail_hash(self.request, tokens)
+        return namespace.key(self._tail_hashes[tokens])
 
     def sources(self) -> dict[str, int]:
         """Prompt tokens by source of their KV."""

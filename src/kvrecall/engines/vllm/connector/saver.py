@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,13 +38,15 @@ class _OpenStore:
 
 Tables = Sequence[Sequence[int] | Mapping[int, int]]
 """By KV group, the device blocks of a request in order, 0 for one that is no longer on the device;
-of a recurrent group the blocks by index that hold a state to be saved in this step."""
+of a recurrent group the blocks that hold a state to be saved in this step, by the tokens up to
+it."""
 
 
-def block_at(table: Sequence[int] | Mapping[int, int], index: int) -> int:
-    """A device block of a table; 0: none."""
+def block_at(table: Sequence[int] | Mapping[int, int], index: int, end: int) -> int:
+    """A device block of a table by its index, or that of a state by the ``end`` of its tokens; 0:
+    none."""
     if isinstance(table, Mapping):
-        return table.get(index, 0)
+        return table.get(end, 0)
     return table[index] if index < len(table) else 0
 
 
@@ -80,6 +82,7 @@ class Saver:
         groups = range(len(facts.groups))
         self._hanging = [i for i in groups if i != chain or not self._has_chain]
         self._sizes = {group.block_size for group in facts.groups}
+        self._by_need = [chain, *(i for i in groups if i != chain)]
 
     def save(
         self,
@@ -87,22 +90,29 @@ class Saver:
         tokens: int,
         tables: Callable[[], Tables],
         ended: bool = False,
+        tails: Iterable[int] = (),
     ) -> bool:
         """Orders stores for the blocks of the first ``tokens`` tokens that the pool lacks; returns
         whether there were any. ``tables`` is called if it may be so. After a refusal a request
         tries again after 1, 3, 7, then every 15 calls, and once more when it has ``ended``. These
-        blocks contain final tokens only: rejected speculation is beyond ``num_tokens``."""
+        blocks contain final tokens only: rejected speculation is beyond ``num_tokens``. ``tails``:
+        tokens inside a block at which a hit may end: what such a hit needs is saved, too."""
         if state.namespace is None:
             return False
         any_new = False
         if self._has_chain:
             size = self._facts.block_size
             any_new = self._save_chain(state, tokens // size, tables, ended)
+            for tail in tails:
+                if tail <= tokens and tail not in state.tails and state.saved >= tail // size:
+                    any_new |= self._save_tail(state, tail, tables, ended)
             tokens = min(tokens, state.saved * size)  # without its chain a block serves no hit
         for group in self._hanging:
             any_new |= self._save_hanging(state, group, tokens, tables, ended)
-        if ended and (ending := self._finder.ending(state, tokens)):
-            self._pool.touch((), ending=ending)
+        if ended:
+            aligned = tokens // self._facts.alignment * self._facts.alignment
+            if ending := self._finder.ending(state, aligned):
+                self._pool.touch((), ending=ending)
         return any_new
 
     def due(self, state: RequestState, tokens: int) -> int:
@@ -136,7 +146,7 @@ class Saver:
                 self._tally.counts["blocks_refused"] += 1
                 break
             if reservation.verdict is Verdict.RESERVED:
-                rows.append((key, block_at(ids, state.saved), reservation.offset))
+                rows.append((key, block_at(ids, state.saved, 0), reservation.offset))
             state.saved += 1
         behind_gap = answers[len(answers) - (len(keys) - state.saved) :]
         self._pool.abandon([key for key, r in behind_gap if r.verdict is Verdict.RESERVED])
@@ -146,6 +156,41 @@ class Saver:
             rows = rows[:gone]
             state.closed = True
         return self._order(state, self._facts.chain, rows)
+
+    def _save_tail(
+        self, state: RequestState, end: int, tables: Callable[[], Tables], ended: bool
+    ) -> bool:
+        """What a hit needs that ends at ``end``, inside a block of the chain: the chain's block
+        first, as the others are worth nothing without it. No reply waits for what is copied after
+        the request has ``ended``."""
+        state.tails[end] = False
+        found = tables()
+        any_new = False
+        for group in self._by_need:
+            facts = self._facts.groups[group]
+            place = (end - 1) // facts.block_size
+            block = block_at(found[group], place, end)
+            key = state.key_at(end, group)
+            if not block or key is None or (group == self._facts.chain and state.closed):
+                return any_new
+            (parent,) = self._finder.parents(state, group, [place], end)
+            linked = group == self._facts.chain
+            (answer,) = (
+                self._pool.reserve([key], parent, state.tenant)
+                if linked
+                else self._pool.reserve([key], tenant=state.tenant, parents=[parent])
+            )
+            if answer.verdict is Verdict.REFUSED:
+                self._tally.counts["blocks_refused"] += 1
+                return any_new
+            if not ended:
+                state.hanging.append(key)
+            if facts.kind is GroupKind.STATE:
+                state.boundaries.setdefault(group, set()).add(end)
+            if answer.verdict is Verdict.RESERVED:
+                any_new |= self._order(state, group, [(key, block, answer.offset)])
+        state.tails[end] = True
+        return any_new
 
     def _save_hanging(
         self,
@@ -162,15 +207,16 @@ class Saver:
         done, upto = state.seen.get(group, 0), tokens // facts.block_size
         if upto <= done and not ended:
             return False
-        table = tables()[group]
-        places = [i for i in range(done, upto) if block_at(table, i)]
+        table, size = tables()[group], facts.block_size
+        places = [i for i in range(done, upto) if block_at(table, i, (i + 1) * size)]
         state.seen[group] = max(done, upto)
         wanted = self._reachable(state.request, group, done, upto) if places else None
         if wanted is not None:
             places = [i for i in places if wanted[i - done]]
         if ended:
-            tail = (i for i in self._finder.tail(group, tokens) if block_at(table, i))
-            places = sorted({*places, *tail})
+            needed = self._finder.needed(group, tokens)
+            last = (i for i in needed if block_at(table, i, (i + 1) * size))
+            places = sorted({*places, *last})
         if not places:
             return False
         chain = state.keys(upto, group)
@@ -178,7 +224,7 @@ class Saver:
         if group == self._facts.chain:
             parents = [chain[i - 1] if i else None for i in places[: len(keys)]]
         else:
-            parents = self._finder.parents(state, group, places[: len(keys)])
+            parents = self._finder.parents(state, group, places[: len(keys)], tokens)
         answers = self._pool.reserve(keys, tenant=state.tenant, parents=parents)
         rows = []
         for place, key, answer in zip(places, keys, answers, strict=False):
@@ -187,9 +233,9 @@ class Saver:
                 continue
             state.hanging.append(key)
             if facts.kind is GroupKind.STATE:
-                state.boundaries.setdefault(group, set()).add((place + 1) * facts.block_size)
+                state.boundaries.setdefault(group, set()).add((place + 1) * size)
             if answer.verdict is Verdict.RESERVED:
-                rows.append((key, block_at(table, place), answer.offset))
+                rows.append((key, block_at(table, place, (place + 1) * size), answer.offset))
         return self._order(state, group, rows)
 
     def _order(
@@ -215,16 +261,17 @@ class Saver:
         else:
             tokens = min(done * self._facts.groups[i].block_size for i, done in state.seen.items())
         tokens -= tokens % self._facts.alignment
+        tails = {end for end, is_saved in state.tails.items() if is_saved}
         states = [
             state.boundaries.get(i, set())
             for i, group in enumerate(self._facts.groups)
             if group.kind is GroupKind.STATE
         ]
         if not states:
-            return tokens
+            return max(tokens, *tails) if tails else tokens
         common = set.intersection(*states)
-        fits = (one for one in common if one <= tokens and one % self._facts.alignment == 0)
-        return max(fits, default=0)
+        whole = (one for one in common if one <= tokens and one % self._facts.alignment == 0)
+        return max((*whole, *(tails & common)), default=0)
 
     def take(self) -> list[Store]:
         """The stores ordered since the last call."""

@@ -29,6 +29,7 @@ from kvrecall.engines.vllm.connector.request import (
     LoadCostModel,
     Promise,
     RequestState,
+    TailHash,
     Work,
     receipt,
 )
@@ -68,12 +69,13 @@ class RecallScheduler:
         first_needed: FirstNeeded = lambda group, tokens: 0,
         reachable: Reachable = lambda request, group, start, stop: None,
         room_for: RoomFor = lambda request, tokens, others: True,
+        tail_hash: TailHash | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``namespace`` and ``adapters`` as of ``NamespaceRegistry``. ``tables``: the device blocks
         of a request by KV group, in order; 0 for one that is no longer there. ``first_needed`` as
-        of ``HitFinder``, ``reachable`` as of ``Saver``; ``room_for``: see ``compat.scheduler``.
-        ``clock``: seconds."""
+        of ``HitFinder``, ``reachable`` as of ``Saver``; ``room_for`` and ``tail_hash``: see
+        ``compat.scheduler``. ``clock``: seconds."""
         self._pool = pool
         self._settings = settings
         self._facts = facts
@@ -84,6 +86,7 @@ class RecallScheduler:
         self._waiting: dict[str, Any] = {}  # requests that hold device blocks and have not run yet
         self._idle: dict[str, int] = {}  # tokens until a running request has work for this side
         self._room_for = room_for
+        self._tail_hash = tail_hash
         self._loads: list[Load] = []
         self._releases: list[str] = []
         self._warned_of_foreign = False
@@ -109,8 +112,9 @@ class RecallScheduler:
 
     def match(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that the pool can add to ``computed_tokens``; None while blocks are on their way.
-        Whole blocks only, and at least one token is left to compute, as in the device cache: a
-        recalled prefix is cut exactly like a hit on the device."""
+        At least one token is left to compute, and a hit ends where one on the device can, so a
+        recalled prefix is cut exactly like a hit on the device; except with a ``match_unit`` of the
+        pool's own, see ``docs/models.md``."""
         state = self._state(request)
         self._idle.pop(request.request_id, None)
         if request.num_preemptions == 0:
@@ -124,7 +128,8 @@ class RecallScheduler:
         if state.load is not None and state.load.hit.start != start:
             self._drop_load(state)
         if state.load is None:
-            limit = int(request.num_tokens - 1) // alignment * alignment
+            unit = self._facts.unit
+            limit = int(request.num_tokens - 1) // unit * unit
             if self._awaits_promise(state, start, limit):
                 return _ASK_AGAIN
             is_pending = self._begin_load(state, start, limit)
@@ -152,7 +157,7 @@ class RecallScheduler:
                 return _ASK_AGAIN
         if self.offloader is not None:
             size = self._facts.block_size
-            end = (start + load.tokens) // size
+            end = -(-(start + load.tokens) // size)
             self.offloader.expect(request.request_id, start // size, end)
         return load.tokens, True
 
@@ -169,7 +174,7 @@ class RecallScheduler:
         promise = state.promise
         if promise is None or promise.is_over:
             return False
-        end = min(promise.blocks * self._facts.block_size, limit)
+        end = min(promise.tokens, limit)
 
         def found() -> int:
             hit, _ = self._finder.find(state, start, end)
@@ -207,6 +212,7 @@ class RecallScheduler:
             if appraised is None:
                 return False
             hit, patience = appraised
+        self._finder.used(hit)
         state.load = PrefixLoad(self._pool, self.costs, hit, self.costs.mark(), patience)
         state.load.acquire(deadline, state)
         return False
@@ -215,22 +221,23 @@ class RecallScheduler:
         """The part of a hit that loads faster than it computes, and the patience for it; None if
         there is none."""
         size = self._facts.block_size
-        blocks = (hit.end - hit.start) // size
+        blocks, tokens = hit.blocks, hit.end - hit.start
         tiers, weight = hit.chain.tiers, 1.0
         if not hit.is_chain:
             worst = max((tier for run in hit.runs for tier in run.tiers), key=list(TierName).index)
             tiers = tiers if len(tiers) == blocks else (worst,) * blocks
             weight = sum(run.weight * len(run.keys) for run in hit.runs) / max(1, blocks)
-        plan = self.costs.plan(tiers, hit.start // size, weight)
-        end, shorter = hit.start + plan.blocks * size, None
+        last = (tokens - hit.tokens(blocks - 1)) / size
+        plan = self.costs.plan(tiers, hit.start // size, weight, last)
+        shorter: Hit | None = None
         if plan.blocks == blocks:
             shorter = hit
         elif plan.blocks and hit.is_chain:
-            shorter = Hit(hit.start, end, (hit.chain.part(0, plan.blocks),), True)
+            shorter = hit.cut(plan.blocks)
         elif plan.blocks:
+            end = hit.start + hit.tokens(plan.blocks)
             shorter, _ = self._finder.find(state, hit.start, end)
-        taken = 0 if shorter is None else (shorter.end - hit.start) // size
-        self.tally.counts["blocks_declined"] += blocks - taken
+        self.tally.counts["blocks_declined"] += blocks - (0 if shorter is None else shorter.blocks)
         if shorter is None:
             self._auditor.declined(state, hit)
             return None
@@ -287,7 +294,11 @@ class RecallScheduler:
     def _report_sources(self, state: RequestState) -> None:
         if not state.reported:
             state.reported = True
-            self.tally.splits[state.request.request_id] = state.sources()
+            self.tally.splits[state.request.request_id] = self._told(state.sources())
+
+    def _told(self, sources: Mapping[str, int]) -> dict[str, int]:
+        """What the API process is told of a prompt; see ``RecallSplit``."""
+        return {**sources, "unit": self._facts.unit}
 
     def sources(self, request: Any) -> dict[TierName, int]:
         """Tokens of the request's load by tier."""
@@ -311,12 +322,15 @@ class RecallScheduler:
             if state is None:
                 continue
             self._settle(state)
-            self._report_sources(state)
             request = state.request
             first = request.num_computed_tokens
+            if not state.reported:
+                state.device_tokens = first  # vLLM may have settled for another hit than it showed
+                self._report_sources(state)
             final = min(first + tokens, request.num_tokens)
-            tables = self._tables_of(request_id, offered.get(request_id, ()))
-            self._saver.save(state, final, tables)
+            states = offered.get(request_id, ())
+            tables = self._tables_of(request_id, states)
+            self._saver.save(state, final, tables, tails=self._tails(request, final, states))
             comparisons += self._auditor.comparisons(request_id, final, tables)
             count = min(tokens, request.num_prompt_tokens - first)
             if count > 0:
@@ -367,20 +381,40 @@ class RecallScheduler:
         that this step completes: group, device block, tokens at its end."""
 
         def read() -> Tables:
-            groups = self._facts.groups
-            states: dict[int, dict[int, int]] = {}
-            for group, block, tokens in offered:
-                if tokens % groups[group].block_size == 0:
-                    index = tokens // groups[group].block_size - 1
-                    states.setdefault(group, {})[index] = block
-            return [
-                states.get(i, {}) if facts.kind is GroupKind.STATE else table
-                for i, (facts, table) in enumerate(
-                    zip(groups, self._tables(request_id), strict=True)
-                )
-            ]
+            return self._with_states(self._tables(request_id), offered)
 
         return functools.cache(read)
+
+    def _with_states(
+        self, tables: Sequence[Sequence[int]], offered: Sequence[tuple[int, int, int]]
+    ) -> Tables:
+        """Device blocks by KV group, of recurrent groups those offered."""
+        states: dict[int, dict[int, int]] = {}
+        for group, block, tokens in offered:
+            states.setdefault(group, {})[tokens] = block
+        return [
+            states.get(i, {}) if facts.kind is GroupKind.STATE else table
+            for i, (facts, table) in enumerate(zip(self._facts.groups, tables, strict=True))
+        ]
+
+    def _tails(
+        self, request: Any, final: int, offered: Sequence[tuple[int, int, int]], ended: bool = False
+    ) -> list[int]:
+        """Tokens inside a block up to which a request is saved, of which the first ``final`` are
+        computed. With recurrent layers where vLLM offers their states, as on the device; else where
+        its prompt ends, and where it ends itself."""
+        size, unit = self._facts.block_size, self._facts.match_unit
+        if unit is None:
+            return []
+        if self._facts.has_states:
+            return sorted({tokens for _, _, tokens in offered if tokens % size})
+        prompt = int(request.num_prompt_tokens)
+        tail = (prompt - 1) // unit * unit
+        is_open = tail // size == prompt // size  # else the prompt's last block is saved whole
+        tails = {tail} if is_open and tail <= final else set()
+        if ended:
+            tails.add(final // unit * unit)
+        return sorted(end for end in tails if end % size)
 
     def reported(self, report: StepReport | None, loaded: set[str], failed: set[str]) -> None:
         """Processes the workers' report of a step."""
@@ -439,10 +473,14 @@ class RecallScheduler:
         self._state(request)
 
     def finished(
-        self, request: Any, block_ids: Sequence[Sequence[int]]
+        self,
+        request: Any,
+        block_ids: Sequence[Sequence[int]],
+        states: Sequence[tuple[int, int, int]] = (),
     ) -> tuple[bool, dict[str, Any]]:
         """A request ended. True if its device blocks must be kept until a release is reported.
-        ``block_ids``: by KV group."""
+        ``block_ids``: by KV group. ``states``: of recurrent layers that are still at the end of
+        the request's prompt, as of ``boundary_states``."""
         self._waiting.pop(request.request_id, None)
         self._idle.pop(request.request_id, None)
         state = self._states.pop(request.request_id, None)
@@ -451,26 +489,24 @@ class RecallScheduler:
         self._settle(state)
         self._drop_load(state)
         whole = request.status.name in _FINISHED_WHOLE
-        tail = False
-        if whole:
+        any_new = False
+        if whole or states:
             # The last token sampled has no KV yet; under asynchronous scheduling the step that
             # computes it may be under way. States of recurrent layers have moved on.
             final = min(request.num_computed_tokens, request.num_tokens - 1)
-            tables: Tables = [
-                {} if facts.kind is GroupKind.STATE else ids
-                for facts, ids in zip(self._facts.groups, block_ids, strict=True)
-            ]
-            tail = self._saver.save(state, final, lambda: tables, ended=True)
+            tables = self._with_states(block_ids, states)
+            tails = self._tails(request, final, states, ended=True)
+            any_new = self._saver.save(state, final, lambda: tables, True, tails)
         self._auditor.ended(request.request_id)
         if whole and (state.saved or state.hanging) and not self._settings.async_write:
             self._saver.flush_later([*state.keys(state.saved), *state.hanging])
-        hold = tail or (bool(state.open_stores) and not self._facts.copies_in_step)
+        hold = any_new or (bool(state.open_stores) and not self._facts.copies_in_step)
         if hold:
             self._releases.append(request.request_id)
         sources = state.sources()
         self.tally.count_request(sources)
         promised = self._saver.promised(state) if whole and not state.closed else 0
-        return hold, {REPORT: sources, **receipt(state.namespace, promised)}
+        return hold, {REPORT: self._told(sources), **receipt(state.namespace, promised)}
 
     def state_of(self, request_id: str) -> RequestState | None:
         """The state of a request, None if it is not in the engine."""
@@ -496,7 +532,7 @@ class RecallScheduler:
             unit = self._facts.hash_block_size
             steps = tuple(group.block_size // unit for group in self._facts.groups)
             tenant = tenant_of(request.cache_salt)
-            state = RequestState(request, steps, tenant, self._facts.chain)
+            state = RequestState(request, steps, tenant, self._facts.chain, unit, self._tail_hash)
             self._states[request.request_id] = state
         self._settle(state)
         return state
@@ -516,7 +552,7 @@ class RecallScheduler:
     def _accept(self, params: object, namespace: Namespace | None) -> Promise | None:
         """The promise in a request's ``kv_transfer_params``; None if none can be kept."""
         patience_s = self._settings.handover_deadline_s
-        promise = Promise.of(params, self._facts.block_size, patience_s, self._clock)
+        promise = Promise.of(params, self._facts.unit, patience_s, self._clock)
         if promise is None or namespace is None:
             return None
         self.tally.counts["handovers"] += 1

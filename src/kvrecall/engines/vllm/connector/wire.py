@@ -260,10 +260,12 @@ class EngineFacts:
     blocks may be loaded into it; if not it only saves. ``least_token_seconds``: computing a prompt
     token takes about as long, or longer; 0: unknown. ``exact_blocks``: number of blocks of a
     sequence that have the same KV however it is decoded: retrieval attention is approximate.
+    ``match_unit``: tokens of which a hit is a multiple, where hits may end inside blocks.
 
     ``chain``: the group whose blocks are a request's chain: the first that needs the whole prefix,
-    or the first of all; ``block_size``: tokens of its blocks. ``alignment``: tokens of which a hit
-    is a multiple: every group's blocks end there."""
+    or the first of all; ``block_size``: tokens of its blocks. ``alignment``: tokens of which a
+    boundary is a multiple if every group's blocks end there; ``unit``: if a hit may end there.
+    ``has_states``: whether a group is of recurrent layers."""
 
     groups: tuple[GroupFacts, ...]
     hash_block_size: int
@@ -272,9 +274,12 @@ class EngineFacts:
     recalls: bool = True
     least_token_seconds: float = 0.0
     exact_blocks: int = ALL_BLOCKS
+    match_unit: int | None = None
     chain: int = field(init=False)
     block_size: int = field(init=False)
     alignment: int = field(init=False)
+    unit: int = field(init=False)
+    has_states: bool = field(init=False)
 
     def __post_init__(self) -> None:
         full = (i for i, group in enumerate(self.groups) if group.kind is GroupKind.FULL)
@@ -283,6 +288,9 @@ class EngineFacts:
         object.__setattr__(self, "chain", chain)
         object.__setattr__(self, "block_size", sizes[chain])
         object.__setattr__(self, "alignment", math.lcm(*sizes))
+        object.__setattr__(self, "unit", self.match_unit or math.lcm(*sizes))
+        kinds = {group.kind for group in self.groups}
+        object.__setattr__(self, "has_states", GroupKind.STATE in kinds)
 
     @property
     def block_bytes(self) -> float:
