@@ -311,7 +311,7 @@ def test_a_model_of_several_kv_groups(tmp_path: Path) -> None:
     )
     assert [g["kind"] for g in layout["figures"]["groups"]] == ["state"] * 3 + ["full"]
     hits = one(report, "model", "hits")
-    assert hits["figures"] == {"unit_tokens": 640, "kinds": ["state", "full"]}
+    assert hits["figures"] == {"unit_tokens": 16, "kinds": ["state", "full"]}
     assert "all blocks of full layers, the one state that ends there" in hits["found"]
     assert one(report, "model", "served")["state"] == "ok"
     assert one(report, "model", "host blocks")["state"] == "broken"

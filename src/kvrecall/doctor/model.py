@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from kvrecall.config import RecallSettings, format_size
+from kvrecall.config import DEFAULT_MATCH_UNIT, MatchUnit, RecallSettings, format_size
 from kvrecall.doctor.finding import Finding, State
 from kvrecall.errors import ConfigError
 from kvrecall.modelconfig import Fields, find_config, hub_cache
@@ -50,7 +50,7 @@ def check_layout(model: str, settings: RecallSettings | None) -> Iterator[Findin
     groups = shape.groups(BLOCK_SIZE)
     yield _layout(shape, groups)
     if len(groups) > 1 or groups[0].reach:
-        yield _hits(groups)
+        yield _hits(groups, "auto" if settings is None else settings.match_unit)
     if settings is not None and settings.service is None:
         yield from _room(shape, groups, settings)
 
@@ -105,9 +105,12 @@ def _keeps(group: Group) -> str:
     return f"{group.kind} of {group.reach:,} tokens" if group.reach else str(group.kind)
 
 
-def _hits(groups: tuple[Group, ...]) -> Finding:
+def _hits(groups: tuple[Group, ...], match_unit: MatchUnit) -> Finding:
     """What a hit needs of a model whose layers do not all keep all tokens."""
     unit = hit_unit(groups)
+    wanted = DEFAULT_MATCH_UNIT if match_unit == "auto" else match_unit
+    if wanted != "off" and {group.kind.value for group in groups} == {"full", "state"}:
+        unit = wanted if unit % wanted == 0 else unit
     needs = {
         "full": "all blocks of full layers",
         "window": "the last blocks of windows",
@@ -118,7 +121,7 @@ def _hits(groups: tuple[Group, ...]) -> Finding:
     found = f"a hit ends at a multiple of {unit} tokens and needs "
     found += ", ".join(needs[kind] for kind in sorted(present, key=list(needs).index))
     if "state" in present:
-        found += "; states exist where a step of the engine ended on a block boundary"
+        found += "; states exist where a block or a prompt ended a step of the engine"
     figures = {"unit_tokens": unit, "kinds": present}
     return Finding(_AREA, "hits", State.OK, found, figures=figures)
 

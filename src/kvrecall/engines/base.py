@@ -37,7 +37,8 @@ class RecallSplit:
     """The sources of a request's prompt tokens. The counts add up to the prompt.
 
     ``unspecified`` counts tokens that were recalled from a tier the engine did not name (beam
-    search, or statistics switched off and the request ended by a stop string).
+    search, or statistics switched off and the request ended by a stop string). ``unit``: tokens of
+    which a hit is a multiple; 0 if the engine did not say.
     """
 
     device: int = 0
@@ -46,6 +47,7 @@ class RecallSplit:
     remote: int = 0
     computed: int = 0
     unspecified: int = 0
+    unit: int = 0
 
     @classmethod
     def of_report(
@@ -67,11 +69,20 @@ class RecallSplit:
         return cls(device=cached, computed=prompt - cached)
 
     def as_dict(self) -> dict[str, int]:
-        """For replies: every tier, zero or not; ``unspecified`` only where it is not zero."""
+        """For replies: every tier, zero or not; ``unspecified`` only where it is not zero. Without
+        ``unit``, which counts no tokens of the prompt."""
         counts = {field.name: int(getattr(self, field.name)) for field in fields(self)}
+        del counts["unit"]
         if not self.unspecified:
             del counts["unspecified"]
         return counts
+
+
+def recalled(split: RecallSplit) -> dict[str, object]:
+    """What replies say of the sources of a prompt: ``recall``, its tokens by source, and
+    ``recall_unit``, tokens of which a hit is a multiple, if the engine said."""
+    unit = {"recall_unit": split.unit} if split.unit else {}
+    return {"recall": split.as_dict(), **unit}
 
 
 class Finish(StrEnum):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from kvrecall.engines.base import GenerateRequest, Sampling, Token, Update
+from kvrecall.engines.base import GenerateRequest, Sampling, Token, Update, recalled
 from kvrecall.server.replies import ReplyError
 
 Json = dict[str, Any]
@@ -160,11 +160,11 @@ class Form(Strict):
 
 def counted(update: Update, generated: int) -> Json:
     """``details`` of an answer of ``generated`` tokens so far: their number, and the sources of
-    the prompt's. ``prompt_tokens`` and ``recall`` are kvrecall's additions."""
+    the prompt's. ``prompt_tokens`` and what begins with ``recall`` are kvrecall's additions."""
     return {
         "generated_tokens": generated,
         "prompt_tokens": update.prompt_tokens,
-        "recall": update.split.as_dict(),
+        **recalled(update.split),
     }
 
 

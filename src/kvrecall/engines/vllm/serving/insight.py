@@ -18,7 +18,7 @@ from typing import Any
 from vllm.outputs import RequestOutput
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from kvrecall.engines.base import REPORT, Heat, Phase, RequestView
+from kvrecall.engines.base import REPORT, Heat, Phase, RecallSplit, RequestView
 from kvrecall.engines.vllm.attention.heat import HeatTotals
 
 _REMEMBERED = 16_384
@@ -170,7 +170,7 @@ class RequestLog:
             began=0.0 if state.stats is None else float(state.stats.arrival_time),
             ended=0.0,
             prompt_tokens=int(state.prompt_len or 0),
-            split=dict(self._reports.split_of(name) or {}),
+            split=_counts(self._reports.split_of(name)),
             **_progress(state.stats),
         )
 
@@ -193,9 +193,14 @@ class RequestLog:
             began=began if stats is None else min(began, stats.arrival_time),
             ended=time.time(),
             prompt_tokens=prompt,
-            split=dict(split or {}),
+            split=_counts(split),
             **_progress(stats),
         )
+
+
+def _counts(report: Mapping[str, int] | None) -> dict[str, int]:
+    """A prompt's tokens by source."""
+    return {} if report is None else RecallSplit.of_report(report, 0, 0, True).as_dict()
 
 
 def _progress(stats: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ engine (sampling.py).
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse, PromptTokenUsageInfo
 from vllm.outputs import RequestOutput
 
-from kvrecall.engines.base import MAX_SEQUENCES, REPORT, Limits, RecallSplit
+from kvrecall.engines.base import MAX_SEQUENCES, REPORT, Limits, RecallSplit, recalled
 from kvrecall.engines.vllm.serving.insight import ConnectorReports
 from kvrecall.engines.vllm.serving.sampling import BEST_OF
 
@@ -64,11 +65,13 @@ class Ledger:
                 self._prompts.get(key, 0),
                 self._cached.get(key, 0),
                 self._pooled,
-            ).as_dict()
+            )
             for key in known
         ]
-        names = {name for part in parts for name in part}
-        return RecallSplit(**{name: sum(part.get(name, 0) for part in parts) for name in names})
+        counts: Counter[str] = Counter()
+        for part in parts:
+            counts.update(part.as_dict())
+        return RecallSplit(**counts, unit=max(part.unit for part in parts))
 
 
 def _details(ledger: Ledger, usage: Any) -> None:
@@ -78,7 +81,8 @@ def _details(ledger: Ledger, usage: Any) -> None:
         return
     if usage.prompt_tokens_details is None:
         usage.prompt_tokens_details = PromptTokenUsageInfo()
-    usage.prompt_tokens_details.recall = split.as_dict()
+    for name, value in recalled(split).items():
+        setattr(usage.prompt_tokens_details, name, value)
 
 
 async def _with_details(events: AsyncIterator[str], ledger: Ledger) -> AsyncGenerator[str, None]:
@@ -93,7 +97,7 @@ def _completed(event: str, ledger: Ledger) -> str:
     if split is None or chunk.get("choices") or not chunk.get("usage"):
         return event
     details = chunk["usage"].get("prompt_tokens_details") or {}
-    chunk["usage"]["prompt_tokens_details"] = {**details, "recall": split.as_dict()}
+    chunk["usage"]["prompt_tokens_details"] = {**details, **recalled(split)}
     return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
