@@ -167,6 +167,7 @@ def _on_lmcache(sizes: Sizes) -> Iterator[Sequence[str]]:
 
 
 HOST: dict[str, object] = {"host_size": 0}
+FINER: dict[str, object] = {**HOST, "match_unit": 16}
 DISK: dict[str, object] = {"host_size": 0, "disk_path": "", "disk_size": 0}
 
 DEPLOYMENTS = {
@@ -179,6 +180,9 @@ DEPLOYMENTS = {
     ),
     "host": Deployment("host memory below the device", servers(pool=HOST)),
     "disk": Deployment("host memory and disk below the device", servers(pool=DISK)),
+    "finer": Deployment(
+        "host memory below the device, and hits in units of 16 tokens", servers(pool=FINER)
+    ),
     "mooncake": Deployment("host memory and a Mooncake Store on this host", _on_mooncake),
     "lmcache": Deployment("LMCache's multi-process connector, with the host's memory", _on_lmcache),
     "two": Deployment("two engines, a pool with half the memory each", servers(2, pool=HOST)),
@@ -201,10 +205,12 @@ def measure_chat(
     turns: Times = 3,
     variants: Variants = _ALL,
     seed: Annotated[int, typer.Option()] = 0,
+    block_size: Annotated[int, typer.Option(min=32, help="Tokens of a block.")] = BLOCK,
     budget: Budget = math.inf,
 ) -> Report:
     """Conversations and questions over long texts against servers with each kind of pool."""
-    return measure_serving(conversations(sessions, turns, seed), names_in(variants), budget)
+    workload = conversations(sessions, turns, seed)
+    return measure_serving(workload, names_in(variants), budget, block_size)
 
 
 def measure_replay(
@@ -221,7 +227,9 @@ def measure_replay(
     return measure_serving(workload, names_in(variants), budget)
 
 
-def measure_serving(workload: Workload, variants: Sequence[str], budget_s: float) -> Report:
+def measure_serving(
+    workload: Workload, variants: Sequence[str], budget_s: float, block: int = BLOCK
+) -> Report:
     """Plays ``workload`` against every deployment and reports them side by side.
 
     A deployment whose servers do not start or fail a request, or that would presumably exceed
@@ -235,13 +243,13 @@ def measure_serving(workload: Workload, variants: Sequence[str], budget_s: float
     model = BenchModel(hidden=512, layers=6, heads=8)
     longest = workload.longest_prompt + 2 * ANSWER_TOKENS * len(workload.sessions[0].turns) + 256
     least = 2 * longest * model.token_bytes
-    unique = max(workload.unique_tokens(BLOCK) * model.token_bytes, least)
+    unique = max(workload.unique_tokens(block) * model.token_bytes, least)
     figures: dict[str, Mapping[str, Any]] = {}
     absent: dict[str, str] = {}
     end, longest_s = time.monotonic() + budget_s, 0.0
     with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as folder:
         device_bytes = max(int(unique * SHARES["device"]), least)
-        arguments = model.serve(Path(folder), longest, device_bytes, BLOCK)
+        arguments = model.serve(Path(folder), longest, device_bytes, block)
         for name in variants:
             begin = time.monotonic()
             if figures and begin + longest_s > end:
@@ -260,7 +268,7 @@ def measure_serving(workload: Workload, variants: Sequence[str], budget_s: float
                 progress(f"without {name}: {error}")
     if not figures:
         raise EngineError(f"no variant could be measured: {absent}")
-    return _report(workload, figures, absent, unique)
+    return _report(workload, figures, absent, unique, block)
 
 
 def _play(workload: Workload, deployment: Deployment, sizes: Sizes) -> Run:
@@ -287,6 +295,7 @@ def _figures(run: Run) -> dict[str, object]:
         "requests": len(samples),
         "seconds": round(run.seconds, 2),
         "prompt_tokens": prompt,
+        "computed_tokens": prompt - sum(hits.values()),
         "tokens_per_s": round(prompt / run.seconds, 1),
         "ttft_s": latencies([sample.ttft_s for sample in samples]),
         "tpot_s": latencies([sample.tpot_s for sample in samples]),
@@ -300,10 +309,14 @@ def _report(
     figures: Mapping[str, Mapping[str, Any]],
     absent: Mapping[str, str],
     unique: int,
+    block: int = BLOCK,
 ) -> Report:
+    computed = (f"{one['computed_tokens']:,} ({name})" for name, one in figures.items())
     notes = (
         f"{workload.story}; {workload.prompt_tokens} prompt tokens in all, "
-        f"{unique / 2**20:.0f} MiB of KV cache; the device holds a quarter of it",
+        f"{unique / 2**20:.0f} MiB of KV cache in blocks of {block} tokens; the device holds a "
+        "quarter of it",
+        f"prompt tokens computed: {', '.join(computed)}",
         *(f"{name}: {DEPLOYMENTS[name].story}" for name in (*figures, *absent)),
         *(f"left out: {name}: {reason.splitlines()[0]}" for name, reason in absent.items()),
     )
@@ -311,6 +324,7 @@ def _report(
         "story": workload.story,
         "prompt_tokens": workload.prompt_tokens,
         "unique_bytes": unique,
+        "block_tokens": block,
         "variants": figures,
         "absent": dict(absent),
     }

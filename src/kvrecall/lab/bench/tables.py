@@ -190,6 +190,7 @@ SERVED = {
     "none": "no cache at all",
     "device": "vLLM's prefix cache (device)",
     "host": "kvrecall: host",
+    "finer": "kvrecall: host, hits in units of 16 tokens",
     "disk": "kvrecall: host and disk",
     "mooncake": "kvrecall: host and Mooncake Store",
     "lmcache": "LMCache's connector and server: host",

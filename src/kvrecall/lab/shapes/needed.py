@@ -20,7 +20,7 @@ def _bytes_of(group: Mapping[str, Any], start: int, end: int) -> int:
     size: int = group["block_size"]
     first = max(start, _first_token(group, end)) // size
     page_bytes: int = sum(group["layers"])
-    return (end // size - first) * page_bytes
+    return (-(-end // size) - first) * page_bytes
 
 
 def _first_token(group: Mapping[str, Any], end: int) -> int:

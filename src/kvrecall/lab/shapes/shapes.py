@@ -28,8 +28,10 @@ _OPTIONS: Mapping[str, Any] = {
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A model and its engine. ``like``: what is published in this shape. ``architecture``,
-    ``model``: arguments of ``write_model``. ``options``: of ``vllm.LLM``. ``chunk``: tokens that a
-    step computes at most. ``boundary``: tokens after which hits end.
+    ``model``: arguments of ``write_model``. ``options``: of ``vllm.LLM``. ``pool``: further
+    settings of the pool. ``alone``: further options of the engine without a pool, where it can have
+    the same hits only in another way. ``chunk``: tokens that a step computes at most. ``boundary``:
+    tokens after which hits end. ``unit``: those inside blocks, if hits may end there.
     ``cache_bytes``: of the device cache. ``shared``: whether to try a pool service and Mooncake
     unasked. ``ranks``: whether to try other numbers of tensor-parallel ranks."""
 
@@ -38,9 +40,12 @@ class Shape:
     architecture: str
     model: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    pool: Mapping[str, Any] = field(default_factory=dict)
+    alone: Mapping[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
     chunk: int = 256
     boundary: int = 32
+    unit: int | None = None
     cache_bytes: int = 6 << 20
     shared: bool = False
     ranks: bool = False
@@ -53,7 +58,8 @@ class Shape:
     def on(self, groups: Sequence[Mapping[str, Any]]) -> Shape:
         """The shape on this machine: vLLM gives blocks of recurrent layers another size where its
         kernels have states of another type. ``groups``: of an engine's ``memory()``."""
-        return replace(self, boundary=math.lcm(*(group["block_size"] for group in groups)))
+        blocks = math.lcm(*(group["block_size"] for group in groups))
+        return replace(self, boundary=self.unit or blocks)
 
     def write(self, folder: Path) -> Path:
         """Writes the model."""
@@ -83,6 +89,15 @@ def environment() -> dict[str, str]:
 
 SHAPES = (
     Shape("qwen3", "Qwen3, Llama: full attention", "qwen3", shared=True, ranks=True),
+    Shape(
+        "qwen3-finer",
+        "the same in blocks of 128 tokens, with hits in units of 32; on the device blocks of 32",
+        "qwen3",
+        options={"block_size": 128},
+        pool={"match_unit": 32},
+        alone={"block_size": 32},
+        unit=32,
+    ),
     Shape("mistral", "Mistral: a window in every layer", "mistral", cache_bytes=4 << 20),
     Shape(
         "gemma3",
@@ -105,15 +120,17 @@ SHAPES = (
         "qwen3-next",
         "Qwen3-Next: gated delta net and full",
         "qwen3_next",
+        options={"prefix_match_unit": 16},
         dtype="bfloat16",
-        boundary=160,
-        cache_bytes=26 * 81920,
+        unit=16,
+        cache_bytes=26 * 147456,
         shared=True,
     ),
     Shape(
         "granite-hybrid",
         "Granite 4, Bamba: Mamba-2 and full",
         "granitemoehybrid",
+        pool={"match_unit": "off"},  # three samples with tails of their own do not fit this device
         chunk=160,  # vLLM's CPU kernel keeps no state from within a step: one block a step
         boundary=160,
         cache_bytes=26 * 163840,

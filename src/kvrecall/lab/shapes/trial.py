@@ -41,7 +41,8 @@ class Alone:
 
     def __init__(self, engine: EngineProcess) -> None:
         self._engine = engine
-        self.blocks: int = engine.memory()["blocks"]
+        memory = engine.memory()
+        self.cache_tokens: int = memory["blocks"] * memory["groups"][0]["block_size"]
         self.answers: dict[str, Answer] = {}
         self.together: dict[str, Answer] = {}
         """Of requests that are asked together: in one batch, sums may be taken in another order."""
@@ -119,7 +120,7 @@ class Laboratory:
         }
         own = [tier for tier in tiers if tier == "host" or tier in below]
         lower = [tier for tier in own if tier in below]
-        settings = dict(POOL)
+        settings = {**POOL, **shape.pool}
         for tier in lower:
             settings |= below[tier]
         with ExitStack() as stack:
@@ -127,7 +128,7 @@ class Laboratory:
             pools = [{"pool": settings}] if own else []
             engines = [
                 stack.enter_context(self._engine(shape, {**arguments, **more}))
-                for more in (*pools, {})
+                for more in (*pools, shape.alone)
             ]
             first, alone = engines[0], Alone(engines[-1])
             shape = shape.on(first.memory()["groups"])
@@ -142,7 +143,8 @@ class Laboratory:
                 _await_writes(pool)
                 first.kill()
             for tier in lower:
-                with self._engine(shape, {**arguments, "pool": {**POOL, **below[tier]}}) as engine:
+                found = {**POOL, **shape.pool, **below[tier]}
+                with self._engine(shape, {**arguments, "pool": found}) as engine:
                     trust(engine, shape, cases[tier][0].saved[0])
                     yield from _tier(shape, engine, tier, cases[tier], alone, restarted=True)
             if shared := [tier for tier in tiers if tier not in own]:
@@ -160,11 +162,12 @@ class Laboratory:
         ``kill -9`` of that engine: by another one of the service, and by one with a pool of its own
         on Mooncake."""
         with self._node(shape, tiers) as place:
-            with self._engine(shape, {**arguments, "pool": place.joined}) as one:
+            joined, apart = ({**pool, **shape.pool} for pool in (place.joined, place.apart))
+            with self._engine(shape, {**arguments, "pool": joined}) as one:
                 _fill(one, cases[tiers[0]])
                 one.kill()
             for tier in tiers:
-                pool = place.joined if tier == "service" else place.apart
+                pool = joined if tier == "service" else apart
                 with self._engine(shape, {**arguments, "pool": pool}) as other:
                     trust(other, shape, cases[tier][0].saved[0])
                     yield from _tier(shape, other, tier, cases[tier], alone, restarted=True)
@@ -298,7 +301,10 @@ def _tier(
             bytes_needed=needed_bytes(memory["groups"], loads),
             attempts=attempts,
             preemptions=rise("vllm:num_preemptions_total", before, after),
-            device_blocks=(memory["blocks"], alone.blocks),
+            device_blocks=(
+                memory["blocks"],
+                alone.cache_tokens // memory["groups"][0]["block_size"],
+            ),
         )
 
 
