@@ -105,7 +105,7 @@ class Saver:
             any_new = self._save_chain(state, tokens // size, tables, ended)
             for tail in tails:
                 if tail <= tokens and tail not in state.tails and state.saved >= tail // size:
-                    any_new |= self._save_tail(state, tail, tables, ended)
+                    any_new |= self._save_tail(state, tail, tables)
             tokens = min(tokens, state.saved * size)  # without its chain a block serves no hit
         for group in self._hanging:
             any_new |= self._save_hanging(state, group, tokens, tables, ended)
@@ -157,12 +157,9 @@ class Saver:
             state.closed = True
         return self._order(state, self._facts.chain, rows)
 
-    def _save_tail(
-        self, state: RequestState, end: int, tables: Callable[[], Tables], ended: bool
-    ) -> bool:
+    def _save_tail(self, state: RequestState, end: int, tables: Callable[[], Tables]) -> bool:
         """What a hit needs that ends at ``end``, inside a block of the chain: the chain's block
-        first, as the others are worth nothing without it. No reply waits for what is copied after
-        the request has ``ended``."""
+        first, as the others are worth nothing without it."""
         state.tails[end] = False
         found = tables()
         any_new = False
@@ -183,8 +180,7 @@ class Saver:
             if answer.verdict is Verdict.REFUSED:
                 self._tally.counts["blocks_refused"] += 1
                 return any_new
-            if not ended:
-                state.hanging.append(key)
+            state.hanging.append(key)
             if facts.kind is GroupKind.STATE:
                 state.boundaries.setdefault(group, set()).add(end)
             if answer.verdict is Verdict.RESERVED:
