@@ -16,6 +16,9 @@ from typing import Literal, Protocol
 REPORT = "kvrecall"
 """Key in ``kv_transfer_params`` of a reply: prompt tokens by source."""
 
+UNIT = "kvrecall_unit"
+"""Key in ``kv_transfer_params`` of a reply: tokens of which a hit is a multiple."""
+
 RECALL_HEADER = "x-kvrecall"
 """Reply header: prompt tokens by source (``device=0;host=128;computed=16``), on
 whole replies in MindIE's and TGI's forms, whose body has no field for it. The router's has its two

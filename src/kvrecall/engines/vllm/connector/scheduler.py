@@ -15,7 +15,7 @@ from typing import Any
 
 from kvrecall.block import BlockKey, Namespace, TierName, tenant_of
 from kvrecall.config import RecallSettings
-from kvrecall.engines.base import REPORT
+from kvrecall.engines.base import REPORT, UNIT
 from kvrecall.engines.vllm.attention.offload_scheduler import OffloadPlanner
 from kvrecall.engines.vllm.compat.config import GroupKind
 from kvrecall.engines.vllm.compat.scheduler import boundary_states
@@ -294,11 +294,10 @@ class RecallScheduler:
     def _report_sources(self, state: RequestState) -> None:
         if not state.reported:
             state.reported = True
-            self.tally.splits[state.request.request_id] = self._told(state.sources())
-
-    def _told(self, sources: Mapping[str, int]) -> dict[str, int]:
-        """What the API process is told of a prompt; see ``RecallSplit``."""
-        return {**sources, "unit": self._facts.unit}
+            self.tally.splits[state.request.request_id] = {
+                **state.sources(),
+                "unit": self._facts.unit,
+            }
 
     def sources(self, request: Any) -> dict[TierName, int]:
         """Tokens of the request's load by tier."""
@@ -506,7 +505,7 @@ class RecallScheduler:
         sources = state.sources()
         self.tally.count_request(sources)
         promised = self._saver.promised(state) if whole and not state.closed else 0
-        return hold, {REPORT: self._told(sources), **receipt(state.namespace, promised)}
+        return hold, {REPORT: sources, UNIT: self._facts.unit, **receipt(state.namespace, promised)}
 
     def state_of(self, request_id: str) -> RequestState | None:
         """The state of a request, None if it is not in the engine."""

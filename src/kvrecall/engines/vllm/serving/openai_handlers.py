@@ -21,7 +21,7 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse, PromptTokenUsageInfo
 from vllm.outputs import RequestOutput
 
-from kvrecall.engines.base import MAX_SEQUENCES, REPORT, Limits, RecallSplit, recalled
+from kvrecall.engines.base import MAX_SEQUENCES, REPORT, UNIT, Limits, RecallSplit, recalled
 from kvrecall.engines.vllm.serving.insight import ConnectorReports
 from kvrecall.engines.vllm.serving.sampling import BEST_OF
 
@@ -44,9 +44,10 @@ class Ledger:
             self._prompts[key] = len(output.prompt_token_ids)
         if output.num_cached_tokens is not None:
             self._cached.setdefault(key, output.num_cached_tokens)
-        report = (output.kv_transfer_params or {}).get(REPORT)
+        params = output.kv_transfer_params or {}
+        report = params.get(REPORT)
         if isinstance(report, dict):
-            self._told.setdefault(key, report)
+            self._told.setdefault(key, {**report, "unit": params.get(UNIT, 0)})
 
     async def watch(self, outputs: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
         """Passes ``outputs`` (RequestOutput, or pairs ending in one) on, noting each."""
