@@ -70,6 +70,29 @@ def test_of_240_common_tokens_240_are_recalled_and_bits_are_those_of_a_cut_there
     reference.close()
 
 
+def test_prompts_that_part_inside_a_block_share_it_to_their_last_common_unit(
+    engine: Engine, answers: dict[str, Any]
+) -> None:
+    """Neither ended there. The bits: those of the same hit on the tail of a prompt that did."""
+    common = prompt_of(CUT, 21)
+    engine.ask(common + prompt_of(60, 22))
+    assert engine.forget_device()
+    parted = engine.ask(common + prompt_of(60, 23))
+    assert hits(parted) == (0, CUT, 0)
+    assert engine.forget_device()
+    engine.ask(common)
+    assert engine.forget_device()
+    assert hits(engine.ask(common + prompt_of(3, 24), max_tokens=1)) == (0, CUT, 0)
+    assert engine.forget_device()
+    assert same(engine.ask(common + prompt_of(60, 23)), parted)
+    early = engine.ask(common[: BLOCK + 50] + prompt_of(90, 25))
+    assert hits(early) == (BLOCK, 3 * UNIT, 0)
+    inside_tail = engine.ask(common[: BLOCK + 50] + prompt_of(90, 25)[:40] + prompt_of(80, 26))
+    assert hits(inside_tail) == (BLOCK, 5 * UNIT, 0)
+    assert engine.forget_device()
+    nothing_held(engine)
+
+
 def test_a_prompt_again_and_the_next_turn(engine: Engine) -> None:
     """A prompt up to its last unit, from the tail that its end left; its answer likewise."""
     prompt = prompt_of(100, 9)

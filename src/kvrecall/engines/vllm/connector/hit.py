@@ -14,6 +14,7 @@ ends with a sequence's last token, and the tokens behind are computed into their
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,6 +26,7 @@ from kvrecall.engines.vllm.connector.wire import EngineFacts
 from kvrecall.pool.base import Found, PoolClient
 
 _MOST_PROBED = 256  # boundaries inside blocks, from the end of the chain back
+_MOST_INSIDE = 65536  # ends inside whole blocks that are known
 
 FirstNeeded = Callable[[int, int], int]
 """``(group, tokens)``: index of the first block of the group that a prefix of so many tokens needs
@@ -116,6 +118,8 @@ class HitFinder:
         self._full = [i for i, kind in enumerate(kinds) if kind is GroupKind.FULL]
         self._sparse = [i for i, kind in enumerate(kinds) if kind is not GroupKind.FULL]
         self._is_chain = len(kinds) == 1 and not self._sparse
+        # Of ends inside whole blocks, by the key that a tail would have: the block's key.
+        self._inside: OrderedDict[BlockKey, BlockKey] = OrderedDict()
 
     def find(self, state: RequestState, start: int, limit: int) -> tuple[Hit | None, bool]:
         """The longest hit between ``start`` and ``limit`` (tokens); whether a tier beyond this host
@@ -149,6 +153,24 @@ class HitFinder:
         run = Run(self._facts.chain, first, tuple(keys), tiers, parent, tail=tail)
         return Hit(start, end, (run,), True, size), is_pending
 
+    def learn(self, state: RequestState, start: int, end: int) -> None:
+        """A chain's blocks between ``start`` (a block's) and ``end`` are in the pool, or on their
+        way: a request that parts from them inside finds them up to the last unit before. Known to
+        this engine, and of the latest blocks only."""
+        size, unit = self._facts.block_size, self._facts.unit
+        if not self._is_chain or unit == size:
+            return
+        for first in range(start, end, size):
+            last = min(first + size, end)
+            key = state.key_at(last)
+            for inner in range(first + unit, last, unit):
+                inside = state.key_at(inner)
+                if inside is not None and key is not None:
+                    self._inside[inside] = key
+                    self._inside.move_to_end(inside)
+        while len(self._inside) > _MOST_INSIDE:
+            self._inside.popitem(last=False)
+
     def _tails(
         self, state: RequestState, group: int, block: int, limit: int
     ) -> tuple[dict[int, tuple[BlockKey, TierName]], bool]:
@@ -157,6 +179,7 @@ class HitFinder:
         size, unit = self._facts.groups[group].block_size, self._facts.unit
         ends = range(block * size + unit, min((block + 1) * size - 1, limit) + 1, unit)
         known = [(end, key) for end in ends if (key := state.key_at(end, group)) is not None]
+        known += [(end, self._inside[key]) for end, key in known if key in self._inside]
         located = self._pool.locate([key for _, key in known])
         pairs = zip(known, located.tiers, strict=True)
         return {end: (key, tier) for (end, key), tier in pairs if tier}, located.pending

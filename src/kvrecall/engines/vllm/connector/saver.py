@@ -138,6 +138,7 @@ class Saver:
         parent = keys[state.saved - 1] if state.saved else None
         answers = list(zip(new, self._pool.reserve(new, parent, state.tenant), strict=True))
         rows: list[tuple[BlockKey, int, int]] = []
+        before = state.saved
         refused = any(reservation.verdict is Verdict.REFUSED for _, reservation in answers)
         state.passes_next = min(2 * state.passes_next + 1, _MOST_PASSED_OVER) if refused else 0
         state.passes = state.passes_next
@@ -148,6 +149,8 @@ class Saver:
             if reservation.verdict is Verdict.RESERVED:
                 rows.append((key, block_at(ids, state.saved, 0), reservation.offset))
             state.saved += 1
+        size = self._facts.block_size
+        self._finder.learn(state, before * size, state.saved * size)
         behind_gap = answers[len(answers) - (len(keys) - state.saved) :]
         self._pool.abandon([key for key, r in behind_gap if r.verdict is Verdict.RESERVED])
         gone = next((i for i, row in enumerate(rows) if row[1] == 0), None)
@@ -186,6 +189,7 @@ class Saver:
             if answer.verdict is Verdict.RESERVED:
                 any_new |= self._order(state, group, [(key, block, answer.offset)])
         state.tails[end] = True
+        self._finder.learn(state, end // self._facts.block_size * self._facts.block_size, end)
         return any_new
 
     def _save_hanging(
