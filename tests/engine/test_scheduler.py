@@ -536,6 +536,23 @@ def test_a_decoding_sequence_is_looked_at_where_it_completes_a_block(
     assert looks == [40, 41, 48, 64, 80]
 
 
+def test_a_refused_block_is_tried_again_before_the_next_one_is_complete() -> None:
+    settings = RecallSettings.from_mapping({"host_size": "16KiB"})
+    with Pool.open(settings.pool) as small:
+        bench = Bench(small, replace(FACTS, copies_in_step=True, ranks=1))
+        other = bench.request("other", 64)
+        bench.report(bench.step(other, 64), ranks=1)
+        held = small.acquire(bench.side.saved("other"), 1.0)
+        request = bench.request("one", 16, first=500)
+        assert not stored(bench.step(request, 16))
+        tries = []
+        for _ in range(8):
+            request.append_output_token_ids(2)
+            tries += stored(bench.step(request, 1))
+            small.release(held)
+        assert tries == [1], "within the next block"
+
+
 def test_rejected_speculation_does_not_hide_a_blocks_end(pool: Pool) -> None:
     bench = Bench(pool, replace(FACTS, copies_in_step=True, ranks=1))
     request = bench.request("one", 40)

@@ -116,8 +116,10 @@ class Saver:
         return any_new
 
     def due(self, state: RequestState, tokens: int) -> int:
-        """Tokens that a request which has ``tokens`` computes before ``save`` has new work."""
-        if state.passes > 0:  # a refusal: these are counted in calls
+        """Tokens that a request which has ``tokens`` computes before ``save`` has new work; 0 while
+        blocks wait for room, whose tries are counted in calls."""
+        waits = state.namespace is not None and self._has_chain and not state.closed
+        if waits and state.saved < tokens // self._facts.block_size:
             return 0
         return min(size - tokens % size for size in self._sizes)
 
