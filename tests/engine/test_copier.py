@@ -47,6 +47,7 @@ from kvrecall.engines.vllm.connector.wire import Copy
 from kvrecall.engines.vllm.device import accelerator, inline, pagelock
 from kvrecall.engines.vllm.device.accelerator import AcceleratorDevice, split
 from kvrecall.engines.vllm.device.base import Batch
+from kvrecall.engines.vllm.device.counting import Counts, counted
 from kvrecall.errors import EngineError
 from kvrecall.testing.blocks import wait_until
 
@@ -146,20 +147,28 @@ def test_what_lies_outside_is_never_copied() -> None:
 
 
 @pytest.mark.parametrize("layout", ["layers", "blocks"])
-def test_an_order_is_one_batch(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many blocks and layers; where a block's layers lie together they are one item."""
-    seen: list[Batch] = []
-    monkeypatch.setattr(Batch, "copy_here", lambda batch, *_: seen.append(batch))
+def test_an_order_is_one_call(layout: str) -> None:
+    """However many blocks, groups and layers; where a block's layers lie together they are one
+    item. No thread waits for it."""
     if layout == "layers":
         pages = pages_of(caches(3), placements([f"layer{i}" for i in range(3)]), BLOCKS)
     else:
         whole = torch.zeros(BLOCKS, 3, PAGE, dtype=torch.uint8)
         pages = tuple(Pages(f"layer{i}", whole[:, i], "") for i in range(3))
-    copier = Copier(torch.zeros(1 << 16, dtype=torch.uint8), [GroupPages(pages)])
-    copier.load(Copy((1, 5, 2), (0, 3 * PAGE, 6 * PAGE)))
-    (batch,) = seen
-    assert batch.nbytes == 9 * PAGE
-    assert len(batch.sizes) == (9 if layout == "layers" else 3)
+    other = Pages("window", torch.zeros(BLOCKS, PAGE, dtype=torch.uint8), "")
+    with counted(CPU) as counts:
+        groups = [GroupPages(pages), GroupPages((other,))]
+        copier = Copier(torch.zeros(1 << 17, dtype=torch.uint8), groups)
+    copier.load(Copy((1, 5, 2), (0, 3 * PAGE, 6 * PAGE)), Copy((3,), (9 * PAGE,), 1))
+    items = 10 if layout == "layers" else 4
+    assert counts == Counts(1, items, 10 * PAGE, 0)
+    copier.store(Copy((1, 5), (0, 3 * PAGE)))
+    assert (counts.calls, counts.nbytes, counts.host_waits) == (2, 16 * PAGE, 0)
+    assert len(copier.loads.completed()) == len(copier.stores.completed()) == 1
+    assert counts.host_waits == 0
+    copier.store(Copy((1,), (0,)))
+    copier.drain()
+    assert counts.host_waits == 1
 
 
 class Event:
