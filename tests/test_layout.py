@@ -114,3 +114,13 @@ def test_importing_does_not_load_the_engine(module: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_copies_need_no_engine() -> None:
+    """So that ``kvrecall gpu-check`` checks them where no supported vLLM is installed."""
+    program = (
+        "import sys, kvrecall.engines.vllm.connector.copier, kvrecall.lab.gpu_check.cli;"
+        "print('vllm' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "False", done.stderr

@@ -42,8 +42,7 @@ from kvrecall.engines.vllm.compat.config import (
     sharing_of,
 )
 from kvrecall.engines.vllm.connector.copier import Copier
-from kvrecall.engines.vllm.connector.pages import GroupPages, Pages, pages_of, runs_of
-from kvrecall.engines.vllm.connector.wire import Copy
+from kvrecall.engines.vllm.connector.pages import Copy, GroupPages, Pages, pages_of, runs_of
 from kvrecall.engines.vllm.device import accelerator, inline, pagelock
 from kvrecall.engines.vllm.device.accelerator import AcceleratorDevice, split
 from kvrecall.engines.vllm.device.base import Batch

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from kvrecall.engines.vllm.connector.copier import ArenaMapping
-from kvrecall.engines.vllm.connector.pages import GroupPages, Pages
-from kvrecall.engines.vllm.connector.wire import Copy
+from kvrecall.engines.vllm.connector.pages import Copy, GroupPages, Pages
 from kvrecall.pool.base import ArenaHandle
 from kvrecall.pool.service.peers import mappers_of
 from kvrecall.testing.blocks import wait_until

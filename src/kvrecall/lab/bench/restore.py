@@ -118,8 +118,7 @@ def measure_bandwidth(blocks: int, layers: int, block_bytes: int) -> dict[str, f
     import torch
 
     from kvrecall.engines.vllm.connector.copier import Copier
-    from kvrecall.engines.vllm.connector.pages import GroupPages, Pages
-    from kvrecall.engines.vllm.connector.wire import Copy
+    from kvrecall.engines.vllm.connector.pages import Copy, GroupPages, Pages
     from kvrecall.engines.vllm.device import device_of
 
     device = torch.accelerator.current_accelerator() or torch.device("cpu")

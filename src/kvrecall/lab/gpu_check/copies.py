@@ -11,8 +11,7 @@ import torch
 
 from kvrecall.attention.kernels.device import Piece
 from kvrecall.engines.vllm.connector.copier import Copier
-from kvrecall.engines.vllm.connector.pages import GroupPages, Pages
-from kvrecall.engines.vllm.connector.wire import Copy
+from kvrecall.engines.vllm.connector.pages import Copy, GroupPages, Pages
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.lab.gpu_check.outcome import CheckError
 from kvrecall.pool.arena import Arena

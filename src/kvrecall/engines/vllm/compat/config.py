@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import vllm
-from vllm.v1.core import kv_cache_utils
 
 from kvrecall.config import MatchUnit
 from kvrecall.engines.base import CONTEXT_PARALLEL
@@ -218,6 +216,8 @@ def sharing_of(vllm_config: Any, kv_cache_config: Any, replicas: int = 1) -> Sha
     prefill = parallel.prefill_context_parallel_size
     same = int(getattr(kv_cache_config, "kv_tp_replicas", 1))
     if contexts > 1:  # then vLLM does not count them
+        from vllm.v1.core import kv_cache_utils
+
         groups = kv_cache_config.kv_cache_groups
         same = kv_cache_utils.kv_cache_groups_tp_replicas(groups, tensor)
     same = max(same, replicas)
@@ -244,7 +244,9 @@ def head_replicas(model: Any, layer_names: Iterable[str]) -> int:
 
 def is_deterministic() -> bool:
     """Whether kernels give the same bits whatever else is in their batch."""
-    return bool(getattr(vllm.envs, "VLLM_BATCH_INVARIANT", False))
+    from vllm import envs
+
+    return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
 
 
 def is_on_cpu() -> bool:
@@ -294,6 +296,8 @@ def prompt_token_work(vllm_config: Any) -> tuple[float, int]:
 
 def root_seed() -> str:
     """The seed the first block's hash starts from. Settled once the engine has started."""
+    from vllm.v1.core import kv_cache_utils
+
     get_seed = getattr(kv_cache_utils, "get_none_hash_seed", None)
     if get_seed is not None:
         return str(get_seed())

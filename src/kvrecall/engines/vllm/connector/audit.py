@@ -22,12 +22,12 @@ from kvrecall.block import Namespace
 from kvrecall.engines.vllm.compat.config import GroupKind
 from kvrecall.engines.vllm.connector.hit import Hit, Run
 from kvrecall.engines.vllm.connector.metrics import Tally
+from kvrecall.engines.vllm.connector.pages import Copy
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.connector.saver import Tables, block_at
 from kvrecall.engines.vllm.connector.wire import (
     ORIGIN_BYTES,
     Comparison,
-    Copy,
     Deviation,
     EngineFacts,
 )

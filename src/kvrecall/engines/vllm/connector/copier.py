@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvrecall.engines.vllm.connector.pages import GroupPages, runs_of
-from kvrecall.engines.vllm.connector.wire import Copy
+from kvrecall.engines.vllm.connector.pages import Copy, GroupPages, runs_of
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.engines.vllm.device.base import Addresses, Batch, Device, Event
 from kvrecall.errors import TierError

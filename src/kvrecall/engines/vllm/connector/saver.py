@@ -11,8 +11,9 @@ from kvrecall.block import NAMESPACE_BYTES, BlockKey
 from kvrecall.engines.vllm.compat.config import GroupKind
 from kvrecall.engines.vllm.connector.hit import HitFinder
 from kvrecall.engines.vllm.connector.metrics import Tally
+from kvrecall.engines.vllm.connector.pages import Copy
 from kvrecall.engines.vllm.connector.request import RequestState
-from kvrecall.engines.vllm.connector.wire import Copy, EngineFacts, Store
+from kvrecall.engines.vllm.connector.wire import EngineFacts, Store
 from kvrecall.pool.base import PoolClient, Verdict
 
 logger = logging.getLogger("vllm.kvrecall")

@@ -23,6 +23,7 @@ from kvrecall.engines.vllm.connector.audit import Auditor
 from kvrecall.engines.vllm.connector.hit import FirstNeeded, Hit, HitFinder
 from kvrecall.engines.vllm.connector.load import PrefixLoad
 from kvrecall.engines.vllm.connector.metrics import Tally
+from kvrecall.engines.vllm.connector.pages import Copy
 from kvrecall.engines.vllm.connector.request import (
     LOOK_EVERY_S,
     Handover,
@@ -36,7 +37,6 @@ from kvrecall.engines.vllm.connector.request import (
 from kvrecall.engines.vllm.connector.saver import Reachable, Saver, Tables
 from kvrecall.engines.vllm.connector.wire import (
     Comparison,
-    Copy,
     EngineFacts,
     Load,
     StepOrders,
