@@ -10,6 +10,7 @@ import torch
 
 from kvrecall.attention.kernels import device as kernels
 from kvrecall.attention.kernels.device import Piece
+from kvrecall.engines.vllm.device import driver
 from kvrecall.engines.vllm.device.base import Addresses, Batch, Device, Event, Stream
 from kvrecall.engines.vllm.device.pagelock import CHUNK_BYTES, PageLock
 
@@ -49,8 +50,6 @@ class AcceleratorStream(Stream):
         self._stream.wait_event(event.event)
 
     def copy(self, batch: Batch) -> None:
-        from vllm import _custom_ops as ops
-
         for lock in self._locks.values():
             batch = split(batch, lock.begin, lock.end)
         if not len(batch.sizes):  # the driver takes no empty batch
@@ -58,7 +57,7 @@ class AcceleratorStream(Stream):
         numbers = np.uint64 if self._stream.device.type == "xpu" else np.int64  # as vLLM has it
         columns = (column.view(numbers) for column in (batch.sources, batch.targets, batch.sizes))
         with self._stream:
-            ops.swap_blocks_batch(*(torch.from_numpy(column) for column in columns))
+            swap_blocks_batch()(*(torch.from_numpy(column) for column in columns))
 
 
 class AcceleratorDevice(Device):
@@ -69,6 +68,7 @@ class AcceleratorDevice(Device):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._locks: dict[int, PageLock] = {}
+        self._moves: Stream | None = None
 
     def stream(self, name: str) -> Stream:
         return AcceleratorStream(torch.Stream(self._device), self._locks)
@@ -85,7 +85,12 @@ class AcceleratorDevice(Device):
         if all(lock.has(sources, extent) for lock in self._locks.values()):
             kernels.move(sources, targets, piece, self._device)
         else:
-            self.current().copy(Batch.of_pieces(sources, targets, piece))
+            # Not on the engine's stream, which may be the default one: it takes no batch.
+            if self._moves is None:
+                self._moves = self.stream("moves")
+            self._moves.wait(self.current().record())
+            self._moves.copy(Batch.of_pieces(sources, targets, piece))
+            self.current().wait(self._moves.record())
 
     def lock(self, memory: torch.Tensor, populated: Callable[[], int]) -> None:
         lock = PageLock(memory, self._device, populated)
@@ -99,6 +104,15 @@ class AcceleratorDevice(Device):
     def wait_locked(self) -> None:
         for lock in self._locks.values():
             lock.settled.wait()
+
+
+def swap_blocks_batch() -> Callable[..., None]:
+    """vLLM's batched copy for this platform, or CUDA's where no vLLM is installed."""
+    try:
+        from vllm import _custom_ops as ops
+    except ImportError:
+        return driver.swap_blocks_batch
+    return ops.swap_blocks_batch
 
 
 def split(batch: Batch, begin: int, end: int) -> Batch:

@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvrecall.engines.vllm.device import driver
+
 logger = logging.getLogger("vllm.kvrecall")
 
 CHUNK_BYTES = 1 << 28
@@ -82,17 +84,19 @@ class PageLock:
 
 
 def register(address: int, nbytes: int) -> bool:
-    """Locks a range, by vLLM's own function for this platform; False if the system refuses. Leaves
-    no error behind that a later launch would raise."""
+    """Locks a range, by vLLM's function for this platform, or CUDA's where no vLLM is installed; False
+    if the system refuses. Leaves no error behind that a launch of another thread would raise."""
     try:
         from vllm.v1.kv_offload.cpu.host_register import host_register
     except ImportError:
-        return False
+        return driver.host_register(address, nbytes)
     return bool(host_register(address, nbytes))
 
 
 def unregister(address: int) -> None:
     """Undoes ``register`` of the range that begins there."""
-    from vllm.v1.kv_offload.cpu.host_register import host_unregister
-
-    host_unregister(address)
+    try:
+        from vllm.v1.kv_offload.cpu.host_register import host_unregister
+    except ImportError:
+        return driver.host_unregister(address)
+    return host_unregister(address)

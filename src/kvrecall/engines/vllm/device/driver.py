@@ -1,0 +1,75 @@
+"""Batched copies and page-locking by CUDA itself, where no vLLM is installed that brings them:
+``kvrecall gpu-check`` on a machine with PyTorch alone."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvrecall.errors import EngineError
+
+
+class _Attributes(ctypes.Structure):
+    """CUDA's ``CUmemcpyAttributes``; both hints of places are a type and a number."""
+
+    _fields_ = [
+        ("source_order", ctypes.c_uint),
+        ("source_hint", ctypes.c_int * 2),
+        ("target_hint", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    ]
+
+
+_IN_STREAM_ORDER = 1  # a source is read when the stream gets there
+
+
+def swap_blocks_batch(sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor) -> None:
+    """As vLLM's function of this name: queues the copies between these addresses on the current
+    stream, which must not be the default one. int64 ``[items]`` each, in host memory. Raises
+    EngineError."""
+    attributes = _Attributes(_IN_STREAM_ORDER)
+    of_item, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
+    error = _batched_copy()(
+        targets.data_ptr(), sources.data_ptr(), sizes.data_ptr(), len(sizes),
+        ctypes.byref(attributes), ctypes.byref(of_item), 1, ctypes.byref(failed),
+        torch.cuda.current_stream().cuda_stream,
+    )  # fmt: skip
+    if error:
+        raise EngineError(
+            f"cuMemcpyBatchAsync fails at item {failed.value} with CUDA error {error}"
+        )
+
+
+@functools.cache
+def _batched_copy() -> Callable[..., int]:
+    """``cuMemcpyBatchAsync`` as of CUDA 12.8, which later drivers have beside their own."""
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    try:
+        call = ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync
+    except (OSError, AttributeError) as error:
+        raise EngineError(
+            "no batched copies here: install vLLM for this device, or a driver of CUDA 12.8"
+        ) from error
+    call.argtypes = [pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer]
+    return call
+
+
+def host_register(address: int, nbytes: int) -> bool:
+    """Page-locks a range; False if the system refuses. CUDA keeps the error for this thread, which
+    must not launch anything."""
+    if not torch.cuda.is_available():
+        return False
+    return bool(_runtime().cudaHostRegister(address, nbytes, 0).value == 0)
+
+
+def host_unregister(address: int) -> None:
+    """Undoes ``host_register`` of the range that begins there."""
+    _runtime().cudaHostUnregister(address)
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
