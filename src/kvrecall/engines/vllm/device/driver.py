@@ -39,9 +39,7 @@ def swap_blocks_batch(sources: torch.Tensor, targets: torch.Tensor, sizes: torch
         torch.cuda.current_stream().cuda_stream,
     )  # fmt: skip
     if error:
-        raise EngineError(
-            f"cuMemcpyBatchAsync fails at item {failed.value} with CUDA error {error}"
-        )
+        raise EngineError(f"cuMemcpyBatchAsync: CUDA error {error} at item {failed.value}")
 
 
 @functools.cache

@@ -84,8 +84,9 @@ class PageLock:
 
 
 def register(address: int, nbytes: int) -> bool:
-    """Locks a range, by vLLM's function for this platform, or CUDA's where no vLLM is installed; False
-    if the system refuses. Leaves no error behind that a launch of another thread would raise."""
+    """Locks a range, by vLLM's function for this platform, or CUDA's where no vLLM is installed.
+    False if the system refuses. Leaves no error behind that a launch of another thread would raise.
+    """
     try:
         from vllm.v1.kv_offload.cpu.host_register import host_register
     except ImportError:
