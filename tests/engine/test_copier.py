@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -213,6 +214,7 @@ def accelerated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: Stream())
     monkeypatch.setattr(torch.accelerator, "device_index", lambda _: nullcontext())
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
     monkeypatch.setattr(pagelock, "register", lambda at, n: bool(locked.append(f"+{n}")) or True)
     monkeypatch.setattr(pagelock, "unregister", lambda at: locked.append("-"))
     monkeypatch.setitem(devices.FORMS, "cpu", AcceleratorDevice)
@@ -243,16 +245,33 @@ def test_on_a_stream_an_order_is_one_call_of_the_driver(
         [GroupPages(pages_of(device, placements(list(device)), BLOCKS))],
     )
     copier.store(Copy((1, 5), (0, 4 * PAGE)))
+    assert copier.stores.drain() == [(6 * PAGE, 0.25)]
     copier.load(Copy((7, 8), (4 * PAGE, 0)))
+    assert copier.loads.drain() == [(6 * PAGE, 0.25)]
     assert calls == [6, 6]
-    assert copier.loads.completed() == [(6 * PAGE, 0.25)]
     for name, tensor in device.items():
         assert torch.equal(tensor[7], before[name][5])
         assert torch.equal(tensor[8], before[name][1])
     copier.load(Copy((), ()))
-    assert calls == [6, 6], "the driver takes no empty batch"
     copier.close()
+    assert calls == [6, 6], "the driver takes no empty batch"
     assert accelerated == [f"+{1 << 16}", "-"]
+
+
+def test_a_driver_that_takes_its_time_holds_no_step(
+    accelerated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call of it may wait for room in its stream, behind the forward pass."""
+    ops = pytest.importorskip("vllm._custom_ops")
+    has_room = threading.Event()
+    monkeypatch.setattr(ops, "swap_blocks_batch", lambda *_: has_room.wait(60))
+    pages = pages_of(caches(1), placements(["layer0"]), BLOCKS)
+    copier = Copier(torch.zeros(1 << 16, dtype=torch.uint8), [GroupPages(pages)])
+    copier.store(Copy((1,), (0,)))
+    copier.load(Copy((2,), (PAGE,)))
+    assert copier.stores.completed() == copier.loads.completed() == []
+    has_room.set()
+    assert [one.nbytes for queue in copier.close() for one in queue] == [PAGE, PAGE]
 
 
 def test_no_item_crosses_the_end_of_a_locked_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,10 @@
 """A simulated accelerator: the third form of ``kvrecall.engines.vllm.device``.
 
 Work is queued and done late, in an order that a ``Machine`` draws among all that the streams,
-events and waits allow. Host memory stands in for the device's, and real bytes are copied. Beside
-that, every access is checked by vector clocks when it is queued: whatever order is drawn, a read
-of bytes whose write need not be complete by then, and a write over bytes that may still be read or
-written, are faults.
+events and waits allow; the threads that send copies are late, too. Host memory stands in for the
+device's, and real bytes are copied. Beside that, every access is checked by vector clocks when it
+is queued: whatever order is drawn, a read of bytes whose write need not be complete by then, and a
+write over bytes that may still be read or written, are faults.
 
 To show that a wait is needed, a machine can ignore it: ``ignored`` names it by the functions of
 kvrecall that lead to it, so a wait that is added to the code is tested without a word here.
@@ -12,12 +12,16 @@ kvrecall that lead to it, so a wait that is added to the code is tested without 
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import Any
 
 import torch
 
@@ -56,18 +60,21 @@ class Access:
 class Style:
     """How a machine draws. ``eager``: how likely some queued work is done at each call.
     ``patience``: how often at most an event is asked in vain. ``only_needed``: a wait does no work
-    but what it waits for. ``speeds``: of the streams, in the order in which they were made."""
+    but what it waits for. ``speeds``: of the streams, and then the threads, in the order in which
+    they were made. ``prompt``: how likely a thread does at once what is submitted to it."""
 
     eager: float
     patience: int
     only_needed: bool
     speeds: tuple[float, ...]
+    prompt: float = 1.0
 
     @classmethod
     def draw(cls, chance: random.Random) -> Style:
         speeds = tuple(chance.choice((0.02, 0.3, 1.0)) for _ in range(4))
         eager = chance.choice((0.0, 0.0, 0.3, 0.7, 0.95))
-        return cls(eager, chance.choice((0, 1, 3, 9)), chance.random() < 0.5, speeds)
+        prompt = chance.choice((0.0, 0.5, 1.0))
+        return cls(eager, chance.choice((0, 1, 3, 9)), chance.random() < 0.5, speeds, prompt)
 
 
 class Machine:
@@ -84,7 +91,9 @@ class Machine:
         self._style = style
         self._ignored = ignored
         self._streams: list[LateStream] = []
-        self._host: Clock = [0]
+        self._threads: list[LateThread] = []
+        self._is_over = False
+        self._host: Clock = [0]  # what the running thread knows
         self._cells: dict[int, Access] = {}
         self.computing = self.stream("compute")
 
@@ -95,6 +104,12 @@ class Machine:
         self._streams.append(stream)
         self._host = [*self._host, 0]
         return stream
+
+    def thread(self, name: str) -> LateThread:
+        speeds = self._style.speeds
+        thread = LateThread(self, name, speeds[len(self._threads) % len(speeds)])
+        self._threads.append(thread)
+        return thread
 
     # ---- order ---------------------------------------------------------------------------
 
@@ -140,6 +155,15 @@ class Machine:
         """The host knows that all of this is complete."""
         self._host = _latest(self._host, clock)
 
+    @contextmanager
+    def running(self, thread: LateThread) -> Iterator[None]:
+        """In here that thread runs, and knows what it knows."""
+        ours, self._host = self._host, _latest(thread.clock, [0] * len(self._host))
+        try:
+            yield
+        finally:
+            thread.clock, self._host = self._host, ours
+
     def _check(self, who: int, clock: Clock, reads: Cells, writes: Cells, what: str) -> None:
         for cell in reads | writes:
             access = self._cells.get(cell)
@@ -168,16 +192,35 @@ class Machine:
     # ---- work ----------------------------------------------------------------------------
 
     def some_work(self) -> None:
-        """What the device may have done meanwhile."""
-        while self._chance.random() < self._style.eager and self._one():
+        """What the device and other threads may have done meanwhile."""
+        while not self._is_over and self._chance.random() < self._style.eager and self._one():
             pass
 
+    def is_prompt(self) -> bool:
+        """Whether a thread does at once what is submitted to it."""
+        return self._chance.random() < self._style.prompt
+
     def synchronize(self) -> None:
-        """Does all work."""
-        while self._one():
+        """Does all work of the streams. What a thread has not sent is none of it."""
+        while self._one(self._streams):
             pass
         for stream in self._streams:
             self.joined(stream.clock)
+
+    def end(self) -> None:
+        """Sends what threads have not, to see what it would read and write; copies nothing."""
+        self._is_over = True
+        for thread in self._threads:
+            while thread.is_ready:
+                thread.step()
+
+    def until_sent(self, future: LateFuture) -> None:
+        """Does work until a thread has done that."""
+        while not future.is_over:
+            if self._style.only_needed:
+                future.thread.step()
+            elif not self._one():
+                raise DeadlockError(f"thread {future.thread.name} has nothing to do")
 
     def until(self, stream: LateStream, number: int) -> None:
         """Does work until so much of that stream is done."""
@@ -196,13 +239,14 @@ class Machine:
             self.until(head.stream, head.number)
         stream.step()
 
-    def _one(self) -> bool:
-        """A piece of work of some stream that need not wait. False if there is none."""
-        ready = [stream for stream in self._streams if stream.is_ready]
+    def _one(self, of: Sequence[LateStream | LateThread] = ()) -> bool:
+        """A piece of work of some stream or thread (``of`` these) that need not wait. False if
+        there is none."""
+        ready = [one for one in of or [*self._streams, *self._threads] if one.is_ready]
         if not ready:
             return False
-        (stream,) = self._chance.choices(ready, [one.speed for one in ready])
-        stream.step()
+        (late,) = self._chance.choices(ready, [one.speed for one in ready])
+        late.step()
         return True
 
 
@@ -301,6 +345,89 @@ class LateStream(Stream):
         self.launch(batch.copy_here, reads, writes, self.name)
 
 
+class Unsent(Event):
+    """As CUDA has it: an event that was never recorded is reached."""
+
+    def is_reached(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+    def seconds_since(self, earlier: Event) -> float:
+        return 0.001
+
+
+class LateFuture(Future[Any]):
+    """What a thread is to do. Whoever does not wait for it gets events that are not recorded."""
+
+    def __init__(self, thread: LateThread, work: Callable[[], Any]) -> None:
+        super().__init__()
+        self.thread = thread
+        self.work = work
+        self._asked = 0
+        self._is_skipped = False
+
+    @property
+    def is_over(self) -> bool:
+        return super().done()
+
+    def done(self) -> bool:
+        machine = self.thread.machine
+        machine.some_work()
+        if not self.is_over and machine.ignores("sent", self.thread.name):
+            self._is_skipped = True
+        self._asked += 1
+        if not self.is_over and self._asked > machine._style.patience:
+            machine.until_sent(self)
+        return self.is_over or self._is_skipped
+
+    def result(self, timeout: float | None = None) -> Any:
+        machine = self.thread.machine
+        if not self.is_over:
+            if self._is_skipped or machine.ignores("join", self.thread.name):
+                return Unsent(), Unsent()
+            machine.until_sent(self)
+        return super().result()
+
+
+class LateThread(Executor):
+    """A thread that does what is submitted to it in order, some time. ``speed``: as of a stream.
+    ``clock``: what it knows."""
+
+    def __init__(self, machine: Machine, name: str, speed: float) -> None:
+        self.machine = machine
+        self.name = name
+        self.speed = speed
+        self.clock: Clock = []
+        self._queue: deque[tuple[LateFuture, Clock]] = deque()
+        self._is_running = False
+
+    @property
+    def is_ready(self) -> bool:
+        return bool(self._queue) and not self._is_running
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = LateFuture(self, functools.partial(work, *args, **kwargs))
+        self._queue.append((future, self.machine.known))
+        if self.machine.is_prompt():
+            self.machine.until_sent(future)
+        self.machine.some_work()
+        return future
+
+    def step(self) -> None:
+        """Does the next."""
+        future, known = self._queue.popleft()
+        self.clock = _latest(self.clock, known)
+        self._is_running = True
+        with self.machine.running(self):
+            future.set_result(future.work())
+        self._is_running = False
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        assert not wait, "CopyQueue.close has drained it"
+
+
 class LateDevice(Device):
     """A device whose work its machine does."""
 
@@ -312,6 +439,9 @@ class LateDevice(Device):
 
     def stream(self, name: str) -> Stream:
         return self.machine.stream(name)
+
+    def thread(self, name: str) -> Executor:
+        return self.machine.thread(name)
 
     def current(self) -> Stream:
         return self.machine.computing

@@ -116,6 +116,7 @@ def run(model: Path, seed: int, ignored: frozenset[str] = frozenset()) -> Outcom
             outcome.deadlock = str(error)
         finally:
             engine.close()
+            machine.end()
     outcome.wrong, outcome.races = engine.wrong, machine.faults
     outcome.did |= machine.calls
     outcome.did["preempted"] = engine.preempted
@@ -196,7 +197,7 @@ def check(model: Path, first: int, schedules: int) -> dict[str, object]:
         "deadlocks": sum(bool(one.deadlock) for one in bad.values()),
         "mutants": len(sites),
         "mutants_caught": sum(seed is not None for seed in caught.values()),
-        "host_waits": [site for site in sites if site.startswith("wait")],
+        "host_waits": [site for site in sites if site.startswith(("wait", "join"))],
         "did": did,
         "seconds": round(time.monotonic() - began),
     }

@@ -10,6 +10,7 @@ import select
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,37 +35,61 @@ class Moved(NamedTuple):
 
 class CopyQueue:
     """Batches in one direction, completed in their order, on a stream of their own. Owned by its
-    worker; not thread-safe."""
+    worker; not thread-safe.
+
+    A thread of the queue's own computes addresses and calls the driver, which takes half a
+    microsecond of its time for each item and may wait for room in the stream.
+    """
 
     def __init__(self, device: Device, name: str) -> None:
         self._device = device
         self._stream = device.stream(name)
-        self._under_way: deque[tuple[Event, Event, Batch]] = deque()
+        self._thread = device.thread(name)
+        self._under_way: deque[tuple[int, Future[tuple[Event, Event]]]] = deque()
 
-    def submit(self, batch: Batch) -> None:
-        """Copies ``batch`` after all work that the engine has queued on the device so far."""
-        self._stream.wait(self._device.current().record())
+    def submit(self, nbytes: int, batch: Callable[[], Batch]) -> None:
+        """Copies ``batch``, of so many bytes, after all work that the engine has queued on the
+        device so far."""
+        before = self._device.current().record()
+        self._under_way.append((nbytes, self._thread.submit(self._send, batch, before)))
+
+    def _send(self, batch: Callable[[], Batch], before: Event) -> tuple[Event, Event]:
+        """Thread: begin and end of the copy."""
+        made = batch()
+        self._stream.wait(before)
         began = self._stream.record()
-        self._stream.copy(batch)
-        self._under_way.append((began, self._stream.record(), batch))
+        self._stream.copy(made)
+        return began, self._stream.record()
 
     def completed(self) -> list[Moved]:
         """The batches that were completed since the last call. Does not wait."""
         count = 0
-        while count < len(self._under_way) and self._under_way[count][1].is_reached():
+        for _, sent in self._under_way:
+            if not (sent.done() and sent.result()[1].is_reached()):
+                break
             count += 1
         return self._take(count)
 
     def drain(self) -> list[Moved]:
         """Waits until every submitted batch is complete; returns those since the last call."""
         if self._under_way:
-            self._under_way[-1][1].wait()
+            self._under_way[-1][1].result()[1].wait()
         return self._take(len(self._under_way))
+
+    def close(self) -> list[Moved]:
+        """As ``drain``, and ends the thread."""
+        drained = self.drain()
+        self._thread.shutdown(wait=False)
+        return drained
 
     def _take(self, count: int) -> list[Moved]:
         """The first batches, which are complete."""
-        taken = [self._under_way.popleft() for _ in range(count)]
-        return [Moved(batch.nbytes, end.seconds_since(begin)) for begin, end, batch in taken]
+        moved = []
+        for _ in range(count):
+            nbytes, sent = self._under_way.popleft()
+            began, ended = sent.result()
+            moved.append(Moved(nbytes, ended.seconds_since(began)))
+        return moved
 
 
 class _Places:
@@ -77,23 +102,30 @@ class _Places:
         self.strides = np.array([run.stride for run in runs], dtype=np.int64)
         self.places = np.array([run.at for run in runs], dtype=np.int64)
         self.sizes = np.array([run.nbytes for run in runs], dtype=np.int64)
+        self.nbytes = int(self.sizes.sum())
         self.end = group.end
 
-    def columns(self, copy: Copy, arena: torch.Tensor) -> tuple[Addresses, Addresses, Addresses]:
-        """Addresses on the device and in the arena, and sizes, block by block. The null block (0)
-        holds no tokens: left out."""
+    def rows(self, copy: Copy, arena_bytes: int) -> tuple[Addresses, Addresses]:
+        """The blocks, and the offsets of their records. The null block (0) holds no tokens: left
+        out. Raises IndexError for others than there are."""
         blocks, offsets = np.array([copy.block_ids, copy.offsets], dtype=np.int64)
-        blocks, offsets = blocks[blocks != 0, None], offsets[blocks != 0, None]
+        blocks, offsets = blocks[blocks != 0], offsets[blocks != 0]
         if len(blocks) and not (
-            0 <= offsets.min() <= offsets.max() + self.end <= arena.numel()
+            0 <= offsets.min() <= offsets.max() + self.end <= arena_bytes
             and 0 <= blocks.min() <= blocks.max() < self.blocks
         ):
             raise IndexError(f"{copy} lies outside of the arena or of the device's blocks")
-        sizes = np.broadcast_to(self.sizes, (len(blocks), len(self.sizes)))
+        return blocks, offsets
+
+    def columns(
+        self, blocks: Addresses, offsets: Addresses, arena: int
+    ) -> tuple[Addresses, Addresses, Addresses]:
+        """Addresses on the device and in the arena, which begins at ``arena``, and sizes, block by
+        block."""
         return (
-            (self.addresses + blocks * self.strides).ravel(),
-            (arena.data_ptr() + offsets + self.places).ravel(),
-            sizes.ravel(),
+            (self.addresses + blocks[:, None] * self.strides).ravel(),
+            (arena + offsets[:, None] + self.places).ravel(),
+            np.broadcast_to(self.sizes, (len(blocks), len(self.sizes))).ravel(),
         )
 
 
@@ -120,23 +152,35 @@ class Copier:
         self.stores = CopyQueue(self._device, "stores")
 
     def load(self, *copies: Copy) -> int:
-        """Arena -> device, in one batch; returns the bytes. Device blocks must not be in use."""
-        on_device, in_arena, sizes = self._columns(copies)
-        self.loads.submit(Batch(in_arena, on_device, sizes))
-        return int(sizes.sum())
+        """Arena -> device, in one batch; returns the bytes. Device blocks must not be in use.
+        Raises IndexError for a block or a place that does not exist."""
+        return self._submit(self.loads, copies, lambda device, arena, n: Batch(arena, device, n))
 
-    def store(self, copy: Copy) -> int:
-        """Device -> arena, after all work queued on the device so far; returns the bytes."""
-        on_device, in_arena, sizes = self._columns((copy,))
-        self.stores.submit(Batch(on_device, in_arena, sizes))
-        return int(sizes.sum())
+    def store(self, *copies: Copy) -> int:
+        """Device -> arena, in one batch, after all work queued on the device so far; returns the
+        bytes. Raises as ``load``."""
+        return self._submit(self.stores, copies, Batch)
 
-    def _columns(self, copies: Sequence[Copy]) -> tuple[Addresses, Addresses, Addresses]:
-        parts = [self._places[copy.group].columns(copy, self._arena) for copy in copies]
-        if len(parts) == 1:
-            return parts[0]
-        on_device, in_arena, sizes = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return on_device, in_arena, sizes
+    def _submit(
+        self,
+        queue: CopyQueue,
+        copies: Sequence[Copy],
+        directed: Callable[[Addresses, Addresses, Addresses], Batch],
+    ) -> int:
+        """``directed`` takes addresses on the device, addresses in the arena, and sizes."""
+        places = [self._places[copy.group] for copy in copies]
+        rows = [
+            one.rows(copy, self._arena.numel()) for one, copy in zip(places, copies, strict=True)
+        ]
+        begin = self._arena.data_ptr()
+
+        def batch() -> Batch:
+            parts = [one.columns(*row, begin) for one, row in zip(places, rows, strict=True)]
+            return directed(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+        nbytes = sum(one.nbytes * len(row[0]) for one, row in zip(places, rows, strict=True))
+        queue.submit(nbytes, batch)
+        return nbytes
 
     def drain(self) -> tuple[list[Moved], list[Moved]]:
         """Waits until every submitted copy is complete; loads and stores since the last call."""
@@ -144,7 +188,7 @@ class Copier:
 
     def close(self) -> tuple[list[Moved], list[Moved]]:
         """As ``drain``, and unlocks the arena, which may be unmapped then."""
-        drained = self.drain()
+        drained = self.loads.close(), self.stores.close()
         self._device.unlock(self._arena)
         return drained
 
@@ -176,12 +220,12 @@ class ArenaMapping:
                 copier.load(*copies)
             return copier is not None
 
-    def store(self, handle: ArenaHandle, copy: Copy) -> bool:
+    def store(self, handle: ArenaHandle, *copies: Copy) -> bool:
         """Device -> arena. False if the arena cannot be mapped."""
         with self._lock:
             copier = self._attach(handle)
             if copier is not None:
-                copier.store(copy)
+                copier.store(*copies)
             return copier is not None
 
     def memory(self, handle: ArenaHandle) -> np.ndarray[Any, np.dtype[np.uint8]] | None:

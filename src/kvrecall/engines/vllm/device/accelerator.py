@@ -4,6 +4,7 @@ for. Run on a device only by ``kvrecall gpu-check``, which has not had one yet."
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -72,6 +73,11 @@ class AcceleratorDevice(Device):
 
     def stream(self, name: str) -> Stream:
         return AcceleratorStream(torch.Stream(self._device), self._locks)
+
+    def thread(self, name: str) -> Executor:
+        # A new thread's device is the first, on which this process has nothing to do.
+        enter, which = torch.accelerator.set_device_index, self._device.index
+        return ThreadPoolExecutor(1, f"kvrecall-{name}", enter, (which,))
 
     def current(self) -> Stream:
         stream = torch.accelerator.current_stream(self._device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import Executor
 from ctypes import memmove
 from dataclasses import dataclass
 
@@ -88,6 +89,11 @@ class Device(ABC):
     @abstractmethod
     def stream(self, name: str) -> Stream:
         """A new stream. ``name`` is for tests."""
+
+    @abstractmethod
+    def thread(self, name: str) -> Executor:
+        """A thread that does what is submitted to it in order: it sends work to a stream, which
+        takes the driver's time. Where work is done ``in_step``, the caller's own."""
 
     @abstractmethod
     def current(self) -> Stream:

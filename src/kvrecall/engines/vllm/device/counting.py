@@ -4,6 +4,7 @@ what an order costs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -93,6 +94,9 @@ class CountingDevice(Device):
 
     def stream(self, name: str) -> Stream:
         return CountingStream(self._device.stream(name), self._counts)
+
+    def thread(self, name: str) -> Executor:
+        return self._device.thread(name)
 
     def current(self) -> Stream:
         return CountingStream(self._device.current(), self._counts)

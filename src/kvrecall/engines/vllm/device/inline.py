@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -61,6 +62,15 @@ class InlineStream(Stream):
             helper.result()
 
 
+class Caller(Executor):
+    """The thread that submits."""
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(work(*args, **kwargs))
+        return future
+
+
 class InlineDevice(Device):
     """Its streams differ in nothing."""
 
@@ -71,6 +81,9 @@ class InlineDevice(Device):
 
     def stream(self, name: str) -> Stream:
         return self._current
+
+    def thread(self, name: str) -> Executor:
+        return Caller()
 
     def current(self) -> Stream:
         return self._current
