@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import _custom_ops as ops
+from vllm import triton_utils
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
     derive_canonical_mappings,
 )
@@ -31,6 +32,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     create_kv_cache_views,
 )
+from vllm.v1.kv_offload.cpu import swap_blocks_triton
 
 from kvrecall.attention.kernels.device import Piece
 from kvrecall.engines.vllm import device as devices
@@ -226,16 +228,17 @@ def test_on_a_stream_an_order_is_one_call_of_the_driver(
     kind: str, accelerated: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's own batched copy, given contiguous addresses in host memory."""
-    calls: list[int] = []
+    calls: list[tuple[int, bool]] = []
 
-    def swap(sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor) -> None:
+    def swap(
+        sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor, reads_ahead: bool
+    ) -> None:
         assert all(column.is_contiguous() for column in (sources, targets, sizes))
         numbers = torch.uint64 if kind == "xpu" else torch.int64
         assert sources.dtype == targets.dtype == sizes.dtype == numbers
         Batch(sources.numpy(), targets.numpy(), sizes.numpy()).copy_here()
-        calls.append(len(sizes))
+        calls.append((len(sizes), reads_ahead))
 
-    ops = pytest.importorskip("vllm._custom_ops")
     monkeypatch.setattr(ops, "swap_blocks_batch", swap)
     monkeypatch.setattr(Stream, "device", torch.device(kind))
     device = caches(3)
@@ -244,25 +247,67 @@ def test_on_a_stream_an_order_is_one_call_of_the_driver(
         torch.zeros(1 << 16, dtype=torch.uint8),
         [GroupPages(pages_of(device, placements(list(device)), BLOCKS))],
     )
+    devices.device_of(CPU).wait_locked()
     copier.store(Copy((1, 5), (0, 4 * PAGE)))
     assert copier.stores.drain() == [(6 * PAGE, 0.25)]
     copier.load(Copy((7, 8), (4 * PAGE, 0)))
     assert copier.loads.drain() == [(6 * PAGE, 0.25)]
-    assert calls == [6, 6]
+    assert calls == [(6, False), (6, True)], "only the host's memory is read ahead"
     for name, tensor in device.items():
         assert torch.equal(tensor[7], before[name][5])
         assert torch.equal(tensor[8], before[name][1])
     copier.load(Copy((), ()))
     copier.close()
-    assert calls == [6, 6], "the driver takes no empty batch"
+    assert len(calls) == 2, "the driver takes no empty batch"
     assert accelerated == [f"+{1 << 16}", "-"]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "kind", "is_load", "by"),
+    [
+        (16 << 10, "cuda", True, ["kernel"]),
+        (16 << 10, "cuda", False, ["driver"] * 3),
+        (16 << 10, "xpu", True, ["driver"] * 3),
+        ((16 << 10) + 4, "cuda", True, ["driver"] * 3),
+        (28 << 10, "cuda", True, ["driver"] * 3),
+    ],
+)
+def test_small_items_are_loaded_by_a_kernel_and_others_by_calls_of_bounded_length(
+    nbytes: int,
+    kind: str,
+    is_load: bool,
+    by: list[str],
+    accelerated: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As vLLM has found it on H100s."""
+    took: list[str] = []
+
+    def kernel(*_: torch.Tensor, bytes_per_chunk: int) -> None:
+        assert bytes_per_chunk == 8192
+        took.append("kernel")
+
+    monkeypatch.setattr(triton_utils, "HAS_TRITON", True)
+    monkeypatch.setattr(ops, "swap_blocks_batch", lambda *_: took.append("driver"))
+    monkeypatch.setattr(swap_blocks_triton, "swap_blocks_batch", kernel)
+    monkeypatch.setattr(accelerator, "ITEMS_A_CALL", 8)
+    monkeypatch.setattr(Stream, "device", torch.device(kind))
+    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+    device = devices.device_of(CPU)
+    device.lock(memory, memory.numel)
+    device.wait_locked()
+    inside = memory.data_ptr() + np.arange(20) * nbytes
+    outside = np.arange(20) * nbytes
+    ways = (inside, outside) if is_load else (outside, inside)
+    device.current().copy(Batch(*ways, np.full(20, nbytes)))
+    assert took == by
+    device.unlock(memory)
 
 
 def test_a_driver_that_takes_its_time_holds_no_step(
     accelerated: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call of it may wait for room in its stream, behind the forward pass."""
-    ops = pytest.importorskip("vllm._custom_ops")
     has_room = threading.Event()
     monkeypatch.setattr(ops, "swap_blocks_batch", lambda *_: has_room.wait(60))
     pages = pages_of(caches(1), placements(["layer0"]), BLOCKS)
@@ -299,7 +344,6 @@ def test_small_items_are_read_by_a_kernel_only_from_locked_memory(
 ) -> None:
     """As far as the system locks it; the driver copies the rest."""
     by: list[str] = []
-    ops = pytest.importorskip("vllm._custom_ops")
     monkeypatch.setattr(ops, "swap_blocks_batch", lambda *_: by.append("driver"))
     monkeypatch.setattr(accelerator.kernels, "move", lambda *_: by.append("kernel"))
     for module in (accelerator, pagelock):

@@ -3,6 +3,7 @@ for. Run on a device only by ``kvrecall gpu-check``, which has not had one yet."
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 
@@ -14,6 +15,9 @@ from kvrecall.attention.kernels.device import Piece
 from kvrecall.engines.vllm.device import driver
 from kvrecall.engines.vllm.device.base import Addresses, Batch, Device, Event, Stream
 from kvrecall.engines.vllm.device.pagelock import CHUNK_BYTES, PageLock
+
+ITEMS_A_CALL = 16_384
+"""Of the driver, which has crashed with 51,828 (vLLM issue 49276)."""
 
 
 class StreamEvent(Event):
@@ -34,8 +38,9 @@ class StreamEvent(Event):
 
 
 class AcceleratorStream(Stream):
-    """A stream of torch's. A batch is one call of the driver (``cuMemcpyBatchAsync`` where CUDA has
-    it), as in vLLM's own offloading."""
+    """A stream of torch's. As in vLLM's own offloading, a batch is one call of the driver
+    (``cuMemcpyBatchAsync`` where CUDA has it), or of a kernel: copy engines load items below 28 KiB
+    at a tenth of the bus (vLLM pull request 42212)."""
 
     def __init__(self, stream: torch.Stream, locks: dict[int, PageLock]) -> None:
         self._stream = stream
@@ -51,14 +56,24 @@ class AcceleratorStream(Stream):
         self._stream.wait_event(event.event)
 
     def copy(self, batch: Batch) -> None:
-        for lock in self._locks.values():
+        locks = tuple(self._locks.values())
+        for lock in locks:
             batch = split(batch, lock.begin, lock.end)
         if not len(batch.sizes):  # the driver takes no empty batch
             return
         numbers = np.uint64 if self._stream.device.type == "xpu" else np.int64  # as vLLM has it
-        columns = (column.view(numbers) for column in (batch.sources, batch.targets, batch.sizes))
+        items = (column.view(numbers) for column in (batch.sources, batch.targets, batch.sizes))
+        columns = [torch.from_numpy(column) for column in items]
+        # No stream writes what is loaded, so the driver may read it ahead.
+        is_load = any(lock.covers(batch.sources, batch.sizes) for lock in locks)
+        kernel = copy_kernel(batch, self._stream.device) if is_load else None
         with self._stream:
-            swap_blocks_batch()(*(torch.from_numpy(column) for column in columns))
+            if kernel is not None:
+                kernel(*columns)
+                return
+            for first in range(0, len(batch.sizes), ITEMS_A_CALL):
+                part = (column[first : first + ITEMS_A_CALL] for column in columns)
+                swap_blocks_batch()(*part, is_load)
 
 
 class AcceleratorDevice(Device):
@@ -119,6 +134,23 @@ def swap_blocks_batch() -> Callable[..., None]:
     except ImportError:
         return driver.swap_blocks_batch
     return ops.swap_blocks_batch
+
+
+def copy_kernel(batch: Batch, device: torch.device) -> Callable[..., None] | None:
+    """vLLM's kernel for small items from locked memory, under vLLM's conditions: of a few items,
+    and on GPUs of AMD and Intel, the driver copies. None then."""
+    try:
+        from vllm.triton_utils import HAS_TRITON
+        from vllm.v1.kv_offload.cpu import swap_blocks_triton as small
+    except ImportError:
+        return None
+    most = int(batch.sizes.max())
+    words = int(np.bitwise_or.reduce(batch.sources | batch.targets | batch.sizes)) % 8 == 0
+    is_small = most < small.THRESHOLD_BYTES and len(batch.sizes) >= small.MIN_N
+    if not (HAS_TRITON and words and is_small and device.type == "cuda") or torch.version.hip:
+        return None
+    chunk = min(1 << (most - 1).bit_length(), 8192)
+    return functools.partial(small.swap_blocks_batch, bytes_per_chunk=chunk)
 
 
 def split(batch: Batch, begin: int, end: int) -> Batch:

@@ -24,14 +24,16 @@ class _Attributes(ctypes.Structure):
     ]
 
 
-_IN_STREAM_ORDER = 1  # a source is read when the stream gets there
+_IN_STREAM_ORDER, _ANY_TIME = 1, 3  # when a source is read: when the stream gets there, or before
 
 
-def swap_blocks_batch(sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor) -> None:
+def swap_blocks_batch(
+    sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor, reads_ahead: bool = False
+) -> None:
     """As vLLM's function of this name: queues the copies between these addresses on the current
-    stream, which must not be the default one. int64 ``[items]`` each, in host memory. Raises
-    EngineError."""
-    attributes = _Attributes(_IN_STREAM_ORDER)
+    stream, which must not be the default one. int64 ``[items]`` each, in host memory.
+    ``reads_ahead``: no stream writes the sources. Raises EngineError."""
+    attributes = _Attributes(_ANY_TIME if reads_ahead else _IN_STREAM_ORDER)
     of_item, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
     error = _batched_copy()(
         targets.data_ptr(), sources.data_ptr(), sizes.data_ptr(), len(sizes),

@@ -51,6 +51,11 @@ class PageLock:
         inside = addresses[(addresses >= self.begin) & (addresses < self.end)]
         return int(inside.max(initial=0)) + nbytes <= self.begin + self._locked or not len(inside)
 
+    def covers(self, addresses: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> bool:
+        """Whether all of these bytes lie in this memory, and are locked."""
+        end = int((addresses + sizes).max())
+        return self.begin <= int(addresses.min()) and end <= self.begin + self._locked
+
     def close(self) -> None:
         """Unlocks. No work on the memory may be queued."""
         self._stop.set()
