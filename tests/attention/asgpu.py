@@ -14,14 +14,11 @@ from typing import Any
 import torch
 from triton.backends import backends
 
-from kvrecall.attention import selection
-
 # What vLLM looks at before it uses Triton: whether this build is for CPUs, and how new the GPU is.
 backends["cpu"] = SimpleNamespace(compiler=None, driver=SimpleNamespace(is_active=lambda: True))
 torch.cuda.get_device_capability = lambda device=None: (9, 0)
 
 NAME = os.environ["AS_GPU"]
-selection.on_device = lambda tensor: True
 
 from vllm import triton_utils  # noqa: E402
 

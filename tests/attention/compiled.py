@@ -14,27 +14,34 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvrecall.attention.kernels.triton_kernels import attend_rows, best_rows, move_words
+from kvrecall.attention.kernels import triton_kernels as kernels
 
 ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
-ATTEND = {"table": "*i32", "lengths": "*i32", "output": "*fp32", "lse": "*fp32"}
-ATTEND |= {"scale": "fp32", "softcap": "fp32"}
-BEST = {"codes": "*i8", "scales": "*fp32", "coded": "*i8", "floats": "*fp32", "best": "*fp32"}
+TYPES = dict.fromkeys(("facts", "blocks", "table", "ids"), "*i32")
+TYPES |= dict.fromkeys(("logits", "scores", "parts", "lse", "floats"), "*fp32")
+TYPES |= {"coded": "*i8", "scale": "fp32", "factor": "fp32", "softcap": "fp32"}
 
 
 def uses() -> Any:
     for dtype, dim, group in (("bf16", 128, 4), ("fp16", 64, 7), ("fp32", 128, 1), ("bf16", 80, 8)):
-        pointers = dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
+        pointers = dict.fromkeys(("query", "keys", "values", "output"), f"*{dtype}")
         wide = max(16, 1 << (dim - 1).bit_length())
-        sizes = {"GROUP": group, "PADDED": 16, "DIM": dim, "WIDE": wide, "SIZE": 128, "TILE": 64}
-        fixed = {**sizes, "CAPPED": dim == 64, "key_dim": 1, "value_dim": 1}
-        yield attend_rows, {**ATTEND, **pointers}, fixed
-    for width, rows, placed in ((256, 8, False), (256, 16, True), (128, 8, False), (160, 2, True)):
-        wide = 1 << (width - 1).bit_length()
-        sizes = {"GROUP": 4, "PADDED": 16, "WIDTH": width, "WIDE": wide}
-        fixed = {**sizes, "ROWS": rows, "TILE": 64 // rows, "PLACED": placed}
-        yield best_rows, {**BEST, "places": "*i64" if placed else "*i8"}, fixed
-    yield move_words, {"sources": "*i64", "targets": "*i64"}, {"AT_ONCE": 1024}
+        sizes = {"GROUP": group, "DIM": dim, "WIDE": wide, "SIZE": 128}
+        fixed = {**sizes, "PADDED": 16, "TILE": 64, "CAPPED": dim == 64, "key_dim": 1}
+        yield kernels.attend_rows, {**TYPES, **pointers}, {**fixed, "value_dim": 1}
+        yield kernels.combine_rows, {**TYPES, **pointers}, {**sizes, "CHUNK": 32}
+    for dim, rows, bounds in ((128, 8, True), (128, 16, True), (64, 8, False), (80, 16, True)):
+        wide = 1 << (dim - 1).bit_length()
+        sizes = {"DIM": dim, "WIDE": wide, "ROWS": rows, "BOUNDS": bounds}
+        pointers = dict.fromkeys(("query", "keys"), "*bf16")
+        fixed = {**sizes, "GROUP": 4, "PADDED": 16, "TILE": 64 // rows}
+        yield kernels.search_blocks, {**TYPES, **pointers}, fixed
+        fixed = {**sizes, "SIZE": 128, "key_dim": 1}
+        yield kernels.digest_blocks, {**TYPES, **pointers}, fixed
+    for group in (4, 7):
+        fixed = {"GROUP": group, "PADDED": 1 << (group - 1).bit_length(), "CHUNK": 1024}
+        yield kernels.choose_blocks, TYPES, fixed
+    yield kernels.move_words, {"sources": "*i64", "targets": "*i64"}, {"AT_ONCE": 1024}
 
 
 def main(capability: int) -> None:
@@ -45,7 +52,8 @@ def main(capability: int) -> None:
         even = [n for n in names if signature[n][0] == "*" or n.startswith(("key_", "value_"))]
         attrs = {(names.index(n),): aligned for n in even if n not in fixed}
         source = ASTSource(kernel, signature=signature, constexprs=fixed, attrs=attrs)
-        made = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+        options = {"num_warps": 8} if kernel is kernels.digest_blocks else {}
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         print(kernel.__name__, fixed, "spills", spills(made.asm["ptx"], capability))
 
 

@@ -7,6 +7,7 @@ kernels are interpreted. Reuses cases of other files with another bench.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from attention.test_kernel import (
 from attention.test_residency import (
     test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits,
 )
-from kvrecall.attention import selection
+from kvrecall.attention.kernels.oracle import attended
 from kvrecall.attention.selection import slots_of, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm import device as devices
@@ -82,8 +83,8 @@ class DeviceBench(Bench):
 def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(7)
     monkeypatch.setattr(test_kernel, "Bench", DeviceBench)
+    monkeypatch.setattr(test_kernel, "attended", partial(attended, narrows=False))
     monkeypatch.setattr(test_residency, "Bench", DeviceBench)
-    monkeypatch.setattr(selection, "on_device", lambda _: True)
     monkeypatch.setitem(devices.FORMS, "cpu", InterpretedDevice)
     devices.device_of.cache_clear()
 

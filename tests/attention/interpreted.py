@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from kvrecall.attention.kernels.device import Piece, move
@@ -13,4 +14,5 @@ class InterpretedDevice(InlineDevice):
     """Otherwise the CPU."""
 
     def move(self, sources: Addresses, targets: Addresses, piece: Piece) -> None:
-        move(sources, targets, piece, torch.device("cpu"))
+        if len(sources):
+            move(torch.from_numpy(np.stack([sources, targets])), piece)

@@ -6,73 +6,172 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrecall.attention import selection
-from kvrecall.attention.digest import DIGESTS, encode
-from kvrecall.attention.kernels.device import best_by_triton, fits
-from kvrecall.attention.kernels.int8 import products_by_torch
-from kvrecall.attention.selection import CodedQuery, best_products, selector_of
-from kvrecall.attention.settings import RetrievalSettings
-
-
-def rows(heads: int, blocks: int, per_block: int, width: int) -> torch.Tensor:
-    torch.manual_seed(blocks + width)
-    return encode(torch.randn(heads, blocks, per_block, width))
-
-
-def best(
-    query: CodedQuery, coded: torch.Tensor, scale: float, places: torch.Tensor | None = None
-) -> torch.Tensor:
-    assert fits(coded)
-    return best_by_triton(query.codes, query.scales * scale, coded, places)
-
-
-@pytest.mark.parametrize("blocks", [1, 3, 16, 129])
-@pytest.mark.parametrize(
-    ("group", "per_block", "width"), [(1, 8, 128), (4, 16, 256), (7, 2, 160), (20, 1, 16)]
+from kvrecall.attention.digest import DIGESTS, Layout, encode
+from kvrecall.attention.kernels import device
+from kvrecall.attention.kernels.device import (
+    Bucket,
+    DeviceStep,
+    Facts,
+    choose_by_triton,
+    digest_by_triton,
+    search_by_triton,
 )
-def test_it_finds_what_torch_finds_to_the_bit(
-    blocks: int, group: int, per_block: int, width: int
+from kvrecall.attention.kernels.int8 import products_by_torch
+from kvrecall.attention.kernels.oracle import logits_plainly, table_plainly
+
+HEADS = 2
+
+
+def facts(*sequences: tuple[int, int, int]) -> list[Facts]:
+    """Of each its first, middle and chosen blocks; two last ones, and one token in the last."""
+    made = []
+    for at, (init, middle, chosen) in enumerate(sequences):
+        attended = init + chosen + 2
+        length = (attended - 1) * 16 + 1
+        made.append(Facts(3 * at + 1, init, middle, chosen, init + middle + 2, length))
+    return made
+
+
+def step_of(told: list[Facts], group: int, larger: int = 1) -> tuple[DeviceStep, int]:
+    """A step of these sequences, whose blocks have random places in a cache; and how many. In a
+    bucket ``larger`` times as large."""
+    least = Bucket.of(told, 0)
+    sizes = (least.sequences, 0, *(n * larger for n in (least.blocks, least.middle)))
+    bucket = Bucket(*sizes, attended=least.attended * larger)
+    places = torch.randperm(sum(one.blocks for one in told), dtype=torch.int32)
+    tables = places.split([one.blocks for one in told])
+    packed = torch.from_numpy(bucket.pack(told, [ids.numpy() for ids in tables], []))
+    return DeviceStep(packed, bucket, HEADS, group), len(places)
+
+
+def coded_rows(blocks: int, rows: int, width: int, blocks_first: bool = True) -> torch.Tensor:
+    """As the device's digests lie: a block's together."""
+    coded = encode(torch.randn(HEADS, blocks, rows, width))
+    return coded.transpose(0, 1).contiguous().transpose(0, 1) if blocks_first else coded
+
+
+@pytest.mark.parametrize("kind", list(DIGESTS))
+@pytest.mark.parametrize(
+    ("size", "tokens", "dim", "dtype"),
+    [
+        (128, 16, 128, torch.float16),
+        (128, 8, 64, torch.float32),
+        (32, 32, 80, torch.float16),
+        (16, 4, 16, torch.float32),
+    ],
+)
+def test_digests_are_those_of_torch(
+    kind: str, size: int, tokens: int, dim: int, dtype: torch.dtype
 ) -> None:
-    coded = rows(3, blocks, per_block, width)
-    query = CodedQuery(torch.randn(3, group, width))
-    assert torch.equal(best(query, coded, 0.1), best_products(query, coded, 0.1))
+    """To the bit; of means, which add up in another order, a code may be the next one."""
+    torch.manual_seed(dim)
+    layout = Layout(DIGESTS[kind], 0, size // tokens)
+    keys = torch.randn(6, size, HEADS, dim).to(dtype)
+    keys[..., :3] *= 10
+    keys[4] = 0
+    width = DIGESTS[kind].parts * dim
+    coded = torch.full((6, HEADS, layout.rows, width + 4), 99, dtype=torch.int8).transpose(0, 1)
+    digest_by_triton(keys, coded, torch.tensor([5, 0, -1, 4, -1]), kind == "bounds")
+    want = encode(layout.rows_of(keys.permute(2, 0, 1, 3)))
+    assert bool((coded[:, [1, 2, 3]] == 99).all()), "blocks that were not named"
+    for block in (0, 4, 5):
+        got, expected = coded[:, block], want[:, block]
+        if kind == "bounds":
+            assert torch.equal(got, expected)
+            continue
+        codes, others = (each[..., :width].int() for each in (got, expected))
+        assert int((codes - others).abs().max()) <= 1
+        assert float((codes != others).float().mean()) < 0.01
+        scales = [each[..., width:].contiguous().view(torch.float32) for each in (got, expected)]
+        torch.testing.assert_close(*scales, rtol=1e-6, atol=0)
 
 
-def test_parts_of_rows_and_of_blocks() -> None:
-    """As a selector takes them: some rows of each block, some blocks of all, in any order."""
-    coded = rows(2, 70, 18, 64)[:, 5:68, 2:18]
-    query = CodedQuery(torch.randn(2, 4, 64))
-    want = best_products(query, coded, 1.0)
-    assert torch.equal(best(query, coded, 1.0), want)
-    places = torch.stack([torch.randperm(63)[:40] for _ in range(2)])
-    got = best(query, coded, 1.0, places)
-    assert torch.equal(got, want.gather(2, places[:, None].expand(-1, 4, -1)))
-    assert best(query, coded, 1.0, places[:, :0]).shape == (2, 4, 0)
+@pytest.mark.parametrize("kind", list(DIGESTS))
+@pytest.mark.parametrize(("group", "rows", "dim"), [(1, 8, 128), (4, 16, 64), (7, 2, 80)])
+def test_logits_are_those_of_torch_to_the_bit(kind: str, group: int, rows: int, dim: int) -> None:
+    """Of sequences of several lengths, whose queries are somewhere in the batch."""
+    torch.manual_seed(group)
+    told = facts((1, 1, 1), (0, 37, 4), (3, 66, 9))
+    step, blocks = step_of(told, group)
+    coded = coded_rows(blocks, rows, DIGESTS[kind].parts * dim)
+    query = torch.randn(9, HEADS * group, dim).half()
+    query[4] = 0
+    search_by_triton(query, coded, step, dim**-0.5, kind == "bounds")
+    want = logits_plainly(query, coded, DIGESTS[kind], step, dim**-0.5)
+    got = step.logits.view(-1, HEADS, group, step.logits.shape[2])
+    for at, one in enumerate(told):
+        assert torch.equal(got[at, ..., : one.middle], want[at])
 
 
-def test_what_the_kernel_does_not_take() -> None:
-    assert not fits(rows(1, 4, 3, 64))
-    assert not fits(rows(1, 4, 4, 62))
-    assert not fits(rows(1, 4, 4, 64).transpose(2, 3))
+def chosen_of(step: DeviceStep, logits: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Each sequence's table by the kernel, by these logits."""
+    told = step.facts.tolist()
+    for into, one in zip(step.logits.view(-1, HEADS, *step.logits.shape[1:]), logits, strict=False):
+        into.fill_(float("nan"))  # beyond a sequence's blocks is what was left there
+        into[..., : one.shape[2]] = one
+    step.table.fill_(-7)
+    choose_by_triton(step)
+    tables = step.table.view(-1, HEADS, step.table.shape[1])
+    attended = [one[4] - one[2] + one[3] for one in told]
+    for table, count in zip(tables, attended, strict=False):
+        assert bool((table[:, count:] == -7).all()), "writes beyond its blocks"
+    return [table[:, :count] for table, count in zip(tables, attended, strict=False)]
 
 
-@pytest.mark.parametrize("share", [0.2, 0.02])
-def test_selection_chooses_the_same_blocks(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = RetrievalSettings(topk_share=share, least_blocks=1)
-    layout = settings.layout(128)
-    torch.manual_seed(1)
-    keys = torch.randn(2, 300, 128, 64)
-    digests = encode(layout.rows_of(keys))
-    query = torch.randn(2, 4, 64)
-    runs = [digests[:, :90], digests[:, 90:]]
+@pytest.mark.parametrize("group", [1, 4, 5])
+def test_the_best_blocks_are_chosen_in_the_sequences_order(group: int) -> None:
+    torch.manual_seed(group)
+    told = facts((0, 1, 1), (2, 200, 40), (1, 90, 90), (8, 33, 1))
+    step, _ = step_of(told, group)
+    logits = [3 * torch.randn(HEADS, group, one.middle) for one in told]
+    for got, want in zip(chosen_of(step, logits), table_plainly(logits, step), strict=True):
+        assert torch.equal(got, want)
 
-    def chosen() -> torch.Tensor:
-        chosen = selector_of(layout).choose(query, runs, 20, 0.125)
-        return chosen.sort(-1).values
 
-    want = chosen()
-    monkeypatch.setattr(selection, "on_device", lambda _: True)
-    assert torch.equal(chosen(), want)
+def test_more_blocks_than_are_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_BLOCKS_AT_ONCE", 64)
+    torch.manual_seed(3)
+    told = facts((70, 500, 130), (1, 64, 63), (0, 65, 2))
+    step, _ = step_of(told, 4)
+    logits = [5 * torch.randn(HEADS, 4, one.middle) for one in told]
+    for got, want in zip(chosen_of(step, logits), table_plainly(logits, step), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_of_equal_blocks_the_first_are_chosen() -> None:
+    """Also where no score is any number, and where most are too small for one."""
+    (told,) = facts((1, 40, 10))
+    step, _ = step_of([told], 2)
+    alike = torch.zeros(HEADS, 2, 40)
+    alike[0, :, [3, 30]] = 5.0
+    alike[1] = float("nan")
+    (table,) = chosen_of(step, [alike])
+    ids = step.blocks[0]
+    places = [1, 2, 3, 4, 5, 6, 7, 8, 9, 31]
+    assert table[0].tolist() == ids[[0, *places, 41, 42]].tolist()
+    assert table[1].tolist() == ids[[0, *range(1, 11), 41, 42]].tolist()
+    alike.fill_(-1e9)
+    alike[..., [7, 39]] = 0.0
+    (table,) = chosen_of(step, [alike])
+    assert table[0].tolist() == ids[[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 40, 41, 42]].tolist()
+
+
+def test_a_larger_bucket_gives_the_same_bits() -> None:
+    torch.manual_seed(5)
+    told = facts((1, 50, 10), (0, 20, 6))
+    steps = []
+    for larger in (1, 4):
+        torch.manual_seed(6)
+        step, blocks = step_of(told, 3, larger)
+        coded, query = coded_rows(blocks, 4, 64), torch.randn(5, HEADS * 3, 32)
+        search_by_triton(query, coded, step, 0.2, bounds=True)
+        choose_by_triton(step)
+        steps.append(step)
+    small, large = steps
+    for at, one in enumerate(told):
+        rows = slice(at * HEADS, at * HEADS + HEADS)
+        assert torch.equal(small.scores[rows, : one.middle], large.scores[rows, : one.middle])
+        assert torch.equal(small.table[rows, : one.attended], large.table[rows, : one.attended])
 
 
 @pytest.mark.parametrize("kind", list(DIGESTS))

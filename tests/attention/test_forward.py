@@ -44,12 +44,11 @@ def test_every_request_is_attended_to_once(sparse: bool, prefills: bool) -> None
     gone = split_of(TOKENS, BLOCK, SETTINGS).middle
     offloaded = offload(bench, sequence, TOKENS, gone, SETTINGS)
     table = sequence.block_ids.to(torch.int32)[None]
-    rows = [BatchRow(1, TOKENS, prefills)]
-    step = bench.planner.plan(rows, table, {0: offloaded})
+    rows = [BatchRow(1, 1, False), BatchRow(1, TOKENS, prefills)]
+    step = bench.planner.plan(rows, table.expand(2, -1), {1: offloaded})
     others = DensePart(torch.tensor([0]), "of the others")
-    ours = torch.tensor([] if step is None or prefills else [1], dtype=torch.int64)
     row = OffloadedRow(offloaded, slice(1, 2), table[0], TOKENS, prefills)
-    work = StepWork(step, ours, others, (row,), others)
+    work = StepWork(step, True, others, (row,), others)
     query = torch.stack([torch.randn_like(sequence.query), sequence.query])
     output = torch.full_like(query, float("nan"))
     metadata = SimpleNamespace(retrieval=work)

@@ -49,7 +49,8 @@ def test_only_decoded_tokens_of_long_sequences_are_sparse() -> None:
     step = planner(RetrievalSettings(), activity).plan(rows, table(*range(5)))
     assert step is not None
     assert [sequence.row for sequence in step.sequences] == [0, 4]
-    assert step.table.shape[0] == len(step.seq_lens) == 2 * LARGE.kv_heads
+    assert [sequence.token for sequence in step.sequences] == [0, 515]
+    assert step.plan.table.shape[0] == len(step.plan.seq_lens) == 2 * LARGE.kv_heads
     assert activity.sequences_sparse == 2
 
 

@@ -13,8 +13,8 @@ import httpx
 import pytest
 import torch
 
-from kvrecall.attention.kernels.device import Part
-from kvrecall.attention.kernels.oracle import attend_plainly
+from kvrecall.attention.digest import Layout, encode
+from kvrecall.attention.kernels.oracle import attend_plainly, logits_plainly, table_plainly
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.errors import EngineError
 from kvrecall.lab.bench.concurrency import Load
@@ -56,55 +56,57 @@ def sequences(*arguments: Any) -> Outcome:
     return cli.tried("sequences", quiet, partial(servers.measure_sequences, *arguments))
 
 
-def shifted(blocks: torch.Tensor) -> torch.Tensor:
-    return (blocks + 1) % 64
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The kernels by plain torch; ``wrong``: what one of them does to its result."""
+    wrong: dict[str, Any] = {}
 
+    def digest(keys: Any, coded: Any, ids: Any, bounds: bool) -> None:
+        kind = attention.DIGESTS["bounds" if bounds else "mean"]
+        found = encode(Layout(kind, 0, coded.shape[2]).rows_of(keys[ids].permute(2, 0, 1, 3)))
+        coded[:, ids] = wrong.get("digest", lambda codes: codes)(found)
 
-class Shifted(attention.ExactSelector):
-    """Selects the blocks after the right ones."""
+    def search(query: Any, coded: Any, step: Any, scale: float, bounds: bool) -> None:
+        kind = attention.DIGESTS["bounds" if bounds else "mean"]
+        (best,) = logits_plainly(query, coded, kind, step, scale)
+        step.logits[:, :, : best.shape[2]] = wrong.get("search", lambda found: found)(best)
 
-    def choose(self, *args: Any, **more: Any) -> Any:
-        return shifted(super().choose(*args, **more))
+    def choose(step: Any) -> None:
+        middle = int(step.facts[0, 2])
+        (table,) = table_plainly([step.logits[:, :, :middle]], step)
+        step.table[:, : table.shape[1]] = wrong.get("choose", lambda found: found)(table)
 
+    def attend(
+        query: Any, keys: Any, values: Any, step: Any, output: Any, *more: Any, **_: Any
+    ) -> None:
+        found = attend_plainly(query, keys, values, step, more[0])
+        output.copy_(wrong.get("attend", lambda found: found)(found))
 
-def every_second(right: Callable[..., Any], wrong: Callable[..., Any]) -> Callable[..., Any]:
-    """The CPU's turn is right, the device's is not."""
-    turns = iter(range(1000))
-    return lambda *args: wrong(right(*args)) if next(turns) % 2 else right(*args)
+    for name, kernel in (("digest", digest), ("search", search), ("choose", choose)):
+        monkeypatch.setattr(attention, f"{name}_by_triton", kernel)
+    monkeypatch.setattr(attention, "attend_by_triton", attend)
+    return wrong
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong", "said"),
+    ("name", "change", "said"),
     [
-        ("encode", lambda coded: coded ^ 1, "codes digests otherwise"),
-        ("best_products", lambda best: best.nextafter(best + 1), "finds other products"),
-        (
-            "selector_of",
-            lambda _: Shifted(attention.DIGESTS["bounds"], slice(0, 8)),
-            "chooses other blocks",
-        ),
+        ("digest", lambda coded: coded ^ 2, "codes digests otherwise"),
+        ("search", lambda best: best.nextafter(best + 1), "finds other products"),
+        ("choose", lambda table: (table + 1) % 64, "chooses other blocks"),
+        ("choose", lambda table: table + 64, "chooses other blocks"),
+        ("", None, ""),
     ],
 )
-def test_a_coded_search_that_is_wrong_is_seen(
-    name: str, wrong: Callable[..., Any], said: str, monkeypatch: pytest.MonkeyPatch
+def test_a_search_that_is_wrong_is_seen(
+    name: str, change: Callable[..., Any], said: str, plain: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(attention, name, every_second(getattr(attention, name), wrong))
+    if not name:
+        assert attention.check_selection(CPU, 64) == 1
+        return
+    plain[name] = change
     with pytest.raises(CheckError, match=f"the device {said}.*share of 0.2"):
-        attention.check_search(CPU, 64)
-
-
-def test_a_narrowing_search_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = attention.selector_of
-    turns = iter(range(1000))
-
-    def faulty(layout: attention.Layout) -> Any:
-        if next(turns) % 2 and layout.coarse:
-            return Shifted(layout.kind, layout.fine_rows)
-        return real(layout)
-
-    monkeypatch.setattr(attention, "selector_of", faulty)
-    with pytest.raises(CheckError, match=r"chooses other blocks.*share of 0\.02"):
-        attention.check_search(CPU, 64)
+        attention.check_selection(CPU, 64)
 
 
 def test_equal_scores_may_be_chosen_either_way() -> None:
@@ -121,14 +123,8 @@ def test_equal_scores_may_be_chosen_either_way() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.1])
-def test_attention_is_compared_with_plain_torch(
-    wrong: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def ours(query: Any, paged: Any, scale: float, share: int) -> Part:
-        part = attend_plainly(query, paged, scale)
-        return Part(part.output + wrong, part.lse)
-
-    monkeypatch.setattr(attention, "attend_by_triton", ours)
+def test_attention_is_compared_with_plain_torch(wrong: float, plain: dict[str, Any]) -> None:
+    plain["attend"] = lambda found: found + wrong
     if not wrong:
         attention.check_attention(CPU)
         return
@@ -136,24 +132,12 @@ def test_attention_is_compared_with_plain_torch(
         attention.check_attention(CPU)
 
 
-def test_a_decoded_token_is_timed_with_coded_digests(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    real = attention.selector_of
-
-    def looking(layout: attention.Layout) -> Any:
-        selector = real(layout)
-
-        class Looking(type(selector)):  # type: ignore[misc]
-            def choose(self, query: Any, runs: Any, *args: Any) -> Any:
-                seen.extend(run.dtype for run in runs)
-                return selector.choose(query, runs, *args)
-
-        return Looking(layout.kind, layout.fine_rows)
-
-    monkeypatch.setattr(attention, "selector_of", looking)
-    monkeypatch.setattr(attention, "attend_by_triton", lambda q, paged, scale: None)
+def test_a_decoded_token_is_timed_with_its_search(plain: dict[str, Any]) -> None:
+    seen: list[str] = []
+    for name in ("search", "choose", "attend"):
+        plain[name] = lambda found, name=name: (seen.append(name), found)[1]
     told = attention.decode_times(CPU, 16384)
-    assert set(seen) == {torch.int8}
+    assert seen[-3:] == ["search", "choose", "attend"]
     assert told["blocks_read"] == round((8 + 57 + 32) / 128, 4)
     assert told["retrieval_ms"] > 0
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvrecall.attention.kernels.device import Piece
@@ -448,6 +449,18 @@ class LateDevice(Device):
 
     def move(self, sources: Addresses, targets: Addresses, piece: Piece) -> None:
         self.machine.computing.copy(Batch.of_pieces(sources, targets, piece))
+
+    def send(self, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()  # by this stream, whose later work alone reads it
+
+    def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
+        here = torch.zeros_like(values)
+        at, into, nbytes = (
+            np.array([number], dtype=np.int64)
+            for number in (values.data_ptr(), here.data_ptr(), values.nbytes)
+        )
+        self.machine.computing.copy(Batch(at, into, nbytes))
+        return here, self.machine.computing.record()
 
     def lock(self, memory: torch.Tensor, populated: Callable[[], int]) -> None:
         assert memory.data_ptr() not in self.locked, "locked twice"

@@ -14,7 +14,6 @@ from itertools import accumulate
 import torch
 
 from kvrecall.attention.digest import SCALE_BYTES, Digest, Layout, scales_in, scales_of_maxima
-from kvrecall.attention.kernels.device import best_by_triton, fits
 from kvrecall.attention.kernels.int8 import PackedRows
 from kvrecall.attention.settings import RetrievalSettings
 
@@ -125,19 +124,12 @@ def best_products(
     of these blocks.
     """
     scales = query.scales * scale
-    if on_device(coded) and fits(coded):
-        return best_by_triton(query.codes, scales, coded, places)
     if places is not None:
         coded = coded[torch.arange(len(coded), device=coded.device)[:, None], places]
     heads, blocks, rows, _ = coded.shape
     sums = query.packed.products(coded.flatten(1, 2)[..., :-SCALE_BYTES])
     best = sums.view(heads, blocks, rows, -1).amax(2) if blocks else sums
     return best.transpose(1, 2) * (scales * scales_in(coded[:, :, 0]).transpose(1, 2))
-
-
-def on_device(tensor: torch.Tensor) -> bool:
-    """Whether it is on a device that Triton compiles for."""
-    return not tensor.is_cpu
 
 
 class Selector(ABC):

@@ -146,10 +146,11 @@ class RetrievalSettings:
         (docs/needle.md)."""
         return self.least_blocks or (16 if self.topk_share <= SMALL_SHARE else 32)
 
-    def layout(self, block_size: int) -> Layout:
-        """The rows of a block of ``block_size`` tokens."""
+    def layout(self, block_size: int, narrows: bool = True) -> Layout:
+        """The rows of a block of ``block_size`` tokens. ``narrows``: whether a search may narrow;
+        where it is two kernels more it may not (docs/retrieval.md)."""
         tokens = self.tokens_a_digest
-        narrows = self.topk_share <= NARROW_SHARE and block_size % COARSE_TOKENS == 0
+        narrows &= self.topk_share <= NARROW_SHARE and block_size % COARSE_TOKENS == 0
         coarse = block_size // COARSE_TOKENS if narrows and tokens < COARSE_TOKENS else 0
         return Layout(DIGESTS[self.digest], coarse, block_size // tokens)
 

@@ -1,4 +1,5 @@
-"""Launches the Triton kernels: sparse attention, the search for blocks, copies of many pieces.
+"""Launches the Triton kernels: digests, the search for blocks and sparse attention over them, and
+copies of many pieces. Each function says how many launches it makes; none waits for the device.
 
 They have run in Triton's interpreter only (tests/attention/test_kernels.py), never on a GPU: see
 docs/retrieval.md. Triton is imported on the first call.
@@ -6,6 +7,8 @@ docs/retrieval.md. Triton is imported on the first call.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +20,19 @@ from kvrecall.errors import EngineError
 
 Addresses = npt.NDArray[np.int64]
 
+FACTS = 8
+"""Numbers a sequence: token, init, middle, chosen, blocks, length, and two to spare."""
+
 _TOKENS_A_PROGRAM = 512
 _TOKENS_AT_ONCE = 64
 _ROWS_AT_ONCE = 64
 """More do not fit a multiprocessor's registers (tests/attention/test_kernels.py)."""
+_BLOCKS_AT_ONCE = 1024
+_SPLITS_AT_ONCE = 32
 _WORD = 4
 _WORDS_AT_ONCE = 1024
+
+_observers: list[list[str]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +45,85 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Paged:
-    """The blocks attended to. ``keys``, ``values``: ``[blocks, tokens, kv_heads, dim]``, of any
-    strides. ``table``: int32 ``[rows, width]``, of ``block * kv_heads + head``; ``lengths``: int32,
-    tokens in each row's blocks, at least 1; only a row's last block may be partial."""
+class Facts:
+    """One sequence of a step. ``token``: its place in the batch. Of its ``blocks`` it attends to
+    the first ``init``, to ``chosen`` of the ``middle`` ones after these, and to the rest: to
+    ``length`` tokens, at least 1."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    table: torch.Tensor
-    lengths: torch.Tensor
+    token: int
+    init: int
+    middle: int
+    chosen: int
+    blocks: int
+    length: int
 
     @property
-    def kv_heads(self) -> int:
-        return self.keys.shape[2]
+    def attended(self) -> int:
+        """Blocks that it attends to."""
+        return self.blocks - self.middle + self.chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The sizes of a step's tensors and grids, each a power of two: steps of one bucket launch the
+    same kernels on the same sizes. ``stale``: blocks to digest; the others as of ``Facts``."""
+
+    sequences: int
+    stale: int
+    blocks: int
+    middle: int
+    attended: int
+
+    @classmethod
+    def of(cls, facts: Sequence[Facts], stale: int) -> Bucket:
+        """The smallest in which they have room. ``stale``: how many; 0 stays 0."""
+        most = [max((getattr(one, name) for one in facts), default=0) for name in _SIZES]
+        sizes = (_next_power(max(1, size)) for size in (len(facts), *most))
+        sequences, blocks, middle, attended = sizes
+        return cls(sequences, _next_power(stale) if stale else 0, blocks, middle, attended)
+
+    def pack(
+        self, facts: Sequence[Facts], blocks: Sequence[npt.ArrayLike], stale: npt.ArrayLike
+    ) -> npt.NDArray[np.int32]:
+        """What the kernels read, as one array to send to the device at once. ``blocks``: each
+        sequence's block ids."""
+        packed = np.zeros(self.sequences * (FACTS + self.blocks) + self.stale, dtype=np.int32)
+        told, table, late = self.parts(packed)
+        for row, ids, one, named in zip(told, table, facts, blocks, strict=False):
+            row[:6] = one.token, one.init, one.middle, one.chosen, one.blocks, one.length
+            ids[: one.blocks] = np.asarray(named)[: one.blocks]
+        late[:] = -1
+        late[: np.size(stale)] = stale
+        return packed
+
+    def parts(self, packed: Any) -> tuple[Any, Any, Any]:
+        """Views of a packed array or tensor: the facts ``[sequences, FACTS]``, the block ids
+        ``[sequences, blocks]``, and the stale blocks, -1 where there are fewer."""
+        facts, table = self.sequences * FACTS, self.sequences * (FACTS + self.blocks)
+        told, named = packed[:facts], packed[facts:table]
+        rows = self.sequences
+        return told.reshape(rows, -1), named.reshape(rows, -1), packed[table:]
+
+
+_SIZES = ("blocks", "middle", "attended")
+
+
+class DeviceStep:
+    """A step's sequences on the device, and room for what the kernels tell each other. All layers
+    use it in turn."""
+
+    def __init__(self, packed: torch.Tensor, bucket: Bucket, kv_heads: int, group: int) -> None:
+        """``packed``: of ``Bucket.pack``, on the device."""
+        self.facts, self.blocks, self.stale = bucket.parts(packed)
+        self.kv_heads, self.group = kv_heads, group
+        rows, device = bucket.sequences * kv_heads, packed.device
+        self.logits = torch.empty(rows, group, bucket.middle, device=device)
+        self.scores = torch.empty(rows, bucket.middle, device=device)
+        self.table = torch.empty(rows, bucket.attended, dtype=torch.int32, device=device)
+
+    @property
+    def rows(self) -> int:
+        return len(self.table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,97 +136,137 @@ class Piece:
     step: int
 
 
-def attend_by_triton(
-    query: torch.Tensor, paged: Paged, scale: float, softcap: float = 0.0, share: int = 0
-) -> Part:
-    """Attention of decoded tokens, ``[rows, group, dim]``, over selected blocks of a paged cache.
+def digest_by_triton(
+    keys: torch.Tensor, coded: torch.Tensor, ids: torch.Tensor, bounds: bool
+) -> None:
+    """Codes the digests of blocks: one launch, none without ``ids``.
 
-    A program takes ``share`` of a row's blocks; 0: as many as have 512 tokens. A row's result
-    therefore does not depend on other rows. Blocks of a power of two of tokens, at least 16.
-    ``softcap``: bounds logits by a hyperbolic tangent; 0: they are not bounded.
+    ``keys``: ``[blocks, tokens, kv_heads, dim]``, of any strides; ``coded``: int8 ``[kv_heads,
+    blocks, rows, width + 4]``, as ``digest.encode`` gives them; ``ids``: int32, negative ones are
+    passed over; ``bounds``: the kind of the digests, else means.
     """
-    kernel = _kernel("attend_rows")
-    rows, group, dim = query.shape
-    size, width = paged.keys.shape[1], paged.table.shape[1]
+    if not len(ids):
+        return
+    size, dim = keys.shape[1], keys.shape[3]
+    floats = coded.view(torch.float32)
+    _launch(
+        "digest_blocks", (len(ids), keys.shape[2]),
+        ids, keys, coded, floats, *keys.stride(), *coded.stride()[:3], *floats.stride()[:3],
+        DIM=dim, WIDE=max(16, _next_power(dim)), SIZE=size, ROWS=coded.shape[2], BOUNDS=bounds,
+        num_warps=8,
+    )  # fmt: skip
+
+
+def search_by_triton(
+    query: torch.Tensor, coded: torch.Tensor, step: DeviceStep, scale: float, bounds: bool
+) -> None:
+    """Writes the logits of all middle blocks: one launch. To the bit those of
+    ``selection.best_products``. ``query``: ``[tokens, heads, dim]``, a head in one piece;
+    ``coded``: int8 ``[kv_heads, blocks, rows, width + 4]``, rows a power of two."""
+    rows, dim = coded.shape[2], query.shape[2]
+    tile = max(1, _ROWS_AT_ONCE // rows)
+    floats = coded.view(torch.float32)
+    candidates = step.logits.shape[2]
+    _launch(
+        "search_blocks", (step.rows, -(-candidates // tile)),
+        query, step.facts, step.blocks, coded, floats, step.logits,
+        scale, step.kv_heads, step.blocks.shape[1], candidates, *query.stride()[:2],
+        *coded.stride()[:3], *floats.stride()[:2],
+        GROUP=step.group, PADDED=max(16, _next_power(step.group)), DIM=dim,
+        WIDE=max(32, _next_power(dim)), ROWS=rows, TILE=tile, BOUNDS=bounds,
+    )  # fmt: skip
+
+
+def choose_by_triton(step: DeviceStep) -> None:
+    """Writes the table of the blocks attended to, by the logits: one launch. Of blocks whose
+    scores are equal the first ones are chosen."""
+    _launch(
+        "choose_blocks", (step.rows,),
+        step.facts, step.blocks, step.logits, step.scores, step.table,
+        step.kv_heads, step.blocks.shape[1], step.logits.shape[2], step.table.shape[1],
+        GROUP=step.group, PADDED=_next_power(step.group), CHUNK=_BLOCKS_AT_ONCE,
+    )  # fmt: skip
+
+
+def attend_by_triton(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    step: DeviceStep,
+    output: torch.Tensor,
+    scale: float,
+    softcap: float = 0.0,
+    share: int = 0,
+) -> None:
+    """Attention of the step's tokens over the blocks of its table: two launches.
+
+    ``query``, ``output``: ``[tokens, heads, dim]``, a head in one piece; ``keys``, ``values``:
+    ``[blocks, tokens, kv_heads, dim]``, of any strides, blocks of a power of two of tokens, at
+    least 16. A program takes ``share`` of a row's blocks; 0: as many as have 512 tokens. A row's
+    result therefore does not depend on other rows. ``softcap``: bounds logits by a hyperbolic
+    tangent; 0: they are not bounded.
+    """
+    size, dim, group = keys.shape[1], query.shape[2], step.group
     share = share or max(1, _TOKENS_A_PROGRAM // size)
-    splits = -(-width // share)
-    output = torch.empty(rows, splits, group, dim, dtype=torch.float32, device=query.device)
-    lse = torch.empty(rows, splits, group, dtype=torch.float32, device=query.device)
-    kernel[(rows, splits)](
-        query.contiguous(), paged.keys, paged.values, paged.table, paged.lengths, output, lse,
-        scale, softcap, paged.kv_heads, paged.table.stride(0), share,
-        *paged.keys.stride(), *paged.values.stride(),
-        GROUP=group, PADDED=max(16, _next_power(group)), DIM=dim, WIDE=max(16, _next_power(dim)),
+    splits = -(-step.table.shape[1] // share)
+    parts = torch.empty(step.rows, splits, group, dim, device=query.device)
+    lse = torch.empty(step.rows, splits, group, device=query.device)
+    wide = max(16, _next_power(dim))
+    _launch(
+        "attend_rows", (step.rows, splits),
+        query, step.facts, keys, values, step.table, parts, lse,
+        scale, softcap, step.kv_heads, step.table.shape[1], share, *query.stride()[:2],
+        *keys.stride(), *values.stride(),
+        GROUP=group, PADDED=max(16, _next_power(group)), DIM=dim, WIDE=wide,
         SIZE=size, TILE=min(size, _TOKENS_AT_ONCE), CAPPED=softcap > 0,
     )  # fmt: skip
-    return merged(Part(output, lse))
-
-
-def merged(parts: Part) -> Part:
-    """Merges partial attention: parts along the second dimension, ``output [rows, parts, group,
-    dim]``; one without tokens has ``lse`` -inf, and at least one part has tokens."""
-    weights = parts.lse.softmax(1)
-    output = (parts.output * weights[..., None]).nansum(1)
-    return Part(output, parts.lse.logsumexp(1))
-
-
-def fits(coded: torch.Tensor) -> bool:
-    """Whether ``best_by_triton`` takes rows ``[heads, blocks, rows, width + 4]``: a power of two of
-    them to a block, each a whole number of four bytes and in one piece."""
-    _, _, rows, width = coded.shape
-    aligned = width % 4 == 0 and all(step % 4 == 0 for step in coded.stride()[:-1])
-    return rows > 0 and rows & (rows - 1) == 0 and coded.stride(-1) == 1 and aligned
-
-
-def best_by_triton(
-    codes: torch.Tensor, scales: torch.Tensor, coded: torch.Tensor, places: torch.Tensor | None
-) -> torch.Tensor:
-    """As ``selection.best_products``, for what ``fits``. ``codes``: int8 ``[heads, group, width]``;
-    ``scales``: float32 ``[heads, group, 1]``."""
-    heads, group, width = codes.shape
-    blocks = coded.shape[1] if places is None else places.shape[1]
-    rows = coded.shape[2]
-    best = torch.empty(heads, group, blocks, dtype=torch.float32, device=coded.device)
-    if not blocks:
-        return best
-    floats = coded.view(torch.float32)
-    tile = max(1, _ROWS_AT_ONCE // rows)
-    _kernel("best_rows")[(heads, -(-blocks // tile))](
-        codes.contiguous(), scales.contiguous(), coded, floats,
-        coded if places is None else places.contiguous(), best, blocks,
-        *coded.stride()[:3], *floats.stride()[:2],
-        GROUP=group, PADDED=max(16, _next_power(group)), ROWS=rows,
-        WIDTH=width, WIDE=max(32, _next_power(width)), TILE=tile, PLACED=places is not None,
+    _launch(
+        "combine_rows", (step.rows, group),
+        step.facts, parts, lse, output, step.kv_heads, splits, share, *output.stride()[:2],
+        GROUP=group, DIM=dim, WIDE=wide, SIZE=size, CHUNK=_SPLITS_AT_ONCE,
     )  # fmt: skip
-    return best
 
 
-def move(sources: Addresses, targets: Addresses, piece: Piece, device: torch.device) -> None:
-    """Copies items between addresses, on the device's current stream.
+def move(addresses: torch.Tensor, piece: Piece) -> None:
+    """Copies items between addresses, on the device's current stream: one launch. ``addresses``:
+    int64 ``[2, items]`` on the device, sources and targets.
 
     A GPU reads page-locked host memory by the address it has in the process (CUDA's unified
     addressing), so blocks are fetched from the arena without a call for each. The device can read
     all sources, and write all targets, until it has copied them.
     """
-    if not len(sources):
-        return
     words = piece.nbytes // _WORD
     parts = -(-words // _WORDS_AT_ONCE)
-    both = torch.from_numpy(np.stack([sources, targets])).to(device)
-    _kernel("move_words")[(len(sources), piece.count, parts)](
-        both[0], both[1], words, piece.step // _WORD, AT_ONCE=_WORDS_AT_ONCE
-    )
+    _launch(
+        "move_words", (addresses.shape[1], piece.count, parts),
+        addresses[0], addresses[1], words, piece.step // _WORD, AT_ONCE=_WORDS_AT_ONCE,
+    )  # fmt: skip
 
 
-def _kernel(name: str) -> Any:
+@contextmanager
+def launches() -> Iterator[list[str]]:
+    """The names of the kernels launched within, in their order. Not thread-safe."""
+    names: list[str] = []
+    _observers.append(names)
+    try:
+        yield names
+    finally:
+        _observers.remove(names)
+
+
+def _launch(name: str, grid: tuple[int, ...], *args: Any, **sizes: Any) -> None:
     """Raises EngineError without Triton."""
+    for names in _observers:
+        names.append(name)
+    if args[0].is_meta:
+        return
     try:
         from kvrecall.attention.kernels import triton_kernels
     except ImportError as error:
         raise EngineError(
             "retrieval attention on a GPU needs triton, which vLLM for CUDA brings; install it"
         ) from error
-    return getattr(triton_kernels, name)
+    getattr(triton_kernels, name)[grid](*args, **sizes)
 
 
 def _next_power(count: int) -> int:

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from kvrecall.attention.digest import encode
-from kvrecall.attention.kernels.device import Paged, Part
-from kvrecall.attention.selection import selector_of, split_of
+from kvrecall.attention.digest import Digest, encode
+from kvrecall.attention.kernels.device import DeviceStep
+from kvrecall.attention.selection import (
+    CodedQuery,
+    best_of,
+    best_products,
+    selector_of,
+    split_of,
+)
 from kvrecall.attention.settings import RetrievalSettings
 
 
 def attended(
-    query: torch.Tensor, keys: torch.Tensor, block_size: int, settings: RetrievalSettings
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    block_size: int,
+    settings: RetrievalSettings,
+    narrows: bool = True,
 ) -> torch.Tensor:
     """The tokens attended to: bool ``[kv_heads, tokens]``. ``query``: ``[heads, dim]`` of one
-    token; ``keys``: ``[tokens, kv_heads, dim]``."""
+    token; ``keys``: ``[tokens, kv_heads, dim]``; ``narrows``: as of ``settings.layout``."""
     tokens, kv_heads, dim = keys.shape
     split = split_of(tokens, block_size, settings)
     mask = torch.zeros(kv_heads, split.blocks, dtype=torch.bool)
     mask[:, : split.init] = mask[:, split.local :] = True
     if split.chosen:
-        layout = settings.layout(block_size)
+        layout = settings.layout(block_size, narrows)
         middle = keys[split.init * block_size : split.local * block_size].transpose(0, 1)
         digests = encode(layout.rows_of(middle.reshape(kv_heads, split.middle, block_size, dim)))
         grouped = query.view(kv_heads, -1, dim)
@@ -46,18 +58,54 @@ def attention(
     return torch.einsum("hgt,thd->hgd", weights, values.float()).reshape(heads, dim)
 
 
-def attend_plainly(query: torch.Tensor, paged: Paged, scale: float, softcap: float = 0.0) -> Part:
-    """As ``device.attend_by_triton``."""
-    outputs, normalisers = [], []
-    size = paged.keys.shape[1]
-    for row, length in enumerate(paged.lengths.tolist()):
-        named = paged.table[row, : -(-length // size)].long()
-        blocks, heads = named // paged.kv_heads, named % paged.kv_heads
-        keys = paged.keys[blocks, :, heads].flatten(0, 1)[:length].float()
-        values = paged.values[blocks, :, heads].flatten(0, 1)[:length].float()
-        logits = query[row].float() @ keys.T * scale
+def logits_plainly(
+    query: torch.Tensor, coded: torch.Tensor, kind: Digest, step: DeviceStep, scale: float
+) -> list[torch.Tensor]:
+    """As ``device.search_by_triton``: of each sequence, ``[kv_heads, group, middle]``."""
+    found = []
+    for facts, ids in zip(step.facts.tolist(), step.blocks, strict=True):
+        token, init, middle = facts[:3]
+        point = CodedQuery(kind.of_query(query[token].view(step.kv_heads, step.group, -1)))
+        found.append(best_products(point, coded[:, ids[init : init + middle].long()], scale))
+    return found
+
+
+def table_plainly(logits: Sequence[torch.Tensor], step: DeviceStep) -> list[torch.Tensor]:
+    """As ``device.choose_by_triton``: of each sequence, ``[kv_heads, attended blocks]``."""
+    tables = []
+    for one, facts, ids in zip(logits, step.facts.tolist(), step.blocks, strict=False):
+        _, init, middle, chosen, blocks = facts[:5]
+        best = best_of([one], chosen).sort(-1).values + init
+        first, last = (
+            torch.arange(*ends).expand(step.kv_heads, -1)
+            for ends in ((0, init), (init + middle, blocks))
+        )
+        tables.append(ids[torch.cat([first, best, last], 1)])
+    return tables
+
+
+def attend_plainly(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    step: DeviceStep,
+    scale: float,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """As ``device.attend_by_triton``: float32, zeros for tokens that are not the step's."""
+    output = torch.zeros(query.shape)
+    size, group = keys.shape[1], step.group
+    for row, table in enumerate(step.table):
+        at, head = divmod(row, step.kv_heads)
+        token, length = step.facts[at, [0, 5]].tolist()
+        if not length:
+            continue
+        blocks = table[: -(-length // size)].long()
+        ours = slice(head * group, (head + 1) * group)
+        logits = query[token, ours].float() @ keys[blocks, :, head].flatten(0, 1)[:length].float().T
+        logits = logits * scale
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
-        outputs.append(logits.softmax(-1) @ values)
-        normalisers.append(logits.logsumexp(-1))
-    return Part(torch.stack(outputs), torch.stack(normalisers))
+        mine = values[blocks, :, head].flatten(0, 1)[:length].float()
+        output[token, ours] = logits.softmax(-1) @ mine
+    return output

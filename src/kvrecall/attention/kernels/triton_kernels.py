@@ -1,4 +1,10 @@
-"""The Triton kernels, launched by ``device.py``. Imported only where they are used."""
+"""The Triton kernels, launched by ``device.py``. Imported only where they are used.
+
+A row is a (sequence, KV head): row ``sequence * kv_heads + head``. What a kernel knows of a
+sequence are its facts, a row of ``FACTS`` numbers each (``device.py`` says which). Grids have the
+sizes of a step's bucket: programs of what is not there end at once. A row's result depends on no
+other row, and on no size of the bucket.
+"""
 
 from __future__ import annotations
 
@@ -7,40 +13,241 @@ import triton.language as tl
 
 # Triton compiles annotations, too, so only its own are used.
 
+FACTS = tl.constexpr(8)
+TOKEN = tl.constexpr(0)
+INIT = tl.constexpr(1)
+MIDDLE = tl.constexpr(2)
+CHOSEN = tl.constexpr(3)
+BLOCKS = tl.constexpr(4)
+LENGTH = tl.constexpr(5)
+MAX_CODE = tl.constexpr(127.0)
+LEAST_SCALE = tl.constexpr(1.1754943508222875e-38)
+ROUNDER = tl.constexpr(12582912.0)
+"""Added and taken away, it rounds numbers of single precision to whole ones, halves to even."""
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def digest_blocks(  # type: ignore[no-untyped-def]
+    ids, keys, coded, floats,
+    key_block, key_token, key_head, key_dim,
+    coded_head, coded_block, coded_row, float_head, float_block, float_row,
+    DIM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+    BOUNDS: tl.constexpr,
+):  # fmt: skip
+    """Program ``(i, head)`` codes the digests of block ``ids[i]``, none if that is negative.
+
+    ``BOUNDS``: a row has the largest and the smallest coordinates of its tokens, else their mean.
+    """
+    block = tl.load(ids + tl.program_id(0)).to(tl.int64)
+    if block < 0:
+        return
+    head = tl.program_id(1)
+    rows = tl.arange(0, ROWS)
+    tokens = rows[:, None] * (SIZE // ROWS) + tl.arange(0, SIZE // ROWS)[None, :]
+    dims = tl.arange(0, WIDE)
+    real = dims < DIM
+    at = keys + block * key_block + head * key_head + tokens[:, :, None] * key_token
+    at = at + dims[None, None, :] * key_dim
+    there = (tokens >= 0)[:, :, None] & real[None, None, :]
+    found = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    if BOUNDS:
+        high = tl.max(found, 1)
+        low = tl.min(found, 1)
+        largest = tl.maximum(tl.abs(high), tl.abs(low))
+    else:
+        high = tl.div_rn(tl.sum(found, 1), tl.full([ROWS, WIDE], SIZE // ROWS, tl.float32))
+        largest = tl.abs(high)
+    most = tl.max(tl.reshape(largest, [ROWS * WIDE]), 0)
+    scale = tl.maximum(tl.div_rn(most, MAX_CODE), LEAST_SCALE)
+    steps = tl.zeros([ROWS, WIDE], tl.float32) + scale
+    out = coded + head * coded_head + block * coded_block
+    out = out + rows[:, None] * coded_row + dims[None, :]
+    out_scale = floats + head * float_head + block * float_block + rows * float_row
+    codes = tl.div_rn(high, steps) + ROUNDER - ROUNDER
+    tl.store(out, codes.to(tl.int8), mask=(rows >= 0)[:, None] & real[None, :])
+    if BOUNDS:
+        codes = tl.div_rn(low, steps) + ROUNDER - ROUNDER
+        tl.store(out + DIM, codes.to(tl.int8), mask=(rows >= 0)[:, None] & real[None, :])
+        tl.store(out_scale + DIM // 2, tl.zeros([ROWS], tl.float32) + scale)
+    else:
+        tl.store(out_scale + DIM // 4, tl.zeros([ROWS], tl.float32) + scale)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def search_blocks(  # type: ignore[no-untyped-def]
+    query, facts, blocks, coded, floats, logits,
+    factor, kv_heads, width, candidates, query_token, query_head,
+    coded_head, coded_block, coded_row, float_head, float_block,
+    GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, BOUNDS: tl.constexpr,
+):  # fmt: skip
+    """Program ``(row, tile)`` finds the best digest of ``TILE`` middle blocks for each of the row's
+    query heads: a logit for each.
+
+    Queries are coded as digests are; whole numbers are multiplied and added without rounding.
+    ``TILE * ROWS``, ``WIDE`` and ``PADDED`` are powers of two, at least 32, 32 and 16; of ``WIDE``
+    coordinates ``DIM`` are real, of ``PADDED`` query heads ``GROUP``.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * TILE
+    fact = facts + row // kv_heads * FACTS
+    middle = tl.load(fact + MIDDLE)
+    if first >= middle:
+        return
+    head = row % kv_heads
+    heads = tl.arange(0, PADDED)
+    dims = tl.arange(0, WIDE)
+    here = (heads < GROUP)[:, None] & (dims < DIM)[None, :]
+    from_query = query + tl.load(fact + TOKEN).to(tl.int64) * query_token
+    q_at = (head * GROUP + heads)[:, None] * query_head + dims[None, :]
+    q = tl.load(from_query + q_at, mask=here, other=0.0).to(tl.float32)
+    of_query = tl.maximum(tl.div_rn(tl.max(tl.abs(q), 1), MAX_CODE), LEAST_SCALE)
+    codes = tl.div_rn(q, tl.broadcast_to(of_query[:, None], [PADDED, WIDE])) + ROUNDER - ROUNDER
+    named = blocks + row // kv_heads * width + tl.load(fact + INIT)
+    many = tl.arange(0, TILE * ROWS)
+    inside = first + many // ROWS < middle
+    block = tl.load(named + first + many // ROWS, mask=inside, other=0).to(tl.int64)
+    at = coded + head * coded_head + block * coded_block + (many % ROWS) * coded_row
+    k_here = inside[None, :] & (dims < DIM)[:, None]
+    k = tl.load(at[None, :] + dims[:, None], mask=k_here, other=0)
+    if BOUNDS:
+        low = tl.load(at[None, :] + (DIM + dims)[:, None], mask=k_here, other=0)
+        sums = tl.dot(tl.maximum(codes, 0.0).to(tl.int8), k, out_dtype=tl.int32)
+        sums += tl.dot(tl.minimum(codes, 0.0).to(tl.int8), low, out_dtype=tl.int32)
+        scale_at = DIM // 2
+    else:
+        sums = tl.dot(codes.to(tl.int8), k, out_dtype=tl.int32)
+        scale_at = DIM // 4
+    most = tl.max(tl.reshape(sums, [PADDED, TILE, ROWS]), 2)
+    tile = first + tl.arange(0, TILE)
+    which = tl.load(named + tile, mask=tile < middle, other=0).to(tl.int64)
+    of_block = tl.load(
+        floats + head * float_head + which * float_block + scale_at, mask=tile < middle, other=0.0
+    )
+    out = most.to(tl.float32) * ((of_query * factor)[:, None] * of_block[None, :])
+    out_at = (row * GROUP + heads)[:, None] * candidates + tile[None, :]
+    tl.store(logits + out_at, out, mask=(heads < GROUP)[:, None] & (tile < middle)[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def choose_blocks(  # type: ignore[no-untyped-def]
+    facts, blocks, logits, scores, table, kv_heads, width, candidates, attended,
+    GROUP: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One program writes a row's table: the ids of its first blocks, of the best of its middle
+    ones, and of its last ones, all in the sequence's order.
+
+    Each query head's logits are made a distribution, and those of the group are added up. The
+    bits of positive numbers of single precision are in their order, so the least score that is
+    chosen is found bit by bit. Of blocks of that very score the first ones are chosen.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    fact = facts + row // kv_heads * FACTS
+    init = tl.load(fact + INIT)
+    middle = tl.load(fact + MIDDLE)
+    chosen = tl.load(fact + CHOSEN)
+    named = blocks + row // kv_heads * width
+    into = table + row * attended
+    mine = scores + row * candidates
+    heads = tl.arange(0, PADDED)
+    many = tl.arange(0, CHUNK)
+    from_logits = logits + (row * GROUP + heads)[:, None] * candidates + many[None, :]
+    top = tl.full([PADDED], float("-inf"), tl.float32)
+    total = tl.zeros([PADDED], tl.float32)
+    for first in range(0, middle, CHUNK):
+        there = (first + many < middle)[None, :]
+        some = tl.load(from_logits + first, mask=there & (heads < GROUP)[:, None], other=0.0)
+        some = tl.where(there, some, float("-inf"))
+        higher = tl.maximum(top, tl.max(some, 1))
+        total = total * tl.exp(top - higher) + tl.sum(tl.exp(some - higher[:, None]), 1)
+        top = higher
+    for first in range(0, middle, CHUNK):
+        there = (first + many < middle)[None, :] & (heads < GROUP)[:, None]
+        some = tl.load(from_logits + first, mask=there, other=0.0)
+        weights = tl.where(there, tl.exp(some - top[:, None]) / total[:, None], 0.0)
+        score = tl.sum(weights, 0)
+        score = tl.where(score > 0.0, score, 0.0)  # a NaN chooses nothing
+        tl.store(mine + first + many, score, mask=first + many < middle)
+    tl.debug_barrier()
+    early = tl.load(mine + many, mask=many < middle, other=0.0).to(tl.int32, bitcast=True)
+    early = tl.where(many < middle, early, -1)
+    least = 0
+    half = 1 << 30
+    for _ in range(31):
+        higher = least | half
+        half = half // 2
+        count = tl.sum((early >= higher).to(tl.int32), 0)
+        for first in range(CHUNK, middle, CHUNK):
+            there = first + many < middle
+            bits = tl.load(mine + first + many, mask=there, other=0.0).to(tl.int32, bitcast=True)
+            count += tl.sum((there & (bits >= higher)).to(tl.int32), 0)
+        least = tl.where(count >= chosen, higher, least)
+    above = tl.sum((early > least).to(tl.int32), 0)
+    for first in range(CHUNK, middle, CHUNK):
+        there = first + many < middle
+        bits = tl.load(mine + first + many, mask=there, other=0.0).to(tl.int32, bitcast=True)
+        above += tl.sum((there & (bits > least)).to(tl.int32), 0)
+    done = 0
+    alike = 0
+    for first in range(0, middle, CHUNK):
+        there = first + many < middle
+        bits = tl.load(mine + first + many, mask=there, other=0.0).to(tl.int32, bitcast=True)
+        same = (there & (bits == least)).to(tl.int32)
+        taken = (there & (bits > least)) | (
+            (same > 0) & (alike + tl.cumsum(same, 0) <= chosen - above)
+        )
+        place = done + tl.cumsum(taken.to(tl.int32), 0) - 1
+        block = tl.load(named + init + first + many, mask=taken, other=0)
+        tl.store(into + init + place, block, mask=taken)
+        done += tl.sum(taken.to(tl.int32), 0)
+        alike += tl.sum(same, 0)
+    for first in range(0, init, CHUNK):
+        there = first + many < init
+        block = tl.load(named + first + many, mask=there, other=0)
+        tl.store(into + first + many, block, mask=there)
+    rest = tl.load(fact + BLOCKS) - init - middle
+    for first in range(0, rest, CHUNK):
+        there = first + many < rest
+        block = tl.load(named + init + middle + first + many, mask=there, other=0)
+        tl.store(into + init + chosen + first + many, block, mask=there)
+
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def attend_rows(  # type: ignore[no-untyped-def]
-    query, keys, values, table, lengths, output, lse,
-    scale, softcap, kv_heads, width, share,
+    query, facts, keys, values, table, parts, lse,
+    scale, softcap, kv_heads, attended, share, query_token, query_head,
     key_block, key_token, key_head, key_dim,
     value_block, value_token, value_head, value_dim,
     GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     SIZE: tl.constexpr, TILE: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """One program attends a row's query heads to its blocks ``[split * share, + share)``.
+    """Program ``(row, split)`` attends the row's query heads to its blocks ``[split * share,
+    + share)``.
 
     It takes ``TILE`` tokens at a time of a block's ``SIZE``. ``SIZE``, ``TILE``, ``WIDE`` and
     ``PADDED`` are powers of two, at least 16; of ``WIDE`` coordinates ``DIM`` are real, of
     ``PADDED`` query heads ``GROUP``. Numerically stable in one pass (online softmax), in float32.
     """
     row = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
+    first = tl.program_id(1) * share * SIZE
+    fact = facts + row // kv_heads * FACTS
+    length = tl.load(fact + LENGTH)
+    if first >= length:
+        return
+    head = row % kv_heads
     heads = tl.arange(0, PADDED)
     dims = tl.arange(0, WIDE)
     tile = tl.arange(0, TILE)
     real = (heads < GROUP)[:, None] & (dims < DIM)[None, :]
-    at = row * GROUP + heads
-    q = tl.load(query + at[:, None] * DIM + dims[None, :], mask=real, other=0.0)
-    length = tl.load(lengths + row)
-    first = split * share
-    end = tl.minimum((first + share) * SIZE, length)
+    from_query = query + tl.load(fact + TOKEN).to(tl.int64) * query_token
+    q_at = (head * GROUP + heads)[:, None] * query_head + dims[None, :]
+    q = tl.load(from_query + q_at, mask=real, other=0.0)
+    end = tl.minimum(first + share * SIZE, length)
     top = tl.full([PADDED], float("-inf"), tl.float32)
     total = tl.zeros([PADDED], tl.float32)
     summed = tl.zeros([PADDED, WIDE], tl.float32)
-    for begin in range(first * SIZE, end, TILE):
-        named = tl.load(table + row * width + begin // SIZE).to(tl.int64)
-        block = named // kv_heads
-        head = named % kv_heads
+    for begin in range(first, end, TILE):
+        block = tl.load(table + row * attended + begin // SIZE).to(tl.int64)
         tokens = begin % SIZE + tile
         there = begin + tile < length
         k_at = block * key_block + tokens[None, :] * key_token + head * key_head
@@ -61,54 +268,49 @@ def attend_rows(  # type: ignore[no-untyped-def]
         )
         total = total * kept + tl.sum(weights, 1)
         top = higher
-    out = (row * tl.num_programs(1) + split) * GROUP + heads
-    tl.store(output + out[:, None] * DIM + dims[None, :], summed / total[:, None], mask=real)
+    out = (row * tl.num_programs(1) + tl.program_id(1)) * GROUP + heads
+    tl.store(parts + out[:, None] * DIM + dims[None, :], summed / total[:, None], mask=real)
     tl.store(lse + out, top + tl.log(total), mask=heads < GROUP)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def best_rows(  # type: ignore[no-untyped-def]
-    codes, scales, coded, floats, places, best, blocks,
-    coded_head, coded_block, coded_row, float_head, float_block,
-    GROUP: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, PLACED: tl.constexpr,
+def combine_rows(  # type: ignore[no-untyped-def]
+    facts, parts, lse, output, kv_heads, splits, share, output_token, output_head,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One program finds the best row of ``TILE`` blocks of a head, for each query head.
-
-    Whole numbers are multiplied and added without rounding. ``TILE * ROWS``, ``WIDE`` and
-    ``PADDED`` are powers of two, at least 32, 32 and 16; of ``WIDE`` codes ``WIDTH`` are real, of
-    ``PADDED`` query heads ``GROUP``.
-    """
-    head = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * TILE
-    heads = tl.arange(0, PADDED)
-    codes_of = tl.arange(0, WIDE)
-    q_there = (heads < GROUP)[:, None] & (codes_of < WIDTH)[None, :]
-    q_at = (head * GROUP + heads)[:, None] * WIDTH + codes_of[None, :]
-    q = tl.load(codes + q_at, mask=q_there, other=0)
-    many = tl.arange(0, TILE * ROWS)
-    at = first + many // ROWS
-    there = at < blocks
-    block = at.to(tl.int64)
-    if PLACED:
-        block = tl.load(places + head * blocks + at, mask=there, other=0)
-    row = coded + head * coded_head + block * coded_block + (many % ROWS) * coded_row
-    k_there = there[None, :] & (codes_of < WIDTH)[:, None]
-    k = tl.load(row[None, :] + codes_of[:, None], mask=k_there, other=0)
-    sums = tl.dot(q, k, out_dtype=tl.int32)
-    most = tl.max(tl.reshape(sums, [PADDED, TILE, ROWS]), 2)
-    tile = first + tl.arange(0, TILE)
-    inside = tile < blocks
-    which = tile.to(tl.int64)
-    if PLACED:
-        which = tl.load(places + head * blocks + tile, mask=inside, other=0)
-    of_block = tl.load(
-        floats + head * float_head + which * float_block + WIDTH // 4, mask=inside, other=0.0
-    )
-    of_query = tl.load(scales + head * GROUP + heads, mask=heads < GROUP, other=0.0)
-    out = most.to(tl.float32) * (of_query[:, None] * of_block[None, :])
-    out_at = (head * GROUP + heads)[:, None] * blocks + tile[None, :]
-    tl.store(best + out_at, out, mask=(heads < GROUP)[:, None] & inside[None, :])
+    """Program ``(row, query head)`` adds up the splits of ``attend_rows`` by their weights and
+    writes the token's output."""
+    row = tl.program_id(0).to(tl.int64)
+    one = tl.program_id(1)
+    fact = facts + row // kv_heads * FACTS
+    length = tl.load(fact + LENGTH)
+    if length == 0:
+        return
+    used = (length + share * SIZE - 1) // (share * SIZE)
+    dims = tl.arange(0, WIDE)
+    many = tl.arange(0, CHUNK)
+    top = float("-inf")
+    total = 0.0
+    summed = tl.zeros([WIDE], tl.float32)
+    for first in range(0, used, CHUNK):
+        there = first + many < used
+        at = (row * splits + first + many) * GROUP + one
+        weighs = tl.load(lse + at, mask=there, other=float("-inf"))
+        higher = tl.maximum(top, tl.max(weighs, 0))
+        weights = tl.exp(weighs - higher)
+        kept = tl.exp(top - higher)
+        some = tl.load(
+            parts + at[:, None] * DIM + dims[None, :],
+            mask=there[:, None] & (dims < DIM)[None, :],
+            other=0.0,
+        )
+        summed = summed * kept + tl.sum(some * weights[:, None], 0)
+        total = total * kept + tl.sum(weights, 0)
+        top = higher
+    token = tl.load(fact + TOKEN).to(tl.int64)
+    into = output + token * output_token + (row % kv_heads * GROUP + one) * output_head
+    tl.store(into + dims, (summed / total).to(output.dtype.element_ty), mask=dims < DIM)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]

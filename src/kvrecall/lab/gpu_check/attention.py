@@ -6,103 +6,104 @@ This part of the check uses no engine; ``servers.py`` has whole servers.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 
 import torch
 
-from kvrecall.attention.digest import DIGESTS, Layout, digests_of, encode
-from kvrecall.attention.kernels.device import Paged, attend_by_triton
-from kvrecall.attention.kernels.oracle import attend_plainly
-from kvrecall.attention.selection import (
-    CodedQuery,
-    ExactSelector,
-    best_products,
-    selector_of,
-    split_of,
+from kvrecall.attention.digest import DIGESTS, Digest, coded_width, encode
+from kvrecall.attention.kernels.device import (
+    Bucket,
+    DeviceStep,
+    Facts,
+    attend_by_triton,
+    choose_by_triton,
+    digest_by_triton,
+    search_by_triton,
 )
+from kvrecall.attention.kernels.oracle import attend_plainly, logits_plainly, table_plainly
+from kvrecall.attention.selection import split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.lab.gpu_check.outcome import CheckError
 
 BLOCK, KV_HEADS, GROUP, DIM = 128, 8, 4, 128
 """The attention of an 8B model of the Llama family: 32 query heads."""
 
-DIGEST_TOKENS = 16
-
 SHARES = (0.2, 0.02)
-"""Of the blocks, to choose: the default, and one for which a search narrows down."""
+"""Of the blocks, to choose: digests of 16 and of 8 keys."""
 
+_SCALE = DIM**-0.5
 _LENGTHS = (1, 127, 128, 129, 1000, 4097)
 _ROUNDS = 12
 
 
 def check_attention(device: torch.device) -> None:
-    """The Triton kernel agrees with the oracle. Raises CheckError."""
+    """The attention kernels agree with the oracle. Raises CheckError."""
     for dtype, allowed in ((torch.float32, 2e-3), (torch.float16, 5e-3), (torch.bfloat16, 3e-2)):
         for length in _LENGTHS:
-            query, paged = _cache(length, dtype)
-            want = attend_plainly(query, paged, DIM**-0.5)
-            there = Paged(*(t.to(device) for t in _parts(paged)))
-            got = attend_by_triton(query.to(device), there, DIM**-0.5, share=3)
-            error = float((got.output.cpu() - want.output).abs().max())
+            random = torch.Generator().manual_seed(length)
+            blocks = -(-length // BLOCK)
+            ids = torch.randperm(blocks, generator=random)
+            keys, values = (_randn(dtype, random, blocks, BLOCK, KV_HEADS, DIM) for _ in range(2))
+            query = _randn(dtype, random, 1, KV_HEADS * GROUP, DIM)
+            steps = [_step(place, ids, length) for place in (torch.device("cpu"), device)]
+            for step in steps:
+                step.table[:, :blocks] = ids.to(step.table)
+            want = attend_plainly(query, keys, values, steps[0], _SCALE)
+            output = torch.zeros_like(query, device=device)
+            on, ours, theirs = (each.to(device) for each in (query, keys, values))
+            attend_by_triton(on, ours, theirs, steps[1], output, _SCALE, share=3)
+            error = float((output.cpu().float() - want).abs().max())
             if not error <= allowed:
                 raise CheckError(f"attention over {length} tokens of {dtype} is off by {error:.3g}")
 
 
 def check_selection(device: torch.device, blocks: int = 512) -> float:
-    """The device selects the same blocks as the CPU, by digests of every kind. Returns the common
-    share, which rounding of uncoded digests may keep below 1. Raises CheckError below 0.98, and for
-    any fault of ``check_search``."""
-    check_search(device, blocks)
-    random = torch.Generator().manual_seed(0)
+    """The device codes digests, multiplies them with queries and selects blocks as the CPU does:
+    to the bit, except means, which add up in another order, and blocks of equal scores. Returns the
+    least share of the selected blocks that both select. Raises CheckError."""
     shares = []
     for kind in DIGESTS.values():
-        keys = torch.randn(KV_HEADS, blocks, BLOCK, DIM, generator=random)
-        query = torch.randn(KV_HEADS, GROUP, DIM, generator=random)
-        chosen = [
-            ExactSelector(kind).choose(
-                query.to(place),
-                [digests_of(kind, keys.to(place), DIGEST_TOKENS)],
-                blocks // 5,
-                DIM**-0.5,
-            )
-            for place in (torch.device("cpu"), device)
-        ]
-        pairs = zip(*(picked.cpu().tolist() for picked in chosen), strict=True)
-        shares += [len(set(a) & set(b)) / len(a) for a, b in pairs]
-    least = min(shares)
-    if least < 0.98:
-        raise CheckError(f"of the blocks the CPU chooses, the device chooses {least:.0%}")
-    return least
+        for share in SHARES:
+            shares.append(_check_search(device, blocks, kind, share))
+    return min(shares)
 
 
-def check_search(device: torch.device, blocks: int = 512) -> None:
-    """The engine's search over digests coded in eight bits: codes, products with a query and
-    selected blocks are bit-identical on device and CPU, except blocks of equal scores. Raises
-    CheckError."""
+def _check_search(device: torch.device, blocks: int, kind: Digest, share: float) -> float:
+    def require(holds: bool, what: str) -> None:
+        if not holds:
+            raise CheckError(f"the device {what} ({kind.name}, a share of {share})")
+
     random = torch.Generator().manual_seed(1)
-    keys = torch.randn(KV_HEADS, blocks, BLOCK, DIM, generator=random)
-    query = torch.randn(KV_HEADS, GROUP, DIM, generator=random)
-    for share in SHARES:
-        settings = RetrievalSettings(topk_share=share)
-        layout = settings.layout(BLOCK)
-        coded = encode(layout.rows_of(keys))
-        there = encode(layout.rows_of(keys.to(device)))
-        _require(torch.equal(there.cpu(), coded), "codes digests otherwise than the CPU", share)
-        best = _best(layout, query, coded)
-        same = torch.equal(_best(layout, query.to(device), there).cpu(), best)
-        _require(same, "finds other products of query and digests than the CPU", share)
-        chosen = [
-            selector_of(layout).choose(near, [rows], max(1, int(blocks * share)), DIM**-0.5).cpu()
-            for near, rows in ((query, coded), (query.to(device), there))
-        ]
-        _require(_as_good(best, *chosen), "chooses other blocks than the CPU", share)
-
-
-def _best(layout: Layout, query: torch.Tensor, coded: torch.Tensor) -> torch.Tensor:
-    """Products of the query with the best fine row of every block: ``[heads, group, blocks]``."""
-    point = CodedQuery(layout.kind.of_query(query))
-    return best_products(point, coded[:, :, layout.fine_rows], DIM**-0.5)
+    keys = _randn(torch.float32, random, blocks, BLOCK, KV_HEADS, DIM)
+    query = _randn(torch.float32, random, 1, KV_HEADS * GROUP, DIM)
+    ids = torch.randperm(blocks, generator=random)
+    layout = RetrievalSettings(topk_share=share).layout(BLOCK, narrows=False)
+    layout = dataclasses.replace(layout, kind=kind)
+    coded = _digests(device, blocks, layout.rows, kind)
+    digest_by_triton(keys.to(device), coded, ids.to(device), kind.name == "bounds")
+    here, want = coded.cpu(), encode(layout.rows_of(keys.permute(2, 0, 1, 3)))
+    apart = int((here[..., :-4].int() - want[..., :-4].int()).abs().max())
+    require(apart <= (kind.name == "mean"), "codes digests otherwise than the CPU")
+    count = max(1, int(blocks * share))
+    plain, step = (_step(at, ids, 0, count) for at in (torch.device("cpu"), device))
+    search_by_triton(query.to(device), coded, step, _SCALE, kind.name == "bounds")
+    (best, *_) = logits_plainly(query, here, kind, plain, _SCALE)
+    found = step.logits[:KV_HEADS, :, :blocks].cpu()
+    require(torch.equal(found, best), "finds other products of query and digests than the CPU")
+    choose_by_triton(step)
+    chosen = step.table[:KV_HEADS, :count].cpu()
+    (others,) = table_plainly([best], plain)
+    place = torch.empty(blocks, dtype=torch.int64)
+    place[ids] = torch.arange(blocks)
+    require(
+        bool(((chosen >= 0) & (chosen < blocks)).all())
+        and _as_good(best, place[others.long()], place[chosen.long()]),
+        "chooses other blocks than the CPU",
+    )
+    pairs = zip(chosen.tolist(), others.tolist(), strict=True)
+    return min(len(set(a) & set(b)) / len(b) for a, b in pairs)
 
 
 def _as_good(best: torch.Tensor, some: torch.Tensor, others: torch.Tensor) -> bool:
@@ -114,51 +115,41 @@ def _as_good(best: torch.Tensor, some: torch.Tensor, others: torch.Tensor) -> bo
     return torch.allclose(of_some, of_others, rtol=1e-5, atol=0)
 
 
-def _require(holds: bool, what: str, share: float) -> None:
-    if not holds:
-        raise CheckError(f"the device {what} (a share of {share})")
-
-
 def decode_times(device: torch.device, context: int) -> dict[str, float]:
-    """Milliseconds (medians) of a token's attention in one layer at ``context`` tokens: dense over
-    all blocks, and retrieval with its default settings, including its search over coded digests;
+    """Milliseconds (medians) of a token's attention in one layer at ``context`` tokens: over all
+    blocks, by the same kernels, and by retrieval with its default settings, including its search;
     and the share of the blocks that retrieval reads."""
     settings = RetrievalSettings()
     split = split_of(context, BLOCK, settings)
     if not split.chosen:
         raise CheckError(f"{context} tokens leave nothing to choose from")
-    blocks = split.blocks
-    shape = (blocks, BLOCK, KV_HEADS, DIM)
+    shape = (split.blocks, BLOCK, KV_HEADS, DIM)
     keys = torch.randn(shape, dtype=torch.bfloat16, device=device)
     values = torch.randn(shape, dtype=torch.bfloat16, device=device)
-    query = torch.randn(KV_HEADS, GROUP, DIM, dtype=torch.bfloat16, device=device)
-    layout = settings.layout(BLOCK)
-    middle = keys[split.init : split.local].permute(2, 0, 1, 3)
-    digests = encode(layout.rows_of(middle))
-    everything = torch.arange(blocks, dtype=torch.int32, device=device)
-    heads = torch.arange(KV_HEADS, dtype=torch.int32, device=device)[:, None]
-    outer = torch.cat([everything[: split.init], everything[split.local :]])
-    selector = selector_of(layout)
-
-    def attend(table: torch.Tensor) -> None:
-        lengths = torch.full((KV_HEADS,), table.shape[1] * BLOCK, dtype=torch.int32, device=device)
-        named = table * KV_HEADS + heads
-        attend_by_triton(query, Paged(keys, values, named, lengths), DIM**-0.5)
-
-    def dense() -> None:
-        attend(everything.expand(KV_HEADS, -1).contiguous())
+    query = torch.randn(1, KV_HEADS * GROUP, DIM, dtype=torch.bfloat16, device=device)
+    output = torch.empty_like(query)
+    layout = settings.layout(BLOCK, narrows=False)
+    coded = _digests(device, split.blocks, layout.rows, layout.kind)
+    ids = torch.arange(split.blocks)
+    bounds = layout.kind.name == "bounds"
+    digest_by_triton(keys, coded, ids.to(device), bounds)
+    whole = _step(device, ids, context)
+    whole.table[:, : split.blocks] = ids.to(whole.table)
+    length = split.attended_tokens
+    step = _step(device, ids, length, split.chosen, split.init, split.middle)
 
     def sparse() -> None:
-        choice = selector.choose(query, [digests], split.chosen, DIM**-0.5)
-        chosen = choice.sort(-1).values + split.init
-        attend(torch.cat([chosen.to(torch.int32), outer.expand(KV_HEADS, -1)], 1))
+        search_by_triton(query, coded, step, _SCALE, bounds)
+        choose_by_triton(step)
+        attend_by_triton(query, keys, values, step, output, _SCALE)
 
-    read = (split.chosen + outer.numel()) / blocks
     milliseconds = {
-        name: _median_ms(device, work)
-        for name, work in (("dense_ms", dense), ("retrieval_ms", sparse))
+        "dense_ms": _median_ms(
+            device, lambda: attend_by_triton(query, keys, values, whole, output, _SCALE)
+        ),
+        "retrieval_ms": _median_ms(device, sparse),
     }
-    return {**milliseconds, "blocks_read": round(read, 4)}
+    return {**milliseconds, "blocks_read": round(split.attended_blocks / split.blocks, 4)}
 
 
 def _median_ms(device: torch.device, work: Callable[[], None]) -> float:
@@ -178,18 +169,28 @@ def _synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _cache(length: int, dtype: torch.dtype) -> tuple[torch.Tensor, Paged]:
-    """Two rows of random keys in randomly placed blocks; two KV heads."""
-    random = torch.Generator().manual_seed(length)
-    width = -(-length // BLOCK)
-    blocks = torch.randperm(2 * width, generator=random).view(2, width).to(torch.int32)
-    table = blocks * 2 + torch.tensor([[0], [1]], dtype=torch.int32)
-    keys, values = (
-        torch.randn(2 * width, BLOCK, 2, DIM, generator=random).to(dtype) for _ in range(2)
-    )
-    query = torch.randn(2, GROUP, DIM, generator=random).to(dtype)
-    return query, Paged(keys, values, table, torch.tensor([length, length], dtype=torch.int32))
+def _randn(dtype: torch.dtype, random: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=random).to(dtype)
 
 
-def _parts(paged: Paged) -> tuple[torch.Tensor, ...]:
-    return paged.keys, paged.values, paged.table, paged.lengths
+def _digests(device: torch.device, blocks: int, rows: int, kind: Digest) -> torch.Tensor:
+    """Room for those of so many blocks, a block's together."""
+    size = (blocks, KV_HEADS, rows, coded_width(kind.parts * DIM))
+    return torch.zeros(size, dtype=torch.int8, device=device).transpose(0, 1)
+
+
+def _step(
+    device: torch.device,
+    ids: torch.Tensor,
+    length: int,
+    chosen: int = 0,
+    init: int = 0,
+    middle: int | None = None,
+) -> DeviceStep:
+    """The step of one sequence of these blocks, the batch's first; with blocks to choose all are
+    middle ones unless told."""
+    middle = (len(ids) if chosen else 0) if middle is None else middle
+    facts = [Facts(0, init, middle, chosen, len(ids), length)]
+    bucket = Bucket.of(facts, 0)
+    packed = torch.from_numpy(bucket.pack(facts, [ids.numpy()], []))
+    return DeviceStep(packed.to(device), bucket, KV_HEADS, GROUP)

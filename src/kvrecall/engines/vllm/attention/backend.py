@@ -92,7 +92,7 @@ class RetrievalAttention:
             )  # fmt: skip
         if sparse is not None and work.step is not None:
             sparse.digest(kv_cache, work.step.stale)
-        if sparse is not None and work.sparse_tokens is None:
+        if sparse is not None and not work.apart:
             return self._dense(layer, query, key, value, kv_cache, attn_metadata, output)
 
         def attend(places: Places, cache: torch.Tensor, metadata: Any) -> torch.Tensor:
@@ -104,10 +104,8 @@ class RetrievalAttention:
         if beside is not None:
             output[beside.tokens] = attend(beside.tokens, kv_cache, beside.metadata)
         if sparse is not None and work.step is not None and work.step.sequences:
-            found = sparse.attend(
-                query[work.sparse_tokens], kv_cache, work.step, self.scale, self.logits_soft_cap
-            )
-            output[work.sparse_tokens] = found.view_as(output[work.sparse_tokens])
+            heads = output.view(-1, *query.shape[1:])
+            sparse.attend(query, kv_cache, work.step, self.scale, self.logits_soft_cap, heads)
         for row in work.offloaded:
             if sparse is not None and not row.prefills:
                 continue
@@ -213,10 +211,9 @@ class RetrievalBuilder(ABC):
         if not sparse and not offloaded:
             return StepWork(step)
         starts = common.query_start_loc_cpu
-        places = starts[sparse].to(torch.int64).to(self._kernel.device)
         beside_sparse = self._without({*sparse, *offloaded}, common, rows)
         if not offloaded:
-            return StepWork(step, places, beside_sparse)
+            return StepWork(step, True, beside_sparse)
         offloaded_rows = tuple(
             OffloadedRow(
                 sequence,
@@ -229,7 +226,7 @@ class RetrievalBuilder(ABC):
             for at, sequence in offloaded.items()
         )
         beside_offloaded = self._without(offloaded, common, rows)
-        return StepWork(step, places, beside_sparse, offloaded_rows, beside_offloaded)
+        return StepWork(step, True, beside_sparse, offloaded_rows, beside_offloaded)
 
     def _without(
         self, taken: Collection[int], common: Any, rows: Sequence[BatchRow]

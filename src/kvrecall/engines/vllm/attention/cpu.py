@@ -6,7 +6,8 @@ every row becomes a sequence of its own, of one KV head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -20,15 +21,25 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from kvrecall.attention.digest import Layout, encode
 from kvrecall.attention.kernels.device import Addresses, Piece
 from kvrecall.attention.residency import Ints
 from kvrecall.attention.selection import OVERHEAD_BYTES
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
 from kvrecall.engines.vllm.attention.offloaded import Extent
-from kvrecall.engines.vllm.attention.step import KernelShape, OffloadedRow, RowKernel, SparseStep
+from kvrecall.engines.vllm.attention.step import (
+    KernelShape,
+    OffloadedRow,
+    RowKernel,
+    SparseSequence,
+    SparseStep,
+)
 from kvrecall.engines.vllm.device.base import Batch
 from kvrecall.errors import EngineError
 from kvrecall.pool.slots import ALIGNMENT
+
+_AT_ONCE = 64
+"""Blocks unpacked at a time while digesting."""
 
 Pack = Callable[[torch.Tensor], torch.Tensor]
 """Packs one block of one head: ``[tokens, dim]`` -> the elements of its half, flat."""
@@ -114,14 +125,30 @@ def write_tokens(
     ops.cpu_attn_reshape_and_cache(keys, values, *halves(kv_cache, True), slots, shape.isa)
 
 
+@dataclass(frozen=True, slots=True)
+class CpuPlan:
+    """``tokens``: int64, the sequences' places in the batch. ``table``: int32 ``[sequences *
+    kv_heads, width]``, whose chosen part every layer overwrites, from ``split.init`` on, before it
+    attends. ``seq_lens``: int32, tokens in each row's blocks; ``starts``: int32, 0, 1, 2 ... to the
+    number of rows; ``schedule``: vLLM's."""
+
+    tokens: torch.Tensor
+    table: torch.Tensor
+    seq_lens: torch.Tensor
+    starts: torch.Tensor
+    schedule: torch.Tensor
+
+
 class CpuKernel(RowKernel):
     """vLLM's CPU kernel."""
 
     device = torch.device("cpu")
+    chooses = False
     overhead_bytes = OVERHEAD_BYTES
 
     def __init__(self, shape: KernelShape) -> None:
         self.shape = shape
+        self._head = torch.arange(shape.kv_heads, dtype=torch.int32)[:, None]
 
     @cached_property
     def _reader(self) -> KeyReader:
@@ -153,19 +180,56 @@ class CpuKernel(RowKernel):
     def digests(self, blocks: int, rows: int, width: int) -> torch.Tensor:
         return torch.empty(self.shape.kv_heads, blocks, rows, width, dtype=torch.int8)
 
-    def plan(self, seq_lens: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        return schedule(self.shape, seq_lens, starts)
+    def digest(
+        self, kv_cache: torch.Tensor, block_ids: torch.Tensor, rows: torch.Tensor, layout: Layout
+    ) -> None:
+        for ids in torch.split(block_ids, _AT_ONCE):
+            rows[:, ids] = encode(layout.rows_of(self.read_keys(kv_cache, ids))).transpose(0, 1)
+
+    def plan(self, stale: torch.Tensor, sequences: Sequence[SparseSequence]) -> SparseStep:
+        if not sequences:
+            return SparseStep(stale, (), None)
+        heads = self.shape.kv_heads
+        width = max(sequence.split.attended_blocks for sequence in sequences)
+        table = torch.zeros(len(sequences) * heads, width, dtype=torch.int32)
+        head = torch.arange(heads, dtype=torch.int32)[:, None]
+        for at, sequence in enumerate(sequences):
+            split, blocks = sequence.split, sequence.table
+            rows = table[at * heads : (at + 1) * heads]
+            rows[:, : split.init] = blocks[: split.init] * heads + head
+            last = split.init + split.chosen
+            rows[:, last : split.attended_blocks] = (
+                blocks[split.local : split.blocks] * heads + head
+            )
+        lens = [sequence.split.attended_tokens for sequence in sequences]
+        seq_lens = torch.tensor(lens, dtype=torch.int32).repeat_interleave(heads)
+        starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32)
+        tokens = torch.tensor([sequence.token for sequence in sequences])
+        plan = CpuPlan(tokens, table, seq_lens, starts, schedule(self.shape, seq_lens, starts))
+        return SparseStep(stale, tuple(sequences), plan)
+
+    def choose(self, *args: object) -> None:
+        return
+
+    def enter(self, step: SparseStep, at: int, ids: torch.Tensor) -> None:
+        plan, heads, split = step.plan, self.shape.kv_heads, step.sequences[at].split
+        rows = plan.table[at * heads : (at + 1) * heads]
+        rows[:, split.init : split.init + split.chosen] = ids * heads + self._head
 
     def attend(
         self,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         step: SparseStep,
+        output: torch.Tensor,
         scale: float,
         softcap: float,
-    ) -> torch.Tensor:
-        rows = step.table, step.seq_lens, step.starts, step.plan
-        return attend(query, halves(kv_cache), *rows, scale, softcap)
+    ) -> None:
+        plan, shape = step.plan, self.shape
+        rows = query[plan.tokens].reshape(-1, shape.group, shape.head_dim)
+        told = plan.table, plan.seq_lens, plan.starts, plan.schedule
+        found = attend(rows, halves(kv_cache), *told, scale, softcap)
+        output[plan.tokens] = found.view(len(plan.tokens), *output.shape[1:])
 
 
 class KeyReader:

@@ -27,15 +27,13 @@ from kvrecall.engines.vllm.attention.offloaded import (
     digests_of_layer,
 )
 from kvrecall.engines.vllm.attention.step import RowKernel, SparseStep
+from kvrecall.engines.vllm.device import device_of
 
 CHECKSUM_BYTES = 8
 """Checksum bytes of a block's digests in a layer."""
 
 _SEEN_EVERY = 16
 """Selected blocks are recorded in one of this many sparse steps."""
-
-_AT_ONCE = 64
-"""Blocks unpacked at a time while digesting."""
 
 _SPARE = 64
 """Extra blocks to allocate when the memory must grow."""
@@ -64,33 +62,33 @@ class RetrievalLayer:
         self._kernel = kernel
         self._shape = shape = kernel.shape
         self._activity = activity
-        self._layout = settings.layout(shape.block_size)
+        self._layout = settings.layout(shape.block_size, narrows=not kernel.chooses)
         self._selector = selector_of(self._layout)
         if kernel.device.type == "cpu":
             int8.prepare()
         self._store: DigestStore | None = None
         self._checksums = torch.empty(0, CHECKSUM_BYTES, dtype=torch.uint8)
-        self._head = torch.arange(shape.kv_heads, dtype=torch.int32, device=kernel.device)[:, None]
         self._recalled: dict[str, RecalledBlocks] = {}
 
     def digest(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> None:
-        """Computes the digests of these blocks from the keys they hold. Must be full blocks."""
+        """Computes the digests of these blocks from the keys they hold: full blocks, on the host
+        or the kernel's device; negative numbers are none."""
         if not len(block_ids):
             return
-        store = self._store_for(kv_cache)
-        for ids in torch.split(block_ids.to(self._kernel.device), _AT_ONCE):
-            store.write(ids, self._digests_of(kv_cache, ids).transpose(0, 1))
+        store, ids = self._store_for(kv_cache), self._sent(block_ids)
+        self._kernel.digest(kv_cache, ids, store.rows, self._layout)
+        store.wrote(ids)
 
     def sign(self, block_ids: torch.Tensor) -> None:
         """These blocks, whose digests are fresh, go to the pool: stores their digests'
         checksums."""
-        ids = block_ids.to(self._kernel.device)
+        ids = self._sent(block_ids)
         self._checksums[ids] = checksums_of(self._rows[:, ids].transpose(0, 1))
 
     def damaged(self, block_ids: torch.Tensor) -> torch.Tensor:
         """The blocks among these, which came from the pool, whose digests are damaged. Accepts the
         digests of the others."""
-        ids = block_ids.to(self._kernel.device)
+        ids = self._sent(block_ids)
         assert self._store is not None
         self._store.wrote(ids)
         rows = self._store.rows[:, ids].transpose(0, 1)
@@ -156,58 +154,61 @@ class RetrievalLayer:
         step: SparseStep,
         scale: float,
         softcap: float = 0.0,
+        output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of the step's sparse tokens, in order: ``[sequences, heads, dim]``."""
-        shape = self._shape
+        """Writes the attention of the step's sparse tokens to their places in ``output``, and
+        returns it. ``query``, ``output``: ``[tokens, heads, dim]``, of the whole batch."""
+        output = torch.empty_like(query) if output is None else output
         self.choose(query, step, scale)
-        output = self._kernel.attend(
-            query.reshape(-1, shape.group, shape.head_dim), kv_cache, step, scale, softcap
-        )
-        return output.view(len(step.sequences), shape.heads, shape.head_dim)
+        self._kernel.attend(query, kv_cache, step, output, scale, softcap)
+        return output
 
     def choose(self, query: torch.Tensor, step: SparseStep, scale: float) -> None:
-        """Writes every sequence's selected blocks into the step's table, as ``attend`` does.
-        ``query``: ``[sequences, heads, dim]``."""
+        """Chooses every sequence's blocks, as ``attend`` does. ``query``: ``[tokens, heads,
+        dim]``."""
         assert self._store is not None
-        heads = self._shape.kv_heads
-        grouped = query.reshape(-1, self._shape.group, self._shape.head_dim)
-        activity = self._activity
+        kernel, shape, activity = self._kernel, self._shape, self._activity
+        heads = shape.kv_heads
+        kernel.choose(query, step, self._store.rows, self._layout, scale)
         for at, sequence in enumerate(step.sequences):
-            rows = slice(at * heads, (at + 1) * heads)
             split, offloaded = sequence.split, sequence.offloaded
+            activity.layers_sparse += 1
+            activity.blocks_considered += split.middle * heads
+            activity.blocks_selected += split.chosen * heads
+            activity.blocks_attended += split.attended_blocks * heads
             if offloaded is not None:
                 recalled = self._recalled[offloaded.key]
                 runs = [recalled.digests]
                 if offloaded.count < split.middle:
-                    runs.append(self._store.part(sequence.blocks[offloaded.count :]))
+                    ids = self._sent(sequence.blocks[offloaded.count :])
+                    runs.append(self._store.part(ids))
+            elif kernel.chooses:
+                continue
             elif sequence.runs:
                 runs = [self._store.part(slice(first, end)) for first, end in sequence.runs]
             else:
                 runs = [self._store.part(sequence.blocks[sequence.places])]
             digests = [digests for digests, _ in runs]
             coarse = [coarse for _, coarse in runs if coarse is not None]
-            chosen = self._selector.choose(
-                grouped[rows], digests, split.chosen, scale, coarse or None
-            )
+            grouped = query[sequence.token].reshape(heads, shape.group, shape.head_dim)
+            chosen = self._selector.choose(grouped, digests, split.chosen, scale, coarse or None)
             if offloaded is None:
                 chosen = sequence.places[chosen]
             # In the sequence's order, so that the sum does not depend on where the blocks lie.
-            places = chosen.sort(-1).values
+            places = chosen.sort(-1).values.cpu()  # a device is waited for here
             ids = sequence.blocks[places]
             if offloaded is not None:
                 left = places < offloaded.count
-                slots = recalled.fetch(places.cpu().numpy(), left.cpu().numpy())
-                into = offloaded.slots[torch.from_numpy(slots)].to(places.device)
-                ids = torch.where(left, into, ids)
-            step.table[rows, split.init : split.init + split.chosen] = ids * heads + self._head
-            activity.layers_sparse += 1
-            activity.blocks_considered += split.middle * heads
-            activity.blocks_selected += split.chosen * heads
-            activity.blocks_attended += split.attended_blocks * heads
+                slots = recalled.fetch(places.numpy(), left.numpy())
+                ids = torch.where(left, offloaded.slots[torch.from_numpy(slots)], ids)
+            kernel.enter(step, at, ids)
             if self._note is not None and activity.steps_sparse % _SEEN_EVERY == 1:
                 middle = np.arange(split.init, split.local)
-                seen = places.cpu().numpy() + split.init
-                self._note(middle, seen, split.blocks)
+                self._note(middle, places.numpy() + split.init, split.blocks)
+
+    def _sent(self, ids: torch.Tensor) -> torch.Tensor:
+        device = self._kernel.device
+        return ids if ids.device == device else device_of(device).send(ids)
 
     def _digests_of(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         """Digests in storage form: int8 ``[blocks, kv_heads, rows, width]``."""

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
+from kvrecall.attention.digest import Layout
 from kvrecall.attention.kernels.device import Addresses, Piece
 from kvrecall.attention.residency import Ints
 from kvrecall.attention.selection import Gate, Split, split_of
@@ -68,49 +69,38 @@ class BatchRow:
 class SparseSequence:
     """One decoded token and the middle blocks to choose from.
 
-    ``row``: the request's place in the batch. ``blocks``: int32 ids of the middle blocks, in the
-    sequence's order. Candidates are in the order of their ids: ``places`` says which of ``blocks``
-    each is, ``runs`` gives their ids as half-open ranges, none if they are too scattered.
-    ``offloaded``: if its leading middle blocks are off the device; their ids then mean nothing, and
-    there are no ``places`` and ``runs``.
+    ``row``: the request's place in the batch, ``token``: its token's. ``table``: int32 ids of all
+    its blocks, ``blocks``: of the middle ones, in the sequence's order, on the host. Candidates are
+    in the order of their ids: ``places`` says which of ``blocks`` each is, ``runs`` gives their ids
+    as half-open ranges, none if they are too scattered. ``offloaded``: if its leading middle blocks
+    are off the device; their ids then mean nothing, and there are no ``places`` and ``runs``; nor
+    are there if the kernel ``chooses``.
     """
 
     row: int
+    token: int
     split: Split
-    blocks: torch.Tensor
+    table: torch.Tensor
     places: torch.Tensor
     runs: tuple[tuple[int, int], ...]
     offloaded: OffloadedSequence | None = None
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        return self.table[self.split.init : self.split.local]
 
 
 @dataclass(frozen=True, slots=True)
 class SparseStep:
     """What every sparse layer does in a step; the same for all, so it is made once.
 
-    ``stale``: blocks whose digests must be computed first. ``table``: int32
-    ``[sequences * kv_heads, width]``; every layer overwrites the chosen part of each row, from
-    ``split.init`` on, before it attends. ``seq_lens``: int32, tokens in each row's blocks;
-    ``starts``: int32, 0, 1, 2 ... to the number of rows; ``plan``: the kernel's own.
+    ``stale``: blocks whose digests must be computed first, on the kernel's device; negative
+    numbers are none. ``plan``: the kernel's own.
     """
 
     stale: torch.Tensor
     sequences: tuple[SparseSequence, ...]
-    table: torch.Tensor
-    seq_lens: torch.Tensor
-    starts: torch.Tensor
     plan: Any
-
-    def on(self, device: torch.device) -> SparseStep:
-        """The same with its tensors there."""
-        if device.type == "cpu":
-            return self
-        sequences = tuple(
-            replace(one, blocks=one.blocks.to(device), places=one.places.to(device))
-            for one in self.sequences
-        )
-        table, seq_lens = self.table.to(device), self.seq_lens.to(device)
-        stale, starts = self.stale.to(device), self.starts.to(device)
-        return SparseStep(stale, sequences, table, seq_lens, starts, self.plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +131,14 @@ class OffloadedRow:
 class StepWork:
     """What layers do in a step beside, or instead of, dense attention of the whole batch.
 
-    ``sparse_tokens``: places in the batch of the tokens of ``step``'s sequences; None if all of the
-    batch is attended to densely, on the device. ``beside_sparse``, ``beside_offloaded``: what a
+    ``apart``: whether some of the batch is attended to by itself; otherwise all of it densely, on
+    the device. ``beside_sparse``, ``beside_offloaded``: what a
     sparse layer attends to densely on the device, and what a dense layer does where sequences are
     ``offloaded``; None if nothing.
     """
 
     step: SparseStep | None
-    sparse_tokens: torch.Tensor | None = None
+    apart: bool = False
     beside_sparse: DensePart | None = None
     offloaded: tuple[OffloadedRow, ...] = ()
     beside_offloaded: DensePart | None = None
@@ -161,6 +151,9 @@ class RowKernel(ABC):
 
     shape: KernelShape
     device: torch.device
+    chooses: bool
+    """Whether it chooses the blocks of all sequences on the device at once: by an exact search that
+    reads digests where they lie. Otherwise the layer does, sequence by sequence."""
     overhead_bytes: int
     """See ``Gate``."""
 
@@ -182,8 +175,32 @@ class RowKernel(ABC):
         """Room for those of so many blocks: int8 ``[kv_heads, blocks, rows, width]``."""
 
     @abstractmethod
-    def plan(self, seq_lens: torch.Tensor, starts: torch.Tensor) -> Any:
-        """The ``plan`` of a SparseStep with these ``seq_lens`` and ``starts``, on the host."""
+    def digest(
+        self, kv_cache: torch.Tensor, block_ids: torch.Tensor, rows: torch.Tensor, layout: Layout
+    ) -> None:
+        """Writes the coded digests of these blocks, int64 on the device or negative for none, into
+        ``rows``: int8 ``[kv_heads, blocks, rows, width]``."""
+
+    @abstractmethod
+    def plan(self, stale: torch.Tensor, sequences: Sequence[SparseSequence]) -> SparseStep:
+        """The step of these sequences; ``stale`` is on the host."""
+
+    @abstractmethod
+    def choose(
+        self,
+        query: torch.Tensor,
+        step: SparseStep,
+        rows: torch.Tensor,
+        layout: Layout,
+        scale: float,
+    ) -> None:
+        """Chooses the blocks of the step's sequences on the device, if it ``chooses``. ``query``:
+        ``[tokens, heads, dim]``; ``rows``: of ``digest``."""
+
+    @abstractmethod
+    def enter(self, step: SparseStep, at: int, ids: torch.Tensor) -> None:
+        """The step's sequence ``at`` attends to these middle blocks: ids ``[kv_heads, chosen]``, on
+        the host."""
 
     @abstractmethod
     def attend(
@@ -191,11 +208,12 @@ class RowKernel(ABC):
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         step: SparseStep,
+        output: torch.Tensor,
         scale: float,
         softcap: float,
-    ) -> torch.Tensor:
-        """``query``: contiguous ``[rows, group, dim]``; ``softcap``: bounds logits, 0: not.
-        Returns the query's shape and dtype."""
+    ) -> None:
+        """Writes the attention of the step's tokens to their places in ``output``. ``query``,
+        ``output``: ``[tokens, heads, dim]``; ``softcap``: bounds logits, 0: not."""
 
 
 class Freshness:
@@ -275,7 +293,8 @@ class StepPlanner:
         self._activity.steps += 1
         stale = []
         sequences = []
-        for index, row in enumerate(rows):
+        firsts = accumulate((row.query_tokens for row in rows), initial=0)
+        for index, (row, token) in enumerate(zip(rows, firsts, strict=False)):
             if self._settings.regime(row.tokens) is Regime.DENSE:
                 continue
             split = split_of(row.tokens, self._shape.block_size, self._settings)
@@ -288,47 +307,21 @@ class StepPlanner:
             stale.append(self._freshness.take_stale(block_table[index, first:full]))
             if not row.decodes:
                 continue
-            middle = block_table[index, split.init : split.local]
-            if sequence is None:
-                sequences.append(SparseSequence(index, split, middle, *_runs_of(middle)))
-            else:
-                none = torch.empty(0, dtype=torch.int64)
-                sequences.append(SparseSequence(index, split, middle, none, (), sequence))
-                self._activity.sequences_offloaded += 1
+            table = block_table[index, : split.blocks]
+            order: tuple[torch.Tensor, Any] = torch.empty(0, dtype=torch.int64), ()
+            if sequence is None and not self._kernel.chooses:
+                order = _runs_of(table[split.init : split.local])
+            sequences.append(SparseSequence(index, token, split, table, *order, sequence))
+            self._activity.sequences_offloaded += sequence is not None
         if not stale:
             return None
         digested = torch.cat(stale)
         self._activity.blocks_digested += len(digested)
-        if not sequences:
-            none = torch.empty(0, dtype=torch.int32)
-            made = SparseStep(digested, (), none, none, none, None)
-            return made.on(self._kernel.device) if len(digested) else None
-        self._activity.steps_sparse += 1
+        if not sequences and not len(digested):
+            return None
+        self._activity.steps_sparse += bool(sequences)
         self._activity.sequences_sparse += len(sequences)
-        return self._step(digested, sequences, block_table)
-
-    def _step(
-        self, stale: torch.Tensor, sequences: list[SparseSequence], block_table: torch.Tensor
-    ) -> SparseStep:
-        heads = self._shape.kv_heads
-        width = max(sequence.split.attended_blocks for sequence in sequences)
-        table = torch.zeros(len(sequences) * heads, width, dtype=torch.int32)
-        head = torch.arange(heads, dtype=torch.int32)[:, None]
-        for at, sequence in enumerate(sequences):
-            split = sequence.split
-            blocks = block_table[sequence.row]
-            rows = table[at * heads : (at + 1) * heads]
-            rows[:, : split.init] = blocks[: split.init] * heads + head
-            last = split.init + split.chosen
-            rows[:, last : split.attended_blocks] = (
-                blocks[split.local : split.blocks] * heads + head
-            )
-        lens = [sequence.split.attended_tokens for sequence in sequences]
-        seq_lens = torch.tensor(lens, dtype=torch.int32).repeat_interleave(heads)
-        starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32)
-        plan = self._kernel.plan(seq_lens, starts)
-        made = SparseStep(stale, tuple(sequences), table, seq_lens, starts, plan)
-        return made.on(self._kernel.device)
+        return self._kernel.plan(digested, sequences)
 
 
 def _runs_of(middle: torch.Tensor) -> tuple[torch.Tensor, tuple[tuple[int, int], ...]]:

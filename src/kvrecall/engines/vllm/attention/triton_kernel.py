@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvrecall.attention.kernels.device import Addresses, Paged, Piece, attend_by_triton
+from kvrecall.attention.digest import Layout
+from kvrecall.attention.kernels.device import (
+    Addresses,
+    Bucket,
+    DeviceStep,
+    Facts,
+    Piece,
+    attend_by_triton,
+    choose_by_triton,
+    digest_by_triton,
+    search_by_triton,
+)
 from kvrecall.attention.selection import DEVICE_OVERHEAD_BYTES
-from kvrecall.engines.vllm.attention.step import KernelShape, OffloadedRow, RowKernel, SparseStep
+from kvrecall.engines.vllm.attention.step import (
+    KernelShape,
+    OffloadedRow,
+    RowKernel,
+    SparseSequence,
+    SparseStep,
+)
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.errors import EngineError
 
@@ -18,14 +35,20 @@ from kvrecall.errors import EngineError
 class TritonKernel(RowKernel):
     """Our own kernel. Cache of any strides, blocks of a power of two of tokens."""
 
+    chooses = True
     overhead_bytes = DEVICE_OVERHEAD_BYTES
 
     def __init__(self, shape: KernelShape, device: torch.device) -> None:
-        """Raises EngineError for blocks that it cannot read."""
+        """Raises EngineError for blocks and heads that it cannot read."""
         if shape.block_size < 16 or shape.block_size & (shape.block_size - 1):
             raise EngineError(
                 f"retrieval attention on {device.type} needs a block size that is a power of two "
                 f"of at least 16, and it is {shape.block_size}; pass --block-size 128"
+            )
+        if shape.head_dim % 4:
+            raise EngineError(
+                f"retrieval attention on {device.type} needs heads of a multiple of 4, and they "
+                f"have {shape.head_dim}. Remove `retrieval` from VLLM_PLUGINS"
             )
         self.shape = shape
         self.device = device
@@ -51,22 +74,58 @@ class TritonKernel(RowKernel):
         size = (blocks, self.shape.kv_heads, rows, width)
         return torch.empty(size, dtype=torch.int8, device=self.device).transpose(0, 1)
 
-    def plan(self, seq_lens: torch.Tensor, starts: torch.Tensor) -> None:
-        return None
+    def digest(
+        self, kv_cache: torch.Tensor, block_ids: torch.Tensor, rows: torch.Tensor, layout: Layout
+    ) -> None:
+        digest_by_triton(self._halves(kv_cache)[0], rows, block_ids, layout.kind.name == "bounds")
+
+    def plan(self, stale: torch.Tensor, sequences: Sequence[SparseSequence]) -> SparseStep:
+        """All that the kernels read is sent at once."""
+        facts = [_facts_of(sequence) for sequence in sequences]
+        bucket = Bucket.of(facts, len(stale))
+        tables = [sequence.table.numpy() for sequence in sequences]
+        packed = torch.from_numpy(bucket.pack(facts, tables, stale.numpy()))
+        there = device_of(self.device).send(packed)
+        plan = DeviceStep(there, bucket, self.shape.kv_heads, self.shape.group)
+        return SparseStep(plan.stale, tuple(sequences), plan)
+
+    def choose(
+        self,
+        query: torch.Tensor,
+        step: SparseStep,
+        rows: torch.Tensor,
+        layout: Layout,
+        scale: float,
+    ) -> None:
+        search_by_triton(query, rows, step.plan, scale, layout.kind.name == "bounds")
+        choose_by_triton(step.plan)
+
+    def enter(self, step: SparseStep, at: int, ids: torch.Tensor) -> None:
+        heads, init = self.shape.kv_heads, step.sequences[at].split.init
+        rows = step.plan.table[at * heads : (at + 1) * heads]
+        rows[:, init : init + ids.shape[1]] = device_of(self.device).send(ids)
 
     def attend(
         self,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         step: SparseStep,
+        output: torch.Tensor,
         scale: float,
         softcap: float,
-    ) -> torch.Tensor:
-        keys, values = torch.split(kv_cache.transpose(1, 2), self.shape.head_dim, -1)
-        part = attend_by_triton(
-            query, Paged(keys, values, step.table, step.seq_lens), scale, softcap
-        )
-        return part.output.to(query.dtype)
+    ) -> None:
+        keys, values = self._halves(kv_cache)
+        attend_by_triton(query, keys, values, step.plan, output, scale, softcap)
+
+    def _halves(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Keys and values: ``[blocks, tokens, kv_heads, dim]``."""
+        return torch.split(kv_cache.transpose(1, 2), self.shape.head_dim, -1)
+
+
+def _facts_of(sequence: SparseSequence) -> Facts:
+    split, token = sequence.split, sequence.token
+    length = split.attended_tokens
+    return Facts(token, split.init, split.middle, split.chosen, split.blocks, length)
 
 
 class CopiedLayer:

@@ -104,7 +104,9 @@ class AcceleratorDevice(Device):
         read: the driver copies then."""
         extent = (piece.count - 1) * piece.step + piece.nbytes
         if all(lock.has(sources, extent) for lock in self._locks.values()):
-            kernels.move(sources, targets, piece, self._device)
+            if len(sources):
+                both = self.send(torch.from_numpy(np.stack([sources, targets])))
+                kernels.move(both, piece)
         else:
             # Not on the engine's stream, which may be the default one: it takes no batch.
             if self._moves is None:
@@ -112,6 +114,16 @@ class AcceleratorDevice(Device):
             self._moves.wait(self.current().record())
             self._moves.copy(Batch.of_pieces(sources, targets, piece))
             self.current().wait(self._moves.record())
+
+    def send(self, values: torch.Tensor) -> torch.Tensor:
+        """By way of locked memory, which torch keeps until the copy is done: a copy from other
+        memory waits for the stream."""
+        return values.pin_memory().to(self._device, non_blocking=True)
+
+    def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
+        here = torch.empty_like(values, device="cpu", pin_memory=True)
+        here.copy_(values, non_blocking=True)
+        return here, self.current().record()
 
     def lock(self, memory: torch.Tensor, populated: Callable[[], int]) -> None:
         lock = PageLock(memory, self._device, populated)

@@ -105,6 +105,16 @@ class Device(ABC):
         the engine's stream. Addresses as of ``Batch``."""
 
     @abstractmethod
+    def send(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy of host values on the device, queued on the engine's stream. Does not wait for
+        what is queued, and the values may change at once."""
+
+    @abstractmethod
+    def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
+        """A copy of a device tensor on the host, queued on the engine's stream; complete once the
+        event is reached."""
+
+    @abstractmethod
     def lock(self, memory: torch.Tensor, populated: Callable[[], int]) -> None:
         """Page-locks host memory, uint8 ``[bytes]``, for the device, as far as it is populated.
         ``populated``: how many of the leading bytes have pages, which may grow.

@@ -105,6 +105,20 @@ class CountingDevice(Device):
         self._counts.add(Batch.of_pieces(sources, targets, piece), calls=2)
         self._device.move(sources, targets, piece)
 
+    def send(self, values: torch.Tensor) -> torch.Tensor:
+        self._count_one(values)
+        return self._device.send(values)
+
+    def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
+        self._count_one(values)
+        here, event = self._device.fetch(values)
+        return here, CountingEvent(event, self._counts)
+
+    def _count_one(self, values: torch.Tensor) -> None:
+        self._counts.calls += 1
+        self._counts.items += 1
+        self._counts.nbytes += values.nbytes
+
     def lock(self, memory: torch.Tensor, populated: Callable[[], int]) -> None:
         self._device.lock(memory, populated)
 
