@@ -21,6 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.config import DiskConfig, RecallSettings
 from kvrecall.engines.base import HANDOVER
+from kvrecall.engines.vllm.connector.saver import Computed
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
 from kvrecall.engines.vllm.connector.wire import EngineFacts, StepOrders, StepReport
 from kvrecall.pool import Pool
@@ -74,20 +75,25 @@ class Bench:
         init_none_hash(sha256_cbor)
         self.hasher = get_request_block_hasher(BLOCK, sha256_cbor)
 
-    def request(self, name: str, tokens: int, first: int = 0, told: Any = None) -> Request:
+    def request(
+        self, name: str, tokens: int, first: int = 0, told: Any = None, salt: str | None = None
+    ) -> Request:
         params = SamplingParams(max_tokens=100)
         params.update_from_generation_config({}, eos_token_id=1)
         prompt = list(range(first, first + tokens))
-        request = Request(name, prompt, params, None, block_hasher=self.hasher)
+        request = Request(name, prompt, params, None, cache_salt=salt, block_hasher=self.hasher)
         request.kv_transfer_params = told
         self.blocks[name] = list(range(1, 200))
         self.side.admit(request)
         return request
 
-    def step(self, request: Request, tokens: int) -> StepOrders:
-        scheduled = SimpleNamespace(num_scheduled_tokens={request.request_id: tokens})
-        orders = self.side.orders(scheduled, self.pool.arena_handle())
-        request.num_computed_tokens += tokens
+    def step(self, request: Request, tokens: int, *others: Request) -> StepOrders:
+        requests = (request, *others)
+        scheduled = {one.request_id: tokens for one in requests}
+        output = SimpleNamespace(num_scheduled_tokens=scheduled)
+        orders = self.side.orders(output, self.pool.arena_handle())
+        for one in requests:
+            one.num_computed_tokens += tokens
         return orders
 
     def report(self, orders: StepOrders, ranks: int = 2, failed: bool = False) -> None:
@@ -519,9 +525,9 @@ def test_a_decoding_sequence_is_looked_at_where_it_completes_a_block(
     looks: list[int] = []
     save = bench.side._saver.save
 
-    def watched(state: Any, tokens: int, *more: Any, **named: Any) -> bool:
-        looks.append(tokens)
-        return save(state, tokens, *more, **named)
+    def watched(computed: Sequence[Computed]) -> bool:
+        looks.extend(one.tokens for one in computed)
+        return save(computed)
 
     monkeypatch.setattr(bench.side._saver, "save", watched)
     saved: list[tuple[int, int]] = []
@@ -534,6 +540,47 @@ def test_a_decoding_sequence_is_looked_at_where_it_completes_a_block(
     assert saved == [(48, 3), (64, 4), (80, 5)]
     # Once behind the prompt, to learn how far the block's end is.
     assert looks == [40, 41, 48, 64, 80]
+
+
+def test_the_blocks_of_a_step_are_reserved_and_ordered_together(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call for each tenant, one store; a store that failed ends the chains of all."""
+    bench = Bench(pool, replace(FACTS, copies_in_step=True, ranks=1))
+    requests = [bench.request(str(i), 40, first=1000 * i) for i in range(5)]
+    salted = bench.request("salted", 40, salt="ann")
+    bench.report(bench.step(*requests[:1], 40, *requests[1:], salted), ranks=1)
+    asked: list[int] = []
+    reserve = pool.reserve
+
+    def watched(keys: Sequence[BlockKey], *more: Any) -> Any:
+        asked.append(len(keys))
+        return reserve(keys, *more)
+
+    monkeypatch.setattr(pool, "reserve", watched)
+    for turn in (1, 2):
+        for place in range(BLOCK):
+            for one in (*requests, salted):
+                one.append_output_token_ids(2)
+            orders = bench.step(*requests[:1], 1, *requests[1:], salted)
+            assert (len(orders.stores), len(stored(orders))) == ((1, 6) if place == 7 else (0, 0))
+            bench.report(orders, ranks=1, failed=turn == 2)
+        assert asked == [5, 1] * turn
+    assert {bench.side.state_of(one.request_id).closed for one in requests} == {True}
+    assert all(pool.find(bench.side.saved(one.request_id)).blocks == 3 for one in requests)
+
+
+def test_requests_that_end_before_they_complete_a_block_leave_nothing(pool: Pool) -> None:
+    bench = Bench(pool, replace(FACTS, copies_in_step=True, ranks=1))
+    for number in range(3 * BLOCK):
+        request = bench.request(str(number), 8, first=100 * number)
+        bench.step(request, 8)
+        request.append_output_token_ids(2)
+        bench.step(request, 1)
+        request.status = RequestStatus.FINISHED_ABORTED
+        bench.side.finished(request, (bench.blocks[request.request_id],))
+    assert sum(map(len, bench.side._rests.values())) <= BLOCK
+    assert not bench.side._idle
 
 
 def test_a_refused_block_is_tried_again_before_the_next_one_is_complete() -> None:

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from support.terms_contract import TermsContract
 
 from kvrecall.config import DiskConfig, PoolConfig, PoolTerms
 from kvrecall.pool import Pool
-from kvrecall.pool.base import PoolClient
+from kvrecall.pool.base import PoolClient, Verdict
 from kvrecall.testing.blocks import chain, namespace
 from kvrecall.testing.pool_contract import (
     BLOCK_BYTES,
@@ -53,3 +54,24 @@ def test_hanging_blocks_keep_their_parents_and_depths_through_a_restart(tmp_path
                 assert (blocks[key].parent, blocks[key].depth) == place
             assert [blocks[key].parent for key in keys] == [None, *keys[:-1]]
             engine.close()
+
+
+def test_chains_reserved_in_one_call_are_cut_where_the_policy_refuses_a_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only the chain of the block that it does not admit."""
+    one, two, full = (chain(NAMESPACE, 3, name) for name in ("one", "two", "full"))
+    with Pool.open(PoolConfig(6 * SLOT_BYTES)) as pool:
+        pool.register(NAMESPACE, BLOCK_BYTES)
+        engine = Engine(pool)
+        engine.save([*full, *chain(NAMESPACE, 3, "more")])
+        monkeypatch.setattr(pool._host, "admits", lambda key, parent, depth: key != one[1])
+        answers = pool.reserve([*one, *two], parents=[None, *one[:-1], None, *two[:-1]])
+        assert [answer.verdict for answer in answers] == [
+            Verdict.RESERVED, Verdict.REFUSED, Verdict.REFUSED, *[Verdict.RESERVED] * 3
+        ]  # fmt: skip
+        pool.commit([one[0], *two])
+        blocks = {block.key: block for block in pool.host_blocks()}
+        assert [blocks[key].depth for key in two] == [0, 1, 2]
+        assert [blocks[key].parent for key in two] == [None, *two[:-1]]
+        engine.close()

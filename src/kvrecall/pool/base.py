@@ -223,9 +223,11 @@ class PoolClient(Protocol):
 
         ``parent``: key before ``keys[0]`` if the chain starts in the middle of a sequence.
 
-        ``parents``: one for each key that is no link of a chain but *hangs* on one, as a window or
-        a state does: the block of the chain without which it is worth nothing. Reserve the chain
-        first. Raises ValueError if it is of another length, or given together with ``parent``.
+        ``parents``: one for each key, if they are not one chain. Of a link of a chain: the key
+        before it, None for the first; so that the chains of many sequences, one after the other,
+        take one call. Of a block that *hangs* on a chain, as a window or a state does: the block
+        of the chain without which it is worth nothing; reserve the chain first. Raises ValueError
+        if it is of another length, or given together with ``parent``.
         """
 
     def commit(self, keys: Sequence[BlockKey]) -> None:

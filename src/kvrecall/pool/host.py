@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvrecall.block import SHARED, BlockKey, Tenant, TierName
@@ -65,13 +64,15 @@ class HostStore(Residents[Block]):
         self.slots.give(block.slot_bytes, block.offset)
         self.accounts.refund(block.tenant, block.slot_bytes)
 
-    def publish(self, block: Block) -> None:
-        """Makes a filled block visible."""
-        base = self.slots.extent_of(block.slot_bytes, block.offset)
-        pinned = block.key in self.pins and self.may_pin(block)
-        self.insert(block, base, self.now(), pinned)
-        if block.stored:
-            self.stored[block.slot_bytes] += 1
+    def publish(self, blocks: Iterable[Block]) -> None:
+        """Makes filled blocks visible."""
+        now = self.now()
+        for block in blocks:
+            base = self.slots.extent_of(block.slot_bytes, block.offset)
+            pinned = block.key in self.pins and self.may_pin(block)
+            self.insert(block, base, now, pinned)
+            if block.stored:
+                self.stored[block.slot_bytes] += 1
 
     def withdraw(self, block: Block) -> None:
         """Makes a block invisible; the caller frees its slot, after a write in flight."""
@@ -121,23 +122,60 @@ class Evictor:
         self._marks = terms.host_marks
         self._trimming = False
 
-    def allocate(
-        self, nbytes: int, count: int, tenant: Tenant = SHARED, blocks: Sequence[Block] = ()
-    ) -> list[int]:
+    def allocate(self, nbytes: int, count: int, tenant: Tenant = SHARED) -> list[int]:
         """Offsets of slots for ``count`` blocks of a tenant, ascending; fewer if there is not
-        enough space, or the tenant's limit is reached. If ``blocks`` names them, evicts only for
-        those that the eviction policy admits."""
-        host, slot_bytes = self._host, slot_bytes_of(nbytes)
+        enough space, or the tenant's limit is reached."""
+        slot_bytes = slot_bytes_of(nbytes)
         count = self._within_limit(tenant, slot_bytes, count)
-        offsets = host.take(slot_bytes, count, tenant)
-        if blocks:
-            wanted = itertools.takewhile(
-                lambda block: host.admits(block.key, block.parent, block.depth),
-                blocks[len(offsets) : count],
-            )
-            count = len(offsets) + sum(1 for _ in wanted)
+        offsets = self._host.take(slot_bytes, count, tenant)
+        return self._fill_up(offsets, slot_bytes, count, tenant)
+
+    def place(
+        self, blocks: Sequence[Block], choosy: bool, in_use: Callable[[], Sequence[Block]]
+    ) -> Sequence[Block]:
+        """Gives slots to new blocks of one size and tenant; returns those that have one, the first
+        ones unless the policy refuses some. Evicts none of the blocks ``in_use``, which is called
+        if something must be evicted; if ``choosy``, evicts only for blocks that the eviction policy
+        admits."""
+        host, tenant, slot_bytes = self._host, blocks[0].tenant, blocks[0].slot_bytes
+        is_limited = host.accounts.excess(tenant, len(blocks) * slot_bytes) > 0
+        offsets = [] if is_limited else host.take(slot_bytes, len(blocks), tenant)
+        if len(offsets) < len(blocks):
+            spared = in_use()
+            host.lease(spared)
+            if is_limited:
+                blocks = blocks[: self._within_limit(tenant, slot_bytes, len(blocks))]
+                offsets = host.take(slot_bytes, len(blocks), tenant)
+            if choosy:
+                blocks = [*blocks[: len(offsets)], *self._admitted(blocks[len(offsets) :])]
+            offsets = self._fill_up(offsets, slot_bytes, len(blocks), tenant)
+            host.unlease(spared)
+        placed = blocks[: len(offsets)]
+        for block, offset in zip(placed, offsets, strict=True):
+            block.offset = offset
+        return placed
+
+    def _admitted(self, blocks: Sequence[Block]) -> list[Block]:
+        """Those of new blocks that the eviction policy admits: of a chain up to the first that it
+        does not."""
+        admitted: list[Block] = []
+        refused: set[BlockKey | None] = set()
+        for block in blocks:
+            if block.parent not in refused and self._host.admits(
+                block.key, block.parent, block.depth
+            ):
+                admitted.append(block)
+            else:
+                refused.add(block.key)
+        return admitted
+
+    def _fill_up(
+        self, offsets: list[int], slot_bytes: int, count: int, tenant: Tenant
+    ) -> list[int]:
+        """Evicts for further slots, ``count`` with those at ``offsets``; returns all offsets,
+        ascending."""
         while len(offsets) < count and self._make_room(slot_bytes, count - len(offsets)):
-            more = host.take(slot_bytes, count - len(offsets), tenant)
+            more = self._host.take(slot_bytes, count - len(offsets), tenant)
             if not more:
                 break
             offsets += more

@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvrecall.block import (
@@ -42,7 +42,7 @@ from kvrecall.pool.disk.slabs import make_codec
 from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.host import Block, Evictor, HostStore
 from kvrecall.pool.remote.backends import with_remote
-from kvrecall.pool.residents import BlockInfo, TenantUse
+from kvrecall.pool.residents import BlockInfo, TenantUse, hangs
 from kvrecall.pool.slots import ArenaSlots, slot_bytes_of
 from kvrecall.pool.tier import Done, Get, NullTier, Outcome, Tier
 from kvrecall.pool.write_policy import RemoteWriteBack, make_write_policy
@@ -332,52 +332,54 @@ class Pool:
         tenant: Tenant = SHARED,
         parents: Sequence[BlockKey | None] | None = None,
     ) -> tuple[Reservation, ...]:
-        answers: list[Reservation] = [_PRESENT] * len(keys)
         _check_tenant(tenant)
         check_parents(keys, parent, parents)
         with self._changed:
             self._drain()
             blocks, filling, holds = self._host.blocks, self._filling, self._is_below_here
-            new: dict[int, dict[BlockKey, int]] = {}
-            for place, key in enumerate(keys):
-                if not (key in blocks or key in filling or holds(key)):
-                    new.setdefault(self._size_of(key), {}).setdefault(key, place)
-            held = [blocks[key] for key in keys if key in blocks] if new else []
-            if new and parents is not None:
-                held += self._line_of(parents)
-            self._host.lease(held)  # not to be evicted for their own suffix
+            new = [
+                place
+                for place, key in enumerate(keys)
+                if not (key in blocks or key in filling or holds(key))
+            ]
+            if not new:
+                return (_PRESENT,) * len(keys)
+            made: dict[BlockKey, Block] = {}
             depth = self._depth_of(parent) if parents is None else 0
-            for nbytes, places in new.items():
+            for place in new:
+                key = keys[place]
                 if parents is None:
-                    made = [
-                        Block(
-                            key, keys[place - 1] if place else parent, depth + place, -1, nbytes,
-                            tenant,
-                        )
-                        for key, place in places.items()
-                    ]  # fmt: skip
+                    above, deep = keys[place - 1] if place else parent, depth + place
                 else:
-                    made = [
-                        Block(key, above, self._depth_of(above), -1, nbytes, tenant)
-                        for key, place in places.items()
-                        for above in (parents[place],)
-                    ]
-                room = 0 if self._closed else self._give_slots(made)
-                for block, place in zip(made[:room], places.values(), strict=False):
-                    filling[block.key] = block
-                    answers[place] = Reservation(Verdict.RESERVED, block.offset)
-                for place in list(places.values())[room:]:
-                    answers[place] = _REFUSED
-            self._refused += answers.count(_REFUSED)
-            self._host.unlease(held)
-        return tuple(answers)
+                    above = parents[place]
+                    link = None if above is None else made.get(above)
+                    deep = self._depth_of(above) if link is None else link.depth + 1
+                if key not in made:
+                    made[key] = Block(key, above, deep, -1, self._size_of(key), tenant)
+
+            def in_use() -> list[Block]:
+                present = [blocks[key] for key in keys if key in blocks]
+                hanging = [b.parent for b in made.values() if hangs(b.key, b.parent)]
+                return [*present, *self._lines_of(hanging)]
+
+            answers = dict.fromkeys(made, _REFUSED)
+            for block in [] if self._closed else self._place(made, in_use):
+                filling[block.key] = block
+                answers[block.key] = Reservation(Verdict.RESERVED, block.offset)
+            given: list[Reservation] = []
+            for key in keys:
+                answer = answers.get(key, _PRESENT)
+                given.append(answer)
+                if answer.verdict is Verdict.RESERVED:
+                    answers[key] = _PRESENT
+            self._refused += given.count(_REFUSED)
+        return tuple(given)
 
     def commit(self, keys: Sequence[BlockKey]) -> None:
         with self._changed:
             blocks = [self._filling.pop(key) for key in keys if key in self._filling]
-            for block in blocks:
-                self._host.publish(block)
-                self._commit_bytes += block.nbytes
+            self._host.publish(blocks)
+            self._commit_bytes += sum([block.nbytes for block in blocks])
             self._commits += len(blocks)
             self._writer.committed(blocks)
 
@@ -568,7 +570,7 @@ class Pool:
         depth = self._below.depth_of(parent)
         return 0 if depth is None else depth + 1
 
-    def _line_of(self, parents: Iterable[BlockKey | None]) -> list[Block]:
+    def _lines_of(self, parents: Iterable[BlockKey | None]) -> list[Block]:
         """The blocks of the host among ``parents`` and all before them in their chains."""
         blocks, line = self._host.blocks, dict[BlockKey, Block]()
         for key in parents:
@@ -577,16 +579,18 @@ class Pool:
                 key = block.parent
         return list(line.values())
 
-    def _give_slots(self, blocks: Sequence[Block]) -> int:
-        """Allocates slots for the first of ``blocks``, all of one size; returns their number.
-        Without a lower tier, the policy may refuse blocks that are worth less than those they would
-        displace; otherwise the arena is on their way down and accepts all."""
-        choosy = blocks if not self._writer.has_below else ()
-        first = blocks[0]
-        offsets = self._evictor.allocate(first.nbytes, len(blocks), first.tenant, choosy)
-        for block, offset in zip(blocks, offsets, strict=False):
-            block.offset = offset
-        return len(offsets)
+    def _place(
+        self, made: Mapping[BlockKey, Block], in_use: Callable[[], Sequence[Block]]
+    ) -> list[Block]:
+        """Gives slots to new blocks; returns those that have one. Evicts none ``in_use``. Without a
+        lower tier, the policy may refuse blocks that are worth less than those they would displace;
+        otherwise the arena is on their way down and accepts all."""
+        of_size: dict[int, list[Block]] = {}
+        for block in made.values():
+            of_size.setdefault(block.nbytes, []).append(block)
+        choosy = not self._writer.has_below
+        placed = [self._evictor.place(blocks, choosy, in_use) for blocks in of_size.values()]
+        return [block for blocks in placed for block in blocks]
 
     # -- from below into the host, under the lock ------------------------------------------
 
@@ -693,7 +697,7 @@ class Pool:
         elif waiters or loading.wanted:
             durable = loading.wanted and self._writer.is_durable(block.key)
             self._host.set_stored(block, durable)
-            self._host.publish(block)
+            self._host.publish([block])
             for ticket, place in waiters:
                 if ticket.fill(place, block):
                     self._host.lease((block,))

@@ -33,7 +33,7 @@ class BlockInfo:
     @property
     def hangs(self) -> bool:
         """Whether it hangs on a block of another KV group, as windows and states do."""
-        return _hangs(self.key, self.parent)
+        return hangs(self.key, self.parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Resident:
 R = TypeVar("R", bound=Resident)
 
 
-def _hangs(key: BlockKey, parent: BlockKey | None) -> bool:
+def hangs(key: BlockKey, parent: BlockKey | None) -> bool:
     """Whether a block belongs to another KV group than the chain that its parent is in."""
     return parent is not None and not key.startswith(parent[:NAMESPACE_BYTES])
 
@@ -234,12 +234,14 @@ class Residents(Generic[R]):
         self._held.discard(block.key)
 
     def _make_evictable(self, block: R, used: float) -> None:
-        hangs = _hangs(block.key, block.parent)
+        hanging = hangs(block.key, block.parent)
         for order in self._orders(block.tenant):
-            order.insert(block.key, block.parent, block.depth, used, hangs)
+            order.insert(block.key, block.parent, block.depth, used, hanging)
 
     def _orders(self, tenant: Tenant) -> tuple[EvictionPolicy, ...]:
         """The orders that contain a block of the tenant it is charged to."""
+        if not self.accounts.is_bounded:
+            return (self._policy,)
         return (self._policy, *self.accounts.order(tenant))
 
     def touch(
@@ -422,7 +424,7 @@ class Residents(Generic[R]):
 
     def admits(self, key: BlockKey, parent: BlockKey | None, depth: int) -> bool:
         """Whether the policy admits the block at the price of another. Called when full."""
-        return self._policy.admit(key, parent, depth, self.now(), _hangs(key, parent))
+        return self._policy.admit(key, parent, depth, self.now(), hangs(key, parent))
 
     def chance(self, key: BlockKey) -> float | None:
         """The policy's probability that the block is used again; None: no estimate."""

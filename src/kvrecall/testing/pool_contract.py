@@ -304,6 +304,35 @@ class PoolContract:
         assert engine.pool.find(keys).blocks == 8
         assert engine.pool.stats().leases == 0
 
+    def test_the_chains_of_many_sequences_take_one_call(self, start: Callable[..., Engine]) -> None:
+        """Each is answered as if it had been reserved alone, the first ones first."""
+        engine = start(blocks=8, disk=False)
+        one, two, three = (chain(NAMESPACE, 4, name) for name in ("one", "two", "three"))
+        engine.save(one[:2])
+        kept = engine.pool.acquire(one[:2], 60.0)
+        keys = [*one, *two, *three, *two[:1], *three[-1:]]
+        parents = [None, *one[:-1], None, *two[:-1], None, *three[:-1], None, three[-2]]
+        answers = engine.pool.reserve(keys, parents=parents)
+        present, reserved, refused = Verdict.PRESENT, Verdict.RESERVED, Verdict.REFUSED
+        assert [answer.verdict for answer in answers] == [
+            *[present] * 2, *[reserved] * 2,
+            *[reserved] * 4,
+            *[refused] * 4,
+            present, refused,
+        ]  # fmt: skip
+        assert engine.pool.stats().refused == 5
+        assert len({answer.offset for answer in answers if answer.offset >= 0}) == 6
+        for key, answer in zip(keys, answers, strict=True):
+            if answer.verdict is reserved:
+                engine.fill(key, answer.offset)
+        engine.pool.commit([*one, *two])
+        for keys in (one, two):
+            assert engine.recall(keys) == (TierName.HOST,) * 4
+        engine.pool.release(kept)
+        engine.pool.touch(one)
+        engine.save(chain(NAMESPACE, 1, "other"))
+        assert engine.pool.find(two).blocks == 3, "a chain leaves from its end"
+
     def test_parents_are_those_of_a_chain_or_one_each(self, start: Callable[..., Engine]) -> None:
         pool = start(disk=False).pool
         keys = chain(NAMESPACE, 3)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, overload
 
 from kvrecall.config import DEFAULT_MATCH_UNIT, RecallSettings
 from kvrecall.engines.vllm.compat.patches import install
@@ -136,6 +136,39 @@ def block_manager(kv_cache_manager: Any) -> Any:
     """The manager of the engine's one KV group."""
     (manager,) = kv_cache_manager.coordinator.single_type_managers
     return manager
+
+
+class DeviceBlocks(Sequence[int]):
+    """Numbers of the device blocks of a request in a KV group, read when they are asked for: it may
+    have thousands, of which a step needs one."""
+
+    __slots__ = ("_blocks",)
+
+    def __init__(self, blocks: Sequence[Any]) -> None:
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return [block.block_id for block in self._blocks[index]]
+        block_id: int = self._blocks[index].block_id
+        return block_id
+
+
+def device_blocks(kv_cache_manager: Any) -> Callable[[str], list[DeviceBlocks]]:
+    """The device blocks of a request, by KV group, in order; 0 for one that is no longer there."""
+    managers = kv_cache_manager.coordinator.single_type_managers
+
+    def of(request_id: str) -> list[DeviceBlocks]:
+        return [DeviceBlocks(each.req_to_blocks.get(request_id) or ()) for each in managers]
+
+    return of
 
 
 def first_needed(kv_cache_manager: Any) -> Callable[[int, int], int]:

@@ -221,9 +221,9 @@ class Auditor:
         is_inside = row[4] % self._facts.groups[row[0]].block_size != 0
         return row[4] < tokens if is_inside else row[4] <= tokens
 
-    def concerns(self, request_id: str) -> bool:
-        """Whether blocks of the request are being compared."""
-        return any(audit.request_id == request_id for audit in self._audits.values())
+    def audited(self) -> set[str]:
+        """Requests whose blocks are being compared."""
+        return {audit.request_id for audit in self._audits.values()}
 
     def compared(self, number: int, ranks: int, found: Deviation) -> None:
         """``ranks`` more have compared what one order named."""

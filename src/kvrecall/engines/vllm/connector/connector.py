@@ -181,7 +181,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             facts,
             lambda: self._namespace(shards),
             Adapters(fields.adapter_ingredients(self._vllm_config), default_memory()),
-            self._tables,
+            scheduler.device_blocks(self._kv_cache_manager),
             scheduler.first_needed(self._kv_cache_manager),
             scheduler.reachable_blocks(self._kv_cache_manager),
             scheduler.room_for(self._kv_cache_manager),
@@ -217,7 +217,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         scheduler.block_manager(self._kv_cache_manager).planner = offloader
 
     def _facts(self, shards: list[Shard]) -> EngineFacts:
-        sharing = config.sharing_of(self._vllm_config, self._kv_cache_config)
+        sharing = shards[0].sharing if shards else config.ALONE
         ranks = sharing.ranks * self._vllm_config.parallel_config.pipeline_parallel_size
         if len(shards) != ranks:
             raise EngineError(
@@ -279,11 +279,6 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         )
         logger.info("kvrecall: namespace %s of %s", namespace.digest.hex(), dict(namespace.parts))
         return namespace
-
-    def _tables(self, request_id: str) -> tuple[list[int], ...]:
-        assert self._kv_cache_manager is not None
-        tables: tuple[list[int], ...] = self._kv_cache_manager.get_block_ids(request_id)
-        return tables
 
     def on_new_request(self, request: Any) -> None:
         self._s.admit(request)

@@ -357,9 +357,9 @@ class RequestState:
         """Whether its prompt contains images, sound or other media."""
         return bool(getattr(self.request, "mm_features", None))
 
-    def keys(self, count: int, group: int | None = None) -> list[BlockKey]:
+    def keys(self, count: int, group: int | None = None, first: int = 0) -> list[BlockKey]:
         """Keys of the first ``count`` blocks of a KV group (the chain), or of as many as are hashed
-        by now."""
+        by now, from block ``first`` on."""
         if self.namespace is None:
             return []
         group = self.chain if group is None else group
@@ -368,7 +368,7 @@ class RequestState:
         hashes = self.request.block_hashes
         for index in range(len(known), min(count, len(hashes) // step)):
             known.append(namespace.key(hashes[(index + 1) * step - 1]))
-        return known[:count]
+        return known[first:count]
 
     def key_at(self, tokens: int, group: int | None = None) -> BlockKey | None:
         """Key of the block of a KV group (the chain) that ends with the first ``tokens`` tokens, at

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from kvrecall.block import NAMESPACE_BYTES, BlockKey
+from kvrecall.block import NAMESPACE_BYTES, BlockKey, Tenant
 from kvrecall.engines.vllm.compat.config import GroupKind
 from kvrecall.engines.vllm.connector.hit import HitFinder
 from kvrecall.engines.vllm.connector.metrics import Tally
 from kvrecall.engines.vllm.connector.pages import Copy
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.connector.wire import EngineFacts, Store
-from kvrecall.pool.base import PoolClient, Verdict
+from kvrecall.pool.base import PoolClient, Reservation, Verdict
 
 logger = logging.getLogger("vllm.kvrecall")
 
@@ -28,12 +29,14 @@ FLUSH_DEADLINE_S = 30.0
 
 @dataclass(slots=True)
 class _OpenStore:
-    """``preemptions``: of the request when the store was ordered."""
+    """``requests``: those it saves blocks of, each with the number of its preemptions when they
+    were ordered."""
 
-    keys: tuple[BlockKey, ...]
     ranks_left: int
-    request: Any
-    preemptions: int
+    keys: list[BlockKey] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    requests: list[tuple[Any, int]] = field(default_factory=list)
     failed: bool = False
 
 
@@ -41,6 +44,22 @@ Tables = Sequence[Sequence[int] | Mapping[int, int]]
 """By KV group, the device blocks of a request in order, 0 for one that is no longer on the device;
 of a recurrent group the blocks that hold a state to be saved in this step, by the tokens up to
 it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The first ``tokens`` tokens of a request, whose KV the device has after the step. ``tables``
+    is called if blocks may have to be saved. ``ended``: it computes no more. ``tails``: tokens
+    inside a block at which a hit may end: what such a hit needs is saved, too."""
+
+    state: RequestState
+    tokens: int
+    tables: Callable[[], Tables]
+    ended: bool = False
+    tails: Sequence[int] = ()
+
+
+_Wanted = tuple[Tenant, Sequence[BlockKey], Sequence[BlockKey | None]]
 
 
 def block_at(table: Sequence[int] | Mapping[int, int], index: int, end: int) -> int:
@@ -74,9 +93,9 @@ class Saver:
         self._finder = finder
         self._reachable = reachable
         self._tally = tally
-        self._ordered: list[Store] = []
+        self._ordered: dict[tuple[bytes, int, bytes], int] = {}  # by namespace, group and origin
         self._open: dict[int, _OpenStore] = {}
-        self._next_store = 0
+        self._numbers = itertools.count()
         self._unflushed: list[Sequence[BlockKey]] = []
         chain = facts.chain
         self._has_chain = facts.groups[chain].kind is GroupKind.FULL
@@ -85,36 +104,40 @@ class Saver:
         self._sizes = {group.block_size for group in facts.groups}
         self._by_need = [chain, *(i for i in groups if i != chain)]
 
-    def save(
-        self,
-        state: RequestState,
-        tokens: int,
-        tables: Callable[[], Tables],
-        ended: bool = False,
-        tails: Iterable[int] = (),
-    ) -> bool:
-        """Orders stores for the blocks of the first ``tokens`` tokens that the pool lacks; returns
-        whether there were any. ``tables`` is called if it may be so. After a refusal a request
-        tries again after 1, 3, 7, then every 15 calls, and once more when it has ``ended``. These
-        blocks contain final tokens only: rejected speculation is beyond ``num_tokens``. ``tails``:
-        tokens inside a block at which a hit may end: what such a hit needs is saved, too."""
-        if state.namespace is None:
-            return False
+    def save(self, computed: Sequence[Computed]) -> bool:
+        """Orders stores for the blocks of these requests that the pool lacks; returns whether there
+        were any. After a refusal a request tries again after 1, 3, 7, then every 15 calls, and once
+        more when it has ended. These blocks contain final tokens only: rejected speculation is
+        beyond ``num_tokens``."""
+        computed = [one for one in computed if one.state.namespace is not None]
         any_new = False
         if self._has_chain:
+            any_new = self._save_chains(computed)
             size = self._facts.block_size
-            any_new = self._save_chain(state, tokens // size, tables, ended)
-            for tail in tails:
-                if tail <= tokens and tail not in state.tails and state.saved >= tail // size:
-                    any_new |= self._save_tail(state, tail, tables)
-            tokens = min(tokens, state.saved * size)  # without its chain a block serves no hit
+            for one in computed:
+                state = one.state
+                for tail in one.tails:
+                    if (
+                        tail <= one.tokens
+                        and tail not in state.tails
+                        and state.saved >= tail // size
+                    ):
+                        any_new |= self._save_tail(state, tail, one.tables)
         for group in self._hanging:
-            any_new |= self._save_hanging(state, group, tokens, tables, ended)
-        if ended:
-            aligned = tokens // self._facts.alignment * self._facts.alignment
-            if ending := self._finder.ending(state, aligned):
-                self._pool.touch((), ending=ending)
+            any_new |= self._save_hanging(computed, group)
+        for one in computed:
+            if one.ended:
+                tokens = self._reach(one)
+                aligned = tokens - tokens % self._facts.alignment
+                if ending := self._finder.ending(one.state, aligned):
+                    self._pool.touch((), ending=ending)
         return any_new
+
+    def _reach(self, one: Computed) -> int:
+        """Tokens of a request that can serve hits: without its chain a block serves none."""
+        if not self._has_chain:
+            return one.tokens
+        return min(one.tokens, one.state.saved * self._facts.block_size)
 
     def due(self, state: RequestState, tokens: int) -> int:
         """Tokens that a request which has ``tokens`` computes before ``save`` has new work; 0 while
@@ -124,38 +147,67 @@ class Saver:
             return 0
         return min(size - tokens % size for size in self._sizes)
 
-    def _save_chain(
-        self, state: RequestState, upto: int, tables: Callable[[], Tables], ended: bool
-    ) -> bool:
+    def _reserve(self, wanted: Sequence[_Wanted]) -> list[Sequence[Reservation]]:
+        """The pool's answers for keys and their parents, of tenants: in one call for each of
+        them."""
+        answers: list[Sequence[Reservation]] = [()] * len(wanted)
+        places: dict[Tenant, list[int]] = {}
+        for place, (tenant, _, _) in enumerate(wanted):
+            places.setdefault(tenant, []).append(place)
+        for tenant, of_tenant in places.items():
+            keys = [key for place in of_tenant for key in wanted[place][1]]
+            parents = [parent for place in of_tenant for parent in wanted[place][2]]
+            given = iter(self._pool.reserve(keys, None, tenant, parents))
+            for place in of_tenant:
+                answers[place] = list(itertools.islice(given, len(wanted[place][1])))
+        return answers
+
+    def _save_chains(self, computed: Iterable[Computed]) -> bool:
         """Blocks of the chain: each needs the one before it."""
-        if state.closed or upto <= state.saved:
-            return False
-        if not ended and state.passes > 0:
-            state.passes -= 1
-            return False
-        keys = state.keys(upto)
-        new = keys[state.saved :]
-        if not new:
-            return False
-        ids = tables()[self._facts.chain]
-        parent = keys[state.saved - 1] if state.saved else None
-        answers = list(zip(new, self._pool.reserve(new, parent, state.tenant), strict=True))
+        size = self._facts.block_size
+        open_, wanted = [], list[_Wanted]()
+        for one in computed:
+            state, upto = one.state, one.tokens // size
+            if state.closed or upto <= state.saved:
+                continue
+            if not one.ended and state.passes > 0:
+                state.passes -= 1
+                continue
+            before = max(0, state.saved - 1)
+            keys = state.keys(upto, first=before)
+            new = keys[state.saved - before :]
+            if new:
+                open_.append((one, new))
+                first = keys[0] if state.saved else None
+                wanted.append((state.tenant, new, [first, *new[:-1]]))
+        any_new = False
+        for (one, new), answers in zip(open_, self._reserve(wanted), strict=True):
+            any_new |= self._save_chain(one, new, answers)
+        return any_new
+
+    def _save_chain(
+        self, one: Computed, new: Sequence[BlockKey], answers: Sequence[Reservation]
+    ) -> bool:
+        state, before = one.state, one.state.saved
+        ids = one.tables()[self._facts.chain]
         rows: list[tuple[BlockKey, int, int]] = []
-        before = state.saved
-        refused = any(reservation.verdict is Verdict.REFUSED for _, reservation in answers)
-        state.passes_next = min(2 * state.passes_next + 1, _MOST_PASSED_OVER) if refused else 0
-        state.passes = state.passes_next
-        for key, reservation in answers:
+        for key, reservation in zip(new, answers, strict=True):
             if reservation.verdict is Verdict.REFUSED:
-                self._tally.counts["blocks_refused"] += 1
                 break
             if reservation.verdict is Verdict.RESERVED:
                 rows.append((key, block_at(ids, state.saved, 0), reservation.offset))
             state.saved += 1
+        done = state.saved - before
+        state.passes_next = min(2 * state.passes_next + 1, _MOST_PASSED_OVER)
+        if done == len(new):
+            state.passes_next = 0
+        else:
+            self._tally.counts["blocks_refused"] += 1
+            behind_gap = zip(new[done:], answers[done:], strict=True)
+            self._pool.abandon([key for key, r in behind_gap if r.verdict is Verdict.RESERVED])
+        state.passes = state.passes_next
         size = self._facts.block_size
         self._finder.learn(state, before * size, state.saved * size)
-        behind_gap = answers[len(answers) - (len(keys) - state.saved) :]
-        self._pool.abandon([key for key, r in behind_gap if r.verdict is Verdict.RESERVED])
         gone = next((i for i, row in enumerate(rows) if row[1] == 0), None)
         if gone is not None:  # no longer on the device: that ends the chain
             self._pool.abandon([row[0] for row in rows[gone:]])
@@ -195,66 +247,78 @@ class Saver:
         self._finder.learn(state, end // self._facts.block_size * self._facts.block_size, end)
         return any_new
 
-    def _save_hanging(
-        self,
-        state: RequestState,
-        group: int,
-        tokens: int,
-        tables: Callable[[], Tables],
-        ended: bool,
-    ) -> bool:
+    def _save_hanging(self, computed: Iterable[Computed], group: int) -> bool:
         """Blocks of a group in which a hit needs only some: of those that became complete, the ones
         that are on the device and that a hit can need; at the end of a request also those that its
         continuation needs, such as a conversation's next turn."""
-        facts = self._facts.groups[group]
-        done, upto = state.seen.get(group, 0), tokens // facts.block_size
-        if upto <= done and not ended:
-            return False
-        table, size = tables()[group], facts.block_size
+        size = self._facts.groups[group].block_size
+        is_state = self._facts.groups[group].kind is GroupKind.STATE
+        open_, wanted = [], list[_Wanted]()
+        for one in computed:
+            state, tokens = one.state, self._reach(one)
+            places = self._places(one, group, tokens)
+            if not places:
+                continue
+            chain = state.keys(tokens // size, group)
+            places = [place for place in places if place < len(chain)]
+            if group == self._facts.chain:
+                parents = [chain[i - 1] if i else None for i in places]
+            else:
+                parents = self._finder.parents(state, group, places, tokens)
+            open_.append((one, places))
+            wanted.append((state.tenant, [chain[i] for i in places], parents))
+        any_new = False
+        reserved = self._reserve(wanted)
+        for (one, places), (_, keys, _), answers in zip(open_, wanted, reserved, strict=True):
+            table, rows = one.tables()[group], []
+            for place, key, answer in zip(places, keys, answers, strict=True):
+                if answer.verdict is Verdict.REFUSED:
+                    self._tally.counts["blocks_refused"] += 1
+                    continue
+                one.state.hanging.append(key)
+                if is_state:
+                    one.state.boundaries.setdefault(group, set()).add((place + 1) * size)
+                if answer.verdict is Verdict.RESERVED:
+                    rows.append((key, block_at(table, place, (place + 1) * size), answer.offset))
+            any_new |= self._order(one.state, group, rows)
+        return any_new
+
+    def _places(self, one: Computed, group: int, tokens: int) -> list[int]:
+        """Indexes of the blocks of a group beside the chain that are to be saved."""
+        state, size = one.state, self._facts.groups[group].block_size
+        done, upto = state.seen.get(group, 0), tokens // size
+        if upto <= done and not one.ended:
+            return []
+        table = one.tables()[group]
         places = [i for i in range(done, upto) if block_at(table, i, (i + 1) * size)]
         state.seen[group] = max(done, upto)
         wanted = self._reachable(state.request, group, done, upto) if places else None
         if wanted is not None:
             places = [i for i in places if wanted[i - done]]
-        if ended:
+        if one.ended:
             needed = self._finder.needed(group, tokens)
-            last = (i for i in needed if block_at(table, i, (i + 1) * size))
-            places = sorted({*places, *last})
-        if not places:
-            return False
-        chain = state.keys(upto, group)
-        keys = [chain[i] for i in places if i < len(chain)]
-        if group == self._facts.chain:
-            parents = [chain[i - 1] if i else None for i in places[: len(keys)]]
-        else:
-            parents = self._finder.parents(state, group, places[: len(keys)], tokens)
-        answers = self._pool.reserve(keys, tenant=state.tenant, parents=parents)
-        rows = []
-        for place, key, answer in zip(places, keys, answers, strict=False):
-            if answer.verdict is Verdict.REFUSED:
-                self._tally.counts["blocks_refused"] += 1
-                continue
-            state.hanging.append(key)
-            if facts.kind is GroupKind.STATE:
-                state.boundaries.setdefault(group, set()).add((place + 1) * size)
-            if answer.verdict is Verdict.RESERVED:
-                rows.append((key, block_at(table, place, (place + 1) * size), answer.offset))
-        return self._order(state, group, rows)
+            places += (i for i in needed if block_at(table, i, (i + 1) * size))
+        return sorted(set(places))
 
     def _order(
-        self, state: RequestState, group: int, rows: list[tuple[BlockKey, int, int]]
+        self, state: RequestState, group: int, rows: Sequence[tuple[BlockKey, int, int]]
     ) -> bool:
-        """Orders the copy of reserved blocks."""
+        """Orders the copy of reserved blocks, with others of its kind in the same step."""
         if not rows:
             return False
-        store_id = self._next_store
-        self._next_store += 1
-        keys = tuple(row[0] for row in rows)
-        copy = Copy(tuple(row[1] for row in rows), tuple(row[2] for row in rows), group)
-        self._ordered.append(Store(store_id, copy, self._origin(state)))
-        request = state.request
-        self._open[store_id] = _OpenStore(keys, self._facts.ranks, request, request.num_preemptions)
-        state.open_stores.add(store_id)
+        assert state.namespace is not None
+        kind = state.namespace.digest, group, self._origin(state)
+        number = self._ordered.get(kind)
+        if number is None:
+            number = self._ordered[kind] = next(self._numbers)
+            self._open[number] = _OpenStore(self._facts.ranks)
+        store = self._open[number]
+        for key, block, offset in rows:
+            store.keys.append(key)
+            store.block_ids.append(block)
+            store.offsets.append(offset)
+        store.requests.append((state.request, state.request.num_preemptions))
+        state.open_stores.add(number)
         return True
 
     def promised(self, state: RequestState) -> int:
@@ -278,8 +342,13 @@ class Saver:
 
     def take(self) -> list[Store]:
         """The stores ordered since the last call."""
-        ordered, self._ordered = self._ordered, []
-        return ordered
+        ordered, self._ordered = self._ordered, {}
+        stores = []
+        for (_, group, origin), number in ordered.items():
+            store = self._open[number]
+            copy = Copy(tuple(store.block_ids), tuple(store.offsets), group)
+            stores.append(Store(number, copy, origin))
+        return stores
 
     def must_drain(self) -> bool:
         """Whether device blocks of open stores may be overwritten in this step: those of requests
@@ -290,7 +359,9 @@ class Saver:
         if self._facts.frees_while_running:
             return True
         return any(
-            store.request.num_preemptions != store.preemptions for store in self._open.values()
+            request.num_preemptions != preemptions
+            for store in self._open.values()
+            for request, preemptions in store.requests
         )
 
     def made(self, ranks: Mapping[int, int], failed: Collection[int]) -> None:
@@ -304,14 +375,14 @@ class Saver:
             if store.ranks_left > 0:
                 continue
             del self._open[store_id]
-            state = self._states.get(store.request.request_id)
-            if state is not None:
-                state.open_stores.discard(store_id)
+            for request, _ in store.requests:
+                state = self._states.get(request.request_id)
+                if state is not None:
+                    state.open_stores.discard(store_id)
+                    state.closed |= store.failed
             if store.failed:
                 self._pool.abandon(store.keys)
                 self._tally.counts["stores_failed"] += 1
-                if state is not None:
-                    state.closed = True
             else:
                 copied += store.keys
         if copied:

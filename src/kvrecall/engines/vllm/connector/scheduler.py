@@ -34,7 +34,7 @@ from kvrecall.engines.vllm.connector.request import (
     Work,
     receipt,
 )
-from kvrecall.engines.vllm.connector.saver import Reachable, Saver, Tables
+from kvrecall.engines.vllm.connector.saver import Computed, Reachable, Saver, Tables
 from kvrecall.engines.vllm.connector.wire import (
     Comparison,
     EngineFacts,
@@ -84,7 +84,9 @@ class RecallScheduler:
         self._states: dict[str, RequestState] = {}
         self._loading: dict[str, PrefixLoad] = {}  # of requests that may have ended since
         self._waiting: dict[str, Any] = {}  # requests that hold device blocks and have not run yet
-        self._idle: dict[str, int] = {}  # tokens until a running request has work for this side
+        self._idle: dict[str, int] = {}  # the tick at which a running request has work again
+        self._rests: dict[int, list[str]] = {}  # those requests by tick, some no longer idle
+        self._ticks = 0
         self._room_for = room_for
         self._tail_hash = tail_hash
         self._loads: list[Load] = []
@@ -314,29 +316,40 @@ class RecallScheduler:
         scheduled: Mapping[str, int] = scheduler_output.num_scheduled_tokens
         offered = boundary_states(scheduler_output)
         comparisons: list[Comparison] = []
+        computed: list[Computed] = []
+        decoding: list[Computed] = []
         prompt_tokens = positions = 0
-        for request_id, tokens in self._due(scheduled, offered):
+        for request_id in self._due(scheduled, offered):
             self._waiting.pop(request_id, None)
             state = self._states.get(request_id)
             if state is None:
                 continue
             self._settle(state)
-            request = state.request
+            request, tokens = state.request, scheduled[request_id]
             first = request.num_computed_tokens
             if not state.reported:
                 state.device_tokens = first  # vLLM may have settled for another hit than it showed
                 self._report_sources(state)
             final = min(first + tokens, request.num_tokens)
             states = offered.get(request_id, ())
-            tables = self._tables_of(request_id, states)
-            self._saver.save(state, final, tables, tails=self._tails(request, final, states))
-            comparisons += self._auditor.comparisons(request_id, final, tables)
+            tables = functools.partial(self._tables_of, request_id, states)
+            tails = self._tails(request, final, states)
+            computed.append(Computed(state, final, tables, tails=tails))
             count = min(tokens, request.num_prompt_tokens - first)
             if count > 0:
                 prompt_tokens += count
                 positions += count * first + count * count // 2
-            elif state.settled and not self._auditor.concerns(request_id):
-                self._idle[request_id] = self._saver.due(state, final)
+            elif state.settled:
+                decoding.append(computed[-1])
+        self._saver.save(computed)
+        audited = self._auditor.audited()
+        for one in computed if audited else ():
+            request_id = one.state.request.request_id
+            if request_id in audited:
+                comparisons += self._auditor.comparisons(request_id, one.tokens, one.tables)
+        for one in decoding:
+            if one.state.request.request_id not in audited:
+                self._rest(one)
         self.is_busy = bool(scheduled)
         depth = positions // prompt_tokens if prompt_tokens else 0
         self.costs.step_begins(Work(self.is_busy, prompt_tokens, depth))
@@ -354,40 +367,52 @@ class RecallScheduler:
         self._loads, self._releases = [], []
         return orders
 
-    def _due(self, scheduled: Mapping[str, int], offered: Collection[str]) -> list[tuple[str, int]]:
-        """The requests of a step that have work for this side, and their tokens: those that are new
-        or compute their prompt, complete a block or offer a state. Most of the others decode within
-        a block, and there may be hundreds of them in every step."""
-        idle = self._idle
-        due = []
-        for request_id, tokens in scheduled.items():
-            # Rejected speculation is counted, too, so a block's end is not missed.
-            left = idle.get(request_id, 0) - tokens
-            if left > 0 and request_id not in offered:
-                idle[request_id] = left
-            else:
-                idle.pop(request_id, None)
-                due.append((request_id, tokens))
+    def _due(self, scheduled: Mapping[str, int], offered: Collection[str]) -> list[str]:
+        """The requests of a step that have work for this side: those that are new or compute their
+        prompt, complete a block or offer a state. Most of the others decode within a block, and
+        there may be hundreds of them in every step: they cost nothing before the tick at which they
+        may complete it. In each step as many ticks pass as the fastest of them has tokens."""
+        idle, now = self._idle, self._ticks
+        due = [request_id for request_id in scheduled if request_id not in idle]
+        resting = len(scheduled) - len(due)
+        tokens = sum(scheduled.values()) - sum(map(scheduled.__getitem__, due))
+        if tokens <= resting:
+            self._ticks += 1
+        else:
+            self._ticks += max(count for one, count in scheduled.items() if one in idle)
+        for tick in range(now + 1, self._ticks + 1):
+            for request_id in self._rests.pop(tick, ()):
+                if idle.get(request_id) == tick:
+                    del idle[request_id]
+                    due += [request_id] if request_id in scheduled else []
+        for request_id in offered:
+            if idle.pop(request_id, None) is not None:
+                due.append(request_id)
         return due
+
+    def _rest(self, one: Computed) -> None:
+        """A decoding request has no work for this side within its block."""
+        left = self._saver.due(one.state, one.tokens)
+        if left > 0:
+            # Rejected speculation counts as tokens, too, so a block's end is not missed.
+            tick = self._ticks + left
+            self._idle[one.state.request.request_id] = tick
+            self._rests.setdefault(tick, []).append(one.state.request.request_id)
 
     def _chain_blocks(self, request_id: str) -> Sequence[int]:
         return self._tables(request_id)[self._facts.chain]
 
-    def _tables_of(
-        self, request_id: str, offered: Sequence[tuple[int, int, int]]
-    ) -> Callable[[], Tables]:
-        """The device blocks of a request, read once when they are needed. ``offered``: the states
-        that this step completes: group, device block, tokens at its end."""
-
-        def read() -> Tables:
-            return self._with_states(self._tables(request_id), offered)
-
-        return functools.cache(read)
+    def _tables_of(self, request_id: str, offered: Sequence[tuple[int, int, int]]) -> Tables:
+        """The device blocks of a request. ``offered``: the states that this step completes: group,
+        device block, tokens at its end."""
+        return self._with_states(self._tables(request_id), offered)
 
     def _with_states(
         self, tables: Sequence[Sequence[int]], offered: Sequence[tuple[int, int, int]]
     ) -> Tables:
         """Device blocks by KV group, of recurrent groups those offered."""
+        if not self._facts.has_states:
+            return tables
         states: dict[int, dict[int, int]] = {}
         for group, block, tokens in offered:
             states.setdefault(group, {})[tokens] = block
@@ -495,7 +520,7 @@ class RecallScheduler:
             final = min(request.num_computed_tokens, request.num_tokens - 1)
             tables = self._with_states(block_ids, states)
             tails = self._tails(request, final, states, ended=True)
-            any_new = self._saver.save(state, final, lambda: tables, True, tails)
+            any_new = self._saver.save([Computed(state, final, lambda: tables, True, tails)])
         self._auditor.ended(request.request_id)
         if whole and (state.saved or state.hanging) and not self._settings.async_write:
             self._saver.flush_later([*state.keys(state.saved), *state.hanging])
