@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrecall.block import TierName
-from kvrecall.engines.vllm.connector.request import LoadCostModel, Work
+from kvrecall.engines.vllm.connector.request import LoadCostModel
 
 HOST, DISK = TierName.HOST, TierName.DISK
 MB = 1 << 20
@@ -113,23 +113,24 @@ def test_small_steps_teach_nothing_of_prefill() -> None:
     assert it.plan((DISK,) * 5, 0).patience_s == 10.0
 
 
-def test_overlapping_steps_teach_nothing() -> None:
-    now = [0.0]
-    it = LoadCostModel(128, MB, 10.0, clock=lambda: now[0])
-    it.step_begins(Work(True, 64, 50))
-    it.step_begins(Work(True, 64, 50))
-    now[0] = 1.0
-    it.step_ends()
-    assert it.plan((DISK,) * 5, 0).patience_s == 10.0, "it began while another was under way"
-    it.step_ends()
-    it.step_ends()  # none is
-    assert it.compute_seconds(0) == pytest.approx(2.0)
+def test_steps_may_overlap_and_each_teaches_once() -> None:
+    """The workers report the device's time of a step when it is known, each rank its own."""
+    it = LoadCostModel(128, MB, 10.0)
+    assert it.step_begins(True, 8, 50) is None, "too few tokens to tell"
+    first, second = it.step_begins(True, 64, 50), it.step_begins(True, 128, 50)
+    assert first is not None
+    assert second is not None
+    it.step_took(second, 1.28)
+    it.step_took(second, 99.0)  # another rank's
+    assert it.compute_seconds(0) == pytest.approx(1.28)
+    it.step_took(first, 0.64)
+    assert it.compute_seconds(0) == pytest.approx(1.28)
 
 
 def test_a_wait_knows_whether_the_engine_worked_meanwhile() -> None:
     it = LoadCostModel(128, MB, 10.0)
     mark = it.mark()
-    it.step_begins(Work(False))
+    it.step_begins(False)
     assert it.idle_since(mark)
-    it.step_begins(Work(True))
+    it.step_begins(True)
     assert not it.idle_since(mark)

@@ -64,6 +64,8 @@ class Machine(Bench):
         which fills each of these blocks with a value. Returns the requests whose load has ended."""
         self.worker.before_overwrite(orders)
         self.worker.start_loads(orders)
+        if self.late:
+            self.worker._device.machine.now += 0.01 if computes else 0.0
         for block, value in computes.items():
             for rows in self.device.values():
                 rows[block] = value
@@ -182,3 +184,31 @@ def test_loads_end_in_their_order_and_one_that_cannot_be_made_fails(machine: Mac
     assert state.computes
     assert sum(name in each for each in loaded for name in "abc") == 3, "each is reported once"
     assert machine.pool.stats().leases == 0
+
+
+def test_the_probe_measures_the_device_and_not_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that multiplies in less time than a launch takes, unless products are large."""
+    device = late_device()
+    clock = device.machine
+    a_second, launch_s, rows = 4e14, 1e-5, []
+
+    def multiply(a: torch.Tensor, b: torch.Tensor) -> None:
+        clock.now += launch_s
+        seconds = 2.0 * len(a) * b.numel() / a_second
+        clock.computing.launch(lambda: None, set(), set(), "product", seconds)
+        rows.append(len(a))
+
+    monkeypatch.setattr(torch, "mm", multiply)
+    monkeypatch.setitem(devices.FORMS, "cpu", lambda _: device)
+    devices.device_of.cache_clear()
+    found = worker.least_token_seconds(1e10, 4096, torch.float16, torch.device("cpu"))
+    devices.device_of.cache_clear()
+    assert found == pytest.approx(1e10 / a_second, rel=0.02)
+    assert len(rows) < 30
+
+
+def test_a_prefill_is_timed_by_the_device(machine: Machine) -> None:
+    machine.compute("first", [1, 2, 3])
+    machine.idle()
+    seconds = machine.side.costs.compute_seconds(0)
+    assert seconds == pytest.approx(0.01 / 3.5) if machine.late else seconds > 0

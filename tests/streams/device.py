@@ -88,6 +88,8 @@ class Machine:
         self.faults: list[str] = []
         self.sites: set[str] = set()
         self.calls: dict[str, int] = {}
+        self.now = 0.0  # seconds of the host's clock
+        self.byte_s = 1e-9  # that a copy takes for a byte
         self._chance = chance
         self._style = style
         self._ignored = ignored
@@ -170,20 +172,20 @@ class Machine:
             access = self._cells.get(cell)
             if access is None:
                 if cell in reads:
-                    self._fault(f"{what} reads what was never written")
+                    self.fault(f"{what} reads what was never written")
                 access = self._cells[cell] = Access()
             if access.written > clock[access.writer]:
                 word = "reads what" if cell in reads else "overwrites what"
-                self._fault(f"{what} {word} {self._name(access.writer)} is still to write")
+                self.fault(f"{what} {word} {self._name(access.writer)} is still to write")
             if cell in writes:
                 late = [one for one, at in access.reads.items() if at > clock[one] and one != who]
                 if late:
-                    self._fault(f"{what} overwrites what {self._name(late[0])} still reads")
+                    self.fault(f"{what} overwrites what {self._name(late[0])} still reads")
                 access.writer, access.written, access.reads = who, clock[who], {}
             else:
                 access.reads[who] = clock[who]
 
-    def _fault(self, text: str) -> None:
+    def fault(self, text: str) -> None:
         if len(self.faults) < 20:
             self.faults.append(text)
 
@@ -264,6 +266,11 @@ class Mark(Event):
         self.number = number
         self.clock = clock
         self._asked = 0
+        self._recorded = stream.machine.now
+
+    def __call__(self) -> float:
+        """When it is reached, by the device's clock."""
+        return max(self.stream.when(self.number), self._recorded)
 
     @property
     def is_done(self) -> bool:
@@ -286,10 +293,14 @@ class Mark(Event):
         if machine.ignores("wait", self.stream.name):
             return
         machine.until(self.stream, self.number)
+        machine.now = max(machine.now, self())
         machine.joined(self.clock)
 
     def seconds_since(self, earlier: Event) -> float:
-        return 0.001
+        assert isinstance(earlier, Mark)
+        if not self.is_done:
+            self.stream.machine.fault(f"the time of {self.stream.name} is asked too early")
+        return self() - earlier()
 
 
 class LateStream(Stream):
@@ -301,8 +312,9 @@ class LateStream(Stream):
         self.place = place
         self.speed = speed
         self.clock: Clock = [0] * (place + 1)
-        self.queue: deque[Callable[[], None] | Mark] = deque()
+        self.queue: deque[Callable[[], float] | Mark] = deque()
         self.done = 0
+        self._ended = [0.0]  # when each work was done, by the device's clock
 
     @property
     def is_ready(self) -> bool:
@@ -314,14 +326,31 @@ class LateStream(Stream):
         """Does the next work, which need not wait."""
         work = self.queue.popleft()
         self.done += 1
-        if not isinstance(work, Mark):
-            work()
+        self._ended.append(max(self._ended[-1], work()))
 
-    def launch(self, work: Callable[[], None], reads: Cells, writes: Cells, what: str) -> None:
-        """Queues a kernel that reads and writes these cells, all before it writes any."""
+    def when(self, number: int) -> float:
+        """When so much of its work was done, by the device's clock."""
+        return self._ended[min(number, self.done)]
+
+    def launch(
+        self,
+        work: Callable[[], None],
+        reads: Cells,
+        writes: Cells,
+        what: str,
+        seconds: float = 0.0,
+    ) -> None:
+        """Queues a kernel that reads and writes these cells, all before it writes any, and takes
+        the device so long."""
         self.machine.calls[what] = self.machine.calls.get(what, 0) + 1
         self.machine.queued(self, reads, writes, what)
-        self.queue.append(work)
+        launched = self.machine.now
+
+        def done() -> float:
+            work()
+            return max(self._ended[-1], launched) + seconds
+
+        self.queue.append(done)
         self.machine.some_work()
 
     def record(self) -> Mark:
@@ -343,7 +372,8 @@ class LateStream(Stream):
         for source, target, nbytes in zip(*columns, strict=True):
             reads.update(cells_of(source, nbytes))
             writes.update(cells_of(target, nbytes))
-        self.launch(batch.copy_here, reads, writes, self.name)
+        seconds = batch.nbytes * self.machine.byte_s
+        self.launch(batch.copy_here, reads, writes, self.name, seconds)
 
 
 class Unsent(Event):

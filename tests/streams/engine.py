@@ -60,6 +60,11 @@ PAGE = 512
 
 TOKEN = PAGE // BLOCK
 LONGEST = 160
+TOKEN_S = 1e-3
+"""Of the device's clock, for a token of a forward pass."""
+
+HOST_S = 5e-3
+"""Of the host's clock, for a step."""
 
 
 class SimulatedConnector(RecallConnector):
@@ -210,7 +215,10 @@ class Engine:
         self._aggregator = KVOutputAggregator(ranks)
         assert not any(rank.shard.copies_in_step for rank in self.ranks)
         nbytes = sum(rank.shard.nbytes() for rank in self.ranks) + ORIGIN_BYTES
-        facts = EngineFacts.of_one(BLOCK, nbytes, ranks=ranks, copies_in_step=False)
+        share = self.ranks[0].shard.nbytes() / nbytes
+        facts = EngineFacts.of_one(
+            BLOCK, nbytes, ranks=ranks, copies_in_step=False, rank_share=share
+        )
         manager = self.scheduler.kv_cache_manager
         connector = self.scheduler.connector
         connector._pool = pool
@@ -304,6 +312,7 @@ class Engine:
     def _execute(self, output: Any) -> tuple[ModelRunnerOutput, Mark]:
         """A step of all workers: queues work, and returns."""
         self.preempted += len(output.preempted_req_ids or ())
+        self.machine.now += HOST_S
         results = [self._execute_on(rank, output) for rank in self.ranks]
         result = self._aggregator.aggregate(results)
         assert result is not None
@@ -382,7 +391,8 @@ class Engine:
             tokens.append([] if request.is_prefill_chunk else [self._stories[name][0][end]])
         if parts:
             work = functools.partial(self._compute, rank, parts)
-            self.machine.computing.launch(work, reads - writes, writes, "the forward pass")
+            seconds = TOKEN_S * sum(end - start for _, start, end, _ in parts)
+            self.machine.computing.launch(work, reads - writes, writes, "the forward pass", seconds)
         names = [part[0] for part in parts]
         return ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, tokens)
 

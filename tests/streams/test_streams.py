@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvrecall.block import TierName
+from kvrecall.config import RecallSettings
 from kvrecall.lab.models import write_model
+from kvrecall.pool import Pool
 from streams.device import CELL, DeadlockError, LateDevice, Machine, Style
+from streams.engine import BLOCK, LAYERS, PAGE, TOKEN_S, Engine, config, on
 from streams.run import check
 
 SCHEDULES = 80
@@ -29,6 +33,30 @@ def test_no_order_of_copies_goes_wrong_and_each_wait_is_needed(
     did = found["did"]
     for what in ("loads", "stores", "preempted", "zeroing", "abort", "sleep", "shut down"):
         assert did[what] > 0, what
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_the_engine_learns_the_rates_of_its_device(tmp_path: Path, overlapping: bool) -> None:
+    """Of steps that overlap, too, and of copies beside them. The host's clock tells neither."""
+    chance = random.Random(0)
+    machine = Machine(chance, Style(0.3, 3, False, (1.0, 0.3), 0.5))
+    settings = RecallSettings.from_mapping({"host_size": "400KiB"})
+    model = config(write_model(tmp_path / "model", weights=False), overlapping, False)
+    prompts = [[chance.randrange(256) for _ in range(150)] for _ in range(3)]
+    with on(machine), Pool.open(settings.pool) as pool:
+        engine = Engine(model, machine, pool, 2, 40, True, False)
+        for turn in range(2):
+            for number, prompt in enumerate(prompts):
+                engine.add(f"{turn}-{number}", prompt, 3, 0)
+            while engine.is_busy:
+                engine.step()
+            assert engine.preempt_all()
+        engine.close()
+    costs = engine.side.costs
+    # A step that ends a prompt decodes others, too.
+    assert costs.compute_seconds(3) == pytest.approx(BLOCK * TOKEN_S, rel=0.05)
+    rank_s = LAYERS * PAGE * machine.byte_s
+    assert costs.load_seconds(TierName.HOST) == pytest.approx(rank_s, rel=0.01)
 
 
 class Bench:

@@ -237,6 +237,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             copies_in_step=all(shard.copies_in_step for shard in shards),
             recalls=self._may_recall(),
             least_token_seconds=max(shard.token_seconds for shard in shards),
+            rank_share=max(map(_block_bytes, shards)) / sum(nbytes),
             exact_blocks=self._exact_blocks(),
             match_unit=self._match_unit(),
         )
@@ -394,6 +395,11 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             self._pool.close()
         if self._endpoint is not None:
             self._endpoint.close()
+
+
+def _block_bytes(shard: Shard) -> int:
+    """This rank's bytes of a block of each KV group."""
+    return sum(layer.page_bytes for layer in shard.layers)
 
 
 def _endpoint(pool: PoolClient, settings: RecallSettings) -> AdminEndpoint | None:

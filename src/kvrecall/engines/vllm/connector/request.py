@@ -8,15 +8,16 @@ workers copy, leases hold the blocks) and is then an ordinary request of the eng
 A hit that is slower than recomputing is worse than a miss, so ``LoadCostModel`` decides how much
 of a match to load and how long to wait for it. The cost of loading is proportional to bytes, per
 tier; computing a token costs more the deeper it is (attention). Both are measured on the engine's
-own work, so neither needs settings: prefill steps as they run, recalls as they arrive. Before the
-first prefill step, the rate of matrix products on this device is used instead.
+own work, so neither needs settings: prefill steps and copies by the device's own time, whatever
+overlaps them, and loads from lower tiers as they arrive. Before the first prefill step, the rate of
+matrix products on this device is used instead.
 """
 
 from __future__ import annotations
 
 import enum
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -41,20 +42,11 @@ _LEAST_PATIENCE_S = 0.05
 
 _MEMORY = 0.9  # weight of the past in running averages
 _MIN_STEP_TOKENS = 32  # smaller steps are decoding, and tell nothing of prefill
+_MOST_TIMED = 64  # steps whose time is still to be reported
 _PROBE_SHARE = 0.05  # share of the computing time that a probe of a slow tier may cost
 _PROBE_EVERY = 4  # a tier that is passed over is tried again so often
 _PROBE_AFTER_S = 5.0  # and when nothing was loaded from it for so long
 _RISK_SHARE = 0.08  # share of the computing time at stake that may be waited in vain
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """The work of a step: whether it computes, and how many prompt tokens at which mean
-    position."""
-
-    any: bool
-    prompt_tokens: int = 0
-    depth: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +87,7 @@ class LoadCostModel:
         self._block_bytes = block_bytes
         self._deadline_s = deadline_s
         self._clock = clock
-        self._under_way: deque[tuple[float, Work]] = deque()
+        self._timed: dict[int, tuple[int, int]] = {}
         self._steps = 0
         self._bandwidth: dict[TierName, float] = {}
         self._seen_at: dict[TierName, float] = {}
@@ -104,19 +96,22 @@ class LoadCostModel:
 
     # ---- time ---------------------------------------------------------------------------
 
-    def step_begins(self, work: Work) -> None:
-        """Steps begin and end in order."""
-        self._under_way.append((self._clock(), work))
-        self._steps += work.any
+    def step_begins(self, works: bool, prompt_tokens: int = 0, depth: int = 0) -> int | None:
+        """A step, of so many prompt tokens at which mean position. Returns a number if the workers
+        are to time it."""
+        self._steps += works
+        if prompt_tokens < _MIN_STEP_TOKENS:
+            return None
+        self._timed[self._steps] = prompt_tokens, depth
+        if len(self._timed) > _MOST_TIMED:  # their reports were lost
+            del self._timed[next(iter(self._timed))]
+        return self._steps
 
-    def step_ends(self) -> None:
-        """Learns from the oldest running step, unless steps overlapped (asynchronous scheduling,
-        pipeline stages): its time is then not its own."""
-        if self._under_way:
-            overlapped = len(self._under_way) > 1
-            began, work = self._under_way.popleft()
-            if work.prompt_tokens and not overlapped:
-                self.saw_step(work.prompt_tokens, work.depth, self._clock() - began)
+    def step_took(self, number: int, seconds: float) -> None:
+        """``seconds``: of the device. What a further rank reports of the same step is ignored."""
+        work = self._timed.pop(number, None)
+        if work is not None:
+            self.saw_step(*work, seconds)
 
     def mark(self) -> Mark:
         return Mark(self._clock(), self._steps)

@@ -31,7 +31,6 @@ from kvrecall.engines.vllm.connector.request import (
     Promise,
     RequestState,
     TailHash,
-    Work,
     receipt,
 )
 from kvrecall.engines.vllm.connector.saver import Computed, Reachable, Saver, Tables
@@ -352,7 +351,7 @@ class RecallScheduler:
                 self._rest(one)
         self.is_busy = bool(scheduled)
         depth = positions // prompt_tokens if prompt_tokens else 0
-        self.costs.step_begins(Work(self.is_busy, prompt_tokens, depth))
+        timed = self.costs.step_begins(self.is_busy, prompt_tokens, depth)
         orders = StepOrders(
             arena,
             self._loads,
@@ -361,6 +360,7 @@ class RecallScheduler:
             self._saver.must_drain(),
             comparisons,
             tuple(group.record_bytes for group in self._facts.groups),
+            timed=timed,
         )
         if self.offloader is not None:
             orders.offload = self.offloader.orders(scheduled, self._chain_blocks, arena)
@@ -442,12 +442,14 @@ class RecallScheduler:
 
     def reported(self, report: StepReport | None, loaded: set[str], failed: set[str]) -> None:
         """Processes the workers' report of a step."""
-        self.costs.step_ends()
         if report is not None:
             self.tally.count_step(report)
+            for step, seconds in report.timed.items():
+                self.costs.step_took(step, seconds)
             if report.load_seconds > 0:
-                blocks = report.loaded_bytes / self._facts.block_bytes
-                self.costs.saw_load(TierName.HOST, blocks, report.load_seconds)
+                of_rank = self._facts.block_bytes * self._facts.rank_share
+                blocks = report.loaded_bytes / of_rank
+                self.costs.saw_load(TierName.HOST, blocks, report.load_rank_seconds)
             if report.lost:
                 self._sequences_lost(report.lost)
             for number, (ranks, found) in report.compared.items():

@@ -145,6 +145,7 @@ class StepOrders(KVConnectorMetadata):
     comparisons: list[Comparison] = field(default_factory=list)
     record_bytes: tuple[int, ...] = (0,)
     offload: OffloadOrders | None = None
+    timed: int | None = None
 
 
 @dataclass(slots=True)
@@ -152,13 +153,17 @@ class StepReport(KVConnectorWorkerMetadata):
     """What the workers finished: how many ranks completed, and which failed, each store.
     ``compared``: by number, how many ranks have compared, and what they found. ``refuted``:
     requests that have loaded blocks which this engine would not have computed. ``lost``: requests
-    whose offloaded blocks are unreachable. The step's results for both are meaningless."""
+    whose offloaded blocks are unreachable. The step's results for both are meaningless. ``timed``:
+    the device's seconds for steps, by the orders' numbers. ``load_rank_seconds``: of all ranks
+    that loaded, which do so at the same time."""
 
     stored: dict[int, int] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
     compared: dict[int, tuple[int, Deviation]] = field(default_factory=dict)
     refuted: set[str] = field(default_factory=set)
+    timed: dict[int, float] = field(default_factory=dict)
+    load_rank_seconds: float = 0.0
     loaded_bytes: int = 0
     load_seconds: float = 0.0
     stored_bytes: int = 0
@@ -174,12 +179,15 @@ class StepReport(KVConnectorWorkerMetadata):
         for number, (ranks, found) in other.compared.items():
             before, known = compared.get(number, (0, Deviation()))
             compared[number] = ranks + before, known.plus(found, same_blocks=True)
+        timed = self.timed.keys() | other.timed.keys()
         return StepReport(
             stored,
             self.failed | other.failed,
             self.lost | other.lost,
             compared,
             self.refuted | other.refuted,
+            {n: max(self.timed.get(n, 0.0), other.timed.get(n, 0.0)) for n in timed},
+            self.load_rank_seconds + other.load_rank_seconds,
             self.loaded_bytes + other.loaded_bytes,
             max(self.load_seconds, other.load_seconds),
             self.stored_bytes + other.stored_bytes,
@@ -248,7 +256,8 @@ class EngineFacts:
     shards. ``groups``: the KV groups in vLLM's order. ``hash_block_size``: tokens.
     ``copies_in_step``: stores are off the device when their step returns. ``recalls``: whether
     blocks may be loaded into it; if not it only saves. ``least_token_seconds``: computing a prompt
-    token takes about as long, or longer; 0: unknown. ``exact_blocks``: number of blocks of a
+    token takes about as long, or longer; 0: unknown. ``rank_share``: of a block's bytes, the
+    most that one rank loads. ``exact_blocks``: number of blocks of a
     sequence that have the same KV however it is decoded: retrieval attention is approximate.
     ``match_unit``: tokens of which a hit is a multiple, where hits may end inside blocks.
 
@@ -263,6 +272,7 @@ class EngineFacts:
     copies_in_step: bool
     recalls: bool = True
     least_token_seconds: float = 0.0
+    rank_share: float = 1.0
     exact_blocks: int = ALL_BLOCKS
     match_unit: int | None = None
     chain: int = field(init=False)

@@ -6,7 +6,6 @@ the engine's step.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -35,11 +34,13 @@ from kvrecall.engines.vllm.connector.wire import (
     Store,
 )
 from kvrecall.engines.vllm.device import device_of
+from kvrecall.engines.vllm.device.base import Event
 from kvrecall.engines.vllm.identity.loaded import LoadedModel
 from kvrecall.errors import EngineError
 from kvrecall.pool.base import ArenaHandle
 
 _ROWS, _COLUMNS, _TIMES = 512, 2048, 4  # of products that tell what a token of a prefill costs
+_LONG_S, _MOST_ROWS = 1e-3, 16_384  # rows are doubled until a product takes so long
 
 
 class RecallWorker:
@@ -63,6 +64,8 @@ class RecallWorker:
         self._model: torch.nn.Module | None = None  # until ``shard`` has read it
         self._offloading = False
         self._applied: StepOrders | None = None
+        self._step_began: Event | None = None
+        self._timed: deque[tuple[int, Event, Event]] = deque()  # steps under way: begin and end
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Registers the device KV cache: one tensor per layer."""
@@ -78,6 +81,7 @@ class RecallWorker:
         )
         if not any(group.pages for group in self._layers):
             raise EngineError("the engine registered no KV cache memory; nothing to pool")
+        self._device = device_of(next(g.pages[0].rows.device for g in self._layers if g.pages))
         self._retrieval = retrieval_groups(self._vllm_config)
         beside = [page for group in self._retrieval for page in group.register(kv_caches).items()]
         digests = (Pages(name, rows, f"{tuple(rows.shape[1:])} bytes") for name, rows in beside)
@@ -93,7 +97,6 @@ class RecallWorker:
         )
         names = tuple(page.name for group in self._layers for page in group.pages)
         kernel = config.kernel_of(self._vllm_config, names)
-        device = next(group.pages[0].rows.device for group in self._layers if group.pages)
         sharing = self._sharing(names)
         self._groups = tuple(_placed(replace(group, sharing=sharing)) for group in self._groups)
         self._layers = tuple(
@@ -103,10 +106,11 @@ class RecallWorker:
         self._mapping = ArenaMapping(self._groups)
         flops, hidden = config.prompt_token_work(self._vllm_config)
         dtype = self._vllm_config.model_config.dtype
-        least = least_token_seconds(flops, hidden, dtype, str(device))
+        where = next(group.pages[0].rows.device for group in self._layers if group.pages)
+        least = least_token_seconds(flops, hidden, dtype, where)
         loaded = None if self._model is None else LoadedModel.of(self._model)
         self._model = None
-        return Shard(layers, kernel, device_of(device).in_step, least, loaded, sharing)
+        return Shard(layers, kernel, self._device.in_step, least, loaded, sharing)
 
     def _sharing(self, layer_names: Iterable[str]) -> config.Sharing:
         replicas = 1 if self._model is None else config.head_replicas(self._model, layer_names)
@@ -136,6 +140,10 @@ class RecallWorker:
 
     def start_stores(self, orders: StepOrders) -> None:
         """Starts the step's stores; the forward pass has been submitted."""
+        if orders.timed is not None and self._step_began is not None:
+            ended = self._device.current().record()
+            self._timed.append((orders.timed, self._step_began, ended))
+            self._step_began = None
         for store in orders.stores:
             if not self._writes_shard():
                 self._report.stored[store.store_id] = 1
@@ -193,6 +201,7 @@ class RecallWorker:
         if orders is self._applied:
             return
         self._applied = orders
+        self._step_began = self._device.current().record() if orders.timed is not None else None
         if orders.drain:
             self._arena.drain_stores()
         if orders.offload is not None or self._offloading:
@@ -203,6 +212,9 @@ class RecallWorker:
         failed."""
         if self._mapping is None:
             return set(), set(), set()
+        while self._timed and self._timed[0][2].is_reached():
+            step, began, ended = self._timed.popleft()
+            self._report.timed[step] = ended.seconds_since(began)
         loads, stores = self._mapping.completed()
         loaded = {self._loading.popleft() for _ in loads}
         failed = self._failed_loads - set(self._loading)  # nothing is written there any more
@@ -214,6 +226,7 @@ class RecallWorker:
         self._releases = [one for one in self._releases if one[1] not in released]
         self._report.loaded_bytes += sum(moved.nbytes for moved in loads)
         self._report.load_seconds += sum(moved.seconds for moved in loads)
+        self._report.load_rank_seconds = self._report.load_seconds
         self._report.stored_bytes += sum(moved.nbytes for moved in stores)
         self._report.store_seconds += sum(moved.seconds for moved in stores)
         return released, loaded | failed, failed
@@ -274,22 +287,30 @@ def _placed(group: GroupPages) -> GroupPages:
     return replace(group, starts=tuple(config.record_places(sizes, pieces, group.sharing)))
 
 
-def least_token_seconds(flops: float, hidden: int, dtype: torch.dtype, device: str) -> float:
+def least_token_seconds(
+    flops: float, hidden: int, dtype: torch.dtype, where: torch.device
+) -> float:
     """Minimum seconds to compute a prompt token: its ``flops`` operations in products of width
     ``hidden`` at the rate this device reaches now. 0 if either is 0.
 
     The first request after a start may find its prefix on a slow disk, and must know how long it
-    may wait. Takes some milliseconds: the best of a few tries, because the first ones include other
-    costs.
+    may wait. Takes some milliseconds: the best of a few tries by the device's own time, of products
+    so large that it counts and not what a launch takes.
     """
     if not (flops and hidden):
         return 0.0
-    a = torch.ones((_ROWS, hidden), dtype=dtype, device=device)
-    b = torch.ones((hidden, _COLUMNS), dtype=dtype, device=device)
-    best = float("inf")
-    for _ in range(_TIMES):
-        began = time.perf_counter()
-        torch.mm(a, b)
-        device_of(a.device).current().record().wait()
-        best = min(best, time.perf_counter() - began)
-    return flops * best / (2.0 * _ROWS * hidden * _COLUMNS)
+    stream = device_of(where).current()
+    b = torch.ones((hidden, _COLUMNS), dtype=dtype, device=where)
+    rows = _ROWS
+    while True:
+        a = torch.ones((rows, hidden), dtype=dtype, device=where)
+        best = float("inf")
+        for _ in range(_TIMES):  # the first includes other costs
+            began = stream.record()
+            torch.mm(a, b)
+            ended = stream.record()
+            ended.wait()
+            best = min(best, ended.seconds_since(began))
+        if best >= _LONG_S or rows >= _MOST_ROWS:
+            return flops * best / (2.0 * rows * hidden * _COLUMNS)
+        rows *= 2
