@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -379,6 +380,21 @@ def test_only_what_is_populated_is_locked(
     assert accelerated == ["+4096"] * 3 + ["+100"]
     device.unlock(memory)
     assert accelerated[4:] == ["-"] * 4
+
+
+def test_the_numa_node_of_a_device_is_what_the_kernel_says(
+    tmp_path: Path, accelerated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It writes -1 for none."""
+    for name, text in (("0000:3b:00.0", "1\n"), ("0000:3c:00.0", "-1\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "numa_node").write_text(text)
+    found = [pagelock.numa_node_at(f"0000:{bus}:00.0", tmp_path) for bus in ("3b", "3c", "3d")]
+    assert found == [1, None, None]
+    assert devices.device_of(CPU).numa_node() is None, "no CUDA device"
+    monkeypatch.setattr(accelerator.driver, "pci_address", lambda index: f"0000:3{index}:00.0")
+    monkeypatch.setattr(accelerator, "numa_node_at", lambda address: {"0000:30:00.0": 1}[address])
+    assert AcceleratorDevice(torch.device("cuda", 0)).numa_node() == 1
 
 
 def test_blocks_split_by_the_kernel_are_one_page() -> None:

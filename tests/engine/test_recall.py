@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from .engine import Engine, prompt_of
@@ -48,6 +49,14 @@ def setup(model_folder: Callable[..., Path], disk: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def engine(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
     return start(**setup)
+
+
+def test_every_worker_maps_the_arena_before_the_first_request(engine: Engine) -> None:
+    """Where it is page-locked, too, which takes long."""
+    process = psutil.Process(engine.process.pid)
+    family = [process, *process.children(recursive=True)]
+    maps = [Path(f"/proc/{one.pid}/maps").read_text() for one in family]
+    assert sum("memfd:kvrecall-arena" in one for one in maps) >= 2, "the pool's process, a worker"
 
 
 def test_same_bits_from_every_tier(engine: Engine) -> None:

@@ -154,3 +154,21 @@ def test_can_be_read_and_written_directly(tmp_path: Path) -> None:
     assert arena.view(65536, 8192) == arena.view(4096, 8192)
     os.close(fd)
     arena.close()
+
+
+def test_memory_comes_from_the_numa_nodes_that_are_preferred() -> None:
+    """Also what other processes touch first: the kernel keeps the policy with the memory."""
+    arena = Arena.create(2 * MIB)
+    if not arena.prefer([0]):
+        pytest.skip("this kernel or container has no memory policies")
+    (line,) = (
+        line
+        for line in Path("/proc/self/numa_maps").read_text().splitlines()
+        if int(line.split()[0], 16) == np.frombuffer(arena.memory, np.uint8).ctypes.data
+    )
+    assert "prefer:0" in line or "prefer=" in line
+    assert arena.node() == 0
+    assert not arena.prefer([63]), "there is no such node"
+    assert not arena.prefer([64])
+    assert not arena.prefer([])
+    arena.close()

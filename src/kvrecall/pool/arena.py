@@ -8,8 +8,10 @@ import fcntl
 import logging
 import mmap
 import os
+import platform
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,9 @@ from kvrecall.pool.base import ArenaHandle
 _LOG = logging.getLogger(__name__)
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
+_PREFERRED, _INTERLEAVE, _MOVE = 1, 3, 2  # of mbind
+_OF_ADDRESS = 3  # of get_mempolicy: the node of a page
+_SYSCALLS = {"x86_64": (237, 239), "aarch64": (235, 236)}  # mbind, get_mempolicy
 _STEP = 64 << 20  # bytes populated at a time; the first step is done before ``create`` returns
 _GIB = 1 << 30
 
@@ -165,6 +170,28 @@ class Arena:
     def populated(self) -> int:
         """How many of the leading bytes the owner has backed with pages so far."""
         return min(self.nbytes, _allocated(self._fd))
+
+    def prefer(self, nodes: Collection[int]) -> bool:
+        """Takes its memory from these NUMA nodes of this host as long as they have any, one after
+        the other if there are several. Moves the pages that only this process maps. False if the
+        kernel refuses (containers may)."""
+        mbind = _SYSCALLS.get(platform.machine(), (0, 0))[0]
+        mask = ctypes.c_ulong(sum(1 << node for node in set(nodes)))
+        mode = _PREFERRED if len(set(nodes)) == 1 else _INTERLEAVE
+        return mbind > 0 and max(nodes, default=64) < 64 and not _LIBC.syscall(
+            ctypes.c_long(mbind), ctypes.c_void_p(self._address), ctypes.c_size_t(self.nbytes),
+            ctypes.c_int(mode), ctypes.byref(mask), ctypes.c_ulong(65), ctypes.c_uint(_MOVE),
+        )  # fmt: skip
+
+    def node(self) -> int | None:
+        """The NUMA node of its first page. None if the kernel does not tell."""
+        get_mempolicy = _SYSCALLS.get(platform.machine(), (0, 0))[1]
+        node = ctypes.c_int(-1)
+        failed = _LIBC.syscall(
+            ctypes.c_long(get_mempolicy), ctypes.byref(node), None, ctypes.c_ulong(0),
+            ctypes.c_void_p(self._address), ctypes.c_ulong(_OF_ADDRESS),
+        )  # fmt: skip
+        return None if failed or node.value < 0 else node.value
 
     def wait_ready(self) -> None:
         """Waits until every page up to ``goal_bytes`` is populated, or the kernel has none left."""

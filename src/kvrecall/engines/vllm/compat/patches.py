@@ -56,7 +56,8 @@ TABLE = (
     Patch(
         "fingerprint-early",
         "vllm.v1.executor.abstract:Executor.__init__",
-        "Starts hashing the weight files before they are loaded.",
+        "Starts hashing the weight files before they are loaded, and notes the executor, by which "
+        "the workers map and page-lock the arena before the first request.",
         "Only files that did not change since before loading are what was loaded; and the hash is "
         "ready when the engine is.",
         "vLLM loads the connector's scheduler side before the model.",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
+from weakref import WeakValueDictionary
 
 from kvrecall.config import DEFAULT_MATCH_UNIT, RecallSettings
 from kvrecall.engines.vllm.compat.patches import install
@@ -19,6 +20,7 @@ def before_loading(begin: Callable[[Any], None]) -> None:
     def make(plain: Any) -> Any:
         def init(self: Any, vllm_config: Any) -> None:
             if has_our_connector(vllm_config):
+                _EXECUTORS[vllm_config.instance_id] = self
                 begin(vllm_config)
                 match_inside_blocks()
             plain(self, vllm_config)
@@ -26,6 +28,18 @@ def before_loading(begin: Callable[[Any], None]) -> None:
         return init
 
     install("fingerprint-early", make)
+
+
+_EXECUTORS: WeakValueDictionary[str, Any] = WeakValueDictionary()
+"""Of engines with kvrecall's connector, by their id."""
+
+
+def on_workers(vllm_config: Any, work: Callable[[Any], object]) -> None:
+    """Does ``work(worker)`` in each worker's process, and waits for it. Without effect where vLLM's
+    plug-ins are switched off."""
+    executor = _EXECUTORS.get(vllm_config.instance_id)
+    if executor is not None:
+        executor.collective_rpc(work)
 
 
 def match_inside_blocks() -> None:

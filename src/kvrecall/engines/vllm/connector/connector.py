@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -46,7 +48,7 @@ from kvrecall.engines.vllm.identity import fields
 from kvrecall.engines.vllm.identity.namespace import Adapters, namespace_of
 from kvrecall.engines.vllm.identity.weights import weights_of
 from kvrecall.errors import ConfigError, EngineError, KvrecallError
-from kvrecall.pool.base import PoolClient
+from kvrecall.pool.base import ArenaHandle, PoolClient
 from kvrecall.pool.open import open_pool
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service.client import ServiceClient
@@ -188,6 +190,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             scheduler.tail_hash(self._vllm_config, facts.block_size),
         )
         self._keep_long_sequences(facts)
+        self._ready_arena(facts, [shard.numa_node for shard in shards if isinstance(shard, Shard)])
         logger.info(
             "kvrecall: pool open as %s: host %.2f GiB, %s, %s, hits in units of %d tokens",
             self._vllm_config.kv_transfer_config.kv_role,
@@ -196,6 +199,19 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             _groups_text(facts),
             facts.unit,
         )
+
+    def _ready_arena(self, facts: EngineFacts, nodes: list[int | None]) -> None:
+        """Before the engine serves: has the arena near its devices, and mapped and page-locked by
+        every worker."""
+        assert self._pool is not None
+        near = {node for node in nodes if node is not None}
+        if isinstance(self._pool, Pool) and not facts.copies_in_step:
+            if near and not self._pool.arena.prefer(near):
+                logger.warning("kvrecall: the kernel does not let host memory be near the devices")
+            self._pool.arena.wait_ready()
+        handle = self._pool.arena_handle()
+        if handle.nbytes:  # none while a pool service is not there
+            scheduler.on_workers(self._vllm_config, functools.partial(_map_arena, handle=handle))
 
     def _keep_long_sequences(self, facts: EngineFacts) -> None:
         """With retrieval on, enables partial offload of long sequences."""
@@ -395,6 +411,14 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             self._pool.close()
         if self._endpoint is not None:
             self._endpoint.close()
+
+
+def _map_arena(_: object, handle: ArenaHandle) -> None:
+    """In each worker."""
+    if has_kv_transfer_group():
+        connector = get_kv_transfer_group()
+        if isinstance(connector, RecallConnector):
+            connector._w.map_arena(handle)
 
 
 def _block_bytes(shard: Shard) -> int:

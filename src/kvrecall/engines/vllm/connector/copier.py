@@ -212,6 +212,23 @@ class ArenaMapping:
         self._loaded: list[Moved] = []  # by copiers that are gone
         self._stored: list[Moved] = []
 
+    def prepare(self, handle: ArenaHandle, numa_node: int | None) -> None:
+        """Maps the arena before it is needed. ``numa_node``: of the device."""
+        with self._lock:
+            self._attach(handle)
+            node = self._arena.node() if self._arena is not None else None
+        if node is None or numa_node is None:
+            return
+        logger.info("kvrecall: device at NUMA node %d, host memory at %d", numa_node, node)
+        if node != numa_node and handle.boot:
+            logger.warning(
+                "kvrecall: every copy crosses from NUMA node %d to %d: start the pool service with "
+                "numactl --preferred=%d",
+                node,
+                numa_node,
+                numa_node,
+            )
+
     def load(self, handle: ArenaHandle, *copies: Copy) -> bool:
         """Arena -> device. False if the arena cannot be mapped."""
         with self._lock:

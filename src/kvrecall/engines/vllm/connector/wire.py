@@ -213,7 +213,8 @@ class Shard(KVConnectorHandshakeMetadata):
     and the instruction set its bytes are packed for. ``copies_in_step``: stores are complete when
     the step that ordered them returns. ``token_seconds``: computing a prompt token takes this rank
     about as long, or longer. ``model``: the model that the rank has loaded; None if its worker does
-    not expose it. ``sharing``: of blocks with the other ranks of its stage."""
+    not expose it. ``sharing``: of blocks with the other ranks of its stage.
+    ``numa_node``: of its device, where it is known."""
 
     layers: tuple[ShardLayer, ...]
     kernel: str
@@ -221,6 +222,7 @@ class Shard(KVConnectorHandshakeMetadata):
     token_seconds: float = 0.0
     model: LoadedModel | None = None
     sharing: Sharing = ALONE
+    numa_node: int | None = None
 
     def nbytes(self, group: int = 0) -> int:
         """Bytes of one block of a KV group on this rank."""

@@ -110,7 +110,15 @@ class RecallWorker:
         least = least_token_seconds(flops, hidden, dtype, where)
         loaded = None if self._model is None else LoadedModel.of(self._model)
         self._model = None
-        return Shard(layers, kernel, self._device.in_step, least, loaded, sharing)
+        return Shard(
+            layers, kernel, self._device.in_step, least, loaded, sharing, self._device.numa_node()
+        )
+
+    def map_arena(self, handle: ArenaHandle) -> None:
+        """Maps the arena before the engine serves, and returns when what is populated of it is
+        page-locked. Without effect if it cannot be mapped: copies say so."""
+        self._arena.prepare(handle, self._device.numa_node())
+        self._device.wait_locked()
 
     def _sharing(self, layer_names: Iterable[str]) -> config.Sharing:
         replicas = 1 if self._model is None else config.head_replicas(self._model, layer_names)

@@ -14,7 +14,7 @@ from kvrecall.attention.kernels import device as kernels
 from kvrecall.attention.kernels.device import Piece
 from kvrecall.engines.vllm.device import driver
 from kvrecall.engines.vllm.device.base import Addresses, Batch, Device, Event, Stream
-from kvrecall.engines.vllm.device.pagelock import CHUNK_BYTES, PageLock
+from kvrecall.engines.vllm.device.pagelock import CHUNK_BYTES, PageLock, numa_node_at
 
 ITEMS_A_CALL = 16_384
 """Of the driver, which has crashed with 51,828 (vLLM issue 49276)."""
@@ -124,6 +124,11 @@ class AcceleratorDevice(Device):
         here = torch.empty_like(values, device="cpu", pin_memory=True)
         here.copy_(values, non_blocking=True)
         return here, self.current().record()
+
+    def numa_node(self) -> int | None:
+        is_cuda = self._device.type == "cuda"
+        address = driver.pci_address(self._device.index or 0) if is_cuda else None
+        return None if address is None else numa_node_at(address)
 
     def lock(self, memory: torch.Tensor, populated: Callable[[], int]) -> None:
         lock = PageLock(memory, self._device, populated)

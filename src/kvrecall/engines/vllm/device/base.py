@@ -104,6 +104,11 @@ class Device(ABC):
         """Queues copies of small items from locked host memory, or the device's, to the device, on
         the engine's stream. Addresses as of ``Batch``."""
 
+    def numa_node(self) -> int | None:
+        """The NUMA node of this host that the device is attached to. None where that cannot be
+        known, or memory is the device's."""
+        return None
+
     @abstractmethod
     def send(self, values: torch.Tensor) -> torch.Tensor:
         """A copy of host values on the device, queued on the engine's stream. Does not wait for

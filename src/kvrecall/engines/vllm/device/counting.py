@@ -119,6 +119,9 @@ class CountingDevice(Device):
         self._counts.items += 1
         self._counts.nbytes += values.nbytes
 
+    def numa_node(self) -> int | None:
+        return self._device.numa_node()
+
     def lock(self, memory: torch.Tensor, populated: Callable[[], int]) -> None:
         self._device.lock(memory, populated)
 

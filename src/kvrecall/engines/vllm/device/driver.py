@@ -58,6 +58,19 @@ def _batched_copy() -> Callable[..., int]:
     return call
 
 
+def pci_address(index: int) -> str | None:
+    """Of this process's CUDA device of that number, as ``0000:3b:00.0``. None if CUDA's driver does
+    not tell."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, name = ctypes.c_int(), ctypes.create_string_buffer(32)
+    failed = cuda.cuDeviceGet(ctypes.byref(device), index)
+    failed = failed or cuda.cuDeviceGetPCIBusId(name, len(name), device)
+    return None if failed else name.value.decode().lower()
+
+
 def host_register(address: int, nbytes: int) -> bool:
     """Page-locks a range; False if the system refuses. CUDA keeps the error for this thread, which
     must not launch anything."""

@@ -1,8 +1,8 @@
 """Page-locks host memory for a device, so that copies run at full speed and beside the host's work,
 and kernels may read it by its address.
 
-A thread locks, chunk after chunk, because that takes tens of seconds for 100 GiB and the engine
-serves meanwhile; and only what its owner has populated, because locking would populate the rest.
+A thread locks, chunk after chunk: all that its owner has populated before the engine serves, and
+later what it grows by. Locking what is not populated would populate it.
 Where the system refuses, the memory stays as it is: copies are slower, and right.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -86,6 +87,15 @@ class PageLock:
                     )
                     break
         self.settled.set()
+
+
+def numa_node_at(pci_address: str, root: Path = Path("/sys/bus/pci/devices")) -> int | None:
+    """The NUMA node of a PCI device. None if the kernel does not know it."""
+    try:
+        node = int((root / pci_address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
 
 
 def register(address: int, nbytes: int) -> bool:
