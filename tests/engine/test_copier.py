@@ -45,13 +45,14 @@ from kvrecall.engines.vllm.compat.config import (
     places_of,
     sharing_of,
 )
-from kvrecall.engines.vllm.connector.copier import Copier
+from kvrecall.engines.vllm.connector.copier import ArenaMapping, Copier
 from kvrecall.engines.vllm.connector.pages import Copy, GroupPages, Pages, pages_of, runs_of
 from kvrecall.engines.vllm.device import accelerator, inline, pagelock
 from kvrecall.engines.vllm.device.accelerator import AcceleratorDevice, split
 from kvrecall.engines.vllm.device.base import Batch
 from kvrecall.engines.vllm.device.counting import Counts, counted
 from kvrecall.errors import EngineError
+from kvrecall.pool.arena import Arena
 from kvrecall.testing.blocks import wait_until
 
 BLOCKS, HEADS, TOKENS, WIDTH = 10, 2, 16, 8
@@ -395,6 +396,27 @@ def test_the_numa_node_of_a_device_is_what_the_kernel_says(
     monkeypatch.setattr(accelerator.driver, "pci_address", lambda index: f"0000:3{index}:00.0")
     monkeypatch.setattr(accelerator, "numa_node_at", lambda address: {"0000:30:00.0": 1}[address])
     assert AcceleratorDevice(torch.device("cuda", 0)).numa_node() == 1
+
+
+def test_an_arena_is_locked_before_it_is_needed(
+    accelerated: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the log says whether it is near the device."""
+    arena = Arena.create(1 << 20)
+    arena.wait_ready()
+    pages = Pages("layer", torch.zeros(BLOCKS, PAGE, dtype=torch.uint8), "")
+    mapping = ArenaMapping([GroupPages((pages,))])
+    caplog.set_level("INFO", "vllm.kvrecall")
+    handle = replace(arena.handle(), boot="a service")
+    mapping.prepare(handle, 7)
+    devices.device_of(CPU).wait_locked()
+    assert accelerated == [f"+{1 << 20}"]
+    if arena.node() is not None:
+        assert "device at NUMA node 7" in caplog.text
+        assert "numactl --preferred=7" in caplog.text
+    mapping.close()
+    assert accelerated[1:] == ["-"], "unlocked before it is unmapped"
+    arena.close()
 
 
 def test_blocks_split_by_the_kernel_are_one_page() -> None:

@@ -125,8 +125,15 @@ class ServerProcess(ChildProcess):
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
     def forget_device(self) -> None:
-        """Empties the engine's own prefix cache; the pool keeps its blocks."""
-        httpx.post(f"{self.url}/reset_prefix_cache", timeout=60).raise_for_status()
+        """Empties the engine's own prefix cache; the pool keeps its blocks. Waits for blocks that
+        are still copied. Raises EngineError if the engine does not let go of them."""
+        end = time.monotonic() + SETTLE_TIMEOUT_S
+        while time.monotonic() < end:
+            reply = httpx.post(f"{self.url}/reset_prefix_cache", timeout=60).raise_for_status()
+            if reply.json()["success"]:
+                return
+            self.ask("settle", 4)  # copies are reported with steps
+        raise EngineError(f"the engine still holds blocks after {SETTLE_TIMEOUT_S:.0f} s")
 
 
 def is_healthy(url: str) -> bool:
