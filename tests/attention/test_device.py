@@ -4,14 +4,19 @@ and speed."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine.engine import Engine, prompt_of
+from service.service import MIB, Service
+
+from kvrecall.testing.blocks import wait_until
 
 from .test_engine import EXTENSION, activity, spent, tokens_of
+from .test_offload_faults import same
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 pytest.importorskip("triton")
@@ -63,22 +68,35 @@ def sparse(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
     return start(**setup, **AS_GPU, pool=pool, env=env)
 
 
+RUNNERS = {
+    "V1": {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_KV_CACHE_LAYOUT": "NHD"},
+    "V2": {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_KV_CACHE_LAYOUT": "HND"},
+}
+BACKENDS = {"V1": "TRITON_ATTN", "V2": "FLASH_ATTN"}
+
+
+def offloading(runner: str, ahead: bool, pool: dict[str, Any]) -> dict[str, Any]:
+    """An engine whose long sequences are partially offloaded. ``ahead``: by asynchronous
+    scheduling."""
+    env = {**retrieval(0.3), **INTERPRETED, "AS_GPU": BACKENDS[runner], **RUNNERS[runner]}
+    env |= {"AS_GPU_AHEAD": str(int(ahead)), "VLLM_RETRIEVAL_OFFLOAD_BOUNDARY": "192"}
+    return {**AS_GPU, "env": env, "pool": {"load_or_compute": "load", **pool}}
+
+
 @pytest.fixture(
     scope="module",
-    params=[("0", "TRITON_ATTN", "NHD"), ("1", "FLASH_ATTN", "HND")],
-    ids=["V1", "V2-flash"],
+    params=[("V1", False), ("V1", True), ("V2", False), ("V2", True)],
+    ids=["V1", "V1-ahead", "V2", "V2-ahead"],
 )
 def offloaded(
     request: pytest.FixtureRequest, start: Callable[..., Engine], setup: dict[str, Any]
 ) -> Iterator[Engine]:
-    """Long sequences are partially offloaded, under either model runner. The last request of the
-    mixed batch depends on the blocks that the first one frees in the same step."""
-    runner, backend, layout = request.param
-    pool = {"host_size": "64MiB", "load_or_compute": "load"}
-    env = {**retrieval(0.3), **INTERPRETED, "AS_GPU": backend, "VLLM_KV_CACHE_LAYOUT": layout}
-    env |= {"VLLM_USE_V2_MODEL_RUNNER": runner, "VLLM_RETRIEVAL_OFFLOAD_BOUNDARY": "192"}
-    setup = {**setup, "num_gpu_blocks_override": 14}
-    engine = start(**setup, **AS_GPU, pool=pool, env=env)
+    """Under either model runner, also with asynchronous scheduling, the default on GPUs. The last
+    request of the mixed batch depends on the blocks that the first one frees in the same step."""
+    runner, ahead = request.param
+    given = offloading(runner, ahead, {"host_size": "64MiB"})
+    engine = start(**{**setup, "num_gpu_blocks_override": 14}, **given)
+    assert engine.is_ahead() == ahead
     yield engine
     engine.close()
 
@@ -145,7 +163,8 @@ def test_sequences_off_the_device_decode_as_on_it(
         assert answers(offloaded) == undisturbed
         did = spent(offloaded, before)
         assert did["blocks_left" if again else "blocks_offloaded"] == MIDDLE
-        assert did["sequences_offloaded"] == DECODED - 1
+        late = 0 if again else int(offloaded.is_ahead())
+        assert did["sequences_offloaded"] == DECODED - 1 - late
         assert did["sequences_sparse"] > did["sequences_offloaded"]
         assert did["blocks_hit"] > 0
         assert did["blocks_loaded"] > 0
@@ -159,8 +178,41 @@ def test_preempted_sequences_go_on_off_the_device(
     """They resume from the pool, where their middle blocks stay, beside others."""
     assert offloaded.forget_all()
     before = activity(offloaded)
-    assert offloaded.preempt_midway(**PREEMPTED) == preempted
+    steps = PREEMPTED["after_steps"] + offloaded.is_ahead()  # the last result is dropped
+    assert offloaded.preempt_midway(**{**PREEMPTED, "after_steps": steps}) == preempted
     did = spent(offloaded, before)
     assert did["blocks_offloaded"] == did["blocks_left"] == MIDDLE
     assert did["sequences_offloaded"] == DECODED - 2
     assert offloaded.pool_stats()["leases"] == 0
+
+
+def test_the_memory_of_a_dead_service_is_read_on(
+    start: Callable[..., Engine],
+    setup: dict[str, Any],
+    sparse: Engine,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """The next service has an arena of its own, which the worker locks and the other not any
+    more."""
+    folder = tmp_path_factory.mktemp("service")
+    (prompt,) = prompts()[:1]
+    want = sparse.ask(prompt, max_tokens=24, ignore_eos=True)
+    with Service(folder, 64 * MIB) as service:
+        pool = {"backend": "service", "socket": str(service.socket), "call_timeout": 10}
+        engine = start(**setup, **offloading("V2", True, pool))
+        replies: list[dict[str, Any]] = []
+        place = folder / "here"
+        order = {"prompts": [prompt], "after_steps": 8, "max_tokens": 24}
+        trouble = {"name": "meet", "place": str(place), "anew": True}
+        thread = threading.Thread(
+            target=lambda: replies.extend(engine.decode_through(**order, trouble=trouble))
+        )
+        thread.start()
+        wait_until(place.exists)
+        service.kill()
+        service.start()
+        place.unlink()
+        thread.join()
+        same(replies[0], want)
+        assert activity(engine)["sequences_offloaded"] == 24 - 2
+        engine.close()

@@ -322,6 +322,27 @@ def test_preempted_and_back(pool: Pool) -> None:
     assert (bench.free, pool.stats().leases) == (99, 0)
 
 
+@pytest.mark.parametrize("counts", [True, False], ids=["delivered", "dropped"])
+def test_leases_last_while_a_step_under_way_reads_what_they_keep(pool: Pool, counts: bool) -> None:
+    """With asynchronous scheduling a request may be preempted before the result of its last step is
+    in, which still counts."""
+    bench = Bench(pool, 100)
+    request = bench.begun("r", 400, 0)
+    assert bench.decode(request, 3)
+    request.num_in_flight_tokens = 1
+    bench.manager.free(request)
+    request.status = RequestStatus.PREEMPTED
+    request.num_computed_tokens = 0
+    request.num_stale_output_tokens, request.drop_stale_output = 1, not counts
+    other = bench.begun("other", 10, 1000)
+    assert bench.orders is not None
+    assert bench.orders.ended == ["r"]
+    assert pool.stats().leases == 20 * counts
+    request.num_in_flight_tokens = request.num_stale_output_tokens = 0
+    assert bench.decode(other)
+    assert pool.stats().leases == 0
+
+
 def forgotten(bench: Bench, tokens: int = 400) -> None:
     """A prompt in the pool of which the device has nothing."""
     bench.end(bench.begun("first", tokens, 0))

@@ -194,7 +194,12 @@ class Host:
         while engine.has_unfinished_requests():
             steps += 1
             if steps == after_steps:
-                assert self.engine().scheduler.reset_prefix_cache(reset_running_requests=True)
+                try:
+                    self.engine().scheduler.reset_prefix_cache(reset_running_requests=True)
+                except RuntimeError:  # a step under way uses their blocks
+                    assert self.is_ahead()
+                    manager = self.engine().scheduler.kv_cache_manager
+                    manager.evict_blocks(set(range(manager.block_pool.num_gpu_blocks)))
             for output in engine.step():
                 if output.finished:
                     tokens[output.request_id.split("-")[1]] = list(output.outputs[0].token_ids)
@@ -234,6 +239,10 @@ class Host:
     def free_blocks(self) -> int:
         """Device blocks that no request holds."""
         return int(self.engine().scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def is_ahead(self) -> bool:
+        """Whether its scheduler is a step ahead of its worker."""
+        return self.engine().batch_queue is not None
 
     def preemptions(self) -> int:
         for metric in self.llm.get_metrics():

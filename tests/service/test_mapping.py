@@ -9,10 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from streams.device import LateDevice, cells_of
+from streams.late import late_device
 
+from kvrecall.attention.kernels.device import Piece
+from kvrecall.engines.vllm import device as devices
 from kvrecall.engines.vllm.connector.copier import ArenaMapping
 from kvrecall.engines.vllm.connector.pages import Copy, GroupPages, Pages
-from kvrecall.pool.base import ArenaHandle
+from kvrecall.pool.base import NO_ARENA, ArenaHandle
 from kvrecall.pool.service.peers import mappers_of
 from kvrecall.testing.blocks import wait_until
 
@@ -82,3 +86,39 @@ def test_another_arena_under_the_same_numbers_is_not_taken_for_it(
         assert not mapping.load(stale, Copy((1,), (0,)))
         assert mapping.load(handle, Copy((1,), (0,)))
         client.close()
+
+
+def test_an_arena_that_attention_reads_outlives_its_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Locked for the device until queued reads of it are done, and then let go."""
+    monkeypatch.setitem(devices.FORMS, "cpu", late_device)
+    devices.device_of.cache_clear()
+    device = torch.zeros((8, PAGE), dtype=torch.uint8)
+    late = devices.device_of(device.device)
+    assert isinstance(late, LateDevice)
+    mapping = ArenaMapping([GroupPages((Pages("layer", device, ""),))])
+    with Service(tmp_path) as service:
+        client = service.client()
+        handle = client.arena_handle()
+        late.machine.host(set(), set(cells_of(device.data_ptr(), device.numel())), "this test")
+        assert mapping.store(handle, Copy((1,), (0,)))
+        memory = mapping.memory(handle)
+        assert memory is not None
+        source = np.array([memory.ctypes.data])
+        mapping.keep(frozenset({handle}))
+        service.kill()
+        service.start()
+        wait_until(lambda: client.arena_handle() not in (handle, NO_ARENA))
+        assert mapping.memory(client.arena_handle()) is not None
+        assert source[0] in late.locked
+        late.move(source, np.array([device.data_ptr() + 3 * PAGE]), Piece(1, PAGE, 0))
+        del memory
+        assert mappers_of(handle.inode)
+        mapping.keep(frozenset())
+        wait_until(lambda: not mappers_of(handle.inode))
+        assert source[0] not in late.locked
+        assert late.machine.faults == []
+        mapping.close()
+        client.close()
+    devices.device_of.cache_clear()

@@ -105,13 +105,8 @@ def offload_hindrance(vllm_config: Any) -> str | None:
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     if transfer is None or transfer.kv_connector != "RecallConnector":
         return "it has no pool to keep them in (use RecallConnector)"
-    extra = transfer.kv_connector_extra_config or {}
-    if extra.get("backend") == "service" and not is_on_cpu():
-        return "a GPU cannot keep reading a dead service's memory (keep the pool in the engine)"
     if parallel.pipeline_parallel_size > 1:
-        return "steps of a pipeline overlap (use tensor parallelism)"
-    if vllm_config.scheduler_config.async_scheduling:
-        return "asynchronous scheduling is on (pass --no-async-scheduling)"
+        return "no pipeline has offloaded any yet (use tensor parallelism)"
     return None
 
 

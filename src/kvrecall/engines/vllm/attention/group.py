@@ -152,6 +152,12 @@ class RetrievalGroup:
         self._rows = {block: key for block, key in orders.rows.items() if key in self._sequences}
         return lost
 
+    @property
+    def arenas(self) -> set[ArenaHandle]:
+        """Arenas that sequences read."""
+        found = {sequence.records.arena for sequence in self._sequences.values()}
+        return {arena for arena in found if arena is not None}
+
     def _extent(self, records: Records) -> Extent | None:
         """The extent in which layers attend to the arena in place; None without such layers. Raises
         EngineError."""

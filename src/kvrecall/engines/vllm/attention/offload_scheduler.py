@@ -7,6 +7,11 @@ each layer and KV head needs. Lease and slots end with the sequence's stay in th
 sequence comes back like any other, from the device's prefix cache and the pool. Middle blocks of a
 prefix that is found in the pool are not loaded to the device at all.
 
+With asynchronous scheduling the scheduler is a step ahead of the workers. Blocks are chosen by the
+tokens whose step is done (vLLM's ``processed_computed_tokens``), so they are middle blocks of the
+steps under way, too; workers carry orders out in the order of steps, so those steps still find them
+on the device. Leases of a preempted sequence last until the results of its steps under way are in.
+
 A pool service may die and be replaced. Blocks that have left the device by then stay in the old
 arena: workers keep it mapped while sequences read it. Such a sequence offloads no further blocks,
 so that all its offloaded blocks are in one arena.
@@ -96,6 +101,7 @@ class OffloadPlanner:
         self._sequences: dict[str, _Offloaded] = {}
         self._expected: dict[str, tuple[_Offloaded, Offload]] = {}
         self._ended: list[str] = []
+        self._under_way: list[tuple[Any, _Offloaded]] = []  # preempted requests with steps to come
         self._arena: ArenaHandle | None = None
         self._out_of_reach: ArenaHandle | None = None
 
@@ -188,13 +194,29 @@ class OffloadPlanner:
         return slots_of(split, sequence.gone, self._settings)[0]
 
     def ended(self, request_id: str) -> None:
-        """The sequence has left the batch: ends its leases."""
+        """The sequence has left the batch: ends its leases, unless steps under way read what they
+        keep and their results count."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return
-        self._release(sequence)
+        state = self._state_of(request_id)
+        if sequence.gone and state is not None and state.request.num_in_flight_tokens:
+            self._under_way.append((state.request, sequence))
+        else:
+            self._release(sequence)
         if sequence.gone:
             self._ended.append(request_id)
+
+    def _release_done(self) -> None:
+        """Ends the leases of preempted sequences whose last results are in, or will be dropped."""
+        still = []
+        for request, sequence in self._under_way:
+            counts = request.num_stale_output_tokens and not request.drop_stale_output
+            if counts and not request.is_finished():
+                still.append((request, sequence))
+            else:
+                self._release(sequence)
+        self._under_way = still
 
     def _release(self, sequence: _Offloaded) -> None:
         pending = () if sequence.pending is None else (sequence.pending,)
@@ -216,6 +238,7 @@ class OffloadPlanner:
         """The orders for the workers before the step, whose requests are ``scheduled``, and whose
         orders name that arena."""
         self._arena = arena
+        self._release_done()
         rows: dict[int, str] = {}
         departures: list[Departure] = []
         arrivals: list[Arrival] = []

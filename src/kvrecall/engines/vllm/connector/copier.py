@@ -198,12 +198,13 @@ class ArenaMapping:
 
     The node's pool service may be restarted and have another arena. Offsets belong to the arena of
     their orders; copies to or from an arena that cannot be mapped (any more) fail. When the service
-    has died its arena is unmapped once no copy is in flight, so that its memory is free for the
-    next one. Called from the worker's thread only.
+    has died its arena is unmapped once no copy is in flight and attention no longer reads it, so
+    that its memory is free for the next one. Called from the worker's thread only.
     """
 
     def __init__(self, groups: Sequence[GroupPages]) -> None:
         self._groups = groups
+        self._device = device_of(next(g.pages[0].rows.device for g in groups if g.pages))
         self._lock = threading.Lock()  # guards all that follows against the watching thread
         self._handle: ArenaHandle | None = None
         self._failed: ArenaHandle | None = None
@@ -211,6 +212,9 @@ class ArenaMapping:
         self._copier: Copier | None = None
         self._loaded: list[Moved] = []  # by copiers that are gone
         self._stored: list[Moved] = []
+        self._read: frozenset[ArenaHandle] = frozenset()  # by attention, in place
+        self._only_read: dict[ArenaHandle, tuple[Copier, Arena]] = {}  # and no longer copied
+        self._last_read: Event | None = None
 
     def prepare(self, handle: ArenaHandle, numa_node: int | None) -> None:
         """Maps the arena before it is needed. ``numa_node``: of the device."""
@@ -266,7 +270,20 @@ class ArenaMapping:
             if self._copier is not None:
                 self._stored += self._copier.stores.drain()
 
+    def keep(self, read: frozenset[ArenaHandle]) -> None:
+        """Attention reads these arenas in place from now on, and no others: they stay mapped and
+        locked for the device, also if their owners die."""
+        if read == self._read:
+            return
+        with self._lock:
+            ended, self._read = self._read - read, read
+            if ended:  # by the engine's work that is still queued
+                self._last_read = self._device.current().record()
+            for handle in ended & self._only_read.keys():
+                self._release(*self._only_read.pop(handle))
+
     def close(self) -> None:
+        self.keep(frozenset())
         with self._lock:
             self._detach()
 
@@ -295,14 +312,22 @@ class ArenaMapping:
         return self._copier
 
     def _detach(self) -> None:
-        if self._copier is not None:
-            loaded, stored = self._copier.close()
+        if self._copier is not None and self._arena is not None and self._handle is not None:
+            loaded, stored = self._copier.drain()
             self._loaded += loaded
             self._stored += stored
-            self._copier = None
-        if self._arena is not None:
-            self._arena.close()
-        self._arena = self._handle = None
+            if self._handle in self._read:
+                self._only_read[self._handle] = self._copier, self._arena
+            else:
+                self._release(self._copier, self._arena)
+        self._copier = self._arena = self._handle = None
+
+    def _release(self, copier: Copier, arena: Arena) -> None:
+        """Unmaps an arena, whose copies are complete."""
+        if self._last_read is not None:
+            self._last_read.wait()
+        copier.close()
+        arena.close()
 
     def _watch(self, handle: ArenaHandle) -> None:
         """Thread: unmaps the arena when the process that owns it has ended."""

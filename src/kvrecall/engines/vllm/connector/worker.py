@@ -269,6 +269,7 @@ class RecallWorker:
         moves = offload is not None and bool(offload.arrivals or offload.departures)
         records = self._records(orders.arena) if moves else None
         lost = {one for group in self._retrieval for one in group.take(offload, records)}
+        self._arena.keep(frozenset(one for group in self._retrieval for one in group.arenas))
         arriving = set() if offload is None else {one.request_id for one in offload.arrivals}
         self._failed_loads |= lost & arriving
         self._report.lost |= lost
