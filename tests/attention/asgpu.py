@@ -2,7 +2,9 @@
 retrieval's over it. Triton's kernels run in its interpreter (``TRITON_INTERPRET=1``).
 
 ``AS_GPU`` names the backend: ``TRITON_ATTN``, as it is; ``FLASH_ATTN``, whose two kernels do
-not exist here: plain PyTorch replaces them, and the rest of the backend is vLLM's.
+not exist here: plain PyTorch replaces them, and the rest of the backend is vLLM's. With
+``AS_GPU_AHEAD=1`` scheduling is asynchronous. In every step, block tables on the host must be those
+on the device.
 """
 
 from __future__ import annotations
@@ -33,12 +35,32 @@ from vllm.v1.attention.backends.registry import (  # noqa: E402
 
 from attention.interpreted import InterpretedDevice  # noqa: E402
 from kvrecall.engines.vllm import device as devices  # noqa: E402
-from kvrecall.engines.vllm.attention import checks  # noqa: E402
+from kvrecall.engines.vllm.attention import backend, checks  # noqa: E402
 
 devices.FORMS["cpu"] = InterpretedDevice
 
 checks.CPU_BACKENDS = {"CPU_ATTN": checks.CUDA_BACKENDS[NAME]}
 register_backend(AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum[NAME].get_path())
+
+
+take, build = backend.runner.take_batch_blocks, backend.RetrievalBuilder.build
+
+
+def checked(self: Any, prefix: int, common: Any, fast_build: bool = False) -> Any:
+    """``build``, of which host and device tell the same."""
+    blocks = take()
+    backend.runner.take_batch_blocks = lambda: blocks
+    if blocks is None:
+        assert (common.slot_mapping < 0).all(), "the step writes, and is no dummy"
+    else:
+        table = torch.from_numpy(blocks.leading(*common.block_table_tensor.shape))
+        for at, row in enumerate(backend._rows_of(common)):
+            count = -(-row.tokens // self.block_size) if row.query_tokens else 0
+            assert torch.equal(table[at, :count], common.block_table_tensor[at, :count])
+    return build(self, prefix, common, fast_build)
+
+
+backend.RetrievalBuilder.build = checked
 
 
 def attend(
@@ -83,6 +105,9 @@ def store(
     key_cache[blocks, places] = key[there]
     value_cache[blocks, places] = value[there]
 
+
+if os.environ.get("AS_GPU_AHEAD") == "1":
+    import attention.ahead  # noqa: F401
 
 flash_attn.get_flash_attn_version = lambda *args, **kwargs: 2
 flash_attn._FA4_DENSE_ATTENTION_KERNEL = attend

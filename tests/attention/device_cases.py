@@ -76,7 +76,7 @@ class DeviceBench(Bench):
         blocks, places = sequence.block_ids[at // BLOCK], at % BLOCK
         both = torch.cat([sequence.keys[first:end], sequence.values[first:end]], -1)
         self.cache[blocks, :, places] = both
-        self.freshness.wrote_slots(blocks * BLOCK + places)
+        self.freshness.wrote_blocks(blocks.tolist())
 
 
 @pytest.fixture(autouse=True)

@@ -43,7 +43,7 @@ class Bench:
             (blocks, shape.kv_heads, BLOCK, 2 * shape.head_dim), 3.0, dtype=shape.dtype
         )
         self.activity = Activity()
-        self.group = RetrievalGroup(BLOCK, self.activity, HeatTotals())
+        self.group = RetrievalGroup(self.activity, HeatTotals())
         self.freshness = self.group.freshness
         self.kernel = self.make_kernel(shape)
         self.planner = StepPlanner(settings, self.kernel, self.freshness, self.activity)
@@ -79,7 +79,7 @@ class Bench:
         slots = sequence.block_ids[at // BLOCK] * BLOCK + at % BLOCK
         keys, values = sequence.keys[first:end], sequence.values[first:end]
         write_tokens(self.shape, self.cache, keys.contiguous(), values.contiguous(), slots)
-        self.freshness.wrote_slots(slots)
+        self.freshness.wrote_blocks((slots // BLOCK).tolist())
 
     def decode(self, *sequences: Sequence, lengths: tuple[int, ...] = ()) -> torch.Tensor:
         """Sparse attention of every sequence's query: ``[sequences, heads, dim]``."""

@@ -250,7 +250,7 @@ def test_a_sequence_leaves_in_parts_and_its_arena_with_it() -> None:
     want = bench.decode(sequence)
     split = split_of(3000, BLOCK, SETTINGS)
     ids = sequence.block_ids[split.init : split.local].tolist()
-    bench.group = RetrievalGroup(BLOCK, bench.activity, HeatTotals(), pages=100)
+    bench.group = RetrievalGroup(bench.activity, HeatTotals(), pages=100)
     bench.group.add("layer", bench.layer, bench.whole)
     bench.group.register({"layer": bench.cache})
     page = bench.cache[0].nbytes

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.worker.gpu_worker import Worker
 
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.engines.vllm.attention import checks
 from kvrecall.engines.vllm.attention.activity import Activity, ActivityLog
 from kvrecall.engines.vllm.attention.checks import (
     require_block_size,
@@ -20,8 +21,10 @@ from kvrecall.engines.vllm.attention.checks import (
     require_retrieval,
 )
 from kvrecall.engines.vllm.attention.cpu import CpuKernel, KeyReader, RetrievalBackend
+from kvrecall.engines.vllm.attention.layer import RetrievalLayer, digest_share
 from kvrecall.engines.vllm.attention.step import BatchRow, Freshness, KernelShape, StepPlanner
 from kvrecall.engines.vllm.attention.triton_kernel import TritonKernel
+from kvrecall.engines.vllm.compat import runner
 from kvrecall.errors import EngineError
 
 from .sequences import shape_of
@@ -30,7 +33,7 @@ LARGE = shape_of(heads=16, kv_heads=4, dim=128, dtype=torch.bfloat16)
 
 
 def planner(settings: RetrievalSettings, activity: Activity, shape: Any = LARGE) -> StepPlanner:
-    return StepPlanner(settings, CpuKernel(shape), Freshness(128), activity)
+    return StepPlanner(settings, CpuKernel(shape), Freshness(), activity)
 
 
 def table(*lengths: int) -> torch.Tensor:
@@ -90,11 +93,11 @@ def test_choosing_everything_is_left_to_dense_attention(settings: RetrievalSetti
 
 
 def test_freshness() -> None:
-    fresh = Freshness(128)
+    fresh = Freshness()
     ids = torch.tensor([5, 3, 900], dtype=torch.int32)
     assert fresh.take_stale(ids).tolist() == [5, 3, 900]
     assert fresh.take_stale(ids).tolist() == []
-    fresh.wrote_slots(torch.tensor([-1, 3 * 128 + 127, 4 * 128]))
+    fresh.wrote_blocks([3, 4])
     fresh.wrote_blocks([900, 100_000])
     assert fresh.take_stale(ids).tolist() == [3, 900]
 
@@ -188,25 +191,16 @@ def test_models_of_several_kv_groups_are_refused(layers: tuple[str, ...], named:
     )
 
 
-def pooled(extra: dict[str, Any] | None = None, stages: int = 1, ahead: bool = False) -> Any:
+def pooled(extra: dict[str, Any] | None = None, stages: int = 1) -> Any:
     transfer = SimpleNamespace(kv_connector="RecallConnector", kv_connector_extra_config=extra)
     parallel = SimpleNamespace(pipeline_parallel_size=stages)
-    scheduler = SimpleNamespace(async_scheduling=ahead)
-    return engine(kv_transfer_config=transfer, parallel_config=parallel, scheduler_config=scheduler)
+    return engine(kv_transfer_config=transfer, parallel_config=parallel)
 
 
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        (pooled(stages=2), "use tensor parallelism"),
-        (pooled(ahead=True), "--no-async-scheduling"),
-    ],
-)
-def test_offload_that_cannot_be_is_refused_unless_no_sequence_gets_there(
-    config: Any, named: str
-) -> None:
+def test_offload_that_cannot_be_is_refused_unless_no_sequence_gets_there() -> None:
+    config = pooled(stages=2)
     require_engine(pooled({"backend": "service"}), RetrievalSettings())
-    with pytest.raises(EngineError, match=f"{named}.*above max_model_len=100000"):
+    with pytest.raises(EngineError, match=r"use tensor parallelism.*above max_model_len=100000"):
         require_engine(config, RetrievalSettings())
     require_engine(config, replace(RetrievalSettings(), offload_boundary=100_001))
 
@@ -268,12 +262,25 @@ def test_layers_of_other_backends_are_refused() -> None:
     require_retrieval(SimpleNamespace(attn_backend=RetrievalBackend))
 
 
-def test_on_a_gpu_nothing_leaves_for_a_pool_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The service's memory is freed with it, page-locked or not."""
-    served = pooled({"backend": "service"})
-    require_engine(served, RetrievalSettings())
-    monkeypatch.setattr(checks, "is_on_cpu", lambda: False)
-    require_engine(pooled({"host_size": "1GiB"}), RetrievalSettings())
-    with pytest.raises(EngineError, match="dead service"):
-        require_engine(served, RetrievalSettings())
-    require_engine(served, replace(RetrievalSettings(), offload_boundary=100_001))
+def test_device_memory_is_left_for_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much as they take, below what vLLM found; unless the user has set a size."""
+    settings = RetrievalSettings(topk_share=0.01)
+    spec = FullAttentionSpec(128, num_kv_heads=4, head_size=128, dtype=torch.bfloat16)
+    specs = {f"model.layers.{at}.self_attn.attn": spec for at in range(8)}
+    blocks, kv = 10, 8 * spec.page_size_bytes
+    kernel = TritonKernel(LARGE, torch.device("cpu"))
+    layer = RetrievalLayer("model.layers.2", settings, kernel, Activity())
+    cache = torch.zeros(blocks, 4, 128, 2 * 128, dtype=torch.bfloat16)
+    rows = layer.digest_rows(cache).nbytes + layer.checksum_rows(cache).nbytes
+    digests = (8 - settings.dense_layers) * rows
+    found = blocks * kv + digests
+    monkeypatch.setattr(Worker, "determine_available_memory", lambda self: found)
+    runner.leave_room(lambda config, specs: digest_share(specs, settings))
+    worker = SimpleNamespace(
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=None),
+        vllm_config=None,
+        model_runner=SimpleNamespace(get_kv_cache_spec=lambda: specs),
+    )
+    assert Worker.determine_available_memory(worker) == pytest.approx(blocks * kv, abs=8)
+    worker.cache_config.kv_cache_memory_bytes = found
+    assert Worker.determine_available_memory(worker) == found

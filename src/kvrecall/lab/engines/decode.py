@@ -167,7 +167,7 @@ class _Trial:
         split = split_of(self._rows[0].tokens, BLOCK, self._settings)
         sequence, caches, table = self._depart(split)
         settings = replace(self._settings, gate=False, dense_boundary=0)
-        planner = StepPlanner(settings, self._kernel, Freshness(BLOCK), Activity())
+        planner = StepPlanner(settings, self._kernel, Freshness(), Activity())
         offloaded = planner.plan(self._rows, table, {0: sequence})
         here = self._step()
         assert offloaded is not None
@@ -249,7 +249,7 @@ class _Trial:
     def _step(self, **changed: Any) -> SparseStep | None:
         """Plans the step with these settings changed."""
         settings = replace(self._settings, **{"gate": False, "dense_boundary": 0, **changed})
-        planner = StepPlanner(settings, self._kernel, Freshness(BLOCK), Activity())
+        planner = StepPlanner(settings, self._kernel, Freshness(), Activity())
         return planner.plan(self._rows, self._table)
 
 

@@ -11,6 +11,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import get_current_vllm_config
 
@@ -31,7 +32,8 @@ from kvrecall.engines.vllm.attention.step import (
     StepPlanner,
     StepWork,
 )
-from kvrecall.engines.vllm.compat import config
+from kvrecall.engines.vllm.compat import config, runner
+from kvrecall.engines.vllm.device import device_of
 
 logger = logging.getLogger("vllm.kvrecall")
 
@@ -142,6 +144,7 @@ class RetrievalBuilder(ABC):
         self._heat = HeatTotals()
         self._log = ActivityLog(self._activity)
         self._hindrance = offload_hindrance(vllm_config)
+        runner.follow_blocks(vllm_config)
         self.bind(active_settings(vllm_config))
 
     @abstractmethod
@@ -160,7 +163,6 @@ class RetrievalBuilder(ABC):
         most = config.most_blocks_of_sequences(self.vllm_config, self.block_size)
         on_host = self._kernel.device.type == "cpu"
         self._group = group = RetrievalGroup(
-            self.block_size,
             self._activity,
             self._heat,
             pages=(settings.dense_layers + 1) * most if on_host else 0,
@@ -183,15 +185,30 @@ class RetrievalBuilder(ABC):
         """vLLM's metadata with the step's work, if there is any beside dense attention."""
         common = common_attn_metadata
         metadata = super().build(common_prefix_len, common, fast_build)  # type: ignore[misc]
-        self._group.freshness.wrote_slots(common.slot_mapping[: common.num_actual_tokens])
+        blocks = runner.take_batch_blocks() or _read_back(common)
         rows = _rows_of(common)
+        self._note_written(rows, blocks)
         if not any(row.tokens >= self._settings.dense_boundary for row in rows):
             self._activity.steps += 1
             return metadata
         longest = -(-max(row.tokens for row in rows) // self.block_size)
-        table = common.block_table_tensor[:, :longest].cpu()
+        table = torch.from_numpy(blocks.leading(len(rows), longest))
         metadata.retrieval = self._work(common, rows, table)
         return metadata
+
+    def _note_written(self, rows: Sequence[BatchRow], blocks: runner.BatchBlocks) -> None:
+        """The step writes tokens into these blocks."""
+        size, freshness = self.block_size, self._group.freshness
+        if freshness.is_empty:
+            return
+        spans = [
+            (at, (row.tokens - row.query_tokens) // size, (row.tokens - 1) // size)
+            for at, row in enumerate(rows)
+            if row.query_tokens
+        ]
+        of = [at for at, first, last in spans for _ in range(first, last + 1)]
+        places = [block for _, first, last in spans for block in range(first, last + 1)]
+        freshness.wrote_blocks(blocks.ids[blocks.rows[of], places])
 
     def _work(self, common: Any, rows: Sequence[BatchRow], table: torch.Tensor) -> StepWork:
         """The step's work. ``table``: the batch's block table, on the host."""
@@ -247,12 +264,12 @@ class RetrievalBuilder(ABC):
         starts = common.query_start_loc_cpu
         lengths = [rows[at].query_tokens for at in some]
         places = torch.cat([torch.arange(int(starts[at]), int(starts[at + 1])) for at in some])
-        device = self._kernel.device
-        there, tokens = torch.tensor(some, device=device), places.to(device)
+        send = device_of(self._kernel.device).send
+        there, tokens = send(torch.tensor(some)), send(places)
         bounds, flags = common.seq_lens_cpu_upper_bound, common.is_prefilling
         first = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         part = common.replace(
-            query_start_loc=first.to(device),
+            query_start_loc=send(first),
             query_start_loc_cpu=first,
             seq_lens=common.seq_lens[there],
             seq_lens_cpu_upper_bound=None if bounds is None else bounds[some],
@@ -304,6 +321,11 @@ def _attention_layers(vllm_config: Any) -> Mapping[str, RetrievalAttention]:
     layers = vllm_config.compilation_config.static_forward_context
     impls = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
     return {name: impl for name, impl in impls.items() if isinstance(impl, RetrievalAttention)}
+
+
+def _read_back(common: Any) -> runner.BatchBlocks:
+    table = common.block_table_tensor.cpu().numpy()
+    return runner.BatchBlocks(table, np.arange(len(table), dtype=np.int32))
 
 
 def _rows_of(common: Any) -> list[BatchRow]:

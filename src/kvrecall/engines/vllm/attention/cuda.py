@@ -24,8 +24,11 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
+from kvrecall.engines.vllm.attention.layer import digest_share
+from kvrecall.engines.vllm.attention.plugin import active_settings
 from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape
 from kvrecall.engines.vllm.attention.triton_kernel import CopiedLayer, TritonKernel
+from kvrecall.engines.vllm.compat import runner
 
 
 class DeviceBuilder(RetrievalBuilder):
@@ -60,6 +63,10 @@ class DeviceBuilder(RetrievalBuilder):
 
 class DeviceAttention(RetrievalAttention):
     """Retrieval over the dense attention of a backend for GPUs."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        runner.leave_room(lambda config, specs: digest_share(specs, active_settings(config)))
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False

@@ -57,7 +57,6 @@ class RetrievalGroup:
 
     def __init__(
         self,
-        block_size: int,
         activity: Activity,
         heat: HeatTotals,
         pages: int = 0,
@@ -68,7 +67,7 @@ class RetrievalGroup:
         when ``note_restored`` is called."""
         self.activity = activity
         self.heat = heat
-        self.freshness = Freshness(block_size)
+        self.freshness = Freshness()
         self._pages = pages
         self._loads_in_step = loads_in_step
         self._caches: Mapping[str, torch.Tensor] = {}

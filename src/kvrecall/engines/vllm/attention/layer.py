@@ -8,7 +8,8 @@ from the block's keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from kvrecall.engines.vllm.attention.offloaded import (
     digests_of_layer,
 )
 from kvrecall.engines.vllm.attention.step import RowKernel, SparseStep
+from kvrecall.engines.vllm.compat.config import layer_index
 from kvrecall.engines.vllm.device import device_of
 
 CHECKSUM_BYTES = 8
@@ -341,6 +343,19 @@ class DigestStore:
 
     def _new(self, rows: int) -> torch.Tensor:
         return self._kernel.digests(self._blocks, rows, self._width)
+
+
+def digest_share(specs: Mapping[str, Any], settings: RetrievalSettings) -> float:
+    """What the digests of all blocks take of a GPU's memory for them and the KV cache. ``specs``:
+    the layers' KV cache specs of vLLM's, by name."""
+    kv = digests = 0
+    for name, spec in specs.items():
+        kv += spec.page_size_bytes
+        if layer_index(name) >= settings.dense_layers:
+            layout = settings.layout(spec.block_size, narrows=False)
+            width = coded_width(layout.kind.parts * spec.head_size)
+            digests += spec.num_kv_heads * layout.rows * width + CHECKSUM_BYTES
+    return digests / (digests + kv)
 
 
 def checksums_of(rows: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,6 @@ import torch
 
 from kvrecall.attention.digest import Layout
 from kvrecall.attention.kernels.device import Addresses, Piece
-from kvrecall.attention.residency import Ints
 from kvrecall.attention.selection import Gate, Split, split_of
 from kvrecall.attention.settings import Regime, RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
@@ -225,19 +224,18 @@ class Freshness:
     anew from the keys before it is next used.
     """
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self) -> None:
         self._fresh = np.zeros(0, dtype=np.bool_)
 
-    def wrote_slots(self, slots: torch.Tensor) -> None:
-        """Tokens are being written at these slots; negative ones are padding."""
-        if len(self._fresh):
-            places = slots.cpu().numpy()
-            self._wrote(places[places >= 0] // self._block_size)
+    @property
+    def is_empty(self) -> bool:
+        """Whether no digest has been computed yet."""
+        return not len(self._fresh)
 
     def wrote_blocks(self, block_ids: Iterable[int]) -> None:
         """These blocks are being written."""
-        self._wrote(np.fromiter(block_ids, dtype=np.int64))
+        ids = np.fromiter(block_ids, dtype=np.int64)
+        self._fresh[ids[ids < len(self._fresh)]] = False
 
     def restored_blocks(self, block_ids: Iterable[int]) -> None:
         """These blocks were written, and their digests with them, in all layers."""
@@ -257,9 +255,6 @@ class Freshness:
     def _reach(self, most: int) -> None:
         if most >= len(self._fresh):
             self._fresh = np.pad(self._fresh, (0, 2 * most + 2 - len(self._fresh)))
-
-    def _wrote(self, ids: Ints) -> None:
-        self._fresh[ids[ids < len(self._fresh)]] = False
 
 
 class StepPlanner:

@@ -46,6 +46,38 @@ TABLE = (
         "V2 calls it before it builds metadata, as V1 does.",
     ),
     Patch(
+        "see-blocks",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
+        "Shows a step's block tables on the host to retrieval's metadata builder. Only with "
+        "retrieval attention and Model Runner V1.",
+        "Builders receive them on the device; to read them there, the host would wait for the step "
+        "before.",
+        "Attention metadata includes block tables on the host.",
+    ),
+    Patch(
+        "keep-blocks",
+        "vllm.v1.worker.gpu.block_table:BlockTables.append_block_ids",
+        "Keeps block tables on the host, too. Only with retrieval attention and Model Runner V2.",
+        "V2 has them on the device only.",
+        "Attention metadata includes block tables on the host.",
+    ),
+    Patch(
+        "see-blocks-v2",
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_attn",
+        "Like `see-blocks`, with those that `keep-blocks` keeps.",
+        "As `see-blocks`.",
+        "Attention metadata includes block tables on the host.",
+    ),
+    Patch(
+        "leave-room",
+        "vllm.v1.worker.gpu_worker:Worker.determine_available_memory",
+        "Leaves device memory for digests. Only with retrieval attention on a GPU, and not if "
+        "`--kv-cache-memory-bytes` is set.",
+        "vLLM gives all that `--gpu-memory-utilization` leaves to the KV cache; digests would come "
+        "on top.",
+        "A KV cache spec can say what a block takes beside its KV.",
+    ),
+    Patch(
         "show-model",
         "vllm.v1.worker.gpu_worker:Worker.get_kv_connector_handshake_metadata",
         "Gives the worker's connector access to the loaded model (for the class that `worker_cls` "

@@ -1,5 +1,5 @@
-"""Patches of vLLM's workers and model runners: access to the model, the time of connector calls,
-and requests with a ``seed`` on a CPU.
+"""Patches of vLLM's workers and model runners: access to the model and to block tables on the host,
+memory beside the KV cache, the time of connector calls, and requests with a ``seed`` on a CPU.
 """
 
 from __future__ import annotations
@@ -7,9 +7,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 
 from kvrecall.engines.vllm.compat.patches import install
 from kvrecall.environment import SEEDS
@@ -43,6 +45,85 @@ def hand_orders_first(vllm_config: Any) -> None:
         return execute_model
 
     install("orders-first", make)
+
+
+class BatchBlocks(NamedTuple):
+    """The device blocks of a step's requests, on the host: those of request i of the batch are row
+    ``rows[i]`` of ``ids``, int32 ``[rows, blocks]``, which changes with the next step."""
+
+    ids: npt.NDArray[np.int32]
+    rows: npt.NDArray[np.int32]
+
+    def leading(self, requests: int, blocks: int) -> npt.NDArray[np.int32]:
+        """Copies of so many ids of so many requests: ``[requests, blocks]``."""
+        return self.ids[self.rows[:requests], :blocks]
+
+
+_batch: list[BatchBlocks] = []  # of the step whose attention metadata is about to be built
+
+
+def take_batch_blocks() -> BatchBlocks | None:
+    """Of the step whose attention metadata is being built, once. None in dummy runs of Model Runner
+    V2."""
+    return _batch.pop() if _batch else None
+
+
+def follow_blocks(vllm_config: Any) -> None:
+    """Makes ``take_batch_blocks`` work, for engines of one KV group. To read block tables back from
+    a device, the host would wait for the step that it computes."""
+    if not getattr(vllm_config, "use_v2_model_runner", False):
+        install("see-blocks", _seeing_tables)
+        return
+    tables: WeakKeyDictionary[Any, npt.NDArray[np.int32]] = WeakKeyDictionary()
+
+    def keeping(plain: Any) -> Any:
+        def append_block_ids(self: Any, row: int, new: Any, overwrite: bool) -> None:
+            plain(self, row, new, overwrite)
+            if self not in tables:
+                tables[self] = np.zeros(self.block_tables[0].gpu.shape, np.int32)
+            end = int(self.num_blocks.np[0, row])
+            tables[self][row, end - len(new[0]) : end] = new[0]
+
+        return append_block_ids
+
+    def seeing(plain: Any) -> Any:
+        def prepare_attn(self: Any, input_batch: Any) -> Any:
+            ids = tables.get(self.block_tables)
+            if ids is not None:
+                _batch[:] = [BatchBlocks(ids, input_batch.idx_mapping_np)]
+            return plain(self, input_batch)
+
+        return prepare_attn
+
+    install("keep-blocks", keeping)
+    install("see-blocks-v2", seeing)
+
+
+def _seeing_tables(plain: Any) -> Any:
+    def build_attention_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ids = self.input_batch.block_table[0].get_numpy_array()
+        _batch[:] = [BatchBlocks(ids, np.arange(len(ids), dtype=np.int32))]
+        return plain(self, *args, **kwargs)
+
+    return build_attention_metadata
+
+
+def leave_room(share_of: Callable[[Any, Any], float]) -> None:
+    """Makes workers of GPUs leave part of the memory that they found for the KV cache:
+    ``share_of(vllm_config, specs)`` of it, where ``specs`` are the layers' by name. A size that the
+    user has set stays."""
+
+    def make(plain: Any) -> Any:
+        def determine_available_memory(self: Any) -> int:
+            found = int(plain(self))
+            if self.cache_config.kv_cache_memory_bytes:
+                return found
+            share = share_of(self.vllm_config, self.model_runner.get_kv_cache_spec())
+            return int(found * (1 - share))
+
+        return determine_available_memory
+
+    install("leave-room", make)
 
 
 def show_model(vllm_config: Any, see: Callable[[Any], None]) -> None:

@@ -1,0 +1,116 @@
+"""A step on a device is planned without reading anything back from it, so the host never waits for
+the step before: the metadata builder on PyTorch's meta device, whose tensors have no contents."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.engines.vllm import device as devices
+from kvrecall.engines.vllm.attention.activity import Activity, ActivityLog
+from kvrecall.engines.vllm.attention.backend import RetrievalBuilder
+from kvrecall.engines.vllm.attention.group import RetrievalGroup
+from kvrecall.engines.vllm.attention.heat import HeatTotals
+from kvrecall.engines.vllm.attention.step import StepPlanner
+from kvrecall.engines.vllm.attention.triton_kernel import TritonKernel
+from kvrecall.engines.vllm.compat import runner
+from kvrecall.engines.vllm.device.inline import InlineDevice
+
+from .sequences import shape_of
+
+BLOCK = 128
+META = torch.device("meta")
+SETTINGS = RetrievalSettings(gate=False)
+
+
+class MetaDevice(InlineDevice):
+    """Values that are sent to it have no contents any more."""
+
+    def send(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(META)
+
+
+class Dense:
+    """In place of vLLM's builder."""
+
+    def build(self, prefix: int, common: Any, fast_build: bool = False) -> Any:
+        return SimpleNamespace(common=common)
+
+
+class Builder(RetrievalBuilder, Dense):
+    block_size = BLOCK
+    make_kernel = make_whole = None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self._kernel = TritonKernel(shape_of(16, 4, 128, torch.bfloat16), META)
+        self._activity = Activity()
+        self._log = ActivityLog(self._activity)
+        self._settings = SETTINGS
+        self._hindrance = None
+        self._group = RetrievalGroup(self._activity, HeatTotals(), loads_in_step=False)
+        self._planner = StepPlanner(SETTINGS, self._kernel, self._group.freshness, self._activity)
+
+
+def common_of(lengths: list[int], queries: list[int]) -> CommonAttentionMetadata:
+    starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
+    tokens = int(starts[-1])
+    return CommonAttentionMetadata(
+        query_start_loc=starts.to(META),
+        query_start_loc_cpu=starts,
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=META),
+        num_reqs=len(lengths),
+        num_actual_tokens=tokens,
+        max_query_len=max(queries),
+        max_seq_len=max(lengths),
+        block_table_tensor=torch.zeros(len(lengths), 1024, dtype=torch.int32, device=META),
+        slot_mapping=torch.zeros(tokens, dtype=torch.int64, device=META),
+        seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
+        is_prefilling=torch.tensor([query > 1 for query in queries]),
+    )
+
+
+@pytest.fixture
+def builder(monkeypatch: pytest.MonkeyPatch) -> Builder:
+    monkeypatch.setitem(devices.FORMS, "meta", MetaDevice)
+    devices.device_of.cache_clear()
+    return Builder()
+
+
+def build(builder: Builder, lengths: list[int], queries: list[int]) -> Any:
+    """The batch's requests are rows 7, 6, 5 ... of the runner's, which have blocks of their own."""
+    ids = np.arange(8 * 1024, dtype=np.int32).reshape(8, 1024)
+    rows = np.arange(7, 7 - len(lengths), -1, dtype=np.int32)
+    runner._batch[:] = [runner.BatchBlocks(ids, rows)]
+    return builder.build(0, common_of(lengths, queries))
+
+
+def test_a_step_is_planned_without_the_device(builder: Builder) -> None:
+    """Sparse, dense, prefilling past the boundary, short, and padding."""
+    metadata = build(builder, [70_000, 500, 40_000, 70_000, 0], [1, 1, 512, 1, 0])
+    step = metadata.retrieval.step
+    assert [sequence.row for sequence in step.sequences] == [0, 3]
+    assert metadata.retrieval.beside_sparse.metadata.common.num_actual_tokens == 513
+
+
+def test_short_steps_are_planned_without_the_device(builder: Builder) -> None:
+    """What they write is noted: a block of one, and five of a prefill."""
+    fresh = builder._group.freshness
+    ids = torch.arange(8 * 1024)
+    fresh.take_stale(ids)
+    metadata = build(builder, [500, 1000], [1, 513])
+    assert not hasattr(metadata, "retrieval")
+    want = [*range(6 * 1024 + 3, 6 * 1024 + 8), 7 * 1024 + 3]
+    assert fresh.take_stale(ids).tolist() == want
+
+
+def test_read_back_where_the_runner_does_not_tell(builder: Builder) -> None:
+    """In a dummy run."""
+    runner._batch.clear()
+    with pytest.raises(NotImplementedError, match="no data"):
+        builder.build(0, common_of([500], [1]))
