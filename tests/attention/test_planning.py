@@ -1,5 +1,6 @@
-"""A step on a device is planned without reading anything back from it, so the host never waits for
-the step before: the metadata builder on PyTorch's meta device, whose tensors have no contents."""
+"""The host never waits for a device while it plans a step: nothing is read back, and all that is
+copied there is sent by way of locked memory. The metadata builder on PyTorch's meta device, whose
+tensors have no contents."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvrecall.attention.settings import RetrievalSettings
@@ -32,8 +34,25 @@ SETTINGS = RetrievalSettings(gate=False)
 class MetaDevice(InlineDevice):
     """Values that are sent to it have no contents any more."""
 
+    sends = False
+
     def send(self, values: torch.Tensor) -> torch.Tensor:
-        return values.to(META)
+        MetaDevice.sends = True
+        try:
+            return values.to(META)
+        finally:
+            MetaDevice.sends = False
+
+
+class Watch(TorchDispatchMode):
+    """Raises AssertionError for a copy to the device that waits for it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [one for one in args if isinstance(one, torch.Tensor) and one.dim()]
+        into = (kwargs or {}).get("device") or (tensors[0].device if tensors else None)
+        of_host = any(one.device.type == "cpu" for one in tensors)
+        assert MetaDevice.sends or into != META or not of_host, f"{func} waits"
+        return func(*args, **(kwargs or {}))
 
 
 class Dense:
@@ -87,7 +106,9 @@ def build(builder: Builder, lengths: list[int], queries: list[int]) -> Any:
     ids = np.arange(8 * 1024, dtype=np.int32).reshape(8, 1024)
     rows = np.arange(7, 7 - len(lengths), -1, dtype=np.int32)
     runner._batch[:] = [runner.BatchBlocks(ids, rows)]
-    return builder.build(0, common_of(lengths, queries))
+    common = common_of(lengths, queries)
+    with Watch():
+        return builder.build(0, common)
 
 
 def test_a_step_is_planned_without_the_device(builder: Builder) -> None:
