@@ -21,6 +21,7 @@ from kvrecall.engines.vllm.attention.offloaded import (
 )
 from kvrecall.engines.vllm.attention.step import Freshness, OffloadedRow
 from kvrecall.engines.vllm.connector.wire import Arrival, Departure, OffloadOrders
+from kvrecall.engines.vllm.device import device_of
 from kvrecall.errors import EngineError
 from kvrecall.pool.base import ArenaHandle
 
@@ -127,9 +128,14 @@ class RetrievalGroup:
         real = torch.tensor([block for block in block_ids if block], dtype=torch.int64)
         stale = self.freshness.take_stale(real)
         self.activity.blocks_digested += len(stale)
+        real, stale = self._sent(real), self._sent(stale)
         for name, sparse in self._sparse.items():
             sparse.digest(self._caches[name], stale)
             sparse.sign(real)
+
+    def _sent(self, ids: torch.Tensor) -> torch.Tensor:
+        """On the device, once for all layers."""
+        return device_of(next(iter(self._caches.values())).device).send(ids)
 
     def take(self, orders: OffloadOrders | None, records: Records | None) -> set[str]:
         """Executes a step's orders, before the step writes any device block.
@@ -208,8 +214,10 @@ class RetrievalGroup:
                 sparse.arrive(sequence, self._caches[name])
             return True
         self.activity.blocks_offloaded += len(added)
-        stale = self.freshness.take_stale(torch.tensor(order.block_ids, dtype=torch.int32))
+        leaving = torch.tensor(order.block_ids, dtype=torch.int64)
+        stale = self._sent(self.freshness.take_stale(leaving))
+        leaving = self._sent(leaving)
         for name, sparse in self._sparse.items():
             sparse.digest(self._caches[name], stale)
-            sparse.depart(sequence, order.block_ids, self._caches[name])
+            sparse.depart(sequence, leaving, self._caches[name])
         return True

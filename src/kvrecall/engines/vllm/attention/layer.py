@@ -99,13 +99,17 @@ class RetrievalLayer:
         return damaged
 
     def depart(
-        self, sequence: OffloadedSequence, block_ids: Sequence[int], kv_cache: torch.Tensor
+        self,
+        sequence: OffloadedSequence,
+        block_ids: Sequence[int] | torch.Tensor,
+        kv_cache: torch.Tensor,
     ) -> None:
         """Keeps the digests of blocks that are about to leave the device."""
         store = self._store_for(kv_cache)
         if sequence.key not in self._recalled:
             self._begin(sequence, kv_cache)
-        self._recalled[sequence.key].depart(store.rows[:, list(block_ids)])
+        ids = self._sent(torch.as_tensor(block_ids, dtype=torch.int64))
+        self._recalled[sequence.key].depart(store.rows[:, ids])
 
     def arrive(self, sequence: OffloadedSequence, kv_cache: torch.Tensor) -> None:
         """Takes the digests of a sequence that begins off the device from its blocks' records.
