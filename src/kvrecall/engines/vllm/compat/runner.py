@@ -77,12 +77,14 @@ def follow_blocks(vllm_config: Any) -> None:
     tables: WeakKeyDictionary[Any, npt.NDArray[np.int32]] = WeakKeyDictionary()
 
     def keeping(plain: Any) -> Any:
-        def append_block_ids(self: Any, row: int, new: Any, overwrite: bool) -> None:
-            plain(self, row, new, overwrite)
+        def append_block_ids(
+            self: Any, req_index: int, new_block_ids: Any, overwrite: bool
+        ) -> None:
+            plain(self, req_index, new_block_ids, overwrite)
             if self not in tables:
                 tables[self] = np.zeros(self.block_tables[0].gpu.shape, np.int32)
-            end = int(self.num_blocks.np[0, row])
-            tables[self][row, end - len(new[0]) : end] = new[0]
+            end, new = int(self.num_blocks.np[0, req_index]), new_block_ids[0]
+            tables[self][req_index, end - len(new) : end] = new
 
         return append_block_ids
 
