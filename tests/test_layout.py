@@ -91,10 +91,11 @@ def test_the_pool_knows_no_torch() -> None:
     assert offenders(lambda m, name: room_of(m) == "pool" and name.split(".")[0] == "torch") == []
 
 
-def test_streams_and_page_locking_are_in_one_room() -> None:
-    """So that tests/streams can simulate all of it."""
+def test_a_device_is_reached_through_one_room() -> None:
+    """So that tests/streams can simulate all of it, and another device takes another form of it."""
     words = "torch.Stream torch.Event torch.cuda.Stream torch.cuda.Event current_stream".split()
     words += "cudart non_blocking swap_blocks pin_memory host_register".split()
+    words += ["torch.cuda", "torch.version", "cuda:0", '"cuda"', "is_cuda_alike"]
     found = {
         f"{module} has {word}"
         for module in MODULES

@@ -19,8 +19,8 @@ from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.errors import EngineError
 from kvrecall.lab.bench.concurrency import Load
 from kvrecall.lab.engines.server import Answer
-from kvrecall.lab.gpu_check import attention, cli, servers
-from kvrecall.lab.gpu_check.outcome import CheckError, Outcome, State, reason
+from kvrecall.lab.gpu_check import attention, servers
+from kvrecall.lab.gpu_check.outcome import CheckError, Outcome, State, reason, tried
 from kvrecall.lab.gpu_check.servers import SMALL, Replies
 
 CPU = torch.device("cpu")
@@ -45,15 +45,15 @@ def quiet(_: str) -> None:
 
 def retrieval_tokens(device: str, progress: Any, *more: Any) -> Outcome:
     check = partial(servers.check_retrieval_tokens, device, progress, *more)
-    return cli.tried("retrieval tokens", progress, check)
+    return tried("retrieval tokens", progress, check)
 
 
 def decode(*arguments: Any) -> Outcome:
-    return cli.tried("decode, engine", quiet, partial(servers.measure_decode, *arguments))
+    return tried("decode, engine", quiet, partial(servers.measure_decode, *arguments))
 
 
 def sequences(*arguments: Any) -> Outcome:
-    return cli.tried("sequences", quiet, partial(servers.measure_sequences, *arguments))
+    return tried("sequences", quiet, partial(servers.measure_sequences, *arguments))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from kvrecall.block import BlockKey
-from kvrecall.config import RecallSettings, RemoteConfig
+from kvrecall.config import PoolConfig, RecallSettings, RemoteConfig
 from kvrecall.errors import ConfigError, ExitStatus, TierError
 from kvrecall.lab.masters import Master
 from kvrecall.lab.ports import free_port
@@ -436,6 +436,14 @@ def test_a_protocol_that_the_installed_client_lacks_is_named() -> None:
         assert f"and not for {protocol}: the remote tier stays off" in doubt
     assert "no such protocol" in MooncakeSettings.of({**BASE, "protocol": "Ascend"}).doubt
     assert MooncakeSettings.of({**BASE, "protocol": "rdma,hip"}).doubt == ""
+
+
+@needs_mooncake
+def test_a_pool_says_it_before_the_client_fails(caplog: pytest.LogCaptureFixture) -> None:
+    """In an engine of `vllm serve`, and in a pool service."""
+    remote = RemoteConfig(kind="mooncake", options={**BASE, "protocol": "maca"})
+    Pool.open(PoolConfig(host_bytes=1 << 20, remote=remote)).close()
+    assert caplog.messages[0].startswith("remote: protocol is 'maca'; the Mooncake client")
 
 
 def test_protocols_are_read_from_the_classes_in_the_binary(tmp_path: Path) -> None:

@@ -170,18 +170,20 @@ def _failed(check: str, what: str, facts: Mapping[str, Any], cure: str = _GET_VL
 def _gpu(facts: Mapping[str, Any]) -> Finding:
     if "error" in facts:
         return _failed("torch", "import torch", facts)
-    devices, figures = facts["devices"], {"cuda": facts["cuda"], "devices": facts["devices"]}
+    devices, built_for = facts["devices"], facts["built_for"]
+    figures = {"built_for": built_for, "devices": devices}
     if devices:
         from kvrecall.config import format_size  # with pydantic, which --version does not need
 
         names = ", ".join(
-            f"{each['name']} ({format_size(each['bytes'])}, {format_size(each['free_bytes'])} free)"
-            for each in devices
+            f"{one['name']} ({format_size(one['nbytes'])}, {format_size(one['free_bytes'])} free)"
+            for one in devices
         )
         return Finding(_ENGINE, "gpu", State.OK, names, figures=figures)
-    if facts["cuda"]:
-        found = f"torch is built for CUDA {facts['cuda']} but finds no device"
-        cure = "check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or install 'kvrecall[cpu]'"
+    if built_for:
+        found = f"torch is built for {built_for} but finds no device"
+        cure = "check the driver and the environment (CUDA_VISIBLE_DEVICES on NVIDIA), or install "
+        cure += "'kvrecall[cpu]'"
         return Finding(_ENGINE, "gpu", State.WARNING, found, cure, figures)
     return Finding(_ENGINE, "gpu", State.NOTE, "none: torch is built for CPUs", figures=figures)
 

@@ -15,8 +15,7 @@ from kvrecall.pool.arena import check_memory
 from kvrecall.pool.cipher import read_cipher
 from kvrecall.pool.disk.folder import LOCK_NAME, check_room
 from kvrecall.pool.eviction import make_policy
-from kvrecall.pool.remote.backends import check_store
-from kvrecall.pool.remote.mooncake import MooncakeSettings
+from kvrecall.pool.remote.backends import check_store, doubt_of
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -85,9 +84,7 @@ def check_terms(pool: PoolConfig) -> None:
 
 def doubts(pool: PoolConfig) -> tuple[str, ...]:
     """What of ``pool`` will not work here and leaves the rest working, a line each."""
-    if pool.remote is None or pool.remote.kind != "mooncake":
-        return ()
-    return tuple(filter(None, [MooncakeSettings.of(pool.remote.options).doubt]))
+    return tuple(filter(None, [doubt_of(pool.remote)])) if pool.remote is not None else ()
 
 
 def _check_disk(disk: DiskConfig) -> None:

@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 MARK = "kvrecall-probe "
@@ -22,15 +23,10 @@ Facts = dict[str, Any]
 def _torch() -> Facts:
     import torch
 
-    devices = []
-    for number in range(torch.cuda.device_count()):
-        about = torch.cuda.get_device_properties(number)
-        free, total = torch.cuda.mem_get_info(number)
-        capability = f"{about.major}.{about.minor}"
-        devices.append(
-            {"name": about.name, "capability": capability, "bytes": total, "free_bytes": free}
-        )
-    return {"version": str(torch.__version__), "cuda": torch.version.cuda, "devices": devices}
+    from kvrecall.engines.vllm.device.facts import accelerators, built_for
+
+    devices = [asdict(facts) for facts in accelerators()]
+    return {"version": str(torch.__version__), "built_for": built_for(), "devices": devices}
 
 
 def _vllm() -> Facts:

@@ -27,7 +27,7 @@ def fast_dtype(cpuinfo: Path = _CPUINFO) -> str:
     """
     import torch
 
-    if platform.machine() != "x86_64" or torch.cuda.is_available():
+    if platform.machine() != "x86_64" or torch.accelerator.is_available():
         return "bfloat16"
     try:
         lines = cpuinfo.read_text().splitlines()

@@ -104,6 +104,9 @@ class Report:
         print(json.dumps(line, separators=(",", ":")))
 
 
+NO_ENGINE = "not installed"
+"""Instead of a version."""
+
 progress = ProgressLines("bench")
 """Reports a benchmark's progress on standard error."""
 
@@ -191,7 +194,7 @@ def engine_version() -> str:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return "not installed"
+    return NO_ENGINE
 
 
 def _cpu_name() -> str:

@@ -8,11 +8,8 @@ document.
 
 from __future__ import annotations
 
-import random
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,13 +22,11 @@ from kvrecall.lab.bench.tables import GIB_S, restore_table
 from kvrecall.lab.engines.server import ServerProcess
 from kvrecall.plan.model import read_shape
 from kvrecall.plan.sizing import hit_bytes
-from kvrecall.pool.arena import Arena
 
 SOURCES = ("computed", "device", "host", "disk")
 GOALS = {"host": 1.3, "disk": 2.5}
 """Maximum time of a hit relative to one on the device; every hit: a tenth of computing."""
 
-_COPY_ROUNDS = 15
 _LOADED = "kvrecall_loaded_bytes_total"
 
 
@@ -47,6 +42,8 @@ def measure_restore(
     Fails if a prefix comes from another tier than the measured one, or if other bytes move than
     its KV groups need.
     """
+    from kvrecall.lab.bench.bandwidth import measure_bandwidth  # imports torch
+
     tokens = tokens // BLOCK * BLOCK
     model = BenchModel("gemma3_text", layers=9) if windows else BenchModel()
     prefix_bytes = tokens * model.token_bytes
@@ -104,58 +101,6 @@ def measure_restore(
         "architecture": model.architecture,
     }
     return _report(seconds, facts, bandwidth)
-
-
-def measure_bandwidth(blocks: int, layers: int, block_bytes: int) -> dict[str, float]:
-    """Bandwidth from the arena to the device: ``blocks`` of ``block_bytes`` over ``layers``, GB/s,
-    medians.
-
-    The plain copy is one ``copy_`` between two tensors of the same size, taken in turns with the
-    restore in the same process and with the same threads. Device blocks are consecutive and so
-    are slots, as they are for a prompt restored in an engine with room; ``scattered_gb_s`` is
-    the opposite case, neither of them in order.
-    """
-    import torch
-
-    from kvrecall.engines.vllm.connector.copier import Copier
-    from kvrecall.engines.vllm.connector.pages import Copy, GroupPages, Pages
-    from kvrecall.engines.vllm.device import device_of
-
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    nbytes = blocks * block_bytes
-    size = (blocks + 1, block_bytes // layers)
-    pages = tuple(
-        Pages(f"layer{layer}", torch.zeros(size, dtype=torch.uint8, device=device), "")
-        for layer in range(layers)
-    )
-    arena = Arena.create(nbytes)
-    arena.wait_ready()
-    memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
-    memory.fill_(1)
-    copier = Copier(memory, [GroupPages(pages)])
-    device_of(device).wait_locked()
-    target = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    ids, offsets = range(1, blocks + 1), [place * block_bytes for place in range(blocks)]
-    in_order = Copy(tuple(ids), tuple(offsets))
-    random.Random(0).shuffle(offsets)
-    scattered = Copy(tuple(sorted(ids, key=lambda b: (b * 7919) % (blocks + 1))), tuple(offsets))
-    work: dict[str, Callable[[], object]] = {
-        "restore_gb_s": lambda: copier.load(in_order),
-        "scattered_gb_s": lambda: copier.load(scattered),
-        "plain_copy_gb_s": lambda: target.copy_(memory[:nbytes]),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in work}
-    for turn in range(_COPY_ROUNDS + 1):
-        for name, copy in work.items():
-            begin = time.perf_counter()
-            copy()
-            copier.drain()
-            if turn:  # the first touches the memory
-                seconds[name].append(time.perf_counter() - begin)
-    copier.close()
-    rates = {name: nbytes / statistics.median(values) / 1e9 for name, values in seconds.items()}
-    ratio = rates["restore_gb_s"] / rates["plain_copy_gb_s"]
-    return {**{n: round(r, 2) for n, r in rates.items()}, "restore_to_plain": round(ratio, 3)}
 
 
 def _report(

@@ -2,46 +2,55 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Iterator
-from functools import partial
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import IO, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from kvrecall.engines.vllm.compat.versions import SUPPORTED, minor
-from kvrecall.lab.bench.concurrency import Load
-from kvrecall.lab.bench.report import engine_version, machine
-from kvrecall.lab.gpu_check import servers
-from kvrecall.lab.gpu_check.outcome import Outcome, State, tried
-from kvrecall.lab.gpu_check.part import run_part
+from kvrecall.engines.vllm.compat.versions import SUPPORTED, Fit, fit_of
+from kvrecall.errors import ConfigError
+from kvrecall.lab.bench.report import NO_ENGINE, engine_version, machine
+from kvrecall.lab.gpu_check.outcome import Outcome, State
+from kvrecall.lab.gpu_check.part import NOT_QUICK, PARTS, Part, overdue, run_part
 from kvrecall.lab.progress import ProgressLines
 
 app = typer.Typer(add_completion=False)
 
-_DEVICE = "cuda"
-_NOTHING = "; nothing was checked"
-_PARTS = ("copies", "bandwidth", "retrieval", "decode")
-_CONTEXTS = (8192, 16384, 32768, 65536, 131072)
-_QUICK_CONTEXTS = (8192,)
-_DECODE_CONTEXTS = (32768, 131072)
-_LOAD = Load(65536, 8, 128, 2)
-_QUICK_LOAD = Load(16384, 4, 32, 1)
+QUICK_S = 480.0
+"""``--quick`` ends within so many seconds."""
 
-Json = Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")]
+_RESERVE_S = 10.0  # to end what runs, and to say so
+
+Say = Callable[[str], None]
+Json = Annotated[bool, typer.Option("--json", help="Print only lines of JSON.")]
 
 
 @app.command()
 def gpu_check(
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small sizes: takes a few minutes.")
+        bool, typer.Option("--quick", help="Small sizes: takes at most eight minutes.")
     ] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PART", help=f"Run this part; repeatable. Of: {', '.join(PARTS)}."),
+    ] = None,
+    device: Annotated[
+        str,
+        typer.Option(
+            help="torch's name, such as cuda:1; cpu: a trial of the check. Default: the "
+            "accelerator that torch finds."
+        ),
+    ] = "",
     as_json: Json = False,
     out: Annotated[
-        Path | None, typer.Option(help="Also write the line of JSON to this file.")
+        Path | None,
+        typer.Option(help="Append to this file, as it goes, what each part finds: lines of JSON."),
     ] = None,
     require: Annotated[
         bool, typer.Option("--require", help="Exit with 1 if there is nothing to check.")
@@ -49,36 +58,75 @@ def gpu_check(
 ) -> None:
     """Check kvrecall on this machine's GPU, and measure it.
 
-    Exits with 1 if a check failed. Without a GPU or vLLM, reports that and exits with 0.
+    Parts that need an engine are skipped without a supported vLLM. Exits with 1 if a check failed.
+    Without a GPU, reports that and exits with 0.
     """
-
+    names = wanted(only or (), quick)
     progress = ProgressLines("gpu-check")
-    with progress.alive():
-        outcomes = list(_outcomes(quick, progress))
-    report = summary(outcomes)
-    if not as_json and report["ran"]:
-        _show(outcomes)
-    line = json.dumps(report, separators=(",", ":"))
-    if out is not None:
-        out.write_text(line + "\n")
-    typer.echo(line)
+    outcomes = []
+    with progress.alive(), _opened(out) as file:
+        results = Results(file, as_json, progress)
+        results.write({"check": "start", "parts": names, "quick": quick, **machine()})
+        for outcome in _outcomes(names, device, quick, results):
+            outcomes.append(outcome)
+            results.add(outcome)
+        results.write(summary(outcomes), always=True)
     raise typer.Exit(status(outcomes, require))
 
 
-def status(outcomes: list[Outcome], require: bool) -> int:
+def wanted(only: Sequence[str], quick: bool) -> list[str]:
+    """The parts to run, in their order; the device always comes first. Raises ConfigError."""
+    for name in only:
+        if name not in PARTS:
+            raise ConfigError(f"--only {name}: no such part; there are {', '.join(PARTS)}")
+    chosen = set(only) | {"device"} if only else set(PARTS) - (NOT_QUICK if quick else set())
+    return [name for name in PARTS if name in chosen]
+
+
+class Results:
+    """Where outcomes go when they come: the file, which ``kill -9`` leaves whole up to its last
+    line, and standard output."""
+
+    def __init__(self, file: IO[str] | None, as_json: bool, progress: Say) -> None:
+        self._file = file
+        self._as_json = as_json
+        self._progress = progress
+
+    def add(self, outcome: Outcome) -> None:
+        """What a part has found, at its end or before."""
+        if outcome.state is State.RUNNING:
+            self._progress(f"  {outcome.note}")
+        elif not self._as_json:
+            typer.echo(f"{outcome.check:17} {outcome.state.value:4}  {outcome.note}")
+        self._line(outcome.line(), self._as_json and outcome.state is not State.RUNNING)
+
+    def write(self, facts: dict[str, Any], always: bool = False) -> None:
+        self._line(json.dumps(facts, separators=(",", ":")), self._as_json or always)
+
+    def _line(self, line: str, shown: bool) -> None:
+        if shown:
+            typer.echo(line)
+        if self._file is not None:
+            self._file.write(line + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+
+def status(outcomes: Sequence[Outcome], require: bool) -> int:
     """0 if nothing failed and, with ``require``, something was checked."""
     if any(each.state is State.FAIL for each in outcomes):
         return 1
     return int(require and outcomes[0].state is not State.PASS)
 
 
-def summary(outcomes: list[Outcome]) -> dict[str, object]:
-    """The line of JSON. ``ran``: whether there was a device to check."""
+def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
+    """The last line. ``ran``: whether there was a device to check."""
     return {
         "check": "gpu",
         "ran": outcomes[0].state is State.PASS,
         "why_not": "" if outcomes[0].state is State.PASS else outcomes[0].note,
         "failed": [each.check for each in outcomes if each.state is State.FAIL],
+        "not_run": [each.check for each in outcomes if each.state is State.SKIP],
         "checks": {
             each.check: {"state": each.state, "note": each.note, **each.figures}
             for each in outcomes
@@ -87,46 +135,41 @@ def summary(outcomes: list[Outcome]) -> dict[str, object]:
     }
 
 
-def _outcomes(quick: bool, progress: Callable[[str], None]) -> Iterator[Outcome]:
+def _outcomes(
+    names: Sequence[str], device: str, quick: bool, results: Results
+) -> Iterator[Outcome]:
     """The outcomes; the first is whether there is a device, and without one the only one."""
-    found = without_engine() or run_part("device", _DEVICE)
-    progress(found.note + ("" if found.state is State.PASS else _NOTHING))
-    yield found
-    if found.state is not State.PASS:
-        return
-    for name in _PARTS:
-        progress(f"{name} ...")
-        yield run_part(name, _DEVICE, quick)
-    for form in ["piecewise"] if quick else list(servers.FORMS):
-        yield tried(f"tokens, {form}", progress, partial(servers.check_tokens, form, progress))
-    contexts, repetitions = (_QUICK_CONTEXTS, 2) if quick else (_CONTEXTS, 5)
-    first = partial(servers.measure_first_token, contexts, servers.LARGE, repetitions, progress)
-    yield tried("first token", progress, first)
-    tokens = partial(servers.check_retrieval_tokens, _DEVICE, progress)
-    yield tried("retrieval tokens", progress, tokens)
-    lengths = _DECODE_CONTEXTS[: 1 if quick else None]
-    decode = partial(servers.measure_decode, lengths, servers.LARGE, _DEVICE, progress)
-    yield tried("decode, engine", progress, decode)
-    load = _QUICK_LOAD if quick else _LOAD
-    sequences = partial(servers.measure_sequences, load, servers.SHALLOW, _DEVICE, progress)
-    yield tried("sequences", progress, sequences)
+    end = time.monotonic() + QUICK_S - _RESERVE_S if quick else float("inf")
+    for name in names:
+        part, left = PARTS[name], end - time.monotonic()
+        why = hindrance(part, left, quick)
+        limit_s = min(left, part.quick_s if quick else part.whole_s)
+        outcome = (
+            Outcome(name, State.SKIP, why)
+            if why
+            else run_part(name, device, quick, limit_s, results.add)
+        )
+        if outcome.note == overdue(limit_s) and limit_s < part.quick_s:  # by others' fault
+            note = f"not done in the {limit_s:.0f} of {QUICK_S:.0f} s that were left for it"
+            outcome = replace(outcome, state=State.SKIP, note=note)
+        yield outcome
+        if name == "device":
+            if outcome.state is not State.PASS:
+                return
+            device = device or str(outcome.figures["device"])
 
 
-def without_engine() -> Outcome | None:
-    """Why nothing can be checked here, found without torch; None if it can."""
+def hindrance(part: Part, left_s: float, quick: bool) -> str:
+    """Why a part is not run; "" if it is."""
     version = engine_version()
-    if version == "not installed":
-        return Outcome("device", State.SKIP, "vLLM is not installed here")
-    if minor(version) != SUPPORTED:
-        note = f"vLLM {version} is installed; kvrecall is for {SUPPORTED}"
-        return Outcome("device", State.SKIP, note)
-    return None
+    is_there = version != NO_ENGINE
+    if part.needs_engine and not (is_there and fit_of(version) is Fit.TESTED):
+        found = f"{version} is installed" if is_there else "none is installed"
+        return f"needs vLLM {SUPPORTED}; {found} here"
+    if quick and left_s < part.quick_s / 3:
+        return f"{left_s:.0f} of {QUICK_S:.0f} s were left, too few for it; run it with --only"
+    return ""
 
 
-def _show(outcomes: list[Outcome]) -> None:
-    table = Table(title="kvrecall gpu-check")
-    for column in ("check", "", "what was found"):
-        table.add_column(column)
-    for each in outcomes:
-        table.add_row(each.check, each.state.value, each.note)
-    Console().print(table)
+def _opened(out: Path | None) -> Any:
+    return contextlib.nullcontext() if out is None else out.open("a")

@@ -1,5 +1,4 @@
-"""Copies between device memory and the pinned arena: every byte, on awkward rows, in both layouts,
-while the device is busy."""
+"""Copies between device memory and the pinned arena: every byte, in every layout."""
 
 from __future__ import annotations
 
@@ -13,67 +12,48 @@ from kvrecall.attention.kernels.device import Piece
 from kvrecall.engines.vllm.connector.copier import Copier
 from kvrecall.engines.vllm.connector.pages import Copy, GroupPages, Pages
 from kvrecall.engines.vllm.device import device_of
+from kvrecall.lab.gpu_check.layouts import LAYOUTS, Cache, Size
 from kvrecall.lab.gpu_check.outcome import CheckError
 from kvrecall.pool.arena import Arena
 
-LAYOUTS = ("layers", "blocks")
-"""A tensor a layer, or all layers of a block side by side."""
-
-_LAYERS = 3
 _ROUNDS = 6
 
 
-def check_copies(device: torch.device, blocks: int = 64, page_bytes: int = 1 << 16) -> int:
-    """Blocks return unchanged, and nothing beside them is written. Returns the bytes moved.
+def check_copies(device: torch.device, size: Size) -> int:
+    """Blocks return unchanged, and nothing beside them is written, in every layout. Returns the
+    bytes moved.
 
     Raises CheckError naming layout and round.
     """
     moved = 0
     for layout in LAYOUTS:
-        memory = _arena(2 * blocks * _LAYERS * page_bytes)
-        pages = _pages(device, layout, blocks, page_bytes)
-        copier = Copier(memory, [GroupPages(pages)])
+        cache = Cache(layout, size, device)
+        memory = arena(2 * size.blocks * cache.record_bytes)
+        copier = Copier(memory, [cache.group])
         for number in range(_ROUNDS):
+            pages = cache.group.pages
             moved += _round(copier, pages, memory, f"{layout}, round {number}", number)
         copier.close()
     return moved
-
-
-def check_order(device: torch.device, page_bytes: int = 1 << 20) -> None:
-    """A store copies the data after all work queued before it, not as of its submission. Raises
-    CheckError."""
-    memory = _arena(page_bytes)
-    pages = _pages(device, "layers", 1, page_bytes, layers=1)
-    copier = Copier(memory, [GroupPages(pages)])
-    size = 2048 if device.type != "cpu" else 256
-    work = torch.randn(size, size, device=device)
-    for value in range(1, 9):
-        for _ in range(20):
-            work = torch.tanh(work @ work)
-        pages[0].rows[1].fill_(value)
-        copier.store(Copy((1,), (0,)))
-        copier.drain()
-        if not bool((memory[:page_bytes] == value).all()):
-            raise CheckError(f"a store overtook the work queued before it (round {value})")
-    copier.close()
 
 
 def check_fetches(device: torch.device, blocks: int = 64, page_bytes: int = 1 << 14) -> None:
     """A kernel fetches parts of blocks by address from the pinned arena, and writes
     nothing beside them. Raises CheckError."""
     chance = random.Random(0)
-    memory = _arena(2 * blocks * page_bytes)
-    (pages,) = _pages(device, "layers", blocks, page_bytes, layers=1)
+    memory = arena(2 * blocks * page_bytes)
+    rows = torch.zeros(blocks + 1, page_bytes, dtype=torch.uint8, device=device)
+    pages = Pages("layer", rows, "")
     copier = Copier(memory, [GroupPages((pages,))])
     held = memory[: 2 * blocks * page_bytes].view(2 * blocks, page_bytes)
     held.copy_(torch.randint(0, 256, held.shape, dtype=torch.uint8))
     slots = chance.sample(range(2 * blocks), blocks // 2)
-    rows = chance.sample(range(1, blocks + 1), blocks // 2)
+    into = chance.sample(range(1, blocks + 1), blocks // 2)
     piece = Piece(2, page_bytes // 4, page_bytes // 2)
     want = torch.zeros(blocks + 1, 2, page_bytes // 2, dtype=torch.uint8)
-    want[rows, :, : piece.nbytes] = held.view(-1, 2, page_bytes // 2)[slots, :, : piece.nbytes]
+    want[into, :, : piece.nbytes] = held.view(-1, 2, page_bytes // 2)[slots, :, : piece.nbytes]
     sources = held.data_ptr() + np.array(slots) * page_bytes
-    targets = pages.rows.data_ptr() + np.array(rows) * pages.rows.stride(0)
+    targets = pages.rows.data_ptr() + np.array(into) * pages.rows.stride(0)
     device_of(device).wait_locked()
     device_of(device).move(sources, targets, piece)
     _synchronize(device)
@@ -118,24 +98,7 @@ def _round(
     return moved
 
 
-def _pages(
-    device: torch.device, layout: str, blocks: int, page_bytes: int, layers: int = _LAYERS
-) -> tuple[Pages, ...]:
-    """Pages of ``blocks`` blocks and the null block."""
-    if layout == "blocks":
-        whole = torch.zeros(blocks + 1, layers, page_bytes, dtype=torch.uint8, device=device)
-        return tuple(Pages(f"layer{i}", whole[:, i], layout) for i in range(layers))
-    return tuple(
-        Pages(
-            f"layer{i}",
-            torch.zeros(blocks + 1, page_bytes, dtype=torch.uint8, device=device),
-            layout,
-        )
-        for i in range(layers)
-    )
-
-
-def _arena(nbytes: int) -> torch.Tensor:
+def arena(nbytes: int) -> torch.Tensor:
     """Touched shared memory, as the pool's."""
     arena = Arena.create(nbytes)
     while arena.ready_bytes < arena.nbytes:

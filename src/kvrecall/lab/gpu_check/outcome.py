@@ -19,7 +19,8 @@ class State(StrEnum):
 
     PASS = "pass"
     FAIL = "fail"
-    SKIP = "skip"  # cannot run here; the note says why
+    SKIP = "skip"  # cannot run here, or there was no time; the note says which
+    RUNNING = "running"  # the note says what it has found so far
 
 
 class CheckError(KvrecallError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import ipaddress
+import logging
 from collections.abc import Callable, Mapping
 from typing import cast
 
@@ -17,6 +18,8 @@ from kvrecall.pool.remote.encrypted import EncryptedStore
 from kvrecall.pool.remote.store import Store
 from kvrecall.pool.remote.tier import RemoteTier
 from kvrecall.pool.tier import NullTier, Tier
+
+_LOG = logging.getLogger(__name__)
 
 BACKENDS = {
     "mooncake": "kvrecall.pool.remote.mooncake:make_store",
@@ -36,6 +39,16 @@ def check_store(kind: str, options: Mapping[str, object]) -> None:
     makes_folder = str(options.get("url", "")).startswith("file:")
     if kind in BACKENDS and not makes_folder:
         make_store(kind, options).close()
+
+
+def doubt_of(config: RemoteConfig) -> str:
+    """Why the store will not work on this machine as far as its package tells, with the cure; "" if
+    nothing is known against it. Raises ConfigError."""
+    if config.kind != "mooncake":
+        return ""
+    from kvrecall.pool.remote.mooncake import MooncakeSettings  # which needs this module
+
+    return MooncakeSettings.of(config.options).doubt
 
 
 def make_store(kind: str, options: Mapping[str, object]) -> Store:
@@ -72,6 +85,8 @@ def with_remote(
     share = 2 if isinstance(above, NullTier) else 4  # of the arena may wait to be stored
     queued = min(config.max_queued_bytes, arena.nbytes // share)
     store = make_store(config.kind, config.options)
+    if doubt := doubt_of(config):
+        _LOG.warning("%s", doubt)
     if cipher is not None:
         store = EncryptedStore(store, cipher)
     store.attach(arena.memory)

@@ -16,8 +16,9 @@ from kvrecall.engines.vllm.device import driver
 from kvrecall.engines.vllm.device.base import Addresses, Batch, Device, Event, Stream
 from kvrecall.engines.vllm.device.pagelock import CHUNK_BYTES, PageLock, numa_node_at
 
-ITEMS_A_CALL = 16_384
-"""Of the driver, which has crashed with 51,828 (vLLM issue 49276)."""
+ITEMS_A_CALL = 8_192
+"""Of the driver: CUDA's has crashed with 51,828 (vLLM issue 49276), and ROCm's faults above this
+number (vLLM pull request 43018)."""
 
 
 class StreamEvent(Event):

@@ -1,0 +1,79 @@
+"""The bandwidth of copies between arena and device, beside a plain copy."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvrecall.engines.vllm.connector.copier import Copier
+from kvrecall.engines.vllm.connector.pages import Copy, GroupPages, Pages
+from kvrecall.engines.vllm.device import device_of, peer
+from kvrecall.engines.vllm.device.base import Batch
+from kvrecall.pool.arena import Arena
+
+_ROUNDS = 15
+
+
+def measure_bandwidth(
+    blocks: int, layers: int, block_bytes: int, device: torch.device | None = None
+) -> dict[str, Any]:
+    """Bandwidth from the arena to the device: ``blocks`` of ``block_bytes`` over ``layers``, GB/s,
+    medians. ``device``: the accelerator, or the CPU if there is none.
+
+    The plain copy is one ``copy_`` between two tensors of the same size, taken in turns with the
+    restore in the same process and with the same threads. Device blocks are consecutive and so
+    are slots, as they are for a prompt restored in an engine with room; ``scattered_gb_s`` is
+    the opposite case, neither of them in order. ``vllm_gb_s``: the pieces in order by the call that
+    vLLM's own OffloadingConnector would make; absent without one (a CPU, no vLLM).
+    """
+    if device is None:
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    nbytes = blocks * block_bytes
+    size = (blocks + 1, block_bytes // layers)
+    pages = tuple(
+        Pages(f"layer{layer}", torch.zeros(size, dtype=torch.uint8, device=device), "")
+        for layer in range(layers)
+    )
+    arena = Arena.create(nbytes)
+    arena.wait_ready()
+    memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
+    memory.fill_(1)
+    copier = Copier(memory, [GroupPages(pages)])
+    device_of(device).wait_locked()
+    target = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    ids, offsets = range(1, blocks + 1), [place * block_bytes for place in range(blocks)]
+    in_order = Copy(tuple(ids), tuple(offsets))
+    random.Random(0).shuffle(offsets)
+    scattered = Copy(tuple(sorted(ids, key=lambda b: (b * 7919) % (blocks + 1))), tuple(offsets))
+    work: dict[str, Callable[[], object]] = {
+        "restore_gb_s": lambda: copier.load(in_order),
+        "scattered_gb_s": lambda: copier.load(scattered),
+        "store_gb_s": lambda: copier.store(in_order),
+        "plain_copy_gb_s": lambda: target.copy_(memory[:nbytes]),
+    }
+    theirs = peer.offloading_load(device, block_bytes // layers)
+    if theirs is not None:
+        begins = np.array([page.rows.data_ptr() for page in pages])
+        piece = block_bytes // layers
+        rows = np.arange(1, blocks + 1)[:, None]
+        places = memory.data_ptr() + np.arange(blocks * layers) * piece
+        batch = Batch(places, (begins + rows * piece).ravel(), np.full(len(places), piece))
+        work["vllm_gb_s"] = lambda: theirs(batch)
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for turn in range(_ROUNDS + 1):
+        for name, copy in work.items():
+            begin = time.perf_counter()
+            copy()
+            copier.drain()
+            if turn:  # the first touches the memory
+                seconds[name].append(time.perf_counter() - begin)
+    copier.close()
+    rates = {name: nbytes / statistics.median(values) / 1e9 for name, values in seconds.items()}
+    ratio = rates["restore_gb_s"] / rates["plain_copy_gb_s"]
+    return {**{n: round(r, 2) for n, r in rates.items()}, "restore_to_plain": round(ratio, 3)}
