@@ -398,6 +398,24 @@ def test_the_numa_node_of_a_device_is_what_the_kernel_says(
     assert AcceleratorDevice(torch.device("cuda", 0)).numa_node() == 1
 
 
+def test_a_driver_that_fails_leaves_slower_copies(
+    accelerated: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The start of an engine waits for its locks, and must not wait for one that never comes."""
+
+    def fail(*_: int) -> bool:
+        raise OSError("no such function")
+
+    monkeypatch.setattr(pagelock, "register", fail)
+    memory = torch.zeros(1 << 16, dtype=torch.uint8)
+    device = devices.device_of(CPU)
+    device.lock(memory, memory.numel)
+    device.wait_locked()
+    assert "host memory is not page-locked: no such function; copies are slower" in caplog.text
+    device.unlock(memory)
+    assert accelerated == []
+
+
 def test_an_arena_is_locked_before_it_is_needed(
     accelerated: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

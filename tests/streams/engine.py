@@ -355,16 +355,23 @@ class Engine:
             return answers
 
         def committing(keys: Any) -> None:
-            for rank in self.ranks:  # each maps the arena at an address of its own
-                memory = rank.worker._arena.memory(self.pool.arena_handle())
-                assert memory is not None
-                for key in keys:
-                    address = memory.ctypes.data + offsets[key] + rank.place
-                    cells = set(cells_of(address, LAYERS * PAGE))
-                    self.machine.host(cells, set(), "the tier's writer")
+            base = self.pool.arena.array().ctypes.data
+            for key in keys:
+                cells = self.slot_cells(base + offsets[key])
+                self.machine.host(cells, set(), "the tier's writer")
             commit(keys)
 
         self.pool.reserve, self.pool.commit = reserving, committing  # type: ignore[method-assign]
+
+    def slot_cells(self, address: int) -> Cells:
+        """Of a slot in the pool's mapping of the arena: those in each worker's."""
+        offset = address - self.pool.arena.array().ctypes.data
+        found: Cells = set()
+        for rank in self.ranks:
+            memory = rank.worker._arena.memory(self.pool.arena_handle())
+            assert memory is not None
+            found.update(cells_of(memory.ctypes.data + offset + rank.place, LAYERS * PAGE))
+        return found
 
     def _zero(self, rank: Rank, ids: list[int]) -> None:
         def work() -> None:

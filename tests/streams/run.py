@@ -23,9 +23,12 @@ from kvrecall.engines.vllm.connector.saver import Saver
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
 from kvrecall.lab.models import write_model
 from kvrecall.pool import Pool
+from kvrecall.pool.arena import Arena
+from kvrecall.pool.tier import NullTier
 
 from .device import DeadlockError, Machine, Style
 from .engine import BLOCK, LONGEST, Engine, config, on
+from .tier import LateTier
 
 _MOST_STEPS = 2000
 _ACTIONS = 30
@@ -100,7 +103,9 @@ def run(model: Path, seed: int, ignored: frozenset[str] = frozenset()) -> Outcom
     blocks = chance.choice((12, 16, 24))
     settings = RecallSettings.from_mapping({"host_size": f"{4 * chance.choice(_SLOTS)}KiB"})
     outcome = Outcome(sites=machine.sites)
-    with on(machine), Pool.open(settings.pool) as pool:
+    tier = LateTier(machine, chance) if chance.random() < 0.5 else None
+    arena = Arena.create(settings.pool.host_bytes)
+    with on(machine), Pool(arena, tier or NullTier(), settings.pool.policy) as pool:
         engine = Engine(
             config(model, overlapping, by_priority),
             machine,
@@ -110,6 +115,8 @@ def run(model: Path, seed: int, ignored: frozenset[str] = frozenset()) -> Outcom
             loads_first=chance.random() < 0.5,
             zeroes=chance.random() < 0.5,
         )
+        if tier is not None:
+            tier.cells_of = engine.slot_cells
         try:
             _drive(engine, chance, outcome)
         except DeadlockError as error:
@@ -120,6 +127,7 @@ def run(model: Path, seed: int, ignored: frozenset[str] = frozenset()) -> Outcom
     outcome.wrong, outcome.races = engine.wrong, machine.faults
     outcome.did |= machine.calls
     outcome.did["preempted"] = engine.preempted
+    outcome.did["from the tier"] = tier.loaded if tier is not None else 0
     return outcome
 
 

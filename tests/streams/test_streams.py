@@ -31,7 +31,16 @@ def test_no_order_of_copies_goes_wrong_and_each_wait_is_needed(
     ends = ("RecallWorker.before_overwrite", "RecallWorker.close")
     assert all(site.endswith(ends) for site in found["host_waits"])
     did = found["did"]
-    for what in ("loads", "stores", "preempted", "zeroing", "abort", "sleep", "shut down"):
+    for what in (
+        "loads",
+        "stores",
+        "preempted",
+        "zeroing",
+        "abort",
+        "sleep",
+        "shut down",
+        "from the tier",
+    ):
         assert did[what] > 0, what
 
 

@@ -67,7 +67,15 @@ class PageLock:
         self._locked = 0
 
     def _run(self) -> None:
-        """Thread: locks what is populated, and what will be."""
+        """Thread."""
+        try:
+            self._lock_populated()
+        except Exception as error:  # noqa: BLE001 - whatever a driver raises, copies are made without
+            logger.warning("kvrecall: host memory is not page-locked: %s; copies are slower", error)
+        self.settled.set()
+
+    def _lock_populated(self) -> None:
+        """Locks what is populated, and what will be."""
         # A new thread's device is the first, on which this process has nothing to do.
         with torch.accelerator.device_index(self._device.index):
             while not self._stop.is_set() and self._locked < self.end - self.begin:
@@ -86,7 +94,6 @@ class PageLock:
                         self.end - self.begin,
                     )
                     break
-        self.settled.set()
 
 
 def numa_node_at(pci_address: str, root: Path = Path("/sys/bus/pci/devices")) -> int | None:
