@@ -112,7 +112,7 @@ def chosen_of(step: DeviceStep, logits: list[torch.Tensor]) -> list[torch.Tensor
     step.table.fill_(-7)
     choose_by_triton(step)
     tables = step.table.view(-1, HEADS, step.table.shape[1])
-    attended = [one[4] - one[2] + one[3] for one in told]
+    attended = [one[4] - one[2] + one[3] for one in told[: len(logits)]]
     for table, count in zip(tables, attended, strict=False):
         assert bool((table[:, count:] == -7).all()), "writes beyond its blocks"
     return [table[:, :count] for table, count in zip(tables, attended, strict=False)]
