@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity, ActivityLog
+from kvrecall.engines.vllm.attention.backend import RetrievalBuilder
 from kvrecall.engines.vllm.attention.checks import (
     require_block_size,
     require_engine,
@@ -76,6 +77,46 @@ def test_the_gate_keeps_short_sequences_dense(tokens: int, sparse: bool) -> None
     )
     assert (step is not None) is sparse
     assert activity.sequences_gated == (not sparse)
+
+
+def test_the_log_says_once_that_all_sequences_are_gated(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "vllm.kvrecall")
+    settings = RetrievalSettings(dense_boundary=100)
+    planned = planner(settings, Activity())
+    planned.plan([BatchRow(1, 40_000, False), BatchRow(1, 8_000, False)], table(1, 2))
+    planned.plan([BatchRow(1, 50, False), BatchRow(8, 8_000, True)], table(1, 2))
+    assert not caplog.records
+    for _ in range(2):
+        planned.plan([BatchRow(1, 9_000, False), BatchRow(1, 8_000, False)], table(1, 2))
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "all sequences past VLLM_RETRIEVAL_DENSE_BOUNDARY=100 that decode now (2) are" in said
+    planner(replace(settings, gate=False), Activity()).plan([BatchRow(1, 999, False)], table(1))
+    assert len(caplog.records) == 1, "too short to select from"
+
+
+@pytest.mark.parametrize(
+    ("settings", "longest", "said"),
+    [
+        (RetrievalSettings(), 100_000, "decode sparsely from 32768 tokens on"),
+        (RetrievalSettings(dense_boundary=0), 100_000, "decode sparsely from 17152 tokens on"),
+        (RetrievalSettings(dense_boundary=0), 9_000, "RETRIEVAL CAN NEVER ACT: dense attention"),
+        (RetrievalSettings(), 30_000, ""),
+    ],
+)
+def test_the_log_says_at_start_from_which_length_on_it_acts(
+    settings: RetrievalSettings, longest: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A limit within the boundary is told by the checks."""
+    caplog.set_level("INFO", "vllm.kvrecall")
+    model = SimpleNamespace(max_model_len=longest)
+    builder: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(model_config=model),
+        block_size=128,
+        _planner=planner(settings, Activity()),
+    )
+    RetrievalBuilder._tell_boundary(builder, settings)
+    assert said in caplog.text
+    assert len(caplog.records) == bool(said)
 
 
 @pytest.mark.parametrize(

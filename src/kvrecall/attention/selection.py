@@ -15,15 +15,40 @@ import torch
 
 from kvrecall.attention.digest import SCALE_BYTES, Digest, Layout, scales_in, scales_of_maxima
 from kvrecall.attention.kernels.int8 import PackedRows
-from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.attention.settings import Regime, RetrievalSettings
 
 OVERHEAD_BYTES = 8 * 2**20
 """Cost of preparing one sequence's selection in a layer, in bytes of KV read in that time: half a
 millisecond at 16 GB/s (docs/retrieval.md)."""
 
-DEVICE_OVERHEAD_BYTES = 512 * 2**20
-"""The same on a GPU: some thirty small kernels, each started by the host, at 3.4 TB/s. Estimated,
-not measured: `kvrecall gpu-check` measures it."""
+LAUNCHES = 4
+"""Kernels of a sparse layer on a device in every decode step: the search, the choice, attention and
+its sum (tests/attention/test_launches.py counts them)."""
+
+LAUNCHES_A_BLOCK = 1
+"""More of them in a step in which a block fills: its digests."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpeed:
+    """What sparse attention costs a device beside what it reads, and how fast that is.
+
+    ``launch_s``: seconds of a small kernel behind others, from its launch to the next one's;
+    ``bandwidth``: bytes a second that a kernel reads. By default those of an H100: 3.35 TB/s, of
+    which a kernel gets nine tenths; not measured.
+    """
+
+    launch_s: float = 5e-6
+    bandwidth: float = 3.0e12
+
+    def overhead_bytes(self, block_size: int) -> int:
+        """Bytes of KV read in the time of a sparse layer's launches: whole steps of 4 MiB, so that
+        devices of one kind, which measure nearly the same, decide alike."""
+        launches = LAUNCHES + LAUNCHES_A_BLOCK / block_size
+        return math.ceil(launches * self.launch_s * self.bandwidth / _GRAIN) * _GRAIN
+
+
+_GRAIN = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +101,24 @@ def slots_of(split: Split, offloaded: int, settings: RetrievalSettings) -> tuple
 class Gate:
     """Whether sparse attention is expected to be faster than dense. ``token_bytes``: keys and
     values of a token, in one layer. ``overhead_bytes``: bytes of them read in the time that
-    preparing a sequence's selection takes."""
+    preparing a sequence's selection takes. ``narrows``: as of ``settings.layout``."""
 
     settings: RetrievalSettings
     token_bytes: int
     overhead_bytes: int = OVERHEAD_BYTES
+    narrows: bool = True
+
+    def sparse_from(self, block_size: int, most: int) -> int | None:
+        """The least number of tokens, of whole blocks, from which on all sequences of up to
+        ``most`` tokens pass; None if there is none."""
+        least = None
+        for tokens in range(most - most % block_size, block_size - 1, -block_size):
+            if self.settings.regime(tokens) is Regime.DENSE:
+                break
+            if not self.passes(tokens, split_of(tokens, block_size, self.settings)):
+                break
+            least = tokens
+        return least
 
     def passes(self, tokens: int, split: Split) -> bool:
         """Whether there are blocks to select from and sparse attention reads enough less than dense
@@ -92,7 +130,7 @@ class Gate:
             return False
         if not self.settings.gate:
             return True
-        layout = self.settings.layout(split.block_size)
+        layout = self.settings.layout(split.block_size, self.narrows)
         scored = layout.scored(split.middle, split.chosen) * layout.kind.parts / 2
         return split.attended_tokens + scored + self.overhead_bytes / self.token_bytes < tokens
 

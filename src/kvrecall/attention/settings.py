@@ -104,7 +104,8 @@ class RetrievalSettings:
     gate: bool = _setting(
         True,
         "GATE",
-        "attend densely where sparse attention is expected to be slower",
+        "attend densely where sparse attention is expected to be slower; 0 by default where "
+        "DENSE_BOUNDARY is set",
         "1 or 0 (in JSON: true or false)",
     )
     cache_share: float = _setting(
@@ -164,7 +165,7 @@ class RetrievalSettings:
         }
         _require_known(given, PREFIX, str)
         values = {_VARIABLES[name][0]: _parsed(name, text) for name, text in given.items()}
-        return cls(**values)  # type: ignore[arg-type]
+        return cls(**_ungated(values))
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, object], source: str) -> RetrievalSettings:
@@ -179,7 +180,7 @@ class RetrievalSettings:
                 raise ConfigError(f"{source}.{name} is {value!r}; it must be {_KINDS[kind]}")
             values[own] = kind(value)
         try:
-            return cls(**values)  # type: ignore[arg-type]
+            return cls(**_ungated(values))
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
 
@@ -195,6 +196,11 @@ _VARIABLES: Mapping[str, tuple[str, type[Any]]] = {
 }
 _KINDS = {int: "a whole number", float: "a number", str: "a word", bool: "true or false"}
 _FLAGS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+
+
+def _ungated(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A boundary that is set wins over the gate, unless the gate is set too."""
+    return {"gate": False, **values} if "dense_boundary" in values else values
 
 
 def _require_known(given: Mapping[str, object], prefix: str, spelt: Callable[[str], str]) -> None:

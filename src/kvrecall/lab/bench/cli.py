@@ -38,6 +38,10 @@ COMMANDS = {
         "step",
         "What the connector adds to a step of vLLM's scheduler while sequences decode.",
     ),
+    "launches": (
+        "launches",
+        "Calls, operations and waits that kvrecall asks of a device, counted without one.",
+    ),
     "lookup": ("pool", "How long the scheduler's look-up of 1,000 blocks takes."),
     "disk": ("pool", "Disk tier -> arena against a raw sequential read of the same file system."),
     "tiers": (

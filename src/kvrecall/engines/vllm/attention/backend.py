@@ -61,16 +61,21 @@ class RetrievalAttention:
         self.group: RetrievalGroup | None = None
         self.sparse_layer: RetrievalLayer | None = None
         self.whole_layer: WholeLayer | None = None
+        self.measured = 0
+        """``overhead_bytes`` where the gate depends on a measurement; 0: it does not."""
 
     @property
     def approximation(self) -> str:
         """What KV of decoded tokens depends on besides the weights: the settings that decide what
         sparse decoding computes."""
-        return ", ".join(
+        told = [
             f"{field.name}={getattr(self._settings, field.name)}"
             for field in fields(self._settings)
             if field.name not in _RESIDENCE
-        )
+        ]
+        if self._settings.gate and self.measured:
+            told.append(f"measured={self.measured}")
+        return ", ".join(told)
 
     def forward(
         self,
@@ -169,6 +174,7 @@ class RetrievalBuilder(ABC):
             loads_in_step=on_host,
         )
         self._planner = StepPlanner(settings, self._kernel, group.freshness, self._activity)
+        self._tell_boundary(settings)
         for name, impl in _attention_layers(self.vllm_config).items():
             if name not in self._layer_names:
                 continue
@@ -178,6 +184,32 @@ class RetrievalBuilder(ABC):
                 sparse = RetrievalLayer(name, settings, self._kernel, self._activity, note)
             group.add(name, sparse, whole)
             impl.group, impl.sparse_layer, impl.whole_layer = group, sparse, whole
+            impl.measured = 0 if on_host else self._kernel.overhead_bytes
+
+    def _tell_boundary(self, settings: RetrievalSettings) -> None:
+        """Logs from which length on sequences decode sparsely."""
+        most = self.vllm_config.model_config.max_model_len
+        if most <= settings.dense_boundary:  # which is told at start
+            return
+        gate = self._planner.gate
+        least = gate.sparse_from(self.block_size, most)
+        if least is None:
+            logger.warning(
+                "kvrecall: RETRIEVAL CAN NEVER ACT: dense attention is expected to be faster at "
+                "every length up to max_model_len=%d; VLLM_RETRIEVAL_GATE=0 decodes sparsely from "
+                "VLLM_RETRIEVAL_DENSE_BOUNDARY=%d on all the same",
+                most,
+                settings.dense_boundary,
+            )
+            return
+        logger.info(
+            "kvrecall: retrieval: with this model sequences decode sparsely from %d tokens on, and "
+            "densely below (VLLM_RETRIEVAL_DENSE_BOUNDARY=%d; a layer's launches cost as much as "
+            "reading %d MiB of KV)",
+            least,
+            settings.dense_boundary,
+            gate.overhead_bytes >> 20,
+        )
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False

@@ -7,6 +7,7 @@ captures what lies between the layers' attention (piecewise).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -29,6 +30,9 @@ from kvrecall.engines.vllm.attention.plugin import active_settings
 from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape
 from kvrecall.engines.vllm.attention.triton_kernel import CopiedLayer, TritonKernel
 from kvrecall.engines.vllm.compat import runner
+from kvrecall.engines.vllm.compat.config import most_of_ranks
+
+logger = logging.getLogger("vllm.kvrecall")
 
 
 class DeviceBuilder(RetrievalBuilder):
@@ -50,7 +54,18 @@ class DeviceBuilder(RetrievalBuilder):
         )
         spec = kv_cache_spec
         shape = (heads, spec.num_kv_heads, spec.head_size, self.block_size, spec.dtype, "")
-        return TritonKernel(KernelShape(*shape), self.device)
+        kernel = TritonKernel(KernelShape(*shape), self.device)
+        settings = active_settings(self.vllm_config)
+        if settings.gate and self.device.type != "cpu":  # one that interprets is no measure
+            speed = kernel.measure(settings)
+            kernel.overhead_bytes = most_of_ranks(kernel.overhead_bytes)
+            logger.info(
+                "kvrecall: retrieval: a kernel takes %.1f microseconds beside what it reads, and "
+                "reads %.2f TB/s",
+                speed.launch_s * 1e6,
+                speed.bandwidth / 1e12,
+            )
+        return kernel
 
     def make_whole(self, name: str) -> CopiedLayer:
         return CopiedLayer(name)

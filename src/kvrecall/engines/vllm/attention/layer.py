@@ -8,6 +8,7 @@ from the block's keys.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from kvrecall.attention.digest import Layout, coded_width, encode
 from kvrecall.attention.kernels import int8
 from kvrecall.attention.kernels.device import Piece
 from kvrecall.attention.residency import Flags, Ints, Residency
-from kvrecall.attention.selection import selector_of
+from kvrecall.attention.selection import Split, selector_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.offloaded import (
@@ -30,6 +31,7 @@ from kvrecall.engines.vllm.attention.offloaded import (
 from kvrecall.engines.vllm.attention.step import RowKernel, SparseStep
 from kvrecall.engines.vllm.compat.config import layer_index
 from kvrecall.engines.vllm.device import device_of
+from kvrecall.engines.vllm.device.base import Event
 
 CHECKSUM_BYTES = 8
 """Checksum bytes of a block's digests in a layer."""
@@ -39,6 +41,9 @@ _SEEN_EVERY = 16
 
 _SPARE = 64
 """Extra blocks to allocate when the memory must grow."""
+
+_Seen = tuple[tuple[int, Split, Ints], ...]
+"""Sequences of a step by their places in it, with their middle blocks' ids."""
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # of the golden ratio, as a signed number
 
@@ -71,6 +76,7 @@ class RetrievalLayer:
         self._store: DigestStore | None = None
         self._checksums = torch.empty(0, CHECKSUM_BYTES, dtype=torch.uint8)
         self._recalled: dict[str, RecalledBlocks] = {}
+        self._unseen: deque[tuple[Event, torch.Tensor, _Seen]] = deque()
 
     def digest(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> None:
         """Computes the digests of these blocks from the keys they hold: full blocks, on the host
@@ -176,6 +182,9 @@ class RetrievalLayer:
         kernel, shape, activity = self._kernel, self._shape, self._activity
         heads = shape.kv_heads
         kernel.choose(query, step, self._store.rows, self._layout, scale)
+        sampled = self._note is not None and activity.steps_sparse % _SEEN_EVERY == 1
+        if kernel.chooses and sampled:
+            self._tell_heat(step)
         for at, sequence in enumerate(step.sequences):
             split, offloaded = sequence.split, sequence.offloaded
             activity.layers_sparse += 1
@@ -189,7 +198,7 @@ class RetrievalLayer:
                     ids = self._sent(sequence.blocks[offloaded.count :])
                     runs.append(self._store.part(ids))
             elif kernel.chooses:
-                continue
+                continue  # _tell_heat
             elif sequence.runs:
                 runs = [self._store.part(slice(first, end)) for first, end in sequence.runs]
             else:
@@ -208,9 +217,29 @@ class RetrievalLayer:
                 slots = recalled.fetch(places.numpy(), left.numpy())
                 ids = torch.where(left, offloaded.slots[torch.from_numpy(slots)], ids)
             kernel.enter(step, at, ids)
-            if self._note is not None and activity.steps_sparse % _SEEN_EVERY == 1:
+            if self._note is not None and sampled:
                 middle = np.arange(split.init, split.local)
                 self._note(middle, places.numpy() + split.init, split.blocks)
+
+    def _tell_heat(self, step: SparseStep) -> None:
+        """Notes what a device chose once that is here; the host does not wait for it."""
+        assert self._note is not None
+        heads = self._shape.kv_heads
+        while self._unseen and self._unseen[0][0].is_reached():
+            _, table, seen = self._unseen.popleft()
+            for at, split, blocks in seen:
+                rows = table[at * heads : (at + 1) * heads, split.init : split.init + split.chosen]
+                order = np.argsort(blocks)
+                found = order[np.searchsorted(blocks[order], rows.numpy())]
+                self._note(np.arange(split.init, split.local), found + split.init, split.blocks)
+        if len(self._unseen) < _SEEN_EVERY:
+            table, event = device_of(self._kernel.device).fetch(step.plan.table)
+            seen = tuple(
+                (at, one.split, one.blocks.numpy().copy())
+                for at, one in enumerate(step.sequences)
+                if one.offloaded is None
+            )
+            self._unseen.append((event, table, seen))
 
     def _sent(self, ids: torch.Tensor) -> torch.Tensor:
         device = self._kernel.device

@@ -8,6 +8,7 @@ of blocks does not matter; only the last one, which may be partial, must stay la
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from kvrecall.attention.selection import Gate, Split, split_of
 from kvrecall.attention.settings import Regime, RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
+
+logger = logging.getLogger("vllm.kvrecall")
 
 GATHER_RUNS = 16
 """Middle blocks in more runs than this are gathered before they are scored."""
@@ -272,7 +275,8 @@ class StepPlanner:
         self._shape = shape = kernel.shape
         self._freshness = freshness
         self._activity = activity
-        self._gate = Gate(settings, shape.token_bytes, kernel.overhead_bytes)
+        self.gate = Gate(settings, shape.token_bytes, kernel.overhead_bytes, not kernel.chooses)
+        self._told = False
 
     def plan(
         self,
@@ -287,15 +291,17 @@ class StepPlanner:
         """
         self._activity.steps += 1
         stale = []
-        sequences = []
+        sequences: list[SparseSequence] = []
+        gated = 0
         firsts = accumulate((row.query_tokens for row in rows), initial=0)
         for index, (row, token) in enumerate(zip(rows, firsts, strict=False)):
             if self._settings.regime(row.tokens) is Regime.DENSE:
                 continue
             split = split_of(row.tokens, self._shape.block_size, self._settings)
             sequence = offloaded.get(index)
-            if sequence is None and not self._gate.passes(row.tokens, split):
+            if sequence is None and not self.gate.passes(row.tokens, split):
                 self._activity.sequences_gated += row.decodes
+                gated += row.decodes
                 continue
             first = split.init + (sequence.count if sequence is not None else 0)
             full = row.tokens // self._shape.block_size
@@ -308,6 +314,8 @@ class StepPlanner:
                 order = _runs_of(table[split.init : split.local])
             sequences.append(SparseSequence(index, token, split, table, *order, sequence))
             self._activity.sequences_offloaded += sequence is not None
+        if gated and not sequences:
+            self._tell_gated(gated)
         if not stale:
             return None
         digested = torch.cat(stale)
@@ -317,6 +325,19 @@ class StepPlanner:
         self._activity.steps_sparse += bool(sequences)
         self._activity.sequences_sparse += len(sequences)
         return self._kernel.plan(digested, sequences)
+
+    def _tell_gated(self, sequences: int) -> None:
+        """Logs once that retrieval did not act although sequences are past the boundary."""
+        if self._told or not self._settings.gate or self._settings.topk_share == 1:
+            return
+        self._told = True
+        logger.info(
+            "kvrecall: retrieval: all sequences past VLLM_RETRIEVAL_DENSE_BOUNDARY=%d that decode "
+            "now (%d) are attended to densely: sparse attention would be slower. "
+            "VLLM_RETRIEVAL_GATE=0 attends to them sparsely all the same",
+            self._settings.dense_boundary,
+            sequences,
+        )
 
 
 def _runs_of(middle: torch.Tensor) -> tuple[torch.Tensor, tuple[tuple[int, int], ...]]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvrecall.attention.digest import Layout
+from kvrecall.attention.digest import Layout, coded_width
 from kvrecall.attention.kernels.device import (
     Addresses,
     Bucket,
@@ -20,7 +20,8 @@ from kvrecall.attention.kernels.device import (
     digest_by_triton,
     search_by_triton,
 )
-from kvrecall.attention.selection import DEVICE_OVERHEAD_BYTES
+from kvrecall.attention.selection import LAUNCHES, LAUNCHES_A_BLOCK, DeviceSpeed, Split
+from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.step import (
     KernelShape,
     OffloadedRow,
@@ -36,7 +37,6 @@ class TritonKernel(RowKernel):
     """Our own kernel. Cache of any strides, blocks of a power of two of tokens."""
 
     chooses = True
-    overhead_bytes = DEVICE_OVERHEAD_BYTES
 
     def __init__(self, shape: KernelShape, device: torch.device) -> None:
         """Raises EngineError for blocks and heads that it cannot read."""
@@ -52,6 +52,35 @@ class TritonKernel(RowKernel):
             )
         self.shape = shape
         self.device = device
+        self.overhead_bytes = DeviceSpeed().overhead_bytes(shape.block_size)
+
+    def measure(self, settings: RetrievalSettings, rounds: int = 20) -> DeviceSpeed:
+        """Measures the device, and sets ``overhead_bytes`` by it: once, before serving. It also
+        compiles the kernels. Takes a quarter of a GiB while it runs."""
+        shape, device = self.shape, self.device
+        bandwidth = _bandwidth(device, rounds)
+        size, layout = shape.block_size, settings.layout(shape.block_size, narrows=False)
+        split = Split(4, 1, 3, 1, size, size)
+        none = torch.empty(0, dtype=torch.int64)
+        ids = torch.arange(4, dtype=torch.int32)
+        sequence = SparseSequence(0, 0, split, ids, none, ())
+        step = self.plan(ids[1:2].to(torch.int64), [sequence])
+        sizes = (4, shape.kv_heads, size, 2 * shape.head_dim)
+        cache = torch.zeros(sizes, dtype=shape.dtype, device=device)
+        query = torch.zeros(1, shape.heads, shape.head_dim, dtype=shape.dtype, device=device)
+        output = torch.empty_like(query)
+        rows = self.digests(4, layout.rows, coded_width(layout.kind.parts * shape.head_dim))
+        rows.zero_()
+
+        def layer() -> None:
+            self.digest(cache, step.stale, rows, layout)
+            self.choose(query, step, rows, layout, 1.0)
+            self.attend(query, cache, step, output, 1.0, 0.0)
+
+        spent = _seconds(device, layer, rounds)
+        speed = DeviceSpeed(spent / (LAUNCHES + LAUNCHES_A_BLOCK), bandwidth)
+        self.overhead_bytes = speed.overhead_bytes(size)
+        return speed
 
     def check(self, kv_cache: torch.Tensor) -> None:
         shape = self.shape
@@ -120,6 +149,24 @@ class TritonKernel(RowKernel):
     def _halves(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Keys and values: ``[blocks, tokens, kv_heads, dim]``."""
         return torch.split(kv_cache.transpose(1, 2), self.shape.head_dim, -1)
+
+
+def _seconds(device: torch.device, work: Callable[[], object], times: int) -> float:
+    """Of one time, on the device, after a first one."""
+    stream = device_of(device).current()
+    work()
+    begin = stream.record()
+    for _ in range(times):
+        work()
+    end = stream.record()
+    end.wait()
+    return end.seconds_since(begin) / times
+
+
+def _bandwidth(device: torch.device, rounds: int) -> float:
+    """Bytes a second that a copy on the device reads and writes."""
+    room = torch.zeros(2, 1 << 27, dtype=torch.uint8, device=device)
+    return room.nbytes / _seconds(device, lambda: room[0].copy_(room[1]), rounds)
 
 
 def _facts_of(sequence: SparseSequence) -> Facts:

@@ -249,6 +249,17 @@ def is_deterministic() -> bool:
     return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
 
 
+def most_of_ranks(number: int) -> int:
+    """The largest of the numbers that all ranks of this engine call this with, at one time."""
+    from vllm.distributed import get_world_group
+
+    world = get_world_group()
+    most = torch.tensor([number], dtype=torch.int64)
+    if world.world_size > 1:
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=world.cpu_group)
+    return int(most[0])
+
+
 def is_on_cpu() -> bool:
     """Whether this is vLLM's CPU platform."""
     from vllm.platforms import current_platform

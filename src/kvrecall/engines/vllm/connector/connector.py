@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvrecall.attention.selection import DEVICE_OVERHEAD_BYTES, OVERHEAD_BYTES, Gate
+from kvrecall.attention.selection import OVERHEAD_BYTES, DeviceSpeed, Gate
 from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.config import RecallSettings
 from kvrecall.engines.fingerprint import default_memory
@@ -219,12 +219,14 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             return
         assert self._pool is not None
         settings = active_settings(self._vllm_config)
-        overhead = OVERHEAD_BYTES if config.is_on_cpu() else DEVICE_OVERHEAD_BYTES
+        on_host, overhead = config.is_on_cpu(), OVERHEAD_BYTES
+        if not on_host:  # as stated: what a worker measured is not known here
+            overhead = DeviceSpeed().overhead_bytes(facts.block_size)
         offloader = OffloadPlanner(
             self._pool,
             settings,
             facts.block_size,
-            Gate(settings, config.layer_token_bytes(self._kv_cache_config), overhead),
+            Gate(settings, config.layer_token_bytes(self._kv_cache_config), overhead, on_host),
             self._settings.pool.load_deadline_s,
             self._s.state_of,
             self._s.trusted,

@@ -1,0 +1,197 @@
+"""What retrieval asks of a device: operations a layer and a step, none of which the host waits for;
+and the gate that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvrecall.attention import selection
+from kvrecall.attention.kernels import device as kernels
+from kvrecall.attention.selection import DeviceSpeed, Gate, split_of
+from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.engines.vllm.attention.step import KernelShape
+from kvrecall.engines.vllm.attention.triton_kernel import TritonKernel
+from kvrecall.lab.bench.launches import measure_launches
+from kvrecall.lab.engines import launches
+from kvrecall.lab.engines.launches import META, Operations, SparseSteps, counting
+
+LLAMA = KernelShape(32, 8, 128, 128, torch.bfloat16, "")
+"""The attention of an 8B model of the Llama family."""
+SEED = RetrievalSettings()
+EVERY = ["search_blocks", "choose_blocks", "attend_rows", "combine_rows"]
+SENT = ["_to_copy"]
+TOKENS = 40_000
+
+
+def steps(layers: int = 1, **changed: Any) -> SparseSteps:
+    return SparseSteps(LLAMA, replace(SEED, offload_boundary=1 << 30, **changed), layers)
+
+
+def test_a_decode_step_sends_once_and_launches_four_kernels_a_layer() -> None:
+    """Whatever the number of sequences. In the first step of 16 the blocks are copied to the host
+    for the dashboard; a block that fills is digested."""
+    made = steps(layers=3)
+    filled = made.run(TOKENS)
+    assert filled.device == SENT + ["digest_blocks", *EVERY[:2], "clone", *EVERY[2:]] * 3
+    for lengths in ((TOKENS,), (TOKENS, 50_000, 300_000, 40_129)):
+        if len(lengths) > 1:
+            made.run(*lengths)
+        again = made.run(*lengths)
+        assert again.device == SENT + EVERY * 3
+        assert again.waits == filled.waits == []
+
+
+@pytest.mark.parametrize("share", [0.05, 0.02])
+def test_few_blocks_are_found_by_as_many_launches(share: float) -> None:
+    made = steps(topk_share=share)
+    made.run(TOKENS)
+    assert made.run(TOKENS).device == SENT + EVERY
+
+
+def test_steps_of_one_bucket_have_the_same_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that one of them, captured, could be replayed for the others."""
+    seen: list[Any] = []
+
+    def launch(name: str, grid: Any, *args: Any, **sizes: Any) -> None:
+        shapes = [one.shape if isinstance(one, torch.Tensor) else one for one in args]
+        seen.append((name, grid, shapes, sizes))
+
+    monkeypatch.setattr(kernels, "_launch", launch)
+    made = steps()
+    made.run(*[TOKENS] * 3)
+    told = []
+    for lengths in ([TOKENS] * 3, [39_000, 36_900, 40_900, 38_129], [50_000] * 3):
+        made.run(*lengths)  # digests
+        seen.clear()
+        made.run(*lengths)
+        told.append([(name, grid, sizes) for name, grid, _, sizes in seen])
+    assert told[0] == told[1] != told[2]
+
+
+def masked(kernel: Any, real: Callable[..., None], query: Any, step: Any, *more: Any) -> None:
+    real(kernel, query, step, *more)
+    step.plan.scores[step.plan.scores > 0.5] = 0
+
+
+def gathered(kernel: Any, real: Callable[..., None], query: Any, step: Any, *more: Any) -> None:
+    real(kernel, query[torch.arange(len(query))], step, *more)
+
+
+def read(kernel: Any, real: Callable[..., None], query: Any, step: Any, *more: Any) -> None:
+    real(kernel, query, step, *more)
+    assert step.plan.table.cpu()
+
+
+def asked(kernel: Any, real: Callable[..., None], query: Any, step: Any, *more: Any) -> None:
+    real(kernel, query, step, *more)
+    assert step.plan.table.max().item()
+
+
+@pytest.mark.parametrize(
+    ("change", "wait"),
+    [
+        (masked, "index_put_"),
+        (gathered, "index"),
+        (read, "_to_copy"),
+        (asked, "_local_scalar_dense"),
+    ],
+)
+def test_a_wait_is_seen(change: Any, wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = TritonKernel.choose
+    monkeypatch.setattr(TritonKernel, "choose", lambda *args: change(args[0], real, *args[1:]))
+    kept: list[Operations] = []
+
+    def counts() -> Operations:
+        kept.append(Operations())
+        return kept[-1]
+
+    monkeypatch.setattr(launches, "Operations", counts)
+    made = steps()
+    try:
+        made.run(TOKENS)
+    except (NotImplementedError, RuntimeError):  # there is nothing to read
+        assert change is not gathered
+    assert wait in kept[-1].waits
+
+
+def test_values_that_are_sent_from_pageable_memory_are_waited_for() -> None:
+    with counting() as operations:
+        torch.arange(3).to(META)
+    assert operations.waits == ["_to_copy"]
+
+
+def gate(kv_heads: int, settings: RetrievalSettings = SEED, dim: int = 128) -> Gate:
+    overhead = DeviceSpeed().overhead_bytes(128)
+    return Gate(settings, 2 * 2 * kv_heads * dim, overhead, narrows=False)
+
+
+def test_the_gates_count_is_what_is_launched() -> None:
+    made = steps()
+    fill = made.run(TOKENS).device
+    assert len(made.run(TOKENS).device) - 1 == selection.LAUNCHES
+    assert fill.count("digest_blocks") == selection.LAUNCHES_A_BLOCK
+
+
+def test_8_heads_of_128_decode_sparsely_from_32k_on() -> None:
+    """The computation of docs/retrieval.md."""
+    assert DeviceSpeed().overhead_bytes(128) == 60 << 20
+    assert gate(8).sparse_from(128, 1 << 20) == 32_768
+    split = split_of(32_768, 128, SEED)
+    saved = 32_768 - split.attended_tokens
+    scored = split.middle * 8  # in tokens, as the gate counts digests: twice their bytes
+    assert (split.middle, split.chosen, saved, scored) == (191, 39, 19_456, 1_528)
+    assert (saved - scored) * 4096 > 60 << 20
+    without = replace(SEED, dense_boundary=0)
+    assert gate(8, without).sparse_from(128, 1 << 20) == 29_312
+    assert gate(4, without).sparse_from(128, 1 << 20) == 50_176
+    assert gate(8).sparse_from(128, 16_384) is None
+    thirty = Gate(SEED, 4096, 512 << 20)
+    assert thirty.sparse_from(128, 1 << 20) == 186_112, "as many launches as there were"
+
+
+def test_a_slower_launch_or_a_faster_memory_moves_the_gate() -> None:
+    fast = DeviceSpeed(2e-6, 3.0e12).overhead_bytes(128)
+    assert fast < DeviceSpeed().overhead_bytes(128) < DeviceSpeed(5e-6, 4.5e12).overhead_bytes(128)
+
+
+def test_the_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where kernels are not run: what is measured is the cost of asking for them."""
+    launched: list[str] = []
+    monkeypatch.setattr(kernels, "_launch", lambda name, *_, **__: launched.append(name))
+    kernel = TritonKernel(LLAMA, torch.device("cpu"))
+    stated = kernel.overhead_bytes
+    speed = kernel.measure(SEED, rounds=2)
+    assert speed.bandwidth > 1e8
+    assert 0 < speed.launch_s < 1
+    assert launched == ["digest_blocks", *EVERY] * 3
+    assert kernel.overhead_bytes == speed.overhead_bytes(128) != stated
+
+
+def test_a_boundary_that_is_set_wins_over_the_gate() -> None:
+    tokens = 14_000
+    for raw, gated in (
+        ({}, True),
+        ({"DENSE_BOUNDARY": "10000"}, False),
+        ({"DENSE_BOUNDARY": "10000", "GATE": "1"}, True),
+    ):
+        environ = {f"VLLM_RETRIEVAL_{name}": value for name, value in raw.items()}
+        settings = RetrievalSettings.from_environ(environ)
+        assert gate(8, settings).passes(tokens, split_of(tokens, 128, settings)) is not gated
+    assert not RetrievalSettings.from_mapping({"dense_boundary": 9}, "here").gate
+
+
+def test_the_benchmark_counts() -> None:
+    figures = measure_launches(32, 8, 128).figures
+    counted = {name: figures[name] for name in list(figures)[:5]}
+    assert counted == {
+        "device_calls_an_order": 1,
+        "device_ops_a_sparse_layer": 6,
+        "device_ops_in_most_steps": 4,
+        "host_waits_a_step": 0,
+        "sparse_from_tokens": 32_768,
+    }
