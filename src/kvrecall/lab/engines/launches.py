@@ -19,10 +19,14 @@ from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm import device as devices
 from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention
-from kvrecall.engines.vllm.attention.group import RetrievalGroup
-from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.attention.layer import RetrievalLayer
-from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape, StepPlanner, StepWork
+from kvrecall.engines.vllm.attention.step import (
+    BatchRow,
+    Freshness,
+    KernelShape,
+    StepPlanner,
+    StepWork,
+)
 from kvrecall.engines.vllm.attention.triton_kernel import TritonKernel
 from kvrecall.engines.vllm.device.base import Event
 from kvrecall.engines.vllm.device.inline import InlineDevice, Moment
@@ -128,8 +132,7 @@ class SparseSteps:
         self._shape = shape
         activity = Activity()
         self._kernel = kernel = TritonKernel(shape, META)
-        group = RetrievalGroup(shape.block_size, activity, HeatTotals())
-        self.planner = StepPlanner(settings, kernel, group.freshness, activity)
+        self.planner = StepPlanner(settings, kernel, Freshness(), activity)
         self._layers = [
             RetrievalLayer(str(at), settings, kernel, activity, lambda *_: None)
             for at in range(layers)
