@@ -16,9 +16,10 @@ from kvrecall.attention.selection import DeviceSpeed, Gate, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.step import KernelShape
 from kvrecall.engines.vllm.attention.triton_kernel import TritonKernel
+from kvrecall.engines.vllm.device import meta
+from kvrecall.engines.vllm.device.meta import META, Operations, counting
 from kvrecall.lab.bench.launches import measure_launches
-from kvrecall.lab.engines import launches
-from kvrecall.lab.engines.launches import META, Operations, SparseSteps, counting
+from kvrecall.lab.engines.launches import SparseSteps
 
 LLAMA = KernelShape(32, 8, 128, 128, torch.bfloat16, "")
 """The attention of an 8B model of the Llama family."""
@@ -110,7 +111,7 @@ def test_a_wait_is_seen(change: Any, wait: str, monkeypatch: pytest.MonkeyPatch)
         kept.append(Operations())
         return kept[-1]
 
-    monkeypatch.setattr(launches, "Operations", counts)
+    monkeypatch.setattr(meta, "Operations", counts)
     made = steps()
     try:
         made.run(TOKENS)
