@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from contextlib import closing
 
 import numpy as np
 import torch
@@ -29,11 +30,10 @@ def check_copies(device: torch.device, size: Size) -> int:
     for layout in LAYOUTS:
         cache = Cache(layout, size, device)
         memory = arena(2 * size.blocks * cache.record_bytes)
-        copier = Copier(memory, [cache.group])
-        for number in range(_ROUNDS):
-            pages = cache.group.pages
-            moved += _round(copier, pages, memory, f"{layout}, round {number}", number)
-        copier.close()
+        with closing(Copier(memory, [cache.group])) as copier:  # memory is unlocked, then unmapped
+            for number in range(_ROUNDS):
+                pages = cache.group.pages
+                moved += _round(copier, pages, memory, f"{layout}, round {number}", number)
     return moved
 
 
@@ -44,7 +44,6 @@ def check_fetches(device: torch.device, blocks: int = 64, page_bytes: int = 1 <<
     memory = arena(2 * blocks * page_bytes)
     rows = torch.zeros(blocks + 1, page_bytes, dtype=torch.uint8, device=device)
     pages = Pages("layer", rows, "")
-    copier = Copier(memory, [GroupPages((pages,))])
     held = memory[: 2 * blocks * page_bytes].view(2 * blocks, page_bytes)
     held.copy_(torch.randint(0, 256, held.shape, dtype=torch.uint8))
     slots = chance.sample(range(2 * blocks), blocks // 2)
@@ -54,10 +53,10 @@ def check_fetches(device: torch.device, blocks: int = 64, page_bytes: int = 1 <<
     want[into, :, : piece.nbytes] = held.view(-1, 2, page_bytes // 2)[slots, :, : piece.nbytes]
     sources = held.data_ptr() + np.array(slots) * page_bytes
     targets = pages.rows.data_ptr() + np.array(into) * pages.rows.stride(0)
-    device_of(device).wait_locked()
-    device_of(device).move(sources, targets, piece)
-    _synchronize(device)
-    copier.close()
+    with closing(Copier(memory, [GroupPages((pages,))])):
+        device_of(device).wait_locked()
+        device_of(device).move(sources, targets, piece)
+        _synchronize(device)
     if not torch.equal(pages.rows.cpu(), want.view(blocks + 1, page_bytes)):
         raise CheckError("a kernel fetched other bytes than the arena contains")
 
