@@ -11,11 +11,12 @@
 #   make chaos           a server under faults: SECONDS=120 SEED=n
 #   make identity        pairs of engines that differ in one thing, on one pool: half an hour
 #   make models          models of every shape, recalled from every tier: twenty minutes
+#   make compat          connector, servers and retrieval with each supported version of vLLM
 #   make streams         copies in random orders of a simulated device: SCHEDULES=5000
 #   make bench           all benchmarks with their peers, plots and tables; QUICK=1 small, unpublished
 #   make docs            the generated pages, and the site in build/site
 #   make gpu-check       retrieval and copies on this machine's GPU
-.PHONY: demo demo-mooncake serve test test-all check chaos identity models streams bench docs gpu-check \
+.PHONY: demo demo-mooncake serve test test-all check chaos identity models compat streams bench docs gpu-check \
   setup setup-engine setup-mooncake setup-bench
 
 demo: setup-engine
@@ -48,6 +49,10 @@ identity: setup-engine
 # MODELS="--model gemma3 --tier disk": a part.
 models: setup-mooncake
 	@.venv/bin/python -m kvrecall.lab.shapes $(MODELS)
+
+# COMPAT="--version 0.33 --part server": a part.
+compat: setup
+	@.venv/bin/python -m kvrecall.lab.compat $(COMPAT)
 
 streams: setup
 	@cd tests && ../.venv/bin/python -m streams.run --schedules $(or $(SCHEDULES),1000) $(STREAMS)

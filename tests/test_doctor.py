@@ -19,7 +19,7 @@ from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.doctor import cli, installed
 from kvrecall.doctor.finding import Finding, State
 from kvrecall.doctor.pool import check_disk, file_system_of, read_settings
-from kvrecall.engines.vllm.compat.versions import SUPPORTED
+from kvrecall.engines.vllm.compat.versions import BUILT_ON, SUPPORTED
 from kvrecall.pool import Pool
 from kvrecall.pool.service.endpoint import ServiceThread
 from kvrecall.testing.blocks import chain
@@ -89,10 +89,10 @@ def vllm_of(version: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("version", "serves", "state"),
     [
-        (f"{SUPPORTED}.1+cu130", True, State.OK),
-        ("99.0.0", True, State.WARNING),
+        (f"{BUILT_ON}.1+cu130", True, State.OK),
+        ("99.0.0", True, State.BROKEN),
         ("0.9.2", True, State.BROKEN),
-        ("0.1.dev1+g1234567", True, State.WARNING),  # from source: numbered from the last tag
+        ("0.1.dev1+g1234567", True, State.WARNING),  # from source, without tags
         (None, True, State.BROKEN),
         (None, False, State.WARNING),
     ],
@@ -132,9 +132,9 @@ def test_an_engine_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.M
     the doctor survives and reports it."""
     for name, text in STUBS.items():
         (tmp_path / f"{name}.py").write_text(text)
-    (tmp_path / f"vllm-{SUPPORTED}.0.dist-info").mkdir()
-    (tmp_path / f"vllm-{SUPPORTED}.0.dist-info" / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: vllm\nVersion: {SUPPORTED}.0\n"
+    (tmp_path / f"vllm-{BUILT_ON}.0.dist-info").mkdir()
+    (tmp_path / f"vllm-{BUILT_ON}.0.dist-info" / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: vllm\nVersion: {BUILT_ON}.0\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.getenv("PYTHONPATH", "")]))

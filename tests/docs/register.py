@@ -30,6 +30,7 @@ _MAKE: Mapping[str, Kind] = {
         "tests/lab/test_identity.py", '"-m", "kvrecall.lab.identity", *words'
     ),
     "make models": Elsewhere("tests/lab/test_shapes.py", '"-m", "kvrecall.lab.shapes", *words'),
+    "make compat": Elsewhere("tests/lab/test_compat.py", '"-m", "kvrecall.lab.compat", *words'),
     "make streams": Elsewhere("tests/streams/test_streams.py", "check(write_model("),
     "make bench": Runs(more=_SMALL_BENCH, before=scenes.repository, says="lookup"),
     "make gpu-check": Needs("a GPU", ("GPU",)),

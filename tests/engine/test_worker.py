@@ -212,3 +212,29 @@ def test_a_prefill_is_timed_by_the_device(machine: Machine) -> None:
     machine.idle()
     seconds = machine.side.costs.compute_seconds(0)
     assert seconds == pytest.approx(0.01 / 3.5) if machine.late else seconds > 0
+
+
+def test_without_the_devices_memory_copies_fail_and_touch_nothing(machine: Machine) -> None:
+    """vLLM 0.33 calls both as often as it likes."""
+    machine.compute("first", [11, 12])
+    for _ in range(PATIENCE):
+        machine.idle()
+    shard = machine.worker.shard()
+    machine.worker.unregister()
+    machine.worker.unregister()
+    for rows in machine.device.values():
+        rows.zero_()
+    machine.load("asleep", 2 * BLOCK + 1, [50, 51])
+    assert machine.idle() == {"asleep"}
+    machine.compute("other", [31, 32], first=500)
+    assert machine.side.tally.counts["loads_failed"] == 1
+    assert machine.side.tally.counts["stores_failed"] == 1
+    assert machine.values([50, 51]) == [{0}, {0}]
+    machine.worker.restore()
+    machine.worker.restore()
+    assert machine.worker.shard() is shard
+    machine.load("awake", 2 * BLOCK + 1, [60, 61])
+    while not machine.idle():
+        continue
+    assert machine.values([60, 61]) == [{11}, {12}]
+    assert machine.pool.stats().leases == 0

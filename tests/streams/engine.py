@@ -66,6 +66,9 @@ TOKEN_S = 1e-3
 HOST_S = 5e-3
 """Of the host's clock, for a step."""
 
+RECOVERS = hasattr(KVOutputAggregator, "ft_defer_kv_connector_outputs")
+"""Whether vLLM goes on after a step that failed (0.33, with fault tolerance)."""
+
 
 class SimulatedConnector(RecallConnector):
     """The connector on the scheduler side of an ``Engine``, which gives it its scheduler side."""
@@ -203,6 +206,7 @@ class Engine:
         self.overlapping = bool(vllm_config.scheduler_config.async_scheduling)
         self._loads_first = loads_first
         self.preempted = 0
+        self._garbles = False
         self._queue: deque[tuple[Any, ModelRunnerOutput, Mark]] = deque()
         vllm_config = copy.copy(vllm_config)
         vllm_config.compilation_config = SimpleNamespace(static_forward_context={})
@@ -217,7 +221,12 @@ class Engine:
         nbytes = sum(rank.shard.nbytes() for rank in self.ranks) + ORIGIN_BYTES
         share = self.ranks[0].shard.nbytes() / nbytes
         facts = EngineFacts.of_one(
-            BLOCK, nbytes, ranks=ranks, copies_in_step=False, rank_share=share
+            BLOCK,
+            nbytes,
+            ranks=ranks,
+            copies_in_step=False,
+            rank_share=share,
+            recovers=RECOVERS,
         )
         manager = self.scheduler.kv_cache_manager
         connector = self.scheduler.connector
@@ -278,9 +287,30 @@ class Engine:
             self.step()
         self.machine.synchronize()  # as vLLM's worker does
         assert self.scheduler.reset_prefix_cache(True, reset_connector=True)
-        for rows in (rows for rank in self.ranks for rows in rank.memory):
-            self.machine.free(rows.data_ptr(), rows.numel())
-            rows.fill_(255)
+        for rank in self.ranks:
+            rank.worker.unregister()
+            for rows in rank.memory:
+                self.machine.free(rows.data_ptr(), rows.numel())
+                rows.fill_(255)
+            rank.worker.restore()
+        shards = {(0, rank.number): rank.worker.shard() for rank in self.ranks}
+        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(shards)
+        assert self.scheduler.connector._scheduler is self.side
+
+    def fail(self) -> None:
+        """A step whose result cannot be fetched, and whose KV is wrong, as vLLM 0.33 takes it with
+        fault tolerance: the workers' reports come with the next step's, and all requests are
+        aborted."""
+        while self._queue:
+            self._take()
+        self._garbles = True
+        output = self.scheduler.schedule()
+        results = [self._execute_on(rank, output) for rank in self.ranks]
+        self._garbles = False
+        self._aggregator.ft_defer_kv_connector_outputs(
+            [result.kv_connector_output for result in results]
+        )
+        self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> None:
         """One turn of vLLM's loop."""
@@ -397,22 +427,27 @@ class Engine:
             parts.append((name, start, end, list(ids)))
             tokens.append([] if request.is_prefill_chunk else [self._stories[name][0][end]])
         if parts:
-            work = functools.partial(self._compute, rank, parts)
+            work = functools.partial(self._compute, rank, parts, self._garbles)
             seconds = TOKEN_S * sum(end - start for _, start, end, _ in parts)
             self.machine.computing.launch(work, reads - writes, writes, "the forward pass", seconds)
         names = [part[0] for part in parts]
         return ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, tokens)
 
-    def _compute(self, rank: Rank, parts: list[tuple[str, int, int, list[int]]]) -> None:
+    def _compute(
+        self, rank: Rank, parts: list[tuple[str, int, int, list[int]]], garbles: bool
+    ) -> None:
         """Kernel: writes the new tokens of these requests, and then attends to all of them."""
         mark = np.uint8(rank.number * LAYERS)
+        garbled = np.uint8(85 if garbles else 0)
         for layer, rows in enumerate(rank.memory):
             memory = rows.numpy().reshape(len(rows), BLOCK, TOKEN)
             for name, start, end, ids in parts:
                 at = np.arange(start, end)
                 memory[np.array(ids)[at // BLOCK], at % BLOCK] = (
-                    self._stories[name][1][layer, at] ^ mark
+                    self._stories[name][1][layer, at] ^ mark ^ garbled
                 )
+            if garbles:
+                continue
             for name, _, end, ids in parts:
                 found = memory[ids].reshape(-1, TOKEN)[:end]
                 if not np.array_equal(found, self._stories[name][1][layer, :end] ^ mark):

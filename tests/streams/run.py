@@ -27,11 +27,11 @@ from kvrecall.pool.arena import Arena
 from kvrecall.pool.tier import NullTier
 
 from .device import DeadlockError, Machine, Style
-from .engine import BLOCK, LONGEST, Engine, config, on
+from .engine import BLOCK, LONGEST, RECOVERS, Engine, config, on
 from .tier import LateTier
 
 _MOST_STEPS = 2000
-_ACTIONS = 30
+_LENGTH = 30
 _SLOTS = (8, 40, 100)
 """Blocks of 4 KiB that the pool has room for."""
 
@@ -68,12 +68,21 @@ def _committed_by_the_first_rank() -> Any:
     return patch.object(Saver, "made", forget)
 
 
+def _failed_steps_believed() -> Any:
+    return patch.object(Saver, "doubt", lambda *_: None)
+
+
 RULES: dict[str, Callable[[], Any]] = {
     "rule: device blocks of a request that ended are held for its stores": _freed_at_once,
     "rule: blocks are committed when all ranks have stored them": _committed_by_the_first_rank,
     "rule: slots are leased until their load is complete": _released_at_once,
 }
 """Waits of the scheduler side, which no event names; each with what takes it out."""
+
+_ACTIONS: dict[str, float] = {"add": 8, "abort": 1, "preempt": 1, "sleep": 0.2, "step": 8}
+if RECOVERS:
+    RULES["rule: blocks of a step that failed are not committed"] = _failed_steps_believed
+    _ACTIONS["fail"] = 0.5
 
 
 @dataclass(slots=True)
@@ -136,8 +145,8 @@ def _drive(engine: Engine, chance: random.Random, outcome: Outcome) -> None:
     prompts = [[chance.randrange(256) for _ in range(LONGEST)] for _ in range(4)]
     did = outcome.did
     steps = 0
-    for number in range(_ACTIONS):
-        action = chance.choices(("add", "abort", "preempt", "sleep", "step"), (8, 1, 1, 0.2, 8))
+    for number in range(_LENGTH):
+        action = chance.choices([*_ACTIONS], [*_ACTIONS.values()])
         did[action[0]] = did.get(action[0], 0) + 1
         if action == ["add"] and len(engine.names) < 8:
             most = chance.choice((1, 2, 9, 30))
@@ -149,6 +158,8 @@ def _drive(engine: Engine, chance: random.Random, outcome: Outcome) -> None:
             engine.preempt_all()
         elif action == ["sleep"]:
             engine.sleep()
+        elif action == ["fail"]:
+            engine.fail()
         else:
             for _ in range(chance.choice((1, 2, 5))):
                 engine.step()

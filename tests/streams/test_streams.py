@@ -14,7 +14,7 @@ from kvrecall.config import RecallSettings
 from kvrecall.lab.models import write_model
 from kvrecall.pool import Pool
 from streams.device import CELL, DeadlockError, LateDevice, Machine, Style
-from streams.engine import BLOCK, LAYERS, PAGE, TOKEN_S, Engine, config, on
+from streams.engine import BLOCK, LAYERS, PAGE, RECOVERS, TOKEN_S, Engine, config, on
 from streams.run import check
 
 SCHEDULES = 80
@@ -42,6 +42,7 @@ def test_no_order_of_copies_goes_wrong_and_each_wait_is_needed(
         "from the tier",
     ):
         assert did[what] > 0, what
+    assert (did.get("fail", 0) > 0) == RECOVERS
 
 
 @pytest.mark.parametrize("overlapping", [False, True])

@@ -14,6 +14,7 @@ from typing import Any
 import kvrecall
 from kvrecall.doctor.finding import Finding, State
 from kvrecall.engines.vllm.compat.versions import (
+    BUILT_ON,
     DISTRIBUTIONS,
     SUPPORTED,
     Fit,
@@ -28,6 +29,7 @@ _GET_VLLM = (
     "pip install 'kvrecall[cuda]' (NVIDIA GPU) or 'kvrecall[cpu]' (no GPU), in an environment of "
     "its own"
 )
+_GET_SUPPORTED = f"install vllm {BUILT_ON}"
 _MOONCAKE = (
     "mooncake-transfer-engine",
     "mooncake-transfer-engine-non-cuda",
@@ -74,14 +76,12 @@ def _vllm(version: str | None, serves: bool) -> Finding:
     match fit_of(version):
         case Fit.TESTED:
             return Finding(_AREA, "vllm", State.OK, version, figures=figures)
-        case Fit.NEWER:
-            found = f"{version} is untested; kvrecall is built and tested for {SUPPORTED}"
-            return Finding(
-                _AREA, "vllm", State.WARNING, found, f"install vllm {SUPPORTED}", figures
-            )
-        case Fit.TOO_OLD:
-            found = f"{version}, which lacks parts of the connector interface of {SUPPORTED}"
-            return Finding(_AREA, "vllm", State.BROKEN, found, f"install vllm {SUPPORTED}", figures)
+        case Fit.UNNUMBERED:
+            found = f"{version} does not say which version it is"
+            return Finding(_AREA, "vllm", State.WARNING, found, _GET_SUPPORTED, figures)
+        case Fit.REFUSED:
+            found = f"{version}; kvrecall is for {SUPPORTED} and refuses others"
+            return Finding(_AREA, "vllm", State.BROKEN, found, _GET_SUPPORTED, figures)
 
 
 def _needed_by_vllm(name: str, vllm: str | None, why: str) -> Finding:
@@ -200,7 +200,7 @@ def _import(facts: Mapping[str, Any]) -> Finding:
 
 def _connector(facts: Mapping[str, Any]) -> Finding:
     if "error" in facts:
-        return _failed("connector", "kvrecall's connector", facts, f"install vllm {SUPPORTED}")
+        return _failed("connector", "kvrecall's connector", facts, _GET_SUPPORTED)
     return Finding(_ENGINE, "connector", State.OK, f"{facts['class']} loads", figures=facts)
 
 

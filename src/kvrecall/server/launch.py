@@ -141,7 +141,9 @@ def check(plan: Plan) -> tuple[str, ...]:
     """
     found: tuple[str, ...] = ()
     from kvrecall.engines.vllm.compat.options import check_options, installed_options
+    from kvrecall.engines.vllm.compat.versions import require_installed_version
 
+    require_installed_version()
     spec = plan.spec
     preflight.check_model(spec.model)
     check_options(spec.options, spec.extra_args, installed_options())

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvrecall.engines.vllm.compat.config import is_on_cpu
 from kvrecall.engines.vllm.compat.patches import install
-from kvrecall.engines.vllm.compat.versions import SUPPORTED, engine_version
+from kvrecall.engines.vllm.compat.versions import require_version
 from kvrecall.errors import EngineError
 
 
@@ -20,11 +20,7 @@ def require_attention() -> None:
             "retrieval attention runs on vLLM's CPU and CUDA platforms; this is "
             f"{current_platform.device_name}; remove `retrieval` from VLLM_PLUGINS"
         )
-    if engine_version() != SUPPORTED:
-        raise EngineError(
-            f"retrieval attention was built for vLLM {SUPPORTED}; this is "
-            f"{engine_version()}; remove `retrieval` from VLLM_PLUGINS"
-        )
+    require_version()
 
 
 def override_attention(ours: Mapping[str, str]) -> None:

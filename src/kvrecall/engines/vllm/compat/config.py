@@ -16,6 +16,7 @@ import torch
 from kvrecall.config import MatchUnit
 from kvrecall.engines.base import CONTEXT_PARALLEL
 from kvrecall.engines.vllm.compat.scales import Scaled, scaled_of
+from kvrecall.engines.vllm.compat.shims import tp_replicas
 from kvrecall.environment import HASH_SEED
 from kvrecall.errors import ConfigError, EngineError
 
@@ -143,12 +144,6 @@ def fp8_type(vllm_config: Any) -> torch.dtype | None:
     return torch.float8_e4m3fn if name in ("fp8", "fp8_e4m3") else None
 
 
-def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Tokens per block hash."""
-    resolved = getattr(kv_cache_config, "hash_block_size", None)
-    return int(resolved or vllm_config.cache_config.block_size)
-
-
 def match_unit(kv_cache_config: Any, wanted: MatchUnit) -> int | None:
     """Tokens after which hits end inside blocks, the device's or else the pool's; None if they end
     with blocks. Raises ConfigError if a number is ``wanted`` that cannot be."""
@@ -216,10 +211,7 @@ def sharing_of(vllm_config: Any, kv_cache_config: Any, replicas: int = 1) -> Sha
     prefill = parallel.prefill_context_parallel_size
     same = int(getattr(kv_cache_config, "kv_tp_replicas", 1))
     if contexts > 1:  # then vLLM does not count them
-        from vllm.v1.core import kv_cache_utils
-
-        groups = kv_cache_config.kv_cache_groups
-        same = kv_cache_utils.kv_cache_groups_tp_replicas(groups, tensor)
+        same = tp_replicas(kv_cache_config.kv_cache_groups, tensor)
     same = max(same, replicas)
     older = getattr(parallel, "dcp_kv_cache_interleave_size", 1)  # overrides the other
     run = older if older > 1 else parallel.cp_kv_cache_interleave_size

@@ -22,7 +22,9 @@ from kvrecall.engines.vllm.compat.versions import (
 )
 from kvrecall.errors import ConfigError
 
-_SOURCES = ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py")
+_ENGINE_ARGS = "engine/arg_utils.py"
+_CLI_ARGS = ("entrypoints/launchers/cli_args.py", "entrypoints/common/cli_args.py")
+"""The second is 0.33's."""
 _FIELD = re.compile(r"^    ([a-z]\w*): *([^=\n#]+?)(?: *=.*)?$", re.MULTILINE)
 _WRITTEN = re.compile(r"[\"']--([a-z][a-z0-9-]+)[\"']")
 _LITERAL = re.compile(r"^(\w+)(?:: TypeAlias)? = Literal\[([^\[\]]*)\]$", re.MULTILINE)
@@ -45,7 +47,8 @@ class Options:
 
 def read_options(vllm: Path) -> Options:
     """The options of the vLLM in the folder ``vllm``. Raises OSError if its files are others."""
-    texts = [(vllm / name).read_text(encoding="utf-8") for name in _SOURCES]
+    cli_args = next((name for name in _CLI_ARGS if (vllm / name).is_file()), _CLI_ARGS[0])
+    texts = [(vllm / name).read_text(encoding="utf-8") for name in (_ENGINE_ARGS, cli_args)]
     kinds: dict[str, str] = {}
     for text in texts:
         for name, kind in _FIELD.findall(text):
@@ -97,12 +100,19 @@ def check_options(
         elif name in options.names:
             _check_values(shown, name, values, options)
         bare = name.removeprefix("no-")
-        if not any(known.startswith((name, bare)) for known in options.names):
+        if not any(known.startswith((name, bare, _inverse(name))) for known in options.names):
             alike = difflib.get_close_matches(name, options.names, _ALIKE)
             meant = f"; did you mean {', '.join(f'--{one}' for one in alike)}?" if alike else ""
             raise ConfigError(
                 f"vLLM options: there is no {shown}{meant or '; see vllm serve --help=all'}"
             )
+
+
+def _inverse(name: str) -> str:
+    """0.33 takes ``enable-x`` and ``disable-x`` of a switch that has either name."""
+    if name.startswith("disable-"):
+        return name.replace("disable-", "enable-", 1)
+    return name.replace("enable-", "disable-", 1) if name.startswith("enable-") else name
 
 
 def _grouped(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrecall.engines.vllm.compat.patches import install
+from kvrecall.engines.vllm.compat.versions import is_refused
 from kvrecall.environment import SEEDS
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def show_model(vllm_config: Any, see: Callable[[Any], None]) -> None:
 def register_seeds() -> None:
     """The ``vllm.general_plugins`` entry point ``seeds``: acts in workers, if enabled."""
     is_worker = "Worker" in multiprocessing.current_process().name
-    if is_worker and os.environ.get(SEEDS) == "1":
+    if is_worker and os.environ.get(SEEDS) == "1" and not is_refused():
         mend_seeds()
 
 

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 from kvrecall.config import DEFAULT_MATCH_UNIT, RecallSettings
 from kvrecall.engines.vllm.compat.patches import install
+from kvrecall.engines.vllm.compat.shims import hits_inside_blocks
 
 
 def before_loading(begin: Callable[[Any], None]) -> None:
@@ -62,7 +63,6 @@ def match_inside_blocks() -> None:
 def _match_unit(kv_cache_config: Any, vllm_config: Any) -> int | None:
     """Tokens after which hits shall end inside blocks; None if that is not asked for, or not
     possible."""
-    from vllm.v1.core.kv_cache_utils import partial_hash_hits_enabled
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
     raw = vllm_config.kv_transfer_config.kv_connector_extra_config
@@ -75,7 +75,7 @@ def _match_unit(kv_cache_config: Any, vllm_config: Any) -> int | None:
         KVCacheSpecRegistry.get_manager_class(group.kv_cache_spec, group.role) for group in groups
     ]
     fits = all(group.kv_cache_spec.block_size % tokens == 0 for group in groups)
-    if not partial_hash_hits_enabled(groups, tokens, manager_classes=managers):
+    if not hits_inside_blocks(groups, tokens, managers):
         return None
     return tokens if fits or unit != "auto" else None  # a number that does not fit: vLLM's error
 

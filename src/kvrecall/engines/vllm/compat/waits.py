@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, MutableMapping
 
 from kvrecall.engines.vllm.compat import patches
+from kvrecall.engines.vllm.compat.versions import is_refused
 from kvrecall.environment import WAITS
 from kvrecall.errors import ConfigError
 
@@ -22,7 +23,7 @@ _SLEEP_S = 1e-6
 
 def register() -> None:
     """The ``vllm.general_plugins`` entry point: sleeps if enabled by name."""
-    if _choice(os.environ) == "sleep":
+    if _choice(os.environ) == "sleep" and not is_refused():
         _sleep_on_cpus()
 
 

@@ -19,16 +19,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvrecall.attention.selection import OVERHEAD_BYTES, DeviceSpeed, Gate
-from kvrecall.block import BlockKey, Namespace, TierName
+from kvrecall.block import BlockKey, Namespace
 from kvrecall.config import RecallSettings
 from kvrecall.engines.fingerprint import default_memory
 from kvrecall.engines.vllm.attention.checks import offload_hindrance
 from kvrecall.engines.vllm.attention.offload_scheduler import OffloadPlanner
 from kvrecall.engines.vllm.attention.plugin import active_settings, is_requested, require_on
-from kvrecall.engines.vllm.compat import config, runner, scheduler, waits
+from kvrecall.engines.vllm.compat import config, runner, scheduler, shims, waits
 from kvrecall.engines.vllm.compat.logs import show_pool_lines
 from kvrecall.engines.vllm.compat.serving import end_with_parent
 from kvrecall.engines.vllm.connector.metrics import RecallPromMetrics, RecallStats
@@ -61,12 +60,6 @@ _FINGERPRINT_S = 0.5
 """How long the start waits for the fingerprint of the weights. A remembered fingerprint, or one of
 a small model, is known by then, and the first request is pooled; otherwise requests run without the
 pool until it is."""
-
-_SOURCES = {
-    TierName.HOST: CacheHitSource.HOST,
-    TierName.DISK: CacheHitSource.DISK,
-    TierName.REMOTE: CacheHitSource.P2P,
-}
 
 
 class RecallConnector(KVConnectorBase_V1, SupportsHMA):
@@ -123,6 +116,12 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._w.register(kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        self._w.unregister()
+
+    def restore_kv_caches(self) -> None:
+        self._w.restore()
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._w.shard()
 
@@ -149,6 +148,10 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         self._w.start_stores(orders)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, StepOrders)
+        if not orders.computes and not shims.saves_without_computing():
+            self._w.start_stores(orders)
         released, loaded, failed = self._w.finished()
         return KVConnectorTransferResults(
             finished_sending=released, finished_recving=loaded, failed_recving=failed
@@ -168,7 +171,10 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """Opens the scheduler side: the engine is up, and every rank has reported its shard of a
-        block."""
+        block. 0.33 calls it again after sleep; what is known of requests, and of namespaces that
+        are private since the weights may have changed, stays."""
+        if self._scheduler is not None:
+            return
         assert self._pool is not None
         shards = [metadata[rank] for rank in sorted(metadata)]
         assert all(isinstance(shard, Shard) for shard in shards)
@@ -250,7 +256,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         ]
         return EngineFacts(
             groups=tuple(GroupFacts(*each) for each in zip(groups, nbytes, strict=True)),
-            hash_block_size=config.hash_block_size(self._vllm_config, self._kv_cache_config),
+            hash_block_size=shims.hash_block_size(self._vllm_config, self._kv_cache_config),
             ranks=ranks,
             copies_in_step=all(shard.copies_in_step for shard in shards),
             recalls=self._may_recall(),
@@ -258,6 +264,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             rank_share=max(map(_block_bytes, shards)) / sum(nbytes),
             exact_blocks=self._exact_blocks(),
             match_unit=self._match_unit(),
+            recovers=bool(self._vllm_config.parallel_config.enable_fault_tolerance),
         )
 
     def _match_unit(self) -> int | None:
@@ -312,8 +319,8 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
-    ) -> dict[CacheHitSource, int]:
-        return {_SOURCES[tier]: n for tier, n in self._s.sources(request).items() if n}
+    ) -> dict[Any, int]:
+        return shims.hit_sources(self._s.sources(request))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         assert self._pool is not None

@@ -197,9 +197,10 @@ class ArenaMapping:
     """Copies between the device and the arena that each order names.
 
     The node's pool service may be restarted and have another arena. Offsets belong to the arena of
-    their orders; copies to or from an arena that cannot be mapped (any more) fail. When the service
-    has died its arena is unmapped once no copy is in flight and attention no longer reads it, so
-    that its memory is free for the next one. Called from the worker's thread only.
+    their orders; copies to or from an arena that cannot be mapped (any more) fail, and while the
+    device's memory is taken away. When the service has died its arena is unmapped once no copy is
+    in flight and attention no longer reads it, so that its memory is free for the next one. Called
+    from the worker's thread only.
     """
 
     def __init__(self, groups: Sequence[GroupPages]) -> None:
@@ -210,6 +211,7 @@ class ArenaMapping:
         self._failed: ArenaHandle | None = None
         self._arena: Arena | None = None
         self._copier: Copier | None = None
+        self._suspended = False
         self._loaded: list[Moved] = []  # by copiers that are gone
         self._stored: list[Moved] = []
         self._read: frozenset[ArenaHandle] = frozenset()  # by attention, in place
@@ -282,6 +284,20 @@ class ArenaMapping:
             for handle in ended & self._only_read.keys():
                 self._release(*self._only_read.pop(handle))
 
+    def suspend(self) -> None:
+        """Waits for all copies. Until ``resume`` the device's memory is not there."""
+        with self._lock:
+            if self._copier is not None:
+                loaded, stored = self._copier.drain()
+                self._loaded += loaded
+                self._stored += stored
+            self._suspended = True
+
+    def resume(self) -> None:
+        """The device's memory is where it was."""
+        with self._lock:
+            self._suspended = False
+
     def close(self) -> None:
         self.keep(frozenset())
         with self._lock:
@@ -290,6 +306,8 @@ class ArenaMapping:
     # -- under the lock --------------------------------------------------------------------
 
     def _attach(self, handle: ArenaHandle) -> Copier | None:
+        if self._suspended:
+            return None
         if handle in (self._handle, self._failed):
             return self._copier if handle == self._handle else None
         self._detach()

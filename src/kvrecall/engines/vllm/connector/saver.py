@@ -388,6 +388,11 @@ class Saver:
         if copied:
             self._pool.commit(copied)
 
+    def doubt(self, state: RequestState) -> None:
+        """Blocks of a request that are being copied are not committed."""
+        for store_id in state.open_stores:
+            self._open[store_id].failed = True
+
     def forsake(self, digests: set[bytes]) -> None:
         """Blocks being copied for these namespaces are not committed."""
         for store in self._open.values():

@@ -49,6 +49,7 @@ logger = logging.getLogger("vllm.kvrecall")
 RoomFor = Callable[[Any, int, Iterable[Any]], bool]
 
 _FINISHED_WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
+_ABORTED = "FINISHED_ABORTED"
 _MOST_INCOMPLETE = 2  # loads after which a request is computed
 _NOTHING = 0, False
 _ASK_AGAIN = None, False
@@ -361,6 +362,7 @@ class RecallScheduler:
             comparisons,
             tuple(group.record_bytes for group in self._facts.groups),
             timed=timed,
+            computes=self.is_busy,
         )
         if self.offloader is not None:
             orders.offload = self.offloader.orders(scheduled, self._chain_blocks, arena)
@@ -524,6 +526,8 @@ class RecallScheduler:
             tails = self._tails(request, final, states, ended=True)
             any_new = self._saver.save([Computed(state, final, lambda: tables, True, tails)])
         self._auditor.ended(request.request_id)
+        if self._facts.recovers and request.status.name == _ABORTED:
+            self._saver.doubt(state)
         if whole and (state.saved or state.hanging) and not self._settings.async_write:
             self._saver.flush_later([*state.keys(state.saved), *state.hanging])
         hold = any_new or (bool(state.open_stores) and not self._facts.copies_in_step)

@@ -134,7 +134,7 @@ class StepOrders(KVConnectorMetadata):
     ``releases``: finished requests whose device blocks are held until the stores ordered so far
     have left the device. ``drain``: wait for all stores before anything is overwritten (a request
     was preempted or its blocks may be reused). ``record_bytes``: of a block's KV over all ranks,
-    by KV group.
+    by KV group. ``computes``: whether the step computes anything.
     """
 
     arena: ArenaHandle
@@ -146,6 +146,7 @@ class StepOrders(KVConnectorMetadata):
     record_bytes: tuple[int, ...] = (0,)
     offload: OffloadOrders | None = None
     timed: int | None = None
+    computes: bool = True
 
 
 @dataclass(slots=True)
@@ -262,6 +263,8 @@ class EngineFacts:
     most that one rank loads. ``exact_blocks``: number of blocks of a
     sequence that have the same KV however it is decoded: retrieval attention is approximate.
     ``match_unit``: tokens of which a hit is a multiple, where hits may end inside blocks.
+    ``recovers``: a step that fails does not end the engine; vLLM aborts all requests, and the
+    workers' reports of that step come with the next.
 
     ``chain``: the group whose blocks are a request's chain: the first that needs the whole prefix,
     or the first of all; ``block_size``: tokens of its blocks. ``alignment``: tokens of which a
@@ -277,6 +280,7 @@ class EngineFacts:
     rank_share: float = 1.0
     exact_blocks: int = ALL_BLOCKS
     match_unit: int | None = None
+    recovers: bool = False
     chain: int = field(init=False)
     block_size: int = field(init=False)
     alignment: int = field(init=False)

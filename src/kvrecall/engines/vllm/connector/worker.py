@@ -66,6 +66,7 @@ class RecallWorker:
         self._applied: StepOrders | None = None
         self._step_began: Event | None = None
         self._timed: deque[tuple[int, Event, Event]] = deque()  # steps under way: begin and end
+        self._shard: Shard | None = None
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Registers the device KV cache: one tensor per layer."""
@@ -88,8 +89,26 @@ class RecallWorker:
         first, *others = self._layers  # retrieval attention serves engines of one group
         self._groups = (replace(first, pages=(*first.pages, *digests)), *others)
 
+    def unregister(self) -> None:
+        """vLLM takes the KV cache's memory away (sleep mode): loads and stores fail until
+        ``restore``."""
+        if self._mapping is not None:
+            self._mapping.suspend()
+
+    def restore(self) -> None:
+        """The memory is back, at the same addresses."""
+        if self._mapping is not None:
+            self._mapping.resume()
+
     def shard(self) -> Shard:
-        """This rank's part of a block. Must be called on all ranks at once: they communicate."""
+        """This rank's part of a block. Must be called on all ranks at once: they communicate. The
+        same each time: 0.33 asks again after sleep."""
+        if self._shard is None:
+            self._shard = self._settle_shard()
+        self._model = None
+        return self._shard
+
+    def _settle_shard(self) -> Shard:
         layers = tuple(
             ShardLayer(page.name, page.page_bytes, page.layout, number, page.heads, page.tokens > 0)
             for number, group in enumerate(self._groups)
@@ -109,7 +128,6 @@ class RecallWorker:
         where = next(group.pages[0].rows.device for group in self._layers if group.pages)
         least = least_token_seconds(flops, hidden, dtype, where)
         loaded = None if self._model is None else LoadedModel.of(self._model)
-        self._model = None
         return Shard(
             layers, kernel, self._device.in_step, least, loaded, sharing, self._device.numa_node()
         )

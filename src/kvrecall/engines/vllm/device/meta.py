@@ -1,5 +1,5 @@
-"""PyTorch's ``meta`` device, which has no memory: operations and waits are counted on it. What reads a
-tensor back there cannot run, and every operation is seen. For benchmarks and tests.
+"""PyTorch's ``meta`` device, which has no memory: operations and waits are counted on it. What
+reads a tensor back there cannot run, and every operation is seen. For benchmarks and tests.
 """
 
 from __future__ import annotations

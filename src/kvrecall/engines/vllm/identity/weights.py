@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import psutil
 
 from kvrecall.engines.fingerprint import FileState, Fingerprint, Memory, default_memory
 from kvrecall.engines.vllm.compat.scheduler import before_loading
+from kvrecall.engines.vllm.compat.versions import end_if_named, is_refused
 
 logger = logging.getLogger("vllm.kvrecall")
 
@@ -196,5 +198,7 @@ def weights_of(vllm_config: Any) -> Weights:
 
 def register() -> None:
     """The ``vllm.general_plugins`` entry point: engines with our connector read their weights for
-    a fingerprint while they load."""
-    before_loading(begin)
+    a fingerprint while they load. Without effect in a vLLM that the connector refuses."""
+    end_if_named(sys.argv)
+    if not is_refused():
+        before_loading(begin)

@@ -33,7 +33,6 @@ from pydantic import ValidationError
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.launchers.launcher import (
     NoSignalServer,
     create_server_socket,
@@ -41,7 +40,6 @@ from vllm.entrypoints.launchers.launcher import (
     setup_server,
 )
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
-from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -54,6 +52,7 @@ from kvrecall.engines.vllm.compat import waits
 from kvrecall.engines.vllm.compat.plugins import name_own_plugins
 from kvrecall.engines.vllm.compat.runner import ask_for_seeds
 from kvrecall.engines.vllm.compat.serving import end_engine_cores_with_parent, handler_as
+from kvrecall.engines.vllm.compat.shims import command_line as vllm_command_line
 from kvrecall.engines.vllm.serving.engine import VllmEngine
 from kvrecall.engines.vllm.serving.openai_handlers import RecallChat, RecallCompletion
 from kvrecall.engines.vllm.serving.served_llm import ServedLLM
@@ -65,6 +64,8 @@ log = logging.getLogger("kvrecall.server")
 
 Attach = Callable[[FastAPI, Engine], Mapping[str, FastAPI]]
 """Completes vLLM's application and gives those of the further listeners, by their names."""
+
+make_arg_parser, validate_parsed_serve_args, cli_env_setup = vllm_command_line()
 
 _GIB = 1 << 30
 _MAX_DEFAULT_CPU_KV = 4 * _GIB

