@@ -19,6 +19,8 @@ BlockKey = NewType("BlockKey", bytes)
 
 NAMESPACE_BYTES = 16
 
+_TAIL = b"/tail"
+
 Tenant = NewType("Tenant", str)
 """The tenant of a block, for accounting: the digest of the requests' ``cache_salt``, 16 hex digits.
 Tenants share nothing: the salt is part of the block hash."""
@@ -41,6 +43,12 @@ _TENANT = re.compile("-|[0-9a-f]{16}")
 def is_tenant(text: str) -> bool:
     """Whether ``text`` has the form of a tenant."""
     return _TENANT.fullmatch(text) is not None
+
+
+def is_tail(key: BlockKey) -> bool:
+    """Whether a key is a tail's. It takes the room of a whole block, saves fewer tokens, and is
+    worth nothing once its block is complete: so it never displaces a whole block."""
+    return key.endswith(_TAIL)
 
 
 class TierName(enum.StrEnum):
@@ -74,6 +82,11 @@ class Namespace:
     def key(self, block_hash: bytes) -> BlockKey:
         """Key of the block with vLLM's chained ``block_hash`` in this namespace."""
         return BlockKey(self.digest + block_hash)
+
+    def tail_key(self, block_hash: bytes) -> BlockKey:
+        """Key of a tail: of the block that has KV up to a token inside it only. ``block_hash``: of
+        the tokens up to there."""
+        return BlockKey(self.digest + block_hash + _TAIL)
 
     def derive(self, **parts: str) -> Namespace:
         """This namespace with further ingredients, e.g. the content digest of a LoRA adapter."""

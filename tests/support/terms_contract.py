@@ -81,6 +81,18 @@ class TermsContract:
         engine.save(keys_of("new", 8), ANN)
         assert engine.pool.find(old).blocks == 8
 
+    def test_tails_take_only_what_a_tenants_blocks_leave(self, start: Start) -> None:
+        engine = start(QUARTER, disk=False)
+        keys = keys_of("ann", 16)
+        tail, late = NAMESPACE.tail_key(b"tail"), NAMESPACE.tail_key(b"late")
+        engine.save(keys[:15], ANN)
+        assert engine.save([tail], ANN, [keys[14]]) == {Verdict.RESERVED: 1}
+        assert engine.save([late], ANN, [keys[14]]) == {Verdict.REFUSED: 1}
+        assert engine.save(keys, ANN) == {Verdict.PRESENT: 15, Verdict.RESERVED: 1}
+        assert engine.pool.locate([tail]).blocks == 0
+        assert engine.save([late], ANN, [keys[14]]) == {Verdict.REFUSED: 1}
+        assert engine.pool.find(keys).blocks == 16
+
     def test_leased_blocks_of_a_tenant_stay(self, start: Start) -> None:
         engine = start(QUARTER, disk=False)
         keys = keys_of("leased", 10)

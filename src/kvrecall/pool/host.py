@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from kvrecall.block import SHARED, BlockKey, Tenant, TierName
+from kvrecall.block import SHARED, BlockKey, Tenant, TierName, is_tail
 from kvrecall.config import PoolTerms
 from kvrecall.pool.residents import Extent, Resident, Residents
 from kvrecall.pool.slots import ArenaSlots, slot_bytes_of
@@ -144,6 +144,8 @@ class Evictor:
             spared = in_use()
             host.lease(spared)
             if is_limited:
+                if choosy:
+                    blocks = [block for block in blocks if not is_tail(block.key)]
                 blocks = blocks[: self._within_limit(tenant, slot_bytes, len(blocks))]
                 offsets = host.take(slot_bytes, len(blocks), tenant)
             if choosy:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvrecall.block import NAMESPACE_BYTES, SHARED, BlockKey, Tenant, TierName
+from kvrecall.block import NAMESPACE_BYTES, SHARED, BlockKey, Tenant, TierName, is_tail
 from kvrecall.config import Amount, PoolTerms, TenantTerms
 from kvrecall.pool.eviction import EvictionPolicy, make_policy
 from kvrecall.pool.eviction.queues import LruPolicy
@@ -132,6 +132,9 @@ class Residents(Generic[R]):
     are evicted. The eviction policy does not know pinned blocks, and holds other busy blocks once
     it has passed them, so that searches do not pass them again and again.
 
+    Tails of blocks are not the policy's: they go before all others, the least recently used first,
+    and are accepted only while there is room, so that whole blocks are kept as without them.
+
     Tenants may be limited to shares of the tier. Each tenant's blocks are then also kept in their
     own order (least recently used, suffixes before prefixes), so that a tenant at its limit evicts
     its own coldest block without a search among those of all others.
@@ -156,6 +159,7 @@ class Residents(Generic[R]):
         self._tier = tier
         self._policy_name = policy
         self._policy: EvictionPolicy = make_policy(policy, max(1, capacity_blocks))
+        self._tails = LruPolicy()
         self._capacity_bytes = capacity_bytes
         self._clock = clock
         self._now = float("-inf")
@@ -229,20 +233,21 @@ class Residents(Generic[R]):
 
     def _make_fixed(self, block: R) -> None:
         """Removes the block from the orders, which contain evictable blocks."""
-        for order in self._orders(block.tenant):
+        for order in self._orders(block):
             order.remove(block.key)
         self._held.discard(block.key)
 
     def _make_evictable(self, block: R, used: float) -> None:
         hanging = hangs(block.key, block.parent)
-        for order in self._orders(block.tenant):
+        for order in self._orders(block):
             order.insert(block.key, block.parent, block.depth, used, hanging)
 
-    def _orders(self, tenant: Tenant) -> tuple[EvictionPolicy, ...]:
-        """The orders that contain a block of the tenant it is charged to."""
+    def _orders(self, block: R) -> tuple[EvictionPolicy, ...]:
+        """The orders that contain a block."""
+        order, place = (self._tails, 0) if is_tail(block.key) else (self._policy, 1)
         if not self.accounts.is_bounded:
-            return (self._policy,)
-        return (self._policy, *self.accounts.order(tenant))
+            return (order,)
+        return (order, *self.accounts.orders(block.tenant)[place : place + 1])
 
     def touch(
         self,
@@ -256,6 +261,7 @@ class Residents(Generic[R]):
         seconds ago or longer, and records it again."""
         now, get = self.now(), self.blocks.get
         self._policy.access(chain, now, hanging, ending)
+        self._tails.access((), now, hanging)
         last: R | None = None
         noted: list[R] = []
         for key in itertools.chain(chain, hanging) if hanging else chain:
@@ -265,7 +271,7 @@ class Residents(Generic[R]):
                 if now - block.used >= stale_s:
                     block.used = now
                     noted.append(block)
-        for order in () if last is None else self.accounts.order(last.tenant):
+        for order in () if last is None else self.accounts.orders(last.tenant):
             order.access(chain, now, hanging, ending)
         return noted
 
@@ -319,16 +325,15 @@ class Residents(Generic[R]):
         blocks in use, which may be the youngest, keep their places."""
         if len(blocks) < _HELD_FROM:
             return
-        hold, held = self._policy.hold, self._held
+        held = self._held
         for block in blocks[:_HELD_AT_ONCE]:
             held.add(block.key)
-            hold(block.key)
-            for order in self.accounts.order(block.tenant) if self.accounts.is_bounded else ():
+            for order in self._orders(block):
                 order.hold(block.key)
 
     def _release_held(self, block: R) -> None:
         self._held.discard(block.key)
-        for order in self._orders(block.tenant):
+        for order in self._orders(block):
             order.release(block.key)
 
     # -- pinned by an operator -------------------------------------------------------------
@@ -398,7 +403,9 @@ class Residents(Generic[R]):
                 return False
             return wanted is None or wanted(block)
 
-        keys = self._policy.victims(count, evictable, self.now())
+        keys = self._tails.victims(count, evictable, self.now())
+        if len(keys) < count:
+            keys += self._policy.victims(count - len(keys), evictable, self.now())
         self._hold(busy)
         return [blocks[key] for key in keys]
 
@@ -409,7 +416,7 @@ class Residents(Generic[R]):
         found: list[R] = []
         busy: list[R] = []
         for key in itertools.chain.from_iterable(
-            order.oldest() for order in self.accounts.order(tenant)
+            order.oldest() for order in self.accounts.orders(tenant)
         ):
             if nbytes <= 0:
                 break
@@ -423,7 +430,12 @@ class Residents(Generic[R]):
         return found
 
     def admits(self, key: BlockKey, parent: BlockKey | None, depth: int) -> bool:
-        """Whether the policy admits the block at the price of another. Called when full."""
+        """Whether the policy admits the block at the price of another, which it does not know for a
+        tail. Called when full."""
+        if is_tail(key):
+            return False
+        if next(self._tails.oldest(), None) is not None:
+            return True
         return self._policy.admit(key, parent, depth, self.now(), hangs(key, parent))
 
     def chance(self, key: BlockKey) -> float | None:
@@ -441,7 +453,7 @@ class Residents(Generic[R]):
 
 @dataclass(slots=True)
 class _Account:
-    order: tuple[LruPolicy, ...]
+    orders: tuple[LruPolicy, ...]
     used_bytes: int = 0
     refused: int = 0
     evicted: int = 0
@@ -462,8 +474,8 @@ class Accounts:
         """Charges the tenant for that many bytes."""
         account = self._accounts.get(tenant)
         if account is None:
-            order = (LruPolicy(),) if self.is_bounded else ()
-            account = self._accounts[tenant] = _Account(order)
+            orders = (LruPolicy(), LruPolicy()) if self.is_bounded else ()
+            account = self._accounts[tenant] = _Account(orders)
         account.used_bytes += nbytes
 
     def refund(self, tenant: Tenant, nbytes: int) -> None:
@@ -494,12 +506,12 @@ class Accounts:
         if tenant in self._accounts:
             self._accounts[tenant].evicted += blocks
 
-    def order(self, tenant: Tenant) -> tuple[LruPolicy, ...]:
-        """The tenant's eviction order; none if tenants are not limited, or this one holds no
-        block."""
+    def orders(self, tenant: Tenant) -> tuple[LruPolicy, ...]:
+        """The tenant's eviction orders, of tails and of other blocks; none if tenants are not
+        limited, or this one holds no block."""
         if not self.is_bounded or tenant not in self._accounts:
             return ()
-        return self._accounts[tenant].order
+        return self._accounts[tenant].orders
 
     def uses(self) -> list[TenantUse]:
         """Tenants that hold blocks."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrecall.block import SHARED, BlockKey, Tenant, TierName
+from kvrecall.block import NAMESPACE_BYTES, SHARED, BlockKey, Tenant, TierName
 from kvrecall.errors import ConfigError
 from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena
@@ -332,6 +332,29 @@ class PoolContract:
         engine.pool.touch(one)
         engine.save(chain(NAMESPACE, 1, "other"))
         assert engine.pool.find(two).blocks == 3, "a chain leaves from its end"
+
+    def test_a_tail_takes_free_room_only_and_leaves_first(
+        self, start: Callable[..., Engine]
+    ) -> None:
+        engine = start(blocks=8, disk=False)
+        keys, other = chain(NAMESPACE, 6), chain(NAMESPACE, 2, "other")
+        old, used = (NAMESPACE.tail_key(key[NAMESPACE_BYTES:]) for key in keys[:2])
+        engine.save(keys[:5])
+        for tail in (old, used):
+            assert engine.save([tail], parents=[keys[4]]) == {Verdict.RESERVED: 1}
+        engine.pool.touch(keys)
+        engine.pool.touch((), hanging=[old])
+        engine.pool.touch((), hanging=[used])
+        assert engine.save(keys) == {Verdict.PRESENT: 5, Verdict.RESERVED: 1}
+        late = NAMESPACE.tail_key(b"late")
+        assert engine.save([late], parents=[keys[4]]) == {Verdict.REFUSED: 1}
+        assert engine.save(other[:1]) == {Verdict.RESERVED: 1}
+        assert engine.pool.locate([old, used]).tiers == (None, TierName.HOST)
+        assert engine.save(other) == {Verdict.PRESENT: 1, Verdict.RESERVED: 1}
+        assert engine.pool.locate([old, used]).blocks == 0
+        assert engine.pool.locate([*keys, *other]).blocks == 8
+        assert engine.save([late], parents=[keys[4]]) == {Verdict.REFUSED: 1}
+        assert engine.pool.locate([*keys, *other]).blocks == 8
 
     def test_parents_are_those_of_a_chain_or_one_each(self, start: Callable[..., Engine]) -> None:
         pool = start(disk=False).pool

@@ -381,7 +381,7 @@ class RequestState:
             return None
         if tokens not in self._tail_hashes:
             self._tail_hashes[tokens] = self.tail_hash(self.request, tokens)
-        return namespace.key(self._tail_hashes[tokens])
+        return namespace.tail_key(self._tail_hashes[tokens])
 
     def sources(self) -> dict[str, int]:
         """Prompt tokens by source of their KV."""
