@@ -133,6 +133,8 @@ def run(model: Path, seed: int, ignored: frozenset[str] = frozenset()) -> Outcom
         finally:
             engine.close()
             machine.end()
+            if tier is not None:  # the pool's last writes; no worker maps the arena any more
+                tier.cells_of = lambda _: set()
     outcome.wrong, outcome.races = engine.wrong, machine.faults
     outcome.did |= machine.calls
     outcome.did["preempted"] = engine.preempted
