@@ -382,8 +382,8 @@ def measure_sequences(
 
 
 def sequence_options(device: str) -> dict[str, object]:
-    """Options of the engine: weights generated in place, no overlap of steps."""
-    options: dict[str, object] = {"load_format": "dummy", "async_scheduling": False}
+    """Options of the engine: weights generated in place."""
+    options: dict[str, object] = {"load_format": "dummy"}
     if device != "cpu":
         options["attention_backend"] = "FLASH_ATTN"
     return options
