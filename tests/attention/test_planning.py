@@ -105,7 +105,7 @@ def build(builder: Builder, lengths: list[int], queries: list[int]) -> Any:
     """The batch's requests are rows 7, 6, 5 ... of the runner's, which have blocks of their own."""
     ids = np.arange(8 * 1024, dtype=np.int32).reshape(8, 1024)
     rows = np.arange(7, 7 - len(lengths), -1, dtype=np.int32)
-    runner._batch[:] = [runner.BatchBlocks(ids, rows)]
+    runner._batch[:] = [runner.BatchBlocks(ids, rows, np.zeros(8, dtype=np.int32))]
     common = common_of(lengths, queries)
     with Watch():
         return builder.build(0, common)

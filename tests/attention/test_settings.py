@@ -35,11 +35,33 @@ def test_every_variable_is_read() -> None:
         "GATE": "off",
         "CACHE_PERCENT": "0.1",
         "LEAST_BLOCKS": "3",
+        "INDEX": "faiss-flat",
+        "MODE": "default",
     }
     environ = {f"VLLM_RETRIEVAL_{name}": text for name, text in given.items()}
     assert RetrievalSettings.from_environ(environ) == RetrievalSettings(
-        1, 2, 0.5, 4, 5, "mean", 32, 0, False, 0.1, 3
+        1, 2, 0.5, 4, 5, "mean", 32, 0, False, 0.1, 3, "faiss-flat", "default"
     )
+
+
+def test_the_reference_mode_is_the_documents() -> None:
+    settings = RetrievalSettings.from_environ(
+        {"VLLM_RETRIEVAL_MODE": "retrievalkv", "VLLM_RETRIEVAL_TOPK_PERCENT": "0.1"}
+    )
+    assert (settings.init_tokens, settings.local_tokens, settings.topk_share) == (1024, 7192, 0.1)
+    assert (settings.dense_layers, settings.fewest_blocks, settings.gate) == (0, 1, False)
+    layout = settings.layout(128)
+    assert (layout.kind.name, layout.rows, layout.coarse) == ("mean", 1, 0)
+
+
+@pytest.mark.parametrize(
+    "name", ["DIGEST", "DIGEST_TOKENS", "DENSE_LAYERS", "GATE", "LEAST_BLOCKS"]
+)
+def test_what_the_reference_mode_fixes_is_refused_beside_it(name: str) -> None:
+    given = {"DIGEST": "mean", "GATE": "0"}.get(name, "1")
+    environ = {"VLLM_RETRIEVAL_MODE": "retrievalkv", f"VLLM_RETRIEVAL_{name}": given}
+    with pytest.raises(ConfigError, match=f"VLLM_RETRIEVAL_{name} .*MODE=retrievalkv"):
+        RetrievalSettings.from_environ(environ)
 
 
 def test_the_same_in_the_connectors_extra_config() -> None:
@@ -115,7 +137,13 @@ def test_what_is_wrong_is_named(name: str, text: str) -> None:
 
 def test_regimes() -> None:
     settings = RetrievalSettings(dense_boundary=10, offload_boundary=20)
-    regimes = [settings.regime(tokens) for tokens in (9, 10, 19, 20)]
+    regimes = [settings.regime(tokens, 1) for tokens in (9, 10, 19, 20)]
+    assert regimes == [Regime.DENSE, Regime.SPARSE, Regime.SPARSE, Regime.OFFLOAD]
+
+
+def test_in_the_reference_mode_the_prompts_length_decides() -> None:
+    settings = RetrievalSettings(dense_boundary=10, offload_boundary=20, mode="retrievalkv")
+    regimes = [settings.regime(100, tokens) for tokens in (9, 10, 19, 20)]
     assert regimes == [Regime.DENSE, Regime.SPARSE, Regime.SPARSE, Regime.OFFLOAD]
 
 

@@ -35,12 +35,17 @@ def test_one_engine_dense_and_by_retrieval(tmp_path: Path) -> None:
     """With all blocks selected the answers are the dense ones; with very few they are not."""
     figures = run(
         tmp_path, "--samples", "8", "--tasks", "single,chain", "--share", "1,0.01",
-        "--digest", "mean", "--digest-tokens", "128", "--least", "1", "--records", "all.jsonl",
-        "--json",
+        "--digest", "mean", "--digest-tokens", "128", "--least", "1", "--reference",
+        "--records", "all.jsonl", "--json",
     )  # fmt: skip
     assert figures["active"] is True
     assert figures["dense"]["1024"]["single"]["right"] >= 7
-    whole, few = figures["arms"]
+    whole, few, reference_whole, reference_few = figures["arms"]
+    # With these options the default mode is the reference's, so the arms are equal.
+    assert reference_few["name"] == "retrievalkv 0.01"
+    assert reference_few["blocks_selected"] == few["blocks_selected"]
+    assert reference_few["results"] == few["results"]
+    assert reference_whole["blocks_selected"] == whole["blocks_selected"]
     assert (figures["share"], whole["share"], few["share"]) == (1.0, 1.0, 0.01)
     assert whole["blocks_selected"] > 2 * few["blocks_selected"] > 0
     records = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]

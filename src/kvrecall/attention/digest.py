@@ -131,6 +131,11 @@ def encode(rows: torch.Tensor) -> torch.Tensor:
     return coded
 
 
+def decode(coded: torch.Tensor) -> torch.Tensor:
+    """What coded rows stand for: float32 ``[..., width]``."""
+    return coded[..., :-SCALE_BYTES].float() * scales_in(coded)
+
+
 def scales_in(coded: torch.Tensor) -> torch.Tensor:
     """The scales of coded rows: float32 ``[..., 1]``."""
     return coded[..., -SCALE_BYTES:].contiguous().view(torch.float32)

@@ -113,7 +113,7 @@ class Gate:
         ``most`` tokens pass; None if there is none."""
         least = None
         for tokens in range(most - most % block_size, block_size - 1, -block_size):
-            if self.settings.regime(tokens) is Regime.DENSE:
+            if self.settings.regime(tokens, tokens) is Regime.DENSE:
                 break
             if not self.passes(tokens, split_of(tokens, block_size, self.settings)):
                 break

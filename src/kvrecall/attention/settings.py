@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 from kvrecall.attention.digest import DIGESTS, Layout
+from kvrecall.attention.index.base import EXACT, INDEXES, index_factory
 from kvrecall.errors import ConfigError
 
 PREFIX = "VLLM_RETRIEVAL_"
@@ -19,6 +20,21 @@ NARROW_SHARE = 0.02
 COARSE_TOKENS = 64
 """Up to NARROW_SHARE of the blocks a search narrows by coarse digests of COARSE_TOKENS keys.
 For larger shares that saves no time (docs/digest-study.md)."""
+
+
+RETRIEVALKV = "retrievalkv"
+MODES: Mapping[str, Mapping[str, object]] = {
+    "default": {},
+    RETRIEVALKV: {
+        "digest": "mean",
+        "digest_tokens": 128,
+        "dense_layers": 0,
+        "gate": False,
+        "least_blocks": 1,
+    },
+}
+"""Settings that a mode fixes. ``retrievalkv`` is what openGauss's document describes: one mean key
+for a block of 128 tokens, every layer, no fewest blocks, and boundaries for the prompt's length."""
 
 
 class Regime(Enum):
@@ -124,6 +140,23 @@ class RetrievalSettings:
         _BY_SHARE,
         lambda blocks: blocks >= 0,
     )
+    index: str = _setting(
+        EXACT,
+        "INDEX",
+        "how the most similar blocks are found: the exact search over all digests, or a vector "
+        "index, on a CPU",
+        f"{EXACT}, {', '.join(INDEXES)}, or package.module:Factory",
+        lambda name: name == EXACT or callable(index_factory(name)),
+    )
+    mode: str = _setting(
+        "default",
+        "MODE",
+        f"{RETRIEVALKV}: as openGauss's document describes it. One mean key per block, every "
+        "layer by retrieval, no gate, boundaries compared with the length of the prompt; of the "
+        "other settings only the first five and INDEX",
+        f"one of {', '.join(MODES)}",
+        lambda name: name in MODES,
+    )
 
     def __post_init__(self) -> None:
         """Raises ConfigError naming the variable, its value and what is allowed."""
@@ -165,7 +198,7 @@ class RetrievalSettings:
         }
         _require_known(given, PREFIX, str)
         values = {_VARIABLES[name][0]: _parsed(name, text) for name, text in given.items()}
-        return cls(**_ungated(values))
+        return cls._in_mode(values)
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, object], source: str) -> RetrievalSettings:
@@ -180,12 +213,26 @@ class RetrievalSettings:
                 raise ConfigError(f"{source}.{name} is {value!r}; it must be {_KINDS[kind]}")
             values[own] = kind(value)
         try:
-            return cls(**_ungated(values))
+            return cls._in_mode(values)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
 
-    def regime(self, tokens: int) -> Regime:
-        """The regime of a sequence that is ``tokens`` long."""
+    @classmethod
+    def _in_mode(cls, given: Mapping[str, object]) -> RetrievalSettings:
+        """Raises ConfigError if the mode fixes what is given."""
+        mode = given.get("mode", "default")
+        fixed = MODES.get(str(mode), {})
+        for name, (own, _) in _VARIABLES.items():
+            free = own not in fixed or own not in given
+            _require(
+                free, name, given.get(own), f"left out with {PREFIX}MODE={mode}, which fixes it"
+            )
+        return cls(**_ungated({**fixed, **given}))
+
+    def regime(self, tokens: int, prompt_tokens: int) -> Regime:
+        """The regime of a sequence that is ``tokens`` long, of which its prompt has
+        ``prompt_tokens``."""
+        tokens = prompt_tokens if self.mode == RETRIEVALKV else tokens
         if tokens < self.dense_boundary:
             return Regime.DENSE
         return Regime.SPARSE if tokens < self.offload_boundary else Regime.OFFLOAD

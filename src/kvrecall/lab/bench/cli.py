@@ -60,6 +60,10 @@ COMMANDS = {
         "decode",
         "The same at many lengths and shares, as an engine serves it; fails above 1.05 of dense.",
     ),
+    "vectors": (
+        "vectors",
+        "Vector indexes in place of the exact search for blocks: found, time, memory.",
+    ),
     "crowd": (
         "concurrency",
         "Long sequences that decode at once in a fixed device cache, dense and by retrieval.",

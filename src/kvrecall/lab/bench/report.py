@@ -62,6 +62,10 @@ BIAS: Mapping[str, str] = {
         "for retrieval: long contexts, attention alone and not the rest of the model; against it: "
         "random keys, among which no block stands out"
     ),
+    "vectors": (
+        "for indexes: one search at a time, and no other work between searches; against them: keys "
+        "in few clusters, and selections of many blocks"
+    ),
     "crowd": "for retrieval: as many sequences as dense attention has no room for",
     "needle": (
         "for retrieval: few facts in much filler; against it: questions whose answer one block "

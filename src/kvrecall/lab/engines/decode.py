@@ -96,7 +96,7 @@ def measure_decode(
     shape = KernelShape(heads, kv_heads, head_dim, BLOCK, dtype, isa)
     trial = _Trial(shape, settings, tokens)
     times = trial.run(rounds)
-    if settings.regime(tokens) is not Regime.OFFLOAD:
+    if settings.regime(tokens, tokens) is not Regime.OFFLOAD:
         return times
     return replace(times, offload=trial.run_offloaded(rounds, cosine))
 

@@ -30,6 +30,7 @@ class Activity:
     blocks_selected: int = _count("Middle blocks selected, per layer and KV head.")
     blocks_attended: int = _count("Blocks attended to sparsely, per layer and KV head.")
     blocks_digested: int = _count("Blocks whose digests were computed.")
+    blocks_indexed: int = _count("Blocks added to vector indexes, per layer.")
     sequences_offloaded: int = _count("Decoded tokens of partially offloaded sequences.")
     blocks_offloaded: int = _count("Blocks that left the device while their sequence ran.")
     blocks_left: int = _count("Blocks of prefixes found in the pool that were left there.")

@@ -218,9 +218,9 @@ class RetrievalBuilder(ABC):
         common = common_attn_metadata
         metadata = super().build(common_prefix_len, common, fast_build)  # type: ignore[misc]
         blocks = runner.take_batch_blocks() or _read_back(common)
-        rows = _rows_of(common)
+        rows = _rows_of(common, blocks)
         self._note_written(rows, blocks)
-        if not any(row.tokens >= self._settings.dense_boundary for row in rows):
+        if all(row.regime(self._settings) is Regime.DENSE for row in rows):
             self._activity.steps += 1
             return metadata
         longest = -(-max(row.tokens for row in rows) // self.block_size)
@@ -325,7 +325,7 @@ class RetrievalBuilder(ABC):
     def _warn_of_missing_offload(self, rows: Sequence[BatchRow]) -> None:
         """Logs once that a sequence past the offload boundary stays on the device."""
         if self._hindrance is not None and any(
-            self._settings.regime(row.tokens) is Regime.OFFLOAD for row in rows
+            row.regime(self._settings) is Regime.OFFLOAD for row in rows
         ):
             logger.warning(
                 "kvrecall: sequences past VLLM_RETRIEVAL_OFFLOAD_BOUNDARY=%d are attended "
@@ -357,17 +357,19 @@ def _attention_layers(vllm_config: Any) -> Mapping[str, RetrievalAttention]:
 
 def _read_back(common: Any) -> runner.BatchBlocks:
     table = common.block_table_tensor.cpu().numpy()
-    return runner.BatchBlocks(table, np.arange(len(table), dtype=np.int32))
+    rows = np.arange(len(table), dtype=np.int32)
+    return runner.BatchBlocks(table, rows, np.zeros_like(rows))
 
 
-def _rows_of(common: Any) -> list[BatchRow]:
+def _rows_of(common: Any, blocks: runner.BatchBlocks) -> list[BatchRow]:
     starts = common.query_start_loc_cpu.tolist()
     # Without speculation, which is refused, the upper bounds are the lengths.
     lengths = common.seq_lens_cpu_upper_bound
     tokens = (common.seq_lens if lengths is None else lengths).tolist()
     flags = common.is_prefilling
     prefilling = [False] * common.num_reqs if flags is None else flags.tolist()
+    prompts = blocks.prompts[blocks.rows[: common.num_reqs]].tolist()
     return [
-        BatchRow(starts[at + 1] - starts[at], tokens[at], bool(prefilling[at]))
+        BatchRow(starts[at + 1] - starts[at], tokens[at], bool(prefilling[at]), prompts[at])
         for at in range(common.num_reqs)
     ]

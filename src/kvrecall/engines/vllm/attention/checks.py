@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from kvrecall.attention.index.base import EXACT
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.compat.config import is_on_cpu
 from kvrecall.errors import EngineError
@@ -54,6 +55,8 @@ def require_engine(vllm_config: Any, settings: RetrievalSettings) -> None:
     if connector not in (None, "RecallConnector"):
         # It would write blocks behind our back, and their digests would be another block's.
         raise _refusal(f"the connector {connector}", "use RecallConnector or none")
+    if settings.index != EXACT and not is_on_cpu():
+        raise _refusal(f"VLLM_RETRIEVAL_INDEX={settings.index} on a GPU", f"leave it at {EXACT}")
     layers = model.get_total_num_hidden_layers()
     if settings.dense_layers >= layers:
         raise EngineError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,18 +18,21 @@ import torch
 import xxhash
 
 from kvrecall.attention.digest import Layout, coded_width, encode
+from kvrecall.attention.index.base import index_factory
+from kvrecall.attention.index.search import SequenceIndex
 from kvrecall.attention.kernels import int8
 from kvrecall.attention.kernels.device import Piece
 from kvrecall.attention.residency import Flags, Ints, Residency
 from kvrecall.attention.selection import Split, selector_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
+from kvrecall.engines.vllm.attention.indexed import SequenceIndexes
 from kvrecall.engines.vllm.attention.offloaded import (
     OffloadedSequence,
     checksums_of_layer,
     digests_of_layer,
 )
-from kvrecall.engines.vllm.attention.step import RowKernel, SparseStep
+from kvrecall.engines.vllm.attention.step import RowKernel, SparseSequence, SparseStep
 from kvrecall.engines.vllm.compat.config import layer_index
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.engines.vllm.device.base import Event
@@ -75,8 +79,13 @@ class RetrievalLayer:
             int8.prepare()
         self._store: DigestStore | None = None
         self._checksums = torch.empty(0, CHECKSUM_BYTES, dtype=torch.uint8)
+        self._written = torch.empty(0, dtype=torch.int64)
         self._recalled: dict[str, RecalledBlocks] = {}
         self._unseen: deque[tuple[Event, torch.Tensor, _Seen]] = deque()
+        factory, self._indexes = index_factory(settings.index), None
+        if factory is not None:
+            sizes = self._layout, shape.kv_heads, shape.head_dim
+            self._indexes = SequenceIndexes(partial(SequenceIndex, factory, *sizes), activity)
 
     def digest(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> None:
         """Computes the digests of these blocks from the keys they hold: full blocks, on the host
@@ -85,7 +94,7 @@ class RetrievalLayer:
             return
         store, ids = self._store_for(kv_cache), self._sent(block_ids)
         self._kernel.digest(kv_cache, ids, store.rows, self._layout)
-        store.wrote(ids)
+        self._wrote(ids)
 
     def sign(self, block_ids: torch.Tensor) -> None:
         """These blocks, whose digests are fresh, go to the pool: stores their digests'
@@ -98,7 +107,7 @@ class RetrievalLayer:
         digests of the others."""
         ids = self._sent(block_ids)
         assert self._store is not None
-        self._store.wrote(ids)
+        self._wrote(ids)
         rows = self._store.rows[:, ids].transpose(0, 1)
         damaged = block_ids[damaged_among(rows, self._checksums[ids]).cpu()]
         self._activity.digests_mended += len(damaged)
@@ -158,6 +167,8 @@ class RetrievalLayer:
     def forget(self, key: str) -> None:
         """The sequence has ended."""
         self._recalled.pop(key, None)
+        if self._indexes is not None:
+            self._indexes.forget(key)
 
     def attend(
         self,
@@ -185,36 +196,25 @@ class RetrievalLayer:
         sampled = self._note is not None and activity.steps_sparse % _SEEN_EVERY == 1
         if kernel.chooses and sampled:
             self._tell_heat(step)
+        search = self._exactly if self._indexes is None else self._by_index
+        if self._indexes is not None:
+            self._indexes.begin_step()
         for at, sequence in enumerate(step.sequences):
             split, offloaded = sequence.split, sequence.offloaded
             activity.layers_sparse += 1
             activity.blocks_considered += split.middle * heads
             activity.blocks_selected += split.chosen * heads
             activity.blocks_attended += split.attended_blocks * heads
-            if offloaded is not None:
-                recalled = self._recalled[offloaded.key]
-                runs = [recalled.digests]
-                if offloaded.count < split.middle:
-                    ids = self._sent(sequence.blocks[offloaded.count :])
-                    runs.append(self._store.part(ids))
-            elif kernel.chooses:
+            if offloaded is None and kernel.chooses:
                 continue  # _tell_heat
-            elif sequence.runs:
-                runs = [self._store.part(slice(first, end)) for first, end in sequence.runs]
-            else:
-                runs = [self._store.part(sequence.blocks[sequence.places])]
-            digests = [digests for digests, _ in runs]
-            coarse = [coarse for _, coarse in runs if coarse is not None]
             grouped = query[sequence.token].reshape(heads, shape.group, shape.head_dim)
-            chosen = self._selector.choose(grouped, digests, split.chosen, scale, coarse or None)
-            if offloaded is None:
-                chosen = sequence.places[chosen]
+            chosen = search(sequence, grouped, scale)
             # In the sequence's order, so that the sum does not depend on where the blocks lie.
             places = chosen.sort(-1).values.cpu()  # a device is waited for here
             ids = sequence.blocks[places]
             if offloaded is not None:
                 left = places < offloaded.count
-                slots = recalled.fetch(places.numpy(), left.numpy())
+                slots = self._recalled[offloaded.key].fetch(places.numpy(), left.numpy())
                 ids = torch.where(left, offloaded.slots[torch.from_numpy(slots)], ids)
             kernel.enter(step, at, ids)
             if self._note is not None and sampled:
@@ -241,6 +241,55 @@ class RetrievalLayer:
             )
             self._unseen.append((event, table, seen))
 
+    def _exactly(self, sequence: SparseSequence, query: torch.Tensor, scale: float) -> torch.Tensor:
+        """Places of the chosen blocks among the middle ones, by the exact search: int64
+        ``[kv_heads, chosen]``. ``query``: ``[kv_heads, group, dim]``."""
+        assert self._store is not None
+        offloaded, count = sequence.offloaded, sequence.split.chosen
+        if offloaded is not None:
+            runs = [self._recalled[offloaded.key].digests]
+            if offloaded.count < sequence.split.middle:
+                runs.append(self._store.part(self._sent(sequence.blocks[offloaded.count :])))
+        elif sequence.runs:
+            runs = [self._store.part(slice(first, end)) for first, end in sequence.runs]
+        else:
+            runs = [self._store.part(sequence.blocks[sequence.places])]
+        digests = [digests for digests, _ in runs]
+        coarse = [coarse for _, coarse in runs if coarse is not None]
+        chosen = self._selector.choose(query, digests, count, scale, coarse or None)
+        return chosen if offloaded is not None else sequence.places[chosen]
+
+    def _by_index(
+        self, sequence: SparseSequence, query: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """The same, by the sequence's vector index."""
+        assert self._indexes is not None
+        split, offloaded = sequence.split, sequence.offloaded
+        digests = partial(self._from, sequence)
+        if offloaded is not None:
+            index = self._indexes.off_device(offloaded.key, split.middle, digests)
+        else:
+            ids = sequence.blocks.to(torch.int64)
+            index = self._indexes.on_device(ids, self._written[ids], digests)
+        return index.choose(query, split.chosen, scale)
+
+    def _from(self, sequence: SparseSequence, first: int) -> torch.Tensor:
+        """The digests of its middle blocks from a place on: int8 ``[kv_heads, blocks, rows,
+        width]``."""
+        assert self._store is not None
+        offloaded = sequence.offloaded
+        if offloaded is None or first >= offloaded.count:
+            return self._store.part(sequence.blocks[first:])[0]
+        left = self._recalled[offloaded.key].digests[0][:, first:]
+        return torch.cat([left, self._store.part(sequence.blocks[offloaded.count :])[0]], 1)
+
+    def _wrote(self, ids: torch.Tensor) -> None:
+        """The digests of these blocks were written."""
+        assert self._store is not None
+        self._store.wrote(ids)
+        if self._indexes is not None:
+            self._written[ids] += 1
+
     def _sent(self, ids: torch.Tensor) -> torch.Tensor:
         device = self._kernel.device
         return ids if ids.device == device else device_of(device).send(ids)
@@ -260,6 +309,7 @@ class RetrievalLayer:
             blocks = len(kv_cache)
             self._kernel.check(kv_cache)
             self._store = DigestStore(self._kernel, self._layout, blocks)
+            self._written = torch.zeros(blocks, dtype=torch.int64)
             self._checksums = torch.empty(
                 blocks, CHECKSUM_BYTES, dtype=torch.uint8, device=kv_cache.device
             )

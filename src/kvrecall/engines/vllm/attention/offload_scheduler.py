@@ -117,7 +117,7 @@ class OffloadPlanner:
         state = self._state_of(request_id)
         if state is None or _is_open_ended(state) or not self._is_reachable:
             return
-        split = self._split(state.request.num_tokens)
+        split = self._split(state, state.request.num_tokens)
         last = 0 if split is None else min(end, split.local)
         if split is None or start >= last:
             return
@@ -159,8 +159,8 @@ class OffloadPlanner:
     def review(self, request_id: str, tokens: int) -> Offload | None:
         """The blocks that may leave the device now, of a sequence whose next step makes it that
         long."""
-        split = self._split(tokens)
         state = self._state_of(request_id)
+        split = None if state is None else self._split(state, tokens)
         if split is None or state is None or not _decodes(state, tokens):
             return None
         sequence = self._sequences.get(request_id)
@@ -262,9 +262,9 @@ class OffloadPlanner:
 
     # ---- leases --------------------------------------------------------------------------
 
-    def _split(self, tokens: int) -> Split | None:
-        """None unless sequences of that length leave the device."""
-        if self._settings.regime(tokens) is not Regime.OFFLOAD:
+    def _split(self, state: RequestState, tokens: int) -> Split | None:
+        """None unless the sequence leaves the device when it is that long."""
+        if self._settings.regime(tokens, state.request.num_prompt_tokens) is not Regime.OFFLOAD:
             return None
         split = split_of(tokens, self._block_size, self._settings)
         return split if self._gate.passes(tokens, split) else None

@@ -56,15 +56,21 @@ class KernelShape:
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
-    """One request of a step. ``tokens`` counts those of this step too."""
+    """One request of a step. ``tokens`` counts those of this step too; ``prompt_tokens``: of its
+    prompt."""
 
     query_tokens: int
     tokens: int
     prefilling: bool
+    prompt_tokens: int = 0
 
     @property
     def decodes(self) -> bool:
         return self.query_tokens == 1 and not self.prefilling
+
+    def regime(self, settings: RetrievalSettings) -> Regime:
+        """How it is attended to while it decodes."""
+        return settings.regime(self.tokens, self.prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +301,7 @@ class StepPlanner:
         gated = 0
         firsts = accumulate((row.query_tokens for row in rows), initial=0)
         for index, (row, token) in enumerate(zip(rows, firsts, strict=False)):
-            if self._settings.regime(row.tokens) is Regime.DENSE:
+            if row.regime(self._settings) is Regime.DENSE:
                 continue
             split = split_of(row.tokens, self._shape.block_size, self._settings)
             sequence = offloaded.get(index)

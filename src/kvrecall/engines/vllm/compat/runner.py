@@ -50,10 +50,12 @@ def hand_orders_first(vllm_config: Any) -> None:
 
 class BatchBlocks(NamedTuple):
     """The device blocks of a step's requests, on the host: those of request i of the batch are row
-    ``rows[i]`` of ``ids``, int32 ``[rows, blocks]``, which changes with the next step."""
+    ``rows[i]`` of ``ids``, int32 ``[rows, blocks]``, which changes with the next step. ``prompts``:
+    int32 ``[rows]``, tokens of their prompts."""
 
     ids: npt.NDArray[np.int32]
     rows: npt.NDArray[np.int32]
+    prompts: npt.NDArray[np.int32]
 
     def leading(self, requests: int, blocks: int) -> npt.NDArray[np.int32]:
         """Copies of so many ids of so many requests: ``[requests, blocks]``."""
@@ -93,7 +95,8 @@ def follow_blocks(vllm_config: Any) -> None:
         def prepare_attn(self: Any, input_batch: Any) -> Any:
             ids = tables.get(self.block_tables)
             if ids is not None:
-                _batch[:] = [BatchBlocks(ids, input_batch.idx_mapping_np)]
+                prompts = self.req_states.prompt_len.np
+                _batch[:] = [BatchBlocks(ids, input_batch.idx_mapping_np, prompts)]
             return plain(self, input_batch)
 
         return prepare_attn
@@ -104,8 +107,10 @@ def follow_blocks(vllm_config: Any) -> None:
 
 def _seeing_tables(plain: Any) -> Any:
     def build_attention_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
-        ids = self.input_batch.block_table[0].get_numpy_array()
-        _batch[:] = [BatchBlocks(ids, np.arange(len(ids), dtype=np.int32))]
+        batch = self.input_batch
+        ids = batch.block_table[0].get_numpy_array()
+        rows = np.arange(len(ids), dtype=np.int32)
+        _batch[:] = [BatchBlocks(ids, rows, batch.num_prompt_tokens)]
         return plain(self, *args, **kwargs)
 
     return build_attention_metadata

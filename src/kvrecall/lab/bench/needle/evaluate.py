@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from kvrecall.attention.selection import split_of
-from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.attention.settings import MODES, RETRIEVALKV, RetrievalSettings
 from kvrecall.errors import ConfigError, EngineError
 from kvrecall.lab.bench.model import BLOCK
 from kvrecall.lab.bench.needle.dataset import (
@@ -100,6 +100,9 @@ def measure_needle(
     dense_layers: Annotated[
         int, _option(_RETRIEVAL, "First layers that attend to all tokens; 0 is the hard case.")
     ] = 0,
+    reference: Annotated[
+        bool, _option(_RETRIEVAL, "With each share also VLLM_RETRIEVAL_MODE=retrievalkv.")
+    ] = False,
     endpoint: Annotated[
         str | None, _option(_SERVERS, "URL of an OpenAI-compatible server to measure.")
     ] = None,
@@ -126,6 +129,12 @@ def measure_needle(
         for size in _digest_sizes(digest_tokens) or (0,)
         for chosen in _shares(share)
     ]  # fmt: skip
+    if reference:
+        fixed: dict[str, Any] = {"mode": RETRIEVALKV, **MODES[RETRIEVALKV]}
+        settings += [
+            dataclasses.replace(settings[0], topk_share=chosen, **fixed)
+            for chosen in _shares(share)
+        ]
     dataset = Dataset(lengths_in(lengths), names_in(tasks), samples, documents, seed)
     if dense_endpoint and not endpoint:
         raise ConfigError("--dense-endpoint requires --endpoint; give both")

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from kvrecall.attention.settings import PREFIX, RetrievalSettings
+from kvrecall.attention.settings import PREFIX, RETRIEVALKV, RetrievalSettings
 from kvrecall.errors import EngineError
 from kvrecall.lab.bench.needle.dataset import Request
 from kvrecall.lab.bench.needle.score import DENSE, Variant
@@ -110,11 +110,13 @@ class SwitchedServer(Servers):
     def __init__(self, endpoint: Endpoint, settings: Sequence[RetrievalSettings]) -> None:
         self._endpoint = endpoint
         self._dense = dataclasses.replace(settings[0], dense_boundary=NEVER, offload_boundary=NEVER)
-        several = len({(one.digest, one.digest_tokens) for one in settings}) > 1
+        ours = [one for one in settings if one.mode != RETRIEVALKV]
+        several = len({(one.digest, one.digest_tokens) for one in ours}) > 1
         retrieval = []
         for one in settings:
-            digest = f", {one.tokens_a_digest}" if several else ""
-            retrieval.append(Variant(f"retrieval {one.topk_share:g}{digest}", True, one))
+            mode = RETRIEVALKV if one.mode == RETRIEVALKV else "retrieval"
+            digest = f", {one.tokens_a_digest}" if several and mode != RETRIEVALKV else ""
+            retrieval.append(Variant(f"{mode} {one.topk_share:g}{digest}", True, one))
         self.variants = (DENSE, *retrieval)
 
     def turn_to(self, variant: Variant) -> Endpoint:

@@ -1,0 +1,1 @@
+"""Vector indexes: what stands in for the exact search over digests, by name."""

@@ -1,0 +1,85 @@
+"""A vector index, and the registry of them: openGauss RetrievalKV's vector library as an interface.
+
+{vector, number} go in, in order, and an inner product finds them: one index for each KV head of a
+sequence in a layer. Everything else (which vectors represent a block, which blocks a group of query
+heads agrees on) is kvrecall's.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrecall.errors import ConfigError
+
+Vectors = npt.NDArray[np.float32]
+Numbers = npt.NDArray[np.int64]
+
+EXACT = "exact"
+"""No index: kvrecall's own search over all digests."""
+
+INDEXES = {
+    "faiss-flat": "kvrecall.attention.index.faiss:Flat",
+    "faiss-ivf": "kvrecall.attention.index.faiss:InvertedFile",
+    "faiss-hnsw": "kvrecall.attention.index.faiss:Graph",
+}
+"""``module:Factory`` of each index that has a name."""
+
+
+class VectorIndex(ABC):
+    """Vectors of one KV head of a sequence, numbered 0, 1, 2 ... in the order in which they are
+    added. Called by one thread, in host memory; ``testing/index_contract.py`` checks one."""
+
+    @abstractmethod
+    def add(self, vectors: Vectors) -> None:
+        """Appends vectors, float32 ``[count, width]``, C-contiguous: those of a whole prompt first,
+        then a block's at a time while the sequence decodes. They may change after the call."""
+
+    @abstractmethod
+    def search(self, queries: Vectors, count: int) -> tuple[Vectors, Numbers]:
+        """For each query the ``count`` vectors with the largest inner products, or those that an
+        approximate search takes for them: products and numbers, ``[queries, count]`` each, largest
+        first. ``queries``: float32 ``[queries, width]``, C-contiguous; ``count``: 1 to the number
+        of vectors. Where fewer are found the numbers at the end are -1."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Memory it holds."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Its sequence has ended."""
+
+
+Factory = Callable[[int], VectorIndex]
+"""Makes an empty index of vectors of a width."""
+
+
+def index_factory(name: str) -> Factory | None:
+    """What makes indexes of that name, or of ``package.module:Factory``; None for the exact search.
+    Raises ConfigError."""
+    if name == EXACT:
+        return None
+    module_name, colon, factory_name = INDEXES.get(name, name).partition(":")
+    if not (colon and module_name and factory_name):
+        raise ConfigError(
+            f"VLLM_RETRIEVAL_INDEX is {name!r}; allowed: {EXACT}, {', '.join(INDEXES)}, or "
+            "package.module:Factory"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        cure = " (pip install 'kvrecall[index]')" if name in INDEXES else ""
+        raise ConfigError(
+            f"VLLM_RETRIEVAL_INDEX is {name!r}: cannot import {module_name}: {error}{cure}"
+        ) from error
+    factory = getattr(module, factory_name, None)
+    if not callable(factory):
+        raise ConfigError(f"VLLM_RETRIEVAL_INDEX is {name!r}: {module_name} has no {factory_name}")
+    return cast(Factory, factory)

@@ -1,0 +1,105 @@
+"""Indexes of the faiss library (Douze et al., "The Faiss library", arXiv 2401.08281)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import faiss
+import numpy as np
+import torch
+
+from kvrecall.attention.index.base import Numbers, VectorIndex, Vectors
+
+_TRAINED_FROM = 4096
+"""Vectors: with fewer an inverted file is not faster than reading them all."""
+
+_TRAINED_BY = 64
+"""Vectors for each centroid: more do not make it better (faiss's guidelines say 39 to 256)."""
+
+_PROBED = 2.0
+"""An inverted file reads this many times as many vectors as it must find."""
+
+_NEIGHBOURS = 32
+"""Links of a graph's node."""
+
+
+class _Faiss(VectorIndex):
+    """Any index of faiss's that appends."""
+
+    def __init__(self, width: int) -> None:
+        faiss.omp_set_num_threads(torch.get_num_threads())
+        self._width = width
+        self._index: Any = faiss.IndexFlatIP(width)
+
+    def add(self, vectors: Vectors) -> None:
+        self._index.add(vectors)
+
+    def search(self, queries: Vectors, count: int) -> tuple[Vectors, Numbers]:
+        products, numbers = self._index.search(queries, count)
+        return products, numbers
+
+    @property
+    def nbytes(self) -> int:
+        return int(self._index.ntotal) * self._width * 4
+
+    def close(self) -> None:
+        self._index.reset()
+
+
+class Flat(_Faiss):
+    """All vectors are read: exact."""
+
+
+class InvertedFile(_Faiss):
+    """Vectors by the nearest of some centroids, of which a search reads the lists of a few. Trained
+    by the vectors of the prompt; all are read while there are few."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self._lists = 0
+
+    def add(self, vectors: Vectors) -> None:
+        super().add(vectors)
+        if not self._lists and self._index.ntotal >= _TRAINED_FROM:
+            self._train()
+
+    def search(self, queries: Vectors, count: int) -> tuple[Vectors, Numbers]:
+        if self._lists:
+            share = count / self._index.ntotal
+            self._index.nprobe = min(self._lists, math.ceil(8 + _PROBED * share * self._lists))
+        return super().search(queries, count)
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self._lists * self._width * 4 + 8 * int(self._index.ntotal)
+
+    def _train(self) -> None:
+        vectors = self._index.reconstruct_n(0, self._index.ntotal)
+        lists = math.isqrt(len(vectors))
+        some = np.random.default_rng(0).choice(
+            len(vectors), min(len(vectors), lists * _TRAINED_BY), replace=False
+        )
+        kept = faiss.IndexFlatIP(self._width)
+        trained = faiss.IndexIVFFlat(kept, self._width, lists, faiss.METRIC_INNER_PRODUCT)
+        trained.cp.min_points_per_centroid = 1
+        trained.train(vectors[np.sort(some)])
+        trained.add(vectors)
+        self._kept = kept  # belongs to the index
+        self._index, self._lists = trained, lists
+
+
+class Graph(_Faiss):
+    """A graph of near neighbours (HNSW: Malkov and Yashunin, arXiv 1603.09320)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self._index = faiss.IndexHNSWFlat(width, _NEIGHBOURS, faiss.METRIC_INNER_PRODUCT)
+
+    def search(self, queries: Vectors, count: int) -> tuple[Vectors, Numbers]:
+        self._index.hnsw.efSearch = max(64, count)
+        return super().search(queries, count)
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + 4 * int(self._index.hnsw.neighbors.size())
