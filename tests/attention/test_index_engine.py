@@ -33,7 +33,10 @@ def setup(model_folder: Callable[..., Path]) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=["faiss-flat", "faiss-ivf", "faiss-hnsw"])
+OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in ("faiss-ivf", "faiss-hnsw")]
+
+
+@pytest.fixture(scope="module", params=["faiss-flat", *OTHERS])
 def indexed(
     request: pytest.FixtureRequest, start: Callable[..., Engine], setup: dict[str, Any]
 ) -> Engine:

@@ -31,7 +31,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 ANSWER = 40
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=["Qwen2.5", pytest.param("Qwen2", marks=pytest.mark.long)])
 def folder(request: pytest.FixtureRequest, model_folder: Callable[..., Path]) -> Path:
     return model_folder("qwen2", dtype="float32", **SHAPES[request.param])
 
