@@ -36,6 +36,7 @@ def rows(
     return found
 
 
+@pytest.mark.long  # 95 s on a processor without instructions for bfloat16
 def test_windows_and_full_attention_keep_vllms_hybrid_manager(tmp_path: Path) -> None:
     found = rows(tmp_path, _SHAPES["gemma3"], "host")
     assert len(found) == _CASES

@@ -142,6 +142,7 @@ def test_a_part_says_what_it_finds_as_it_goes() -> None:
     assert [note.split(":")[0] for note in said] == ["traffic ...", *LAYOUTS]
 
 
+@pytest.mark.long
 def test_a_part_that_hangs_is_ended_with_all_that_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
