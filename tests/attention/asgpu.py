@@ -54,7 +54,7 @@ def checked(self: Any, prefix: int, common: Any, fast_build: bool = False) -> An
         assert (common.slot_mapping < 0).all(), "the step writes, and is no dummy"
     else:
         table = torch.from_numpy(blocks.leading(*common.block_table_tensor.shape))
-        for at, row in enumerate(backend._rows_of(common)):
+        for at, row in enumerate(backend._rows_of(common, blocks)):
             count = -(-row.tokens // self.block_size) if row.query_tokens else 0
             assert torch.equal(table[at, :count], common.block_table_tensor[at, :count])
     return build(self, prefix, common, fast_build)
