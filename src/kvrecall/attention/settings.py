@@ -153,7 +153,7 @@ class RetrievalSettings:
         "MODE",
         f"{RETRIEVALKV}: as openGauss's document describes it. One mean key per block, every "
         "layer by retrieval, no gate, boundaries compared with the length of the prompt; of the "
-        "other settings only the first five and INDEX",
+        "other settings only the first five, CACHE_PERCENT and INDEX",
         f"one of {', '.join(MODES)}",
         lambda name: name in MODES,
     )

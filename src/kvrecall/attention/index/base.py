@@ -7,15 +7,13 @@ heads agrees on) is kvrecall's.
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-from kvrecall.errors import ConfigError
+from kvrecall.factories import factory_of
 
 Vectors = npt.NDArray[np.float32]
 Numbers = npt.NDArray[np.int64]
@@ -66,20 +64,5 @@ def index_factory(name: str) -> Factory | None:
     Raises ConfigError."""
     if name == EXACT:
         return None
-    module_name, colon, factory_name = INDEXES.get(name, name).partition(":")
-    if not (colon and module_name and factory_name):
-        raise ConfigError(
-            f"VLLM_RETRIEVAL_INDEX is {name!r}; allowed: {EXACT}, {', '.join(INDEXES)}, or "
-            "package.module:Factory"
-        )
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        cure = " (pip install 'kvrecall[index]')" if name in INDEXES else ""
-        raise ConfigError(
-            f"VLLM_RETRIEVAL_INDEX is {name!r}: cannot import {module_name}: {error}{cure}"
-        ) from error
-    factory = getattr(module, factory_name, None)
-    if not callable(factory):
-        raise ConfigError(f"VLLM_RETRIEVAL_INDEX is {name!r}: {module_name} has no {factory_name}")
-    return cast(Factory, factory)
+    extras = dict.fromkeys(INDEXES, "index")
+    return factory_of("VLLM_RETRIEVAL_INDEX", name, INDEXES, allowed=(EXACT,), extras=extras)

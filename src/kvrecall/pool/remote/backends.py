@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import ipaddress
 import logging
 from collections.abc import Callable, Mapping
-from typing import cast
 
 from kvrecall.config import RemoteConfig
 from kvrecall.errors import ConfigError
+from kvrecall.factories import factory_of
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.cascade import Cascade
 from kvrecall.pool.cipher import Cipher
@@ -35,7 +34,7 @@ Factory = Callable[[Mapping[str, object]], Store]
 def check_store(kind: str, options: Mapping[str, object]) -> None:
     """Raises ConfigError if there is no such kind, or it does not take these options as far as
     that is known without making anything."""
-    factory_of(kind)
+    _factory(kind)
     makes_folder = str(options.get("url", "")).startswith("file:")
     if kind in BACKENDS and not makes_folder:
         make_store(kind, options).close()
@@ -54,26 +53,15 @@ def doubt_of(config: RemoteConfig) -> str:
 def make_store(kind: str, options: Mapping[str, object]) -> Store:
     """The store of a kind, or of ``package.module:Factory``. Raises ConfigError."""
     try:
-        return factory_of(kind)(options)
+        return _factory(kind)(options)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"remote: kind {kind!r} does not take these options: {error}") from error
+        raise ConfigError(
+            f"remote: kind is {kind!r}: it does not take these options: {error}"
+        ) from error
 
 
-def factory_of(kind: str) -> Factory:
-    """What makes stores of a kind. Raises ConfigError."""
-    path = BACKENDS.get(kind, kind)
-    module_name, colon, factory_name = path.partition(":")
-    if not (colon and module_name and factory_name):
-        known = ", ".join(BACKENDS)
-        raise ConfigError(f"remote: kind is {kind!r}; allowed: {known}, or package.module:Factory")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"remote: kind {kind!r}: cannot import {module_name}: {error}") from error
-    factory = getattr(module, factory_name, None)
-    if not callable(factory):
-        raise ConfigError(f"remote: kind {kind!r}: {module_name} has no {factory_name}")
-    return cast(Factory, factory)
+def _factory(kind: str) -> Factory:
+    return factory_of("remote: kind", kind, BACKENDS)
 
 
 def with_remote(
