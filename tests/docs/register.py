@@ -98,6 +98,7 @@ _BENCH: Mapping[str, Kind] = {
     "kvrecall bench restore": Elsewhere("tests/bench/test_servers.py", '"restore", '),
     "kvrecall bench disk": Runs(more=" --size 64MiB"),
     "kvrecall bench lookup": Runs(),
+    "kvrecall bench index": Runs(more=" --blocks 2000 --repeats 2"),
     "kvrecall bench step": Runs(more=" --sequences 4 --steps 40 --block-size 16"),
     "kvrecall bench launches": Runs(),
     "kvrecall bench overhead": Elsewhere("tests/bench/test_servers.py", '"overhead", '),

@@ -43,6 +43,10 @@ COMMANDS = {
         "Calls, operations and waits that kvrecall asks of a device, counted without one.",
     ),
     "lookup": ("pool", "How long the scheduler's look-up of 1,000 blocks takes."),
+    "index": (
+        "index",
+        "The disk tier's index at a size: memory a block, opening, look-ups, pauses.",
+    ),
     "disk": ("pool", "Disk tier -> arena against a raw sequential read of the same file system."),
     "tiers": (
         "tiers",

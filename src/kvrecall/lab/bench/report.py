@@ -51,6 +51,7 @@ BIAS: Mapping[str, str] = {
     "throttle": "for neither: a disk of known bandwidth, one hit at a time",
     "service": "for the service: two clients that do nothing else",
     "lookup": "for the pool: one caller, keys that are all there or all absent",
+    "index": "for the index: blocks of one size and one namespace, in chains of 50",
     "disk": "for the tier: large blocks in deep queues; against it: checksums, and durable writes",
     "tiers": (
         "for libraries of few, large calls (as ours is): requests of 16 blocks of 1 MiB, by one "
