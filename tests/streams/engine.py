@@ -310,6 +310,9 @@ class Engine:
         self._aggregator.ft_defer_kv_connector_outputs(
             [result.kv_connector_output for result in results]
         )
+        # vLLM 0.33.0 does not count this step as done: where steps overlap, blocks that are freed
+        # later stay taken until as many more steps are made, at last all of them.
+        self.scheduler.processed_step_seq = self.scheduler.sched_step_seq
         self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> None:

@@ -24,9 +24,17 @@ _OF_SERVE = (
     "sigterm_lets_running_requests_end",
 )
 
+_OF_FIELDS = (
+    "every_field_is_decided",
+    "every_variable_is_decided",
+    "every_configuration_is_known",
+    "settings_of_other_versions_are_theirs_alone",
+)
+
 PARTS: Mapping[str, tuple[str, ...]] = {
     "connector": (
         "tests/engine/test_compat.py",
+        *(f"tests/engine/test_fields.py::test_{name}" for name in _OF_FIELDS),
         "tests/engine/test_groups.py",
         "tests/engine/test_sleep.py",
         "tests/streams/test_streams.py",

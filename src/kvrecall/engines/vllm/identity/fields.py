@@ -86,6 +86,11 @@ HASHED_ALL_THE_SAME: Mapping[str, Sequence[str]] = {
 }
 """Why vLLM's ``compute_hash`` holds fields whose fate here is ``NO_EFFECT``."""
 
+OTHER_VERSIONS: Mapping[str, Sequence[str]] = {
+    versions: names.split() for versions, names in _DATA["other_versions"].items()
+}
+"""Decided settings that only some of the supported versions have, by these versions."""
+
 ELSEWHERE: Mapping[str, str] = _DATA["elsewhere"]
 """Configurations of vLLM that no field of ``VllmConfig`` contains, and what represents them."""
 
