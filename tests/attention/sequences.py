@@ -88,9 +88,20 @@ class Bench:
         table = torch.zeros(len(sequences), width, dtype=torch.int32)
         for row, sequence in zip(table, sequences, strict=True):
             row[: len(sequence.block_ids)] = sequence.block_ids
-        step = self.planner.plan([BatchRow(1, count, False) for count in tokens], table)
+        rows = [BatchRow(1, count, False) for count in tokens]
+        return self.attend(rows, table, torch.stack([sequence.query for sequence in sequences]))
+
+    def verify(self, sequence: Sequence, queries: torch.Tensor, length: int) -> torch.Tensor:
+        """Sparse attention, in one step, of the last ``len(queries)`` tokens of a sequence of that
+        length: a decoded one and drafts. ``queries``: ``[tokens, heads, dim]``."""
+        row = BatchRow(len(queries), length, False)
+        return self.attend([row], sequence.block_ids.to(torch.int32)[None], queries)
+
+    def attend(
+        self, rows: list[BatchRow], table: torch.Tensor, queries: torch.Tensor
+    ) -> torch.Tensor:
+        step = self.planner.plan(rows, table)
         assert step is not None
-        assert len(step.sequences) == len(sequences), "not all of them were attended to sparsely"
+        assert len(step.sequences) == len(queries), "not all of them were attended to sparsely"
         self.layer.digest(self.cache, step.stale)
-        queries = torch.stack([sequence.query for sequence in sequences])
         return self.layer.attend(queries, self.cache, step, self.shape.head_dim**-0.5)

@@ -10,7 +10,7 @@ import torch
 
 from kvrecall.attention.kernels.oracle import attended, attention
 from kvrecall.attention.selection import split_of
-from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.attention.settings import Regime, RetrievalSettings
 from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape
 
 from .sequences import BLOCK, Bench, Sequence, shape_of
@@ -125,6 +125,31 @@ def test_a_batch_equals_its_sequences_by_themselves() -> None:
     sequences = [bench.sequence(tokens) for tokens in (*AWKWARD, 700)]
     for got, sequence in zip(bench.decode(*sequences), sequences, strict=True):
         assert_close(got, oracle(sequence, SMALL), torch.float32)
+
+
+@pytest.mark.parametrize("end", [1024, 1026, 1155])
+def test_a_draft_has_the_blocks_of_a_decoded_token(end: int) -> None:
+    """Of its own length, at which it may be dense yet, and the blocks may end elsewhere."""
+    settings = replace(SMALL, dense_boundary=1024)
+    bench = Bench(shape_of(), settings, 64)
+    whole = bench.sequence(1300)
+    drafts = 5
+    queries = torch.randn(drafts, *whole.query.shape)
+    before = bench.activity.sequences_sparse
+    got = bench.verify(whole, queries, end)
+    lengths = range(end - drafts + 1, end + 1)
+    sparse = [length for length in lengths if settings.regime(length, 0) is not Regime.DENSE]
+    assert bench.activity.sequences_sparse - before == len(sparse) > 0
+    for one, query, length in zip(got, queries, lengths, strict=True):
+        cut = whole.keys[:length], whole.values[:length]
+        now = Sequence(*cut, query, whole.block_ids)
+        everything = torch.ones(bench.shape.kv_heads, length, dtype=torch.bool)
+        if length in sparse:
+            assert_close(one, oracle(now, settings), torch.float32)
+            alone = bench.decode(replace(now), lengths=(length,))[0]
+            assert torch.equal(one, alone)
+        else:
+            assert_close(one, attention(query, *cut, everything), torch.float32)
 
 
 def test_scattered_blocks_and_blocks_in_a_row_are_scored_alike() -> None:

@@ -72,11 +72,15 @@ class Builder(RetrievalBuilder, Dense):
         self._log = ActivityLog(self._activity)
         self._settings = SETTINGS
         self._hindrance = None
+        self._decoded = 1
         self._group = RetrievalGroup(self._activity, HeatTotals(), loads_in_step=False)
         self._planner = StepPlanner(SETTINGS, self._kernel, self._group.freshness, self._activity)
 
 
-def common_of(lengths: list[int], queries: list[int]) -> CommonAttentionMetadata:
+def common_of(
+    lengths: list[int], queries: list[int], prefills: bool = True
+) -> CommonAttentionMetadata:
+    """``prefills``: requests with several tokens are in prefill."""
     starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
     tokens = int(starts[-1])
     return CommonAttentionMetadata(
@@ -90,7 +94,7 @@ def common_of(lengths: list[int], queries: list[int]) -> CommonAttentionMetadata
         block_table_tensor=torch.zeros(len(lengths), 1024, dtype=torch.int32, device=META),
         slot_mapping=torch.zeros(tokens, dtype=torch.int64, device=META),
         seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
-        is_prefilling=torch.tensor([query > 1 for query in queries]),
+        is_prefilling=torch.tensor([prefills and query > 1 for query in queries]),
     )
 
 
@@ -101,12 +105,12 @@ def builder(monkeypatch: pytest.MonkeyPatch) -> Builder:
     return Builder()
 
 
-def build(builder: Builder, lengths: list[int], queries: list[int]) -> Any:
+def build(builder: Builder, lengths: list[int], queries: list[int], prefills: bool = True) -> Any:
     """The batch's requests are rows 7, 6, 5 ... of the runner's, which have blocks of their own."""
     ids = np.arange(8 * 1024, dtype=np.int32).reshape(8, 1024)
     rows = np.arange(7, 7 - len(lengths), -1, dtype=np.int32)
     runner._batch[:] = [runner.BatchBlocks(ids, rows, np.zeros(8, dtype=np.int32))]
-    common = common_of(lengths, queries)
+    common = common_of(lengths, queries, prefills)
     with Watch():
         return builder.build(0, common)
 
@@ -117,6 +121,16 @@ def test_a_step_is_planned_without_the_device(builder: Builder) -> None:
     step = metadata.retrieval.step
     assert [sequence.row for sequence in step.sequences] == [0, 3]
     assert metadata.retrieval.beside_sparse.metadata.common.num_actual_tokens == 513
+
+
+def test_drafts_are_planned_beside_each_other(builder: Builder) -> None:
+    """One request decodes with three drafts; another computes again what a preemption has cost."""
+    builder._decoded = 4
+    step = build(builder, [70_000, 70_000, 40_000], [4, 5, 1], prefills=False).retrieval.step
+    assert [(one.row, one.token) for one in step.sequences] == [
+        (0, 0), (0, 1), (0, 2), (0, 3), (2, 9)
+    ]  # fmt: skip
+    assert [one.split.last_tokens for one in step.sequences[:4]] == [109, 110, 111, 112]
 
 
 def test_short_steps_are_planned_without_the_device(builder: Builder) -> None:

@@ -193,7 +193,6 @@ def engine(layers: Sequence[str] = (), **changed: Any) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"speculative_config": object()}, "speculative decoding"),
         ({"cache_config": SimpleNamespace(cache_dtype="fp8")}, "kv_cache_dtype=fp8"),
         ({"parallel_config": SimpleNamespace(decode_context_parallel_size=2)}, "context_parallel"),
         ({"parallel_config": SimpleNamespace(enable_dbo=True)}, "remove --enable-dbo"),
@@ -204,6 +203,28 @@ def test_what_cannot_work_is_refused(changed: dict[str, Any], named: str) -> Non
     require_engine(engine(), RetrievalSettings())
     with pytest.raises(EngineError, match=named):
         require_engine(engine(**changed), RetrievalSettings())
+
+
+@pytest.mark.parametrize(
+    ("method", "ahead", "index", "named"),
+    [
+        ("eagle", False, "exact", "by eagle, whose draft has layers of its own; draft by"),
+        ("ngram", True, "exact", "asynchronous scheduling; pass --no-async-scheduling"),
+        ("ngram", False, "faiss-flat", "INDEX=faiss-flat; leave the index at exact"),
+    ],
+)
+def test_speculation_that_cannot_be_followed_is_refused(
+    method: str, ahead: bool, index: str, named: str
+) -> None:
+    def speculating(method: str, ahead: bool) -> Any:
+        return engine(
+            speculative_config=SimpleNamespace(method=method),
+            scheduler_config=SimpleNamespace(async_scheduling=ahead),
+        )
+
+    require_engine(speculating("ngram", False), RetrievalSettings())
+    with pytest.raises(EngineError, match=named):
+        require_engine(speculating(method, ahead), RetrievalSettings(index=index))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -149,6 +150,7 @@ class RetrievalBuilder(ABC):
         self._heat = HeatTotals()
         self._log = ActivityLog(self._activity)
         self._hindrance = offload_hindrance(vllm_config)
+        self._decoded = config.most_decoded_at_once(vllm_config)
         runner.follow_blocks(vllm_config)
         self.bind(active_settings(vllm_config))
 
@@ -218,7 +220,7 @@ class RetrievalBuilder(ABC):
         common = common_attn_metadata
         metadata = super().build(common_prefix_len, common, fast_build)  # type: ignore[misc]
         blocks = runner.take_batch_blocks() or _read_back(common)
-        rows = _rows_of(common, blocks)
+        rows = _rows_of(common, blocks, self._decoded)
         self._note_written(rows, blocks)
         if all(row.regime(self._settings) is Regime.DENSE for row in rows):
             self._activity.steps += 1
@@ -361,15 +363,19 @@ def _read_back(common: Any) -> runner.BatchBlocks:
     return runner.BatchBlocks(table, rows, np.zeros_like(rows))
 
 
-def _rows_of(common: Any, blocks: runner.BatchBlocks) -> list[BatchRow]:
+def _rows_of(common: Any, blocks: runner.BatchBlocks, decoded: int) -> list[BatchRow]:
+    """``decoded``: the most tokens of a request in a step in which it decodes; with more, it
+    computes again what a preemption has cost."""
     starts = common.query_start_loc_cpu.tolist()
-    # Without speculation, which is refused, the upper bounds are the lengths.
+    # Without speculation while a step is under way, which is refused, the upper bounds are the
+    # lengths.
     lengths = common.seq_lens_cpu_upper_bound
     tokens = (common.seq_lens if lengths is None else lengths).tolist()
     flags = common.is_prefilling
     prefilling = [False] * common.num_reqs if flags is None else flags.tolist()
     prompts = blocks.prompts[blocks.rows[: common.num_reqs]].tolist()
+    counts = [end - first for first, end in pairwise(starts[: common.num_reqs + 1])]
     return [
-        BatchRow(starts[at + 1] - starts[at], tokens[at], bool(prefilling[at]), prompts[at])
-        for at in range(common.num_reqs)
+        BatchRow(count, tokens[at], bool(prefilling[at]) or count > decoded, prompts[at])
+        for at, count in enumerate(counts)
     ]

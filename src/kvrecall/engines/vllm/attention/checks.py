@@ -11,6 +11,7 @@ from typing import Any
 from kvrecall.attention.index.base import EXACT
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.compat.config import is_on_cpu
+from kvrecall.engines.vllm.identity.weights import DRAFTLESS
 from kvrecall.errors import EngineError
 
 logger = logging.getLogger("vllm.kvrecall")
@@ -35,8 +36,7 @@ def require_engine(vllm_config: Any, settings: RetrievalSettings) -> None:
     """Raises EngineError for an engine that cannot decode by retrieval."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
-    if vllm_config.speculative_config is not None:
-        raise _refusal("speculative decoding", "disable it")
+    _require_speculation(vllm_config, settings)
     if cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
         raise _refusal(f"kv_cache_dtype={cache.cache_dtype}", "leave kv_cache_dtype at auto")
     if getattr(model, "is_encoder_decoder", False) or getattr(model, "is_hybrid", False):
@@ -81,6 +81,25 @@ def require_engine(vllm_config: Any, settings: RetrievalSettings) -> None:
         )
 
 
+def _require_speculation(vllm_config: Any, settings: RetrievalSettings) -> None:
+    """Raises EngineError for speculation whose tokens cannot be told, or that has layers of its
+    own."""
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return
+    if speculative.method not in DRAFTLESS:
+        what = f"speculative decoding by {speculative.method}, whose draft has layers of its own"
+        raise _refusal(what, 'draft by {"method": "ngram"}')
+    if vllm_config.scheduler_config.async_scheduling:
+        # A step is planned before it is known how many of the last step's drafts were accepted.
+        what = "speculative decoding under asynchronous scheduling"
+        raise _refusal(what, "pass --no-async-scheduling")
+    if settings.index != EXACT:
+        # A rejected draft may have filled a block that the index then has, and the sequence not.
+        what = f"speculative decoding and VLLM_RETRIEVAL_INDEX={settings.index}"
+        raise _refusal(what, f"leave the index at {EXACT}")
+
+
 def require_layer(impl: Any) -> None:
     """Raises EngineError for an attention layer that cannot attend to selected blocks."""
     if impl.attn_type != "decoder":
@@ -110,6 +129,10 @@ def offload_hindrance(vllm_config: Any) -> str | None:
         return "it has no pool to keep them in (use RecallConnector)"
     if parallel.pipeline_parallel_size > 1:
         return "no pipeline has offloaded any yet (use tensor parallelism)"
+    if vllm_config.speculative_config is not None:
+        return (
+            "drafts and the token before them would need slots of their own (disable speculation)"
+        )
     return None
 
 

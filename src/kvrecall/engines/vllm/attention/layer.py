@@ -201,6 +201,8 @@ class RetrievalLayer:
             self._indexes.begin_step()
         for at, sequence in enumerate(step.sequences):
             split, offloaded = sequence.split, sequence.offloaded
+            if not split.middle:
+                continue
             activity.layers_sparse += 1
             activity.blocks_considered += split.middle * heads
             activity.blocks_selected += split.chosen * heads

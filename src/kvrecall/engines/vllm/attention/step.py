@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any
@@ -57,7 +57,8 @@ class KernelShape:
 @dataclass(frozen=True, slots=True)
 class BatchRow:
     """One request of a step. ``tokens`` counts those of this step too; ``prompt_tokens``: of its
-    prompt."""
+    prompt. One that is not ``prefilling`` decodes the token sampled last, and drafts of those that
+    may follow it."""
 
     query_tokens: int
     tokens: int
@@ -66,19 +67,25 @@ class BatchRow:
 
     @property
     def decodes(self) -> bool:
-        return self.query_tokens == 1 and not self.prefilling
+        return self.query_tokens > 0 and not self.prefilling
 
-    def regime(self, settings: RetrievalSettings) -> Regime:
-        """How it is attended to while it decodes."""
-        return settings.regime(self.tokens, self.prompt_tokens)
+    @property
+    def lengths(self) -> range:
+        """Tokens of the sequence up to each of this step's."""
+        return range(self.tokens - self.query_tokens + 1, self.tokens + 1)
+
+    def regime(self, settings: RetrievalSettings, tokens: int | None = None) -> Regime:
+        """How it is attended to while it decodes, at this length or another."""
+        return settings.regime(self.tokens if tokens is None else tokens, self.prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class SparseSequence:
     """One decoded token and the middle blocks to choose from.
 
-    ``row``: the request's place in the batch, ``token``: its token's. ``table``: int32 ids of all
-    its blocks, ``blocks``: of the middle ones, in the sequence's order, on the host. Candidates are
+    ``row``: the request's place in the batch, ``token``: its token's. ``table``: int32 ids of the
+    blocks up to that token, ``blocks``: of the middle ones, in the sequence's order, on the host;
+    without middle blocks it attends to all. Candidates are
     in the order of their ids: ``places`` says which of ``blocks`` each is, ``runs`` gives their ids
     as half-open ranges, none if they are too scattered. ``offloaded``: if its leading middle blocks
     are off the device; their ids then mean nothing, and there are no ``places`` and ``runs``; nor
@@ -303,23 +310,30 @@ class StepPlanner:
         for index, (row, token) in enumerate(zip(rows, firsts, strict=False)):
             if row.regime(self._settings) is Regime.DENSE:
                 continue
-            split = split_of(row.tokens, self._shape.block_size, self._settings)
             sequence = offloaded.get(index)
-            if sequence is None and not self.gate.passes(row.tokens, split):
-                self._activity.sequences_gated += row.decodes
+            lengths = row.lengths if row.decodes else (row.tokens,)
+            splits = [self._split(row, length, sequence is not None) for length in lengths]
+            if not any(split.middle for split in splits):
+                self._activity.sequences_gated += len(splits) * row.decodes
                 gated += row.decodes
                 continue
-            first = split.init + (sequence.count if sequence is not None else 0)
+            last = splits[-1]
+            first = last.init + (sequence.count if sequence is not None else 0)
             full = row.tokens // self._shape.block_size
             stale.append(self._freshness.take_stale(block_table[index, first:full]))
             if not row.decodes:
                 continue
-            table = block_table[index, : split.blocks]
+            searched = sequence is None and not self._kernel.chooses
             order: tuple[torch.Tensor, Any] = torch.empty(0, dtype=torch.int64), ()
-            if sequence is None and not self._kernel.chooses:
-                order = _runs_of(table[split.init : split.local])
-            sequences.append(SparseSequence(index, token, split, table, *order, sequence))
-            self._activity.sequences_offloaded += sequence is not None
+            ordered = slice(0)
+            for place, split in enumerate(splits):
+                table, middle = block_table[index, : split.blocks], slice(split.init, split.local)
+                if searched and split.middle and middle != ordered:
+                    order, ordered = _runs_of(table[middle]), middle
+                sequences.append(
+                    SparseSequence(index, token + place, split, table, *order, sequence)
+                )
+            self._activity.sequences_offloaded += len(splits) * (sequence is not None)
         if gated and not sequences:
             self._tell_gated(gated)
         if not stale:
@@ -329,8 +343,16 @@ class StepPlanner:
         if not sequences and not len(digested):
             return None
         self._activity.steps_sparse += bool(sequences)
-        self._activity.sequences_sparse += len(sequences)
+        self._activity.sequences_sparse += sum(bool(one.split.middle) for one in sequences)
         return self._kernel.plan(digested, sequences)
+
+    def _split(self, row: BatchRow, tokens: int, offloaded: bool) -> Split:
+        """Of the row's sequence at that length: without middle blocks if it is dense there."""
+        split = split_of(tokens, self._shape.block_size, self._settings)
+        sparse = row.regime(self._settings, tokens) is not Regime.DENSE
+        if offloaded or (sparse and self.gate.passes(tokens, split)):
+            return split
+        return replace(split, init=split.blocks, local=split.blocks, chosen=0)
 
     def _tell_gated(self, sequences: int) -> None:
         """Logs once that retrieval did not act although sequences are past the boundary."""

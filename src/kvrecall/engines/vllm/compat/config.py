@@ -325,6 +325,12 @@ def most_blocks_of_sequences(vllm_config: Any, block_size: int) -> int:
     return int(vllm_config.scheduler_config.max_num_seqs) * longest
 
 
+def most_decoded_at_once(vllm_config: Any) -> int:
+    """Tokens of a request in a step in which it decodes: one, and the drafts."""
+    speculative = vllm_config.speculative_config
+    return 1 if speculative is None else 1 + int(speculative.num_speculative_tokens)
+
+
 def layer_index(layer_name: str) -> int:
     """Which layer of the model an attention layer's name speaks of, from 0."""
     from vllm.model_executor.models.utils import extract_layer_index

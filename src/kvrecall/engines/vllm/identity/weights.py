@@ -27,7 +27,8 @@ _FROM_THE_FOLDER = frozenset(
 )
 """Load formats that read only files of the model's folder."""
 
-_DRAFTLESS = ("ngram", "ngram_gpu", "suffix")
+DRAFTLESS = ("ngram", "ngram_gpu", "suffix")
+"""Methods of speculation that draft without a model."""
 _CLOCK_S = 1.5  # the kernel counts a process's start in whole seconds since boot
 
 _early: dict[int, Weights] = {}  # by the id of the engine's configuration, until it is asked for
@@ -155,7 +156,7 @@ def _model(model_config: Any, load_config: Any) -> _Model:
 def draft_model(vllm_config: Any) -> Any:
     """Configuration of the draft model whose layers are in the KV cache; None without one."""
     speculative = vllm_config.speculative_config
-    if speculative is None or speculative.method in _DRAFTLESS:
+    if speculative is None or speculative.method in DRAFTLESS:
         return None
     return getattr(speculative, "draft_model_config", None)
 

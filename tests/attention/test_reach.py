@@ -1,0 +1,110 @@
+"""What retrieval is served beside: speculation, adapters, ranks, compiled graphs, models of other
+kinds. Each in a real engine, against one without it or against dense attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine.engine import Engine, prompt_of
+
+from kvrecall.lab.models import write_lora
+
+from .test_engine import EXTENSION, MIXED, activity, retrieval, spent, tokens_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.long]
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+
+
+@pytest.fixture(scope="module")
+def setup(model_folder: Callable[..., Path]) -> dict[str, Any]:
+    return {
+        "model": str(model_folder("qwen3")),
+        "dtype": "float32",
+        "worker_extension_cls": EXTENSION,
+        "num_gpu_blocks_override": 90,
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
+    return start(**setup, env=retrieval(0.3))
+
+
+def repeated(tokens: int, seed: int) -> list[int]:
+    """A prompt in which a drafter finds what came before."""
+    piece = prompt_of(40, seed)
+    return (piece * (tokens // len(piece) + 1))[:tokens]
+
+
+def test_speculation_decodes_the_tokens_of_a_plain_engine(
+    start: Callable[..., Engine], setup: dict[str, Any], plain: Engine
+) -> None:
+    """Every draft has the blocks that it would have as a decoded token; sequences grow past the
+    boundary and past the end of blocks."""
+    prompts = [repeated(tokens, 10 + at) for at, tokens in enumerate(MIXED)]
+    before = activity(plain)
+    want = plain.generate(prompts=prompts, max_tokens=150)
+    alone = spent(plain, before)
+    engine = start(**setup, env=retrieval(0.3), speculative_config=NGRAM)
+    before = activity(engine)
+    got = engine.generate(prompts=prompts, max_tokens=150)
+    did = spent(engine, before)
+    assert tokens_of(got) == tokens_of(want)
+    assert did["steps_sparse"] < alone["steps_sparse"], "no draft was accepted"
+    assert did["sequences_sparse"] > alone["sequences_sparse"], "none was rejected"
+    assert 0 < did["blocks_selected"] < did["blocks_considered"]
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory, setup: dict[str, Any]) -> list[list[Any]]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return [
+        [f"a{at}", at, str(write_lora(folder / f"a{at}", Path(setup["model"]), seed=at))]
+        for at in (1, 2)
+    ]
+
+
+def test_adapters(
+    start: Callable[..., Engine], setup: dict[str, Any], adapters: list[list[Any]], plain: Engine
+) -> None:
+    """With every block chosen, dense attention's tokens, of each adapter and without."""
+    prompts = [prompt_of(tokens, 20 + at) for at, tokens in enumerate((1000, 1500))]
+    setup = {**setup, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    dense, whole = start(**setup), start(**setup, env=retrieval(1.0))
+    before, found = activity(whole), []
+    for adapter in (None, *adapters):
+        ask = {"prompts": prompts, "lora": adapter, "max_tokens": 60}
+        found.append(tokens_of(whole.generate(**ask)))
+        assert found[-1] == tokens_of(dense.generate(**ask))
+    assert spent(whole, before)["blocks_selected"] > 0
+    assert found[0] != found[1] != found[2] != found[0]
+
+
+def test_ranks_choose_for_their_own_heads(
+    start: Callable[..., Engine], setup: dict[str, Any], plain: Engine
+) -> None:
+    prompts = [prompt_of(tokens, 30 + at) for at, tokens in enumerate(MIXED)]
+    want = plain.generate(prompts=prompts, max_tokens=60)
+    engine = start(**setup, tensor_parallel_size=2, env=retrieval(0.3))
+    got = engine.generate(prompts=prompts, max_tokens=60)
+    assert tokens_of(got) == tokens_of(want)
+    one, other = engine.workers(method="retrieval_activity")
+    assert one == other
+    assert 0 < one["blocks_selected"] < one["blocks_considered"]
+
+
+def test_compiled_graphs(start: Callable[..., Engine], setup: dict[str, Any]) -> None:
+    """By Inductor; attention is between the graphs."""
+    prompts = [prompt_of(tokens, 40 + at) for at, tokens in enumerate(MIXED)]
+    compiled = {**setup, "enforce_eager": False, "compilation_config": {"mode": 3}}
+    dense = start(**compiled, env={"TORCHDYNAMO_DISABLE": "0"})
+    whole = start(**compiled, env={**retrieval(1.0), "TORCHDYNAMO_DISABLE": "0"})
+    before = activity(whole)
+    got = whole.generate(prompts=prompts, max_tokens=60)
+    assert tokens_of(got) == tokens_of(dense.generate(prompts=prompts, max_tokens=60))
+    assert spent(whole, before)["blocks_selected"] > 0
+    assert "AOT compil" in whole.log.read_text(), "vLLM compiled no graph"
