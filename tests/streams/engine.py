@@ -241,6 +241,7 @@ class Engine:
             SimpleNamespace(is_known=lambda _: True, identity=lambda _: None),
             manager.get_block_ids,
             room_for=compat.room_for(manager),
+            uncache=manager.evict_blocks,
         )
         self._hasher = get_request_block_hasher(BLOCK, sha256_cbor)
         self._stories: dict[str, tuple[list[int], np.ndarray]] = {}

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+
 from kvrecall.config import RecallSettings
 from kvrecall.engines.vllm.connector.saver import Saver
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
@@ -72,6 +74,10 @@ def _failed_steps_believed() -> Any:
     return patch.object(Saver, "doubt", lambda *_: None)
 
 
+def _failed_steps_cached() -> Any:
+    return patch.object(KVCacheManager, "evict_blocks", lambda *_: None)
+
+
 RULES: dict[str, Callable[[], Any]] = {
     "rule: device blocks of a request that ended are held for its stores": _freed_at_once,
     "rule: blocks are committed when all ranks have stored them": _committed_by_the_first_rank,
@@ -82,6 +88,7 @@ RULES: dict[str, Callable[[], Any]] = {
 _ACTIONS: dict[str, float] = {"add": 8, "abort": 1, "preempt": 1, "sleep": 0.2, "step": 8}
 if RECOVERS:
     RULES["rule: blocks of a step that failed are not committed"] = _failed_steps_believed
+    RULES["rule: they leave vLLM's prefix cache"] = _failed_steps_cached
     _ACTIONS["fail"] = 0.5
 
 

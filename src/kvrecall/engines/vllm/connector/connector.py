@@ -194,6 +194,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             scheduler.reachable_blocks(self._kv_cache_manager),
             scheduler.room_for(self._kv_cache_manager),
             scheduler.tail_hash(self._vllm_config, facts.block_size),
+            self._kv_cache_manager.evict_blocks,
         )
         self._keep_long_sequences(facts)
         self._ready_arena(facts, [shard.numa_node for shard in shards if isinstance(shard, Shard)])

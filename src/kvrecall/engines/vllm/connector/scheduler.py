@@ -70,12 +70,14 @@ class RecallScheduler:
         reachable: Reachable = lambda request, group, start, stop: None,
         room_for: RoomFor = lambda request, tokens, others: True,
         tail_hash: TailHash | None = None,
+        uncache: Callable[[set[int]], None] = lambda block_ids: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``namespace`` and ``adapters`` as of ``NamespaceRegistry``. ``tables``: the device blocks
         of a request by KV group, in order; 0 for one that is no longer there. ``first_needed`` as
         of ``HitFinder``, ``reachable`` as of ``Saver``; ``room_for`` and ``tail_hash``: see
-        ``compat.scheduler``. ``clock``: seconds."""
+        ``compat.scheduler``. ``uncache``: takes device blocks out of vLLM's prefix cache.
+        ``clock``: seconds."""
         self._pool = pool
         self._settings = settings
         self._facts = facts
@@ -89,6 +91,7 @@ class RecallScheduler:
         self._ticks = 0
         self._room_for = room_for
         self._tail_hash = tail_hash
+        self._uncache = uncache
         self._loads: list[Load] = []
         self._releases: list[str] = []
         self._warned_of_foreign = False
@@ -527,7 +530,9 @@ class RecallScheduler:
             any_new = self._saver.save([Computed(state, final, lambda: tables, True, tails)])
         self._auditor.ended(request.request_id)
         if self._facts.recovers and request.status.name == _ABORTED:
+            # A step that failed aborts all requests, and its blocks are in vLLM's prefix cache.
             self._saver.doubt(state)
+            self._uncache({block_id for ids in block_ids for block_id in ids})
         if whole and (state.saved or state.hanging) and not self._settings.async_write:
             self._saver.flush_later([*state.keys(state.saved), *state.hanging])
         hold = any_new or (bool(state.open_stores) and not self._facts.copies_in_step)
