@@ -11,7 +11,7 @@ import typer
 
 from kvrecall.config import parse_size
 from kvrecall.lab.chaos.run import MODELS, ChaosRun, Settings
-from kvrecall.lab.processes import command_folder
+from kvrecall.lab.processes import Keep, command_folder
 from kvrecall.lab.progress import ProgressLines
 
 app = typer.Typer(add_completion=False)
@@ -32,7 +32,7 @@ def chaos(
     disk_size: Annotated[
         str, typer.Option(help="Limit of the disk tier; 64MiB makes it evict constantly.")
     ] = "1GiB",
-    keep: Annotated[bool, typer.Option("--keep", help="Keep logs and files.")] = False,
+    keep: Keep = False,
 ) -> None:
     """Run real engines on a real pool service while the service and engines are killed and files
     are damaged. Every reply is compared with that of an engine without a pool. The last line is

@@ -13,7 +13,7 @@ import typer
 from kvrecall.engines.vllm.compat.versions import VERSIONS
 from kvrecall.lab.compat.parts import PARTS, Seen, run_part
 from kvrecall.lab.compat.wheels import RELEASES, provide
-from kvrecall.lab.processes import command_folder
+from kvrecall.lab.processes import Jobs, Keep, command_folder, one_of
 from kvrecall.lab.progress import ProgressLines
 
 app = typer.Typer(add_completion=False)
@@ -30,8 +30,8 @@ def compat(
         list[str] | None,
         typer.Option(help=f"A part to run: {', '.join(PARTS)}; may be given several times."),
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, max=8, help="Parts that run at a time.")] = 2,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the logs of the tests.")] = False,
+    jobs: Jobs = 2,
+    keep: Keep = False,
 ) -> None:
     """Run the connector's exactness tests, the server's and retrieval attention's with each
     supported version of vLLM: builds for CPUs of 0.30 to 0.32, and the Python files of 0.33 over
@@ -40,7 +40,7 @@ def compat(
 
     The last line is JSON; the exit status is 0 only if every part of every version holds.
     """
-    versions, parts = _known(version, VERSIONS, "version"), _known(part, tuple(PARTS), "part")
+    versions, parts = one_of(version, VERSIONS, "version"), one_of(part, tuple(PARTS), "part")
     with command_folder("compat", keep, large=("engines",)) as folder:
         with _progress.alive():
             found = _run(versions, parts, jobs, folder)
@@ -80,14 +80,6 @@ def _figures(version: str, found: dict[str, Seen]) -> dict[str, object]:
     told |= {"tests": sum(seen.passed for seen in found.values())}
     told |= {"skipped": sum(seen.skipped for seen in found.values()), "how": RELEASES[version].how}
     return told | ({"why": whys} if whys else {})
-
-
-def _known(given: list[str] | None, names: Sequence[str], option: str) -> Sequence[str]:
-    for name in given or ():
-        if name not in names:
-            text = f"{name!r} is none of {', '.join(names)}"
-            raise typer.BadParameter(text, param_hint=f"--{option}")
-    return given or names
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import typer
 
 from kvrecall.lab.identity.pairs import PAIRS, Kv, Pair
 from kvrecall.lab.identity.trial import Laboratory, Verdict
-from kvrecall.lab.processes import command_folder
+from kvrecall.lab.processes import Jobs, Keep, command_folder
 from kvrecall.lab.progress import ProgressLines
 
 app = typer.Typer(add_completion=False)
@@ -27,8 +27,8 @@ _progress = ProgressLines("identity")
 def identity(
     only: Annotated[list[str] | None, typer.Option(help="A pair to try; repeatable.")] = None,
     show: Annotated[bool, typer.Option("--list", help="List the pairs and exit.")] = False,
-    jobs: Annotated[int, typer.Option(min=1, max=8, help="Engines that run at a time.")] = 2,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep models, pools and logs.")] = False,
+    jobs: Jobs = 2,
+    keep: Keep = False,
 ) -> None:
     """Run real engines in pairs that differ in one respect, on one pool: A saves prompts on disk, B
     requests them and saves others, and A, restarted, requests all. Every reply is compared with

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvrecall.lab.processes import command_folder
+from kvrecall.lab.processes import Jobs, Keep, command_folder, one_of
 from kvrecall.lab.progress import ProgressLines
 from kvrecall.lab.shapes.row import TIERS, Row
 from kvrecall.lab.shapes.shapes import SHAPES, Shape
@@ -32,8 +32,8 @@ def models(
         list[str] | None, typer.Option(help="A tier to recall from; may be given several times.")
     ] = None,
     show: Annotated[bool, typer.Option("--list", help="List the models and exit.")] = False,
-    jobs: Annotated[int, typer.Option(min=1, max=8, help="Models tried at a time.")] = 2,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep models, pools and logs.")] = False,
+    jobs: Jobs = 2,
+    keep: Keep = False,
 ) -> None:
     """Small models with the KV groups of published ones, recalled from every tier: prompts that end
     on a block and beside it, longer ones computed in chunks, several samples, and requests that are
@@ -48,8 +48,8 @@ def models(
         for shape in SHAPES:
             typer.echo(f"{shape.name:16} {shape.like}")
         return
-    shapes = [one for one in SHAPES if one.name in _known(model, [s.name for s in SHAPES], "model")]
-    tiers = [one for one in TIERS if one in _known(tier, TIERS, "tier")]
+    shapes = [one for one in SHAPES if one.name in one_of(model, [s.name for s in SHAPES], "model")]
+    tiers = [one for one in TIERS if one in one_of(tier, TIERS, "tier")]
     with command_folder("models", keep, large=("models", "pools", "cache")) as folder:
         laboratory = Laboratory(folder, _progress.now)
         rows: dict[str, list[Row]] = {}
@@ -76,14 +76,6 @@ def models(
         ok = all(row.ok for row in ordered)
         print(json.dumps({"ok": ok, "rows": [_figures(row) for row in ordered]}), flush=True)
         raise typer.Exit(0 if ok else 1)
-
-
-def _known(given: list[str] | None, names: Sequence[str], option: str) -> Sequence[str]:
-    for name in given or ():
-        if name not in names:
-            text = f"{name!r} is none of {', '.join(names)}"
-            raise typer.BadParameter(text, param_hint=f"--{option}")
-    return given or names
 
 
 def _text(row: Row) -> str:
