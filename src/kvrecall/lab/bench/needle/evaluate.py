@@ -66,7 +66,7 @@ def measure_needle(
         str | None,
         typer.Option(help="Model folder, or its name at --endpoint. Default: the example."),
     ] = None,
-    lengths: Annotated[str, typer.Option(help="Tokens of the prompts: 4K,16K,65536.")] = "2K,8K",
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompts: 4K,16K,65536.")] = "8K,16K",
     tasks: Annotated[str, typer.Option(help="Which tasks.")] = ",".join(TASKS),
     samples: Annotated[int, typer.Option(help="Questions per task and length.", min=1)] = 16,
     documents: Annotated[
