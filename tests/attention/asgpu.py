@@ -33,10 +33,11 @@ from vllm.v1.attention.backends.registry import (  # noqa: E402
     register_backend,
 )
 
-from attention.interpreted import InterpretedDevice  # noqa: E402
+from attention.interpreted import InterpretedDevice, fetch  # noqa: E402
 from kvrecall.engines.vllm import device as devices  # noqa: E402
-from kvrecall.engines.vllm.attention import backend, checks  # noqa: E402
+from kvrecall.engines.vllm.attention import backend, checks, triton_kernel  # noqa: E402
 
+triton_kernel.fetch_by_triton = fetch
 devices.FORMS["cpu"] = InterpretedDevice
 
 checks.CPU_BACKENDS = {"CPU_ATTN": checks.CUDA_BACKENDS[NAME]}

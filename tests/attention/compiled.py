@@ -18,6 +18,8 @@ from kvrecall.attention.kernels import triton_kernels as kernels
 
 ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
 TYPES = dict.fromkeys(("facts", "blocks", "table", "ids"), "*i32")
+TYPES |= dict.fromkeys(("slots", "missed", "place", "state"), "*i32")
+TYPES |= {"left": "*i8", "counts": "*i64", "addresses": "*i64", "cache": "i64"}
 TYPES |= dict.fromkeys(("logits", "scores", "parts", "lse", "floats"), "*fp32")
 TYPES |= {"coded": "*i8", "scale": "fp32", "factor": "fp32", "softcap": "fp32"}
 
@@ -35,12 +37,17 @@ def uses() -> Any:
         sizes = {"DIM": dim, "WIDE": wide, "ROWS": rows, "BOUNDS": bounds}
         pointers = dict.fromkeys(("query", "keys"), "*bf16")
         fixed = {**sizes, "GROUP": 4, "PADDED": 16, "TILE": 64 // rows}
-        yield kernels.search_blocks, {**TYPES, **pointers}, fixed
+        for left in (False, True):
+            yield kernels.search_blocks, {**TYPES, **pointers}, {**fixed, "LEFT": left}
         fixed = {**sizes, "SIZE": 128, "key_dim": 1}
         yield kernels.digest_blocks, {**TYPES, **pointers}, fixed
     for group in (4, 7):
         fixed = {"GROUP": group, "PADDED": 1 << (group - 1).bit_length(), "CHUNK": 1024}
-        yield kernels.choose_blocks, TYPES, fixed
+        for recalls in (False, True):
+            yield kernels.choose_blocks, TYPES, {**fixed, "RECALLS": recalls}
+    for runs, words in ((1, 1024), (8, 128)):
+        fixed = {"LANES": 16, "RUNS": runs, "WORDS": words, "CHUNK": 1024}
+        yield kernels.fetch_blocks, TYPES, fixed
     yield kernels.move_words, {"sources": "*i64", "targets": "*i64"}, {"AT_ONCE": 1024}
 
 

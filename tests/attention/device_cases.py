@@ -28,6 +28,7 @@ from attention.test_kernel import (
 from attention.test_residency import (
     test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits,
 )
+from kvrecall.attention.kernels.device import launches
 from kvrecall.attention.kernels.oracle import attended
 from kvrecall.attention.selection import slots_of, split_of
 from kvrecall.attention.settings import RetrievalSettings
@@ -114,27 +115,61 @@ def wipe(
 
 
 @pytest.mark.parametrize("tokens_first", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("tokens", "stay"), [(1000, 0), (2049, 1)])
+@pytest.mark.parametrize(
+    ("tokens", "stay", "dtype", "locked"),
+    [
+        (1000, 0, torch.float32, 9),
+        (2049, 1, torch.float16, 9),
+        (2049, 0, torch.float16, 0),
+        (1000, 1, torch.float32, 1),
+    ],
+)
 def test_blocks_recalled_from_memory_give_the_same_bits(
-    tokens: int, stay: int, dtype: torch.dtype, tokens_first: bool
+    tokens: int,
+    stay: int,
+    dtype: torch.dtype,
+    locked: int,
+    tokens_first: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Of memory that kernels can read, and of memory that they cannot: from the first query on, or
+    after ``locked`` of them."""
     bench = DeviceBench(shape_of(dtype=dtype), SETTINGS, 60, tokens_first)
     sequence = bench.sequence(tokens)
     queries = [torch.randn_like(sequence.query) for _ in range(3)]
-    want = [bench.decode(replace(sequence, query=query)) for query in queries]
+    noted: list[list[list[int]]] = []
+    bench.layer._note = lambda considered, selected, _: noted.append(selected.tolist())
+
+    def decode(query: torch.Tensor) -> torch.Tensor:
+        bench.activity.steps_sparse = 16  # the next one's blocks are recorded
+        return bench.decode(replace(sequence, query=query))
+
+    want = [decode(query) for query in queries]
     blocks = sequence.block_ids
     whole = bench.cache[blocks].clone()
     memory = np.zeros(60 * (bench.cache[0].nbytes + 512), dtype=np.uint8)
     gone = split_of(tokens, BLOCK, SETTINGS).middle - stay
-    offloaded = wipe(bench, sequence, gone, memory, 256)
+    with monkeypatch.context() as patch:
+        patch.setattr(InterpretedDevice, "can_read", lambda *_: locked > 0)
+        offloaded = wipe(bench, sequence, gone, memory, 256)
     table = blocks.to(torch.int32)[None]
-    step = bench.planner.plan([BatchRow(1, tokens, False)], table, {0: offloaded})
-    assert step is not None
-    for query, result in zip(queries, want, strict=True):
-        got = bench.layer.attend(query[None], bench.cache, step, bench.shape.head_dim**-0.5)
+    for at, (query, result) in enumerate(zip(queries, want, strict=True)):
+        if at == locked:
+            offloaded.is_readable = False
+        bench.activity.steps_sparse = 16
+        with launches() as launched:
+            step = bench.planner.plan([BatchRow(1, tokens, False)], table, {0: offloaded})
+            assert step is not None
+            got = bench.layer.attend(query[None], bench.cache, step, bench.shape.head_dim**-0.5)
         assert torch.equal(got, result)
-    assert bench.activity.blocks_loaded > 0
+        assert ("fetch_blocks" in launched) == (at < locked)
+        assert ("move_words" in launched) == (at >= locked)
+    assert noted[:2] == noted[3:5], "the blocks that were chosen, recorded a step later"
+    bench.layer.collect(wait=True)
+    split, activity = split_of(tokens, BLOCK, SETTINGS), bench.activity
+    assert activity.blocks_loaded >= split.chosen - stay
+    assert activity.bytes_loaded == activity.blocks_loaded * bench.cache[0, 0].nbytes
+    assert activity.blocks_hit + activity.blocks_loaded <= 3 * 2 * split.chosen
     row = OffloadedRow(offloaded, slice(0, 1), table[0], tokens, False)
     copied = CopiedLayer("layer").copy(bench.cache, row)
     assert torch.equal(copied, whole)

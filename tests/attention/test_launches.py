@@ -47,6 +47,25 @@ def test_a_decode_step_sends_once_and_launches_four_kernels_a_layer() -> None:
         assert again.waits == filled.waits == []
 
 
+@pytest.mark.parametrize("share", [0.2, 0.02])
+def test_blocks_off_the_device_are_recalled_by_one_more_launch_for_the_batch(share: float) -> None:
+    """Whatever the number of sequences, and without a wait. A step asks for the counts of those
+    before it."""
+    made = steps(layers=3, topk_share=share)
+    filled = made.run(TOKENS, 90_000, offloaded=True)
+    recalling = [*EVERY[:2], "fetch_blocks", *EVERY[2:]]
+    counts = ["clone"]
+    layer = ["digest_blocks", *EVERY[:2], "clone", "fetch_blocks", *EVERY[2:]]
+    assert filled.device == SENT + layer * 3
+    assert len(layer) == 6 + len(["fetch_blocks"])
+    for lengths in ((TOKENS,), (TOKENS, 50_000, 300_000, 40_129)):
+        if len(lengths) > 1:
+            made.run(*lengths, offloaded=True)
+        again = made.run(*lengths, offloaded=True)
+        assert again.device == counts + SENT + recalling * 3
+        assert again.waits == filled.waits == []
+
+
 @pytest.mark.parametrize("share", [0.05, 0.02])
 def test_few_blocks_are_found_by_as_many_launches(share: float) -> None:
     made = steps(topk_share=share)
@@ -188,11 +207,12 @@ def test_a_boundary_that_is_set_wins_over_the_gate() -> None:
 
 def test_the_benchmark_counts() -> None:
     figures = measure_launches(32, 8, 128).figures
-    counted = {name: figures[name] for name in list(figures)[:5]}
+    counted = {name: figures[name] for name in list(figures)[:6]}
     assert counted == {
         "device_calls_an_order": 1,
         "device_ops_a_sparse_layer": 6,
         "device_ops_in_most_steps": 4,
+        "device_ops_off_the_device": 5,
         "host_waits_a_step": 0,
         "sparse_from_tokens": 32_768,
     }

@@ -16,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvrecall.attention.residency import DeviceResidency
 from kvrecall.errors import EngineError
 
 Addresses = npt.NDArray[np.int64]
 
 FACTS = 8
-"""Numbers a sequence: token, init, middle, chosen, blocks, length, and two to spare."""
+"""Numbers a sequence: token, init, middle, chosen, blocks, length, slots, and one to spare."""
 
 _TOKENS_A_PROGRAM = 512
 _TOKENS_AT_ONCE = 64
@@ -31,6 +32,9 @@ _BLOCKS_AT_ONCE = 1024
 _SPLITS_AT_ONCE = 32
 _WORD = 4
 _WORDS_AT_ONCE = 1024
+_LANES = 16
+"""Programs that fetch a row's blocks: eight rows of pieces of 4 KiB are half a MiB on their way,
+five times what a bus of 55 GB/s has under way in 2 microseconds."""
 
 _observers: list[list[str]] = []
 
@@ -48,7 +52,7 @@ class Part:
 class Facts:
     """One sequence of a step. ``token``: its place in the batch. Of its ``blocks`` it attends to
     the first ``init``, to ``chosen`` of the ``middle`` ones after these, and to the rest: to
-    ``length`` tokens, at least 1."""
+    ``length`` tokens, at least 1. ``slots``: into how many it recalls; 0: into none."""
 
     token: int
     init: int
@@ -56,6 +60,7 @@ class Facts:
     chosen: int
     blocks: int
     length: int
+    slots: int = 0
 
     @property
     def attended(self) -> int:
@@ -66,43 +71,60 @@ class Facts:
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """The sizes of a step's tensors and grids, each a power of two: steps of one bucket launch the
-    same kernels on the same sizes. ``stale``: blocks to digest; the others as of ``Facts``."""
+    same kernels on the same sizes. ``stale``: blocks to digest; the others as of ``Facts``. No
+    blocks to digest, and no slots, stay none."""
 
     sequences: int
     stale: int
     blocks: int
     middle: int
     attended: int
+    slots: int = 0
 
     @classmethod
     def of(cls, facts: Sequence[Facts], stale: int) -> Bucket:
-        """The smallest in which they have room. ``stale``: how many; 0 stays 0."""
+        """The smallest in which they have room. ``stale``: how many."""
         most = [max((getattr(one, name) for one in facts), default=0) for name in _SIZES]
         sizes = (_next_power(max(1, size)) for size in (len(facts), *most))
         sequences, blocks, middle, attended = sizes
-        return cls(sequences, _next_power(stale) if stale else 0, blocks, middle, attended)
+        slots = max((one.slots for one in facts), default=0)
+        few = (_next_power(size) if size else 0 for size in (stale, slots))
+        stale, slots = few
+        return cls(sequences, stale, blocks, middle, attended, slots)
 
     def pack(
-        self, facts: Sequence[Facts], blocks: Sequence[npt.ArrayLike], stale: npt.ArrayLike
+        self,
+        facts: Sequence[Facts],
+        blocks: Sequence[npt.ArrayLike],
+        stale: npt.ArrayLike,
+        slots: Sequence[npt.ArrayLike] = (),
     ) -> npt.NDArray[np.int32]:
-        """What the kernels read, as one array to send to the device at once. ``blocks``: each
-        sequence's block ids."""
-        packed = np.zeros(self.sequences * (FACTS + self.blocks) + self.stale, dtype=np.int32)
-        told, table, late = self.parts(packed)
+        """What the kernels read, as one array to send to the device at once. ``blocks``,
+        ``slots``: each sequence's, as ids of device blocks; ``-1 - number`` names a block that is
+        off the device."""
+        size = self.sequences * (FACTS + self.blocks + self.slots) + self.stale
+        packed = np.zeros(size, dtype=np.int32)
+        told, table, room, late = self.parts(packed)
         for row, ids, one, named in zip(told, table, facts, blocks, strict=False):
             row[:6] = one.token, one.init, one.middle, one.chosen, one.blocks, one.length
+            row[6] = one.slots
             ids[: one.blocks] = np.asarray(named)[: one.blocks]
+        for into, one, given in zip(room, facts, slots, strict=False):
+            into[: one.slots] = np.asarray(given)[: one.slots]
         late[:] = -1
         late[: np.size(stale)] = stale
         return packed
 
-    def parts(self, packed: Any) -> tuple[Any, Any, Any]:
+    def parts(self, packed: Any) -> tuple[Any, Any, Any, Any]:
         """Views of a packed array or tensor: the facts ``[sequences, FACTS]``, the block ids
-        ``[sequences, blocks]``, and the stale blocks, -1 where there are fewer."""
-        facts, table = self.sequences * FACTS, self.sequences * (FACTS + self.blocks)
-        told, named = packed[:facts], packed[facts:table]
-        rows = self.sequences
-        return told.reshape(rows, -1), named.reshape(rows, -1), packed[table:]
+        ``[sequences, blocks]``, the slots ``[sequences, slots]``, and the stale blocks, -1 where
+        there are fewer."""
+        rows, views, first = self.sequences, [], 0
+        for width in (FACTS, self.blocks, self.slots):
+            views.append(packed[first : first + rows * width].reshape(rows, width))
+            first += rows * width
+        told, named, slots = views
+        return told, named, slots, packed[first:]
 
 
 _SIZES = ("blocks", "middle", "attended")
@@ -114,16 +136,22 @@ class DeviceStep:
 
     def __init__(self, packed: torch.Tensor, bucket: Bucket, kv_heads: int, group: int) -> None:
         """``packed``: of ``Bucket.pack``, on the device."""
-        self.facts, self.blocks, self.stale = bucket.parts(packed)
+        self.facts, self.blocks, self.slots, self.stale = bucket.parts(packed)
         self.kv_heads, self.group = kv_heads, group
         rows, device = bucket.sequences * kv_heads, packed.device
         self.logits = torch.empty(rows, group, bucket.middle, device=device)
         self.scores = torch.empty(rows, bucket.middle, device=device)
         self.table = torch.empty(rows, bucket.attended, dtype=torch.int32, device=device)
+        self.missed = torch.empty(rows, bucket.slots + 1, dtype=torch.int32, device=device)
 
     @property
     def rows(self) -> int:
         return len(self.table)
+
+    @property
+    def recalls(self) -> bool:
+        """Whether blocks are recalled into slots by the device."""
+        return bool(self.slots.shape[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,34 +186,92 @@ def digest_by_triton(
 
 
 def search_by_triton(
-    query: torch.Tensor, coded: torch.Tensor, step: DeviceStep, scale: float, bounds: bool
+    query: torch.Tensor,
+    coded: torch.Tensor,
+    step: DeviceStep,
+    scale: float,
+    bounds: bool,
+    left: torch.Tensor | None = None,
 ) -> None:
     """Writes the logits of all middle blocks: one launch. To the bit those of
     ``selection.best_products``. ``query``: ``[tokens, heads, dim]``, a head in one piece;
-    ``coded``: int8 ``[kv_heads, blocks, rows, width + 4]``, rows a power of two."""
+    ``coded``: int8 ``[kv_heads, blocks, rows, width + 4]``, rows a power of two. ``left``: the
+    same of blocks off the device, by their numbers, in the same strides; None: there are none."""
     rows, dim = coded.shape[2], query.shape[2]
     tile = max(1, _ROWS_AT_ONCE // rows)
     floats = coded.view(torch.float32)
     candidates = step.logits.shape[2]
+    off = coded if left is None else left
+    if off.stride() != coded.stride():
+        raise ValueError(f"digests have the strides {off.stride()} and {coded.stride()}")
     _launch(
         "search_blocks", (step.rows, -(-candidates // tile)),
-        query, step.facts, step.blocks, coded, floats, step.logits,
+        query, step.facts, step.blocks, coded, floats, off, step.logits,
         scale, step.kv_heads, step.blocks.shape[1], candidates, *query.stride()[:2],
         *coded.stride()[:3], *floats.stride()[:2],
         GROUP=step.group, PADDED=max(16, _next_power(step.group)), DIM=dim,
         WIDE=max(32, _next_power(dim)), ROWS=rows, TILE=tile, BOUNDS=bounds,
+        LEFT=left is not None,
     )  # fmt: skip
 
 
-def choose_by_triton(step: DeviceStep) -> None:
+def choose_by_triton(step: DeviceStep, residency: DeviceResidency | None = None) -> None:
     """Writes the table of the blocks attended to, by the logits: one launch. Of blocks whose
-    scores are equal the first ones are chosen."""
+    scores are equal the first ones are chosen. With ``residency``, the layer's, chosen blocks that
+    are off the device are admitted to their sequence's slots: those to copy are in
+    ``step.missed``, and until ``fetch_by_triton`` the table names them by their numbers."""
+    if residency is None:
+        none = step.missed
+        kept: tuple[torch.Tensor, ...] = none, none, none
+        numbers, strides = 0, (0, 0)
+    else:
+        kept = residency.place, residency.state, residency.counts
+        part, head, _ = residency.state.stride()
+        numbers, strides = residency.place.stride(0), (part, head)
     _launch(
         "choose_blocks", (step.rows,),
-        step.facts, step.blocks, step.logits, step.scores, step.table,
-        step.kv_heads, step.blocks.shape[1], step.logits.shape[2], step.table.shape[1],
+        step.facts, step.blocks, step.logits, step.scores, step.table, step.slots, step.missed,
+        *kept, step.kv_heads, step.blocks.shape[1], step.logits.shape[2], step.table.shape[1],
+        step.slots.shape[1], numbers, *strides,
         GROUP=step.group, PADDED=_next_power(step.group), CHUNK=_BLOCKS_AT_ONCE,
+        RECALLS=residency is not None,
     )  # fmt: skip
+
+
+def fetch_by_triton(
+    step: DeviceStep,
+    residency: DeviceResidency,
+    addresses: torch.Tensor,
+    layer_at: int,
+    kv_cache: torch.Tensor,
+) -> None:
+    """Copies the blocks that ``choose_by_triton`` missed from host memory into their slots, and
+    names the slots in the table: one launch.
+
+    ``addresses``: int64, of each number's record in host memory that the device can read, with the
+    layer's page at byte ``layer_at``; ``kv_cache``: ``[blocks, kv_heads, tokens, width]``, a token
+    of a head in one piece, of whole words of four bytes. A page lies like one of its blocks.
+    """
+    block, head, piece = pieces_of(kv_cache)
+    words, runs = piece.nbytes // _WORD, piece.count
+    at_once = min(_WORDS_AT_ONCE, _next_power(words))
+    _launch(
+        "fetch_blocks", (step.rows, _LANES),
+        step.facts, step.table, step.missed, residency.place, addresses, kv_cache.data_ptr(),
+        layer_at, step.kv_heads, step.table.shape[1], step.slots.shape[1],
+        residency.place.stride(0), block // _WORD, head // _WORD, words, runs, piece.step // _WORD,
+        LANES=_LANES, RUNS=_WORDS_AT_ONCE // at_once, WORDS=at_once, CHUNK=_BLOCKS_AT_ONCE,
+    )  # fmt: skip
+
+
+def pieces_of(kv_cache: torch.Tensor) -> tuple[int, int, Piece]:
+    """How a KV head's part of a block lies in a cache ``[blocks, kv_heads, tokens, width]``, and in
+    a page: bytes from block to block, from head to head, and the part's runs."""
+    size = kv_cache.element_size()
+    block, head, token, _ = (step * size for step in kv_cache.stride())
+    tokens, width = kv_cache.shape[2], kv_cache.shape[3] * size
+    whole = token == width
+    return block, head, Piece(1, tokens * width, 0) if whole else Piece(tokens, width, token)
 
 
 def attend_by_triton(

@@ -4,6 +4,8 @@ A row is a (sequence, KV head): row ``sequence * kv_heads + head``. What a kerne
 sequence are its facts, a row of ``FACTS`` numbers each (``device.py`` says which). Grids have the
 sizes of a step's bucket: programs of what is not there end at once. A row's result depends on no
 other row, and on no size of the bucket.
+
+A middle block that is off the device is named by ``-1 - number`` (``residency.DeviceResidency``).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ MIDDLE = tl.constexpr(2)
 CHOSEN = tl.constexpr(3)
 BLOCKS = tl.constexpr(4)
 LENGTH = tl.constexpr(5)
+SLOTS = tl.constexpr(6)
 MAX_CODE = tl.constexpr(127.0)
 LEAST_SCALE = tl.constexpr(1.1754943508222875e-38)
 ROUNDER = tl.constexpr(12582912.0)
@@ -75,14 +78,15 @@ def digest_blocks(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def search_blocks(  # type: ignore[no-untyped-def]
-    query, facts, blocks, coded, floats, logits,
+    query, facts, blocks, coded, floats, left, logits,
     factor, kv_heads, width, candidates, query_token, query_head,
     coded_head, coded_block, coded_row, float_head, float_block,
     GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, BOUNDS: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, BOUNDS: tl.constexpr, LEFT: tl.constexpr,
 ):  # fmt: skip
     """Program ``(row, tile)`` finds the best digest of ``TILE`` middle blocks for each of the row's
-    query heads: a logit for each.
+    query heads: a logit for each. With ``LEFT``, digests of blocks off the device are in ``left``,
+    in the strides of ``coded``.
 
     Queries are coded as digests are; whole numbers are multiplied and added without rounding.
     ``TILE * ROWS``, ``WIDE`` and ``PADDED`` are powers of two, at least 32, 32 and 16; of ``WIDE``
@@ -107,7 +111,12 @@ def search_blocks(  # type: ignore[no-untyped-def]
     many = tl.arange(0, TILE * ROWS)
     inside = first + many // ROWS < middle
     block = tl.load(named + first + many // ROWS, mask=inside, other=0).to(tl.int64)
-    at = coded + head * coded_head + block * coded_block + (many % ROWS) * coded_row
+    at = coded + head * coded_head + (many % ROWS) * coded_row
+    if LEFT:
+        further = left.to(tl.int64) - coded.to(tl.int64)
+        at += tl.where(block < 0, further, 0)
+        block = tl.where(block < 0, -1 - block, block)
+    at += block * coded_block
     k_here = inside[None, :] & (dims < DIM)[:, None]
     k = tl.load(at[None, :] + dims[:, None], mask=k_here, other=0)
     if BOUNDS:
@@ -121,9 +130,11 @@ def search_blocks(  # type: ignore[no-untyped-def]
     most = tl.max(tl.reshape(sums, [PADDED, TILE, ROWS]), 2)
     tile = first + tl.arange(0, TILE)
     which = tl.load(named + tile, mask=tile < middle, other=0).to(tl.int64)
-    of_block = tl.load(
-        floats + head * float_head + which * float_block + scale_at, mask=tile < middle, other=0.0
-    )
+    scales = floats + head * float_head + scale_at
+    if LEFT:
+        scales += tl.where(which < 0, (left.to(tl.int64) - coded.to(tl.int64)) // 4, 0)
+        which = tl.where(which < 0, -1 - which, which)
+    of_block = tl.load(scales + which * float_block, mask=tile < middle, other=0.0)
     out = most.to(tl.float32) * ((of_query * factor)[:, None] * of_block[None, :])
     out_at = (row * GROUP + heads)[:, None] * candidates + tile[None, :]
     tl.store(logits + out_at, out, mask=(heads < GROUP)[:, None] & (tile < middle)[None, :])
@@ -131,11 +142,13 @@ def search_blocks(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def choose_blocks(  # type: ignore[no-untyped-def]
-    facts, blocks, logits, scores, table, kv_heads, width, candidates, attended,
-    GROUP: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr,
+    facts, blocks, logits, scores, table, slots, missed, place, state, counts,
+    kv_heads, width, candidates, attended, most_slots, numbers, state_part, state_head,
+    GROUP: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, RECALLS: tl.constexpr,
 ):  # fmt: skip
     """One program writes a row's table: the ids of its first blocks, of the best of its middle
-    ones, and of its last ones, all in the sequence's order.
+    ones, and of its last ones, all in the sequence's order. With ``RECALLS`` it then admits those
+    that are off the device to the sequence's slots.
 
     Each query head's logits are made a distribution, and those of the group are added up. The
     bits of positive numbers of single precision are in their order, so the least score that is
@@ -196,9 +209,9 @@ def choose_blocks(  # type: ignore[no-untyped-def]
         taken = (there & (bits > least)) | (
             (same > 0) & (alike + tl.cumsum(same, 0) <= chosen - above)
         )
-        place = done + tl.cumsum(taken.to(tl.int32), 0) - 1
+        rank = done + tl.cumsum(taken.to(tl.int32), 0) - 1
         block = tl.load(named + init + first + many, mask=taken, other=0)
-        tl.store(into + init + place, block, mask=taken)
+        tl.store(into + init + rank, block, mask=taken)
         done += tl.sum(taken.to(tl.int32), 0)
         alike += tl.sum(same, 0)
     for first in range(0, init, CHUNK):
@@ -210,6 +223,132 @@ def choose_blocks(  # type: ignore[no-untyped-def]
         there = first + many < rest
         block = tl.load(named + init + middle + first + many, mask=there, other=0)
         tl.store(into + init + chosen + first + many, block, mask=there)
+    if RECALLS:
+        sequence, head = row // kv_heads, row % kv_heads
+        holds = state + head * state_head
+        admit_blocks(
+            into + init, chosen, slots + sequence * most_slots, tl.load(fact + SLOTS),
+            missed + row * (most_slots + 1), place + head * numbers,
+            holds, holds + state_part, holds + 2 * state_part, counts, CHUNK,
+        )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def admit_blocks(  # type: ignore[no-untyped-def]
+    named, chosen, slots, room, missed, place, holds, used, clock, counts, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Gives a row's chosen blocks that are off the device a slot each, of its ``room``: part of
+    ``choose_blocks``. The longest unused slots are taken, of equal ones the first.
+
+    Writes to ``missed`` how many blocks lie in none yet, and their numbers. Adds to ``counts`` how
+    many did, and how many did not. The others as of ``DeviceResidency``, of one KV head. A row
+    with as much room as chosen blocks off the device never gives a slot away that it needs now.
+    """
+    many = tl.arange(0, CHUNK)
+    now = tl.load(clock + tl.load(slots), mask=room > 0, other=0) + 1
+    hits = tl.full([], 0, tl.int32)
+    misses = tl.full([], 0, tl.int32)
+    tl.debug_barrier()  # the table is written, and the clock read
+    for first in range(0, tl.where(room > 0, chosen, 0), CHUNK):
+        block = tl.load(named + first + many, mask=first + many < chosen, other=0)
+        off = block < 0
+        number = -1 - block
+        slot = tl.load(place + number, mask=off, other=0)
+        held = tl.load(holds + slot, mask=off & (slot > 0), other=0)
+        here = off & (held == number + 1)
+        tl.store(used + slot, tl.zeros([CHUNK], tl.int32) + now, mask=here)
+        new = (off & (held != number + 1)).to(tl.int32)
+        tl.store(missed + misses + tl.cumsum(new, 0), number, mask=new > 0)
+        hits += tl.sum(here.to(tl.int32), 0)
+        misses += tl.sum(new, 0)
+    tl.store(missed, misses)
+    tl.debug_barrier()
+    early_slot = tl.load(slots + many, mask=many < room, other=0)
+    early = now - tl.load(used + early_slot, mask=many < room, other=0)
+    early = tl.where(many < room, early, -1)
+    least = 0
+    half = 1 << 30
+    for _ in range(tl.where(misses > 0, 31, 0)):
+        higher = least | half
+        half = half // 2
+        count = tl.sum((early >= higher).to(tl.int32), 0)
+        for first in range(CHUNK, room, CHUNK):
+            there = first + many < room
+            slot = tl.load(slots + first + many, mask=there, other=0)
+            age = now - tl.load(used + slot, mask=there, other=0)
+            count += tl.sum((there & (age >= higher)).to(tl.int32), 0)
+        least = tl.where(count >= misses, higher, least)
+    above = tl.sum((early > least).to(tl.int32), 0)
+    for first in range(CHUNK, room, CHUNK):
+        there = first + many < room
+        slot = tl.load(slots + first + many, mask=there, other=0)
+        age = now - tl.load(used + slot, mask=there, other=0)
+        above += tl.sum((there & (age > least)).to(tl.int32), 0)
+    tl.debug_barrier()
+    done = 0
+    alike = 0
+    for first in range(0, tl.where(misses > 0, room, 0), CHUNK):
+        there = first + many < room
+        slot = tl.load(slots + first + many, mask=there, other=0)
+        age = now - tl.load(used + slot, mask=there, other=0)
+        same = (there & (age == least)).to(tl.int32)
+        taken = (there & (age > least)) | (
+            (same > 0) & (alike + tl.cumsum(same, 0) <= misses - above)
+        )
+        into = done + tl.cumsum(taken.to(tl.int32), 0)
+        number = tl.load(missed + into, mask=taken, other=0)
+        tl.store(holds + slot, number + 1, mask=taken)
+        tl.store(place + number, slot, mask=taken)
+        tl.store(used + slot, tl.zeros([CHUNK], tl.int32) + now, mask=taken)
+        done += tl.sum(taken.to(tl.int32), 0)
+        alike += tl.sum(same, 0)
+    tl.store(clock + tl.load(slots), now, mask=room > 0)
+    tl.atomic_add(counts, hits.to(tl.int64), mask=room > 0)
+    tl.atomic_add(counts + 1, misses.to(tl.int64), mask=room > 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def fetch_blocks(  # type: ignore[no-untyped-def]
+    facts, table, missed, place, addresses, cache, layer_at,
+    kv_heads, attended, most_slots, numbers, cache_block, cache_head, words, runs, step,
+    LANES: tl.constexpr, RUNS: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Program ``(row, lane)`` copies each ``LANES``th piece of the row's missed blocks from host
+    memory into their slots. The first names the slots in the row's table, too.
+
+    ``addresses``: of each number's record in host memory, in which the layer's page begins at byte
+    ``layer_at``; ``cache``: the address of the layer's first block. A KV head's part of a page lies
+    like that of a cache's block: ``runs`` runs of ``words`` words of four bytes, ``step`` words
+    apart; heads are ``cache_head``, blocks ``cache_block`` words apart. A piece are ``RUNS`` runs
+    by ``WORDS`` words.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    fact = facts + row // kv_heads * FACTS
+    if tl.load(fact + SLOTS) == 0:
+        return
+    head = row % kv_heads
+    mine = place + head * numbers
+    lost = missed + row * (most_slots + 1)
+    across = tl.cdiv(words, WORDS)
+    pieces = tl.cdiv(runs, RUNS) * across
+    for at in range(tl.program_id(1), tl.load(lost) * pieces, LANES):
+        number = tl.load(lost + 1 + at // pieces)
+        run = at % pieces // across * RUNS + tl.arange(0, RUNS)
+        word = at % across * WORDS + tl.arange(0, WORDS)
+        here = head * cache_head + run[:, None].to(tl.int64) * step + word[None, :]
+        there = (run < runs)[:, None] & (word < words)[None, :]
+        source = (tl.load(addresses + number) + layer_at).to(tl.pointer_type(tl.int32))
+        target = cache.to(tl.pointer_type(tl.int32))
+        target += tl.load(mine + number).to(tl.int64) * cache_block
+        tl.store(target + here, tl.load(source + here, mask=there, other=0), mask=there)
+    if tl.program_id(1) == 0:
+        many = tl.arange(0, CHUNK)
+        chosen = tl.load(fact + CHOSEN)
+        named = table + row * attended + tl.load(fact + INIT)
+        for first in range(0, chosen, CHUNK):
+            block = tl.load(named + first + many, mask=first + many < chosen, other=0)
+            slot = tl.load(mine + (-1 - block), mask=block < 0, other=0)
+            tl.store(named + first + many, slot, mask=block < 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]

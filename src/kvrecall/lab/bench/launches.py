@@ -24,8 +24,9 @@ def measure_launches(
     head_dim: Annotated[int, typer.Option(min=4, help="Coordinates of a head.")] = 128,
 ) -> Report:
     """What kvrecall asks of a device, counted without one: calls for an order to load or store
-    blocks, operations in a sparse layer of a decode step, host waits; and the length from which
-    retrieval's gate, by that count and an H100's speed, lets sequences decode sparsely."""
+    blocks, operations in a sparse layer of a decode step, also with the blocks off the device, host
+    waits; and the length from which retrieval's gate, by that count and an H100's speed, lets
+    sequences decode sparsely."""
     import torch
 
     from kvrecall.engines.vllm.attention.step import KernelShape
@@ -36,9 +37,10 @@ def measure_launches(
     steps = SparseSteps(shape, settings, LAYERS)
     tokens = 2 * settings.offload_boundary
     filled, usual = steps.run(tokens), steps.run(tokens)
+    recalling = steps.run(tokens, offloaded=True)
     order = _order(kv_heads * head_dim * 4 * BLOCK)
     layer = (len(filled.device) - 1) // LAYERS
-    waits = len(filled.waits) + len(usual.waits) + order.host_waits
+    waits = sum(len(one.waits) for one in (filled, usual, recalling)) + order.host_waits
     speed = DeviceSpeed()
     overhead = speed.overhead_bytes(BLOCK)
     gate = Gate(settings, shape.token_bytes, overhead, narrows=False)
@@ -46,6 +48,7 @@ def measure_launches(
         "device_calls_an_order": order.calls // 2,
         "device_ops_a_sparse_layer": layer,
         "device_ops_in_most_steps": (len(usual.device) - 1) // LAYERS,
+        "device_ops_off_the_device": (len(recalling.device) - 1) // LAYERS,
         "host_waits_a_step": waits,
         "sparse_from_tokens": gate.sparse_from(BLOCK, _LONGEST),
         "stated_us_a_launch": speed.launch_s * 1e6,

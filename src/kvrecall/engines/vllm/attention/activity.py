@@ -91,4 +91,4 @@ class ActivityExtension:
         """Totals of this worker."""
         from kvrecall.engines.vllm.attention.backend import retrieval_groups
 
-        return totals_of(group.activity for group in retrieval_groups(self.vllm_config))
+        return totals_of(group.counted(wait=True) for group in retrieval_groups(self.vllm_config))

@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from kvrecall.attention.digest import Layout, encode
 from kvrecall.attention.kernels.device import Addresses, Piece
-from kvrecall.attention.residency import Ints
+from kvrecall.attention.residency import DeviceResidency, Ints
 from kvrecall.attention.selection import OVERHEAD_BYTES
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
 from kvrecall.engines.vllm.attention.offloaded import Extent
@@ -209,6 +209,21 @@ class CpuKernel(RowKernel):
         return SparseStep(stale, tuple(sequences), plan)
 
     def choose(self, *args: object) -> None:
+        return
+
+    def fetch(self, *args: object) -> None:
+        return
+
+    def residency(self, blocks: int) -> DeviceResidency:
+        raise NotImplementedError("the layers keep the slots of a CPU")
+
+    def number(self, *args: object) -> None:
+        return
+
+    def forget(self, *args: object) -> None:
+        return
+
+    def collect(self, *args: object) -> None:
         return
 
     def enter(self, step: SparseStep, at: int, ids: torch.Tensor) -> None:

@@ -96,6 +96,12 @@ class RetrievalGroup:
         """Whether no sequence of this step is offloaded."""
         return not self._rows
 
+    def counted(self, wait: bool = False) -> Activity:
+        """The activity, with what a device has told by now; ``wait``: with all that it did."""
+        for sparse in self._sparse.values():
+            sparse.collect(wait)
+        return self.activity
+
     # ---- as the connector asks -----------------------------------------------------------
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -21,8 +21,8 @@ from kvrecall.attention.digest import Layout, coded_width, encode
 from kvrecall.attention.index.base import index_factory
 from kvrecall.attention.index.search import SequenceIndex
 from kvrecall.attention.kernels import int8
-from kvrecall.attention.kernels.device import Piece
-from kvrecall.attention.residency import Flags, Ints, Residency
+from kvrecall.attention.kernels.device import pieces_of
+from kvrecall.attention.residency import DeviceResidency, Flags, Ints, Residency
 from kvrecall.attention.selection import Split, selector_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
@@ -32,7 +32,12 @@ from kvrecall.engines.vllm.attention.offloaded import (
     checksums_of_layer,
     digests_of_layer,
 )
-from kvrecall.engines.vllm.attention.step import RowKernel, SparseSequence, SparseStep
+from kvrecall.engines.vllm.attention.step import (
+    LeftBlocks,
+    RowKernel,
+    SparseSequence,
+    SparseStep,
+)
 from kvrecall.engines.vllm.compat.config import layer_index
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.engines.vllm.device.base import Event
@@ -81,6 +86,7 @@ class RetrievalLayer:
         self._checksums = torch.empty(0, CHECKSUM_BYTES, dtype=torch.uint8)
         self._written = torch.empty(0, dtype=torch.int64)
         self._recalled: dict[str, RecalledBlocks] = {}
+        self._shared: SharedBlocks | None = None
         self._unseen: deque[tuple[Event, torch.Tensor, _Seen]] = deque()
         factory, self._indexes = index_factory(settings.index), None
         if factory is not None:
@@ -150,9 +156,12 @@ class RetrievalLayer:
 
     def _begin(self, sequence: OffloadedSequence, kv_cache: torch.Tensor) -> None:
         """Starts a sequence without offloaded blocks."""
-        digests = DigestStore(self._kernel, self._layout)
+        kernel, digests = self._kernel, DigestStore(self._kernel, self._layout)
+        if kernel.chooses and self._shared is None:
+            residency = kernel.residency(len(kv_cache))
+            self._shared = SharedBlocks(digests, residency, sequence.records.layers[self._name])
         self._recalled[sequence.key] = RecalledBlocks(
-            sequence, self._name, self._kernel, kv_cache, digests, self._activity
+            sequence, self._name, kernel, kv_cache, self._shared or digests, self._activity
         )
 
     def digest_rows(self, kv_cache: torch.Tensor) -> torch.Tensor:
@@ -164,9 +173,17 @@ class RetrievalLayer:
         self._store_for(kv_cache)
         return self._checksums
 
+    def collect(self, wait: bool = False) -> None:
+        """Counts what the device has recalled: as of ``RowKernel.collect``."""
+        self._kernel.collect(self._activity, wait)
+
     def forget(self, key: str) -> None:
-        """The sequence has ended."""
-        self._recalled.pop(key, None)
+        """The sequence has ended. With the last one memory for its kind is given back."""
+        recalled = self._recalled.pop(key, None)
+        if recalled is not None:
+            recalled.end()
+        if not self._recalled:
+            self._shared = None
         if self._indexes is not None:
             self._indexes.forget(key)
 
@@ -183,6 +200,8 @@ class RetrievalLayer:
         returns it. ``query``, ``output``: ``[tokens, heads, dim]``, of the whole batch."""
         output = torch.empty_like(query) if output is None else output
         self.choose(query, step, scale)
+        if self._shared is not None:
+            self._kernel.fetch(step, kv_cache, self._shared.left)
         self._kernel.attend(query, kv_cache, step, output, scale, softcap)
         return output
 
@@ -192,7 +211,11 @@ class RetrievalLayer:
         assert self._store is not None
         kernel, shape, activity = self._kernel, self._shape, self._activity
         heads = shape.kv_heads
-        kernel.choose(query, step, self._store.rows, self._layout, scale)
+        shared = None
+        if any(one.offloaded is not None for one in step.sequences):
+            shared = self._shared
+        off = None if shared is None else shared.left
+        kernel.choose(query, step, self._store.rows, self._layout, scale, off)
         sampled = self._note is not None and activity.steps_sparse % _SEEN_EVERY == 1
         if kernel.chooses and sampled:
             self._tell_heat(step)
@@ -207,19 +230,24 @@ class RetrievalLayer:
             activity.blocks_considered += split.middle * heads
             activity.blocks_selected += split.chosen * heads
             activity.blocks_attended += split.attended_blocks * heads
-            if offloaded is None and kernel.chooses:
-                continue  # _tell_heat
-            grouped = query[sequence.token].reshape(heads, shape.group, shape.head_dim)
-            chosen = search(sequence, grouped, scale)
-            # In the sequence's order, so that the sum does not depend on where the blocks lie.
-            places = chosen.sort(-1).values.cpu()  # a device is waited for here
+            if kernel.chooses:
+                if offloaded is None or offloaded.is_readable:
+                    continue
+                rows = step.plan.table[at * heads : (at + 1) * heads]
+                # Waits for the device, which cannot fetch blocks of this sequence.
+                named = rows[:, split.init : split.init + split.chosen].cpu().numpy()
+                places = torch.from_numpy(_places_of(named, sequence.blocks.numpy()))
+            else:
+                grouped = query[sequence.token].reshape(heads, shape.group, shape.head_dim)
+                # In the sequence's order, so that the sum does not depend on where blocks lie.
+                places = search(sequence, grouped, scale).sort(-1).values
             ids = sequence.blocks[places]
             if offloaded is not None:
                 left = places < offloaded.count
                 slots = self._recalled[offloaded.key].fetch(places.numpy(), left.numpy())
                 ids = torch.where(left, offloaded.slots[torch.from_numpy(slots)], ids)
             kernel.enter(step, at, ids)
-            if self._note is not None and sampled:
+            if self._note is not None and sampled and not kernel.chooses:
                 middle = np.arange(split.init, split.local)
                 self._note(middle, places.numpy() + split.init, split.blocks)
 
@@ -231,15 +259,12 @@ class RetrievalLayer:
             _, table, seen = self._unseen.popleft()
             for at, split, blocks in seen:
                 rows = table[at * heads : (at + 1) * heads, split.init : split.init + split.chosen]
-                order = np.argsort(blocks)
-                found = order[np.searchsorted(blocks[order], rows.numpy())]
+                found = _places_of(rows.numpy(), blocks)
                 self._note(np.arange(split.init, split.local), found + split.init, split.blocks)
         if len(self._unseen) < _SEEN_EVERY:
             table, event = device_of(self._kernel.device).fetch(step.plan.table)
             seen = tuple(
-                (at, one.split, one.blocks.numpy().copy())
-                for at, one in enumerate(step.sequences)
-                if one.offloaded is None
+                (at, one.split, one.blocks.numpy().copy()) for at, one in enumerate(step.sequences)
             )
             self._unseen.append((event, table, seen))
 
@@ -318,6 +343,29 @@ class RetrievalLayer:
         return self._store
 
 
+class SharedBlocks:
+    """The offloaded blocks of all sequences in one sparse layer, by their numbers, on a device
+    whose kernels recall them. Owned by the worker's thread."""
+
+    def __init__(self, digests: DigestStore, residency: DeviceResidency, layer_at: int) -> None:
+        self._digests = digests
+        self._residency = residency
+        self._layer_at = layer_at
+
+    @property
+    def left(self) -> LeftBlocks:
+        return LeftBlocks(self._digests.rows, self._residency, self._layer_at)
+
+    def take(self, numbers: Ints, digests: torch.Tensor, slots: torch.Tensor) -> None:
+        """Blocks with these digests have these new numbers, and a sequence these new slots; on the
+        host but for ``digests``."""
+        send, most = device_of(digests.device).send, int(numbers.max(initial=-1)) + 1
+        there = send(torch.from_numpy(numbers))
+        self._digests.reach(most)
+        self._digests.write(there, digests)
+        self._residency.begin(there, send(slots.to(torch.int64)), most)
+
+
 class RecalledBlocks:
     """A partially offloaded sequence in one sparse layer: its digests, and the device slots it
     recalls into. Owned by the worker's thread."""
@@ -328,7 +376,7 @@ class RecalledBlocks:
         layer: str,
         kernel: RowKernel,
         kv_cache: torch.Tensor,
-        digests: DigestStore,
+        digests: DigestStore | SharedBlocks,
         activity: Activity,
     ) -> None:
         """``kv_cache``: the layer's; pages in the arena have the layout of its blocks. ``digests``:
@@ -337,29 +385,39 @@ class RecalledBlocks:
         self._layer = layer
         self._kernel = kernel
         self._cache = kv_cache
-        size = kv_cache.element_size()
-        self._block, self._head, token, _ = (step * size for step in kv_cache.stride())
-        tokens, width = kv_cache.shape[2], kv_cache.shape[3] * size
-        whole = token == width
-        self._piece = Piece(1, tokens * width, 0) if whole else Piece(tokens, width, token)
+        self._block, self._head, self._piece = pieces_of(kv_cache)
         self._activity = activity
-        self._residency = Residency(len(digests.rows))
+        self._residency = Residency(kernel.shape.kv_heads)
         self._digests = digests
-        self._count = 0
+        self._count = self._slots = 0
 
     @property
     def digests(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Of the blocks that left, as ``DigestStore.part``."""
+        """Of the blocks that left, as ``DigestStore.part``, where the kernel does not choose."""
+        assert isinstance(self._digests, DigestStore)
         return self._digests.part(slice(0, self._count))
 
     def depart(self, digests: torch.Tensor) -> None:
         """Takes the digests of the next leaving blocks, ``[kv_heads, blocks, rows, width]``; the
         sequence already includes them."""
         self._require_inside()
+        sequence = self._sequence
         first, self._count = self._count, self._count + digests.shape[1]
-        self._digests.reach(self._count)
-        self._digests.write(torch.arange(first, self._count, device=digests.device), digests)
-        self._residency.grow(len(self._sequence.slots), self._count)
+        held, self._slots = self._slots, len(sequence.slots)
+        if isinstance(self._digests, SharedBlocks):
+            self._kernel.number(sequence)
+            numbers = sequence.numbers[first : self._count]
+            self._digests.take(numbers, digests, sequence.slots[held:])
+            here = sequence.addresses(self._layer), self._cache[0].nbytes
+            sequence.is_readable &= device_of(self._kernel.device).can_read(*here)
+        else:
+            self._digests.reach(self._count)
+            self._digests.write(torch.arange(first, self._count, device=digests.device), digests)
+        self._residency.grow(self._slots, self._count)
+
+    def end(self) -> None:
+        """The sequence has ended."""
+        self._kernel.forget(self._sequence)
 
     def _require_inside(self) -> None:
         """Raises IndexError if ``fetch`` would read or write beside the arena or the cache."""
@@ -441,6 +499,13 @@ def digest_share(specs: Mapping[str, Any], settings: RetrievalSettings) -> float
             width = coded_width(layout.kind.parts * spec.head_size)
             digests += spec.num_kv_heads * layout.rows * width + CHECKSUM_BYTES
     return digests / (digests + kv)
+
+
+def _places_of(named: Ints, blocks: Ints) -> Ints:
+    """Where each of ``named`` is among the blocks."""
+    order = np.argsort(blocks)
+    found: Ints = order[np.searchsorted(blocks[order], named)]
+    return found
 
 
 def checksums_of(rows: torch.Tensor) -> torch.Tensor:

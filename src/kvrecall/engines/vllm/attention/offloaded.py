@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -70,7 +70,9 @@ class OffloadedSequence:
     """A partially offloaded sequence: its middle blocks ``[0, count)``, counted from block
     ``init``, are off the device, in the arena of ``records`` at ``offsets``. ``slots``: int32
     device blocks that it recalls into; every layer and KV head has its own blocks there.
-    ``extent``: where layers attend to that arena in place; None: nowhere."""
+    ``extent``: where layers attend to that arena in place; None: nowhere. ``numbers``: of those
+    blocks on a device whose kernels recall them (``residency.BlockNumbers``), which they do as long
+    as it ``is_readable``."""
 
     key: str
     init: int
@@ -78,6 +80,8 @@ class OffloadedSequence:
     slots: torch.Tensor
     records: Records
     extent: Extent | None = None
+    numbers: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    is_readable: bool = True
 
     @property
     def count(self) -> int:
@@ -85,7 +89,22 @@ class OffloadedSequence:
 
     def addresses(self, layer: str) -> Ints:
         """Addresses of the layer's pages of the offloaded blocks."""
-        return self.records.memory.ctypes.data + self.records.layers[layer] + self.offsets
+        return self.begins + self.records.layers[layer]
+
+    @property
+    def begins(self) -> Ints:
+        """Addresses of the offloaded blocks' records."""
+        return self.records.memory.ctypes.data + self.offsets
+
+    def named(self, table: torch.Tensor) -> torch.Tensor:
+        """A block table of the sequence, int32 ``[blocks]``, in which offloaded blocks with a
+        number are named ``-1 - number``."""
+        if not len(self.numbers):
+            return table
+        table = table.clone()
+        names = torch.from_numpy(-1 - self.numbers).to(table.dtype)
+        table[self.init : self.init + len(names)] = names
+        return table
 
 
 class Extent:

@@ -21,6 +21,7 @@ import torch
 
 from kvrecall.attention.digest import Layout
 from kvrecall.attention.kernels.device import Addresses, Piece
+from kvrecall.attention.residency import DeviceResidency
 from kvrecall.attention.selection import Gate, Split, split_of
 from kvrecall.attention.settings import Regime, RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
@@ -88,8 +89,8 @@ class SparseSequence:
     without middle blocks it attends to all. Candidates are
     in the order of their ids: ``places`` says which of ``blocks`` each is, ``runs`` gives their ids
     as half-open ranges, none if they are too scattered. ``offloaded``: if its leading middle blocks
-    are off the device; their ids then mean nothing, and there are no ``places`` and ``runs``; nor
-    are there if the kernel ``chooses``.
+    are off the device; their ids then mean nothing, or are as of ``OffloadedSequence.named``, and
+    there are no ``places`` and ``runs``; nor are there if the kernel ``chooses``.
     """
 
     row: int
@@ -159,6 +160,17 @@ class StepWork:
     beside_offloaded: DensePart | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LeftBlocks:
+    """Blocks of one layer that are off the device, where its kernel ``chooses``. ``digests``: int8
+    ``[kv_heads, numbers, rows, width]``. ``layer_at``: where in a block's record the layer's page
+    begins, in bytes."""
+
+    digests: torch.Tensor
+    residency: DeviceResidency
+    layer_at: int
+
+
 class RowKernel(ABC):
     """What carries a step out on a platform: attention of one token a row over the blocks the row
     names. The cache is ``[blocks, kv_heads, tokens, 2 * dim]``, keys and values in any order, on
@@ -208,9 +220,33 @@ class RowKernel(ABC):
         rows: torch.Tensor,
         layout: Layout,
         scale: float,
+        left: LeftBlocks | None = None,
     ) -> None:
-        """Chooses the blocks of the step's sequences on the device, if it ``chooses``. ``query``:
-        ``[tokens, heads, dim]``; ``rows``: of ``digest``."""
+        """Chooses the blocks of the step's sequences on the device, if it ``chooses``, and admits
+        those that are off it to slots. ``query``: ``[tokens, heads, dim]``; ``rows``: of
+        ``digest``; ``left``: None if no sequence is partially offloaded."""
+
+    @abstractmethod
+    def fetch(self, step: SparseStep, kv_cache: torch.Tensor, left: LeftBlocks) -> None:
+        """Copies the admitted blocks that are not in their slots yet into them. The step's table
+        names such blocks by their numbers before, and by their slots afterwards."""
+
+    @abstractmethod
+    def residency(self, blocks: int) -> DeviceResidency:
+        """Of a layer's cache of so many blocks, if it ``chooses``."""
+
+    @abstractmethod
+    def number(self, sequence: OffloadedSequence) -> None:
+        """Numbers the sequence's blocks that have no number yet, if it ``chooses``."""
+
+    @abstractmethod
+    def forget(self, sequence: OffloadedSequence) -> None:
+        """Takes the numbers of a sequence back, which has ended. It may have none."""
+
+    @abstractmethod
+    def collect(self, activity: Activity, wait: bool = False) -> None:
+        """Adds to ``activity`` what the device has recalled, as far as it has told; ``wait``:
+        until it has told all."""
 
     @abstractmethod
     def enter(self, step: SparseStep, at: int, ids: torch.Tensor) -> None:
@@ -303,6 +339,7 @@ class StepPlanner:
         offloaded sequences.
         """
         self._activity.steps += 1
+        self._kernel.collect(self._activity)
         stale = []
         sequences: list[SparseSequence] = []
         gated = 0
@@ -328,6 +365,8 @@ class StepPlanner:
             ordered = slice(0)
             for place, split in enumerate(splits):
                 table, middle = block_table[index, : split.blocks], slice(split.init, split.local)
+                if sequence is not None:
+                    table = sequence.named(table)
                 if searched and split.middle and middle != ordered:
                     order, ordered = _runs_of(table[middle]), middle
                 sequences.append(

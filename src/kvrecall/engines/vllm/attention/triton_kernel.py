@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,18 +19,24 @@ from kvrecall.attention.kernels.device import (
     attend_by_triton,
     choose_by_triton,
     digest_by_triton,
+    fetch_by_triton,
     search_by_triton,
 )
+from kvrecall.attention.residency import BlockNumbers, DeviceResidency
 from kvrecall.attention.selection import LAUNCHES, LAUNCHES_A_BLOCK, DeviceSpeed, Split
 from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.engines.vllm.attention.activity import Activity
+from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
 from kvrecall.engines.vllm.attention.step import (
     KernelShape,
+    LeftBlocks,
     OffloadedRow,
     RowKernel,
     SparseSequence,
     SparseStep,
 )
 from kvrecall.engines.vllm.device import device_of
+from kvrecall.engines.vllm.device.base import Event
 from kvrecall.errors import EngineError
 
 
@@ -53,6 +60,11 @@ class TritonKernel(RowKernel):
         self.shape = shape
         self.device = device
         self.overhead_bytes = DeviceSpeed().overhead_bytes(shape.block_size)
+        self._numbers = BlockNumbers(device)
+        self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # see DeviceResidency
+        self._collected = [0, 0]
+        self._untold = False  # whether blocks were recalled since counts were last asked for
+        self._asked: deque[tuple[Event, torch.Tensor]] = deque()
 
     def measure(self, settings: RetrievalSettings, rounds: int = 20) -> DeviceSpeed:
         """Measures the device, and sets ``overhead_bytes`` by it: once, before serving. It also
@@ -113,7 +125,10 @@ class TritonKernel(RowKernel):
         facts = [_facts_of(sequence) for sequence in sequences]
         bucket = Bucket.of(facts, len(stale))
         tables = [sequence.table.numpy() for sequence in sequences]
-        packed = torch.from_numpy(bucket.pack(facts, tables, stale.numpy()))
+        none = torch.empty(0, dtype=torch.int32)
+        slots = [none if (one := s.offloaded) is None else one.slots for s in sequences]
+        given = [one.numpy() for one in slots]
+        packed = torch.from_numpy(bucket.pack(facts, tables, stale.numpy(), given))
         there = device_of(self.device).send(packed)
         plan = DeviceStep(there, bucket, self.shape.kv_heads, self.shape.group)
         return SparseStep(plan.stale, tuple(sequences), plan)
@@ -125,9 +140,48 @@ class TritonKernel(RowKernel):
         rows: torch.Tensor,
         layout: Layout,
         scale: float,
+        left: LeftBlocks | None = None,
     ) -> None:
-        search_by_triton(query, rows, step.plan, scale, layout.kind.name == "bounds")
-        choose_by_triton(step.plan)
+        plan, bounds = step.plan, layout.kind.name == "bounds"
+        search_by_triton(query, rows, plan, scale, bounds, None if left is None else left.digests)
+        choose_by_triton(plan, left.residency if left is not None and plan.recalls else None)
+
+    def fetch(self, step: SparseStep, kv_cache: torch.Tensor, left: LeftBlocks) -> None:
+        if step.plan.recalls:
+            addresses = self._numbers.addresses
+            fetch_by_triton(step.plan, left.residency, addresses, left.layer_at, kv_cache)
+            self._untold = True
+
+    def residency(self, blocks: int) -> DeviceResidency:
+        return DeviceResidency(self.shape.kv_heads, blocks, self._counts)
+
+    def number(self, sequence: OffloadedSequence) -> None:
+        known = len(sequence.numbers)
+        if known < sequence.count:
+            new = self._numbers.take(sequence.count - known)
+            sequence.numbers = np.concatenate([sequence.numbers, new])
+            send = device_of(self.device).send
+            begins = send(torch.from_numpy(sequence.begins[known:]))
+            self._numbers.addresses.index_copy_(0, send(torch.from_numpy(new)), begins)
+
+    def forget(self, sequence: OffloadedSequence) -> None:
+        self._numbers.give(sequence.numbers)
+        sequence.numbers = sequence.numbers[:0]
+
+    def collect(self, activity: Activity, wait: bool = False) -> None:
+        if self._untold:
+            totals, event = device_of(self.device).fetch(self._counts)
+            self._asked.append((event, totals))
+            self._untold = False
+        while self._asked and (wait or self._asked[0][0].is_reached()):
+            event, totals = self._asked.popleft()
+            event.wait()
+            hits, loaded = (n - m for n, m in zip(totals.tolist(), self._collected, strict=True))
+            self._collected = totals.tolist()
+            shape = self.shape
+            activity.blocks_hit += hits
+            activity.blocks_loaded += loaded
+            activity.bytes_loaded += loaded * shape.block_size * shape.token_bytes // shape.kv_heads
 
     def enter(self, step: SparseStep, at: int, ids: torch.Tensor) -> None:
         heads, init = self.shape.kv_heads, step.sequences[at].split.init
@@ -171,8 +225,15 @@ def _bandwidth(device: torch.device, rounds: int) -> float:
 
 def _facts_of(sequence: SparseSequence) -> Facts:
     split, token = sequence.split, sequence.token
-    length = split.attended_tokens
-    return Facts(token, split.init, split.middle, split.chosen, split.blocks, length)
+    length, offloaded, slots = split.attended_tokens, sequence.offloaded, 0
+    if offloaded is not None and offloaded.is_readable:
+        slots = len(offloaded.slots)
+        if slots < min(split.chosen, offloaded.count):
+            raise EngineError(
+                f"{offloaded.key} has {slots} slots for {split.chosen} chosen blocks of "
+                f"{offloaded.count} that are off the device"
+            )
+    return Facts(token, split.init, split.middle, split.chosen, split.blocks, length, slots)
 
 
 class CopiedLayer:

@@ -264,7 +264,7 @@ class RecallWorker:
 
     def attention_counts(self) -> dict[str, float]:
         """Counters of the attention layers since the last call: increments."""
-        totals = totals_of(group.activity for group in self._retrieval)
+        totals = totals_of(group.counted() for group in self._retrieval)
         new = {name: count - self._attention.get(name, 0) for name, count in totals.items()}
         self._attention = totals
         return {f"retrieval_{name}": float(count) for name, count in new.items() if count}

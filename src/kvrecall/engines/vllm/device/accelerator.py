@@ -116,6 +116,12 @@ class AcceleratorDevice(Device):
             self._moves.copy(Batch.of_pieces(sources, targets, piece))
             self.current().wait(self._moves.record())
 
+    def can_read(self, addresses: Addresses, nbytes: int) -> bool:
+        if not len(addresses):
+            return True
+        sizes = np.full(len(addresses), nbytes, dtype=np.int64)
+        return any(lock.covers(addresses, sizes) for lock in self._locks.values())
+
     def send(self, values: torch.Tensor) -> torch.Tensor:
         """By way of locked memory, which torch keeps until the copy is done: a copy from other
         memory waits for the stream."""

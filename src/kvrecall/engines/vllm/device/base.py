@@ -104,6 +104,10 @@ class Device(ABC):
         """Queues copies of small items from locked host memory, or the device's, to the device, on
         the engine's stream. Addresses as of ``Batch``."""
 
+    @abstractmethod
+    def can_read(self, addresses: Addresses, nbytes: int) -> bool:
+        """Whether kernels can read so many bytes of host memory from each of these on."""
+
     def numa_node(self) -> int | None:
         """The NUMA node of this host that the device is attached to. None where that cannot be
         known, or memory is the device's."""

@@ -105,6 +105,9 @@ class CountingDevice(Device):
         self._counts.add(Batch.of_pieces(sources, targets, piece), calls=2)
         self._device.move(sources, targets, piece)
 
+    def can_read(self, addresses: Addresses, nbytes: int) -> bool:
+        return self._device.can_read(addresses, nbytes)
+
     def send(self, values: torch.Tensor) -> torch.Tensor:
         self._count_one(values)
         return self._device.send(values)

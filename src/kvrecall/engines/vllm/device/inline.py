@@ -91,6 +91,9 @@ class InlineDevice(Device):
     def move(self, sources: Addresses, targets: Addresses, piece: Piece) -> None:
         Batch.of_pieces(sources, targets, piece).copy_here()
 
+    def can_read(self, addresses: Addresses, nbytes: int) -> bool:
+        return True
+
     def send(self, values: torch.Tensor) -> torch.Tensor:
         return values.clone()
 

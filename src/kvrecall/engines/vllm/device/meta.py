@@ -83,7 +83,7 @@ class MetaDevice(InlineDevice):
         return values.to(META, non_blocking=True)
 
     def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        return values.clone(), Moment()
+        return torch.zeros(values.clone().shape, dtype=values.dtype), Moment()
 
 
 @contextmanager
