@@ -112,7 +112,7 @@ _BENCH: Mapping[str, Kind] = {
     "kvrecall bench vectors": Runs(
         swaps=(("64K,128K,1024K,4096K", "16K"), ("0.2,0.02", "0.2")), more=" --rounds 2"
     ),
-    "kvrecall bench crowd": Elsewhere("tests/bench/test_crowd.py", 'figures_of("crowd", '),
+    "kvrecall bench generate": Elsewhere("tests/bench/test_generate.py", 'figures_of("generate", '),
     "kvrecall bench needle": Elsewhere("tests/bench/test_needle_engine.py", '["bench", "needle", '),
     "kvrecall bench all": Runs(more=" --only lookup --add", before=scenes.repository),
     "kvrecall bench publish": Runs(before=scenes.repository, says="docs/benchmarks.md"),

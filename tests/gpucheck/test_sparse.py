@@ -17,7 +17,7 @@ from kvrecall.attention.digest import Layout, encode
 from kvrecall.attention.kernels.oracle import attend_plainly, logits_plainly, table_plainly
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.errors import EngineError
-from kvrecall.lab.bench.concurrency import Load
+from kvrecall.lab.bench.generate import Load
 from kvrecall.lab.engines.server import Answer
 from kvrecall.lab.gpu_check import attention, servers
 from kvrecall.lab.gpu_check.outcome import CheckError, Outcome, State, reason, tried
@@ -25,7 +25,7 @@ from kvrecall.lab.gpu_check.servers import SMALL, Replies
 
 CPU = torch.device("cpu")
 DENSE = Replies((1, 2, 3), (1, 2, 3), 0, 0)
-LOAD = Load(2048, 3, 6, 1)
+LOAD = Load(2048, 3, 6, 1, 16)
 ACTIVE = {"steps_sparse": 5, "blocks_offloaded": 9, "blocks_loaded": 2, "blocks_hit": 6}
 IDLE = dict.fromkeys(ACTIVE, 0)
 FIGURES = {
@@ -333,7 +333,7 @@ def crowded(monkeypatch: pytest.MonkeyPatch, **told: Any) -> Outcome:
             raise found
         return found
 
-    monkeypatch.setattr(servers.concurrency, "run", run)
+    monkeypatch.setattr(servers.generate, "run", run)
     return sequences(LOAD, SMALL, "cuda", quiet)
 
 
@@ -368,7 +368,7 @@ def test_sequences_on_a_gpu_are_computed_as_vllm_schedules_them_there() -> None:
 
 
 def test_a_load_knows_what_its_device_and_host_must_hold() -> None:
-    load = Load(65536, 8, 128, 2)
+    load = Load(65536, 8, 128, 2, 512)
     assert load.device_blocks + 1 == 513 * 3
     assert load.host_bytes(SMALL.token_bytes) == 8 * 513 * 128 * SMALL.token_bytes * 5 // 4
 

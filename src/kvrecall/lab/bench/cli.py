@@ -68,9 +68,10 @@ COMMANDS = {
         "vectors",
         "Vector indexes in place of the exact search for blocks: found, time, memory.",
     ),
-    "crowd": (
-        "concurrency",
-        "Long sequences that decode at once in a fixed device cache, dense and by retrieval.",
+    "generate": (
+        "generate",
+        "Tokens a second and device memory of whole engines with long sequences, dense and by "
+        "retrieval.",
     ),
     "chat": (
         "serving",

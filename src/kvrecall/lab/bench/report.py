@@ -67,7 +67,10 @@ BIAS: Mapping[str, str] = {
         "for indexes: one search at a time, and no other work between searches; against them: keys "
         "in few clusters, and selections of many blocks"
     ),
-    "crowd": "for retrieval: as many sequences as dense attention has no room for",
+    "generate": (
+        "for retrieval: a model with little but attention to do; against it: random keys and "
+        "weights, so that steps select other blocks than the steps before them"
+    ),
     "needle": (
         "for retrieval: few facts in much filler; against it: questions whose answer one block "
         "holds, so that a block not chosen is an answer lost"

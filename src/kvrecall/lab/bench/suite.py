@@ -73,6 +73,11 @@ def full() -> Sequence[Step]:
         ),
         *(_decode(context, share) for context in (16384, 65536) for share in ("0.2", "0.05")),
         Step(
+            "generate",
+            ("generate", "--sequences", "1,4", "--modes", "dense-pool,retrieval,offloaded"),
+            900,
+        ),
+        Step(
             "needle",
             ("needle", "--lengths", "8K,16K", "--samples", "6", "--share", "0.2,0.05"),
             480,
@@ -85,6 +90,7 @@ def quick() -> Sequence[Step]:
     trace = _trace()
     small_chat = ("chat", "--sessions", "4", "--turns", "2", "--variants", "device,host")
     small_replay = ("--requests", "12", "--seconds", "5", "--variants", "host")
+    small_engines = ("--model", "small", "--contexts", "4K", "--modes", "offloaded")
     needle = ("--lengths", "1K", "--samples", "2", "--tasks", "single", "--share", "0.5")
     return (
         Step("lookup", ("lookup",), 120),
@@ -95,6 +101,7 @@ def quick() -> Sequence[Step]:
         Step("chat", small_chat, 360),
         Step("replay", ("replay", str(trace), *small_replay), 240, needs=trace),
         _decode(8192, "0.2", rounds=3),
+        Step("generate", ("generate", *small_engines, "--sequences", "1", "--rounds", "1"), 240),
         Step("needle", ("needle", *needle), 300),
     )
 

@@ -384,6 +384,45 @@ def decode(run: Run) -> Iterator[str]:
     yield from _table((*columns, "ratio", "ratio, blocks off the device"), rows)
 
 
+def generate_table(rows: Sequence[Figures]) -> Table:
+    """Whole engines: a line per length, number of sequences and mode."""
+    columns = (
+        "engine", "context", "at once", "tokens/s", "ms a token", "to dense", "attention",
+        "blocks read", "device MiB",
+    )  # fmt: skip
+    cells = tuple(
+        (
+            str(one["mode"]),
+            f"{one['context']:,}",
+            f"{one['at_once']} of {one['sequences']}",
+            f"{one['tokens_per_s']:.2f}",
+            f"{one['ms_a_token']:.0f}",
+            f"{one['times_dense']:.2f} ({one['times_dense_cpu']:.2f})",
+            "" if one["attention_share"] is None else f"{one['attention_share']:.0%}",
+            f"{one['blocks_read_share']:.0%}",
+            f"{one['peak_device_bytes'] / 2**20:,.0f} of {one['device_cache_bytes'] / 2**20:,.0f}",
+        )
+        for one in rows
+    )
+    return columns, cells
+
+
+def generate(found: Figures) -> Iterator[str]:
+    """Tokens a second of whole engines, and what was left out."""
+    yield from _table(*generate_table(found["rows"]))
+    yield ""
+    kib = found["kv_bytes_a_token"] / 1024
+    yield (
+        f"{found['params'] / 1e6:.0f} million parameters, {kib:.0f} KiB of KV a token, made up, "
+        f"{found['share']:.0%} of the middle blocks, {found['threads']} threads. To "
+        "dense: tokens a second in multiples of the dense engine's, by turns; in brackets tokens a "
+        "second of processor time."
+    )
+    for text in found["left_out"]:
+        yield ""
+        yield f"Left out: {text}."
+
+
 def needle(found: Figures) -> Iterator[str]:
     """Right answers of each variant by length, without lengths at which retrieval selects nothing
     because every variant attends to all tokens."""
@@ -538,6 +577,7 @@ TABLES: Mapping[str, Make] = {
     "pool": pool,
     "restore": _if_measured("restore", restore),
     "decode": decode,
+    "generate": _of("generate", generate),
     "needle": _of("needle", needle),
 }
 

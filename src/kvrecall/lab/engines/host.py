@@ -12,17 +12,21 @@
 {"do": "memory"}           asks for the engine's device cache: blocks and KV groups
 {"do": "kv"}               asks for the KV on the device of the request that ended last
 {"do": "admissions"}       asks for the requests admitted since the last such order
-{"do": "decode_together", "sequences": .., "context": .., "decoded": .., "pooled": ..}
+{"do": "generate", "sequences": .., "context": .., "decoded": .., "source": .., "settle": ..}
+                           adds prompts that decode together in the steps of the next two orders
+                           only, until the last of these three (kvrecall.lab.engines.generate)
+{"do": "steps", "count": ..}       takes so many steps, or all that it takes (0)
+{"do": "end_generation"}
 {"do": "close"}            ends the process, as the end of stdin does
 
 On stdout: ``{"ready": pid}``, ``{"id": .., "tokens": [..], "finish": .., "from": .., "keys": [..],
 "gaps": [..], "scores": [..], "cached": ..}`` for every answer, ``{"metrics": {name: value}}``,
 ``{"memory": {..}}``, ``{"kv": {layer: {token: [digest, ..]}}}``,
-``{"admissions": [[id, start, end, tokens], ..]}``,
-``{"decode_together": {..}}``, ``{"joined": bool}`` when a pool service is found or lost, and
-``{"error": ..}`` before it ends because the engine failed. Requests that arrive while others run
-are batched with them, as in a server. The laboratory uses such processes because they can be killed
-at any moment and share nothing.
+``{"admissions": [[id, start, end, tokens], ..]}``, ``{"generate": true}``,
+``{"steps": [{..}, ..]}``, ``{"end_generation": {..}}``, ``{"joined": bool}`` when a pool service is
+found or lost, and ``{"error": ..}`` before it ends because the engine failed. Requests that arrive
+while others run are batched with them, as in a server. The laboratory uses such processes because
+they can be killed at any moment and share nothing.
 """
 
 from __future__ import annotations
@@ -37,10 +41,13 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from kvrecall.block import BlockKey
 from kvrecall.lab.engines.kv import device_kv, joined
+
+if TYPE_CHECKING:
+    from kvrecall.lab.engines.generate import Generation
 
 _SEED = 7  # of a request for several samples
 Admission = tuple[str, int, int, int]
@@ -133,6 +140,8 @@ class Host:
         self._started: dict[str, tuple[float, float]] = {}  # submitted, first token
         self._joined: bool | None = None
         self._admissions: list[Admission] = []
+        self._generation: Generation | None = None
+        self._generates = False
         self._tables: Sequence[Sequence[int]] = ()  # device blocks of the last request that ended
         if self._core.scheduler.connector is not None:
             _watch_admissions(self._core.scheduler.connector, self._admissions, self._names)
@@ -141,7 +150,7 @@ class Host:
     def run(self) -> None:
         _say(self._replies, {"ready": os.getpid()})
         while True:
-            busy = self._engine.has_unfinished_requests()
+            busy = self._engine.has_unfinished_requests() and not self._generates
             for line in self._orders.waiting(0.0 if busy else 0.05):
                 order = json.loads(line)
                 name = order.pop("do")
@@ -160,10 +169,8 @@ class Host:
                 elif name == "admissions":
                     _say(self._replies, {name: self._admissions})
                     self._admissions.clear()
-                elif name == "decode_together":
-                    from kvrecall.lab.engines.concurrency import decode_together
-
-                    _say(self._replies, {name: decode_together(self._llm, **order)})
+                elif name in ("generate", "steps", "end_generation"):
+                    _say(self._replies, {name: self._generate(name, order)})
                 else:
                     self._ask(**order)
             if self._orders.ended:
@@ -171,6 +178,22 @@ class Host:
             self._tell_joined()
             if busy:
                 self._step()
+
+    def _generate(self, name: str, order: Mapping[str, Any]) -> Any:
+        from kvrecall.lab.engines.generate import Generation
+
+        if self._generation is None:
+            self._generation = Generation(self._llm)
+        if name == "generate":
+            self._generates = True
+            self._generation.begin(**order)
+            return True
+        if name == "steps":
+            return self._generation.steps(order["count"])
+        totals = self._generation.end()
+        self._generates = False
+        self._forget(running=False)
+        return totals
 
     def _forget(self, running: bool) -> None:
         """Empties the device's prefix cache; ``running``: of running requests, too. Blocks of a

@@ -287,13 +287,13 @@ def _decode_engine(here: Here) -> Finding:
 
 
 def _sequences(here: Here) -> Finding:
-    from kvrecall.lab.bench.concurrency import Load
+    from kvrecall.lab.bench.generate import Load
     from kvrecall.lab.gpu_check import servers
 
-    load = Load(16384, 4, 32, 1) if here.quick else Load(65536, 8, 128, 2)
+    load = Load(16384, 4, 32, 1, 128) if here.quick else Load(65536, 8, 128, 2, 512)
     shape = servers.SHALLOW
     if here.on_cpu:
-        load, shape = Load(2048, 3, 6, 1), servers.SMALL
+        load, shape = Load(2048, 3, 6, 1, 16), servers.SMALL
     return servers.measure_sequences(load, shape, here.device, here.say)
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from kvrecall.attention.settings import PREFIX
 from kvrecall.environment import PLUGINS, RETRIEVAL
-from kvrecall.lab.bench import concurrency
-from kvrecall.lab.bench.concurrency import Load
+from kvrecall.lab.bench import generate
+from kvrecall.lab.bench.generate import Load
 from kvrecall.lab.bench.model import BLOCK, Texts
 from kvrecall.lab.bench.report import percentiles
 from kvrecall.lab.engines.child import server_environment
@@ -365,11 +365,11 @@ def measure_sequences(
     found: dict[str, Any] = {}
     with _model_folder(shape, load.context + load.decoded, weights=False) as (_, path):
         scaled_load = replace(load, options={**sequence_options(device), **load.options})
-        sparse = {**concurrency.scaled(load.context), PREFIX + "GATE": "0"}
+        sparse = {**generate.scaled(load.context), PREFIX + "GATE": "0", PLUGINS: "retrieval,waits"}
         for name in engines:
             progress(f"  {name}: {load.sequences} sequences of {load.context} tokens")
             variables = {} if name == "dense" else sparse
-            figures = concurrency.run(scaled_load, path, shape.token_bytes, variables, _LIMIT_S)
+            figures = generate.run(scaled_load, path, shape.token_bytes, variables, _LIMIT_S)
             found[name] = _sequence_figures(name, load, figures)
             progress(f"  {found[name]}")
     note = "; ".join(
