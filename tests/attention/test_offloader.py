@@ -145,7 +145,9 @@ class Bench:
         self.side.reported(StepReport({s.store_id: 1 for s in orders.stores}), set(), set())
 
     def _orders(self, scheduled: dict[str, int]) -> StepOrders:
-        step = SimpleNamespace(num_scheduled_tokens=scheduled)
+        step = SimpleNamespace(
+            num_scheduled_tokens=scheduled, total_num_scheduled_tokens=sum(scheduled.values())
+        )
         orders = self.side.orders(step, self.pool.arena_handle())
         self.orders = orders.offload
         return orders

@@ -283,7 +283,11 @@ class Bench:
         block_state = SimpleNamespace(
             boundary_state_offloads=self.manager.take_boundary_state_offloads()
         )
-        step = SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=block_state)
+        step = SimpleNamespace(
+            num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            kv_connector_block_state=block_state,
+        )
         orders = self.side.orders(step, self.pool.arena_handle())
         self.manager.new_step_starts()
         memory = self.pool.arena.memory
@@ -520,7 +524,7 @@ def test_a_load_that_vllm_shortens_fails_instead_of_lacking_a_window(pool: Pool)
     assert external == 144
     tables = [list(range(1, 10))] * 3
     bench.side.allocated(request, tables, 128)
-    step = SimpleNamespace(num_scheduled_tokens={})
+    step = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
     (load,) = bench.side.orders(step, pool.arena_handle()).loads
     assert load.copies == ()
 

@@ -3,13 +3,15 @@ that an engine on a CPU does not produce (asynchronous scheduling, several ranks
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from support.disks import FaultyIo
 from support.stores import SHARED, MemoryStore
@@ -21,12 +23,24 @@ from vllm.v1.request import Request, RequestStatus
 from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.config import DiskConfig, RecallSettings
 from kvrecall.engines.base import HANDOVER
+from kvrecall.engines.vllm.connector.pages import Copy
 from kvrecall.engines.vllm.connector.saver import Computed
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
-from kvrecall.engines.vllm.connector.wire import EngineFacts, StepOrders, StepReport
+from kvrecall.engines.vllm.connector.wire import (
+    Arrival,
+    Comparison,
+    Departure,
+    Deviation,
+    EngineFacts,
+    Load,
+    OffloadOrders,
+    StepOrders,
+    StepReport,
+    Store,
+)
 from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena
-from kvrecall.pool.base import Recall, RecallState
+from kvrecall.pool.base import NO_ARENA, ArenaHandle, Recall, RecallState
 from kvrecall.pool.disk import DiskTier
 from kvrecall.testing.blocks import wait_until
 
@@ -90,7 +104,9 @@ class Bench:
     def step(self, request: Request, tokens: int, *others: Request) -> StepOrders:
         requests = (request, *others)
         scheduled = {one.request_id: tokens for one in requests}
-        output = SimpleNamespace(num_scheduled_tokens=scheduled)
+        output = SimpleNamespace(
+            num_scheduled_tokens=scheduled, total_num_scheduled_tokens=sum(scheduled.values())
+        )
         orders = self.side.orders(output, self.pool.arena_handle())
         for one in requests:
             one.num_computed_tokens += tokens
@@ -150,7 +166,7 @@ def test_asynchronous_scheduling_saves_what_is_known_late(pool: Pool) -> None:
     hold, told = bench.side.finished(request, (bench.blocks["r"],))
     assert hold
     assert told["kvrecall"]["computed"] == 31
-    idle = SimpleNamespace(num_scheduled_tokens={})
+    idle = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
     orders = bench.side.orders(idle, pool.arena_handle())
     assert stored(orders) == [2]
     assert orders.releases == ["r"]
@@ -203,7 +219,7 @@ def test_preemption_waits_for_late_copies(pool: Pool, since: RequestStatus) -> N
     request.status = since
     if request.is_finished():
         bench.side.finished(request, (bench.blocks["r"],))
-    idle = SimpleNamespace(num_scheduled_tokens={})
+    idle = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
     assert bench.side.orders(idle, pool.arena_handle()).drain
 
 
@@ -221,7 +237,9 @@ def test_a_failed_load_is_not_tried_again(pool: Pool) -> None:
     request = bench.request("again", 40)
     assert bench.matched(request) == 32
     bench.side.allocated(request, (bench.blocks["again"],), 32)
-    (load,) = bench.side.orders(SimpleNamespace(num_scheduled_tokens={}), None).loads
+    (load,) = bench.side.orders(
+        SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0), None
+    ).loads
     assert load.copies[0].block_ids == (1, 2)
     bench.side.reported(None, {"again"}, {"again"})
     assert bench.side.tally.loads == {}
@@ -542,6 +560,119 @@ def test_a_decoding_sequence_is_looked_at_where_it_completes_a_block(
     assert looks == [40, 41, 48, 64, 80]
 
 
+class SeenRequest(Request):
+    """Records in ``seen`` that it is looked at."""
+
+    seen: ClassVar[set[str]] = set()
+
+    def __getattribute__(self, name: str) -> Any:
+        find = super().__getattribute__
+        SeenRequest.seen.add(find("request_id"))
+        return find(name)
+
+
+class SeenSteps(dict[str, int]):
+    """The tokens of a step by request. Records in ``asked`` those asked for by name; gives no list
+    of them."""
+
+    def __init__(self, tokens: dict[str, int]) -> None:
+        super().__init__(tokens)
+        self.asked: set[str] = set()
+
+    def __getitem__(self, name: str) -> int:
+        self.asked.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self.asked.add(str(name))
+        return super().__contains__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("all requests of the step are looked at")
+
+    keys = values = items = __iter__  # type: ignore[assignment]
+
+
+def test_only_sequences_that_complete_a_block_are_looked_at(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(pool, replace(FACTS, copies_in_step=True, ranks=1))
+    lengths = {str(i): 40 + 4 * (i % 3) for i in range(60)}  # to a block's end: 8, 4 and 0 tokens
+    requests = {name: bench.request(name, n, 100 * int(name)) for name, n in lengths.items()}
+    for name, request in requests.items():
+        bench.report(bench.step(request, lengths[name]), ranks=1)
+        request.append_output_token_ids(2)
+    first, *others = requests.values()
+    bench.step(first, 1, *others)  # behind the prompt, to learn how far the block's end is
+    looked_up: list[str] = []
+    tables = bench.side._tables
+    monkeypatch.setattr(bench.side, "_tables", lambda name: looked_up.append(name) or tables(name))
+    calls: list[str] = []
+    for name in ("reserve", "commit", "abandon", "find", "acquire", "poll", "touch", "stats"):
+        monkeypatch.setattr(pool, name, counted(calls, name, getattr(pool, name)))
+    ends = []
+    for step in range(2, 2 * BLOCK):
+        for request in requests.values():
+            request.append_output_token_ids(2)
+            request.__class__ = SeenRequest
+        scheduled = SeenSteps(dict.fromkeys(requests, 1))
+        output = SimpleNamespace(
+            num_scheduled_tokens=scheduled, total_num_scheduled_tokens=len(scheduled)
+        )
+        SeenRequest.seen.clear()
+        looked_up.clear()
+        calls.clear()
+        orders = bench.side.orders(output, pool.arena_handle())
+        bench.report(orders, ranks=1)
+        seen = set(SeenRequest.seen)
+        for request in requests.values():
+            request.__class__ = Request
+            request.num_computed_tokens += 1
+        whole = {name for name, tokens in lengths.items() if (tokens + step) % BLOCK == 0}
+        assert seen == scheduled.asked == set(looked_up) == whole
+        assert calls == (["reserve", "commit"] if whole else [])
+        assert len(stored(orders)) == len(whole)
+        ends += [step] if whole else []
+    assert ends == [4, 8, 16, 20, 24]
+
+
+def counted(calls: list[str], name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **more: Any) -> Any:
+        calls.append(name)
+        return method(*args, **more)
+
+    return call
+
+
+def test_orders_and_reports_are_the_same_to_the_workers() -> None:
+    """vLLM pickles them; numbers may be numpy's."""
+    copies = Copy((3, 4), (1 << 40, 4096), 1), Copy((), ())
+    orders = StepOrders(
+        ArenaHandle(1, 2, 1 << 40, 5, "boot"),
+        [Load("a", copies), Load("b", ())],
+        [Store(7, copies[0], b"\x00\xff345678")],
+        ["c"],
+        True,
+        [Comparison(9, "d", copies[0], True)],
+        (4088, 1 << 33),
+        OffloadOrders(
+            [Departure("e", 1, (2,), (3,), (4,))],
+            {5: "e"},
+            ["f"],
+            [Arrival("g", 1, (2,), (3,))],
+        ),
+        11,
+        False,
+    )
+    assert pickle.loads(pickle.dumps(orders)) == orders
+    assert pickle.loads(pickle.dumps(StepOrders(NO_ARENA))) == StepOrders(NO_ARENA)
+    found = Deviation(3, 2, float("inf"), 0.5, "layer", True)
+    report = StepReport({1: 2}, {3}, {"a"}, {4: (5, found)}, {"b"}, {6: 0.25}, 0.5, 7, 1.5, 8, 2.5)
+    assert pickle.loads(pickle.dumps(report)) == report
+    measured = replace(report, load_seconds=np.float32(1.5), loaded_bytes=np.int64(7))
+    assert pickle.loads(pickle.dumps(measured)) == report
+
+
 def test_the_blocks_of_a_step_are_reserved_and_ordered_together(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -579,8 +710,8 @@ def test_requests_that_end_before_they_complete_a_block_leave_nothing(pool: Pool
         bench.step(request, 1)
         request.status = RequestStatus.FINISHED_ABORTED
         bench.side.finished(request, (bench.blocks[request.request_id],))
-    assert sum(map(len, bench.side._rests.values())) <= BLOCK
-    assert not bench.side._idle
+    assert sum(map(len, bench.side._resting.values())) <= BLOCK
+    assert not bench.side._awake
 
 
 def test_a_refused_block_is_tried_again_before_the_next_one_is_complete() -> None:

@@ -76,7 +76,7 @@ class Machine(Bench):
         return loaded
 
     def idle(self) -> set[str]:
-        nothing = SimpleNamespace(num_scheduled_tokens={})
+        nothing = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
         return self.run(self.side.orders(nothing, self.pool.arena_handle()), {})
 
     def compute(self, name: str, values: list[int], first: int = 0) -> tuple[Request, bool]:
@@ -174,7 +174,9 @@ def test_loads_end_in_their_order_and_one_that_cannot_be_made_fails(machine: Mac
     machine.load("b", 2 * BLOCK + 1, [60, 61], first=500)
     loaded.append(machine.idle())
     machine.load("c", 2 * BLOCK + 1, [70, 71])
-    orders = machine.side.orders(SimpleNamespace(num_scheduled_tokens={}), NO_ARENA)
+    orders = machine.side.orders(
+        SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0), NO_ARENA
+    )
     loaded.append(machine.run(orders, {}))
     while {"a", "b", "c"} - set().union(*loaded):
         loaded.append(machine.idle())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import pickle
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -353,7 +354,8 @@ class Engine:
         return result, self.machine.computing.record()
 
     def _execute_on(self, rank: Rank, output: Any) -> ModelRunnerOutput:
-        orders, worker = output.kv_connector_metadata, rank.worker
+        """As vLLM does it for workers in processes of their own."""
+        orders, worker = pickle.loads(pickle.dumps(output.kv_connector_metadata)), rank.worker
         worker.before_overwrite(orders)
         if self._zeroes:
             # Also blocks that were to be computed into when an earlier step was sent, and are
@@ -371,7 +373,7 @@ class Engine:
             finished_sending=released or None,
             finished_recving=loaded or None,
             failed_recving=failed,
-            kv_connector_worker_meta=worker.report(),
+            kv_connector_worker_meta=pickle.loads(pickle.dumps(worker.report())),
         )
         return result
 

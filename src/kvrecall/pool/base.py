@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from kvrecall.block import SHARED, BlockKey, Namespace, Tenant, TierName
 
 
@@ -102,8 +104,7 @@ class Verdict(enum.Enum):
     REFUSED = "refused"  # no space, or shedding load; compute on, nothing is owed
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(msgspec.Struct, frozen=True):
     """The answer for one block, and its slot if there is one."""
 
     verdict: Verdict

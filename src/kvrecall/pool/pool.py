@@ -336,43 +336,42 @@ class Pool:
         check_parents(keys, parent, parents)
         with self._changed:
             self._drain()
+            has_below = self._writer.has_below
             blocks, filling, holds = self._host.blocks, self._filling, self._is_below_here
-            new = [
-                place
-                for place, key in enumerate(keys)
-                if not (key in blocks or key in filling or holds(key))
-            ]
-            if not new:
-                return (_PRESENT,) * len(keys)
             made: dict[BlockKey, Block] = {}
             depth = self._depth_of(parent) if parents is None else 0
-            for place in new:
-                key = keys[place]
+            for place, key in enumerate(keys):
+                if key in blocks or key in filling or key in made or (has_below and holds(key)):
+                    continue
                 if parents is None:
                     above, deep = keys[place - 1] if place else parent, depth + place
                 else:
                     above = parents[place]
                     link = None if above is None else made.get(above)
                     deep = self._depth_of(above) if link is None else link.depth + 1
-                if key not in made:
-                    made[key] = Block(key, above, deep, -1, self._size_of(key), tenant)
+                made[key] = Block(key, above, deep, -1, self._size_of(key), tenant)
+            if not made:
+                return (_PRESENT,) * len(keys)
 
             def in_use() -> list[Block]:
                 present = [blocks[key] for key in keys if key in blocks]
                 hanging = [b.parent for b in made.values() if hangs(b.key, b.parent)]
                 return [*present, *self._lines_of(hanging)]
 
-            answers = dict.fromkeys(made, _REFUSED)
             for block in [] if self._closed else self._place(made, in_use):
                 filling[block.key] = block
-                answers[block.key] = Reservation(Verdict.RESERVED, block.offset)
+            reserved = Verdict.RESERVED
             given: list[Reservation] = []
             for key in keys:
-                answer = answers.get(key, _PRESENT)
-                given.append(answer)
-                if answer.verdict is Verdict.RESERVED:
-                    answers[key] = _PRESENT
-            self._refused += given.count(_REFUSED)
+                new = made.get(key)
+                if new is None:
+                    given.append(_PRESENT)
+                elif new.offset < 0:
+                    given.append(_REFUSED)
+                    self._refused += 1
+                else:
+                    given.append(Reservation(reserved, new.offset))
+                    del made[key]  # named again, it is being filled
         return tuple(given)
 
     def commit(self, keys: Sequence[BlockKey]) -> None:
@@ -614,9 +613,8 @@ class Pool:
     def _is_below_here(self, key: BlockKey) -> bool:
         """Whether the block is in a lower tier of this host, or being promoted."""
         below = self._below
-        return self._writer.has_below and (
-            key in self._loading
-            or (below.contains(key) and below.tier_of(key) is not TierName.REMOTE)
+        return key in self._loading or (
+            below.contains(key) and below.tier_of(key) is not TierName.REMOTE
         )
 
     def _lease_present(self, keys: Sequence[BlockKey], deadline: float) -> Ticket:

@@ -169,8 +169,9 @@ class SlotClass:
         addresses: list[int] = []
         for start, length in self._runs.take(count * size, size):
             addresses.extend(range(start, start + length, size))
+        extents, bases = self._extents, self._bases
         for address in addresses:
-            self._extents[self.extent_of(address)].used += 1
+            extents[bases[bisect_right(bases, address) - 1]].used += 1
         return addresses
 
     def give(self, address: int) -> None:

@@ -167,7 +167,7 @@ class HazardPolicy(EvictionPolicy):
         for key in ending:
             block = self._residents.get(key) or self._ghosts.get(key)
             if block is None:
-                self._meet(key, None, 1, 0.0, True)
+                self._ghosts[key] = self._meet(key, None, 1, 0.0, True)
             elif self._cohorts[block.cohort].kind == _INNER:
                 self._move(block, _kind(block.uses, 1, True))
         if not chain:
@@ -179,7 +179,7 @@ class HazardPolicy(EvictionPolicy):
         for index, key in enumerate(chain):
             block = self._residents.get(key) or self._ghosts.get(key)
             if block is None:
-                self._meet(key, parent, int(index == last))
+                self._ghosts[key] = self._meet(key, parent, int(index == last))
             else:
                 if block.parent is None and parent is not None:
                     self._adopt(block, parent)
@@ -202,9 +202,9 @@ class HazardPolicy(EvictionPolicy):
             return
         block = self._ghosts.pop(key, None)
         if block is None:
-            self._advance(now)
+            if now - self._now >= _TICK:
+                self._advance(now)
             block = self._meet(key, parent, 0, _SLACK, hangs)
-            del self._ghosts[key]
         elif block.parent is None:
             block.parent = parent
             block.hangs = hangs
@@ -215,12 +215,14 @@ class HazardPolicy(EvictionPolicy):
         cohort = self._cohorts[block.cohort]
         cohort.settle(block)
         self._make_ready(cohort)
-        if block.parent is not None:
-            self._count_child(block.parent)
+        above = block.parent
+        if above is not None:
+            self._children[above] = self._children.get(above, 0) + 1
         self._has_groups |= hangs
         if self._has_groups:
             self._settle(block)
-        self._forget()
+        if len(self._ghosts) > self._remember or len(self._memory) > self._memory_limit:
+            self._forget()
 
     def remove(self, key: BlockKey) -> None:
         block = self._residents.pop(key, None)
@@ -382,9 +384,9 @@ class HazardPolicy(EvictionPolicy):
         slack: float = 0.0,
         hangs: bool = False,
     ) -> _Block:
-        """Remembers a name used for the first time, up to ``slack`` seconds ago."""
+        """A name used for the first time, up to ``slack`` seconds ago."""
         cohort = self._join(_kind(1, ended, hangs), slack)
-        block = self._ghosts[key] = _Block(key, parent, cohort.number, hangs=hangs)
+        block = _Block(key, parent, cohort.number, hangs=hangs)
         cohort.names.append(block)
         return block
 

@@ -258,9 +258,10 @@ class Auditor:
     def _belief(self, state: RequestState) -> Belief:
         assert state.namespace is not None
         key = state.namespace.digest, state.has_media
-        if key not in self._beliefs:
-            self._beliefs[key] = Belief(self._own, {self._own})
-        return self._beliefs[key]
+        belief = self._beliefs.get(key)
+        if belief is None:
+            belief = self._beliefs[key] = Belief(self._own, {self._own})
+        return belief
 
     def _origins(self, group: int, offsets: Sequence[int]) -> list[bytes]:
         at = self._facts.groups[group].record_bytes

@@ -312,7 +312,8 @@ class RequestState:
     ``closed``: no more of it can be saved; ``passes``: steps until it tries to reserve again, and
     ``passes_next`` after the last refusal. ``touched``: the pool knows that its chain is in use,
     and ``hanging_touched``: the blocks beside it, which only a complete lookup tells.
-    ``reported``: the API process knows the sources of its prompt.
+    ``reported``: the API process knows the sources of its prompt. ``rests_until``: the tick of the
+    scheduler side at which it has work for it again; 0: it does not rest.
     """
 
     request: Any
@@ -342,6 +343,7 @@ class RequestState:
     touched: bool = False
     hanging_touched: bool = False
     reported: bool = False
+    rests_until: int = 0
     device_tokens: int = 0
     recalled: Counter[TierName] = field(default_factory=Counter)
     _keys: dict[int, list[BlockKey]] = field(default_factory=dict)
@@ -359,10 +361,11 @@ class RequestState:
             return []
         group = self.chain if group is None else group
         known = self._keys.setdefault(group, [])
-        step, namespace = self.hashes_per_block[group], self.group_namespaces[group]
-        hashes = self.request.block_hashes
-        for index in range(len(known), min(count, len(hashes) // step)):
-            known.append(namespace.key(hashes[(index + 1) * step - 1]))
+        if len(known) < count:
+            step, namespace = self.hashes_per_block[group], self.group_namespaces[group]
+            hashes = self.request.block_hashes
+            for end in range((len(known) + 1) * step, min(count * step, len(hashes)) + 1, step):
+                known.append(namespace.key(hashes[end - 1]))
         return known[first:count]
 
     def key_at(self, tokens: int, group: int | None = None) -> BlockKey | None:

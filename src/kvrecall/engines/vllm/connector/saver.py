@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Tenant
 from kvrecall.engines.vllm.compat.config import GroupKind
@@ -20,6 +22,7 @@ from kvrecall.pool.base import PoolClient, Reservation, Verdict
 logger = logging.getLogger("vllm.kvrecall")
 
 _MOST_PASSED_OVER = 15  # steps in which a request that was refused room is not saved
+_REFUSED, _RESERVED = Verdict.REFUSED, Verdict.RESERVED  # read once for each block of a step
 Reachable = Callable[[Any, int, int, int], Sequence[bool] | None]
 """``(request, group, start, stop)``: which of these blocks a hit can need; None: all."""
 
@@ -29,25 +32,24 @@ FLUSH_DEADLINE_S = 30.0
 
 @dataclass(slots=True)
 class _OpenStore:
-    """``requests``: those it saves blocks of, each with the number of its preemptions when they
-    were ordered."""
+    """``states``: of the requests it saves blocks of, each with the number of the request's
+    preemptions when they were ordered."""
 
     ranks_left: int
     keys: list[BlockKey] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
-    requests: list[tuple[Any, int]] = field(default_factory=list)
+    states: list[tuple[RequestState, int]] = field(default_factory=list)
     failed: bool = False
 
 
-Tables = Sequence[Sequence[int] | Mapping[int, int]]
+Tables = Sequence[Sequence[int] | dict[int, int]]
 """By KV group, the device blocks of a request in order, 0 for one that is no longer on the device;
 of a recurrent group the blocks that hold a state to be saved in this step, by the tokens up to
 it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
+class Computed(msgspec.Struct, frozen=True, eq=False):
     """The first ``tokens`` tokens of a request, whose KV the device has after the step. ``tables``
     is called if blocks may have to be saved. ``ended``: it computes no more. ``tails``: tokens
     inside a block at which a hit may end: what such a hit needs is saved, too."""
@@ -59,28 +61,32 @@ class Computed:
     tails: Sequence[int] = ()
 
 
-_Wanted = tuple[Tenant, Sequence[BlockKey], Sequence[BlockKey | None]]
+class _Wanted(msgspec.Struct, frozen=True, eq=False):
+    """Blocks of a request that the pool may lack, with their parents; ``places``: their indexes."""
+
+    of: Computed
+    keys: list[BlockKey]
+    parents: list[BlockKey | None]
+    places: Sequence[int]
 
 
-def block_at(table: Sequence[int] | Mapping[int, int], index: int, end: int) -> int:
+def block_at(table: Sequence[int] | dict[int, int], index: int, end: int) -> int:
     """A device block of a table by its index, or that of a state by the ``end`` of its tokens; 0:
     none."""
-    if isinstance(table, Mapping):
+    if isinstance(table, dict):
         return table.get(end, 0)
     return table[index] if index < len(table) else 0
 
 
 class Saver:
     """Reserves slots for blocks, orders their copies, and commits those that every rank has made.
-    ``states``: the requests in the engine, owned by the caller. ``origin``: the origin of a
-    request's blocks. ``reachable``: of blocks ``[start, stop)`` of a group of a request, which can
-    be needed by a hit; None: all. Only ``flush`` blocks."""
+    ``origin``: the origin of a request's blocks. ``reachable``: of blocks ``[start, stop)`` of a
+    group of a request, which can be needed by a hit; None: all. Only ``flush`` blocks."""
 
     def __init__(
         self,
         pool: PoolClient,
         facts: EngineFacts,
-        states: Mapping[str, RequestState],
         finder: HitFinder,
         reachable: Reachable,
         origin: Callable[[RequestState], bytes],
@@ -89,7 +95,6 @@ class Saver:
         self._pool = pool
         self._origin = origin
         self._facts = facts
-        self._states = states
         self._finder = finder
         self._reachable = reachable
         self._tally = tally
@@ -114,7 +119,7 @@ class Saver:
         if self._has_chain:
             any_new = self._save_chains(computed)
             size = self._facts.block_size
-            for one in computed:
+            for one in computed if self._facts.match_unit is not None else ():
                 state = one.state
                 for tail in one.tails:
                     if (
@@ -142,72 +147,79 @@ class Saver:
     def due(self, state: RequestState, tokens: int) -> int:
         """Tokens that a request which has ``tokens`` computes before ``save`` has new work; 0 while
         blocks wait for room, whose tries are counted in calls."""
-        waits = state.namespace is not None and self._has_chain and not state.closed
-        if waits and state.saved < tokens // self._facts.block_size:
+        if (
+            state.saved < tokens // self._facts.block_size
+            and self._has_chain
+            and not state.closed
+            and state.namespace is not None
+        ):
             return 0
-        return min(size - tokens % size for size in self._sizes)
+        return min([size - tokens % size for size in self._sizes])
 
-    def _reserve(self, wanted: Sequence[_Wanted]) -> list[Sequence[Reservation]]:
-        """The pool's answers for keys and their parents, of tenants: in one call for each of
-        them."""
-        answers: list[Sequence[Reservation]] = [()] * len(wanted)
-        places: dict[Tenant, list[int]] = {}
-        for place, (tenant, _, _) in enumerate(wanted):
-            places.setdefault(tenant, []).append(place)
-        for tenant, of_tenant in places.items():
-            keys = [key for place in of_tenant for key in wanted[place][1]]
-            parents = [parent for place in of_tenant for parent in wanted[place][2]]
-            given = iter(self._pool.reserve(keys, None, tenant, parents))
-            for place in of_tenant:
-                answers[place] = list(itertools.islice(given, len(wanted[place][1])))
-        return answers
+    def _reserve(
+        self, wanted: Iterable[_Wanted]
+    ) -> Iterator[tuple[_Wanted, Sequence[Reservation]]]:
+        """The pool's answers, asked for in one call for each tenant."""
+        of_tenants: dict[Tenant, list[_Wanted]] = {}
+        for each in wanted:
+            of_tenants.setdefault(each.of.state.tenant, []).append(each)
+        for tenant, of_tenant in of_tenants.items():
+            keys = [key for each in of_tenant for key in each.keys]
+            parents = [parent for each in of_tenant for parent in each.parents]
+            answers = self._pool.reserve(keys, None, tenant, parents)
+            first = 0
+            for each in of_tenant:
+                stop = first + len(each.keys)
+                yield each, answers[first:stop]
+                first = stop
 
     def _save_chains(self, computed: Iterable[Computed]) -> bool:
         """Blocks of the chain: each needs the one before it."""
-        size = self._facts.block_size
-        open_, wanted = [], list[_Wanted]()
+        size, wanted = self._facts.block_size, list[_Wanted]()
         for one in computed:
-            state, upto = one.state, one.tokens // size
-            if state.closed or upto <= state.saved:
+            state = one.state
+            upto, saved = one.tokens // size, state.saved
+            if state.closed or upto <= saved:
                 continue
-            if not one.ended and state.passes > 0:
+            if state.passes and not one.ended:
                 state.passes -= 1
                 continue
-            before = max(0, state.saved - 1)
-            keys = state.keys(upto, first=before)
-            new = keys[state.saved - before :]
+            keys = state.keys(upto, first=max(0, saved - 1))
+            parents: list[BlockKey | None] = [*keys[:-1]] if saved else [None, *keys[:-1]]
+            new = keys[1:] if saved else keys
             if new:
-                open_.append((one, new))
-                first = keys[0] if state.saved else None
-                wanted.append((state.tenant, new, [first, *new[:-1]]))
+                wanted.append(_Wanted(one, new, parents, range(saved, saved + len(new))))
         any_new = False
-        for (one, new), answers in zip(open_, self._reserve(wanted), strict=True):
-            any_new |= self._save_chain(one, new, answers)
+        for each, answers in self._reserve(wanted):
+            any_new |= self._save_chain(each, answers)
         return any_new
 
-    def _save_chain(
-        self, one: Computed, new: Sequence[BlockKey], answers: Sequence[Reservation]
-    ) -> bool:
-        state, before = one.state, one.state.saved
-        ids = one.tables()[self._facts.chain]
+    def _save_chain(self, wanted: _Wanted, answers: Sequence[Reservation]) -> bool:
+        state, new = wanted.of.state, wanted.keys
+        before = state.saved
+        table = wanted.of.tables()[self._facts.chain]
+        assert not isinstance(table, dict), "only states are kept by their tokens"
+        ids = itertools.chain(table[before : before + len(new)], itertools.repeat(0))
         rows: list[tuple[BlockKey, int, int]] = []
-        for key, reservation in zip(new, answers, strict=True):
-            if reservation.verdict is Verdict.REFUSED:
+        done = 0
+        for key, block, answer in zip(new, ids, answers, strict=False):
+            verdict = answer.verdict
+            if verdict is _REFUSED:
                 break
-            if reservation.verdict is Verdict.RESERVED:
-                rows.append((key, block_at(ids, state.saved, 0), reservation.offset))
-            state.saved += 1
-        done = state.saved - before
-        state.passes_next = min(2 * state.passes_next + 1, _MOST_PASSED_OVER)
+            if verdict is _RESERVED:
+                rows.append((key, block, answer.offset))
+            done += 1
+        state.saved = saved = before + done
         if done == len(new):
-            state.passes_next = 0
+            state.passes = state.passes_next = 0
         else:
+            state.passes = state.passes_next = min(2 * state.passes_next + 1, _MOST_PASSED_OVER)
             self._tally.counts["blocks_refused"] += 1
             behind_gap = zip(new[done:], answers[done:], strict=True)
             self._pool.abandon([key for key, r in behind_gap if r.verdict is Verdict.RESERVED])
-        state.passes = state.passes_next
-        size = self._facts.block_size
-        self._finder.learn(state, before * size, state.saved * size)
+        if self._facts.match_unit is not None:
+            size = self._facts.block_size
+            self._finder.learn(state, before * size, saved * size)
         gone = next((i for i, row in enumerate(rows) if row[1] == 0), None)
         if gone is not None:  # no longer on the device: that ends the chain
             self._pool.abandon([row[0] for row in rows[gone:]])
@@ -253,7 +265,7 @@ class Saver:
         continuation needs, such as a conversation's next turn."""
         size = self._facts.groups[group].block_size
         is_state = self._facts.groups[group].kind is GroupKind.STATE
-        open_, wanted = [], list[_Wanted]()
+        wanted: list[_Wanted] = []
         for one in computed:
             state, tokens = one.state, self._reach(one)
             places = self._places(one, group, tokens)
@@ -265,13 +277,12 @@ class Saver:
                 parents = [chain[i - 1] if i else None for i in places]
             else:
                 parents = self._finder.parents(state, group, places, tokens)
-            open_.append((one, places))
-            wanted.append((state.tenant, [chain[i] for i in places], parents))
+            wanted.append(_Wanted(one, [chain[i] for i in places], parents, places))
         any_new = False
-        reserved = self._reserve(wanted)
-        for (one, places), (_, keys, _), answers in zip(open_, wanted, reserved, strict=True):
+        for each, answers in self._reserve(wanted):
+            one = each.of
             table, rows = one.tables()[group], []
-            for place, key, answer in zip(places, keys, answers, strict=True):
+            for place, key, answer in zip(each.places, each.keys, answers, strict=True):
                 if answer.verdict is Verdict.REFUSED:
                     self._tally.counts["blocks_refused"] += 1
                     continue
@@ -317,7 +328,7 @@ class Saver:
             store.keys.append(key)
             store.block_ids.append(block)
             store.offsets.append(offset)
-        store.requests.append((state.request, state.request.num_preemptions))
+        store.states.append((state, state.request.num_preemptions))
         state.open_stores.add(number)
         return True
 
@@ -359,9 +370,9 @@ class Saver:
         if self._facts.frees_while_running:
             return True
         return any(
-            request.num_preemptions != preemptions
+            state.request.num_preemptions != preemptions
             for store in self._open.values()
-            for request, preemptions in store.requests
+            for state, preemptions in store.states
         )
 
     def made(self, ranks: Mapping[int, int], failed: Collection[int]) -> None:
@@ -375,11 +386,9 @@ class Saver:
             if store.ranks_left > 0:
                 continue
             del self._open[store_id]
-            for request, _ in store.requests:
-                state = self._states.get(request.request_id)
-                if state is not None:
-                    state.open_stores.discard(store_id)
-                    state.closed |= store.failed
+            for state, _ in store.states:
+                state.open_stores.discard(store_id)
+                state.closed |= store.failed
             if store.failed:
                 self._pool.abandon(store.keys)
                 self._tally.counts["stores_failed"] += 1
@@ -405,8 +414,10 @@ class Saver:
     def flush(self) -> None:
         """Waits (bounded) until the blocks named to ``flush_later`` are durable. Those that the
         workers still copy are left to the next call."""
+        if not self._unflushed:
+            return
         chains, self._unflushed = self._unflushed, []
-        copying = {key for store in self._open.values() for key in store.keys} if chains else ()
+        copying = {key for store in self._open.values() for key in store.keys}
         for chain in chains:
             keys = [key for key in chain if key not in copying]
             if len(keys) < len(chain):

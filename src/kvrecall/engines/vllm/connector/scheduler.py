@@ -83,11 +83,12 @@ class RecallScheduler:
         self._facts = facts
         self._tables = tables
         self._clock = clock
+        self._record_bytes = tuple(group.record_bytes for group in facts.groups)
         self._states: dict[str, RequestState] = {}
         self._loading: dict[str, PrefixLoad] = {}  # of requests that may have ended since
         self._waiting: dict[str, Any] = {}  # requests that hold device blocks and have not run yet
-        self._idle: dict[str, int] = {}  # the tick at which a running request has work again
-        self._rests: dict[int, list[str]] = {}  # those requests by tick, some no longer idle
+        self._awake: dict[str, RequestState] = {}  # all but those that rest
+        self._resting: dict[int, list[str]] = {}  # by the tick that wakes them; some woke before
         self._ticks = 0
         self._room_for = room_for
         self._tail_hash = tail_hash
@@ -109,9 +110,7 @@ class RecallScheduler:
         )
         self._finder = HitFinder(pool, facts, first_needed)
         self._auditor = Auditor(pool, facts, settings.audit_every, self.tally, self._refuted)
-        self._saver = Saver(
-            pool, facts, self._states, self._finder, reachable, self._auditor.origin, self.tally
-        )
+        self._saver = Saver(pool, facts, self._finder, reachable, self._auditor.origin, self.tally)
 
     # ---- recall -------------------------------------------------------------------------
 
@@ -121,7 +120,7 @@ class RecallScheduler:
         recalled prefix is cut exactly like a hit on the device; except with a ``match_unit`` of the
         pool's own, see ``docs/models.md``."""
         state = self._state(request)
-        self._idle.pop(request.request_id, None)
+        self._wake(state)
         if request.num_preemptions == 0:
             state.device_tokens = computed_tokens
         if not self._facts.recalls or state.namespace is None or state.computes:
@@ -322,37 +321,46 @@ class RecallScheduler:
         computed: list[Computed] = []
         decoding: list[Computed] = []
         prompt_tokens = positions = 0
-        for request_id in self._due(scheduled, offered):
-            self._waiting.pop(request_id, None)
-            state = self._states.get(request_id)
-            if state is None:
-                continue
-            self._settle(state)
-            request, tokens = state.request, scheduled[request_id]
-            first = request.num_computed_tokens
+        waiting, has_states = self._waiting, self._facts.has_states
+        has_tails = self._facts.match_unit is not None
+        for state in self._due(scheduled, scheduler_output.total_num_scheduled_tokens, offered):
+            request = state.request
+            request_id = request.request_id
+            if waiting:
+                waiting.pop(request_id, None)
+            if not state.settled:
+                self._settle(state)
+            tokens, first = scheduled[request_id], request.num_computed_tokens
             if not state.reported:
                 state.device_tokens = first  # vLLM may have settled for another hit than it showed
                 self._report_sources(state)
             final = min(first + tokens, request.num_tokens)
-            states = offered.get(request_id, ())
-            tables = functools.partial(self._tables_of, request_id, states)
-            tails = self._tails(request, final, states)
-            computed.append(Computed(state, final, tables, tails=tails))
-            count = min(tokens, request.num_prompt_tokens - first)
+            states = offered.get(request_id, ()) if offered else ()
+            tails = self._tails(request, final, states) if has_tails else ()
+            tables = (
+                functools.partial(self._tables_of, request_id, states)
+                if has_states
+                else functools.partial(self._tables, request_id)
+            )
+            one = Computed(state, final, tables, tails=tails)
+            computed.append(one)
+            count = request.num_prompt_tokens - first
             if count > 0:
+                count = min(tokens, count)
                 prompt_tokens += count
                 positions += count * first + count * count // 2
             elif state.settled:
-                decoding.append(computed[-1])
-        self._saver.save(computed)
-        audited = self._auditor.audited()
-        for one in computed if audited else ():
-            request_id = one.state.request.request_id
-            if request_id in audited:
-                comparisons += self._auditor.comparisons(request_id, one.tokens, one.tables)
-        for one in decoding:
-            if one.state.request.request_id not in audited:
-                self._rest(one)
+                decoding.append(one)
+        if computed:
+            self._saver.save(computed)
+            audited = self._auditor.audited()
+            for one in computed if audited else ():
+                request_id = one.state.request.request_id
+                if request_id in audited:
+                    comparisons += self._auditor.comparisons(request_id, one.tokens, one.tables)
+            for one in decoding:
+                if one.state.request.request_id not in audited:
+                    self._rest(one)
         self.is_busy = bool(scheduled)
         depth = positions // prompt_tokens if prompt_tokens else 0
         timed = self.costs.step_begins(self.is_busy, prompt_tokens, depth)
@@ -363,7 +371,7 @@ class RecallScheduler:
             self._releases,
             self._saver.must_drain(),
             comparisons,
-            tuple(group.record_bytes for group in self._facts.groups),
+            self._record_bytes,
             timed=timed,
             computes=self.is_busy,
         )
@@ -372,37 +380,53 @@ class RecallScheduler:
         self._loads, self._releases = [], []
         return orders
 
-    def _due(self, scheduled: Mapping[str, int], offered: Collection[str]) -> list[str]:
-        """The requests of a step that have work for this side: those that are new or compute their
-        prompt, complete a block or offer a state. Most of the others decode within a block, and
-        there may be hundreds of them in every step: they cost nothing before the tick at which they
-        may complete it. In each step as many ticks pass as the fastest of them has tokens."""
-        idle, now = self._idle, self._ticks
-        due = [request_id for request_id in scheduled if request_id not in idle]
-        resting = len(scheduled) - len(due)
-        tokens = sum(scheduled.values()) - sum(map(scheduled.__getitem__, due))
-        if tokens <= resting:
-            self._ticks += 1
+    def _due(
+        self, scheduled: Mapping[str, int], tokens: int, offered: Collection[str]
+    ) -> list[RequestState]:
+        """The requests of a step of so many ``tokens`` that have work for this side: those that are
+        new or compute their prompt, complete a block or offer a state. Most of the others decode
+        within a block, and there may be hundreds of them in every step: they rest, and cost nothing
+        before the tick at which they may complete it. In each step as many ticks pass as the
+        fastest of them has tokens."""
+        states, awake, now = self._states, self._awake, self._ticks
+        if len(awake) <= len(scheduled):
+            due = [state for request_id, state in awake.items() if request_id in scheduled]
         else:
-            self._ticks += max(count for one, count in scheduled.items() if one in idle)
+            due = [awake[request_id] for request_id in scheduled if request_id in awake]
+        for state in due:
+            tokens -= scheduled[state.request.request_id]
+        if tokens <= len(scheduled) - len(due):
+            self._ticks = now + 1
+        else:
+            self._ticks += max(count for one, count in scheduled.items() if one not in awake)
         for tick in range(now + 1, self._ticks + 1):
-            for request_id in self._rests.pop(tick, ()):
-                if idle.get(request_id) == tick:
-                    del idle[request_id]
-                    due += [request_id] if request_id in scheduled else []
+            for request_id in self._resting.pop(tick, ()):
+                rested = states.get(request_id)
+                if rested is not None and rested.rests_until == tick:
+                    rested.rests_until = 0
+                    awake[request_id] = rested
+                    due += [rested] if request_id in scheduled else []
         for request_id in offered:
-            if idle.pop(request_id, None) is not None:
-                due.append(request_id)
+            rested = states.get(request_id)
+            if rested is not None and rested.rests_until:
+                self._wake(rested)
+                due.append(rested)
         return due
+
+    def _wake(self, state: RequestState) -> None:
+        if state.rests_until:
+            state.rests_until = 0
+            self._awake[state.request.request_id] = state
 
     def _rest(self, one: Computed) -> None:
         """A decoding request has no work for this side within its block."""
         left = self._saver.due(one.state, one.tokens)
         if left > 0:
             # Rejected speculation counts as tokens, too, so a block's end is not missed.
-            tick = self._ticks + left
-            self._idle[one.state.request.request_id] = tick
-            self._rests.setdefault(tick, []).append(one.state.request.request_id)
+            tick = one.state.rests_until = self._ticks + left
+            request_id = one.state.request.request_id
+            del self._awake[request_id]
+            self._resting.setdefault(tick, []).append(request_id)
 
     def _chain_blocks(self, request_id: str) -> Sequence[int]:
         return self._tables(request_id)[self._facts.chain]
@@ -513,7 +537,7 @@ class RecallScheduler:
         ``block_ids``: by KV group. ``states``: of recurrent layers that are still at the end of
         the request's prompt, as of ``boundary_states``."""
         self._waiting.pop(request.request_id, None)
-        self._idle.pop(request.request_id, None)
+        self._awake.pop(request.request_id, None)
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False, {}
@@ -568,7 +592,7 @@ class RecallScheduler:
             steps = tuple(group.block_size // unit for group in self._facts.groups)
             tenant = tenant_of(request.cache_salt)
             state = RequestState(request, steps, tenant, self._facts.chain, unit, self._tail_hash)
-            self._states[request.request_id] = state
+            self._states[request.request_id] = self._awake[request.request_id] = state
         self._settle(state)
         return state
 
