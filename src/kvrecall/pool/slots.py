@@ -28,6 +28,7 @@ class RunSet:
         self._length_at: dict[int, int] = {}
         self._start_at_end: dict[int, int] = {}
         self._bins: list[dict[int, None]] = [{} for _ in range(64)]
+        self._filled = 0  # bit i: bin i has runs
         self.total = 0
 
     def add(self, start: int, length: int) -> None:
@@ -96,11 +97,15 @@ class RunSet:
         self._length_at[start] = length
         self._start_at_end[start + length] = start
         self._bins[length.bit_length()][start] = None
+        self._filled |= 1 << length.bit_length()
 
     def _forget(self, start: int) -> None:
         length = self._length_at.pop(start)
         del self._start_at_end[start + length]
-        del self._bins[length.bit_length()][start]
+        bin_ = self._bins[length.bit_length()]
+        del bin_[start]
+        if not bin_:
+            self._filled ^= 1 << length.bit_length()
 
     def _fitting(self, length: int) -> int | None:
         own = length.bit_length()
@@ -109,20 +114,16 @@ class RunSet:
                 return start
             if tries == 8:
                 break
-        for bin_ in self._bins[own + 1 :]:
-            for start in bin_:
-                return start
+        longer = self._filled >> own + 1
+        if longer:
+            return next(iter(self._bins[own + (longer & -longer).bit_length()]))
         return None
 
     def _largest(self) -> int | None:
-        for bin_ in reversed(self._bins):
-            if bin_:
-                return (
-                    max(bin_, key=self._length_at.__getitem__)
-                    if len(bin_) < 9
-                    else next(iter(bin_))
-                )
-        return None
+        if not self._filled:
+            return None
+        bin_ = self._bins[self._filled.bit_length() - 1]
+        return max(bin_, key=self._length_at.__getitem__) if len(bin_) < 9 else next(iter(bin_))
 
 
 @dataclass(slots=True)
