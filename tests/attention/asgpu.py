@@ -49,13 +49,13 @@ take, build = backend.runner.take_batch_blocks, backend.RetrievalBuilder.build
 
 def checked(self: Any, prefix: int, common: Any, fast_build: bool = False) -> Any:
     """``build``, of which host and device tell the same."""
-    blocks = take()
-    backend.runner.take_batch_blocks = lambda: blocks
+    blocks = take(self._layer_names[0])
+    backend.runner.take_batch_blocks = lambda name: blocks
     if blocks is None:
         assert (common.slot_mapping < 0).all(), "the step writes, and is no dummy"
     else:
         table = torch.from_numpy(blocks.leading(*common.block_table_tensor.shape))
-        for at, row in enumerate(backend._rows_of(common, blocks)):
+        for at, row in enumerate(backend._rows_of(common, blocks, self._decoded)):
             count = -(-row.tokens // self.block_size) if row.query_tokens else 0
             assert torch.equal(table[at, :count], common.block_table_tensor[at, :count])
     return build(self, prefix, common, fast_build)

@@ -17,6 +17,7 @@ from attention import test_kernel, test_residency
 from attention.interpreted import InterpretedDevice
 from attention.sequences import BLOCK, Bench, Sequence, shape_of
 from attention.test_kernel import (
+    test_a_draft_has_the_blocks_of_a_decoded_token,
     test_blocks_loaded_behind_the_engines_back_are_digested_anew,
     test_digests_follow_what_is_written_into_blocks,
     test_equals_the_oracle_in_every_shape,
@@ -39,6 +40,7 @@ from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape, Offloade
 from kvrecall.engines.vllm.attention.triton_kernel import CopiedLayer, TritonKernel
 
 __all__ = [
+    "test_a_draft_has_the_blocks_of_a_decoded_token",
     "test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits",
     "test_blocks_loaded_behind_the_engines_back_are_digested_anew",
     "test_digests_follow_what_is_written_into_blocks",
@@ -160,7 +162,7 @@ def test_blocks_recalled_from_memory_give_the_same_bits(
         with launches() as launched:
             step = bench.planner.plan([BatchRow(1, tokens, False)], table, {0: offloaded})
             assert step is not None
-            got = bench.layer.attend(query[None], bench.cache, step, bench.shape.head_dim**-0.5)
+            got = bench.layer.attend(query[None], bench.cache, step, bench.terms)
         assert torch.equal(got, result)
         assert ("fetch_blocks" in launched) == (at < locked)
         assert ("move_words" in launched) == (at >= locked)

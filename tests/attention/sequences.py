@@ -12,16 +12,27 @@ from kvrecall.engines.vllm.attention.cpu import CpuKernel, InPlaceLayer, write_t
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
 from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.attention.layer import RetrievalLayer
-from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape, RowKernel, StepPlanner
+from kvrecall.engines.vllm.attention.step import (
+    BatchRow,
+    KernelShape,
+    RowKernel,
+    StepPlanner,
+    Terms,
+)
 from kvrecall.lab.engines.decode import isa_of
 
 BLOCK = 128
 
 
 def shape_of(
-    heads: int = 4, kv_heads: int = 2, dim: int = 64, dtype: torch.dtype = torch.float32
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+    fp8: torch.dtype | None = None,
+    sinks: bool = False,
 ) -> KernelShape:
-    return KernelShape(heads, kv_heads, dim, BLOCK, dtype, isa_of(dtype, dim))
+    return KernelShape(heads, kv_heads, dim, BLOCK, dtype, isa_of(dtype, dim), fp8, sinks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +48,17 @@ class Sequence:
 class Bench:
     """A one-layer KV cache, and attention to it."""
 
-    def __init__(self, shape: KernelShape, settings: RetrievalSettings, blocks: int) -> None:
+    def __init__(
+        self,
+        shape: KernelShape,
+        settings: RetrievalSettings,
+        blocks: int,
+        terms: Terms | None = None,
+    ) -> None:
         self.shape = shape
-        self.cache = torch.full(
-            (blocks, shape.kv_heads, BLOCK, 2 * shape.head_dim), 3.0, dtype=shape.dtype
-        )
+        self.terms = terms or Terms(shape.head_dim**-0.5)
+        stored = shape.dtype if shape.fp8 is None else torch.uint8
+        self.cache = torch.full((blocks, shape.kv_heads, BLOCK, 2 * shape.head_dim), 3).to(stored)
         self.activity = Activity()
         self.group = RetrievalGroup(self.activity, HeatTotals())
         self.freshness = self.group.freshness
@@ -78,7 +95,8 @@ class Bench:
         at = torch.arange(first, end)
         slots = sequence.block_ids[at // BLOCK] * BLOCK + at % BLOCK
         keys, values = sequence.keys[first:end], sequence.values[first:end]
-        write_tokens(self.shape, self.cache, keys.contiguous(), values.contiguous(), slots)
+        both = keys.contiguous(), values.contiguous()
+        write_tokens(self.shape, self.cache, *both, slots, self.terms)
         self.freshness.wrote_blocks((slots // BLOCK).tolist())
 
     def decode(self, *sequences: Sequence, lengths: tuple[int, ...] = ()) -> torch.Tensor:
@@ -104,4 +122,4 @@ class Bench:
         assert step is not None
         assert len(step.sequences) == len(queries), "not all of them were attended to sparsely"
         self.layer.digest(self.cache, step.stale)
-        return self.layer.attend(queries, self.cache, step, self.shape.head_dim**-0.5)
+        return self.layer.attend(queries, self.cache, step, self.terms)

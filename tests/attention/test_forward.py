@@ -26,7 +26,7 @@ class Impl(RetrievalImpl):
         self.group = bench.group
         self.sparse_layer = bench.layer if sparse else None
         self.whole_layer = bench.whole
-        self.scale, self.logits_soft_cap = bench.shape.head_dim**-0.5, 0.0
+        self.scale, self.logits_soft_cap, self.sinks = bench.shape.head_dim**-0.5, 0.0, None
 
     def _dense(self, *args: Any) -> torch.Tensor:
         _, query, _, _, _, metadata, output = args
@@ -53,7 +53,13 @@ def test_every_request_is_attended_to_once(sparse: bool, prefills: bool) -> None
     output = torch.full_like(query, float("nan"))
     metadata = SimpleNamespace(retrieval=work)
     got = Impl(bench, sparse).forward(
-        SimpleNamespace(), query, query, query, bench.cache, metadata, output
+        SimpleNamespace(_k_scale_float=1.0, _v_scale_float=1.0),
+        query,
+        query,
+        query,
+        bench.cache,
+        metadata,
+        output,
     )
     assert torch.equal(got[0], 2 * query[0])
     assert torch.equal(got[1], want[0])

@@ -11,7 +11,7 @@ import torch
 from kvrecall.attention.kernels.oracle import attended, attention
 from kvrecall.attention.selection import split_of
 from kvrecall.attention.settings import Regime, RetrievalSettings
-from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape
+from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape, Terms
 
 from .sequences import BLOCK, Bench, Sequence, shape_of
 
@@ -72,6 +72,51 @@ def test_equals_the_oracle_with_options(changed: dict[str, Any], dtype: torch.dt
         assert_close(got, oracle(sequence, settings), dtype)
     chosen = sum(split_of(len(s.keys), BLOCK, settings).chosen for s in sequences)
     assert bench.activity.blocks_selected == chosen * bench.shape.kv_heads
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 64), (7, 1, 80), (16, 4, 128)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_take_part(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Each query head's own, in a batch."""
+    made = shape_of(*shape, dtype=dtype, sinks=True)
+    sinks = (6 + 3 * torch.randn(made.heads)).to(dtype)
+    bench = Bench(made, SMALL, 128, Terms(made.head_dim**-0.5, sinks=sinks))
+    sequences = [bench.sequence(tokens) for tokens in (1025, 2047, 4097)]
+    for got, one in zip(bench.decode(*sequences), sequences, strict=True):
+        mask = attended(one.query, one.keys, BLOCK, SMALL)
+        want = attention(one.query, one.keys, one.values, mask, sinks)
+        assert_close(got, want, dtype)
+        without = attention(one.query, one.keys, one.values, mask)
+        assert (want - without).abs().max() > 0.1, "they make no difference"
+
+
+def in_eight_bits(x: torch.Tensor, fp8: torch.dtype) -> torch.Tensor:
+    """Rounded towards zero, as vLLM's CPU kernel stores keys and values."""
+    codes = x.to(fp8).view(torch.uint8)
+    codes -= (codes.view(fp8).float().abs() > x.abs()).to(torch.uint8)
+    return codes.view(fp8).float()
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.25, 2.0)])
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_and_values_of_eight_bits(
+    dtype: torch.dtype, fp8: torch.dtype, scales: tuple[float, float]
+) -> None:
+    """As of an oracle that has them as they were rounded; the scales are powers of two, by which
+    nothing is rounded."""
+    made = shape_of(dtype=dtype, fp8=fp8)
+    terms = Terms(made.head_dim**-0.5, key_scale=scales[0], value_scale=scales[1])
+    bench = Bench(made, SMALL, 128, terms)
+    sequences = [bench.sequence(tokens) for tokens in (1025, 2047, 4097)]
+    for got, one in zip(bench.decode(*sequences), sequences, strict=True):
+        keys, values = (
+            in_eight_bits(given.float() / scale, fp8).to(dtype) * scale
+            for given, scale in zip((one.keys, one.values), scales, strict=True)
+        )
+        rounded = replace(one, keys=keys, values=values)
+        assert_close(got, oracle(rounded, SMALL), dtype)
+        assert (oracle(one, SMALL) - oracle(rounded, SMALL)).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("tokens", [129, 255, 256, 257, 384, 385])

@@ -73,6 +73,8 @@ class Builder(RetrievalBuilder, Dense):
         self._settings = SETTINGS
         self._hindrance = None
         self._decoded = 1
+        self._layer_names = ["layer"]
+        self._plain = False
         self._group = RetrievalGroup(self._activity, HeatTotals(), loads_in_step=False)
         self._planner = StepPlanner(SETTINGS, self._kernel, self._group.freshness, self._activity)
 
@@ -109,7 +111,7 @@ def build(builder: Builder, lengths: list[int], queries: list[int], prefills: bo
     """The batch's requests are rows 7, 6, 5 ... of the runner's, which have blocks of their own."""
     ids = np.arange(8 * 1024, dtype=np.int32).reshape(8, 1024)
     rows = np.arange(7, 7 - len(lengths), -1, dtype=np.int32)
-    runner._batch[:] = [runner.BatchBlocks(ids, rows, np.zeros(8, dtype=np.int32))]
+    runner._batch["layer"] = runner.BatchBlocks(ids, rows, np.zeros(8, dtype=np.int32))
     common = common_of(lengths, queries, prefills)
     with Watch():
         return builder.build(0, common)

@@ -108,3 +108,59 @@ def test_compiled_graphs(start: Callable[..., Engine], setup: dict[str, Any]) ->
     assert tokens_of(got) == tokens_of(dense.generate(prompts=prompts, max_tokens=60))
     assert spent(whole, before)["blocks_selected"] > 0
     assert "AOT compil" in whole.log.read_text(), "vLLM compiled no graph"
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"layers": 6},  # windows, and full attention in layers 2 and 5
+    "gpt_oss": {},  # the same with sinks, full attention in layers 1 and 3
+}
+
+
+@pytest.fixture(scope="module", params=list(SHAPES))
+def windows(
+    request: pytest.FixtureRequest, setup: dict[str, Any], model_folder: Callable[..., Path]
+) -> dict[str, Any]:
+    """Windows of 256 tokens beside full attention."""
+    return {**setup, "model": str(model_folder(request.param, **SHAPES[request.param]))}
+
+
+def test_windows_beside_full_attention(
+    start: Callable[..., Engine], windows: dict[str, Any]
+) -> None:
+    """With every block of the full layers chosen, dense attention's tokens; with few, others, which
+    are the same when a batch is one request and when blocks come from the pool."""
+    prompts = [prompt_of(tokens, 50 + at) for at, tokens in enumerate(MIXED)]
+    ask = {"prompts": prompts, "max_tokens": 60}
+    dense, whole = start(**windows), start(**windows, env=retrieval(1.0))
+    pool = {"host_size": "96MiB", "load_or_compute": "load"}
+    env = {**retrieval(0.3), "VLLM_RETRIEVAL_OFFLOAD_BOUNDARY": "4097"}
+    few = start(**windows, pool=pool, env=env)
+    before = activity(whole)
+    assert tokens_of(whole.generate(**ask)) == tokens_of(dense.generate(**ask))
+    assert spent(whole, before)["layers_sparse"] > 2 * 3 * 50
+
+    prompt = prompt_of(128 * 16 + 20, 60)
+    first = few.ask(prompt, max_tokens=24)
+    hit = few.ask(prompt, max_tokens=24)
+    assert few.forget_device()
+    few.generate(prompts=[prompt_of(2500, 61 + at) for at in range(3)], max_tokens=2)
+    before = activity(few)
+    recalled = few.ask(prompt, max_tokens=24)
+    did = spent(few, before)
+    assert recalled["from"]["host"] == 128 * 16
+    assert recalled["logprobs"] == hit["logprobs"]
+    assert recalled["tokens"] == first["tokens"]
+    assert did["blocks_digested"] == 0, "they came from the pool"
+    assert did["blocks_selected"] < did["blocks_considered"]
+    assert first["logprobs"] != dense.ask(prompt, max_tokens=24)["logprobs"]
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_eight_bit_kv(start: Callable[..., Engine], setup: dict[str, Any], dtype: str) -> None:
+    prompts = [prompt_of(tokens, 70 + at) for at, tokens in enumerate(MIXED)]
+    setup = {**setup, "kv_cache_dtype": dtype}
+    dense, whole = start(**setup), start(**setup, env=retrieval(1.0))
+    before = activity(whole)
+    got = whole.generate(prompts=prompts, max_tokens=60)
+    assert tokens_of(got) == tokens_of(dense.generate(prompts=prompts, max_tokens=60))
+    assert spent(whole, before)["blocks_selected"] > 0

@@ -22,7 +22,7 @@ from kvrecall.engines.vllm.attention.offloaded import (
     checksums_of_layer,
     digests_of_layer,
 )
-from kvrecall.engines.vllm.attention.step import BatchRow, OffloadedRow
+from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape, OffloadedRow, Terms
 from kvrecall.engines.vllm.connector.wire import Arrival, Departure, OffloadOrders
 from kvrecall.errors import EngineError
 from kvrecall.pool.arena import Arena
@@ -116,17 +116,28 @@ def offload(
     offloaded = OffloadedSequence("one", split.init, begins, free.to(torch.int32), records, extent)
     bench.layer.digest(bench.cache, bench.freshness.take_stale(ids))
     bench.layer.depart(offloaded, ids.tolist(), bench.cache)
-    bench.cache[ids] = float("nan")
+    bench.cache[ids] = float("nan") if bench.cache.is_floating_point() else 0x7F  # NaN, too
     return offloaded
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+SHAPES = {
+    "float32": shape_of(),
+    "bfloat16": shape_of(dtype=torch.bfloat16),
+    "fp8": shape_of(dtype=torch.bfloat16, fp8=torch.float8_e4m3fn),
+    "sinks": shape_of(sinks=True),
+}
+SINKS = torch.tensor([5.0, 6.0, 7.0, 8.0])
+
+
+@pytest.mark.parametrize("shape", list(SHAPES.values()), ids=list(SHAPES))
 @pytest.mark.parametrize("tokens", [769, 1000, 1153, 4097])
 @pytest.mark.parametrize("stay", [0, 1])
-def test_recalled_blocks_give_the_same_bits(tokens: int, stay: int, dtype: torch.dtype) -> None:
+def test_recalled_blocks_give_the_same_bits(tokens: int, stay: int, shape: KernelShape) -> None:
     torch.manual_seed(tokens)
     settings = replace(SETTINGS, topk_share=0.3)
-    bench = Bench(shape_of(dtype=dtype), settings, 100)
+    eighths = (0.5, 2.0) if shape.fp8 else ()
+    terms = Terms(shape.head_dim**-0.5, 0.0, SINKS if shape.sinks else None, *eighths)
+    bench = Bench(shape, settings, 100, terms)
     sequence = bench.sequence(tokens)
     queries = [torch.randn_like(sequence.query) for _ in range(4)]
     want = [bench.decode(replace(sequence, query=query)) for query in queries]
@@ -136,12 +147,11 @@ def test_recalled_blocks_give_the_same_bits(tokens: int, stay: int, dtype: torch
     table = sequence.block_ids.to(torch.int32)[None]
     planned = bench.planner.plan([BatchRow(1, tokens, False)], table, {0: offloaded})
     assert planned is not None
-    scale = bench.shape.head_dim**-0.5
     for query, result in zip(queries, want, strict=True):
-        got = bench.layer.attend(query[None], bench.cache, planned, scale)
+        got = bench.layer.attend(query[None], bench.cache, planned, terms)
         assert torch.equal(got, result)
     row = OffloadedRow(offloaded, slice(0, 1), table[0], tokens, False)
-    got = bench.whole.attend(row, sequence.query[None], bench.cache, scale)
+    got = bench.whole.attend(row, sequence.query[None], bench.cache, terms)
     assert torch.equal(got, dense)
     assert bench.activity.blocks_loaded > 0
 
@@ -167,7 +177,7 @@ def test_tokens_computed_over_blocks_in_the_arena_give_the_same_bits(
     scale = bench.shape.head_dim**-0.5
     for (first, count), query, result in zip(pieces, queries, want, strict=True):
         row = OffloadedRow(offloaded, slice(0, count), table, first + count, True)
-        got = bench.whole.attend(row, query, bench.cache, scale)
+        got = bench.whole.attend(row, query, bench.cache, Terms(scale))
         assert torch.equal(got, result)
 
 
@@ -215,7 +225,9 @@ def test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits(
     table[0, split.init : split.local] = 0
     step = bench.planner.plan([BatchRow(1, 3000, False)], table, {0: offloaded})
     assert step is not None
-    got = bench.layer.attend(sequence.query[None], bench.cache, step, bench.shape.head_dim**-0.5)
+    got = bench.layer.attend(
+        sequence.query[None], bench.cache, step, Terms(bench.shape.head_dim**-0.5)
+    )
     assert torch.equal(got, want)
     assert bench.activity.blocks_left == split.middle
     assert bench.activity.bytes_digests == split.middle * (record.shape[1] - page)
@@ -266,14 +278,16 @@ def test_a_sequence_leaves_in_parts_and_its_arena_with_it() -> None:
     assert not bench.group.take(OffloadOrders([first], {last: "one"}, []), records)
     second = Departure("one", split.init, tuple(ids[5:]), offsets[5:], slots[2:])
     assert not bench.group.take(OffloadOrders([second], {last: "one"}, []), records)
-    bench.cache[ids] = float("nan")
+    bench.cache[ids] = float("nan") if bench.cache.is_floating_point() else 0x7F  # NaN, too
     offloaded = bench.group.sequence(last)
     assert offloaded is not None
     assert (offloaded.count, offloaded.slots.tolist()) == (len(ids), list(slots))
     table = sequence.block_ids.to(torch.int32)[None]
     step = bench.planner.plan([BatchRow(1, 3000, False)], table, {0: offloaded})
     assert step is not None
-    got = bench.layer.attend(sequence.query[None], bench.cache, step, bench.shape.head_dim**-0.5)
+    got = bench.layer.attend(
+        sequence.query[None], bench.cache, step, Terms(bench.shape.head_dim**-0.5)
+    )
     assert torch.equal(got, want)
     assert offloaded.extent is not None
     assert not bench.group.take(OffloadOrders([], {}, ["one"]), records)
@@ -323,11 +337,12 @@ def whole(
     seq_lens = torch.tensor([tokens], dtype=torch.int32)
     starts = torch.tensor([0, len(query)], dtype=torch.int32)
     return attend(
+        bench.shape,
         query,
         halves(bench.cache, whole=True),
         sequence.block_ids.to(torch.int32)[None],
         seq_lens,
         starts,
         schedule(bench.shape, seq_lens, starts, whole=True),
-        bench.shape.head_dim**-0.5,
+        bench.terms,
     )

@@ -177,6 +177,7 @@ def engine(layers: Sequence[str] = (), **changed: Any) -> SimpleNamespace:
     values: dict[str, Any] = {
         "speculative_config": None,
         "kv_transfer_config": None,
+        "scheduler_config": SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         "cache_config": SimpleNamespace(cache_dtype="auto"),
         "parallel_config": SimpleNamespace(decode_context_parallel_size=1),
         "model_config": SimpleNamespace(
@@ -193,7 +194,7 @@ def engine(layers: Sequence[str] = (), **changed: Any) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"cache_config": SimpleNamespace(cache_dtype="fp8")}, "kv_cache_dtype=fp8"),
+        ({"cache_config": SimpleNamespace(cache_dtype="int8_per_token_head")}, "dtype=int8_per_"),
         ({"parallel_config": SimpleNamespace(decode_context_parallel_size=2)}, "context_parallel"),
         ({"parallel_config": SimpleNamespace(enable_dbo=True)}, "remove --enable-dbo"),
         ({"kv_transfer_config": SimpleNamespace(kv_connector="Other")}, "the connector Other"),
@@ -227,44 +228,58 @@ def test_speculation_that_cannot_be_followed_is_refused(
         require_engine(speculating(method, ahead), RetrievalSettings(index=index))
 
 
+FULL, WINDOW = "full_attention", "sliding_attention"
+
+
 @pytest.mark.parametrize(
     ("layers", "named"),
     [
-        (
-            ("sliding_attention", "full_attention"),
-            "layers of sliding_attention",
-        ),  # Gemma-3, gpt-oss
-        (("chunked_attention", "full_attention"), "layers of chunked_attention"),  # Llama 4
-        (("linear_attention", "full_attention"), "layers of linear_attention"),  # Qwen3-Next
-        (("full_attention", "full_attention"), ""),
+        (("chunked_attention", FULL), "layers of chunked_attention"),  # Llama 4
+        (("linear_attention", FULL), "layers of linear_attention"),  # Qwen3-Next
     ],
 )
-def test_models_of_several_kv_groups_are_refused(layers: tuple[str, ...], named: str) -> None:
+def test_layers_of_other_kinds_are_refused(layers: tuple[str, ...], named: str) -> None:
     """Llama 4's chunks would be attended to by retrieval: their layers have no window of their own
     that would tell them from full attention."""
-    if not named:
-        require_engine(engine(layers), RetrievalSettings())
-        return
     with pytest.raises(EngineError) as refused:
         require_engine(engine(layers), RetrievalSettings())
     assert str(refused.value) == (
-        f"retrieval attention does not work with {named}; serve a model with full attention in "
-        "every layer, or remove `retrieval` from VLLM_PLUGINS"
+        f"retrieval attention does not work with {named}; serve a model with full attention or "
+        "sliding windows in every layer, or remove `retrieval` from VLLM_PLUGINS"
     )
 
 
-def pooled(extra: dict[str, Any] | None = None, stages: int = 1) -> Any:
+def test_windows_need_a_layer_with_full_attention_beside_them() -> None:
+    """One past the dense layers, and in a KV group of its own."""
+    require_engine(engine((WINDOW, WINDOW, FULL)), RetrievalSettings())
+    with pytest.raises(EngineError, match="windows in every layer"):
+        require_engine(engine((WINDOW, WINDOW)), RetrievalSettings())
+    with pytest.raises(EngineError, match="leaves none of this model's 2 layers"):
+        require_engine(engine((WINDOW, FULL, WINDOW)), RetrievalSettings())
+    one = SimpleNamespace(disable_hybrid_kv_cache_manager=True)
+    with pytest.raises(EngineError, match="remove --disable-hybrid-kv-cache-manager"):
+        require_engine(engine((WINDOW, WINDOW, FULL), scheduler_config=one), RetrievalSettings())
+
+
+def pooled(extra: dict[str, Any] | None = None, stages: int = 1, layers: Sequence[str] = ()) -> Any:
     transfer = SimpleNamespace(kv_connector="RecallConnector", kv_connector_extra_config=extra)
     parallel = SimpleNamespace(pipeline_parallel_size=stages)
-    return engine(kv_transfer_config=transfer, parallel_config=parallel)
+    return engine(layers, kv_transfer_config=transfer, parallel_config=parallel)
 
 
 def test_offload_that_cannot_be_is_refused_unless_no_sequence_gets_there() -> None:
-    config = pooled(stages=2)
     require_engine(pooled({"backend": "service"}), RetrievalSettings())
-    with pytest.raises(EngineError, match=r"use tensor parallelism.*above max_model_len=100000"):
-        require_engine(config, RetrievalSettings())
-    require_engine(config, replace(RetrievalSettings(), offload_boundary=100_001))
+    ngram = pooled()
+    ngram.speculative_config = SimpleNamespace(method="ngram")
+    ngram.scheduler_config.async_scheduling = False
+    for config, why in (
+        (pooled(stages=2), "use tensor parallelism"),
+        (pooled(layers=(WINDOW, WINDOW, FULL)), "KV groups of their own"),
+        (ngram, "disable speculation"),
+    ):
+        with pytest.raises(EngineError, match=rf"{why}.*above max_model_len=100000"):
+            require_engine(config, RetrievalSettings())
+        require_engine(config, replace(RetrievalSettings(), offload_boundary=100_001))
 
 
 def test_no_layer_left_is_refused() -> None:
@@ -281,16 +296,18 @@ def test_blocks_that_digests_do_not_divide_are_refused() -> None:
     "changed",
     [
         {"sliding_window": 512},
-        {"sinks": torch.zeros(2)},
         {"alibi_slopes": torch.zeros(2)},
         {"attn_type": "encoder_only"},
     ],
 )
 def test_layers_that_cannot_choose_are_refused(changed: dict[str, Any]) -> None:
-    plain = {"attn_type": "decoder", "sliding_window": -1, "alibi_slopes": None, "sinks": None}
-    require_layer(SimpleNamespace(**plain))
+    plain = {"attn_type": "decoder", "alibi_slopes": None}
+    whole = {"sliding_window": -1, "sinks": None}
+    window = {"sliding_window": 512, "sinks": torch.zeros(2)}
+    require_layer(SimpleNamespace(**plain, **whole), engine())
+    require_layer(SimpleNamespace(**plain, **window), engine((WINDOW, FULL)))
     with pytest.raises(EngineError):
-        require_layer(SimpleNamespace(**{**plain, **changed}))
+        require_layer(SimpleNamespace(**{**plain, **whole, **changed}), engine())
 
 
 def test_blocks_that_the_device_kernel_cannot_read_are_refused() -> None:

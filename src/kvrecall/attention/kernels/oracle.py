@@ -43,18 +43,25 @@ def attended(
 
 
 def attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one token over the tokens ``mask`` names: float32 ``[heads, dim]``.
 
     ``query``: ``[heads, dim]``; ``keys``, ``values``: ``[tokens, kv_heads, dim]``; ``mask``: bool
-    ``[kv_heads, tokens]``.
+    ``[kv_heads, tokens]``; ``sinks``: ``[heads]``, logits of no token.
     """
     heads, dim = query.shape
     kv_heads = keys.shape[1]
     grouped = query.float().view(kv_heads, heads // kv_heads, dim)
     logits = torch.einsum("hgd,thd->hgt", grouped, keys.float()) * dim**-0.5
-    weights = logits.masked_fill(~mask[:, None], float("-inf")).softmax(-1)
+    logits = logits.masked_fill(~mask[:, None], float("-inf"))
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.float().view(*logits.shape[:2], 1)], -1)
+    weights = logits.softmax(-1)[..., : len(keys)]
     return torch.einsum("hgt,thd->hgd", weights, values.float()).reshape(heads, dim)
 
 

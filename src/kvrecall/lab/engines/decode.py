@@ -27,6 +27,7 @@ from kvrecall.engines.vllm.attention.step import (
     KernelShape,
     SparseStep,
     StepPlanner,
+    Terms,
 )
 
 BLOCK = 128
@@ -142,7 +143,7 @@ class _Trial:
             layer, cache = self._layers[at % LAYERS], self._caches[at % LAYERS]
             acts: dict[str, Callable[[], object]] = {
                 "dense": partial(self._dense, cache),
-                "sparse": partial(layer.attend, self._query, cache, step, self._scale),
+                "sparse": partial(layer.attend, self._query, cache, step, Terms(self._scale)),
                 "selection": partial(layer.choose, self._query, step, self._scale),
                 "plan": self._step,
             }
@@ -181,10 +182,10 @@ class _Trial:
             self._query = _next_query(self._query, cosine)
             for layer, small, cache in zip(self._layers, caches, self._caches, strict=True):
                 began = time.perf_counter()
-                got = layer.attend(self._query, small, offloaded, self._scale)
+                got = layer.attend(self._query, small, offloaded, Terms(self._scale))
                 seconds.append(time.perf_counter() - began)
                 if at in (0, WARM_UP + rounds - 1):
-                    want = layer.attend(self._query, cache, here, self._scale)
+                    want = layer.attend(self._query, cache, here, Terms(self._scale))
                     error = max(error, float((got - want).abs().max()))
         did = {name: count - before[name] for name, count in self._activity.totals().items()}
         return OffloadTimes(
@@ -230,20 +231,21 @@ class _Trial:
 
     def _dense(self, cache: torch.Tensor) -> torch.Tensor:
         return attend(
+            self._shape,
             self._query,
             halves(cache, whole=True),
             self._table,
             self._seq_lens,
             self._starts,
             self._dense_plan,
-            self._scale,
+            Terms(self._scale),
         )
 
     def _whole_error(self) -> float:
         step = self._step(topk_share=1.0)
         assert step is not None
         cache = self._caches[0]
-        whole = self._layers[0].attend(self._query, cache, step, self._scale)
+        whole = self._layers[0].attend(self._query, cache, step, Terms(self._scale))
         return float((whole - self._dense(cache)).abs().max())
 
     def _step(self, **changed: Any) -> SparseStep | None:

@@ -24,6 +24,7 @@ from kvrecall.engines.vllm.attention.step import (
     KernelShape,
     StepPlanner,
     StepWork,
+    Terms,
 )
 from kvrecall.engines.vllm.attention.triton_kernel import TritonKernel
 from kvrecall.engines.vllm.device.meta import META, Operations, counting
@@ -34,7 +35,9 @@ class _Attention(RetrievalAttention):
 
     def __init__(self, layer: RetrievalLayer) -> None:
         self.sparse_layer = layer
-        self.scale, self.logits_soft_cap = 1.0, 0.0
+
+    def _terms(self, layer: Any) -> Terms:
+        return Terms(1.0)
 
     def _dense(self, *args: Any) -> torch.Tensor:
         raise AssertionError("the batch has no dense part")

@@ -32,6 +32,7 @@ from kvrecall.engines.vllm.attention.step import (
     RowKernel,
     StepPlanner,
     StepWork,
+    Terms,
 )
 from kvrecall.engines.vllm.compat import config, runner
 from kvrecall.engines.vllm.device import device_of
@@ -50,14 +51,16 @@ class RetrievalAttention:
     attention implementation of vLLM's, before it."""
 
     scale: float
-    logits_soft_cap: float
+    logits_soft_cap: float | None
+    sinks: torch.Tensor | None
+    sliding_window: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         vllm_config = get_current_vllm_config()
         self._settings = active_settings(vllm_config)
         checks.require_engine(vllm_config, self._settings)
-        checks.require_layer(self)
+        checks.require_layer(self, vllm_config)
         # The builder sets these; ``sparse_layer`` is None if the layer stays dense.
         self.group: RetrievalGroup | None = None
         self.sparse_layer: RetrievalLayer | None = None
@@ -113,19 +116,22 @@ class RetrievalAttention:
             output[beside.tokens] = attend(beside.tokens, kv_cache, beside.metadata)
         if sparse is not None and work.step is not None and work.step.sequences:
             heads = output.view(-1, *query.shape[1:])
-            sparse.attend(query, kv_cache, work.step, self.scale, self.logits_soft_cap, heads)
+            sparse.attend(query, kv_cache, work.step, self._terms(layer), heads)
         for row in work.offloaded:
             if sparse is not None and not row.prefills:
                 continue
             assert self.whole_layer is not None
             here, plainly = row.places, partial(attend, row.places)
-            found = self.whole_layer.attend(
-                row, query[here], kv_cache, self.scale, self.logits_soft_cap, plainly
-            )
+            terms = self._terms(layer)
+            found = self.whole_layer.attend(row, query[here], kv_cache, terms, plainly)
             output[here] = found.view_as(output[here])
             if sparse is not None:
                 self.whole_layer.forget(row.sequence.key, memory=False)
         return output
+
+    def _terms(self, layer: Any) -> Terms:
+        keys, values = layer._k_scale_float, layer._v_scale_float
+        return Terms(self.scale, self.logits_soft_cap or 0.0, self.sinks, keys, values)
 
     def _dense(self, *args: Any) -> torch.Tensor:
         """vLLM's own attention."""
@@ -135,7 +141,8 @@ class RetrievalAttention:
 
 class RetrievalBuilder(ABC):
     """Mixed into a metadata builder of vLLM's, before it. The builder's metadata, of the whole
-    batch, is that of dense layers; its ``retrieval`` is the step's ``StepWork``."""
+    batch, is that of dense layers; its ``retrieval`` is the step's ``StepWork``. Layers with a
+    window have a KV group of their own, whose builder only builds vLLM's metadata."""
 
     vllm_config: Any
     block_size: int
@@ -144,8 +151,11 @@ class RetrievalBuilder(ABC):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
-        self._kernel = self.make_kernel(kv_cache_spec)
         self._layer_names = layer_names
+        self._plain = any(checks.has_window(impl) for impl in self._impls().values())
+        if self._plain:
+            return
+        self._kernel = self.make_kernel(kv_cache_spec)
         self._activity = Activity()
         self._heat = HeatTotals()
         self._log = ActivityLog(self._activity)
@@ -165,6 +175,8 @@ class RetrievalBuilder(ABC):
     def bind(self, settings: RetrievalSettings) -> None:
         """Makes the group's layers by these settings: without digests, and with no sequence
         offloaded. Not while a connector holds the group that was bound before."""
+        if self._plain:
+            return
         checks.require_block_size(self.block_size, settings)
         self._settings = settings
         most = config.most_blocks_of_sequences(self.vllm_config, self.block_size)
@@ -177,9 +189,7 @@ class RetrievalBuilder(ABC):
         )
         self._planner = StepPlanner(settings, self._kernel, group.freshness, self._activity)
         self._tell_boundary(settings)
-        for name, impl in _attention_layers(self.vllm_config).items():
-            if name not in self._layer_names:
-                continue
+        for name, impl in self._impls().items():
             number, whole, sparse = config.layer_index(name), self.make_whole(name), None
             if number >= settings.dense_layers:
                 note = partial(self._heat.note, number)
@@ -187,6 +197,15 @@ class RetrievalBuilder(ABC):
             group.add(name, sparse, whole)
             impl.group, impl.sparse_layer, impl.whole_layer = group, sparse, whole
             impl.measured = 0 if on_host else self._kernel.overhead_bytes
+
+    def _impls(self) -> Mapping[str, RetrievalAttention]:
+        """Its layers, by name."""
+        layers = _attention_layers(self.vllm_config)
+        return {name: impl for name, impl in layers.items() if name in self._layer_names}
+
+    def has_sinks(self) -> bool:
+        """Whether its layers have attention sinks."""
+        return any(impl.sinks is not None for impl in self._impls().values())
 
     def _tell_boundary(self, settings: RetrievalSettings) -> None:
         """Logs from which length on sequences decode sparsely."""
@@ -219,7 +238,9 @@ class RetrievalBuilder(ABC):
         """vLLM's metadata with the step's work, if there is any beside dense attention."""
         common = common_attn_metadata
         metadata = super().build(common_prefix_len, common, fast_build)  # type: ignore[misc]
-        blocks = runner.take_batch_blocks() or _read_back(common)
+        if self._plain:
+            return metadata
+        blocks = runner.take_batch_blocks(self._layer_names[0]) or _read_back(common)
         rows = _rows_of(common, blocks, self._decoded)
         self._note_written(rows, blocks)
         if all(row.regime(self._settings) is Regime.DENSE for row in rows):

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvrecall.attention.index.base import EXACT
 from kvrecall.attention.settings import RetrievalSettings
-from kvrecall.engines.vllm.compat.config import is_on_cpu
+from kvrecall.engines.vllm.compat.config import fp8_type, is_on_cpu
 from kvrecall.engines.vllm.identity.weights import DRAFTLESS
 from kvrecall.errors import EngineError
 
@@ -24,6 +24,7 @@ CUDA_BACKENDS = {
 }
 """The retrieval backends, by the names of the vLLM backends that they replace."""
 
+_WINDOW = "sliding_attention"
 _WAY_OUT = "or remove `retrieval` from VLLM_PLUGINS"
 
 
@@ -37,15 +38,20 @@ def require_engine(vllm_config: Any, settings: RetrievalSettings) -> None:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     _require_speculation(vllm_config, settings)
-    if cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
-        raise _refusal(f"kv_cache_dtype={cache.cache_dtype}", "leave kv_cache_dtype at auto")
+    plain = cache.cache_dtype in ("auto", "bfloat16", "float16", "float32")
+    if not plain and not (is_on_cpu() and fp8_type(vllm_config)):
+        what = f"kv_cache_dtype={cache.cache_dtype}" + ("" if is_on_cpu() else " on a GPU")
+        raise _refusal(what, "leave kv_cache_dtype at auto")
     if getattr(model, "is_encoder_decoder", False) or getattr(model, "is_hybrid", False):
         raise _refusal("encoder-decoder and hybrid models", "serve a decoder with full attention")
-    named = getattr(model.hf_text_config, "layer_types", None) or ()
-    others = sorted(set(named) - {"full_attention"})
+    named = _layer_types(vllm_config)
+    others = sorted(set(named) - {"full_attention", _WINDOW})
     if others:
         what = f"layers of {' and '.join(others)}"
-        raise _refusal(what, "serve a model with full attention in every layer")
+        raise _refusal(what, "serve a model with full attention or sliding windows in every layer")
+    if _WINDOW in named and vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        what = "sliding windows and full attention in one KV group"
+        raise _refusal(what, "remove --disable-hybrid-kv-cache-manager")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise _refusal(f"{name}={getattr(parallel, name)}", "set it to 1")
@@ -57,7 +63,10 @@ def require_engine(vllm_config: Any, settings: RetrievalSettings) -> None:
         raise _refusal(f"the connector {connector}", "use RecallConnector or none")
     if settings.index != EXACT and not is_on_cpu():
         raise _refusal(f"VLLM_RETRIEVAL_INDEX={settings.index} on a GPU", f"leave it at {EXACT}")
-    layers = model.get_total_num_hidden_layers()
+    full = [at for at, name in enumerate(named) if name != _WINDOW]
+    layers = full[-1] + 1 if full else 0 if named else model.get_total_num_hidden_layers()
+    if not layers:
+        raise _refusal("sliding windows in every layer", "serve a model with full attention")
     if settings.dense_layers >= layers:
         raise EngineError(
             f"VLLM_RETRIEVAL_DENSE_LAYERS={settings.dense_layers} leaves none of this model's "
@@ -100,16 +109,27 @@ def _require_speculation(vllm_config: Any, settings: RetrievalSettings) -> None:
         raise _refusal(what, f"leave the index at {EXACT}")
 
 
-def require_layer(impl: Any) -> None:
+def has_window(impl: Any) -> bool:
+    """Whether an attention layer has a sliding window, so that retrieval leaves it to vLLM."""
+    return impl.sliding_window not in (None, -1, (-1, -1))
+
+
+def _layer_types(vllm_config: Any) -> tuple[str, ...]:
+    """The kind of each layer, in Hugging Face's words; empty: all are of one kind."""
+    return tuple(getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or ())
+
+
+def require_layer(impl: Any, vllm_config: Any) -> None:
     """Raises EngineError for an attention layer that cannot attend to selected blocks."""
     if impl.attn_type != "decoder":
         raise _refusal(f"{impl.attn_type} attention", "serve a decoder")
-    if impl.sliding_window not in (None, -1, (-1, -1)):
-        raise _refusal("sliding-window attention", "serve a model with full attention")
+    if has_window(impl) and _WINDOW not in _layer_types(vllm_config):
+        # Whether any layer has full attention is not known here.
+        raise _refusal("sliding windows in every layer", "serve a model with full attention")
     if impl.alibi_slopes is not None:
         raise _refusal("ALiBi positions", "serve a model with rotary positions")
-    if impl.sinks is not None:
-        raise _refusal("attention sinks", "serve a model without them")
+    if impl.sinks is not None and not is_on_cpu():
+        raise _refusal("attention sinks on a GPU", "serve a model without them")
 
 
 def require_block_size(block_size: int, settings: RetrievalSettings) -> None:
@@ -129,7 +149,10 @@ def offload_hindrance(vllm_config: Any) -> str | None:
         return "it has no pool to keep them in (use RecallConnector)"
     if parallel.pipeline_parallel_size > 1:
         return "no pipeline has offloaded any yet (use tensor parallelism)"
+    if _WINDOW in _layer_types(vllm_config):
+        return "its layers with sliding windows have KV groups of their own"
     if vllm_config.speculative_config is not None:
+        # Each would recall over what the one before it is about to read.
         return (
             "drafts and the token before them would need slots of their own (disable speculation)"
         )

@@ -7,7 +7,7 @@ every row becomes a sequence of its own, of one KV head.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -33,10 +33,14 @@ from kvrecall.engines.vllm.attention.step import (
     RowKernel,
     SparseSequence,
     SparseStep,
+    Terms,
 )
+from kvrecall.engines.vllm.compat import config
 from kvrecall.engines.vllm.device.base import Batch
 from kvrecall.errors import EngineError
 from kvrecall.pool.slots import ALIGNMENT
+
+_FP8 = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 
 _AT_ONCE = 64
 """Blocks unpacked at a time while digesting."""
@@ -57,7 +61,7 @@ def halves(kv_cache: torch.Tensor, whole: bool = False) -> tuple[torch.Tensor, t
 def schedule(
     shape: KernelShape, seq_lens: torch.Tensor, starts: torch.Tensor, whole: bool = False
 ) -> torch.Tensor:
-    """The kernel's work plan for one token a sequence. ``seq_lens``, ``starts``: int32.
+    """The kernel's work plan for sequences. ``seq_lens``, ``starts``: int32.
 
     ``whole``: sequences have all the heads, as in dense attention, instead of one KV head each.
     """
@@ -74,25 +78,30 @@ def schedule(
         isa=shape.isa,
         enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
         dynamic_causal=None,
-        kv_cache_dtype="auto",
+        kv_cache_dtype=_stored_as(shape),
     )
     return plan
 
 
+def _stored_as(shape: KernelShape) -> str:
+    """The kernel's name for the type of keys and values in the cache."""
+    return "auto" if shape.fp8 is None else _FP8[shape.fp8]
+
+
 def attend(
+    shape: KernelShape,
     query: torch.Tensor,
     caches: tuple[torch.Tensor, torch.Tensor],
     table: torch.Tensor,
     seq_lens: torch.Tensor,
     starts: torch.Tensor,
     plan: torch.Tensor,
-    scale: float,
-    softcap: float = 0.0,
+    terms: Terms,
 ) -> torch.Tensor:
-    """Attention of one token per sequence over the blocks in its row of the table. ``query``:
-    contiguous ``[sequences, heads, dim]``; ``caches``: keys and values, from ``halves``, with the
+    """Attention of sequences' last tokens over the blocks in its row of the table. ``query``:
+    contiguous ``[tokens, heads, dim]``; ``caches``: keys and values, from ``halves``, with the
     sequences' KV heads; ``table``: int32 ``[sequences, width]``; ``seq_lens``: int32, tokens in
-    each row's blocks. Returns the query's shape."""
+    each row's blocks; ``plan``: of ``schedule``. Returns the query's shape."""
     keys, values = caches
     output = torch.empty_like(query)
     ops.cpu_attention_with_kv_cache(
@@ -102,16 +111,26 @@ def attend(
         output=output,
         query_start_loc=starts,
         seq_lens=seq_lens,
-        scale=scale,
+        scale=terms.scale,
         causal=True,
         alibi_slopes=None,
         sliding_window=-1,
         block_table=table,
-        softcap=softcap,
+        softcap=terms.softcap,
         scheduler_metadata=plan,
-        s_aux=None,
+        s_aux=_sinks_of(terms),
+        k_scale=terms.key_scale,
+        v_scale=terms.value_scale,
+        kv_cache_dtype=_stored_as(shape),
     )
     return output
+
+
+def _sinks_of(terms: Terms) -> torch.Tensor | None:
+    """As the kernel takes them."""
+    sinks = terms.sinks
+    takes = sinks is None or sinks.dtype in (torch.bfloat16, torch.float32)
+    return sinks if sinks is None or takes else sinks.float()
 
 
 def write_tokens(
@@ -120,9 +139,13 @@ def write_tokens(
     keys: torch.Tensor,
     values: torch.Tensor,
     slots: torch.Tensor,
+    terms: Terms | None = None,
 ) -> None:
     """Packs keys and values ``[tokens, kv_heads, dim]`` into their slots of the cache."""
-    ops.cpu_attn_reshape_and_cache(keys, values, *halves(kv_cache, True), slots, shape.isa)
+    scales = (1.0, 1.0) if terms is None else (terms.key_scale, terms.value_scale)
+    caches = halves(kv_cache, True)
+    stored = _stored_as(shape)
+    ops.cpu_attn_reshape_and_cache(keys, values, *caches, slots, shape.isa, *scales, stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +153,7 @@ class CpuPlan:
     """``tokens``: int64, the sequences' places in the batch. ``table``: int32 ``[sequences *
     kv_heads, width]``, whose chosen part every layer overwrites, from ``split.init`` on, before it
     attends. ``seq_lens``: int32, tokens in each row's blocks; ``starts``: int32, 0, 1, 2 ... to the
-    number of rows; ``schedule``: vLLM's."""
+    number of rows; ``schedule``: vLLM's, of all rows or, with sinks, of those of a KV head."""
 
     tokens: torch.Tensor
     table: torch.Tensor
@@ -156,7 +179,8 @@ class CpuKernel(RowKernel):
         count = shape.block_size * shape.head_dim
 
         def pack(ones: torch.Tensor) -> torch.Tensor:
-            block = torch.zeros(1, 1, shape.block_size, 2 * shape.head_dim, dtype=shape.dtype)
+            stored = shape.dtype if shape.fp8 is None else torch.uint8
+            block = torch.zeros(1, 1, shape.block_size, 2 * shape.head_dim, dtype=stored)
             keys = ones[:, None].contiguous()
             write_tokens(shape, block, keys, keys, torch.arange(shape.block_size))
             return block.view(2, count)[0]
@@ -172,7 +196,9 @@ class CpuKernel(RowKernel):
             )
 
     def read_keys(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-        return self._reader.read(kv_cache, block_ids)
+        keys = self._reader.read(kv_cache, block_ids)
+        fp8 = self.shape.fp8
+        return keys if fp8 is None else keys.contiguous().view(fp8).to(self.shape.dtype)
 
     def move(self, sources: Addresses, targets: Addresses, piece: Piece) -> None:
         Batch(sources, targets, np.full(len(sources), piece.nbytes)).copy_here()
@@ -205,7 +231,9 @@ class CpuKernel(RowKernel):
         seq_lens = torch.tensor(lens, dtype=torch.int32).repeat_interleave(heads)
         starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32)
         tokens = torch.tensor([sequence.token for sequence in sequences])
-        plan = CpuPlan(tokens, table, seq_lens, starts, schedule(self.shape, seq_lens, starts))
+        ours = slice(None, None, heads if self.shape.sinks else 1)
+        told = seq_lens[ours].contiguous(), starts[: len(seq_lens[ours]) + 1]
+        plan = CpuPlan(tokens, table, seq_lens, starts, schedule(self.shape, *told))
         return SparseStep(stale, tuple(sequences), plan)
 
     def choose(self, *args: object) -> None:
@@ -237,14 +265,31 @@ class CpuKernel(RowKernel):
         kv_cache: torch.Tensor,
         step: SparseStep,
         output: torch.Tensor,
-        scale: float,
-        softcap: float,
+        terms: Terms,
     ) -> None:
         plan, shape = step.plan, self.shape
         rows = query[plan.tokens].reshape(-1, shape.group, shape.head_dim)
-        told = plan.table, plan.seq_lens, plan.starts, plan.schedule
-        found = attend(rows, halves(kv_cache), *told, scale, softcap)
+        if terms.sinks is not None:
+            found = self._attend_by_head(rows, kv_cache, plan, terms)
+        else:
+            told = plan.table, plan.seq_lens, plan.starts, plan.schedule
+            found = attend(shape, rows, halves(kv_cache), *told, terms)
         output[plan.tokens] = found.view(len(plan.tokens), *output.shape[1:])
+
+    def _attend_by_head(
+        self, rows: torch.Tensor, kv_cache: torch.Tensor, plan: CpuPlan, terms: Terms
+    ) -> torch.Tensor:
+        """A call has the same sinks for all its rows: one call for the rows of a KV head."""
+        shape, heads = self.shape, self.shape.kv_heads
+        assert terms.sinks is not None
+        found = torch.empty_like(rows)
+        starts = plan.starts[: len(plan.tokens) + 1]
+        for head, sinks in enumerate(terms.sinks.view(heads, shape.group)):
+            ours = slice(head, None, heads)
+            told = plan.table[ours], plan.seq_lens[ours].contiguous(), starts, plan.schedule
+            of_head = replace(terms, sinks=sinks)
+            found[ours] = attend(shape, rows[ours].contiguous(), halves(kv_cache), *told, of_head)
+        return found
 
 
 class KeyReader:
@@ -337,8 +382,7 @@ class InPlaceLayer:
         row: OffloadedRow,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
-        scale: float,
-        softcap: float = 0.0,
+        terms: Terms,
         plainly: object = None,
     ) -> torch.Tensor:
         extent = row.sequence.extent
@@ -351,7 +395,7 @@ class InPlaceLayer:
         plan = schedule(self._shape, seq_lens, starts, whole=True)
         caches = halves(extent.blocks(at, kv_cache), whole=True)
         query = query.reshape(-1, self._shape.heads, self._shape.head_dim).contiguous()
-        return attend(query, caches, order, seq_lens, starts, plan, scale, softcap)
+        return attend(self._shape, query, caches, order, seq_lens, starts, plan, terms)
 
     def _places(self, extent: Extent, at: int, kv_cache: torch.Tensor, row: OffloadedRow) -> Ints:
         """The sequence's blocks in the extent, after copying those not in the arena."""
@@ -392,7 +436,8 @@ class RetrievalMetadataBuilder(RetrievalBuilder, CPUAttentionMetadataBuilder):
 
     def make_kernel(self, kv_cache_spec: Any) -> CpuKernel:
         shape = (self.num_heads, self.num_kv_heads, self.head_dim, self.block_size)
-        return CpuKernel(KernelShape(*shape, self.dtype, self.isa))
+        fp8 = config.fp8_type(self.vllm_config)
+        return CpuKernel(KernelShape(*shape, self.dtype, self.isa, fp8, self.has_sinks()))
 
     def make_whole(self, name: str) -> InPlaceLayer:
         return InPlaceLayer(self._kernel.shape, name)

@@ -19,7 +19,7 @@ from kvrecall.engines.vllm.attention.offloaded import (
     checksums_of_layer,
     digests_of_layer,
 )
-from kvrecall.engines.vllm.attention.step import Freshness, OffloadedRow
+from kvrecall.engines.vllm.attention.step import Freshness, OffloadedRow, Terms
 from kvrecall.engines.vllm.connector.wire import Arrival, Departure, OffloadOrders
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.errors import EngineError
@@ -36,8 +36,7 @@ class WholeLayer(Protocol):
         row: OffloadedRow,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
-        scale: float,
-        softcap: float,
+        terms: Terms,
         plainly: Callable[[torch.Tensor, Any], torch.Tensor],
     ) -> torch.Tensor:
         """Attention of the row's tokens with these queries over its whole sequence. ``plainly``:
@@ -103,6 +102,11 @@ class RetrievalGroup:
         return self.activity
 
     # ---- as the connector asks -----------------------------------------------------------
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """Those of its layers, sparse or not."""
+        return tuple(self._whole)
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Registers the device KV cache, one tensor per layer. Returns what the pool stores beside

@@ -37,6 +37,7 @@ from kvrecall.engines.vllm.attention.step import (
     RowKernel,
     SparseSequence,
     SparseStep,
+    Terms,
 )
 from kvrecall.engines.vllm.compat.config import layer_index
 from kvrecall.engines.vllm.device import device_of
@@ -192,22 +193,21 @@ class RetrievalLayer:
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         step: SparseStep,
-        scale: float,
-        softcap: float = 0.0,
+        terms: Terms,
         output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Writes the attention of the step's sparse tokens to their places in ``output``, and
         returns it. ``query``, ``output``: ``[tokens, heads, dim]``, of the whole batch."""
         output = torch.empty_like(query) if output is None else output
-        self.choose(query, step, scale)
+        self.choose(query, step, terms.scale * terms.key_scale)
         if self._shared is not None:
             self._kernel.fetch(step, kv_cache, self._shared.left)
-        self._kernel.attend(query, kv_cache, step, output, scale, softcap)
+        self._kernel.attend(query, kv_cache, step, output, terms)
         return output
 
     def choose(self, query: torch.Tensor, step: SparseStep, scale: float) -> None:
         """Chooses every sequence's blocks, as ``attend`` does. ``query``: ``[tokens, heads,
-        dim]``."""
+        dim]``; ``scale``: of its products with keys as they are stored."""
         assert self._store is not None
         kernel, shape, activity = self._kernel, self._shape, self._activity
         heads = shape.kv_heads

@@ -35,7 +35,9 @@ GATHER_RUNS = 16
 
 @dataclass(frozen=True, slots=True)
 class KernelShape:
-    """The attention of a group of layers. ``isa``: the CPU's instruction set."""
+    """The attention of a group of layers. ``dtype``: of queries, and of keys and values unless
+    ``fp8``: the eight-bit float that these are kept as; ``isa``: the CPU's instruction set;
+    ``sinks``: whether layers have them."""
 
     heads: int
     kv_heads: int
@@ -43,6 +45,8 @@ class KernelShape:
     block_size: int
     dtype: torch.dtype
     isa: str
+    fp8: torch.dtype | None = None
+    sinks: bool = False
 
     @property
     def group(self) -> int:
@@ -52,7 +56,20 @@ class KernelShape:
     @property
     def token_bytes(self) -> int:
         """Keys and values of a token, in one layer."""
-        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * self.kv_heads * self.head_dim * (self.fp8 or self.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a layer's attention takes beside queries, keys and values. ``scale``: of products;
+    ``softcap``: bounds them, 0: not; ``sinks``: ``[heads]``, logits that take part in each query
+    head's sum without a value, None: none; ``key_scale``, ``value_scale``: what a stored 1 is."""
+
+    scale: float
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    key_scale: float = 1.0
+    value_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +207,8 @@ class RowKernel(ABC):
 
     @abstractmethod
     def read_keys(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-        """Keys of these blocks: ``[blocks, kv_heads, tokens, dim]``, of the cache's dtype."""
+        """Keys of these blocks, as stored: ``[blocks, kv_heads, tokens, dim]``, of the shape's
+        dtype."""
 
     @abstractmethod
     def move(self, sources: Addresses, targets: Addresses, piece: Piece) -> None:
@@ -260,11 +278,10 @@ class RowKernel(ABC):
         kv_cache: torch.Tensor,
         step: SparseStep,
         output: torch.Tensor,
-        scale: float,
-        softcap: float,
+        terms: Terms,
     ) -> None:
         """Writes the attention of the step's tokens to their places in ``output``. ``query``,
-        ``output``: ``[tokens, heads, dim]``; ``softcap``: bounds logits, 0: not."""
+        ``output``: ``[tokens, heads, dim]``."""
 
 
 class Freshness:

@@ -34,6 +34,7 @@ from kvrecall.engines.vllm.attention.step import (
     RowKernel,
     SparseSequence,
     SparseStep,
+    Terms,
 )
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.engines.vllm.device.base import Event
@@ -87,7 +88,7 @@ class TritonKernel(RowKernel):
         def layer() -> None:
             self.digest(cache, step.stale, rows, layout)
             self.choose(query, step, rows, layout, 1.0)
-            self.attend(query, cache, step, output, 1.0, 0.0)
+            self.attend(query, cache, step, output, Terms(1.0))
 
         spent = _seconds(device, layer, rounds)
         speed = DeviceSpeed(spent / (LAUNCHES + LAUNCHES_A_BLOCK), bandwidth)
@@ -194,11 +195,10 @@ class TritonKernel(RowKernel):
         kv_cache: torch.Tensor,
         step: SparseStep,
         output: torch.Tensor,
-        scale: float,
-        softcap: float,
+        terms: Terms,
     ) -> None:
         keys, values = self._halves(kv_cache)
-        attend_by_triton(query, keys, values, step.plan, output, scale, softcap)
+        attend_by_triton(query, keys, values, step.plan, output, terms.scale, terms.softcap)
 
     def _halves(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Keys and values: ``[blocks, tokens, kv_heads, dim]``."""
@@ -256,8 +256,7 @@ class CopiedLayer:
         row: OffloadedRow,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
-        scale: float,
-        softcap: float,
+        terms: Terms,
         plainly: Callable[[torch.Tensor, Any], torch.Tensor],
     ) -> torch.Tensor:
         return plainly(self.copy(kv_cache, row), row.metadata)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -62,22 +62,22 @@ class BatchBlocks(NamedTuple):
         return self.ids[self.rows[:requests], :blocks]
 
 
-_batch: list[BatchBlocks] = []  # of the step whose attention metadata is about to be built
+_batch: dict[str, BatchBlocks] = {}  # by layer, of the step whose metadata is about to be built
 
 
-def take_batch_blocks() -> BatchBlocks | None:
-    """Of the step whose attention metadata is being built, once. None in dummy runs of Model Runner
-    V2."""
-    return _batch.pop() if _batch else None
+def take_batch_blocks(layer_name: str) -> BatchBlocks | None:
+    """Of the step whose attention metadata is being built, in the KV group of that layer; once.
+    None in dummy runs of Model Runner V2."""
+    return _batch.pop(layer_name, None)
 
 
 def follow_blocks(vllm_config: Any) -> None:
-    """Makes ``take_batch_blocks`` work, for engines of one KV group. To read block tables back from
-    a device, the host would wait for the step that it computes."""
+    """Makes ``take_batch_blocks`` work. To read block tables back from a device, the host would
+    wait for the step that it computes."""
     if not getattr(vllm_config, "use_v2_model_runner", False):
         install("see-blocks", _seeing_tables)
         return
-    tables: WeakKeyDictionary[Any, npt.NDArray[np.int32]] = WeakKeyDictionary()
+    tables: WeakKeyDictionary[Any, list[npt.NDArray[np.int32]]] = WeakKeyDictionary()
 
     def keeping(plain: Any) -> Any:
         def append_block_ids(
@@ -85,9 +85,10 @@ def follow_blocks(vllm_config: Any) -> None:
         ) -> None:
             plain(self, req_index, new_block_ids, overwrite)
             if self not in tables:
-                tables[self] = np.zeros(self.block_tables[0].gpu.shape, np.int32)
-            end, new = int(self.num_blocks.np[0, req_index]), new_block_ids[0]
-            tables[self][req_index, end - len(new) : end] = new
+                tables[self] = [np.zeros(one.gpu.shape, np.int32) for one in self.block_tables]
+            ends = self.num_blocks.np[:, req_index].tolist()
+            for table, end, new in zip(tables[self], ends, new_block_ids, strict=True):
+                table[req_index, end - len(new) : end] = new
 
         return append_block_ids
 
@@ -96,7 +97,7 @@ def follow_blocks(vllm_config: Any) -> None:
             ids = tables.get(self.block_tables)
             if ids is not None:
                 prompts = self.req_states.prompt_len.np
-                _batch[:] = [BatchBlocks(ids, input_batch.idx_mapping_np, prompts)]
+                _show(self, [BatchBlocks(one, input_batch.idx_mapping_np, prompts) for one in ids])
             return plain(self, input_batch)
 
         return prepare_attn
@@ -107,13 +108,22 @@ def follow_blocks(vllm_config: Any) -> None:
 
 def _seeing_tables(plain: Any) -> Any:
     def build_attention_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
-        batch = self.input_batch
-        ids = batch.block_table[0].get_numpy_array()
-        rows = np.arange(len(ids), dtype=np.int32)
-        _batch[:] = [BatchBlocks(ids, rows, batch.num_prompt_tokens)]
+        batch, shown = self.input_batch, []
+        for group in range(len(self.kv_cache_config.kv_cache_groups)):
+            ids = batch.block_table[group].get_numpy_array()
+            rows = np.arange(len(ids), dtype=np.int32)
+            shown.append(BatchBlocks(ids, rows, batch.num_prompt_tokens))
+        _show(self, shown)
         return plain(self, *args, **kwargs)
 
     return build_attention_metadata
+
+
+def _show(runner: Any, blocks: Sequence[BatchBlocks]) -> None:
+    """Those of each KV group of the step."""
+    _batch.clear()
+    for group, of_group in zip(runner.kv_cache_config.kv_cache_groups, blocks, strict=True):
+        _batch.update(dict.fromkeys(group.layer_names, of_group))
 
 
 def leave_room(share_of: Callable[[Any, Any], float]) -> None:

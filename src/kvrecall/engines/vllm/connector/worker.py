@@ -59,7 +59,7 @@ class RecallWorker:
         self._stores_done = 0
         self._failed_loads: set[str] = set()
         self._report = StepReport()
-        self._retrieval: tuple[RetrievalGroup, ...] = ()
+        self._retrieval: dict[int, RetrievalGroup] = {}  # by KV group, where it has one
         self._attention: Mapping[str, int] = {}  # their totals when they were last reported
         self._model: torch.nn.Module | None = None  # until ``shard`` has read it
         self._offloading = False
@@ -83,11 +83,19 @@ class RecallWorker:
         if not any(group.pages for group in self._layers):
             raise EngineError("the engine registered no KV cache memory; nothing to pool")
         self._device = device_of(next(g.pages[0].rows.device for g in self._layers if g.pages))
-        self._retrieval = retrieval_groups(self._vllm_config)
-        beside = [page for group in self._retrieval for page in group.register(kv_caches).items()]
-        digests = (Pages(name, rows, f"{tuple(rows.shape[1:])} bytes") for name, rows in beside)
-        first, *others = self._layers  # retrieval attention serves engines of one group
-        self._groups = (replace(first, pages=(*first.pages, *digests)), *others)
+        groups = [list(group.pages) for group in self._layers]
+        number_of = {page.name: at for at, pages in enumerate(groups) for page in pages}
+        for retrieval in retrieval_groups(self._vllm_config):
+            number = number_of[retrieval.layer_names[0]]
+            self._retrieval[number] = retrieval
+            groups[number] += (
+                Pages(name, rows, f"{tuple(rows.shape[1:])} bytes")
+                for name, rows in retrieval.register(kv_caches).items()
+            )
+        self._groups = tuple(
+            replace(group, pages=tuple(pages))
+            for group, pages in zip(self._layers, groups, strict=True)
+        )
 
     def unregister(self) -> None:
         """vLLM takes the KV cache's memory away (sleep mode): loads and stores fail until
@@ -154,11 +162,15 @@ class RecallWorker:
     def start_loads(self, orders: StepOrders) -> None:
         """Starts the step's loads."""
         for load in orders.loads:
-            ids = load.copies[0].block_ids if load.copies else ()
-            for group in self._retrieval:
+            written = [
+                (self._retrieval[copy.group], copy.block_ids)
+                for copy in load.copies
+                if copy.group in self._retrieval
+            ]
+            for group, ids in written:
                 group.note_overwritten(ids)
             if load.copies and self._arena.load(orders.arena, *load.copies):
-                for group in self._retrieval:
+                for group, ids in written:
                     group.note_restored(ids)
                 self._loading.append(load.request_id)
             else:
@@ -174,8 +186,8 @@ class RecallWorker:
             if not self._writes_shard():
                 self._report.stored[store.store_id] = 1
                 continue
-            for group in self._retrieval:
-                group.before_store(store.copy.block_ids)
+            if store.copy.group in self._retrieval:
+                self._retrieval[store.copy.group].before_store(store.copy.block_ids)
             if self._arena.store(orders.arena, store.copy):
                 self._sign(orders, store)
                 self._storing.append(store.store_id)
@@ -264,7 +276,7 @@ class RecallWorker:
 
     def attention_counts(self) -> dict[str, float]:
         """Counters of the attention layers since the last call: increments."""
-        totals = totals_of(group.counted() for group in self._retrieval)
+        totals = totals_of(group.counted() for group in self._retrieval.values())
         new = {name: count - self._attention.get(name, 0) for name, count in totals.items()}
         self._attention = totals
         return {f"retrieval_{name}": float(count) for name, count in new.items() if count}
@@ -272,7 +284,7 @@ class RecallWorker:
     def attention_heat(self) -> dict[int, list[list[int]]]:
         """Where in their contexts the attention layers selected blocks, since the last call."""
         heat = HeatTotals()
-        for group in self._retrieval:
+        for group in self._retrieval.values():
             heat.add(group.heat.take())
         return heat.take()
 
@@ -286,8 +298,9 @@ class RecallWorker:
         self._offloading = offload is not None
         moves = offload is not None and bool(offload.arrivals or offload.departures)
         records = self._records(orders.arena) if moves else None
-        lost = {one for group in self._retrieval for one in group.take(offload, records)}
-        self._arena.keep(frozenset(one for group in self._retrieval for one in group.arenas))
+        groups = self._retrieval.values()
+        lost = {one for group in groups for one in group.take(offload, records)}
+        self._arena.keep(frozenset(one for group in groups for one in group.arenas))
         arriving = set() if offload is None else {one.request_id for one in offload.arrivals}
         self._failed_loads |= lost & arriving
         self._report.lost |= lost
