@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.engine import Engine, EngineFailed, prompt_of
+from engine.engine import Engine, prompt_of
 
 pytestmark = pytest.mark.engine
 
@@ -165,11 +165,3 @@ def test_offload_without_a_pool_is_said_to_be_missing_once(whole: Engine) -> Non
     text = whole.log.read_text()
     assert text.count("does not offload") == 1
     assert "use RecallConnector" in text
-
-
-@pytest.mark.long
-def test_latent_attention_is_refused(
-    start: Callable[..., Engine], model_folder: Callable[..., Path]
-) -> None:
-    with pytest.raises(EngineFailed, match=r"retrieval attention does not work with latent"):
-        start(model=str(model_folder("deepseek_v3")), block_size=16, env=retrieval(0.3))

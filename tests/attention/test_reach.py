@@ -164,3 +164,30 @@ def test_eight_bit_kv(start: Callable[..., Engine], setup: dict[str, Any], dtype
     got = whole.generate(prompts=prompts, max_tokens=60)
     assert tokens_of(got) == tokens_of(dense.generate(prompts=prompts, max_tokens=60))
     assert spent(whole, before)["blocks_selected"] > 0
+
+
+def test_latent_attention(start: Callable[..., Engine], model_folder: Callable[..., Path]) -> None:
+    """In a backend that a processor with AMX must be asked to use. With every block chosen, dense
+    attention's tokens; with few, others."""
+    setup = {
+        "model": str(model_folder("deepseek_v3")),
+        "dtype": "float32",
+        "block_size": 16,
+        "max_num_batched_tokens": 4096,
+        "attention_backend": "CPU_MLA",
+        "worker_extension_cls": EXTENSION,
+        "num_gpu_blocks_override": 700,
+    }
+    prompts = [prompt_of(tokens, 80 + at) for at, tokens in enumerate(MIXED)]
+    ask = {"prompts": prompts, "max_tokens": 50}
+    dense, whole = start(**setup), start(**setup, env=retrieval(1.0))
+    want = tokens_of(dense.generate(**ask))
+    before = activity(whole)
+    assert tokens_of(whole.generate(**ask)) == want
+    assert spent(whole, before)["layers_sparse"] > 3 * 3 * 40
+    few = start(**setup, env=retrieval(0.05))
+    got = tokens_of(few.generate(**ask))
+    assert got[0] == want[0], "a short prompt is dense"
+    assert got[1:] != want[1:]
+    did = activity(few)
+    assert 0 < did["blocks_selected"] < did["blocks_considered"] / 10

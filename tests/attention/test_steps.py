@@ -212,6 +212,7 @@ def test_what_cannot_work_is_refused(changed: dict[str, Any], named: str) -> Non
         ("eagle", False, "exact", "by eagle, whose draft has layers of its own; draft by"),
         ("ngram", True, "exact", "asynchronous scheduling; pass --no-async-scheduling"),
         ("ngram", False, "faiss-flat", "INDEX=faiss-flat; leave the index at exact"),
+        ("ngram", False, "latent", "latent attention"),
     ],
 )
 def test_speculation_that_cannot_be_followed_is_refused(
@@ -224,8 +225,11 @@ def test_speculation_that_cannot_be_followed_is_refused(
         )
 
     require_engine(speculating("ngram", False), RetrievalSettings())
+    refused = speculating(method, ahead)
+    if index == "latent":
+        refused.model_config.use_mla, index = True, "exact"
     with pytest.raises(EngineError, match=named):
-        require_engine(speculating(method, ahead), RetrievalSettings(index=index))
+        require_engine(refused, RetrievalSettings(index=index))
 
 
 FULL, WINDOW = "full_attention", "sliding_attention"
@@ -328,12 +332,12 @@ class Flex:
 
 
 class MLAAttention:
-    pass
+    attn_backend = Flex
 
 
 def test_layers_of_other_backends_are_refused() -> None:
     """They would be served densely without notice."""
-    with pytest.raises(EngineError, match="MLA"):
+    with pytest.raises(EngineError, match="backend FLEX; pass --attention-backend CPU_MLA"):
         require_retrieval(MLAAttention())
     layer = SimpleNamespace(attn_backend=Flex)
     with pytest.raises(EngineError, match="backend FLEX; pass --attention-backend CPU_ATTN"):

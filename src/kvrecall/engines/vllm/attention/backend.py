@@ -151,6 +151,7 @@ class RetrievalBuilder(ABC):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
+        self.block_size = kv_cache_spec.block_size
         self._layer_names = layer_names
         self._plain = any(checks.has_window(impl) for impl in self._impls().values())
         if self._plain:

@@ -17,7 +17,10 @@ from kvrecall.errors import EngineError
 logger = logging.getLogger("vllm.kvrecall")
 
 _HERE = "kvrecall.engines.vllm.attention"
-CPU_BACKENDS = {"CPU_ATTN": f"{_HERE}.cpu.RetrievalBackend"}
+CPU_BACKENDS = {
+    "CPU_ATTN": f"{_HERE}.cpu.RetrievalBackend",
+    "CPU_MLA": f"{_HERE}.latent.LatentBackend",
+}
 CUDA_BACKENDS = {
     "FLASH_ATTN": f"{_HERE}.cuda.FlashBackend",
     "TRITON_ATTN": f"{_HERE}.cuda.TritonBackend",
@@ -103,6 +106,9 @@ def _require_speculation(vllm_config: Any, settings: RetrievalSettings) -> None:
         # A step is planned before it is known how many of the last step's drafts were accepted.
         what = "speculative decoding under asynchronous scheduling"
         raise _refusal(what, "pass --no-async-scheduling")
+    if getattr(vllm_config.model_config, "use_mla", False):
+        # vLLM's kernel decodes one token of a request in a step.
+        raise _refusal("speculative decoding of latent attention (MLA)", "disable speculation")
     if settings.index != EXACT:
         # A rejected draft may have filled a block that the index then has, and the sequence not.
         what = f"speculative decoding and VLLM_RETRIEVAL_INDEX={settings.index}"
@@ -149,6 +155,8 @@ def offload_hindrance(vllm_config: Any) -> str | None:
         return "it has no pool to keep them in (use RecallConnector)"
     if parallel.pipeline_parallel_size > 1:
         return "no pipeline has offloaded any yet (use tensor parallelism)"
+    if getattr(vllm_config.model_config, "use_mla", False):
+        return "latents (MLA) have never left a device"
     if _WINDOW in _layer_types(vllm_config):
         return "its layers with sliding windows have KV groups of their own"
     if vllm_config.speculative_config is not None:
@@ -166,9 +174,10 @@ def _refusal(what: str, cure: str) -> EngineError:
 def require_retrieval(layer: Any) -> None:
     """Raises EngineError for an attention layer whose backend is not a retrieval backend: it would
     be served densely."""
-    if type(layer).__name__.startswith("MLA"):
-        raise _refusal("latent attention (MLA)", "serve a model with ordinary attention")
+    is_latent = type(layer).__name__.startswith("MLA")
+    if is_latent and not is_on_cpu():
+        raise _refusal("latent attention (MLA) on a GPU", "serve a model with ordinary attention")
     backend = layer.attn_backend
     if f"{backend.__module__}.{backend.__name__}" not in backends().values():
-        cure = f"pass --attention-backend {min(backends())}"
+        cure = f"pass --attention-backend {'CPU_MLA' if is_latent else min(backends())}"
         raise _refusal(f"the attention backend {backend.get_name()}", cure)

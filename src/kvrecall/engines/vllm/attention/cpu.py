@@ -233,8 +233,12 @@ class CpuKernel(RowKernel):
         tokens = torch.tensor([sequence.token for sequence in sequences])
         ours = slice(None, None, heads if self.shape.sinks else 1)
         told = seq_lens[ours].contiguous(), starts[: len(seq_lens[ours]) + 1]
-        plan = CpuPlan(tokens, table, seq_lens, starts, schedule(self.shape, *told))
+        plan = CpuPlan(tokens, table, seq_lens, starts, self.schedule(*told))
         return SparseStep(stale, tuple(sequences), plan)
+
+    def schedule(self, seq_lens: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        """The kernel's work plan for rows of one KV head."""
+        return schedule(self.shape, seq_lens, starts)
 
     def choose(self, *args: object) -> None:
         return

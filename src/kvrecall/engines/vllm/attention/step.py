@@ -37,7 +37,7 @@ GATHER_RUNS = 16
 class KernelShape:
     """The attention of a group of layers. ``dtype``: of queries, and of keys and values unless
     ``fp8``: the eight-bit float that these are kept as; ``isa``: the CPU's instruction set;
-    ``sinks``: whether layers have them."""
+    ``sinks``: whether layers have them; ``latent``: whether keys contain the values (MLA)."""
 
     heads: int
     kv_heads: int
@@ -47,6 +47,7 @@ class KernelShape:
     isa: str
     fp8: torch.dtype | None = None
     sinks: bool = False
+    latent: bool = False
 
     @property
     def group(self) -> int:
@@ -56,7 +57,8 @@ class KernelShape:
     @property
     def token_bytes(self) -> int:
         """Keys and values of a token, in one layer."""
-        return 2 * self.kv_heads * self.head_dim * (self.fp8 or self.dtype).itemsize
+        parts = 1 if self.latent else 2
+        return parts * self.kv_heads * self.head_dim * (self.fp8 or self.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)

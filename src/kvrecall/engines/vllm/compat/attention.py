@@ -58,4 +58,4 @@ def override_kv_cache_spec(require: Callable[[Any], None]) -> None:
         return get_kv_cache_spec
 
     install("offloadable-spec", make)
-    install("refuse-mla", lambda plain: lambda self, vllm_config: require(self))
+    install("refuse-mla", make)

@@ -115,7 +115,7 @@ TABLE = (
         "vllm.model_executor.layers.attention:MLAAttention.get_kv_cache_spec",
         "Refuses layers that retrieval attention does not serve.",
         "They would silently be attended to densely.",
-        "Retrieval attention serves MLA.",
+        "Retrieval attention serves MLA in every backend.",
     ),
     Patch(
         "seeds",
