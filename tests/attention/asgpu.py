@@ -49,6 +49,8 @@ take, build = backend.runner.take_batch_blocks, backend.RetrievalBuilder.build
 
 def checked(self: Any, prefix: int, common: Any, fast_build: bool = False) -> Any:
     """``build``, of which host and device tell the same."""
+    if self._plain:
+        return build(self, prefix, common, fast_build)
     blocks = take(self._layer_names[0])
     backend.runner.take_batch_blocks = lambda name: blocks
     if blocks is None:

@@ -20,7 +20,7 @@ ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxa
 TYPES = dict.fromkeys(("facts", "blocks", "table", "ids"), "*i32")
 TYPES |= dict.fromkeys(("slots", "missed", "place", "state"), "*i32")
 TYPES |= {"left": "*i8", "counts": "*i64", "addresses": "*i64", "cache": "i64"}
-TYPES |= dict.fromkeys(("logits", "scores", "parts", "lse", "floats"), "*fp32")
+TYPES |= dict.fromkeys(("logits", "scores", "parts", "lse", "sinks", "floats"), "*fp32")
 TYPES |= {"coded": "*i8", "scale": "fp32", "factor": "fp32", "softcap": "fp32"}
 
 
@@ -31,7 +31,11 @@ def uses() -> Any:
         sizes = {"GROUP": group, "DIM": dim, "WIDE": wide, "SIZE": 128}
         fixed = {**sizes, "PADDED": 16, "TILE": 64, "CAPPED": dim == 64, "key_dim": 1}
         yield kernels.attend_rows, {**TYPES, **pointers}, {**fixed, "value_dim": 1}
-        yield kernels.combine_rows, {**TYPES, **pointers}, {**sizes, "CHUNK": 32}
+        yield (
+            kernels.combine_rows,
+            {**TYPES, **pointers},
+            {**sizes, "CHUNK": 32, "SINKS": dim == 128},
+        )
     for dim, rows, bounds in ((128, 8, True), (128, 16, True), (64, 8, False), (80, 16, True)):
         wide = 1 << (dim - 1).bit_length()
         sizes = {"DIM": dim, "WIDE": wide, "ROWS": rows, "BOUNDS": bounds}

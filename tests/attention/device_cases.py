@@ -24,6 +24,7 @@ from attention.test_kernel import (
     test_equals_the_oracle_with_options,
     test_equals_the_oracle_without_init_and_with_one_local_token,
     test_scattered_blocks_and_blocks_in_a_row_are_scored_alike,
+    test_sinks_take_part,
     test_the_sum_does_not_depend_on_where_the_blocks_lie,
 )
 from attention.test_residency import (
@@ -36,7 +37,7 @@ from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm import device as devices
 from kvrecall.engines.vllm.attention.layer import _blocks_of, damaged_among, sums_of
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
-from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape, OffloadedRow
+from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape, OffloadedRow, Terms
 from kvrecall.engines.vllm.attention.triton_kernel import CopiedLayer, TritonKernel
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "test_equals_the_oracle_with_options",
     "test_equals_the_oracle_without_init_and_with_one_local_token",
     "test_scattered_blocks_and_blocks_in_a_row_are_scored_alike",
+    "test_sinks_take_part",
     "test_the_sum_does_not_depend_on_where_the_blocks_lie",
 ]
 
@@ -64,10 +66,11 @@ class DeviceBench(Bench):
         settings: RetrievalSettings,
         blocks: int,
         tokens_first: bool = False,
+        terms: Terms | None = None,
     ) -> None:
         if shape.dtype is torch.bfloat16:
             shape = replace(shape, dtype=torch.float16)
-        super().__init__(shape, settings, blocks)
+        super().__init__(shape, settings, blocks, terms)
         if tokens_first:
             self.cache = self.cache.transpose(1, 2).contiguous().transpose(1, 2)
 

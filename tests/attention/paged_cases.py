@@ -15,7 +15,7 @@ def got(made: Cache, scale: float, softcap: float = 0.0, share: int = 0) -> torc
     """Attention by the kernels; what is of no sequence keeps its zeros."""
     output = torch.zeros_like(made.query)
     parts = made.query, made.keys, made.values, made.step, output
-    attend_by_triton(*parts, scale, softcap, share)
+    attend_by_triton(*parts, scale, softcap, share=share)
     return output
 
 

@@ -129,6 +129,29 @@ def test_few_blocks_give_the_tokens_of_the_cpu_kernel(sparse: Engine, on_cpu: En
     assert {name: done[name] for name in names} == {name: there[name] for name in names}
 
 
+@pytest.mark.parametrize(
+    ("architecture", "layers", "runner"), [("gemma3_text", 3, "V2"), ("gpt_oss", 2, "V1")]
+)
+def test_windows_and_sinks(
+    start: Callable[..., Engine],
+    model_folder: Callable[..., Path],
+    setup: dict[str, Any],
+    architecture: str,
+    layers: int,
+    runner: str,
+) -> None:
+    """The last layer has full attention, those before it windows in KV groups of their own; gpt-oss
+    has sinks in all of them."""
+    shape = {"hidden": 64, "layers": layers, "heads": 4, "kv_heads": 2, "head_dim": 32}
+    setup = {**setup, "model": str(model_folder(architecture, window=64, **shape))}
+    env = {**retrieval(0.3), **INTERPRETED, **RUNNERS[runner]}
+    device, host = start(**setup, **AS_GPU, env=env), start(**setup, env=retrieval(0.3))
+    assert answers(device) == answers(host)
+    done = activity(device)
+    assert 0 < done["blocks_selected"] < done["blocks_considered"]
+    device.close()
+
+
 def test_a_prefix_from_the_pool_gives_the_tokens_of_a_device_hit(sparse: Engine) -> None:
     (prompt,) = prompts()[:1]
     sparse.ask(prompt, max_tokens=1)

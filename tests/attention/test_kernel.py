@@ -80,7 +80,7 @@ def test_sinks_take_part(shape: tuple[int, int, int], dtype: torch.dtype) -> Non
     """Each query head's own, in a batch."""
     made = shape_of(*shape, dtype=dtype, sinks=True)
     sinks = (6 + 3 * torch.randn(made.heads)).to(dtype)
-    bench = Bench(made, SMALL, 128, Terms(made.head_dim**-0.5, sinks=sinks))
+    bench = Bench(made, SMALL, 128, terms=Terms(made.head_dim**-0.5, sinks=sinks))
     sequences = [bench.sequence(tokens) for tokens in (1025, 2047, 4097)]
     for got, one in zip(bench.decode(*sequences), sequences, strict=True):
         mask = attended(one.query, one.keys, BLOCK, SMALL)

@@ -282,6 +282,7 @@ def attend_by_triton(
     output: torch.Tensor,
     scale: float,
     softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     share: int = 0,
 ) -> None:
     """Attention of the step's tokens over the blocks of its table: two launches.
@@ -290,7 +291,7 @@ def attend_by_triton(
     ``[blocks, tokens, kv_heads, dim]``, of any strides, blocks of a power of two of tokens, at
     least 16. A program takes ``share`` of a row's blocks; 0: as many as have 512 tokens. A row's
     result therefore does not depend on other rows. ``softcap``: bounds logits by a hyperbolic
-    tangent; 0: they are not bounded.
+    tangent; 0: they are not bounded. ``sinks``: ``[heads]`` in one piece, logits without a value.
     """
     size, dim, group = keys.shape[1], query.shape[2], step.group
     share = share or max(1, _TOKENS_A_PROGRAM // size)
@@ -308,8 +309,9 @@ def attend_by_triton(
     )  # fmt: skip
     _launch(
         "combine_rows", (step.rows, group),
-        step.facts, parts, lse, output, step.kv_heads, splits, share, *output.stride()[:2],
-        GROUP=group, DIM=dim, WIDE=wide, SIZE=size, CHUNK=_SPLITS_AT_ONCE,
+        step.facts, parts, lse, lse if sinks is None else sinks, output,
+        step.kv_heads, splits, share, *output.stride()[:2],
+        GROUP=group, DIM=dim, WIDE=wide, SIZE=size, CHUNK=_SPLITS_AT_ONCE, SINKS=sinks is not None,
     )  # fmt: skip
 
 

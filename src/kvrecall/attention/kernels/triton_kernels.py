@@ -414,12 +414,12 @@ def attend_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def combine_rows(  # type: ignore[no-untyped-def]
-    facts, parts, lse, output, kv_heads, splits, share, output_token, output_head,
+    facts, parts, lse, sinks, output, kv_heads, splits, share, output_token, output_head,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Program ``(row, query head)`` adds up the splits of ``attend_rows`` by their weights and
-    writes the token's output."""
+    """Program ``(row, query head)`` adds up the splits of ``attend_rows`` by their weights, with
+    ``SINKS`` the head's sink, which has no value, and writes the token's output."""
     row = tl.program_id(0).to(tl.int64)
     one = tl.program_id(1)
     fact = facts + row // kv_heads * FACTS
@@ -447,8 +447,15 @@ def combine_rows(  # type: ignore[no-untyped-def]
         summed = summed * kept + tl.sum(some * weights[:, None], 0)
         total = total * kept + tl.sum(weights, 0)
         top = higher
+    head = row % kv_heads * GROUP + one
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32)
+        higher = tl.maximum(top, sink)
+        kept = tl.exp(top - higher)
+        summed = summed * kept
+        total = total * kept + tl.exp(sink - higher)
     token = tl.load(fact + TOKEN).to(tl.int64)
-    into = output + token * output_token + (row % kv_heads * GROUP + one) * output_head
+    into = output + token * output_token + head * output_head
     tl.store(into + dims, (summed / total).to(output.dtype.element_ty), mask=dims < DIM)
 
 

@@ -134,8 +134,6 @@ def require_layer(impl: Any, vllm_config: Any) -> None:
         raise _refusal("sliding windows in every layer", "serve a model with full attention")
     if impl.alibi_slopes is not None:
         raise _refusal("ALiBi positions", "serve a model with rotary positions")
-    if impl.sinks is not None and not is_on_cpu():
-        raise _refusal("attention sinks on a GPU", "serve a model without them")
 
 
 def require_block_size(block_size: int, settings: RetrievalSettings) -> None:

@@ -198,7 +198,8 @@ class TritonKernel(RowKernel):
         terms: Terms,
     ) -> None:
         keys, values = self._halves(kv_cache)
-        attend_by_triton(query, keys, values, step.plan, output, terms.scale, terms.softcap)
+        told = terms.scale, terms.softcap, terms.sinks
+        attend_by_triton(query, keys, values, step.plan, output, *told)
 
     def _halves(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Keys and values: ``[blocks, tokens, kv_heads, dim]``."""
