@@ -194,6 +194,14 @@ def measure_generate(
     ] = "1,4",
     modes: Annotated[str, typer.Option(help="Of the engines, comma-separated.")] = ",".join(MODES),
     share: Annotated[float, typer.Option(help="Share of the middle blocks selected.")] = 0.2,
+    spread: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="How much the keys' lengths differ between blocks: 0, the worst case, for steps "
+            "that select other blocks than those before.",
+        ),
+    ] = 0.0,
     fits: Annotated[
         int,
         typer.Option(min=0, help="Whole sequences that the device cache holds; 0: all of them."),
@@ -217,7 +225,7 @@ def measure_generate(
             path = SHAPES[model].write(Path(folder) / model, most)
         shape = read_shape(path, name=Path(model).name)
         for context in lengths:
-            turns = _Turns(shape, path, context, share, fits, rounds, steps, threads)
+            turns = _Turns(shape, path, context, share, spread, fits, rounds, steps, threads)
             rows += turns.measure(counts, known, left_out)
     if not rows:
         raise ConfigError("; ".join(left_out))
@@ -225,6 +233,7 @@ def measure_generate(
         "params": shape.params,
         "kv_bytes_a_token": shape.kv_bytes_per_token,
         "share": share,
+        "spread": spread,
         "fits": fits,
         "threads": threads,
         "rounds": rounds,
@@ -274,6 +283,7 @@ class _Turns:
     path: Path
     context: int
     share: float
+    spread: float
     fits: int
     rounds: int
     steps: int
@@ -344,7 +354,12 @@ class _Turns:
         """The rows of the dense engine and of the other one, which may be the same."""
         engines = {DENSE: plain, name: engine}
         decoded = self.rounds * self.steps + _SPARE_TOKENS
-        told = {"sequences": count, "context": self.context, "decoded": decoded}
+        told = {
+            "sequences": count,
+            "context": self.context,
+            "decoded": decoded,
+            "spread": self.spread,
+        }
         for mode, one in engines.items():
             source = "pool" if MODES[mode].pool else "device"
             _asked(one, "generate", START_S, source=source, **told)

@@ -58,11 +58,17 @@ class Generation:
         self._drawn = False
 
     def begin(
-        self, sequences: int, context: int, decoded: int, source: str, settle: bool = True
+        self,
+        sequences: int,
+        context: int,
+        decoded: int,
+        source: str,
+        spread: float = 0.0,
+        settle: bool = True,
     ) -> None:
         """Adds ``sequences`` prompts of ``context`` tokens, each of which decodes ``decoded``.
-        ``settle``: steps until all of them decode, or as many as there is room for. Raises
-        EngineError if there is no room for their made-up KV."""
+        ``spread``: of made-up keys, as in ``_draw``. ``settle``: steps until all of them decode, or
+        as many as there is room for. Raises EngineError if there is no room for made-up KV."""
         from vllm import SamplingParams
 
         self._seen: dict[str, int] = {}
@@ -76,10 +82,10 @@ class Generation:
             draw = Random(name)
             prompt = [draw.randrange(1, 250) for _ in range(context)]
             self._engine.add_request(name, {"prompt_token_ids": prompt}, greedy)
-        self._prefix_bytes = _fill_pool(self._llm) if source == POOL else 0
+        self._prefix_bytes = _fill_pool(self._llm, spread) if source == POOL else 0
         if source == DEVICE:
             if not self._drawn:
-                self._llm.collective_rpc(_draw_device)
+                self._llm.collective_rpc(_draw_device, args=(spread,))
                 self._drawn = True
             self._enter()
         self._began = time.perf_counter()
@@ -245,15 +251,27 @@ def _digest_bytes(worker: Any) -> int:
     )
 
 
-def _draw_device(worker: Any) -> None:
+def _draw(cache: torch.Tensor, spread: float) -> None:
+    """Makes up keys and values ``[blocks, kv_heads, tokens, 2 * dim]``, from a normal distribution.
+    ``spread``: on a CPU, of the logarithm of a factor of each block's and head's keys. A block of
+    long keys is then similar to many queries, and selected in many steps."""
+    from kvrecall.engines.vllm.attention.cpu import halves
+
+    cache.normal_()
+    if spread:
+        keys, _ = halves(cache, whole=True)
+        keys *= torch.randn(*keys.shape[:2], 1, 1).mul_(spread).exp_()
+
+
+def _draw_device(worker: Any, spread: float) -> None:
     """In a worker: gives the device cache random KV."""
     torch.manual_seed(0)
     for layer in worker.vllm_config.compilation_config.static_forward_context.values():
         if hasattr(layer, "impl"):
-            layer.kv_cache.normal_()
+            _draw(layer.kv_cache, spread)
 
 
-def _fill_pool(llm: Any) -> int:
+def _fill_pool(llm: Any, spread: float) -> int:
     """Puts every whole block of the waiting requests' prompts into the pool, with random KV, but
     for those it has; returns their bytes. On vLLM's CPU platform only. Raises EngineError if the
     pool is full."""
@@ -273,7 +291,7 @@ def _fill_pool(llm: Any) -> int:
         _get_attn_isa(model.dtype, block, dim, "auto"),
     )
     sparse = active_settings(config) if is_requested(os.environ) else None
-    records = _Records(shape, model.get_total_num_hidden_layers(), sparse)
+    records = _Records(shape, model.get_total_num_hidden_layers(), sparse, spread)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     torch.manual_seed(0)
     nbytes = 0
@@ -298,15 +316,17 @@ def _put(pool: Pool, keys: Sequence[BlockKey], records: _Records) -> int:
 
 
 class _Records:
-    """Blocks as the pool holds them, keys and values from a normal distribution, with digests by
-    ``sparse`` if given."""
+    """Made-up blocks as the pool holds them, with digests by ``sparse`` if given."""
 
-    def __init__(self, shape: Any, layers: int, sparse: RetrievalSettings | None) -> None:
+    def __init__(
+        self, shape: Any, layers: int, sparse: RetrievalSettings | None, spread: float
+    ) -> None:
         from kvrecall.engines.vllm.attention.activity import Activity
         from kvrecall.engines.vllm.attention.cpu import CpuKernel
         from kvrecall.engines.vllm.attention.layer import RetrievalLayer
 
         size = (_AT_ONCE, shape.kv_heads, shape.block_size, 2 * shape.head_dim)
+        self._spread = spread
         self._caches = [torch.empty(size, dtype=shape.dtype) for _ in range(layers)]
         self._layers: dict[int, RetrievalLayer] = {}
         if sparse is not None:
@@ -317,7 +337,7 @@ class _Records:
     def draw(self, blocks: int) -> torch.Tensor:
         """uint8 ``[blocks, bytes]``."""
         for cache in self._caches:
-            cache.normal_()
+            _draw(cache, self._spread)
         pages = [cache.view(_AT_ONCE, -1).view(torch.uint8) for cache in self._caches]
         ids = torch.arange(_AT_ONCE)
         for at, layer in self._layers.items():
