@@ -73,6 +73,27 @@ def test_a_load_knows_what_its_device_and_host_must_hold() -> None:
 
 
 @pytest.mark.engine
+def test_made_up_keys_differ_in_length_between_blocks_if_wanted() -> None:
+    import torch
+
+    from kvrecall.lab.engines.generate import _draw
+
+    def spreads(spread: float) -> tuple[float, float]:
+        """Of keys' and of values' sizes over 32 blocks: largest to least."""
+        cache = torch.empty(32, 1, 128, 2 * 64)
+        torch.manual_seed(0)
+        _draw(cache, spread)
+        sizes = cache.view(32, 2, -1).std(-1)
+        keys, values = (sizes.amax(0) / sizes.amin(0)).tolist()
+        return keys, values
+
+    assert max(spreads(0.0)) < 1.1
+    keys, values = spreads(0.5)
+    assert keys > 2
+    assert values < 1.1
+
+
+@pytest.mark.engine
 @pytest.mark.long
 def test_engines_of_every_mode() -> None:
     """Two sequences of 8,192 tokens, on device caches that hold one."""
