@@ -28,6 +28,7 @@ DEFAULT_POLICY = "hazard"  # of eviction
 DEFAULT_AUDIT_EVERY = 4096  # hits
 DEFAULT_MATCH_UNIT = 16  # tokens, where hits on the device may end inside blocks
 MatchUnit = int | Literal["auto", "off"]
+Compression = Literal["none", "lz4", "zstd", "auto"]
 _UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _LEAST_BARE = 1 << 20  # minimum of a size without a unit
 _LEAST_NUMBER = 64 << 10  # the same for a number in JSON, which a program may have computed
@@ -190,6 +191,7 @@ class RemoteConfig:
     max_queued_bytes: int = 256 << 20  # queued blocks; further ones are shed
     call_deadline_s: float = 5.0  # after a longer call of the store the tier pauses
     threads: int = 2  # for each direction
+    compression: Compression = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -481,6 +483,12 @@ class Settings(BaseModel):
         "before it leaves host memory, and when the pool closes; `off`: never, only read",
         "through",
     )
+    remote_compression: Compression = _setting(
+        Owner.POOL,
+        "lossless compression of blocks in the remote store: `none`, `lz4`, `zstd`, or `auto`: "
+        "what brings blocks back soonest, by the measured speeds of the store and of unpacking",
+        "none",
+    )
     admin_socket: File | None = _setting(
         Owner.POOL,
         "socket at which an embedded pool answers `kvrecall pool stat` and `kvrecall pool ls`",
@@ -604,8 +612,9 @@ class Settings(BaseModel):
                 f"{place('disk_path')}: disk_path is set but disk_size is not; the disk tier needs "
                 "a hard limit, for example disk_size=100GiB"
             )
-        if self.remote is None and "remote_write" in self.model_fields_set:
-            raise ConfigError(f"{place('remote_write')}: remote_write is set but remote is not")
+        for name in ("remote_write", "remote_compression"):
+            if self.remote is None and name in self.model_fields_set:
+                raise ConfigError(f"{place(name)}: {name} is set but remote is not")
         if self.host_max_size is not None and self.host_max_size < self.host_size:
             name = _named(place("host_max_size"), "host_max_size")
             raise _wrong(name, self.host_max_size, "it must not be below host_size")
@@ -620,7 +629,12 @@ def _settings(given: Settings) -> RecallSettings:
         disk = DiskConfig(given.disk_path, given.disk_size, marks.high, marks.low, given.direct_io)
     if given.remote is not None:
         options = {name: option for name, option in given.remote.items() if name != "kind"}
-        remote = RemoteConfig(str(given.remote["kind"]), options, given.remote_write != "off")
+        remote = RemoteConfig(
+            str(given.remote["kind"]),
+            options,
+            given.remote_write != "off",
+            compression=given.remote_compression,
+        )
     if given.backend == "service":
         service = ServiceConfig(given.socket or default_socket(), given.call_timeout)
     every = TenantTerms(given.tenant_quota.host, given.tenant_quota.disk, given.ttl)

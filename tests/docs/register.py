@@ -107,6 +107,7 @@ _BENCH: Mapping[str, Kind] = {
     "kvrecall bench remote": Runs(
         more=" --no-engines --repetitions 1 --tokens 128", needs="mooncake.store"
     ),
+    "kvrecall bench compression": Elsewhere("tests/bench/test_compression.py", '"compression", '),
     "kvrecall bench decode": Elsewhere("tests/attention/test_bench.py", '["bench", "decode", '),
     "kvrecall bench regimes": Runs(more=" --rounds 3 --lengths 12K"),
     "kvrecall bench vectors": Runs(

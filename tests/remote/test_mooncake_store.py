@@ -1,4 +1,4 @@
-"""The contract of a store over Mooncake, plain and encrypted."""
+"""The contract of a store over Mooncake, plain, encrypted and compressed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import pytest
 from kvrecall.lab.masters import Master
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.cipher import Cipher
+from kvrecall.pool.remote.compressed import CompressedStore
 from kvrecall.pool.remote.encrypted import EncryptedStore
 from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
+from kvrecall.pool.remote.store import Object, Store
 from kvrecall.testing.store_contract import Counter, StoreContract
+from tests.compression.test_compression import kv
 from tests.remote.mooncake import needs_mooncake
 from tests.remote.test_mooncake import Apart, Node, master, nodes
 
@@ -59,3 +62,56 @@ class TestEncryptedMooncakeStore(StoreContract):
 
     def open(self, path: Path) -> Counter:
         return Counter(Apart(self.node, f"{path.name}."), self.node.arena.memory)
+
+
+class CompressedNode(Node):
+    """A host whose values are compressed, then also encrypted if there is a ``cipher``."""
+
+    def __init__(self, master: Master, cipher: Cipher | None) -> None:
+        self.arena = Arena.create(16 << 20)
+        inner: Store = MooncakeStore(MooncakeSettings.of(master.options()))
+        if cipher is not None:
+            inner = EncryptedStore(inner, cipher)
+        self.store = CompressedStore(inner, "zstd")  # type: ignore[assignment]
+        self.store.attach(self.arena.memory)
+
+
+@pytest.fixture(scope="module", params=["plain", "encrypted"])
+def compressed(master: Master, request: pytest.FixtureRequest) -> Iterator[CompressedNode]:
+    cipher = Cipher([secrets.token_bytes(32)]) if request.param == "encrypted" else None
+    node = CompressedNode(master, cipher)
+    yield node
+    node.close()
+
+
+@needs_mooncake
+class TestCompressedMooncakeStore(StoreContract):
+    @pytest.fixture(autouse=True)
+    def _node(self, compressed: CompressedNode) -> None:
+        self.node = compressed
+
+    def open(self, path: Path) -> Counter:
+        return Counter(Apart(self.node, f"{path.name}."), self.node.arena.memory)
+
+    def test_values_that_shrink(self) -> None:
+        """Mooncake gets values whose size is not known before."""
+        store, arena = self.node.store, self.node.arena.memory
+        names = [f"shrinks{seed}" for seed in range(8)]
+        nbytes = 300_000
+        for place, name in enumerate(names):
+            part = arena[place * nbytes : (place + 1) * nbytes]
+            part[:] = kv(nbytes, seed=place)
+            assert store.put([Object(name, (memoryview(bytearray(64)), part))]) == [True]
+            part[:] = bytes(nbytes)
+        assert store.exists([*names, "never"]) == [True] * 8 + [False]
+        objects = [
+            Object(name, (memoryview(bytearray(64)), arena[at * nbytes : (at + 1) * nbytes]))
+            for at, name in enumerate(names)
+        ]
+        assert store.get(objects) == [True] * 8
+        for place, item in enumerate(objects):
+            assert item.parts[1] == kv(nbytes, seed=place)
+        given, stored = store.sizes  # type: ignore[attr-defined]
+        assert stored < given
+        store.remove(names)
+        assert store.exists(names) == [False] * 8

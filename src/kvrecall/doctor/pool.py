@@ -17,6 +17,7 @@ from kvrecall.errors import ConfigError, KvrecallError, TierError
 from kvrecall.jsonfile import read_object
 from kvrecall.pool.arena import available_memory, check_memory
 from kvrecall.pool.cipher import read_cipher
+from kvrecall.pool.compression import check_compression
 from kvrecall.pool.disk.folder import LOCK_NAME, check_room, own_bytes, standing_part
 from kvrecall.pool.disk.index import INDEX_NAME, counts_in
 from kvrecall.pool.eviction import make_policy
@@ -210,6 +211,10 @@ def _remote(remote: RemoteConfig) -> Iterator[Finding]:
         return
     settings = _tried("remote", remote.kind, lambda: check_store(remote.kind, remote.options))
     yield settings
+    if remote.compression != "none":
+        yield _tried(
+            "compression", remote.compression, lambda: check_compression(remote.compression)
+        )
     if settings.state is State.OK and remote.kind == "mooncake":
         mooncake = MooncakeSettings.of(remote.options)
         if mooncake.doubt:

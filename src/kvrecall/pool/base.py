@@ -134,6 +134,8 @@ class TierStats:
     over_quota: int = 0  # blocks refused for a tenant's limit
     quota_evictions: int = 0  # blocks evicted for their tenant's limit; among ``evictions``
     full: int = 0  # gauge; 1: the medium has no room, though the tier is below its limit
+    given_bytes: int = 0  # to a tier that compresses, to be stored
+    compressed_bytes: int = 0  # what became of ``given_bytes``
 
 
 @dataclass(frozen=True, slots=True)

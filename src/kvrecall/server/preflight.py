@@ -13,6 +13,7 @@ from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.arena import check_memory
 from kvrecall.pool.cipher import read_cipher
+from kvrecall.pool.compression import check_compression
 from kvrecall.pool.disk.folder import LOCK_NAME, check_room
 from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.remote.backends import check_store, doubt_of
@@ -80,6 +81,7 @@ def check_terms(pool: PoolConfig) -> None:
     read_cipher(pool.encryption_key_file)
     if pool.remote is not None:
         check_store(pool.remote.kind, pool.remote.options)
+        check_compression(pool.remote.compression)
 
 
 def doubts(pool: PoolConfig) -> tuple[str, ...]:

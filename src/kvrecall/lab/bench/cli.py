@@ -56,6 +56,11 @@ COMMANDS = {
         "remote",
         "Remote tier over Mooncake against its bare client; a remote hit against computing.",
     ),
+    "compression": (
+        "compression",
+        "Lossless compression of KV: ratios, speeds, and what a hit takes behind links of several "
+        "speeds.",
+    ),
     "decode": (
         "decode",
         "Attention of a decoded token: dense, and by retrieval with RetrievalKV's defaults.",

@@ -59,6 +59,10 @@ BIAS: Mapping[str, str] = {
         "of the libraries only it waits until a write is durable and verifies what it reads"
     ),
     "remote": "for both alike: loopback instead of a network, one request at a time",
+    "compression": (
+        "for compression: blocks of a MiB, and a model of 3 million parameters, whose keys and "
+        "values vary less than a large model's; against it: one thread unpacks"
+    ),
     "decode": (
         "for retrieval: long contexts, attention alone and not the rest of the model; against it: "
         "random keys, among which no block stands out"

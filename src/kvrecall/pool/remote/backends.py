@@ -13,6 +13,7 @@ from kvrecall.factories import factory_of
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.cascade import Cascade
 from kvrecall.pool.cipher import Cipher
+from kvrecall.pool.remote.compressed import CompressedStore
 from kvrecall.pool.remote.encrypted import EncryptedStore
 from kvrecall.pool.remote.store import Store
 from kvrecall.pool.remote.tier import RemoteTier
@@ -77,6 +78,8 @@ def with_remote(
         _LOG.warning("%s", doubt)
     if cipher is not None:
         store = EncryptedStore(store, cipher)
+    if config.compression != "none":
+        store = CompressedStore(store, config.compression)
     store.attach(arena.memory)
     remote = RemoteTier(store, dataclasses.replace(config, max_queued_bytes=queued))
     if isinstance(above, NullTier):

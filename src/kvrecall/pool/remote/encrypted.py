@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-import mmap
-import os
-import queue
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from kvrecall.pool.cipher import TAG_BYTES, Cipher
-from kvrecall.pool.remote.store import Object, Store
-
-_LOG = logging.getLogger(__name__)
-_SECTIONS = 4  # calls that have encrypted values in hand at once; others wait
-_SECTION_BYTES = 64 << 20
-_SMALL_BYTES = 64  # parts that need not lie in attached memory
+from kvrecall.pool.remote.sections import SECTION_BYTES, Sections, one_after_the_other
+from kvrecall.pool.remote.store import SMALL_BYTES, Object, SizingStore, Store
 
 
 class EncryptedStore:
@@ -27,29 +19,19 @@ class EncryptedStore:
     encrypted are still found. A value whose tag is wrong counts as absent.
     """
 
-    def __init__(self, inner: Store, cipher: Cipher, section_bytes: int = _SECTION_BYTES) -> None:
+    def __init__(self, inner: Store, cipher: Cipher, section_bytes: int = SECTION_BYTES) -> None:
         """Takes ownership of ``inner``, to which nothing was attached. No value may be larger than
         ``section_bytes``."""
         self._inner = inner
         self._cipher = cipher
-        self._section_bytes = section_bytes
-        self._sections: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-        self._told = False
-        self._fd = -1
+        self._sections = Sections("encryption", section_bytes)
 
     def __repr__(self) -> str:
         return f"EncryptedStore({self._inner!r})"
 
-    def attach(self, memory: memoryview) -> None:
-        """``inner`` moves encrypted values only, so it gets memory for those instead of the arena:
-        also a memory file, whose pages are allocated as they are used."""
-        nbytes = _SECTIONS * self._section_bytes
-        self._fd = os.memfd_create("kvrecall-encrypted", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, nbytes)
-        own = memoryview(mmap.mmap(self._fd, nbytes))
-        for begin in range(0, own.nbytes, self._section_bytes):
-            self._sections.put(own[begin : begin + self._section_bytes])
-        self._inner.attach(own)
+    def attach(self, memory: memoryview, *more: memoryview) -> None:
+        """``inner`` moves encrypted values only, so it gets memory for those instead."""
+        self._inner.attach(self._sections.open())
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         keys = self._cipher.key_ids
@@ -57,16 +39,27 @@ class EncryptedStore:
         return [any(answers[place :: len(names)]) for place in range(len(names))]
 
     def put(self, objects: Sequence[Object]) -> list[bool]:
-        return self._by_section(objects, self._put)
+        return [size >= 0 for size in self._sections.answers(objects, TAG_BYTES, self._put)]
 
     def get(self, objects: Sequence[Object]) -> list[bool]:
-        found = [False] * len(objects)
+        return [size >= 0 for size in self._under_any_key(objects, self._get)]
+
+    def get_up_to(self, objects: Sequence[Object]) -> list[int]:
+        return self._under_any_key(objects, self._get_up_to)
+
+    def _under_any_key(
+        self,
+        objects: Sequence[Object],
+        get: Callable[[str, Sequence[Object], memoryview], list[int]],
+    ) -> list[int]:
+        """Gets what was encrypted with the first key, then what is missing with the others."""
+        found = [-1] * len(objects)
         for key in self._cipher.key_ids:
-            missing = [place for place, is_there in enumerate(found) if not is_there]
+            missing = [place for place, size in enumerate(found) if size < 0]
             wanted = [objects[place] for place in missing]
-            answers = self._by_section(wanted, partial(self._get, key))
-            for place, is_there in zip(missing, answers, strict=True):
-                found[place] = is_there
+            answers = self._sections.answers(wanted, TAG_BYTES, partial(get, key))
+            for place, size in zip(missing, answers, strict=True):
+                found[place] = size
         return found
 
     def remove(self, names: Sequence[str]) -> None:
@@ -75,67 +68,51 @@ class EncryptedStore:
 
     def close(self) -> None:
         self._inner.close()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._sections.close()
 
     # -- inside ----------------------------------------------------------------------------
 
-    def _put(self, objects: Sequence[Object], section: memoryview) -> list[bool]:
+    def _put(self, objects: Sequence[Object], section: memoryview) -> list[int]:
         encrypted = []
         for item, parts in self._places(objects, section):
-            tag = bytearray(self._cipher.encrypt(_label(item), item.parts, parts))
+            tag = bytearray(self._cipher.encrypt(_label(item.name, item.nbytes), item.parts, parts))
             name = _encrypted_name(item.name, self._cipher.key_id)
             encrypted.append(Object(name, (memoryview(tag), *parts)))
-        return self._inner.put(encrypted)
+        answers = self._inner.put(encrypted)
+        return [item.nbytes if ok else -1 for item, ok in zip(objects, answers, strict=True)]
 
-    def _get(self, key: str, objects: Sequence[Object], section: memoryview) -> list[bool]:
+    def _get(self, key: str, objects: Sequence[Object], section: memoryview) -> list[int]:
         encrypted = [
             Object(_encrypted_name(item.name, key), (memoryview(bytearray(TAG_BYTES)), *parts))
             for item, parts in self._places(objects, section)
         ]
         answers = self._inner.get(encrypted)
         return [
-            is_there and self._decrypt(item, value)
+            item.nbytes if is_there and self._decrypt(item, value) else -1
             for item, value, is_there in zip(objects, encrypted, answers, strict=True)
         ]
 
     def _decrypt(self, item: Object, encrypted: Object) -> bool:
         tag, *parts = encrypted.parts
-        return self._cipher.decrypt(_label(item), bytes(tag), parts, item.parts)
+        return self._cipher.decrypt(_label(item.name, item.nbytes), bytes(tag), parts, item.parts)
 
-    def _by_section(
-        self,
-        objects: Sequence[Object],
-        call: Callable[[Sequence[Object], memoryview], list[bool]],
-    ) -> list[bool]:
-        """The answers of ``call`` for objects that fit a section together, with that section; False
-        for one that fits none."""
-        answers: list[bool] = []
-        at = 0
-        while at < len(objects):
-            end, size = at, 0
-            while end < len(objects) and size + objects[end].nbytes <= self._section_bytes:
-                size += objects[end].nbytes
-                end += 1
-            if end == at:
-                if not self._told:
-                    self._told = True
-                    _LOG.error(
-                        "remote tier: blocks of %d bytes are too large to be stored with "
-                        "encryption; at most %d",
-                        objects[at].nbytes,
-                        self._section_bytes,
-                    )
-                answers.append(False)
-                at += 1
-                continue
-            section = self._sections.get()
-            try:
-                answers += call(objects[at:end], section)
-            finally:
-                self._sections.put(section)
-            at = end
+    def _get_up_to(self, key: str, objects: Sequence[Object], section: memoryview) -> list[int]:
+        assert isinstance(self._inner, SizingStore)
+        sizes = [TAG_BYTES + item.nbytes for item in objects]
+        pieces = list(one_after_the_other(sizes, section))
+        named = [_encrypted_name(item.name, key) for item in objects]
+        got = self._inner.get_up_to(
+            [Object(name, (piece,)) for name, piece in zip(named, pieces, strict=True)]
+        )
+        answers = []
+        for item, piece, stored in zip(objects, pieces, got, strict=True):
+            nbytes = stored - TAG_BYTES
+            label = _label(item.name, nbytes)
+            value, into = piece[TAG_BYTES:stored], item.parts[0][: max(0, nbytes)]
+            right = nbytes >= 0 and self._cipher.decrypt(
+                label, bytes(piece[:TAG_BYTES]), [value], [into]
+            )
+            answers.append(nbytes if right else -1)
         return answers
 
     @staticmethod
@@ -147,7 +124,7 @@ class EncryptedStore:
         for item in objects:
             places = []
             for part in item.parts:
-                if part.nbytes <= _SMALL_BYTES:
+                if part.nbytes <= SMALL_BYTES:
                     places.append(memoryview(bytearray(part.nbytes)))
                 else:
                     places.append(section[begin : begin + part.nbytes])
@@ -159,5 +136,5 @@ def _encrypted_name(name: str, key: str) -> str:
     return f"{name}-{key}"
 
 
-def _label(item: Object) -> bytes:
-    return f"{item.name}/{item.nbytes}".encode()
+def _label(name: str, nbytes: int) -> bytes:
+    return f"{name}/{nbytes}".encode()

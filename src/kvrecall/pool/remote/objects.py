@@ -128,7 +128,7 @@ class ObjectStore:
     def __repr__(self) -> str:
         return f"ObjectStore({self._backend!r})"
 
-    def attach(self, memory: memoryview) -> None:
+    def attach(self, memory: memoryview, *more: memoryview) -> None:
         pass  # the library copies
 
     def exists(self, names: Sequence[str]) -> list[bool]:
@@ -153,6 +153,9 @@ class ObjectStore:
 
     def get(self, objects: Sequence[Object]) -> list[bool]:
         return self._each(self._get, objects)
+
+    def get_up_to(self, objects: Sequence[Object]) -> list[int]:
+        return self._each(self._get_up_to, objects)
 
     def remove(self, names: Sequence[str]) -> None:
         paths = [path_of(name) for name in names]
@@ -181,20 +184,32 @@ class ObjectStore:
         self._api.put(self._backend, path_of(item.name), data, use_multipart=False)
 
     def _get(self, item: Object) -> bool:
-        try:
-            result = self._api.get(self._backend, path_of(item.name))
-            if result.meta["size"] != item.nbytes:
-                return False
-            data = memoryview(result.bytes())
-        except FileNotFoundError:
-            return False
-        if data.nbytes != item.nbytes:
+        data = self._fetch(item, item.nbytes)
+        if data is None or data.nbytes != item.nbytes:
             return False
         at = 0
         for part in item.parts:
             part[:] = data[at : at + part.nbytes]
             at += part.nbytes
         return True
+
+    def _get_up_to(self, item: Object) -> int:
+        data = self._fetch(item, 0)
+        if data is None or data.nbytes > item.nbytes:
+            return -1
+        item.parts[0][: data.nbytes] = data
+        return data.nbytes
+
+    def _fetch(self, item: Object, least: int) -> memoryview | None:
+        """The value's bytes; None if it does not exist, is larger than the object or smaller than
+        ``least`` bytes."""
+        try:
+            result = self._api.get(self._backend, path_of(item.name))
+            if not least <= result.meta["size"] <= item.nbytes:
+                return None
+            return memoryview(result.bytes())
+        except FileNotFoundError:
+            return None
 
     def _remove(self, paths: Sequence[str]) -> None:
         with contextlib.suppress(FileNotFoundError):

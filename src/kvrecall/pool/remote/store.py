@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+SMALL_BYTES = 64
+"""Parts of objects up to this size need not be in attached memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +62,16 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Releases the store's resources. Stored values stay. Idempotent."""
+
+
+@runtime_checkable
+class SizingStore(Store, Protocol):
+    """A store that can also hold compressed values: it gets values of unknown size."""
+
+    def attach(self, memory: memoryview, *more: memoryview) -> None:
+        """As ``Store.attach``. With compression there is ``more``: compressed values lie in it."""
+
+    def get_up_to(self, objects: Sequence[Object]) -> list[int]:
+        """Fills the one part of each of ``objects`` with a value of at most its size; returns the
+        sizes of the values, -1 for a name that does not exist or a larger value. The other bytes of
+        the part are then undefined."""

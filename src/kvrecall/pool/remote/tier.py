@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import logging
@@ -19,6 +20,7 @@ from kvrecall.config import RemoteConfig
 from kvrecall.pool.base import TierStats
 from kvrecall.pool.counters import Histogram, TierCounters
 from kvrecall.pool.remote.calls import BatchSize, CallQueue, CircuitBreaker
+from kvrecall.pool.remote.compressed import CompressedStore
 from kvrecall.pool.remote.existence import Belief, ExistenceCache
 from kvrecall.pool.remote.store import Object, Store
 from kvrecall.pool.slots import slot_bytes_of
@@ -259,7 +261,11 @@ class RemoteTier(Tier):
     def stats(self) -> TierStats:
         with self._lock:
             blocks, nbytes = self._existence.blocks, self._existence.nbytes
-        return self._ledger.stats(0, nbytes, blocks)
+        stats = self._ledger.stats(0, nbytes, blocks)
+        if isinstance(self._store, CompressedStore):
+            given, stored = self._store.sizes
+            stats = dataclasses.replace(stats, given_bytes=given, compressed_bytes=stored)
+        return stats
 
     def histograms(self) -> dict[str, Buckets]:
         return self._ledger.histograms()

@@ -121,6 +121,8 @@ def _tiers(now: Overview, before: Overview | None, seconds: float) -> Table:
     add("used", lambda tier: format_size(tier.used_bytes))
     add("of", lambda tier: format_size(tier.capacity_bytes))
     add("pinned", lambda tier: format_size(tier.pinned_bytes))
+    if any(tier.given_bytes for tier in now.stats.tiers):
+        add("compressed to", _compressed)
     add("blocks", lambda tier: f"{tier.blocks:,}")
     add("hits", lambda tier: f"{tier.hits:,}")
     add("read", speed("read_bytes"))
@@ -132,6 +134,10 @@ def _tiers(now: Overview, before: Overview | None, seconds: float) -> Table:
     add("errors", lambda tier: f"{tier.errors:,}", is_fault=True)
     add("corrupt", lambda tier: f"{tier.corrupt:,}", is_fault=True)
     return table
+
+
+def _compressed(tier: TierStats) -> str:
+    return f"{tier.compressed_bytes / tier.given_bytes:.0%}" if tier.given_bytes else "-"
 
 
 def _table(first: str, *others: str, title: str | None = None, caption: str | None = None) -> Table:

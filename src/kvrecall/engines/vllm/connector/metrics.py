@@ -62,6 +62,8 @@ TIER_COUNTERS = {
     "corrupt": "Blocks dropped because their checksum or length was wrong.",
     "over_quota": "Blocks refused because of their tenant's limit.",
     "quota_evictions": "Blocks evicted because of their tenant's limit.",
+    "given_bytes": "Bytes of blocks stored by a tier that compresses.",
+    "compressed_bytes": "Bytes that those blocks take there.",
 }
 TIER_GAUGES = {
     "capacity_bytes": "Hard limit of the tier.",

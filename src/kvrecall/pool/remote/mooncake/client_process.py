@@ -5,8 +5,9 @@ some of Mooncake's calls (setting up, closing) hold Python's lock for as long as
 silent, and because a call that never returns can be ended by ending the process, after which no
 other process writes into the arena any more. It ends with the process that started it.
 
-Both processes map the arena, so no KV bytes travel between them. Each concurrent call uses its own
-pair of sockets, over which a length and a MessagePack array go: one request, then one reply.
+Both processes map the arena (and what holds compressed or encrypted values), so no KV bytes travel
+between them. Each concurrent call uses its own pair of sockets, over which a length and a
+MessagePack array go: one request, then one reply.
 """
 
 from __future__ import annotations
@@ -41,24 +42,25 @@ BUFFER_BYTES = 1 << 20
 """Bytes of small pieces in one request: they are in memory of the client that Mooncake knows."""
 
 Piece = tuple[int, int] | bytes | int
-"""A piece of a value: offset and length in the arena; or bytes to put; or the number of bytes to
-get."""
+"""A piece of a value: offset and length in the memory files, one after the other, the arena first;
+or bytes to put; or the number of bytes to get."""
 
 
 class ClientSetup(msgspec.Struct, frozen=True):
-    """Arguments of the process. ``parent``: the process it ends with. ``arena``: file descriptor,
-    offset and size. ``sockets``: file descriptors, one per thread. ``calls``: concurrent calls of
-    Mooncake per direction; further ones wait in that process, ready to begin."""
+    """Arguments of the process. ``parent``: the process it ends with. ``memory``: file descriptor,
+    offset and size of each memory file. ``sockets``: file descriptors, one per thread. ``calls``:
+    concurrent calls of Mooncake per direction; further ones wait in that process, ready to begin.
+    """
 
     parent: int
-    arena: tuple[int, int, int]
+    memory: list[tuple[int, int, int]]
     sockets: list[int]
     setup: dict[str, str]
     calls: int
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """``op``: exists, put, get, remove or close. ``values`` has the pieces of each name."""
+    """``op``: exists, put, get, get up to, remove or close. ``values``: the pieces of each name."""
 
     op: str
     names: list[str]
@@ -110,13 +112,13 @@ def main(text: str) -> None:
     sockets = [socket.socket(fileno=fd) for fd in setup.sockets]
     threading.Thread(target=_end_with, args=(setup.parent,), daemon=True).start()
     try:
-        client, arena = _client(setup)
+        client, memory = _client(setup)
     except (ImportError, OSError, RuntimeError) as error:
         send(sockets[0], Reply([], error=str(error)))
         return
     putting, getting = (threading.Semaphore(setup.calls) for _ in range(2))
     priority = SpinPriority()
-    workers = [_Worker(client, arena, sock, putting, getting, priority) for sock in sockets]
+    workers = [_Worker(client, memory, sock, putting, getting, priority) for sock in sockets]
     for worker in workers[1:]:
         threading.Thread(target=worker.run, daemon=True).start()
     send(sockets[0], Reply([0]))
@@ -124,22 +126,31 @@ def main(text: str) -> None:
     os._exit(0)
 
 
-def _client(setup: ClientSetup) -> tuple[Any, ctypes.c_char]:
-    """The client, and the first byte of the arena, which stays mapped as long as that lives."""
+def _client(setup: ClientSetup) -> tuple[Any, list[Memory]]:
+    """The client, and the memory that it knows."""
     from mooncake.store import MooncakeDistributedStore
 
-    fd, offset, nbytes = setup.arena
-    page = offset % mmap.ALLOCATIONGRANULARITY
-    arena = mmap.mmap(fd, nbytes + page, offset=offset - page)
-    first = ctypes.c_char.from_buffer(arena, page)
+    memory = [Memory(*file) for file in setup.memory]
     client = MooncakeDistributedStore()
     code = client.setup(setup.setup)
     if code != 0:
         raise RuntimeError(f"Mooncake's client cannot be set up (code {code})")
-    code = client.register_buffer(ctypes.addressof(first), nbytes)
-    if code != 0:
-        raise RuntimeError(f"Mooncake cannot register {nbytes} bytes of memory (code {code})")
-    return client, first
+    for some in memory:
+        code = client.register_buffer(some.address, some.nbytes)
+        if code != 0:
+            raise RuntimeError(f"Mooncake cannot register {some.nbytes} bytes of memory ({code})")
+    return client, memory
+
+
+class Memory:
+    """A mapped memory file, as long as this object lives."""
+
+    def __init__(self, fd: int, offset: int, nbytes: int) -> None:
+        page = offset % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(fd, nbytes + page, offset=offset - page)
+        self._first = ctypes.c_char.from_buffer(mapped, page)
+        self.address = ctypes.addressof(self._first)
+        self.nbytes = nbytes
 
 
 def _end_with(parent: int) -> None:
@@ -154,7 +165,7 @@ class _Worker:
     def __init__(
         self,
         client: Any,
-        arena: ctypes.c_char,
+        memory: Sequence[Memory],
         sock: socket.socket,
         putting: threading.Semaphore,
         getting: threading.Semaphore,
@@ -164,8 +175,7 @@ class _Worker:
         self._putting = putting
         self._getting = getting
         self._priority = priority
-        self._first = arena  # keeps it mapped
-        self._arena = ctypes.addressof(arena)
+        self._memory = memory
         self._sock = sock
         self._buffer = mmap.mmap(-1, BUFFER_BYTES)
         self._buffer_address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
@@ -174,6 +184,7 @@ class _Worker:
             "exists": lambda request: Reply(self._client.batch_is_exist(request.names)),
             "put": self._put,
             "get": self._get,
+            "get up to": self._get_up_to,
             "remove": lambda request: Reply(self._client.batch_remove(request.names, True)),
             "close": lambda request: Reply([self._client.close()]),
         }
@@ -201,6 +212,17 @@ class _Worker:
         smalls = [[self._buffer[begin:end] for begin, end in places] for places in small]
         return Reply(codes, smalls)
 
+    def _get_up_to(self, request: Request) -> Reply:
+        """Not with several pieces: Mooncake fails calls whose pieces are larger than the value."""
+        pointers, sizes, _ = self._places(request.values)
+        most = [size for (size,) in sizes]
+        with self._getting, self._priority.call("get", sum(most)) as call:
+            codes = self._client.batch_get_into(
+                request.names, [address for (address,) in pointers], most
+            )
+            call.moved = min(codes, default=0) > 0
+        return Reply(codes)
+
     def _places(
         self, values: Sequence[Sequence[Piece]]
     ) -> tuple[list[list[int]], list[list[int]], list[list[tuple[int, int]]]]:
@@ -216,7 +238,7 @@ class _Worker:
             sizes.append([])
             for piece in pieces:
                 if isinstance(piece, tuple):
-                    address, size = self._arena + piece[0], piece[1]
+                    address, size = self._address_of(piece[0]), piece[1]
                 else:
                     size = piece if isinstance(piece, int) else len(piece)
                     if isinstance(piece, bytes):
@@ -227,6 +249,13 @@ class _Worker:
                 pointers[-1].append(address)
                 sizes[-1].append(size)
         return pointers, sizes, small
+
+    def _address_of(self, offset: int) -> int:
+        for memory in self._memory:
+            if offset < memory.nbytes:
+                return memory.address + offset
+            offset -= memory.nbytes
+        raise ValueError("outside the memory files")
 
 
 def _total(sizes: Sequence[Sequence[int]]) -> int:

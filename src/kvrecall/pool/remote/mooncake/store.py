@@ -77,8 +77,8 @@ class MooncakeStore:
 
     def __init__(self, settings: MooncakeSettings) -> None:
         self._settings = settings
-        self._memory = memoryview(b"")
-        self._address = 0
+        self._memory: tuple[memoryview, ...] = ()
+        self._addresses: list[int] = []
         self._lock = threading.Lock()  # over starting and ending the client
         self._calls = _CALLS.get(settings.setup["protocol"], _OTHERWISE)
         self._putting = threading.Semaphore(self._calls + _READY)
@@ -87,9 +87,9 @@ class MooncakeStore:
         self._failures = 0
         self._closed = False
 
-    def attach(self, memory: memoryview) -> None:
-        self._memory = memory
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    def attach(self, memory: memoryview, *more: memoryview) -> None:
+        self._memory = (memory, *more)
+        self._addresses = [_address_of(some) for some in self._memory]
         threading.Thread(target=self._begin, name="kvrecall-mooncake", daemon=True).start()
 
     def _begin(self) -> None:
@@ -129,6 +129,15 @@ class MooncakeStore:
                     part[:] = data
         return there
 
+    def get_up_to(self, objects: Sequence[Object]) -> list[int]:
+        sizes: list[int] = []
+        for some in _parts(objects):
+            values: list[list[Piece]] = [[self._place(item.parts[0])] for item in some]
+            with self._getting:
+                reply = self._call(Request("get up to", [item.name for item in some], values))
+            sizes += [code if code >= 0 else -1 for code in reply.codes]
+        return sizes
+
     def remove(self, names: Sequence[str]) -> None:
         self._call(Request("remove", list(names)))
 
@@ -136,7 +145,7 @@ class MooncakeStore:
         self._closed = True
         with self._lock:
             client, self._client = self._client, None
-            self._memory = memoryview(b"")
+            self._memory = ()
         if client is not None:
             client.close()
 
@@ -182,11 +191,19 @@ class MooncakeStore:
         return True
 
     def _place(self, part: memoryview) -> tuple[int, int]:
-        """Offset and length in the memory that was attached."""
-        offset = ctypes.addressof(ctypes.c_char.from_buffer(part)) - self._address
-        if not 0 <= offset <= self._memory.nbytes - part.nbytes:
-            raise ValueError("a part lies outside the memory that was attached")
-        return offset, part.nbytes
+        """Offset and length in the memory that was attached, all of it one after the other."""
+        address = _address_of(part)
+        before = 0
+        for memory, first in zip(self._memory, self._addresses, strict=False):
+            offset = address - first
+            if 0 <= offset <= memory.nbytes - part.nbytes:
+                return before + offset, part.nbytes
+            before += memory.nbytes
+        raise ValueError("a part lies outside the memory that was attached")
+
+
+def _address_of(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def _is_small(part: memoryview) -> bool:
@@ -207,7 +224,7 @@ def shared_file_of(memory: memoryview) -> tuple[int, int]:
 
     Raises TierError if it is memory that no other process can map.
     """
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    address = _address_of(memory)
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, _, offset, device, inode = line.split()[:5]
         first, last = (int(part, 16) for part in span.split("-"))
@@ -233,18 +250,22 @@ class Client:
     in flight."""
 
     def __init__(
-        self, setup: Mapping[str, str], memory: memoryview, calls: int, limit_s: float
+        self,
+        setup: Mapping[str, str],
+        memory: Sequence[memoryview],
+        calls: int,
+        limit_s: float,
     ) -> None:
         """Starts the process and waits at most ``limit_s`` until it is set up. It makes ``calls``
         concurrent calls per direction. Raises ClientLost, TierError."""
         if importlib.util.find_spec("mooncake") is None:
             raise TierError("Mooncake is not installed; pip install 'kvrecall[mooncake]'")
-        fd, offset = shared_file_of(memory)
+        files = [(*shared_file_of(some), some.nbytes) for some in memory]
         pairs = [socket.socketpair() for _ in range(_SOCKETS)]
         their = [there for _, there in pairs]
         start = ClientSetup(
             os.getpid(),
-            (fd, offset, memory.nbytes),
+            files,
             [sock.fileno() for sock in their],
             dict(setup),
             calls,
@@ -252,7 +273,7 @@ class Client:
         self._said: deque[str] = deque(maxlen=20)
         self._process = subprocess.Popen(
             [sys.executable, "-m", _MODULE, msgspec.json.encode(start).decode()],
-            pass_fds=[fd, *start.sockets],
+            pass_fds=[*(fd for fd, _, _ in files), *start.sockets],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

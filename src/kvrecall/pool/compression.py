@@ -1,0 +1,232 @@
+"""Lossless compression of blocks: planes of bytes, then LZ4 or Zstandard (C-Blosc, by numcodecs).
+
+The bytes of one significance of all elements are stored side by side (a byte plane): those with
+the exponents repeat, those with the mantissas hardly do. The width of an element is found out by
+trying.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvrecall.errors import ConfigError
+
+Codec = Literal["lz4", "zstd"]
+CODECS: tuple[Codec, ...] = get_args(Codec)
+
+_LEVEL = 1
+_BLOSC_BYTES = 1 << 20  # which C-Blosc compresses at once; less costs ratio
+_WIDTHS = (1, 2, 4)  # bytes of an element: fp8, bf16 and fp16, fp32
+_SAMPLE_BYTES = 128 << 10
+_TRY_EVERY = 256  # values of one size
+_LEAST_GAIN = 0.95  # of the plain bytes; values that stay larger are stored plain
+_SKIPPED = 16  # values of a size that are stored plain after one that did not shrink
+_LESS_CERTAIN = 0.9  # of what compression saves, by `auto`
+
+_FRAME = struct.Struct("<4sBxxxQQQ")  # magic, codec, plain and stored bytes, checksum of the stored
+_MAGIC = b"kvrz"
+_PLAIN = 0
+_BLOSC = 1
+FRAME_BYTES = _FRAME.size
+assert FRAME_BYTES == 32
+
+
+@dataclass(slots=True)
+class _Kind:
+    """What is known of the values of one size."""
+
+    width: int = 0
+    seen: int = 0
+    skip: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a codec made of a sample: plain bytes by packed ones, and seconds a plain byte to
+    unpack."""
+
+    ratio: float
+    unpack_s: float
+
+
+class Compressor:
+    """Packs values into frames and unpacks them. Thread-safe.
+
+    A frame is a header of 32 bytes and then the value: compressed, or plain if it would not shrink.
+    Damaged frames are recognised by a checksum before anything is unpacked. Each call uses the
+    calling thread only.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        """ConfigError if the library is missing."""
+        self._codec = codec
+        self._blosc = _library()
+        self._kinds: dict[int, _Kind] = {}
+        self._lock = threading.Lock()
+
+    def pack(self, data: memoryview, into: memoryview) -> int:
+        """Writes the frame of ``data`` (contiguous uint8) into ``into``, which has room for all of
+        it and a header; returns the frame's bytes."""
+        kind = self._kind_of(data)
+        packed: Any = b""
+        if kind is not None:
+            packed = self._compress(data, kind.width)
+            if len(packed) > _LEAST_GAIN * data.nbytes:
+                with self._lock:
+                    kind.skip = _SKIPPED
+                packed = b""
+        codec, stored = (_BLOSC, packed) if packed else (_PLAIN, data)
+        nbytes = FRAME_BYTES + len(stored)
+        into[FRAME_BYTES:nbytes] = stored
+        checksum = _checksum(into[FRAME_BYTES:nbytes], codec, data.nbytes)
+        _FRAME.pack_into(into, 0, _MAGIC, codec, data.nbytes, len(stored), checksum)
+        return nbytes
+
+    def unpack(self, frame: memoryview, into: memoryview) -> bool:
+        """Restores the value of ``frame`` into ``into``. False if the frame is damaged or its value
+        has another size; ``into`` is undefined then."""
+        if frame.nbytes < FRAME_BYTES:
+            return False
+        magic, codec, plain, stored, checksum = _FRAME.unpack_from(frame, 0)
+        packed = frame[FRAME_BYTES:]
+        if (magic, plain, stored) != (_MAGIC, into.nbytes, packed.nbytes):
+            return False
+        if _checksum(packed, codec, plain) != checksum:
+            return False
+        if codec == _PLAIN:
+            if stored != plain:
+                return False
+            into[:] = packed
+            return True
+        if codec != _BLOSC or int.from_bytes(packed[4:8], "little") != plain:
+            return False
+        try:
+            self._blosc.decompress(packed, _array(into))
+        except (RuntimeError, ValueError):
+            return False
+        return True
+
+    def trial(self, data: memoryview) -> Trial:
+        """Packs and unpacks a sample of ``data``."""
+        sample = _sample_of(data)
+        packed = min((self._compress(sample, width) for width in _WIDTHS), key=len)
+        into = np.empty(sample.nbytes, np.uint8)
+        began = time.perf_counter()
+        self._blosc.decompress(packed, into)
+        seconds = time.perf_counter() - began
+        return Trial(sample.nbytes / len(packed), seconds / sample.nbytes)
+
+    def _kind_of(self, data: memoryview) -> _Kind | None:
+        """None: such values do not shrink lately."""
+        with self._lock:
+            kind = self._kinds.setdefault(data.nbytes, _Kind())
+            kind.seen += 1
+            if kind.skip:
+                kind.skip -= 1
+                return None
+            known = kind.width and kind.seen % _TRY_EVERY
+        if not known:
+            sample = _sample_of(data)
+            kind.width = min(_WIDTHS, key=lambda width: len(self._compress(sample, width)))
+        return kind
+
+    def _compress(self, data: memoryview, width: int) -> bytes:
+        shuffle = self._blosc.SHUFFLE if width > 1 else self._blosc.NOSHUFFLE
+        name = self._codec.encode()
+        block = min(data.nbytes, _BLOSC_BYTES)
+        packed: bytes = self._blosc.compress(_array(data), name, _LEVEL, shuffle, block, width)
+        return packed
+
+
+class Chooser:
+    """Decides whether values are compressed so that none arrives later than plain: ``auto``.
+
+    A plain byte takes ``s`` seconds to get. Compressed to ``1 / r`` it takes ``s / r``, and ``u``
+    to unpack, so compressing pays where ``s * (1 - 1 / r) > u``. ``s`` is measured by gets, before
+    any by puts; ``r`` and ``u`` by packing a sample of every 256th value. Thread-safe.
+    """
+
+    def __init__(self, compressors: dict[Codec, Compressor]) -> None:
+        self._compressors = compressors
+        self._lock = threading.Lock()
+        self._get_s = self._put_s = 0.0  # a byte
+        self._trials: dict[Codec, Trial] = {}
+        self._seen = 0
+        self._last: Codec | None = None
+
+    @property
+    def last(self) -> Codec | None:
+        """What was chosen last."""
+        return self._last
+
+    def moved(self, nbytes: int, seconds: float, got: bool) -> None:
+        """A call of the tier's medium moved ``nbytes``."""
+        if nbytes <= 0 or seconds <= 0:
+            return
+        with self._lock:
+            name = "_get_s" if got else "_put_s"
+            setattr(self, name, _smoothed(getattr(self, name), seconds / nbytes))
+
+    def choose(self, data: memoryview) -> Codec | None:
+        """The codec for ``data``; None: plain."""
+        with self._lock:
+            tries = self._seen % _TRY_EVERY == 0
+            self._seen += 1
+        if tries:
+            for codec, compressor in self._compressors.items():
+                new = compressor.trial(data)
+                with self._lock:
+                    old = self._trials.get(codec, new)
+                    ratio = _smoothed(old.ratio, new.ratio)
+                    self._trials[codec] = Trial(ratio, _smoothed(old.unpack_s, new.unpack_s))
+        with self._lock:
+            plain_s = self._get_s or self._put_s
+            gains = {
+                codec: _LESS_CERTAIN * plain_s * (1 - 1 / trial.ratio) - trial.unpack_s
+                for codec, trial in self._trials.items()
+            }
+        best = max(gains, key=lambda codec: gains[codec], default=None)
+        self._last = best if best is not None and gains[best] > 0 else None
+        return self._last
+
+
+def check_compression(compression: str) -> None:
+    """Raises ConfigError if the library for it is missing."""
+    if compression != "none":
+        _library()
+
+
+def _checksum(stored: memoryview, codec: int, plain: int) -> int:
+    return xxhash.xxh3_64_intdigest(stored, plain << 8 | codec)
+
+
+def _smoothed(old: float, new: float) -> float:
+    return new if not old else 0.8 * old + 0.2 * new
+
+
+def _sample_of(data: memoryview) -> memoryview:
+    """From the middle of ``data``, where both keys and values are."""
+    begin = max(0, (data.nbytes - _SAMPLE_BYTES) // 2) & ~63
+    return data[begin : begin + _SAMPLE_BYTES]
+
+
+def _array(data: memoryview) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(data, np.uint8)
+
+
+def _library() -> Any:
+    try:
+        from numcodecs import blosc
+    except ImportError as error:
+        raise ConfigError(
+            "compression needs the package numcodecs; run: pip install 'kvrecall[compression]'"
+        ) from error
+    return blosc

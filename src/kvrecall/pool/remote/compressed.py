@@ -1,0 +1,187 @@
+"""A store wrapper that compresses values before they leave the host."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+from kvrecall.errors import ConfigError
+from kvrecall.pool.compression import CODECS, FRAME_BYTES, Chooser, Codec, Compressor
+from kvrecall.pool.remote.sections import SECTION_BYTES, Sections, one_after_the_other
+from kvrecall.pool.remote.store import SMALL_BYTES, Object, SizingStore, Store
+
+
+class CompressedStore:
+    """Passes values on to ``inner``, compressed without loss. See ``Store`` for the contract.
+
+    A compressed value has another name than a plain one, so that hosts without compression do not
+    meet it; a host with it finds both. A value's small parts stay plain and come first, then the
+    frame of its large part. The calling threads compress, one core each.
+    """
+
+    def __init__(
+        self, inner: Store, codec: Codec | Literal["auto"], section_bytes: int = SECTION_BYTES
+    ) -> None:
+        """Takes ownership of ``inner``, to which nothing was attached. ``codec``: `auto`: as
+        ``Chooser`` decides for each value. Raises ConfigError."""
+        if not isinstance(inner, SizingStore):
+            raise ConfigError(
+                f"remote_compression: {inner!r} cannot get values of unknown size; its class needs "
+                "get_up_to (docs/writing-a-tier.md), or leave out remote_compression"
+            )
+        self._inner: SizingStore = inner
+        self._compressors = {name: Compressor(name) for name in CODECS}
+        self._codec = None if codec == "auto" else codec
+        self._chooser = Chooser(self._compressors) if codec == "auto" else None
+        self._sections = Sections("compression", section_bytes)
+        self._lock = threading.Lock()
+        self._plain_bytes = self._stored_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"CompressedStore({self._inner!r})"
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of the values put since the start, as given and as stored."""
+        with self._lock:
+            return self._plain_bytes, self._stored_bytes
+
+    def attach(self, memory: memoryview) -> None:
+        self._inner.attach(memory, self._sections.open())
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        answers = self._inner.exists([*map(_packed_name, names), *names])
+        return [a or b for a, b in zip(answers[: len(names)], answers[len(names) :], strict=True)]
+
+    def put(self, objects: Sequence[Object]) -> list[bool]:
+        stored = [False] * len(objects)
+        codecs = [self._codec_of(item) for item in objects]
+        for codec in set(codecs):
+            places = [place for place, its in enumerate(codecs) if its == codec]
+            some = [objects[place] for place in places]
+            answers = self._put_packed(codec, some) if codec else self._put_plain(some)
+            for place, answer in zip(places, answers, strict=True):
+                stored[place] = answer
+        return stored
+
+    def get(self, objects: Sequence[Object]) -> list[bool]:
+        """In the form that is stored now first, then in the other."""
+        forms = [self._get_packed, self._get_plain]
+        if self._chooser is not None and self._chooser.last is None:
+            forms.reverse()
+        found = [False] * len(objects)
+        for form in forms:
+            missing = [place for place, is_there in enumerate(found) if not is_there]
+            for place, is_there in zip(missing, form([objects[p] for p in missing]), strict=True):
+                found[place] = is_there
+        return found
+
+    def remove(self, names: Sequence[str]) -> None:
+        self._inner.remove([*map(_packed_name, names), *names])
+
+    def close(self) -> None:
+        self._inner.close()
+        self._sections.close()
+
+    # -- inside ----------------------------------------------------------------------------
+
+    def _codec_of(self, item: Object) -> Codec | None:
+        _, large = _split(item)
+        if large is None or self._chooser is None:
+            return self._codec if large is not None else None
+        return self._chooser.choose(large)
+
+    def _put_plain(self, objects: Sequence[Object]) -> list[bool]:
+        began = time.perf_counter()
+        answers = self._inner.put(objects)
+        self._moved(sum(item.nbytes for item in objects), began, got=False)
+        nbytes = sum(item.nbytes for item, ok in zip(objects, answers, strict=True) if ok)
+        self._count(nbytes, nbytes)
+        return answers
+
+    def _put_packed(self, codec: Codec, objects: Sequence[Object]) -> list[bool]:
+        def put(some: Sequence[Object], section: memoryview) -> list[int]:
+            packed = []
+            begin = 0
+            for item in some:
+                nbytes = self._pack(codec, item, section[begin:])
+                packed.append(Object(_packed_name(item.name), (section[begin : begin + nbytes],)))
+                begin += nbytes
+            began = time.perf_counter()
+            answers = self._inner.put(packed)
+            self._moved(begin, began, got=False)
+            self._count(
+                sum(item.nbytes for item, ok in zip(some, answers, strict=True) if ok),
+                sum(item.nbytes for item, ok in zip(packed, answers, strict=True) if ok),
+            )
+            return [0 if ok else -1 for ok in answers]
+
+        return [size >= 0 for size in self._sections.answers(objects, FRAME_BYTES, put)]
+
+    def _pack(self, codec: Codec, item: Object, into: memoryview) -> int:
+        smalls, large = _split(item)
+        assert large is not None
+        begin = 0
+        for part in smalls:
+            into[begin : begin + part.nbytes] = part
+            begin += part.nbytes
+        return begin + self._compressors[codec].pack(large, into[begin:])
+
+    def _get_plain(self, objects: Sequence[Object]) -> list[bool]:
+        if not objects:
+            return []
+        began = time.perf_counter()
+        answers = self._inner.get(objects)
+        found = sum(item.nbytes for item, ok in zip(objects, answers, strict=True) if ok)
+        self._moved(found, began, got=True)
+        return answers
+
+    def _get_packed(self, objects: Sequence[Object]) -> list[bool]:
+        def get(some: Sequence[Object], section: memoryview) -> list[int]:
+            pieces = list(one_after_the_other([i.nbytes + FRAME_BYTES for i in some], section))
+            began = time.perf_counter()
+            sizes = self._inner.get_up_to(
+                [Object(_packed_name(i.name), (p,)) for i, p in zip(some, pieces, strict=True)]
+            )
+            self._moved(sum(max(0, size) for size in sizes), began, got=True)
+            return [
+                0 if size >= 0 and self._unpack(piece[:size], item) else -1
+                for item, piece, size in zip(some, pieces, sizes, strict=True)
+            ]
+
+        return [size >= 0 for size in self._sections.answers(objects, FRAME_BYTES, get)]
+
+    def _unpack(self, value: memoryview, item: Object) -> bool:
+        smalls, large = _split(item)
+        begin = sum(part.nbytes for part in smalls)
+        if large is None or value.nbytes < begin:
+            return False
+        at = 0
+        for part in smalls:
+            part[:] = value[at : at + part.nbytes]
+            at += part.nbytes
+        return self._compressors[CODECS[0]].unpack(value[begin:], large)
+
+    def _moved(self, nbytes: int, began: float, got: bool) -> None:
+        if self._chooser is not None:
+            self._chooser.moved(nbytes, time.perf_counter() - began, got)
+
+    def _count(self, plain: int, stored: int) -> None:
+        with self._lock:
+            self._plain_bytes += plain
+            self._stored_bytes += stored
+
+
+def _split(item: Object) -> tuple[list[memoryview], memoryview | None]:
+    """The small parts at the beginning, and the large one behind them; None if the value has
+    another form."""
+    *smalls, large = item.parts
+    if large.nbytes <= SMALL_BYTES or any(part.nbytes > SMALL_BYTES for part in smalls):
+        return [], None
+    return smalls, large
+
+
+def _packed_name(name: str) -> str:
+    return f"{name}-z"

@@ -1,0 +1,98 @@
+"""Memory beside the arena in which a wrapper of a store keeps other forms of values."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from kvrecall.pool.remote.store import Object
+
+_LOG = logging.getLogger(__name__)
+_SECTIONS = 4  # calls that have values in hand at once; others wait
+SECTION_BYTES = 64 << 20
+
+
+class Sections:
+    """A memory file in sections, of which each call has one at a time. Its pages are allocated as
+    they are used. Thread-safe."""
+
+    def __init__(self, what: str, section_bytes: int = SECTION_BYTES) -> None:
+        """``what`` is done to values: ``encryption``, for the log."""
+        self._what = what
+        self._section_bytes = section_bytes
+        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        self._told = False
+        self._fd = -1
+
+    def open(self) -> memoryview:
+        """All of the memory; once."""
+        nbytes = _SECTIONS * self._section_bytes
+        self._fd = os.memfd_create(f"kvrecall-{self._what}", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, nbytes)
+        memory = memoryview(mmap.mmap(self._fd, nbytes))
+        for begin in range(0, nbytes, self._section_bytes):
+            self._free.put(memory[begin : begin + self._section_bytes])
+        return memory
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    @contextmanager
+    def one(self) -> Iterator[memoryview]:
+        """Waits for a free section."""
+        section = self._free.get()
+        try:
+            yield section
+        finally:
+            self._free.put(section)
+
+    def answers(
+        self,
+        objects: Sequence[Object],
+        more: int,
+        call: Callable[[Sequence[Object], memoryview], list[int]],
+    ) -> list[int]:
+        """The answers of ``call`` for as many objects at a time as fit a section together, with
+        that section; -1 for one that fits none. Each takes its size and ``more``."""
+        answers: list[int] = []
+        at = 0
+        while at < len(objects):
+            end, size = at, 0
+            while end < len(objects):
+                size += objects[end].nbytes + more
+                if size > self._section_bytes:
+                    break
+                end += 1
+            if end == at:
+                self._tell(objects[at].nbytes)
+                answers.append(-1)
+                at += 1
+                continue
+            with self.one() as section:
+                answers += call(objects[at:end], section)
+            at = end
+        return answers
+
+    def _tell(self, nbytes: int) -> None:
+        if not self._told:
+            self._told = True
+            _LOG.error(
+                "remote tier: blocks of %d bytes are too large to be stored with %s; at most %d",
+                nbytes,
+                self._what,
+                self._section_bytes,
+            )
+
+
+def one_after_the_other(sizes: Sequence[int], section: memoryview) -> Iterator[memoryview]:
+    """Pieces of ``section`` of these sizes."""
+    begin = 0
+    for nbytes in sizes:
+        yield section[begin : begin + nbytes]
+        begin += nbytes

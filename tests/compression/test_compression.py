@@ -1,0 +1,144 @@
+"""Frames of compressed values: exact, damaged, incompressible; and what `auto` chooses."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from kvrecall.pool.compression import CODECS, FRAME_BYTES, Chooser, Codec, Compressor
+
+MIB = 1 << 20
+
+
+def kv(nbytes: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> memoryview:
+    """Numbers like those of a layer: of similar size, with random signs and mantissas."""
+    count = nbytes // dtype.itemsize
+    numbers = torch.randn(count, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return memoryview(numbers.view(torch.uint8).numpy())
+
+
+def noise(nbytes: int, seed: int = 0) -> memoryview:
+    return memoryview(bytearray(random.Random(seed).randbytes(nbytes)))
+
+
+def framed(compressor: Compressor, data: memoryview) -> memoryview:
+    room = memoryview(bytearray(data.nbytes + FRAME_BYTES))
+    return room[: compressor.pack(data, room)]
+
+
+def restored(compressor: Compressor, frame: memoryview, nbytes: int) -> bytes | None:
+    into = memoryview(bytearray(nbytes))
+    return bytes(into) if compressor.unpack(frame, into) else None
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("nbytes", [4096, 65_536 + 8, 3 * MIB])
+def test_floating_point_numbers_shrink_and_return_exactly(
+    codec: Codec, dtype: torch.dtype, nbytes: int
+) -> None:
+    compressor = Compressor(codec)
+    data = kv(nbytes, dtype)
+    nbytes = data.nbytes
+    frame = framed(compressor, data)
+    if codec == "zstd" and nbytes > 4096:
+        assert frame.nbytes < 0.97 * nbytes
+    assert restored(compressor, frame, nbytes) == bytes(data)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("nbytes", [1, 31, 4097, MIB])
+def test_what_does_not_shrink_is_stored_plain(codec: Codec, nbytes: int) -> None:
+    compressor = Compressor(codec)
+    for seed in range(40):
+        data = noise(nbytes, seed)
+        frame = framed(compressor, data)
+        assert frame.nbytes == nbytes + FRAME_BYTES
+        assert restored(compressor, frame, nbytes) == bytes(data)
+
+
+def test_values_that_shrink_again_are_compressed_again() -> None:
+    compressor = Compressor("zstd")
+    framed(compressor, noise(65_536))
+    sizes = [framed(compressor, kv(65_536)).nbytes for _ in range(20)]
+    assert sizes[0] == 65_536 + FRAME_BYTES
+    assert sizes[-1] < 0.9 * 65_536
+
+
+def test_eight_bit_numbers_are_taken_as_single_bytes() -> None:
+    compressor = Compressor("zstd")
+    data = kv(MIB, torch.float8_e4m3fn)
+    frame = framed(compressor, data)
+    assert frame.nbytes < data.nbytes
+    assert restored(compressor, frame, MIB) == bytes(data)
+
+
+def test_any_codec_reads_the_others_frames() -> None:
+    data = kv(65_536)
+    for writer in CODECS:
+        frame = framed(Compressor(writer), data)
+        for reader in CODECS:
+            assert restored(Compressor(reader), frame, 65_536) == bytes(data)
+
+
+@pytest.mark.parametrize("data", [kv(65_536), noise(65_536)], ids=["packed", "plain"])
+def test_no_changed_bit_is_taken_for_the_value(data: memoryview) -> None:
+    compressor = Compressor("zstd")
+    frame = bytes(framed(compressor, data))
+    rng = random.Random(1)
+    header = range(8 * FRAME_BYTES)
+    for bit in [*header, *(rng.randrange(8 * len(frame)) for _ in range(2000))]:
+        changed = bytearray(frame)
+        changed[bit // 8] ^= 1 << bit % 8
+        read = restored(compressor, memoryview(changed), 65_536)
+        assert read is None or (read == bytes(data) and 40 <= bit < 64)  # these are not used
+
+
+@pytest.mark.parametrize("cut", [0, 1, FRAME_BYTES - 1, FRAME_BYTES, 1000, -1])
+def test_a_frame_that_was_cut_off_is_refused(cut: int) -> None:
+    compressor = Compressor("zstd")
+    frame = framed(compressor, kv(65_536))
+    assert restored(compressor, frame[:cut], 65_536) is None
+
+
+@pytest.mark.parametrize("nbytes", [65_535, 65_537, 0])
+def test_a_value_of_another_size_is_refused(nbytes: int) -> None:
+    compressor = Compressor("zstd")
+    assert restored(compressor, framed(compressor, kv(65_536)), nbytes) is None
+
+
+def chosen(get_s: float, data: memoryview, put_s: float = 0.0) -> Codec | None:
+    """What `auto` chooses with a medium that takes so many seconds a byte."""
+    chooser = Chooser({codec: Compressor(codec) for codec in CODECS})
+    if put_s:
+        chooser.moved(MIB, put_s * MIB, got=False)
+    if get_s:
+        chooser.moved(MIB, get_s * MIB, got=True)
+    choice = chooser.choose(data)
+    assert chooser.last == choice
+    return choice
+
+
+def test_a_slow_medium_is_compressed_for_and_a_fast_one_is_not() -> None:
+    assert chosen(1e-6, kv(MIB)) == "zstd"  # a megabyte a second: the better ratio wins
+    assert chosen(1e-12, kv(MIB)) is None  # a terabyte a second
+    assert chosen(1e-6, noise(MIB)) is None
+    assert chosen(0.0, kv(MIB)) is None  # nothing measured
+
+
+def test_gets_count_rather_than_puts() -> None:
+    assert chosen(0.0, kv(MIB), put_s=1e-6) == "zstd"
+    assert chosen(1e-12, kv(MIB), put_s=1e-6) is None
+
+
+def test_a_frame_goes_into_memory_that_is_not_aligned() -> None:
+    compressor = Compressor("lz4")
+    data = kv(65_536)
+    room = memoryview(bytearray(200_000))
+    nbytes = compressor.pack(data, room[13:])
+    into = memoryview(np.zeros(70_000, np.uint8))[7 : 7 + 65_536]
+    assert compressor.unpack(room[13 : 13 + nbytes], into)
+    assert bytes(into) == bytes(data)
