@@ -57,7 +57,7 @@ SETTINGS = RetrievalSettings(
 class Bench:
     """A scheduler around vLLM's block manager, whose workers complete stores at once."""
 
-    def __init__(self, pool: PoolClient, blocks: int) -> None:
+    def __init__(self, pool: PoolClient, blocks: int, in_place: bool = False) -> None:
         override_kv_cache_spec(lambda layer: None)
         init_none_hash(sha256_cbor)
         self.pool = pool
@@ -74,7 +74,7 @@ class Bench:
         )
         gate = Gate(SETTINGS, 512)
         states, trusted = self.side.state_of, self.side.trusted
-        self.planner = OffloadPlanner(pool, SETTINGS, BLOCK, gate, 600.0, states, trusted)
+        self.planner = OffloadPlanner(pool, SETTINGS, BLOCK, gate, 600.0, states, trusted, in_place)
         self.side.offloader = self.planner
         block_manager(self.manager).planner = self.planner
         self.orders: OffloadOrders | None = None
@@ -379,6 +379,31 @@ def test_of_a_prefix_in_the_pool_only_init_and_local_come(pool: Pool) -> None:
     assert bench.orders.departures == []
     assert bench.manager.get_block_ids("r")[0][1:22] == [0] * 21
     bench.end(request)
+    assert (bench.free, pool.stats().leases) == (99, 0)
+
+
+def test_blocks_that_are_read_in_place_need_no_slots(pool: Pool) -> None:
+    """Neither as they leave, nor while the sequence grows, nor where they are found in the pool."""
+    bench = Bench(pool, 100, in_place=True)
+    first = bench.begun("first", 400, 0)
+    assert bench.decode(first)
+    assert bench.orders is not None
+    (left,) = bench.orders.departures
+    assert (len(left.block_ids), left.slots) == (20, ())
+    assert bench.decode(first, 100)
+    blocks = bench.manager.get_block_ids("first")[0]
+    assert bench.free == 99 - sum(block > 0 for block in blocks)
+    bench.end(first)
+    assert bench.manager.reset_prefix_cache()
+    again = bench.request("r", 400)
+    assert bench.restore(again)
+    assert bench.orders is not None
+    (arrival,) = bench.orders.arrivals
+    assert (len(arrival.offsets), arrival.slots) == (20, ())
+    assert bench.free == 99 - 4
+    assert bench.compute(again, 16)
+    assert bench.decode(again, 30)
+    bench.end(again)
     assert (bench.free, pool.stats().leases) == (99, 0)
 
 

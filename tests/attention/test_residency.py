@@ -1,22 +1,26 @@
-"""The slots of offloaded sequences: their contents, and attention over them."""
+"""Offloaded sequences: what their slots hold, and attention that reads blocks in place."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from kvrecall.attention.residency import Admission, Residency
-from kvrecall.attention.selection import slots_of, split_of
+from kvrecall.attention.selection import split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.cpu import attend, halves, schedule
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
 from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.attention.layer import CHECKSUM_BYTES
 from kvrecall.engines.vllm.attention.offloaded import (
-    Extent,
+    NearArena,
     OffloadedSequence,
     Records,
     checksums_of_layer,
@@ -24,7 +28,6 @@ from kvrecall.engines.vllm.attention.offloaded import (
 )
 from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape, OffloadedRow, Terms
 from kvrecall.engines.vllm.connector.wire import Arrival, Departure, OffloadOrders
-from kvrecall.errors import EngineError
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.slots import ALIGNMENT
 
@@ -90,6 +93,17 @@ def test_slots_grow_with_the_sequence() -> None:
     assert step(residency, 1, 4, 3).hits == 1
 
 
+MAPPED: list[NearArena] = []
+
+
+@pytest.fixture(autouse=True)
+def unmapped() -> Iterator[None]:
+    """The arenas are unmapped after each test."""
+    yield
+    while MAPPED:
+        MAPPED.pop().close()
+
+
 LAYER_AT = 256
 """Where in a record the layer's page begins."""
 
@@ -107,13 +121,11 @@ def offload(
     for offset, block in zip(offsets, ids.tolist(), strict=True):
         begin = offset + LAYER_AT
         arena.array()[begin : begin + page] = rows[block].numpy()
-    slots = slots_of(split, gone, settings)[1]
-    free = bench.take(slots)
-    extent = Extent(arena.handle(), page, 1 << 17)
-    extent.take(70_000)  # so that places of pages lie beyond 2**31 elements
     records = Records(arena.array(), {"layer": LAYER_AT}, arena.handle())
-    begins = np.array(offsets, dtype=np.int64)
-    offloaded = OffloadedSequence("one", split.init, begins, free.to(torch.int32), records, extent)
+    begins, slots = np.array(offsets, dtype=np.int64), torch.empty(0, dtype=torch.int32)
+    near = NearArena(records, {"layer": bench.cache})
+    MAPPED.append(near)
+    offloaded = OffloadedSequence("one", split.init, begins, slots, records, near.bases)
     bench.layer.digest(bench.cache, bench.freshness.take_stale(ids))
     bench.layer.depart(offloaded, ids.tolist(), bench.cache)
     bench.cache[ids] = float("nan") if bench.cache.is_floating_point() else 0x7F  # NaN, too
@@ -132,7 +144,9 @@ SINKS = torch.tensor([5.0, 6.0, 7.0, 8.0])
 @pytest.mark.parametrize("shape", list(SHAPES.values()), ids=list(SHAPES))
 @pytest.mark.parametrize("tokens", [769, 1000, 1153, 4097])
 @pytest.mark.parametrize("stay", [0, 1])
-def test_recalled_blocks_give_the_same_bits(tokens: int, stay: int, shape: KernelShape) -> None:
+def test_blocks_read_in_place_give_the_same_bits(
+    tokens: int, stay: int, shape: KernelShape
+) -> None:
     torch.manual_seed(tokens)
     settings = replace(SETTINGS, topk_share=0.3)
     eighths = (0.5, 2.0) if shape.fp8 else ()
@@ -153,7 +167,7 @@ def test_recalled_blocks_give_the_same_bits(tokens: int, stay: int, shape: Kerne
     row = OffloadedRow(offloaded, slice(0, 1), table[0], tokens, False)
     got = bench.whole.attend(row, sequence.query[None], bench.cache, terms)
     assert torch.equal(got, dense)
-    assert bench.activity.blocks_loaded > 0
+    assert bench.activity.blocks_in_place > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -208,9 +222,8 @@ def test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits(
         record[block, byte if byte < 0 else page + byte] ^= 64
     for part in parts:
         part[ids] = 255  # no numbers
-    slots = bench.take(slots_of(split, split.middle, settings)[1])
     offsets = tuple(at * record.shape[1] for at in range(split.middle))
-    arrival = Arrival("one", split.init, offsets, tuple(slots.tolist()))
+    arrival = Arrival("one", split.init, offsets, ())
     bench.group.register({"layer": bench.cache})
     starts = {"layer": 0, digests_of_layer("layer"): page}
     starts[checksums_of_layer("layer")] = record.shape[1] - CHECKSUM_BYTES
@@ -262,7 +275,7 @@ def test_a_sequence_leaves_in_parts_and_its_arena_with_it() -> None:
     want = bench.decode(sequence)
     split = split_of(3000, BLOCK, SETTINGS)
     ids = sequence.block_ids[split.init : split.local].tolist()
-    bench.group = RetrievalGroup(bench.activity, HeatTotals(), pages=100)
+    bench.group = RetrievalGroup(bench.activity, HeatTotals(), in_place=True)
     bench.group.add("layer", bench.layer, bench.whole)
     bench.group.register({"layer": bench.cache})
     page = bench.cache[0].nbytes
@@ -270,18 +283,18 @@ def test_a_sequence_leaves_in_parts_and_its_arena_with_it() -> None:
     arena.array()[:] = bench.cache[ids].view(-1).view(torch.uint8).numpy()
     records = Records(arena.array(), {"layer": 0}, arena.handle())
     offsets = tuple(at * page for at in range(len(ids)))
-    slots = tuple(bench.take(slots_of(split, len(ids), SETTINGS)[1]).tolist())
     last = int(sequence.block_ids[-1])
-    first = Departure("one", split.init, tuple(ids[:5]), offsets[:5], slots[:2])
+    first = Departure("one", split.init, tuple(ids[:5]), offsets[:5], ())
     assert bench.group.take(OffloadOrders([first], {last: "one"}, []), None) == {"one"}
     assert bench.group.is_idle, "without the arena nothing left"
     assert not bench.group.take(OffloadOrders([first], {last: "one"}, []), records)
-    second = Departure("one", split.init, tuple(ids[5:]), offsets[5:], slots[2:])
+    second = Departure("one", split.init, tuple(ids[5:]), offsets[5:], ())
     assert not bench.group.take(OffloadOrders([second], {last: "one"}, []), records)
     bench.cache[ids] = float("nan") if bench.cache.is_floating_point() else 0x7F  # NaN, too
     offloaded = bench.group.sequence(last)
     assert offloaded is not None
-    assert (offloaded.count, offloaded.slots.tolist()) == (len(ids), list(slots))
+    assert offloaded.count == len(ids)
+    assert bench.group.arenas == {arena.handle()}
     table = sequence.block_ids.to(torch.int32)[None]
     step = bench.planner.plan([BatchRow(1, 3000, False)], table, {0: offloaded})
     assert step is not None
@@ -289,44 +302,112 @@ def test_a_sequence_leaves_in_parts_and_its_arena_with_it() -> None:
         sequence.query[None], bench.cache, step, Terms(bench.shape.head_dim**-0.5)
     )
     assert torch.equal(got, want)
-    assert offloaded.extent is not None
     assert not bench.group.take(OffloadOrders([], {}, ["one"]), records)
     assert bench.group.sequence(last) is None
-    with pytest.raises(RuntimeError, match="out of bounds"):  # it is mapped no longer
-        offloaded.extent.blocks(0, bench.cache)
+    assert not bench.group.arenas, "it need not be mapped any longer"
 
 
-@pytest.mark.parametrize(("further", "slot"), [(1 << 30, 1), (-ALIGNMENT, 1), (0, 100), (0, -1)])
-def test_blocks_outside_of_the_arena_or_of_the_cache_are_refused(further: int, slot: int) -> None:
-    """They are fetched by address."""
+@pytest.mark.parametrize(("further", "slots"), [(1 << 30, [1]), (-4096, []), (0, [100]), (0, [-1])])
+def test_blocks_outside_of_the_arena_or_of_the_cache_are_refused(
+    further: int, slots: list[int]
+) -> None:
+    """They are read and written by address."""
     bench = Bench(shape_of(), SETTINGS, 100)
     offloaded = offload(bench, bench.sequence(1000), 1000, 2, SETTINGS)
     offloaded.offsets += further
-    offloaded.slots[0] = slot
+    offloaded.slots = torch.tensor(slots, dtype=torch.int32)
     with pytest.raises(IndexError, match="blocks of one lie outside"):
         bench.layer.depart(offloaded, [], bench.cache)
 
 
-def test_pages_behind_the_arena_are_distinct_far_reaching_and_given_back() -> None:
-    """Beyond what 32 bits can address, in elements."""
-    arena = Arena.create(10 * ALIGNMENT + 5)
-    pages = (10 << 30) // (3 * ALIGNMENT)
-    extent = Extent(arena.handle(), 2 * ALIGNMENT, pages)
-    taken = extent.take(pages)
-    with pytest.raises(EngineError, match="more than"):
-        extent.take(1)
-    like = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16)
-    for layer_at in (0, 512, 3 * ALIGNMENT + 512):
-        blocks = extent.blocks(layer_at, like.new_empty(1, 1, 64, 64))
-        for page in (taken[0], taken[1], taken[-1]):
-            extent.page(page, layer_at).fill_(page % 251)
-        for page in (taken[0], taken[1], taken[-1]):
-            (place,) = extent.places_of(np.array([page]), layer_at)
-            assert set(blocks[place].view(torch.uint8).flatten().tolist()) == {page % 251}
-    extent.give([taken[1]])
-    assert extent.take(1) == [taken[1]]
-    assert not extent.page(taken[1], 0).any(), "its memory was given back"
-    extent.close()
+REACH = 64 << 31
+"""Bytes either way from a cache that a block table can name in steps of 64."""
+PAGES = 20 * 128 * 1024
+"""Bytes of the middle blocks of 3,000 tokens."""
+
+
+@pytest.mark.parametrize(
+    ("near", "far"),
+    [(REACH - PAGES - 8192, REACH - PAGES - 4096), (-REACH, -REACH - 4096)],
+    ids=["behind", "before"],
+)
+def test_an_arena_is_read_at_any_distance_that_a_table_can_name(near: int, far: int) -> None:
+    """One that is farther from the cache, and cannot be mapped nearer, is refused."""
+    torch.manual_seed(0)
+    bench = Bench(shape_of(), SETTINGS, 100)
+    sequence = bench.sequence(3000)
+    want, dense = bench.decode(sequence), whole(bench, sequence, 3000)
+    split = split_of(3000, BLOCK, SETTINGS)
+    ids = sequence.block_ids[split.init : split.local]
+    page = bench.cache[0].nbytes
+    assert len(ids) * page <= PAGES
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # without reserving memory
+    room = np.frombuffer(mmap.mmap(-1, 3 * REACH, flags=flags), dtype=np.uint8)
+    middle = 3 * REACH // 2
+    cache = torch.from_numpy(room[middle : middle + bench.cache.nbytes]).view(bench.cache.dtype)
+    cache = cache.view(bench.cache.shape).copy_(bench.cache)
+    group = RetrievalGroup(bench.activity, HeatTotals(), in_place=True)
+    group.add("layer", bench.layer, bench.whole)
+    group.register({"layer": cache})
+    last, offsets = int(sequence.block_ids[-1]), tuple(at * page for at in range(len(ids)))
+    leaves = Departure("one", split.init, tuple(ids.tolist()), offsets, ())
+    orders = OffloadOrders([leaves], {last: "one"}, [])
+    bench.layer.digest(cache, bench.freshness.take_stale(ids))
+    for distance, lost in ((far, {"one"}), (near, set())):
+        memory = room[middle + distance :][: PAGES + 64]
+        assert group.take(orders, Records(memory, {"layer": 64})) == lost
+        assert group.is_idle == bool(lost)
+    blocks = bench.cache[ids].view(len(ids), -1).view(torch.uint8).numpy()
+    memory[64 : 64 + blocks.size] = blocks.reshape(-1)
+    cache[ids] = float("nan")
+    offloaded = group.sequence(last)
+    assert offloaded is not None
+    table = sequence.block_ids.to(torch.int32)[None]
+    step = bench.planner.plan([BatchRow(1, 3000, False)], table, {0: offloaded})
+    assert step is not None
+    assert torch.equal(bench.layer.attend(sequence.query[None], cache, step, bench.terms), want)
+    row = OffloadedRow(offloaded, slice(0, 1), table[0], 3000, False)
+    got = bench.whole.attend(row, sequence.query[None], cache, bench.terms)
+    assert torch.equal(got, dense)
+
+
+def test_an_arena_far_from_a_cache_is_mapped_near_it() -> None:
+    """As from small caches, which are in the heap. Each layer's is served, and its mapping ends."""
+    caches = {name: cache_at(at) for name, at in ADDRESSES.items()}
+    arena = Arena.create(3 * ALIGNMENT)
+    arena.array()[:] = np.arange(3 * ALIGNMENT) % 251
+    held = mappings_of(arena)
+    records = Records(arena.array(), dict.fromkeys(caches, 0), arena.handle())
+    near = NearArena(records, caches)
+    bases = near.bases
+    assert bases["two"] == bases["three"] != bases["one"]
+    for name, base in bases.items():
+        assert abs(base - caches[name].data_ptr()) < REACH
+        seen = np.ctypeslib.as_array((ctypes.c_uint8 * arena.nbytes).from_address(base))
+        assert (seen == arena.array()).all()
+    assert mappings_of(arena) > held
+    near.close()
+    assert mappings_of(arena) == held
+
+
+ADDRESSES = {"one": 0x1000_0000_0040, "two": 0x2000_0000_0040, "three": 0x2000_0001_0040}
+
+
+def cache_at(address: int) -> torch.Tensor:
+    """Of two blocks, each a page of memory."""
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    size, both = ctypes.c_size_t(12288), mmap.PROT_READ | mmap.PROT_WRITE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    first = ctypes.c_void_p(address - 64)
+    assert libc.mmap(first, size, both, flags, -1, ctypes.c_long(0)) == address - 64
+    memory = (ctypes.c_uint8 * 8192).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(2, 1, 32, 128)
+
+
+def mappings_of(arena: Arena) -> int:
+    """How often this process has it mapped."""
+    return Path("/proc/self/maps").read_text().count(f" {arena.handle().inode} ")
 
 
 def whole(

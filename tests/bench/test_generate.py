@@ -42,12 +42,12 @@ def test_times_are_compared_round_by_round() -> None:
 
 
 def test_figures_of_an_engine_that_did_something_else_are_refused() -> None:
-    idle = {"blocks_loaded": 0, "blocks_selected": 0, "sequences_gated": 0}
+    idle = {"blocks_in_place": 0, "blocks_selected": 0, "sequences_gated": 0}
     generate._check("dense", idle)
     generate._check("retrieval", {**idle, "sequences_gated": 3})
     with pytest.raises(EngineError, match="retrieval: retrieval did not act"):
         generate._check("retrieval", idle)
-    with pytest.raises(EngineError, match="no block was recalled"):
+    with pytest.raises(EngineError, match="no block was read in the arena"):
         generate._check("offloaded", {**idle, "blocks_selected": 5})
 
 
@@ -73,27 +73,6 @@ def test_a_load_knows_what_its_device_and_host_must_hold() -> None:
 
 
 @pytest.mark.engine
-def test_made_up_keys_differ_in_length_between_blocks_if_wanted() -> None:
-    import torch
-
-    from kvrecall.lab.engines.generate import _draw
-
-    def spreads(spread: float) -> tuple[float, float]:
-        """Of keys' and of values' sizes over 32 blocks: largest to least."""
-        cache = torch.empty(32, 1, 128, 2 * 64)
-        torch.manual_seed(0)
-        _draw(cache, spread)
-        sizes = cache.view(32, 2, -1).std(-1)
-        keys, values = (sizes.amax(0) / sizes.amin(0)).tolist()
-        return keys, values
-
-    assert max(spreads(0.0)) < 1.1
-    keys, values = spreads(0.5)
-    assert keys > 2
-    assert values < 1.1
-
-
-@pytest.mark.engine
 @pytest.mark.long
 def test_engines_of_every_mode() -> None:
     """Two sequences of 8,192 tokens, on device caches that hold one."""
@@ -111,10 +90,9 @@ def test_engines_of_every_mode() -> None:
         assert (one["blocks_read_share"] < 0.6) == sparse, (name, count)
         assert sparse or one["blocks_read_share"] == 1.0
         off = name in ("offloaded", "retrievalkv")
-        assert (one["found_in_slots"] is not None) == off
-        assert (one["peak_device_bytes"] < 0.6 * found["dense", 1]["peak_device_bytes"]) == (
-            off and count == 1
-        )
+        assert (one["blocks_in_place"] > 0) == off
+        least = 0.6 * found["dense", 1]["peak_device_bytes"]
+        assert (one["peak_device_bytes"] < least) == off, (name, count)
         assert 0 < one["attention_share"] < 1
         assert one["tokens_per_s"] > 0
     assert found["dense", 1]["loaded_bytes"] == 0

@@ -127,8 +127,8 @@ class RetrievalSettings:
     cache_share: float = _setting(
         0.05,
         "CACHE_PERCENT",
-        "share of an offloaded sequence's middle blocks that the device keeps beyond those "
-        "selected in a step",
+        "on a GPU: share of an offloaded sequence's middle blocks that the device keeps beyond "
+        "those selected in a step",
         "a share in [0, 1]",
         lambda share: 0 <= share <= 1,
     )

@@ -63,14 +63,11 @@ def measure_decode(
     digest_tokens: Annotated[int, typer.Option(help="Keys per digest; 0: by the share.")] = 0,
     rounds: Times = 10,
     threads: Threads = None,
-    cosine: Annotated[
-        float, typer.Option(min=0, max=1, help="Similarity of a query to the previous one.")
-    ] = 0.9,
 ) -> Report:
     """Attention of a decoded token: dense, and by retrieval with RetrievalKV's defaults; from
     65,536 tokens on also with the middle blocks off the device."""
     settings = RetrievalSettings(topk_share=share, digest=digest, digest_tokens=digest_tokens)
-    return measure_decode_report(context, settings, rounds, threads, cosine)
+    return measure_decode_report(context, settings, rounds, threads)
 
 
 def measure_decode_report(
@@ -78,13 +75,12 @@ def measure_decode_report(
     settings: RetrievalSettings,
     rounds: int,
     threads: int | None,
-    cosine: float = 0.9,
 ) -> Report:
     """Times one layer at ``context`` tokens; past the offload boundary also with the middle blocks
-    offloaded, and successive queries of similarity ``cosine``.
+    offloaded.
 
     Raises KvrecallError if retrieval did not act, if selecting every block differs from dense
-    attention, or if recalled blocks give another result.
+    attention, or if offloaded blocks give another result.
     """
     from kvrecall.lab.engines import decode
 
@@ -96,7 +92,7 @@ def measure_decode_report(
             "longer context"
         )
     threads = use_threads(threads)
-    times = decode.measure_decode(context, settings, rounds, cosine)
+    times = decode.measure_decode(context, settings, rounds)
     if not times.activity["blocks_selected"]:
         raise KvrecallError(
             "retrieval did not act: no block was selected; the figures are meaningless"
@@ -107,18 +103,16 @@ def measure_decode_report(
         )
     if times.offload is not None and times.offload.error > 0:
         raise KvrecallError(
-            f"blocks recalled to the device give other results, by {times.offload.error:.3g}"
+            f"blocks off the device give other results, by {times.offload.error:.3g}"
         )
-    if times.offload is not None and not times.offload.hits + times.offload.loaded:
+    if times.offload is not None and not times.offload.in_place:
         raise KvrecallError(
-            "offload did not act: no block was recalled; the figures are meaningless"
+            "offload did not act: no block was read in the arena; the figures are meaningless"
         )
-    return _report(context, settings, times, threads, cosine)
+    return _report(context, settings, times, threads)
 
 
-def _report(
-    context: int, settings: RetrievalSettings, times: DecodeTimes, threads: int, cosine: float
-) -> Report:
+def _report(context: int, settings: RetrievalSettings, times: DecodeTimes, threads: int) -> Report:
     milliseconds = {
         name: percentiles([second * 1e3 for second in getattr(times, name)])
         for name in ("dense", "sparse", "selection", "plan")
@@ -138,7 +132,9 @@ def _report(
         "attention_ratio": ratios["p50"],
         "attention_ratio_p10": ratios["p10"],
         "device_blocks_ratio": 1.0,
-        "cache_hit_rate": None,
+        "selection_share": round(
+            milliseconds["selection"]["p50"] / milliseconds["sparse"]["p50"], 4
+        ),
         "selected_share": round(times.selected_share, 4),
         "attended_share": round(times.attended_share, 4),
         "gated": times.gated,
@@ -158,29 +154,31 @@ def _report(
         )
     ]
     notes = [
-        f"one layer, one sequence of {context} tokens: {SHAPE}; {threads} threads",
+        f"one layer, one sequence of {context} tokens: {SHAPE}; {threads} threads, "
+        + ("processor time" if threads == 1 else "wall time"),
         f"chosen {times.selected_share:.1%} of the middle blocks, attended to "
         f"{times.attended_share:.1%} of the tokens",
         f"ratio {ratios['p50']:.3f} at the median, {ratios['p10']:.3f} at the fastest tenth",
         "random keys: this measures time, not quality",
     ]
     if (offload := times.offload) is not None:
-        spent = percentiles([second * 1e3 for second in offload.seconds])
-        hit_rate = offload.hits / (offload.hits + offload.loaded)
-        loaded = offload.bytes_loaded / offload.steps
+        spent, beside = (
+            percentiles([second * 1e3 for second in seconds])
+            for seconds in (offload.seconds, offload.here)
+        )
         figures |= {
             "offload_ms": round(spent["p50"] + planned, 6),
             "offload_ratio": round((spent["p50"] + planned) / dense["p50"], 4),
+            "offload_to_device": round(spent["p50"] / beside["p50"], 4),
+            "offload_to_device_p10": round(spent["p10"] / beside["p10"], 4),
             "device_blocks_ratio": round(offload.device_blocks / offload.blocks, 4),
-            "cache_hit_rate": round(hit_rate, 4),
-            "bytes_loaded_a_step_and_layer": round(loaded),
-            "query_cosine": cosine,
         }
+        rows.append(("by retrieval, of the queries below", *cells(beside, 3)))
         rows.append(("the same, middle blocks off the device", *cells(spent, 3)))
         notes.append(
             f"off the device: {offload.device_blocks} of {offload.blocks} blocks held on it; "
-            f"successive queries of cosine {cosine}: {hit_rate:.0%} of chosen blocks found in the "
-            f"slots, {loaded / 1e6:.1f} MB loaded a step and layer"
+            f"{figures['offload_to_device']:.3f} of the time on the device at the median, "
+            f"{figures['offload_to_device_p10']:.3f} at the fastest tenth"
         )
     columns = ("milliseconds a layer", "p10", "median", "p90")
     return Report("decode", columns, tuple(rows), figures, tuple(notes))

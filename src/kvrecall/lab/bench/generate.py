@@ -194,14 +194,6 @@ def measure_generate(
     ] = "1,4",
     modes: Annotated[str, typer.Option(help="Of the engines, comma-separated.")] = ",".join(MODES),
     share: Annotated[float, typer.Option(help="Share of the middle blocks selected.")] = 0.2,
-    spread: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            help="How much the keys' lengths differ between blocks: 0, the worst case, for steps "
-            "that select other blocks than those before.",
-        ),
-    ] = 0.0,
     fits: Annotated[
         int,
         typer.Option(min=0, help="Whole sequences that the device cache holds; 0: all of them."),
@@ -225,7 +217,7 @@ def measure_generate(
             path = SHAPES[model].write(Path(folder) / model, most)
         shape = read_shape(path, name=Path(model).name)
         for context in lengths:
-            turns = _Turns(shape, path, context, share, spread, fits, rounds, steps, threads)
+            turns = _Turns(shape, path, context, share, fits, rounds, steps, threads)
             rows += turns.measure(counts, known, left_out)
     if not rows:
         raise ConfigError("; ".join(left_out))
@@ -233,7 +225,6 @@ def measure_generate(
         "params": shape.params,
         "kv_bytes_a_token": shape.kv_bytes_per_token,
         "share": share,
-        "spread": spread,
         "fits": fits,
         "threads": threads,
         "rounds": rounds,
@@ -283,7 +274,6 @@ class _Turns:
     path: Path
     context: int
     share: float
-    spread: float
     fits: int
     rounds: int
     steps: int
@@ -354,12 +344,7 @@ class _Turns:
         """The rows of the dense engine and of the other one, which may be the same."""
         engines = {DENSE: plain, name: engine}
         decoded = self.rounds * self.steps + _SPARE_TOKENS
-        told = {
-            "sequences": count,
-            "context": self.context,
-            "decoded": decoded,
-            "spread": self.spread,
-        }
+        told = {"sequences": count, "context": self.context, "decoded": decoded}
         for mode, one in engines.items():
             source = "pool" if MODES[mode].pool else "device"
             _asked(one, "generate", START_S, source=source, **told)
@@ -376,7 +361,6 @@ class _Turns:
         self, name: str, count: int, totals: Mapping[str, Any], turns: _Rounds, dense: _Rounds
     ) -> dict[str, Any]:
         did, steps = totals["activity"], [step for turn in turns for step in turn]
-        chosen = did["blocks_hit"] + did["blocks_loaded"]
         return {
             "model": self.shape.name,
             "context": self.context,
@@ -395,7 +379,7 @@ class _Turns:
             "device_cache_bytes": totals["cache_bytes"],
             "peak_device_bytes": totals["device_bytes"],
             "loaded_bytes": totals["loaded_bytes"],
-            "found_in_slots": round(did["blocks_hit"] / chosen, 4) if chosen else None,
+            "blocks_in_place": did["blocks_in_place"],
             "gated": did["sequences_gated"] > 0,
             "preemptions": totals["preemptions"],
         }
@@ -403,8 +387,8 @@ class _Turns:
 
 def _check(name: str, did: Mapping[str, int]) -> None:
     """Raises EngineError if the figures are meaningless."""
-    if name == "offloaded" and not did["blocks_loaded"]:
-        raise EngineError("offload did not act: no block was recalled; the figures are meaningless")
+    if name == "offloaded" and not did["blocks_in_place"]:
+        raise EngineError("offload did not act: no block was read in the arena; nothing is shown")
     if MODES[name].retrieval and not did["blocks_selected"] + did["sequences_gated"]:
         raise EngineError(f"{name}: retrieval did not act; the figures are meaningless")
 

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from kvrecall.attention.selection import Split, slots_of, split_of
+from kvrecall.attention.selection import Split, split_of
 from kvrecall.attention.settings import Regime, RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.cpu import CpuKernel, attend, halves, schedule
 from kvrecall.engines.vllm.attention.layer import RetrievalLayer
-from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
+from kvrecall.engines.vllm.attention.offloaded import NearArena, OffloadedSequence, Records
 from kvrecall.engines.vllm.attention.step import (
     BatchRow,
     Freshness,
@@ -29,16 +29,16 @@ from kvrecall.engines.vllm.attention.step import (
     StepPlanner,
     Terms,
 )
+from kvrecall.pool.arena import Arena
 
 BLOCK = 128
 LAYERS = 4
-WARM_UP = 8
-"""Steps until the slots are warm."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTimes:
-    """Seconds per layer, one value per round, dense and sparse alternating.
+    """Seconds per layer, one value per round, dense and sparse alternating; of the processor if
+    there is one thread.
 
     ``selection`` is part of ``sparse``. ``plan``: seconds of a step's planning, once for all
     layers. ``selected_share``: of the middle blocks; ``attended_share``: of the tokens;
@@ -60,19 +60,14 @@ class DecodeTimes:
 
 @dataclass(frozen=True, slots=True)
 class OffloadTimes:
-    """The same with the middle blocks offloaded; successive queries are similar.
-
-    ``seconds``: per layer, with selection and loading, the slots warm. ``hits``, ``loaded``,
-    ``bytes_loaded``: selected blocks found in the slots, loaded ones and their bytes, over all
-    ``steps`` of a layer. ``device_blocks``, ``blocks``: the sequence's blocks on the device, and in
-    total. ``error``: maximum difference to the same blocks attended to on the device.
-    """
+    """The same with the middle blocks offloaded: ``seconds`` per layer, beside ``here``, of the
+    same queries with all blocks on the device, alternating. ``in_place``: selected blocks read in
+    the arena. ``device_blocks``, ``blocks``: the sequence's blocks on the device, and in total.
+    ``error``: maximum difference between the two."""
 
     seconds: tuple[float, ...]
-    steps: int
-    hits: int
-    loaded: int
-    bytes_loaded: int
+    here: tuple[float, ...]
+    in_place: int
     device_blocks: int
     blocks: int
     error: float
@@ -82,7 +77,6 @@ def measure_decode(
     tokens: int,
     settings: RetrievalSettings,
     rounds: int,
-    cosine: float = 0.9,
     heads: int = 16,
     kv_heads: int = 4,
     head_dim: int = 128,
@@ -90,8 +84,7 @@ def measure_decode(
 ) -> DecodeTimes:
     """Times a sequence of ``tokens`` random keys; the settings' gate is ignored but reported.
 
-    Past the offload boundary also with the middle blocks offloaded, where ``cosine``, the
-    similarity of successive queries, determines how many blocks are found in the slots.
+    Past the offload boundary also with the middle blocks offloaded.
     """
     isa = isa_of(dtype, head_dim)
     shape = KernelShape(heads, kv_heads, head_dim, BLOCK, dtype, isa)
@@ -99,7 +92,7 @@ def measure_decode(
     times = trial.run(rounds)
     if settings.regime(tokens, tokens) is not Regime.OFFLOAD:
         return times
-    return replace(times, offload=trial.run_offloaded(rounds, cosine))
+    return replace(times, offload=trial.run_offloaded(rounds))
 
 
 def isa_of(dtype: torch.dtype, head_dim: int) -> str:
@@ -162,8 +155,8 @@ class _Trial:
             activity=self._activity.totals(),
         )
 
-    def run_offloaded(self, rounds: int, cosine: float) -> OffloadTimes:
-        """The same with all middle blocks in host memory. ``run`` must come first: it computes
+    def run_offloaded(self, rounds: int) -> OffloadTimes:
+        """The same with all middle blocks in an arena. ``run`` must come first: it computes
         digests."""
         split = split_of(self._rows[0].tokens, BLOCK, self._settings)
         sequence, caches, table = self._depart(split)
@@ -173,57 +166,61 @@ class _Trial:
         here = self._step()
         assert offloaded is not None
         assert here is not None
+        terms = Terms(self._scale)
         seconds: list[float] = []
+        beside: list[float] = []
         error = 0.0
-        before = self._activity.totals()
-        for at in range(WARM_UP + rounds):
-            if at == WARM_UP:
-                before = self._activity.totals()
-            self._query = _next_query(self._query, cosine)
-            for layer, small, cache in zip(self._layers, caches, self._caches, strict=True):
-                began = time.perf_counter()
-                got = layer.attend(self._query, small, offloaded, Terms(self._scale))
-                seconds.append(time.perf_counter() - began)
-                if at in (0, WARM_UP + rounds - 1):
-                    want = layer.attend(self._query, cache, here, Terms(self._scale))
-                    error = max(error, float((got - want).abs().max()))
-        did = {name: count - before[name] for name, count in self._activity.totals().items()}
+        before = self._activity.blocks_in_place
+        for at in range(rounds):
+            self._query = torch.randn(self._query.shape).to(self._query.dtype)
+            turns = [(seconds, caches, offloaded), (beside, self._caches, here)]
+            got: list[list[torch.Tensor]] = [[], []]
+            for turn in (0, 1) if at % 2 else (1, 0):
+                spent, those, step = turns[turn]
+                for layer, cache in zip(self._layers, those, strict=True):
+                    began = _now()
+                    got[turn].append(layer.attend(self._query, cache, step, terms))
+                    spent.append(_now() - began)
+            for one, other in zip(*got, strict=True):
+                error = max(error, float((one - other).abs().max()))
         return OffloadTimes(
-            seconds=tuple(seconds[WARM_UP * LAYERS :]),
-            steps=rounds * LAYERS,
-            hits=did["blocks_hit"],
-            loaded=did["blocks_loaded"],
-            bytes_loaded=did["bytes_loaded"],
-            device_blocks=split.init + split.blocks - split.local + len(sequence.slots),
+            seconds=tuple(seconds),
+            here=tuple(beside),
+            in_place=self._activity.blocks_in_place - before,
+            device_blocks=split.init + split.blocks - split.local,
             blocks=split.blocks,
             error=error,
         )
 
     def _depart(self, split: Split) -> tuple[OffloadedSequence, list[torch.Tensor], torch.Tensor]:
-        """The sequence with its middle blocks in separate records, the device caches of its other
-        blocks and slots, a cache per layer, and its block table."""
+        """The sequence with its middle blocks in an arena, the device caches of its other blocks, a
+        cache per layer, and its block table."""
         middle = self._table[0, split.init : split.local].to(torch.int64)
         kept = [*range(split.init), *range(split.local, split.blocks)]
-        slots = slots_of(split, split.middle, self._settings)[1]
-        first = len(kept) + 1
-        page = self._caches[0][0].numel() * self._shape.dtype.itemsize
-        memory = np.empty((split.middle, LAYERS, page), dtype=np.uint8)
+        page = self._caches[0][0].nbytes
+        self._arena = Arena.create(split.middle * LAYERS * page)
+        memory = self._arena.array()
+        pages = memory.reshape(split.middle, LAYERS, page)
         caches = []
         for at, cache in enumerate(self._caches):
             rows = cache.view(len(cache), -1).view(torch.uint8)
-            memory[:, at] = rows[middle].numpy()
-            small = torch.zeros((first + slots, *cache.shape[1:]), dtype=cache.dtype)
-            small[1:first] = cache[self._table[0, kept].to(torch.int64)]
+            pages[:, at] = rows[middle].numpy()
+            small = torch.zeros((len(kept) + 1, *cache.shape[1:]), dtype=cache.dtype)
+            small[1:] = cache[self._table[0, kept].to(torch.int64)]
             caches.append(small)
-        records = Records(memory.reshape(-1), {str(at): at * page for at in range(LAYERS)})
+        places = {str(at): at * page for at in range(LAYERS)}
+        records = Records(memory, places, self._arena.handle())
+        named = {str(at): small for at, small in enumerate(caches)}
+        self._near = NearArena(records, named)
         table = torch.zeros_like(self._table)
-        table[0, kept] = torch.arange(1, first, dtype=torch.int32)
+        table[0, kept] = torch.arange(1, len(kept) + 1, dtype=torch.int32)
         sequence = OffloadedSequence(
             "trial",
             split.init,
             np.arange(split.middle) * (LAYERS * page),
-            torch.arange(first, first + slots, dtype=torch.int32),
+            torch.empty(0, dtype=torch.int32),
             records,
+            self._near.bases,
         )
         for layer, small in zip(self._layers, caches, strict=True):
             layer.depart(sequence, middle.tolist(), small)
@@ -255,13 +252,12 @@ class _Trial:
         return planner.plan(self._rows, self._table)
 
 
-def _next_query(query: torch.Tensor, cosine: float) -> torch.Tensor:
-    """A random query whose cosine to every head's last one is ``cosine``."""
-    noise = torch.randn(query.shape) * (1 - cosine**2) ** 0.5
-    return (query.float() * cosine + noise).to(query.dtype)
-
-
 def _seconds(act: Callable[[], object]) -> float:
-    started = time.perf_counter()
+    started = _now()
     act()
-    return time.perf_counter() - started
+    return _now() - started
+
+
+def _now() -> float:
+    """Of one thread the processor's time, which other processes affect least."""
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()

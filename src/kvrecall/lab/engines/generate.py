@@ -2,7 +2,7 @@
 
 The prompts' KV may be made up, from a normal distribution, in the pool or in the device cache, to
 skip their prefill, which takes minutes each: the cost of attention and copies does not depend on
-the values, but for which blocks are selected and thus how many of them are in the slots.
+the values.
 """
 
 from __future__ import annotations
@@ -63,12 +63,11 @@ class Generation:
         context: int,
         decoded: int,
         source: str,
-        spread: float = 0.0,
         settle: bool = True,
     ) -> None:
         """Adds ``sequences`` prompts of ``context`` tokens, each of which decodes ``decoded``.
-        ``spread``: of made-up keys, as in ``_draw``. ``settle``: steps until all of them decode, or
-        as many as there is room for. Raises EngineError if there is no room for made-up KV."""
+        ``settle``: steps until all of them decode, or as many as there is room for. Raises
+        EngineError if there is no room for made-up KV."""
         from vllm import SamplingParams
 
         self._seen: dict[str, int] = {}
@@ -82,10 +81,10 @@ class Generation:
             draw = Random(name)
             prompt = [draw.randrange(1, 250) for _ in range(context)]
             self._engine.add_request(name, {"prompt_token_ids": prompt}, greedy)
-        self._prefix_bytes = _fill_pool(self._llm, spread) if source == POOL else 0
+        self._prefix_bytes = _fill_pool(self._llm) if source == POOL else 0
         if source == DEVICE:
             if not self._drawn:
-                self._llm.collective_rpc(_draw_device, args=(spread,))
+                self._llm.collective_rpc(_draw_device)
                 self._drawn = True
             self._enter()
         self._began = time.perf_counter()
@@ -251,27 +250,15 @@ def _digest_bytes(worker: Any) -> int:
     )
 
 
-def _draw(cache: torch.Tensor, spread: float) -> None:
-    """Makes up keys and values ``[blocks, kv_heads, tokens, 2 * dim]``, from a normal distribution.
-    ``spread``: on a CPU, of the logarithm of a factor of each block's and head's keys. A block of
-    long keys is then similar to many queries, and selected in many steps."""
-    from kvrecall.engines.vllm.attention.cpu import halves
-
-    cache.normal_()
-    if spread:
-        keys, _ = halves(cache, whole=True)
-        keys *= torch.randn(*keys.shape[:2], 1, 1).mul_(spread).exp_()
-
-
-def _draw_device(worker: Any, spread: float) -> None:
+def _draw_device(worker: Any) -> None:
     """In a worker: gives the device cache random KV."""
     torch.manual_seed(0)
     for layer in worker.vllm_config.compilation_config.static_forward_context.values():
         if hasattr(layer, "impl"):
-            _draw(layer.kv_cache, spread)
+            layer.kv_cache.normal_()
 
 
-def _fill_pool(llm: Any, spread: float) -> int:
+def _fill_pool(llm: Any) -> int:
     """Puts every whole block of the waiting requests' prompts into the pool, with random KV, but
     for those it has; returns their bytes. On vLLM's CPU platform only. Raises EngineError if the
     pool is full."""
@@ -291,7 +278,7 @@ def _fill_pool(llm: Any, spread: float) -> int:
         _get_attn_isa(model.dtype, block, dim, "auto"),
     )
     sparse = active_settings(config) if is_requested(os.environ) else None
-    records = _Records(shape, model.get_total_num_hidden_layers(), sparse, spread)
+    records = _Records(shape, model.get_total_num_hidden_layers(), sparse)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     torch.manual_seed(0)
     nbytes = 0
@@ -318,15 +305,12 @@ def _put(pool: Pool, keys: Sequence[BlockKey], records: _Records) -> int:
 class _Records:
     """Made-up blocks as the pool holds them, with digests by ``sparse`` if given."""
 
-    def __init__(
-        self, shape: Any, layers: int, sparse: RetrievalSettings | None, spread: float
-    ) -> None:
+    def __init__(self, shape: Any, layers: int, sparse: RetrievalSettings | None) -> None:
         from kvrecall.engines.vllm.attention.activity import Activity
         from kvrecall.engines.vllm.attention.cpu import CpuKernel
         from kvrecall.engines.vllm.attention.layer import RetrievalLayer
 
         size = (_AT_ONCE, shape.kv_heads, shape.block_size, 2 * shape.head_dim)
-        self._spread = spread
         self._caches = [torch.empty(size, dtype=shape.dtype) for _ in range(layers)]
         self._layers: dict[int, RetrievalLayer] = {}
         if sparse is not None:
@@ -337,7 +321,7 @@ class _Records:
     def draw(self, blocks: int) -> torch.Tensor:
         """uint8 ``[blocks, bytes]``."""
         for cache in self._caches:
-            _draw(cache, self._spread)
+            cache.normal_()
         pages = [cache.view(_AT_ONCE, -1).view(torch.uint8) for cache in self._caches]
         ids = torch.arange(_AT_ONCE)
         for at, layer in self._layers.items():

@@ -39,6 +39,7 @@ class Activity:
     blocks_hit: int = _count("Selected offloaded blocks found in the slots.")
     blocks_loaded: int = _count("Selected offloaded blocks that were loaded.")
     bytes_loaded: int = _count("Bytes recalled into device slots.")
+    blocks_in_place: int = _count("Selected offloaded blocks read where they lie, in the arena.")
 
     def totals(self) -> dict[str, int]:
         return asdict(self)
@@ -77,7 +78,8 @@ class ActivityLog:
             "kvrecall: retrieval: %(steps_sparse)d of %(steps)d steps sparse; "
             "%(blocks_selected)d of %(blocks_considered)d considered blocks selected; "
             "%(sequences_gated)d tokens left dense by the gate; offloaded blocks: "
-            "%(blocks_hit)d found in slots, %(blocks_loaded)d loaded",
+            "%(blocks_hit)d found in slots, %(blocks_loaded)d loaded, "
+            "%(blocks_in_place)d read in place",
             new,
         )
 

@@ -180,12 +180,11 @@ class RetrievalBuilder(ABC):
             return
         checks.require_block_size(self.block_size, settings)
         self._settings = settings
-        most = config.most_blocks_of_sequences(self.vllm_config, self.block_size)
         on_host = self._kernel.device.type == "cpu"
         self._group = group = RetrievalGroup(
             self._activity,
             self._heat,
-            pages=(settings.dense_layers + 1) * most if on_host else 0,
+            in_place=self._kernel.in_place,
             loads_in_step=on_host,
         )
         self._planner = StepPlanner(settings, self._kernel, group.freshness, self._activity)

@@ -36,6 +36,12 @@ def backends() -> dict[str, str]:
     return CPU_BACKENDS if is_on_cpu() else CUDA_BACKENDS
 
 
+def reads_in_place() -> bool:
+    """Whether attention reads offloaded blocks in the arena, so that a sequence needs no slots: see
+    ``RowKernel.in_place``."""
+    return f"{_HERE}.cpu.RetrievalBackend" in backends().values()
+
+
 def require_engine(vllm_config: Any, settings: RetrievalSettings) -> None:
     """Raises EngineError for an engine that cannot decode by retrieval."""
     model, cache = vllm_config.model_config, vllm_config.cache_config

@@ -26,7 +26,7 @@ from kvrecall.attention.kernels.device import Addresses, Piece
 from kvrecall.attention.residency import DeviceResidency, Ints
 from kvrecall.attention.selection import OVERHEAD_BYTES
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
-from kvrecall.engines.vllm.attention.offloaded import Extent
+from kvrecall.engines.vllm.attention.offloaded import stride_to
 from kvrecall.engines.vllm.attention.step import (
     KernelShape,
     OffloadedRow,
@@ -38,7 +38,6 @@ from kvrecall.engines.vllm.attention.step import (
 from kvrecall.engines.vllm.compat import config
 from kvrecall.engines.vllm.device.base import Batch
 from kvrecall.errors import EngineError
-from kvrecall.pool.slots import ALIGNMENT
 
 _FP8 = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 
@@ -56,6 +55,26 @@ def halves(kv_cache: torch.Tensor, whole: bool = False) -> tuple[torch.Tensor, t
     heads = (blocks, kv_heads) if whole else (blocks * kv_heads, 1)
     keys, values = kv_cache.view(*heads, 2 * block_size, -1).chunk(2, dim=2)
     return keys, values
+
+
+def far_halves(
+    kv_cache: torch.Tensor, distances: Ints, whole: bool = False
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """``halves`` of a cache, and a table for them of what begins so many bytes from its start, in
+    it or elsewhere in this process: int32 of the distances' shape.
+
+    A kernel call reads blocks at multiples of one stride from one address, forwards and backwards.
+    Here that is the longest stride that leads to all of them. Each must be a whole block, or one of
+    a KV head, and they must be as near as ``are_near`` says.
+    """
+    stride = stride_to(distances)
+    keys, values = (
+        half[:1].as_strided(
+            (1, *half.shape[1:]), (stride // half.element_size(), *half.stride()[1:])
+        )
+        for half in halves(kv_cache, whole)
+    )
+    return (keys, values), torch.from_numpy((distances // stride).astype(np.int32))
 
 
 def schedule(
@@ -152,14 +171,17 @@ def write_tokens(
 class CpuPlan:
     """``tokens``: int64, the sequences' places in the batch. ``table``: int32 ``[sequences *
     kv_heads, width]``, whose chosen part every layer overwrites, from ``split.init`` on, before it
-    attends. ``seq_lens``: int32, tokens in each row's blocks; ``starts``: int32, 0, 1, 2 ... to the
-    number of rows; ``schedule``: vLLM's, of all rows or, with sinks, of those of a KV head."""
+    attends. ``distances``: the same in bytes from the start of a layer's cache, which then counts
+    instead; None if no sequence is partially offloaded. ``seq_lens``: int32, tokens in each row's
+    blocks; ``starts``: int32, 0, 1, 2 ... to the number of rows; ``schedule``: vLLM's, of all rows
+    or, with sinks, of those of a KV head."""
 
     tokens: torch.Tensor
     table: torch.Tensor
     seq_lens: torch.Tensor
     starts: torch.Tensor
     schedule: torch.Tensor
+    distances: Ints | None = None
 
 
 class CpuKernel(RowKernel):
@@ -167,11 +189,13 @@ class CpuKernel(RowKernel):
 
     device = torch.device("cpu")
     chooses = False
+    in_place = True
     overhead_bytes = OVERHEAD_BYTES
 
     def __init__(self, shape: KernelShape) -> None:
         self.shape = shape
         self._head = torch.arange(shape.kv_heads, dtype=torch.int32)[:, None]
+        self._row_bytes = shape.block_size * shape.token_bytes // shape.kv_heads
 
     @cached_property
     def _reader(self) -> KeyReader:
@@ -233,7 +257,10 @@ class CpuKernel(RowKernel):
         tokens = torch.tensor([sequence.token for sequence in sequences])
         ours = slice(None, None, heads if self.shape.sinks else 1)
         told = seq_lens[ours].contiguous(), starts[: len(seq_lens[ours]) + 1]
-        plan = CpuPlan(tokens, table, seq_lens, starts, self.schedule(*told))
+        distances = None
+        if any(sequence.offloaded is not None for sequence in sequences):
+            distances = table.numpy().astype(np.int64) * self._row_bytes
+        plan = CpuPlan(tokens, table, seq_lens, starts, self.schedule(*told), distances)
         return SparseStep(stale, tuple(sequences), plan)
 
     def schedule(self, seq_lens: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
@@ -260,8 +287,17 @@ class CpuKernel(RowKernel):
 
     def enter(self, step: SparseStep, at: int, ids: torch.Tensor) -> None:
         plan, heads, split = step.plan, self.shape.kv_heads, step.sequences[at].split
-        rows = plan.table[at * heads : (at + 1) * heads]
-        rows[:, split.init : split.init + split.chosen] = ids * heads + self._head
+        rows = slice(at * heads, (at + 1) * heads), slice(split.init, split.init + split.chosen)
+        named = ids * heads + self._head
+        if plan.distances is None:
+            plan.table[rows] = named
+        else:
+            plan.distances[rows] = named.numpy().astype(np.int64) * self._row_bytes
+
+    def enter_in_place(self, step: SparseStep, at: int, distances: Ints) -> None:
+        plan, heads, split = step.plan, self.shape.kv_heads, step.sequences[at].split
+        rows = slice(at * heads, (at + 1) * heads), slice(split.init, split.init + split.chosen)
+        plan.distances[rows] = distances + self._head.numpy() * self._row_bytes
 
     def attend(
         self,
@@ -273,15 +309,23 @@ class CpuKernel(RowKernel):
     ) -> None:
         plan, shape = step.plan, self.shape
         rows = query[plan.tokens].reshape(-1, shape.group, shape.head_dim)
+        caches, table = halves(kv_cache), plan.table
+        if plan.distances is not None:
+            caches, table = far_halves(kv_cache, plan.distances)
         if terms.sinks is not None:
-            found = self._attend_by_head(rows, kv_cache, plan, terms)
+            found = self._attend_by_head(rows, caches, table, plan, terms)
         else:
-            told = plan.table, plan.seq_lens, plan.starts, plan.schedule
-            found = attend(shape, rows, halves(kv_cache), *told, terms)
+            told = table, plan.seq_lens, plan.starts, plan.schedule
+            found = attend(shape, rows, caches, *told, terms)
         output[plan.tokens] = found.view(len(plan.tokens), *output.shape[1:])
 
     def _attend_by_head(
-        self, rows: torch.Tensor, kv_cache: torch.Tensor, plan: CpuPlan, terms: Terms
+        self,
+        rows: torch.Tensor,
+        caches: tuple[torch.Tensor, torch.Tensor],
+        table: torch.Tensor,
+        plan: CpuPlan,
+        terms: Terms,
     ) -> torch.Tensor:
         """A call has the same sinks for all its rows: one call for the rows of a KV head."""
         shape, heads = self.shape, self.shape.kv_heads
@@ -290,9 +334,9 @@ class CpuKernel(RowKernel):
         starts = plan.starts[: len(plan.tokens) + 1]
         for head, sinks in enumerate(terms.sinks.view(heads, shape.group)):
             ours = slice(head, None, heads)
-            told = plan.table[ours], plan.seq_lens[ours].contiguous(), starts, plan.schedule
+            told = table[ours], plan.seq_lens[ours].contiguous(), starts, plan.schedule
             of_head = replace(terms, sinks=sinks)
-            found[ours] = attend(shape, rows[ours].contiguous(), halves(kv_cache), *told, of_head)
+            found[ours] = attend(shape, rows[ours].contiguous(), caches, *told, of_head)
         return found
 
 
@@ -337,49 +381,16 @@ class KeyReader:
         return packed.index_select(-1, self._places).view(shape)
 
 
-class _Pages:
-    """Pages of one sequence's blocks in an extent. ``of``: each block's page, -1: none; ``done``:
-    which hold full blocks."""
-
-    def __init__(self, extent: Extent) -> None:
-        self.extent = extent
-        self.of = np.zeros(0, dtype=np.int64)
-        self.done = np.zeros(0, dtype=np.bool_)
-
-    def grow(self, count: int) -> None:
-        """There are now at least ``count`` blocks."""
-        more = count - len(self.of)
-        if more > 0:
-            self.of = np.pad(self.of, (0, more + 16), constant_values=-1)
-            self.done = np.pad(self.done, (0, more + 16))
-
-    def drop(self, first: int, end: int) -> list[int]:
-        """Pages of these blocks, which have none from now on."""
-        part = self.of[first:end]
-        had = part[part >= 0].tolist()
-        part[:] = -1
-        self.done[first:end] = False
-        return list(had)
-
-
 class InPlaceLayer:
-    """One layer's dense attention over partially offloaded sequences. Owned by the worker's thread.
-
-    It needs all of a sequence's keys. The kernel reads offloaded ones in place, in the arena. The
-    others must be in the same range of addresses: they are copied into pages behind the arena, a
-    full block once.
-    """
+    """One layer's dense attention over partially offloaded sequences, whose blocks the kernel reads
+    where they lie: in the arena, and in the cache."""
 
     def __init__(self, shape: KernelShape, name: str) -> None:
         self._shape = shape
         self._name = name
-        self._pages: dict[str, _Pages] = {}
 
     def forget(self, key: str, memory: bool = True) -> None:
-        """Returns the sequence's pages, and their ``memory`` if it is not needed again soon."""
-        pages = self._pages.pop(key, None)
-        if pages is not None:
-            pages.extent.give(pages.drop(0, len(pages.of)), memory)
+        """Nothing is kept."""
 
     def attend(
         self,
@@ -389,38 +400,17 @@ class InPlaceLayer:
         terms: Terms,
         plainly: object = None,
     ) -> torch.Tensor:
-        extent = row.sequence.extent
-        assert extent is not None
-        at = row.sequence.records.layers[self._name]
-        places = self._places(extent, at, kv_cache, row)
+        sequence, shape = row.sequence, self._shape
+        blocks = -(-row.tokens // shape.block_size)
+        distances = row.table[:blocks].numpy().astype(np.int64) * kv_cache[0].nbytes
+        left = slice(sequence.init, sequence.init + sequence.count)
+        distances[left] = sequence.addresses(self._name) - kv_cache.data_ptr()
+        caches, table = far_halves(kv_cache, distances[None], whole=True)
         seq_lens = torch.tensor([row.tokens], dtype=torch.int32)
         starts = torch.tensor([0, len(query)], dtype=torch.int32)
-        order = torch.from_numpy(places.astype(np.int32))[None]
-        plan = schedule(self._shape, seq_lens, starts, whole=True)
-        caches = halves(extent.blocks(at, kv_cache), whole=True)
-        query = query.reshape(-1, self._shape.heads, self._shape.head_dim).contiguous()
-        return attend(self._shape, query, caches, order, seq_lens, starts, plan, terms)
-
-    def _places(self, extent: Extent, at: int, kv_cache: torch.Tensor, row: OffloadedRow) -> Ints:
-        """The sequence's blocks in the extent, after copying those not in the arena."""
-        sequence, tokens, size = row.sequence, row.tokens, self._shape.block_size
-        blocks = -(-tokens // size)
-        first, end = sequence.init, sequence.init + sequence.count
-        pages = self._pages.setdefault(sequence.key, _Pages(extent))
-        pages.grow(blocks)
-        extent.give(pages.drop(first, end))
-        own = np.r_[0:first, end:blocks]
-        new = own[pages.of[own] < 0]
-        pages.of[new] = extent.take(len(new))
-        ids = row.table.numpy()
-        for block in own[~pages.done[own]].tolist():
-            page = extent.page(int(pages.of[block]), at)
-            page.copy_(kv_cache[int(ids[block])].view(-1).view(torch.uint8))
-        pages.done[own] = own < tokens // size
-        places = np.empty(blocks, dtype=np.int64)
-        places[first:end] = sequence.offsets // ALIGNMENT
-        places[own] = extent.places_of(pages.of[own], at)
-        return places
+        plan = schedule(shape, seq_lens, starts, whole=True)
+        query = query.reshape(-1, shape.heads, shape.head_dim).contiguous()
+        return attend(shape, query, caches, table, seq_lens, starts, plan, terms)
 
 
 class RetrievalBackend(CPUAttentionBackend):

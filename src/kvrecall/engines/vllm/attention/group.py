@@ -13,7 +13,7 @@ from kvrecall.engines.vllm.attention.activity import Activity
 from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.attention.layer import RetrievalLayer
 from kvrecall.engines.vllm.attention.offloaded import (
-    Extent,
+    NearArena,
     OffloadedSequence,
     Records,
     checksums_of_layer,
@@ -59,19 +59,18 @@ class RetrievalGroup:
         self,
         activity: Activity,
         heat: HeatTotals,
-        pages: int = 0,
+        in_place: bool = False,
         loads_in_step: bool = True,
     ) -> None:
-        """``pages``: maximum number of pages behind the arena for layers that attend to it in place
-        (see ``Extent``); 0: no such layer. ``loads_in_step``: whether loaded blocks are in place
+        """``in_place``: as of ``RowKernel``. ``loads_in_step``: whether loaded blocks are in place
         when ``note_restored`` is called."""
         self.activity = activity
         self.heat = heat
         self.freshness = Freshness()
-        self._pages = pages
+        self._in_place = in_place
+        self._near: dict[ArenaHandle | None, NearArena] = {}
         self._loads_in_step = loads_in_step
         self._caches: Mapping[str, torch.Tensor] = {}
-        self._extents: dict[ArenaHandle, Extent] = {}
         self._sparse: dict[str, RetrievalLayer] = {}
         self._whole: dict[str, WholeLayer] = {}
         self._sequences: dict[str, OffloadedSequence] = {}
@@ -173,15 +172,13 @@ class RetrievalGroup:
         found = {sequence.records.arena for sequence in self._sequences.values()}
         return {arena for arena in found if arena is not None}
 
-    def _extent(self, records: Records) -> Extent | None:
-        """The extent in which layers attend to the arena in place; None without such layers. Raises
-        EngineError."""
-        if records.arena is None or not self._pages:
-            return None
-        if records.arena not in self._extents:
-            page = self._caches[next(iter(self._whole))][0].nbytes
-            self._extents[records.arena] = Extent(records.arena, page, self._pages)
-        return self._extents[records.arena]
+    def _bases(self, records: Records) -> Mapping[str, int]:
+        """The arena's address for each layer that reads it in place. Raises EngineError."""
+        if not self._in_place:
+            return {}
+        if records.arena not in self._near:
+            self._near[records.arena] = NearArena(records, self._caches)
+        return self._near[records.arena].bases
 
     def _forget(self, key: str) -> None:
         """The sequence has ended. With the last one in an arena that arena is unmapped: its owner
@@ -194,10 +191,10 @@ class RetrievalGroup:
         for whole in self._whole.values():
             whole.forget(key)
         arena = gone.records.arena
-        if arena in self._extents and not any(
+        if arena in self._near and not any(
             sequence.records.arena == arena for sequence in self._sequences.values()
         ):
-            self._extents.pop(arena).close()
+            self._near.pop(arena).close()
 
     def _carry_out(self, order: Arrival | Departure, records: Records | None) -> bool:
         """False if the arena of a starting sequence is unreachable."""
@@ -206,13 +203,13 @@ class RetrievalGroup:
             if records is None:
                 return False
             try:
-                extent = self._extent(records)
+                near = self._bases(records)
             except EngineError as error:
                 logger.error("kvrecall: %s", error)
                 return False
             none = torch.empty(0, dtype=torch.int32)
             sequence = OffloadedSequence(
-                order.request_id, order.init, np.empty(0, np.int64), none, records, extent
+                order.request_id, order.init, np.empty(0, np.int64), none, records, near
             )
             self._sequences[sequence.key] = sequence
         added = np.array(order.offsets, dtype=np.int64)

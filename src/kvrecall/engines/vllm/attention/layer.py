@@ -242,11 +242,15 @@ class RetrievalLayer:
                 # In the sequence's order, so that the sum does not depend on where blocks lie.
                 places = search(sequence, grouped, scale).sort(-1).values
             ids = sequence.blocks[places]
-            if offloaded is not None:
-                left = places < offloaded.count
-                slots = self._recalled[offloaded.key].fetch(places.numpy(), left.numpy())
-                ids = torch.where(left, offloaded.slots[torch.from_numpy(slots)], ids)
-            kernel.enter(step, at, ids)
+            if offloaded is not None and kernel.in_place:
+                recalled = self._recalled[offloaded.key]
+                kernel.enter_in_place(step, at, recalled.find(places.numpy(), ids.numpy()))
+            else:
+                if offloaded is not None:
+                    left = places < offloaded.count
+                    slots = self._recalled[offloaded.key].fetch(places.numpy(), left.numpy())
+                    ids = torch.where(left, offloaded.slots[torch.from_numpy(slots)], ids)
+                kernel.enter(step, at, ids)
             if self._note is not None and sampled and not kernel.chooses:
                 middle = np.arange(split.init, split.local)
                 self._note(middle, places.numpy() + split.init, split.blocks)
@@ -427,6 +431,14 @@ class RecalledBlocks:
         inside = begins.min(initial=0) >= 0 and begins.max(initial=0) <= last
         if not (inside and all(0 <= slot < len(self._cache) for slot in slots)):
             raise IndexError(f"blocks of {sequence.key} lie outside of the arena or of the cache")
+
+    def find(self, blocks: Ints, ids: Ints) -> Ints:
+        """Where these middle blocks begin, in bytes from the start of the cache. ``blocks``,
+        ``ids``: ``[kv_heads, count]``; device blocks of those that have not left."""
+        left, known = blocks < self._count, np.minimum(blocks, self._count - 1)
+        away = self._sequence.addresses(self._layer)[known] - self._cache.data_ptr()
+        self._activity.blocks_in_place += int(left.sum())
+        return np.where(left, away, ids.astype(np.int64) * self._block)
 
     def fetch(self, blocks: Ints, wanted: Flags) -> Ints:
         """Recalls blocks to the device; returns places in the sequence's slots, valid until the

@@ -88,9 +88,11 @@ class OffloadPlanner:
         deadline_s: float,
         state_of: Callable[[str], RequestState | None],
         trusted: Callable[[RequestState, Sequence[int]], int],
+        in_place: bool = False,
     ) -> None:
         """``gate``: the workers'. ``state_of``: the scheduler side's state of a request.
-        ``trusted``: number of leased blocks, from the first on, that may be read."""
+        ``trusted``: number of leased blocks, from the first on, that may be read. ``in_place``:
+        workers read offloaded blocks in the arena, without slots."""
         self._pool = pool
         self._settings = settings
         self._block_size = block_size
@@ -98,6 +100,7 @@ class OffloadPlanner:
         self._deadline_s = deadline_s
         self._state_of = state_of
         self._trusted = trusted
+        self._in_place = in_place
         self._sequences: dict[str, _Offloaded] = {}
         self._expected: dict[str, tuple[_Offloaded, Offload]] = {}
         self._ended: list[str] = []
@@ -122,7 +125,7 @@ class OffloadPlanner:
         if split is None or start >= last:
             return
         count = last - split.init
-        slots = slots_of(split, count, self._settings)[1]
+        slots = self._slots_of(split, count)[1]
         if last < split.local and count <= 2 * slots:
             return
         keys = state.keys(last)
@@ -171,7 +174,7 @@ class OffloadPlanner:
         if sequence.gone < split.middle:
             self._lease(sequence, state, split, tokens)
         safe = min(len(sequence.offsets), split.middle)
-        least, slots = slots_of(split, safe, self._settings)
+        least, slots = self._slots_of(split, safe)
         if safe <= sequence.gone or not (safe == split.middle or safe > 2 * slots):
             return None
         if not self._holds(sequence):
@@ -191,7 +194,7 @@ class OffloadPlanner:
         if sequence is None or not sequence.gone:
             return 0
         split = split_of(tokens, self._block_size, self._settings)
-        return slots_of(split, sequence.gone, self._settings)[0]
+        return self._slots_of(split, sequence.gone)[0]
 
     def ended(self, request_id: str) -> None:
         """The sequence has left the batch: ends its leases, unless steps under way read what they
@@ -268,6 +271,10 @@ class OffloadPlanner:
             return None
         split = split_of(tokens, self._block_size, self._settings)
         return split if self._gate.passes(tokens, split) else None
+
+    def _slots_of(self, split: Split, offloaded: int) -> tuple[int, int]:
+        """As ``slots_of``."""
+        return (0, 0) if self._in_place else slots_of(split, offloaded, self._settings)
 
     @property
     def _is_reachable(self) -> bool:

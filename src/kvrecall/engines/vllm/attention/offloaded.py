@@ -31,16 +31,16 @@ _LIBC.mmap.argtypes = [
     ctypes.c_long,
 ]
 _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_MAP_FIXED = 0x10
-_MAP_NORESERVE = 0x4000
 _FAILED = ctypes.c_void_p(-1).value
+
+_GAPS = range(4 << 30, 128 << 30, 4 << 30)
+"""Bytes to leave between a cache and an arena mapped near it, where the heap may grow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
     """The arena as a worker reads it: uint8 ``memory``, the offsets (bytes) of each layer's pages
-    in a block's record, and its mapping; None: no layer attends to it in place."""
+    in a block's record, and what it is; None: its owner keeps it mapped."""
 
     memory: Bytes
     layers: Mapping[str, int]
@@ -69,17 +69,17 @@ def checksums_of_layer(name: str) -> str:
 class OffloadedSequence:
     """A partially offloaded sequence: its middle blocks ``[0, count)``, counted from block
     ``init``, are off the device, in the arena of ``records`` at ``offsets``. ``slots``: int32
-    device blocks that it recalls into; every layer and KV head has its own blocks there.
-    ``extent``: where layers attend to that arena in place; None: nowhere. ``numbers``: of those
-    blocks on a device whose kernels recall them (``residency.BlockNumbers``), which they do as long
-    as it ``is_readable``."""
+    device blocks that it recalls into, where every layer and KV head has its own blocks; none if
+    blocks are read in place. ``near``: the arena's address for each layer that does so
+    (``NearArena``). ``numbers``: of those blocks on a device whose kernels recall them
+    (``residency.BlockNumbers``), which they do as long as it ``is_readable``."""
 
     key: str
     init: int
     offsets: Ints
     slots: torch.Tensor
     records: Records
-    extent: Extent | None = None
+    near: Mapping[str, int] = field(default_factory=dict)
     numbers: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     is_readable: bool = True
 
@@ -89,7 +89,8 @@ class OffloadedSequence:
 
     def addresses(self, layer: str) -> Ints:
         """Addresses of the layer's pages of the offloaded blocks."""
-        return self.begins + self.records.layers[layer]
+        base = self.near.get(layer) or self.records.memory.ctypes.data
+        return self.offsets + (base + self.records.layers[layer])
 
     @property
     def begins(self) -> Ints:
@@ -107,97 +108,88 @@ class OffloadedSequence:
         return table
 
 
-class Extent:
-    """The arena, and pages of our own behind it, in one range of addresses.
+def stride_to(distances: Ints) -> int:
+    """The largest power of two, of at most ``ALIGNMENT``, that divides all of them."""
+    bits = int(np.bitwise_or.reduce(distances, axis=None)) | ALIGNMENT
+    return bits & -bits
 
-    A kernel call takes one base address and reads blocks at multiples of one stride. Here the arena
-    is mapped once more, read-only, with room behind it, and the stride is the least step between
-    the arena's slots: so one call reads blocks where they lie in the arena, beside others that are
-    not in it. A layer's block has a page of ``page_bytes``, at a place that counts steps of
-    ``ALIGNMENT`` bytes from the arena's start. Own pages are numbered; they take memory from when
-    they are first written until they are given back. Owned by the worker's thread.
-    """
 
-    def __init__(self, arena: ArenaHandle, page_bytes: int, pages: int) -> None:
-        """``pages``: most of our own at a time. Raises EngineError if it cannot be mapped."""
-        self.page_bytes = page_bytes
-        self._behind = _aligned(arena.nbytes)
-        self._step = _aligned(page_bytes) + ALIGNMENT  # a layer's page may begin between two steps
-        self._pages = min(pages, (2**31 * ALIGNMENT - self._behind) // self._step - 1)
-        self._nbytes = self._behind + self._pages * self._step
-        self._free: list[int] = []
-        self._used = 0
-        self._address = _map(arena, self._nbytes, self._behind)
-        buffer = (ctypes.c_uint8 * self._nbytes).from_address(self._address)
-        self._bytes = torch.from_numpy(np.ctypeslib.as_array(buffer))
+def are_near(distances: Ints) -> bool:
+    """Whether a block table, int32, can name what begins at all of these distances, in bytes, as
+    multiples of ``stride_to`` them."""
+    return int(np.abs(distances).max(initial=0)) < 2**31 * stride_to(distances)
 
-    def take(self, count: int) -> list[int]:
-        """Own pages that are free. Raises EngineError if there are not so many."""
-        kept = max(0, len(self._free) - count)
-        taken = self._free[kept:]
-        del self._free[kept:]
-        new = count - len(taken)
-        if self._used + new > self._pages:
-            raise EngineError(f"more than {self._pages} pages of blocks beside the arena")
-        taken.extend(range(self._used, self._used + new))
-        self._used += new
-        return taken
 
-    def give(self, pages: list[int], memory: bool = True) -> None:
-        """Gives own pages back. ``memory``: theirs, too, as others will not be taken soon."""
-        for page in pages if memory else ():
-            start = self._address + self._behind + page * self._step
-            _LIBC.madvise(start, self._step, mmap.MADV_DONTNEED)
-        self._free.extend(pages)
+class NearArena:
+    """An arena in this worker's addresses so near to every layer's cache that one block table names
+    the blocks of both. Where it is mapped already, if that will do, else mapped once more."""
 
-    def places_of(self, pages: Ints, layer_at: int) -> Ints:
-        """Places of own pages for the layer whose pages begin at byte ``layer_at`` of a record."""
-        steps = (self._behind + pages * self._step) // ALIGNMENT
-        return steps - layer_at // ALIGNMENT
+    def __init__(self, records: Records, caches: Mapping[str, torch.Tensor]) -> None:
+        """``caches``: the layers'. Raises EngineError if it cannot be mapped near one of them."""
+        self._nbytes = len(records.memory)
+        self._mapped: list[int] = []
+        self.bases: dict[str, int] = {}
+        """Its address for each layer."""
+        known = [records.memory.ctypes.data]
+        try:
+            for name, cache in caches.items():
+                at = records.layers[name]
+                base = next((one for one in known if self._serves(one, at, cache)), 0)
+                if not base:
+                    base = self._map(records, at, cache)
+                    known.append(base)
+                self.bases[name] = base
+        except EngineError:
+            self.close()
+            raise
 
-    def page(self, page: int, layer_at: int) -> torch.Tensor:
-        """An own page's bytes, as that layer sees it: uint8 ``[page_bytes]``."""
-        start = self._behind + page * self._step + layer_at % ALIGNMENT
-        return self._bytes[start : start + self.page_bytes]
+    def _serves(self, base: int, layer_at: int, cache: torch.Tensor) -> bool:
+        """Whether a table names that layer's pages in an arena at ``base``, and its cache's."""
+        first = base + layer_at - cache.data_ptr()
+        head = cache[0].nbytes // cache.shape[1]
+        return are_near(np.array([first, first + _aligned(self._nbytes), cache.nbytes, head]))
 
-    def blocks(self, layer_at: int, like: torch.Tensor) -> torch.Tensor:
-        """All places of a layer as blocks of a KV cache that is shaped like ``like`` and
-        contiguous within a block: ``[places, kv_heads, tokens, 2 * dim]``, overlapping."""
-        size = like.element_size()
-        _, heads, tokens, width = like.shape
-        count = (self._nbytes - layer_at - self.page_bytes) // ALIGNMENT + 1
-        shape = (count, heads, tokens, width)
-        steps = (ALIGNMENT // size, tokens * width, width, 1)
-        return self._bytes.view(like.dtype).as_strided(shape, steps, layer_at // size)
+    def _map(self, records: Records, layer_at: int, cache: torch.Tensor) -> int:
+        """The address of another mapping, which serves this layer."""
+        if records.arena is not None:
+            end = _aligned(cache.data_ptr() + cache.nbytes)
+            hints = [end + gap for gap in _GAPS]
+            hints += [end - _aligned(cache.nbytes + self._nbytes) - gap for gap in _GAPS]
+            for hint in hints:
+                base = _mapped(records.arena, self._nbytes, max(0, hint))
+                self._mapped.append(base)
+                if self._serves(base, layer_at, cache):
+                    return base
+                _LIBC.munmap(self._mapped.pop(), self._nbytes)
+        raise EngineError(
+            "the pool's memory cannot be mapped so near to the KV cache that attention reads both; "
+            "preload an allocator that begins large tensors at whole pages (tcmalloc), make "
+            "host_size smaller, or set VLLM_RETRIEVAL_OFFLOAD_BOUNDARY above max_model_len"
+        )
 
     def close(self) -> None:
-        """Unmaps everything; no tensor of it may be used after that."""
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-        _LIBC.munmap(self._address, self._nbytes)
+        """Unmaps what it mapped; no address in it may be read after that."""
+        while self._mapped:
+            _LIBC.munmap(self._mapped.pop(), self._nbytes)
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _map(arena: ArenaHandle, nbytes: int, behind: int) -> int:
-    """Address of ``nbytes`` of private memory, yet untouched, the arena in place of its start."""
-    room = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+def _mapped(arena: ArenaHandle, nbytes: int, hint: int) -> int:
+    """Address of the arena, mapped once more, read-only, at ``hint`` if that is free. Raises
+    EngineError."""
     try:
         fd = open_arena(arena)
     except TierError as error:
         raise _unmappable(str(error)) from error
     try:
-        address = _LIBC.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, room, -1, 0)
-        if address in (None, _FAILED):
-            raise _unmappable(os.strerror(ctypes.get_errno()))
-        shared = mmap.MAP_SHARED | _MAP_FIXED
-        if _LIBC.mmap(address, behind, mmap.PROT_READ, shared, fd, 0) == _FAILED:
-            code = ctypes.get_errno()
-            _LIBC.munmap(address, nbytes)
-            raise _unmappable(os.strerror(code))
+        address = _LIBC.mmap(hint, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
     finally:
         os.close(fd)
+    if address in (None, _FAILED):
+        raise _unmappable(os.strerror(ctypes.get_errno()))
     return int(address)
 
 

@@ -21,7 +21,7 @@ import torch
 
 from kvrecall.attention.digest import Layout
 from kvrecall.attention.kernels.device import Addresses, Piece
-from kvrecall.attention.residency import DeviceResidency
+from kvrecall.attention.residency import DeviceResidency, Ints
 from kvrecall.attention.selection import Gate, Split, split_of
 from kvrecall.attention.settings import Regime, RetrievalSettings
 from kvrecall.engines.vllm.attention.activity import Activity
@@ -200,6 +200,9 @@ class RowKernel(ABC):
     chooses: bool
     """Whether it chooses the blocks of all sequences on the device at once: by an exact search that
     reads digests where they lie. Otherwise the layer does, sequence by sequence."""
+    in_place: bool
+    """Whether it reads offloaded blocks where they lie, in the arena. Otherwise they are recalled
+    into slots."""
     overhead_bytes: int
     """See ``Gate``."""
 
@@ -272,6 +275,12 @@ class RowKernel(ABC):
     def enter(self, step: SparseStep, at: int, ids: torch.Tensor) -> None:
         """The step's sequence ``at`` attends to these middle blocks: ids ``[kv_heads, chosen]``, on
         the host."""
+
+    def enter_in_place(self, step: SparseStep, at: int, distances: Ints) -> None:
+        """The step's sequence ``at``, which is partially offloaded, attends to middle blocks that
+        begin so many bytes from the layer's cache, in it or not: ``[kv_heads, chosen]``. Only if it
+        reads ``in_place``."""
+        raise NotImplementedError(f"{type(self).__name__} attends to blocks of its cache")
 
     @abstractmethod
     def attend(

@@ -45,6 +45,7 @@ class TritonKernel(RowKernel):
     """Our own kernel. Cache of any strides, blocks of a power of two of tokens."""
 
     chooses = True
+    in_place = False
 
     def __init__(self, shape: KernelShape, device: torch.device) -> None:
         """Raises EngineError for blocks and heads that it cannot read."""

@@ -319,12 +319,6 @@ def loads_are_ordered(vllm_config: Any) -> bool:
     return consumer or int(vllm_config.max_concurrent_batches) == 1
 
 
-def most_blocks_of_sequences(vllm_config: Any, block_size: int) -> int:
-    """Blocks of as many sequences as run at once, all as long as can be."""
-    longest = -(-int(vllm_config.model_config.max_model_len) // block_size)
-    return int(vllm_config.scheduler_config.max_num_seqs) * longest
-
-
 def most_decoded_at_once(vllm_config: Any) -> int:
     """Tokens of a request in a step in which it decodes: one, and the drafts."""
     speculative = vllm_config.speculative_config

@@ -24,7 +24,7 @@ from kvrecall.attention.selection import OVERHEAD_BYTES, DeviceSpeed, Gate
 from kvrecall.block import BlockKey, Namespace
 from kvrecall.config import RecallSettings
 from kvrecall.engines.fingerprint import default_memory
-from kvrecall.engines.vllm.attention.checks import offload_hindrance
+from kvrecall.engines.vllm.attention.checks import offload_hindrance, reads_in_place
 from kvrecall.engines.vllm.attention.offload_scheduler import OffloadPlanner
 from kvrecall.engines.vllm.attention.plugin import active_settings, is_requested, require_on
 from kvrecall.engines.vllm.compat import config, runner, scheduler, shims, waits
@@ -237,6 +237,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             self._settings.pool.load_deadline_s,
             self._s.state_of,
             self._s.trusted,
+            reads_in_place(),
         )
         self._s.offloader = offloader
         scheduler.block_manager(self._kv_cache_manager).planner = offloader
