@@ -15,40 +15,43 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvrecall.attention.kernels import triton_kernels as kernels
+from kvrecall.attention.kernels.device import blocks_at_once
 
 ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
 TYPES = dict.fromkeys(("facts", "blocks", "table", "ids"), "*i32")
 TYPES |= dict.fromkeys(("slots", "missed", "place", "state"), "*i32")
 TYPES |= {"left": "*i8", "counts": "*i64", "addresses": "*i64", "cache": "i64"}
 TYPES |= dict.fromkeys(("logits", "scores", "parts", "lse", "sinks", "floats"), "*fp32")
-TYPES |= {"coded": "*i8", "scale": "fp32", "factor": "fp32", "softcap": "fp32"}
+TYPES |= {"coded": "*i8", "arrived": "*i32", "scale": "fp32", "factor": "fp32", "softcap": "fp32"}
 
 
 def uses() -> Any:
-    for dtype, dim, group in (("bf16", 128, 4), ("fp16", 64, 7), ("fp32", 128, 1), ("bf16", 80, 8)):
+    for dtype, dim, group in (
+        ("bf16", 128, 4),
+        ("fp16", 64, 7),
+        ("fp32", 128, 1),
+        ("bf16", 80, 8),
+        ("bf16", 256, 4),
+    ):
         pointers = dict.fromkeys(("query", "keys", "values", "output"), f"*{dtype}")
         wide = max(16, 1 << (dim - 1).bit_length())
-        sizes = {"GROUP": group, "DIM": dim, "WIDE": wide, "SIZE": 128}
-        fixed = {**sizes, "PADDED": 16, "TILE": 64, "CAPPED": dim == 64, "key_dim": 1}
+        heads = 1 << (group - 1).bit_length()
+        sizes = {"GROUP": group, "HEADS": heads, "DIM": dim, "WIDE": wide, "SIZE": 128}
+        sizes |= {"CHUNK": 32 // heads, "CAPPED": dim == 64, "SINKS": dim == 128}
+        fixed = {**sizes, "PADDED": 16, "TILE": 64, "key_dim": 1}
         yield kernels.attend_rows, {**TYPES, **pointers}, {**fixed, "value_dim": 1}
-        yield (
-            kernels.combine_rows,
-            {**TYPES, **pointers},
-            {**sizes, "CHUNK": 32, "SINKS": dim == 128},
-        )
     for dim, rows, bounds in ((128, 8, True), (128, 16, True), (64, 8, False), (80, 16, True)):
         wide = 1 << (dim - 1).bit_length()
         sizes = {"DIM": dim, "WIDE": wide, "ROWS": rows, "BOUNDS": bounds}
         pointers = dict.fromkeys(("query", "keys"), "*bf16")
-        fixed = {**sizes, "GROUP": 4, "PADDED": 16, "TILE": 64 // rows}
+        group = {80: 16}.get(dim, 4 if bounds else 7)
+        fixed = {**sizes, "GROUP": group, "PADDED": 16, "TILE": 64 // rows}
+        fixed |= {"HEADS": 1 << (group - 1).bit_length(), "CHUNK": blocks_at_once(group)}
         for left in (False, True):
-            yield kernels.search_blocks, {**TYPES, **pointers}, {**fixed, "LEFT": left}
+            chosen = {**fixed, "LEFT": left, "RECALLS": left}
+            yield kernels.choose_blocks, {**TYPES, **pointers}, chosen
         fixed = {**sizes, "SIZE": 128, "key_dim": 1}
         yield kernels.digest_blocks, {**TYPES, **pointers}, fixed
-    for group in (4, 7):
-        fixed = {"GROUP": group, "PADDED": 1 << (group - 1).bit_length(), "CHUNK": 1024}
-        for recalls in (False, True):
-            yield kernels.choose_blocks, TYPES, {**fixed, "RECALLS": recalls}
     for runs, words in ((1, 1024), (8, 128)):
         fixed = {"LANES": 16, "RUNS": runs, "WORDS": words, "CHUNK": 1024}
         yield kernels.fetch_blocks, TYPES, fixed
@@ -61,11 +64,27 @@ def main(capability: int) -> None:
         signature = {n: "constexpr" if n in fixed else types.get(n, "i32") for n in names}
         aligned = [["tt.divisibility", 16]]  # as PyTorch's memory is, and a cache's strides
         even = [n for n in names if signature[n][0] == "*" or n.startswith(("key_", "value_"))]
+        even = [n for n in even if n not in kernels.PACKED]
         attrs = {(names.index(n),): aligned for n in even if n not in fixed}
         source = ASTSource(kernel, signature=signature, constexprs=fixed, attrs=attrs)
         options = {"num_warps": 8} if kernel is kernels.digest_blocks else {}
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        check(kernel, made.asm["ptx"])
         print(kernel.__name__, fixed, "spills", spills(made.asm["ptx"], capability))
+
+
+def check(kernel: Any, assembly: str) -> None:
+    """What no interpreter shows: a row's programs count themselves in the device's order of memory,
+    each when all its threads have written and before any of them reads on, and not through caches
+    that are for constants. And a bucket's sizes are not compiled in."""
+    acts = re.findall(r"bar\.sync|(?:ld|st|atom)\.global[.\w]*", assembly)
+    counts = [at for at, one in enumerate(acts) if one == "atom.global.gpu.acq_rel.add.u32"]
+    assert len(counts) == (kernel in (kernels.choose_blocks, kernels.attend_rows))
+    for at in counts:
+        assert acts[at - 1] == acts[at + 1] == "bar.sync"
+        assert not any(".nc" in one for one in acts)
+    sizes = {one.name for one in kernel.params if one.do_not_specialize}
+    assert sizes == set(kernels.BUCKET) & set(kernel.arg_names)
 
 
 def spills(assembly: str, capability: int) -> int:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from attention import test_kernel, test_residency
+from attention.alone import programs_in_any_order
 from attention.interpreted import InterpretedDevice
 from attention.sequences import BLOCK, Bench, Sequence, shape_of
 from attention.test_kernel import (
@@ -41,6 +42,7 @@ from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape, Offloade
 from kvrecall.engines.vllm.attention.triton_kernel import CopiedLayer, TritonKernel
 
 __all__ = [
+    "programs_in_any_order",
     "test_a_draft_has_the_blocks_of_a_decoded_token",
     "test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits",
     "test_blocks_loaded_behind_the_engines_back_are_digested_anew",

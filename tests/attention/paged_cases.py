@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attention.alone import programs_in_any_order
 from attention.test_paged import Cache, cache
 from kvrecall.attention.kernels.device import attend_by_triton
 from kvrecall.attention.kernels.oracle import attend_plainly
@@ -21,6 +22,9 @@ def got(made: Cache, scale: float, softcap: float = 0.0, share: int = 0) -> torc
 
 def want(made: Cache, scale: float, softcap: float = 0.0) -> torch.Tensor:
     return attend_plainly(made.query, made.keys, made.values, made.step, scale, softcap)
+
+
+__all__ = ["programs_in_any_order"]
 
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 1000, 4097])
@@ -58,3 +62,14 @@ def test_a_sequence_by_itself_gives_the_bits_of_a_batch() -> None:
         alone = whole.only(at)
         assert alone.step.table.shape != whole.step.table.shape
         assert torch.equal(got(alone, 0.2, share=8), together * alone.mine)
+
+
+@pytest.mark.parametrize("group", [4, 40])
+def test_any_program_of_a_row_may_be_the_last(group: int) -> None:
+    """Its sum has the same bits, and it leaves what programs count in as it was."""
+    made = cache([700, 16, 300], group, 32, 16, torch.float32)
+    first = got(made, 0.2, share=1)
+    torch.testing.assert_close(first, want(made, 0.2), rtol=1e-4, atol=1e-5)
+    for _ in range(3):
+        assert not made.step.arrived.any()
+        assert torch.equal(got(made, 0.2, share=1), first)

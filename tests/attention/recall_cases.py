@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 import torch
 
+from attention.alone import choose, programs_in_any_order
 from kvrecall.attention.kernels import device
 from kvrecall.attention.kernels.device import (
     Bucket,
     DeviceStep,
     Facts,
-    choose_by_triton,
     fetch_by_triton,
 )
 from kvrecall.attention.kernels.oracle import table_plainly
 from kvrecall.attention.residency import BlockNumbers, DeviceResidency, Residency
+
+__all__ = ["programs_in_any_order"]
 
 HEADS, GROUP, TOKENS, WIDTH = 2, 3, 4, 8
 CACHE, PAGE_AT = 400, 3
@@ -93,10 +95,10 @@ class Machine:
         """Of sequences that recall and others, whose blocks are all on the device."""
         both = [*sequences, *here]
         facts = [Facts(at, *one.facts) for at, one in enumerate(both)]
-        bucket = Bucket.of(facts, 0)
+        bucket = Bucket.of(HEADS, facts, 0)
         tables, slots = [one.table.numpy() for one in both], [one.slots.numpy() for one in both]
         packed = torch.from_numpy(bucket.pack(facts, tables, [], slots))
-        step = DeviceStep(packed, bucket, HEADS, GROUP)
+        step = DeviceStep(packed, bucket, GROUP)
         step.logits.normal_(0, 3)
         return step
 
@@ -109,7 +111,7 @@ def check(machine: Machine, sequences: list[Offloaded], here: list[Offloaded]) -
     logits = [rows[at, ..., : one.middle] for at, one in enumerate(both)]
     want = table_plainly(logits, step)
     before = machine.residency.counts.clone()
-    choose_by_triton(step, machine.residency)
+    choose(step, machine.residency)
     chosen = step.table.clone()
     fetch_by_triton(step, machine.residency, machine.numbers.addresses, 4 * PAGE_AT, machine.cache)
     hits = misses = 0
@@ -170,7 +172,7 @@ def test_one_step_may_be_taken_twice() -> None:
     step = machine.step([one], [])
     for _ in range(3):
         step.logits.normal_(0, 3)
-        choose_by_triton(step, machine.residency)
+        choose(step, machine.residency)
         wanted = (-1 - step.table[:, :6]).clone()
         fetch_by_triton(
             step, machine.residency, machine.numbers.addresses, 4 * PAGE_AT, machine.cache

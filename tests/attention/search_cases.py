@@ -3,9 +3,12 @@ kernels are interpreted."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from attention.alone import choose, programs_in_any_order
 from kvrecall.attention.digest import DIGESTS, Layout, encode
 from kvrecall.attention.kernels import device
 from kvrecall.attention.kernels.device import (
@@ -14,10 +17,11 @@ from kvrecall.attention.kernels.device import (
     Facts,
     choose_by_triton,
     digest_by_triton,
-    search_by_triton,
 )
 from kvrecall.attention.kernels.int8 import products_by_torch
 from kvrecall.attention.kernels.oracle import logits_plainly, table_plainly
+
+__all__ = ["programs_in_any_order"]
 
 HEADS = 2
 
@@ -35,13 +39,13 @@ def facts(*sequences: tuple[int, int, int]) -> list[Facts]:
 def step_of(told: list[Facts], group: int, larger: int = 1) -> tuple[DeviceStep, int]:
     """A step of these sequences, whose blocks have random places in a cache; and how many. In a
     bucket ``larger`` times as large."""
-    least = Bucket.of(told, 0)
-    sizes = (least.sequences, 0, *(n * larger for n in (least.blocks, least.middle)))
-    bucket = Bucket(*sizes, attended=least.attended * larger)
+    least = Bucket.of(HEADS, told, 0)
+    sizes = {name: getattr(least, name) * larger for name in ("blocks", "middle", "attended")}
+    bucket = replace(least, **sizes)
     places = torch.randperm(sum(one.blocks for one in told), dtype=torch.int32)
     tables = places.split([one.blocks for one in told])
     packed = torch.from_numpy(bucket.pack(told, [ids.numpy() for ids in tables], []))
-    return DeviceStep(packed, bucket, HEADS, group), len(places)
+    return DeviceStep(packed, bucket, group), len(places)
 
 
 def coded_rows(blocks: int, rows: int, width: int, blocks_first: bool = True) -> torch.Tensor:
@@ -96,7 +100,7 @@ def test_logits_are_those_of_torch_to_the_bit(kind: str, group: int, rows: int, 
     coded = coded_rows(blocks, rows, DIGESTS[kind].parts * dim)
     query = torch.randn(9, HEADS * group, dim).half()
     query[4] = 0
-    search_by_triton(query, coded, step, dim**-0.5, kind == "bounds")
+    choose_by_triton(query, coded, step, dim**-0.5, kind == "bounds")
     want = logits_plainly(query, coded, DIGESTS[kind], step, dim**-0.5)
     got = step.logits.view(-1, HEADS, group, step.logits.shape[2])
     for at, one in enumerate(told):
@@ -110,7 +114,7 @@ def chosen_of(step: DeviceStep, logits: list[torch.Tensor]) -> list[torch.Tensor
         into.fill_(float("nan"))  # beyond a sequence's blocks is what was left there
         into[..., : one.shape[2]] = one
     step.table.fill_(-7)
-    choose_by_triton(step)
+    choose(step)
     tables = step.table.view(-1, HEADS, step.table.shape[1])
     attended = [one[4] - one[2] + one[3] for one in told[: len(logits)]]
     for table, count in zip(tables, attended, strict=False):
@@ -164,14 +168,34 @@ def test_a_larger_bucket_gives_the_same_bits() -> None:
         torch.manual_seed(6)
         step, blocks = step_of(told, 3, larger)
         coded, query = coded_rows(blocks, 4, 64), torch.randn(5, HEADS * 3, 32)
-        search_by_triton(query, coded, step, 0.2, bounds=True)
-        choose_by_triton(step)
+        choose_by_triton(query, coded, step, 0.2, bounds=True)
         steps.append(step)
     small, large = steps
     for at, one in enumerate(told):
         rows = slice(at * HEADS, at * HEADS + HEADS)
         assert torch.equal(small.scores[rows, : one.middle], large.scores[rows, : one.middle])
         assert torch.equal(small.table[rows, : one.attended], large.table[rows, : one.attended])
+
+
+def test_any_program_of_a_row_may_be_the_last() -> None:
+    """It chooses the same, and leaves what programs count in as it was: for the next layer."""
+    torch.manual_seed(7)
+    told = facts((1, 90, 20), (0, 41, 7), (2, 0, 0))
+    step, blocks = step_of(told, 3)
+    coded, query = coded_rows(blocks, 8, 64), torch.randn(8, HEADS * 3, 32)
+    seen = []
+    for _ in range(8):
+        step.table.fill_(-1)
+        choose_by_triton(query, coded, step, 0.2, bounds=True)
+        assert not step.arrived.any()
+        seen.append((step.scores[: 2 * HEADS, :41].clone(), step.table.clone()))
+    want = logits_plainly(query, coded, DIGESTS["bounds"], step, 0.2)
+    for at, table in enumerate(table_plainly(want, step)):
+        rows = slice(at * HEADS, (at + 1) * HEADS)
+        assert torch.equal(seen[0][1][rows, : table.shape[1]], table)
+    for scores, table in seen[1:]:
+        assert torch.equal(scores, seen[0][0])
+        assert torch.equal(table, seen[0][1])
 
 
 @pytest.mark.parametrize("kind", list(DIGESTS))

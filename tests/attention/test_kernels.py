@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-CASES = {"paged_cases.py": 41, "search_cases.py": 22, "device_cases.py": 50, "recall_cases.py": 6}
+CASES = {"paged_cases.py": 43, "search_cases.py": 23, "device_cases.py": 50, "recall_cases.py": 6}
 """Tests of kernels, how many each file has."""
 
 
@@ -31,7 +31,7 @@ def test_they_compile_for_gpus_and_keep_to_their_registers(capability: int) -> N
     done = run(str(script), str(capability), interpret="0")
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
-    assert len(lines) == 27, done.stdout
+    assert len(lines) == 20, done.stdout
     for line in lines:
         spilled = int(line.split("spills ")[1].split()[0])
         assert spilled <= 256, line

@@ -41,9 +41,9 @@ class Cache:
 
 def step_of(facts: list[Facts], tables: torch.Tensor, group: int) -> DeviceStep:
     """All of whose blocks are attended to: int32 ``tables [sequences, kv_heads, width]``."""
-    bucket = Bucket.of(facts, 0)
+    bucket = Bucket.of(KV_HEADS, facts, 0)
     packed = torch.from_numpy(bucket.pack(facts, tables[:, 0].numpy(), []))
-    step = DeviceStep(packed, bucket, KV_HEADS, group)
+    step = DeviceStep(packed, bucket, group)
     step.table.fill_(1 << 30)
     rows = step.table.view(bucket.sequences, KV_HEADS, -1)
     rows[: len(facts), :, : tables.shape[2]] = tables

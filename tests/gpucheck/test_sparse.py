@@ -66,14 +66,12 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         found = encode(Layout(kind, 0, coded.shape[2]).rows_of(keys[ids].permute(2, 0, 1, 3)))
         coded[:, ids] = wrong.get("digest", lambda codes: codes)(found)
 
-    def search(query: Any, coded: Any, step: Any, scale: float, bounds: bool) -> None:
+    def choose(query: Any, coded: Any, step: Any, scale: float, bounds: bool) -> None:
         kind = attention.DIGESTS["bounds" if bounds else "mean"]
         (best,) = logits_plainly(query, coded, kind, step, scale)
-        step.logits[:, :, : best.shape[2]] = wrong.get("search", lambda found: found)(best)
-
-    def choose(step: Any) -> None:
-        middle = int(step.facts[0, 2])
-        (table,) = table_plainly([step.logits[:, :, :middle]], step)
+        best = wrong.get("search", lambda found: found)(best)
+        step.logits[:, :, : best.shape[2]] = best
+        (table,) = table_plainly([best], step)
         step.table[:, : table.shape[1]] = wrong.get("choose", lambda found: found)(table)
 
     def attend(
@@ -82,7 +80,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         found = attend_plainly(query, keys, values, step, more[0])
         output.copy_(wrong.get("attend", lambda found: found)(found))
 
-    for name, kernel in (("digest", digest), ("search", search), ("choose", choose)):
+    for name, kernel in (("digest", digest), ("choose", choose)):
         monkeypatch.setattr(attention, f"{name}_by_triton", kernel)
     monkeypatch.setattr(attention, "attend_by_triton", attend)
     return wrong

@@ -21,9 +21,9 @@ OVERHEAD_BYTES = 8 * 2**20
 """Cost of preparing one sequence's selection in a layer, in bytes of KV read in that time: half a
 millisecond at 16 GB/s (docs/retrieval.md)."""
 
-LAUNCHES = 4
-"""Kernels of a sparse layer on a device in every decode step: the search, the choice, attention and
-its sum (tests/attention/test_launches.py counts them)."""
+LAUNCHES = 2
+"""Kernels of a sparse layer on a device in every decode step: the choice of its blocks, and
+attention to them (tests/attention/test_launches.py counts them)."""
 
 LAUNCHES_A_BLOCK = 1
 """More of them in a step in which a block fills: its digests."""

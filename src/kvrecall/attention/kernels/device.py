@@ -1,4 +1,4 @@
-"""Launches the Triton kernels: digests, the search for blocks and sparse attention over them, and
+"""Launches the Triton kernels: digests, the choice of blocks and sparse attention over them, and
 copies of many pieces. Each function says how many launches it makes; none waits for the device.
 
 They have run in Triton's interpreter only (tests/attention/test_kernels.py), never on a GPU: see
@@ -29,7 +29,10 @@ _TOKENS_AT_ONCE = 64
 _ROWS_AT_ONCE = 64
 """More do not fit a multiprocessor's registers (tests/attention/test_kernels.py)."""
 _BLOCKS_AT_ONCE = 1024
-_SPLITS_AT_ONCE = 32
+_LOGITS_AT_ONCE = 8192
+"""Of a row's blocks and query heads. More do not fit a program's registers."""
+_PARTS_AT_ONCE = 32
+"""Splits of query heads that a program adds up at once. More take registers from attention."""
 _WORD = 4
 _WORDS_AT_ONCE = 1024
 _LANES = 16
@@ -71,9 +74,10 @@ class Facts:
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """The sizes of a step's tensors and grids, each a power of two: steps of one bucket launch the
-    same kernels on the same sizes. ``stale``: blocks to digest; the others as of ``Facts``. No
-    blocks to digest, and no slots, stay none."""
+    same kernels on the same sizes. ``kv_heads``: the model's; ``stale``: blocks to digest; the
+    others as of ``Facts``. No blocks to digest, and no slots, stay none."""
 
+    kv_heads: int
     sequences: int
     stale: int
     blocks: int
@@ -82,7 +86,7 @@ class Bucket:
     slots: int = 0
 
     @classmethod
-    def of(cls, facts: Sequence[Facts], stale: int) -> Bucket:
+    def of(cls, kv_heads: int, facts: Sequence[Facts], stale: int) -> Bucket:
         """The smallest in which they have room. ``stale``: how many."""
         most = [max((getattr(one, name) for one in facts), default=0) for name in _SIZES]
         sizes = (_next_power(max(1, size)) for size in (len(facts), *most))
@@ -90,7 +94,12 @@ class Bucket:
         slots = max((one.slots for one in facts), default=0)
         few = (_next_power(size) if size else 0 for size in (stale, slots))
         stale, slots = few
-        return cls(sequences, stale, blocks, middle, attended, slots)
+        return cls(kv_heads, sequences, stale, blocks, middle, attended, slots)
+
+    @property
+    def rows(self) -> int:
+        """(sequence, KV head)s."""
+        return self.sequences * self.kv_heads
 
     def pack(
         self,
@@ -102,9 +111,9 @@ class Bucket:
         """What the kernels read, as one array to send to the device at once. ``blocks``,
         ``slots``: each sequence's, as ids of device blocks; ``-1 - number`` names a block that is
         off the device."""
-        size = self.sequences * (FACTS + self.blocks + self.slots) + self.stale
+        size = self.sequences * (FACTS + self.blocks + self.slots) + self.stale + self.rows
         packed = np.zeros(size, dtype=np.int32)
-        told, table, room, late = self.parts(packed)
+        told, table, room, _, late = self.parts(packed)
         for row, ids, one, named in zip(told, table, facts, blocks, strict=False):
             row[:6] = one.token, one.init, one.middle, one.chosen, one.blocks, one.length
             row[6] = one.slots
@@ -115,16 +124,16 @@ class Bucket:
         late[: np.size(stale)] = stale
         return packed
 
-    def parts(self, packed: Any) -> tuple[Any, Any, Any, Any]:
+    def parts(self, packed: Any) -> tuple[Any, Any, Any, Any, Any]:
         """Views of a packed array or tensor: the facts ``[sequences, FACTS]``, the block ids
-        ``[sequences, blocks]``, the slots ``[sequences, slots]``, and the stale blocks, -1 where
-        there are fewer."""
+        ``[sequences, blocks]``, the slots ``[sequences, slots]``, a zero for each row, in which its
+        programs count themselves, and the stale blocks, -1 where there are fewer."""
         rows, views, first = self.sequences, [], 0
         for width in (FACTS, self.blocks, self.slots):
             views.append(packed[first : first + rows * width].reshape(rows, width))
             first += rows * width
         told, named, slots = views
-        return told, named, slots, packed[first:]
+        return told, named, slots, packed[first : first + self.rows], packed[first + self.rows :]
 
 
 _SIZES = ("blocks", "middle", "attended")
@@ -134,11 +143,11 @@ class DeviceStep:
     """A step's sequences on the device, and room for what the kernels tell each other. All layers
     use it in turn."""
 
-    def __init__(self, packed: torch.Tensor, bucket: Bucket, kv_heads: int, group: int) -> None:
+    def __init__(self, packed: torch.Tensor, bucket: Bucket, group: int) -> None:
         """``packed``: of ``Bucket.pack``, on the device."""
-        self.facts, self.blocks, self.slots, self.stale = bucket.parts(packed)
-        self.kv_heads, self.group = kv_heads, group
-        rows, device = bucket.sequences * kv_heads, packed.device
+        self.facts, self.blocks, self.slots, self.arrived, self.stale = bucket.parts(packed)
+        self.kv_heads, self.group = bucket.kv_heads, group
+        rows, device = bucket.rows, packed.device
         self.logits = torch.empty(rows, group, bucket.middle, device=device)
         self.scores = torch.empty(rows, bucket.middle, device=device)
         self.table = torch.empty(rows, bucket.attended, dtype=torch.int32, device=device)
@@ -185,18 +194,25 @@ def digest_by_triton(
     )  # fmt: skip
 
 
-def search_by_triton(
+def choose_by_triton(
     query: torch.Tensor,
     coded: torch.Tensor,
     step: DeviceStep,
     scale: float,
     bounds: bool,
     left: torch.Tensor | None = None,
+    residency: DeviceResidency | None = None,
 ) -> None:
-    """Writes the logits of all middle blocks: one launch. To the bit those of
-    ``selection.best_products``. ``query``: ``[tokens, heads, dim]``, a head in one piece;
-    ``coded``: int8 ``[kv_heads, blocks, rows, width + 4]``, rows a power of two. ``left``: the
-    same of blocks off the device, by their numbers, in the same strides; None: there are none."""
+    """Writes the logits of all middle blocks, and by them the table of the blocks attended to: one
+    launch. The logits are to the bit those of ``selection.best_products``; of blocks whose scores
+    are equal the first ones are chosen.
+
+    ``query``: ``[tokens, heads, dim]``, a head in one piece; ``coded``: int8 ``[kv_heads, blocks,
+    rows, width + 4]``, rows a power of two. ``left``: the same of blocks off the device, by their
+    numbers, in the same strides; None: there are none. With ``residency``, the layer's, chosen
+    blocks that are off the device are admitted to their sequence's slots: those to copy are in
+    ``step.missed``, and until ``fetch_by_triton`` the table names them by their numbers.
+    """
     rows, dim = coded.shape[2], query.shape[2]
     tile = max(1, _ROWS_AT_ONCE // rows)
     floats = coded.view(torch.float32)
@@ -204,22 +220,6 @@ def search_by_triton(
     off = coded if left is None else left
     if off.stride() != coded.stride():
         raise ValueError(f"digests have the strides {off.stride()} and {coded.stride()}")
-    _launch(
-        "search_blocks", (step.rows, -(-candidates // tile)),
-        query, step.facts, step.blocks, coded, floats, off, step.logits,
-        scale, step.kv_heads, step.blocks.shape[1], candidates, *query.stride()[:2],
-        *coded.stride()[:3], *floats.stride()[:2],
-        GROUP=step.group, PADDED=max(16, _next_power(step.group)), DIM=dim,
-        WIDE=max(32, _next_power(dim)), ROWS=rows, TILE=tile, BOUNDS=bounds,
-        LEFT=left is not None,
-    )  # fmt: skip
-
-
-def choose_by_triton(step: DeviceStep, residency: DeviceResidency | None = None) -> None:
-    """Writes the table of the blocks attended to, by the logits: one launch. Of blocks whose
-    scores are equal the first ones are chosen. With ``residency``, the layer's, chosen blocks that
-    are off the device are admitted to their sequence's slots: those to copy are in
-    ``step.missed``, and until ``fetch_by_triton`` the table names them by their numbers."""
     if residency is None:
         none = step.missed
         kept: tuple[torch.Tensor, ...] = none, none, none
@@ -229,13 +229,21 @@ def choose_by_triton(step: DeviceStep, residency: DeviceResidency | None = None)
         part, head, _ = residency.state.stride()
         numbers, strides = residency.place.stride(0), (part, head)
     _launch(
-        "choose_blocks", (step.rows,),
-        step.facts, step.blocks, step.logits, step.scores, step.table, step.slots, step.missed,
-        *kept, step.kv_heads, step.blocks.shape[1], step.logits.shape[2], step.table.shape[1],
-        step.slots.shape[1], numbers, *strides,
-        GROUP=step.group, PADDED=_next_power(step.group), CHUNK=_BLOCKS_AT_ONCE,
-        RECALLS=residency is not None,
+        "choose_blocks", (step.rows, -(-candidates // tile)),
+        query, step.facts, step.blocks, coded, floats, off, step.logits, step.scores, step.table,
+        step.slots, step.missed, *kept, step.arrived,
+        scale, step.kv_heads, step.blocks.shape[1], candidates, step.table.shape[1],
+        step.slots.shape[1], numbers, *strides, *query.stride()[:2],
+        *coded.stride()[:3], *floats.stride()[:2],
+        GROUP=step.group, PADDED=max(16, _next_power(step.group)), HEADS=_next_power(step.group),
+        DIM=dim, WIDE=max(32, _next_power(dim)), ROWS=rows, TILE=tile, BOUNDS=bounds,
+        LEFT=left is not None, RECALLS=residency is not None, CHUNK=blocks_at_once(step.group),
     )  # fmt: skip
+
+
+def blocks_at_once(group: int) -> int:
+    """Middle blocks of which a program takes the logits of all query heads at once."""
+    return max(1, min(_BLOCKS_AT_ONCE, _LOGITS_AT_ONCE // _next_power(group)))
 
 
 def fetch_by_triton(
@@ -285,7 +293,7 @@ def attend_by_triton(
     sinks: torch.Tensor | None = None,
     share: int = 0,
 ) -> None:
-    """Attention of the step's tokens over the blocks of its table: two launches.
+    """Attention of the step's tokens over the blocks of its table: one launch.
 
     ``query``, ``output``: ``[tokens, heads, dim]``, a head in one piece; ``keys``, ``values``:
     ``[blocks, tokens, kv_heads, dim]``, of any strides, blocks of a power of two of tokens, at
@@ -298,20 +306,16 @@ def attend_by_triton(
     splits = -(-step.table.shape[1] // share)
     parts = torch.empty(step.rows, splits, group, dim, device=query.device)
     lse = torch.empty(step.rows, splits, group, device=query.device)
-    wide = max(16, _next_power(dim))
+    wide, heads = max(16, _next_power(dim)), _next_power(group)
     _launch(
         "attend_rows", (step.rows, splits),
-        query, step.facts, keys, values, step.table, parts, lse,
-        scale, softcap, step.kv_heads, step.table.shape[1], share, *query.stride()[:2],
-        *keys.stride(), *values.stride(),
-        GROUP=group, PADDED=max(16, _next_power(group)), DIM=dim, WIDE=wide,
-        SIZE=size, TILE=min(size, _TOKENS_AT_ONCE), CAPPED=softcap > 0,
-    )  # fmt: skip
-    _launch(
-        "combine_rows", (step.rows, group),
-        step.facts, parts, lse, lse if sinks is None else sinks, output,
-        step.kv_heads, splits, share, *output.stride()[:2],
-        GROUP=group, DIM=dim, WIDE=wide, SIZE=size, CHUNK=_SPLITS_AT_ONCE, SINKS=sinks is not None,
+        query, step.facts, keys, values, step.table, parts, lse, lse if sinks is None else sinks,
+        output, step.arrived,
+        scale, softcap, step.kv_heads, step.table.shape[1], share, splits, *query.stride()[:2],
+        *keys.stride(), *values.stride(), *output.stride()[:2],
+        GROUP=group, PADDED=max(16, heads), HEADS=heads, DIM=dim, WIDE=wide,
+        SIZE=size, TILE=min(size, _TOKENS_AT_ONCE), CHUNK=max(1, _PARTS_AT_ONCE // heads),
+        CAPPED=softcap > 0, SINKS=sinks is not None,
     )  # fmt: skip
 
 

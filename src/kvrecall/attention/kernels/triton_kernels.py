@@ -3,33 +3,49 @@
 A row is a (sequence, KV head): row ``sequence * kv_heads + head``. What a kernel knows of a
 sequence are its facts, a row of ``FACTS`` numbers each (``device.py`` says which). Grids have the
 sizes of a step's bucket: programs of what is not there end at once. A row's result depends on no
-other row, and on no size of the bucket.
+other row, on no size of the bucket, and not on the order of its programs, the last of which goes on
+with what all of them have found (``triton_rows.py``).
 
 A middle block that is off the device is named by ``-1 - number`` (``residency.DeviceResidency``).
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import triton
 import triton.language as tl
 
+from kvrecall.attention.kernels.triton_rows import (
+    BLOCKS,
+    CHOSEN,
+    FACTS,
+    INIT,
+    LENGTH,
+    MIDDLE,
+    SLOTS,
+    TOKEN,
+    choose_row,
+    combine_row,
+    is_last,
+)
+
 # Triton compiles annotations, too, so only its own are used.
 
-FACTS = tl.constexpr(8)
-TOKEN = tl.constexpr(0)
-INIT = tl.constexpr(1)
-MIDDLE = tl.constexpr(2)
-CHOSEN = tl.constexpr(3)
-BLOCKS = tl.constexpr(4)
-LENGTH = tl.constexpr(5)
-SLOTS = tl.constexpr(6)
 MAX_CODE = tl.constexpr(127.0)
 LEAST_SCALE = tl.constexpr(1.1754943508222875e-38)
 ROUNDER = tl.constexpr(12582912.0)
 """Added and taken away, it rounds numbers of single precision to whole ones, halves to even."""
+BUCKET = ["width", "candidates", "attended", "most_slots", "numbers", "splits"]
+"""Arguments of a bucket's sizes, or that grow. A kernel is not compiled anew for their values: that
+would take seconds in the middle of serving, and another order of sums would be other bits."""
+PACKED = ["ids", "slots", "arrived"]
+"""Arguments that begin somewhere in a step's packed numbers. Their alignment does not count."""
+
+jit = partial(triton.jit, do_not_specialize=BUCKET, do_not_specialize_on_alignment=PACKED)
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+@jit  # type: ignore[untyped-decorator,unused-ignore]
 def digest_blocks(  # type: ignore[no-untyped-def]
     ids, keys, coded, floats,
     key_block, key_token, key_head, key_dim,
@@ -76,17 +92,19 @@ def digest_blocks(  # type: ignore[no-untyped-def]
         tl.store(out_scale + DIM // 4, tl.zeros([ROWS], tl.float32) + scale)
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def search_blocks(  # type: ignore[no-untyped-def]
-    query, facts, blocks, coded, floats, left, logits,
-    factor, kv_heads, width, candidates, query_token, query_head,
-    coded_head, coded_block, coded_row, float_head, float_block,
-    GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, BOUNDS: tl.constexpr, LEFT: tl.constexpr,
+@jit  # type: ignore[untyped-decorator,unused-ignore]
+def choose_blocks(  # type: ignore[no-untyped-def]
+    query, facts, blocks, coded, floats, left, logits, scores, table, slots, missed,
+    place, state, counts, arrived,
+    factor, kv_heads, width, candidates, attended, most_slots, numbers, state_part, state_head,
+    query_token, query_head, coded_head, coded_block, coded_row, float_head, float_block,
+    GROUP: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    WIDE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BOUNDS: tl.constexpr,
+    LEFT: tl.constexpr, RECALLS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program ``(row, tile)`` finds the best digest of ``TILE`` middle blocks for each of the row's
-    query heads: a logit for each. With ``LEFT``, digests of blocks off the device are in ``left``,
-    in the strides of ``coded``.
+    query heads: a logit for each. The row's last one then chooses by them (``choose_row``). With
+    ``LEFT``, digests of blocks off the device are in ``left``, in the strides of ``coded``.
 
     Queries are coded as digests are; whole numbers are multiplied and added without rounding.
     ``TILE * ROWS``, ``WIDE`` and ``PADDED`` are powers of two, at least 32, 32 and 16; of ``WIDE``
@@ -96,7 +114,8 @@ def search_blocks(  # type: ignore[no-untyped-def]
     first = tl.program_id(1) * TILE
     fact = facts + row // kv_heads * FACTS
     middle = tl.load(fact + MIDDLE)
-    if first >= middle:
+    programs = tl.where(tl.load(fact + BLOCKS) > 0, tl.maximum(tl.cdiv(middle, TILE), 1), 0)
+    if tl.program_id(1) >= programs:
         return
     head = row % kv_heads
     heads = tl.arange(0, PADDED)
@@ -138,176 +157,15 @@ def search_blocks(  # type: ignore[no-untyped-def]
     out = most.to(tl.float32) * ((of_query * factor)[:, None] * of_block[None, :])
     out_at = (row * GROUP + heads)[:, None] * candidates + tile[None, :]
     tl.store(logits + out_at, out, mask=(heads < GROUP)[:, None] & (tile < middle)[None, :])
-
-
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def choose_blocks(  # type: ignore[no-untyped-def]
-    facts, blocks, logits, scores, table, slots, missed, place, state, counts,
-    kv_heads, width, candidates, attended, most_slots, numbers, state_part, state_head,
-    GROUP: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, RECALLS: tl.constexpr,
-):  # fmt: skip
-    """One program writes a row's table: the ids of its first blocks, of the best of its middle
-    ones, and of its last ones, all in the sequence's order. With ``RECALLS`` it then admits those
-    that are off the device to the sequence's slots.
-
-    Each query head's logits are made a distribution, and those of the group are added up. The
-    bits of positive numbers of single precision are in their order, so the least score that is
-    chosen is found bit by bit. Of blocks of that very score the first ones are chosen.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    fact = facts + row // kv_heads * FACTS
-    init = tl.load(fact + INIT)
-    middle = tl.load(fact + MIDDLE)
-    chosen = tl.load(fact + CHOSEN)
-    named = blocks + row // kv_heads * width
-    into = table + row * attended
-    mine = scores + row * candidates
-    heads = tl.arange(0, PADDED)
-    many = tl.arange(0, CHUNK)
-    from_logits = logits + (row * GROUP + heads)[:, None] * candidates + many[None, :]
-    top = tl.full([PADDED], float("-inf"), tl.float32)
-    total = tl.zeros([PADDED], tl.float32)
-    for first in range(0, middle, CHUNK):
-        there = (first + many < middle)[None, :]
-        some = tl.load(from_logits + first, mask=there & (heads < GROUP)[:, None], other=0.0)
-        some = tl.where(there, some, float("-inf"))
-        higher = tl.maximum(top, tl.max(some, 1))
-        total = total * tl.exp(top - higher) + tl.sum(tl.exp(some - higher[:, None]), 1)
-        top = higher
-    for first in range(0, middle, CHUNK):
-        there = (first + many < middle)[None, :] & (heads < GROUP)[:, None]
-        some = tl.load(from_logits + first, mask=there, other=0.0)
-        weights = tl.where(there, tl.exp(some - top[:, None]) / total[:, None], 0.0)
-        score = tl.sum(weights, 0)
-        score = tl.where(score > 0.0, score, 0.0)  # a NaN chooses nothing
-        tl.store(mine + first + many, score, mask=first + many < middle)
-    tl.debug_barrier()
-    early = tl.load(mine + many, mask=many < middle, other=0.0).to(tl.int32, bitcast=True)
-    early = tl.where(many < middle, early, -1)
-    least = 0
-    half = 1 << 30
-    for _ in range(31):
-        higher = least | half
-        half = half // 2
-        count = tl.sum((early >= higher).to(tl.int32), 0)
-        for first in range(CHUNK, middle, CHUNK):
-            there = first + many < middle
-            bits = tl.load(mine + first + many, mask=there, other=0.0).to(tl.int32, bitcast=True)
-            count += tl.sum((there & (bits >= higher)).to(tl.int32), 0)
-        least = tl.where(count >= chosen, higher, least)
-    above = tl.sum((early > least).to(tl.int32), 0)
-    for first in range(CHUNK, middle, CHUNK):
-        there = first + many < middle
-        bits = tl.load(mine + first + many, mask=there, other=0.0).to(tl.int32, bitcast=True)
-        above += tl.sum((there & (bits > least)).to(tl.int32), 0)
-    done = 0
-    alike = 0
-    for first in range(0, middle, CHUNK):
-        there = first + many < middle
-        bits = tl.load(mine + first + many, mask=there, other=0.0).to(tl.int32, bitcast=True)
-        same = (there & (bits == least)).to(tl.int32)
-        taken = (there & (bits > least)) | (
-            (same > 0) & (alike + tl.cumsum(same, 0) <= chosen - above)
-        )
-        rank = done + tl.cumsum(taken.to(tl.int32), 0) - 1
-        block = tl.load(named + init + first + many, mask=taken, other=0)
-        tl.store(into + init + rank, block, mask=taken)
-        done += tl.sum(taken.to(tl.int32), 0)
-        alike += tl.sum(same, 0)
-    for first in range(0, init, CHUNK):
-        there = first + many < init
-        block = tl.load(named + first + many, mask=there, other=0)
-        tl.store(into + first + many, block, mask=there)
-    rest = tl.load(fact + BLOCKS) - init - middle
-    for first in range(0, rest, CHUNK):
-        there = first + many < rest
-        block = tl.load(named + init + middle + first + many, mask=there, other=0)
-        tl.store(into + init + chosen + first + many, block, mask=there)
-    if RECALLS:
-        sequence, head = row // kv_heads, row % kv_heads
-        holds = state + head * state_head
-        admit_blocks(
-            into + init, chosen, slots + sequence * most_slots, tl.load(fact + SLOTS),
-            missed + row * (most_slots + 1), place + head * numbers,
-            holds, holds + state_part, holds + 2 * state_part, counts, CHUNK,
+    if is_last(arrived, row, programs):
+        choose_row(
+            row, facts, blocks, logits, scores, table, slots, missed, place, state, counts,
+            kv_heads, width, candidates, attended, most_slots, numbers, state_part, state_head,
+            GROUP, HEADS, CHUNK, RECALLS,
         )  # fmt: skip
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def admit_blocks(  # type: ignore[no-untyped-def]
-    named, chosen, slots, room, missed, place, holds, used, clock, counts, CHUNK: tl.constexpr
-):  # fmt: skip
-    """Gives a row's chosen blocks that are off the device a slot each, of its ``room``: part of
-    ``choose_blocks``. The longest unused slots are taken, of equal ones the first.
-
-    Writes to ``missed`` how many blocks lie in none yet, and their numbers. Adds to ``counts`` how
-    many did, and how many did not. The others as of ``DeviceResidency``, of one KV head. A row
-    with as much room as chosen blocks off the device never gives a slot away that it needs now.
-    """
-    many = tl.arange(0, CHUNK)
-    now = tl.load(clock + tl.load(slots), mask=room > 0, other=0) + 1
-    hits = tl.full([], 0, tl.int32)
-    misses = tl.full([], 0, tl.int32)
-    tl.debug_barrier()  # the table is written, and the clock read
-    for first in range(0, tl.where(room > 0, chosen, 0), CHUNK):
-        block = tl.load(named + first + many, mask=first + many < chosen, other=0)
-        off = block < 0
-        number = -1 - block
-        slot = tl.load(place + number, mask=off, other=0)
-        held = tl.load(holds + slot, mask=off & (slot > 0), other=0)
-        here = off & (held == number + 1)
-        tl.store(used + slot, tl.zeros([CHUNK], tl.int32) + now, mask=here)
-        new = (off & (held != number + 1)).to(tl.int32)
-        tl.store(missed + misses + tl.cumsum(new, 0), number, mask=new > 0)
-        hits += tl.sum(here.to(tl.int32), 0)
-        misses += tl.sum(new, 0)
-    tl.store(missed, misses)
-    tl.debug_barrier()
-    early_slot = tl.load(slots + many, mask=many < room, other=0)
-    early = now - tl.load(used + early_slot, mask=many < room, other=0)
-    early = tl.where(many < room, early, -1)
-    least = 0
-    half = 1 << 30
-    for _ in range(tl.where(misses > 0, 31, 0)):
-        higher = least | half
-        half = half // 2
-        count = tl.sum((early >= higher).to(tl.int32), 0)
-        for first in range(CHUNK, room, CHUNK):
-            there = first + many < room
-            slot = tl.load(slots + first + many, mask=there, other=0)
-            age = now - tl.load(used + slot, mask=there, other=0)
-            count += tl.sum((there & (age >= higher)).to(tl.int32), 0)
-        least = tl.where(count >= misses, higher, least)
-    above = tl.sum((early > least).to(tl.int32), 0)
-    for first in range(CHUNK, room, CHUNK):
-        there = first + many < room
-        slot = tl.load(slots + first + many, mask=there, other=0)
-        age = now - tl.load(used + slot, mask=there, other=0)
-        above += tl.sum((there & (age > least)).to(tl.int32), 0)
-    tl.debug_barrier()
-    done = 0
-    alike = 0
-    for first in range(0, tl.where(misses > 0, room, 0), CHUNK):
-        there = first + many < room
-        slot = tl.load(slots + first + many, mask=there, other=0)
-        age = now - tl.load(used + slot, mask=there, other=0)
-        same = (there & (age == least)).to(tl.int32)
-        taken = (there & (age > least)) | (
-            (same > 0) & (alike + tl.cumsum(same, 0) <= misses - above)
-        )
-        into = done + tl.cumsum(taken.to(tl.int32), 0)
-        number = tl.load(missed + into, mask=taken, other=0)
-        tl.store(holds + slot, number + 1, mask=taken)
-        tl.store(place + number, slot, mask=taken)
-        tl.store(used + slot, tl.zeros([CHUNK], tl.int32) + now, mask=taken)
-        done += tl.sum(taken.to(tl.int32), 0)
-        alike += tl.sum(same, 0)
-    tl.store(clock + tl.load(slots), now, mask=room > 0)
-    tl.atomic_add(counts, hits.to(tl.int64), mask=room > 0)
-    tl.atomic_add(counts + 1, misses.to(tl.int64), mask=room > 0)
-
-
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+@jit  # type: ignore[untyped-decorator,unused-ignore]
 def fetch_blocks(  # type: ignore[no-untyped-def]
     facts, table, missed, place, addresses, cache, layer_at,
     kv_heads, attended, most_slots, numbers, cache_block, cache_head, words, runs, step,
@@ -351,17 +209,18 @@ def fetch_blocks(  # type: ignore[no-untyped-def]
             tl.store(named + first + many, slot, mask=block < 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+@jit  # type: ignore[untyped-decorator,unused-ignore]
 def attend_rows(  # type: ignore[no-untyped-def]
-    query, facts, keys, values, table, parts, lse,
-    scale, softcap, kv_heads, attended, share, query_token, query_head,
+    query, facts, keys, values, table, parts, lse, sinks, output, arrived,
+    scale, softcap, kv_heads, attended, share, splits, query_token, query_head,
     key_block, key_token, key_head, key_dim,
-    value_block, value_token, value_head, value_dim,
-    GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-    SIZE: tl.constexpr, TILE: tl.constexpr, CAPPED: tl.constexpr,
+    value_block, value_token, value_head, value_dim, output_token, output_head,
+    GROUP: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    WIDE: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Program ``(row, split)`` attends the row's query heads to its blocks ``[split * share,
-    + share)``.
+    + share)``. The row's last one then adds all of them up (``combine_row``).
 
     It takes ``TILE`` tokens at a time of a block's ``SIZE``. ``SIZE``, ``TILE``, ``WIDE`` and
     ``PADDED`` are powers of two, at least 16; of ``WIDE`` coordinates ``DIM`` are real, of
@@ -378,7 +237,8 @@ def attend_rows(  # type: ignore[no-untyped-def]
     dims = tl.arange(0, WIDE)
     tile = tl.arange(0, TILE)
     real = (heads < GROUP)[:, None] & (dims < DIM)[None, :]
-    from_query = query + tl.load(fact + TOKEN).to(tl.int64) * query_token
+    token = tl.load(fact + TOKEN).to(tl.int64)
+    from_query = query + token * query_token
     q_at = (head * GROUP + heads)[:, None] * query_head + dims[None, :]
     q = tl.load(from_query + q_at, mask=real, other=0.0)
     end = tl.minimum(first + share * SIZE, length)
@@ -407,59 +267,18 @@ def attend_rows(  # type: ignore[no-untyped-def]
         )
         total = total * kept + tl.sum(weights, 1)
         top = higher
-    out = (row * tl.num_programs(1) + tl.program_id(1)) * GROUP + heads
+    out = (row * splits + tl.program_id(1)) * GROUP + heads
     tl.store(parts + out[:, None] * DIM + dims[None, :], summed / total[:, None], mask=real)
     tl.store(lse + out, top + tl.log(total), mask=heads < GROUP)
+    used = tl.cdiv(length, share * SIZE)
+    if is_last(arrived, row, used):
+        combine_row(
+            row, used, parts, lse, sinks, output + token * output_token, kv_heads, splits,
+            output_head, GROUP, HEADS, DIM, WIDE, CHUNK, SINKS,
+        )  # fmt: skip
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def combine_rows(  # type: ignore[no-untyped-def]
-    facts, parts, lse, sinks, output, kv_heads, splits, share, output_token, output_head,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr,
-    CHUNK: tl.constexpr, SINKS: tl.constexpr,
-):  # fmt: skip
-    """Program ``(row, query head)`` adds up the splits of ``attend_rows`` by their weights, with
-    ``SINKS`` the head's sink, which has no value, and writes the token's output."""
-    row = tl.program_id(0).to(tl.int64)
-    one = tl.program_id(1)
-    fact = facts + row // kv_heads * FACTS
-    length = tl.load(fact + LENGTH)
-    if length == 0:
-        return
-    used = (length + share * SIZE - 1) // (share * SIZE)
-    dims = tl.arange(0, WIDE)
-    many = tl.arange(0, CHUNK)
-    top = float("-inf")
-    total = 0.0
-    summed = tl.zeros([WIDE], tl.float32)
-    for first in range(0, used, CHUNK):
-        there = first + many < used
-        at = (row * splits + first + many) * GROUP + one
-        weighs = tl.load(lse + at, mask=there, other=float("-inf"))
-        higher = tl.maximum(top, tl.max(weighs, 0))
-        weights = tl.exp(weighs - higher)
-        kept = tl.exp(top - higher)
-        some = tl.load(
-            parts + at[:, None] * DIM + dims[None, :],
-            mask=there[:, None] & (dims < DIM)[None, :],
-            other=0.0,
-        )
-        summed = summed * kept + tl.sum(some * weights[:, None], 0)
-        total = total * kept + tl.sum(weights, 0)
-        top = higher
-    head = row % kv_heads * GROUP + one
-    if SINKS:
-        sink = tl.load(sinks + head).to(tl.float32)
-        higher = tl.maximum(top, sink)
-        kept = tl.exp(top - higher)
-        summed = summed * kept
-        total = total * kept + tl.exp(sink - higher)
-    token = tl.load(fact + TOKEN).to(tl.int64)
-    into = output + token * output_token + head * output_head
-    tl.store(into + dims, (summed / total).to(output.dtype.element_ty), mask=dims < DIM)
-
-
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+@jit  # type: ignore[untyped-decorator,unused-ignore]
 def move_words(  # type: ignore[no-untyped-def]
     sources, targets, words, step, AT_ONCE: tl.constexpr
 ):  # fmt: skip

@@ -20,7 +20,6 @@ from kvrecall.attention.kernels.device import (
     attend_by_triton,
     choose_by_triton,
     digest_by_triton,
-    search_by_triton,
 )
 from kvrecall.attention.kernels.oracle import attend_plainly, logits_plainly, table_plainly
 from kvrecall.attention.selection import split_of
@@ -93,11 +92,10 @@ def _check_search(device: torch.device, blocks: int, kind: Digest, share: float)
     require(apart <= (kind.name == "mean"), "codes digests otherwise than the CPU")
     count = max(1, int(blocks * share))
     plain, step = (_step(at, ids, 0, count) for at in (torch.device("cpu"), device))
-    search_by_triton(query.to(device), coded, step, _SCALE, kind.name == "bounds")
+    choose_by_triton(query.to(device), coded, step, _SCALE, kind.name == "bounds")
     (best, *_) = logits_plainly(query, here, kind, plain, _SCALE)
     found = step.logits[:KV_HEADS, :, :blocks].cpu()
     require(torch.equal(found, best), "finds other products of query and digests than the CPU")
-    choose_by_triton(step)
     chosen = step.table[:KV_HEADS, :count].cpu()
     (others,) = table_plainly([best], plain)
     place = torch.empty(blocks, dtype=torch.int64)
@@ -147,8 +145,7 @@ def decode_times(
     step = _step(device, ids, length, split.chosen, split.init, split.middle)
 
     def sparse() -> None:
-        search_by_triton(query, coded, step, _SCALE, bounds)
-        choose_by_triton(step)
+        choose_by_triton(query, coded, step, _SCALE, bounds)
         attend_by_triton(query, keys, values, step, output, _SCALE)
 
     milliseconds = {
@@ -200,6 +197,6 @@ def _step(
     middle ones unless told."""
     middle = (len(ids) if chosen else 0) if middle is None else middle
     facts = [Facts(0, init, middle, chosen, len(ids), length)]
-    bucket = Bucket.of(facts, 0)
+    bucket = Bucket.of(KV_HEADS, facts, 0)
     packed = torch.from_numpy(bucket.pack(facts, [ids.numpy()], []))
-    return DeviceStep(packed.to(device), bucket, KV_HEADS, GROUP)
+    return DeviceStep(packed.to(device), bucket, GROUP)

@@ -20,7 +20,6 @@ from kvrecall.attention.kernels.device import (
     choose_by_triton,
     digest_by_triton,
     fetch_by_triton,
-    search_by_triton,
 )
 from kvrecall.attention.residency import BlockNumbers, DeviceResidency
 from kvrecall.attention.selection import LAUNCHES, LAUNCHES_A_BLOCK, DeviceSpeed, Split
@@ -125,14 +124,14 @@ class TritonKernel(RowKernel):
     def plan(self, stale: torch.Tensor, sequences: Sequence[SparseSequence]) -> SparseStep:
         """All that the kernels read is sent at once."""
         facts = [_facts_of(sequence) for sequence in sequences]
-        bucket = Bucket.of(facts, len(stale))
+        bucket = Bucket.of(self.shape.kv_heads, facts, len(stale))
         tables = [sequence.table.numpy() for sequence in sequences]
         none = torch.empty(0, dtype=torch.int32)
         slots = [none if (one := s.offloaded) is None else one.slots for s in sequences]
         given = [one.numpy() for one in slots]
         packed = torch.from_numpy(bucket.pack(facts, tables, stale.numpy(), given))
         there = device_of(self.device).send(packed)
-        plan = DeviceStep(there, bucket, self.shape.kv_heads, self.shape.group)
+        plan = DeviceStep(there, bucket, self.shape.group)
         return SparseStep(plan.stale, tuple(sequences), plan)
 
     def choose(
@@ -145,8 +144,9 @@ class TritonKernel(RowKernel):
         left: LeftBlocks | None = None,
     ) -> None:
         plan, bounds = step.plan, layout.kind.name == "bounds"
-        search_by_triton(query, rows, plan, scale, bounds, None if left is None else left.digests)
-        choose_by_triton(plan, left.residency if left is not None and plan.recalls else None)
+        off = None if left is None else left.digests
+        residency = left.residency if left is not None and plan.recalls else None
+        choose_by_triton(query, rows, plan, scale, bounds, off, residency)
 
     def fetch(self, step: SparseStep, kv_cache: torch.Tensor, left: LeftBlocks) -> None:
         if step.plan.recalls:
