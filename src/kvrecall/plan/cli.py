@@ -34,7 +34,7 @@ from kvrecall.plan.sizing import (
     with_trace,
 )
 from kvrecall.pool.eviction import make_policy
-from kvrecall.simulate.cli import load_trace, progress_bar
+from kvrecall.simulate.arguments import load_trace, progress_bar
 from kvrecall.simulate.trace import BLOCK_TOKENS
 
 app = typer.Typer(add_completion=False)

@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import accumulate
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console, JustifyMethod
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from kvrecall.config import DEFAULT_POLICY, format_count, format_size, parse_size
+from kvrecall.config import DEFAULT_POLICY, format_count, format_size
 from kvrecall.errors import ConfigError, errors_shown
 from kvrecall.pool.eviction import POLICY_NAMES, make_policy
+from kvrecall.simulate.arguments import (
+    SYNTHETIC,
+    block_size,
+    load_trace,
+    parse_tiers,
+    progress_bar,
+    store_of,
+)
+from kvrecall.simulate.fleet import WINDOW_S, FleetOutcome, Routing, replay_fleet
 from kvrecall.simulate.groups import parse_groups, replay_groups
 from kvrecall.simulate.replay import Outcome, TierSpec, clairvoyant_hits, replay
-from kvrecall.simulate.trace import Trace, read_trace
-from kvrecall.simulate.workload import WORKLOADS, make_workload
+from kvrecall.simulate.trace import Trace
+from kvrecall.simulate.workload import WORKLOADS
 
 app = typer.Typer(add_completion=False)
 
 Row = dict[str, Any]
 """A line of JSON, or a part of it."""
 
-SYNTHETIC = "synthetic:"
 _LITTLE = 0.005  # of all blocks
 
 
@@ -79,23 +83,35 @@ def simulate(
             "Sizes of the pool are then in bytes.",
         ),
     ] = "",
+    hosts: Annotated[
+        int,
+        typer.Option(min=1, max=10_000, help="So many hosts, each with these tiers."),
+    ] = 1,
+    store: Annotated[
+        str,
+        typer.Option(metavar="SIZE", help="Size of a store that all hosts share, e.g. 10TiB."),
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print only the line of JSON.")] = False,
 ) -> None:
     """Replay TRACE against a pool and report strict-prefix hit rates.
 
     A request hits a block if that block and all before it are in the pool; with --groups, up to the
     last block at which every group has what it needs. "best" is the exact upper bound of any
-    policy, which knows the future (with --groups: of a pool without limit). The last line is JSON.
+    policy, which knows the future (with --groups: of a pool without limit). With --hosts or --store
+    requests are spread over hosts in two ways: all of a session to one host, or each to any; what
+    crosses the network to and from the store is reported. The last line is JSON.
     """
+    if hosts > 1 or store:
+        sized = (capacity, capacity_blocks, tiers)
+        _simulate_fleet(trace, hosts, store, sized, block_bytes, policy, groups, as_json)
+        return
     if groups:
         _simulate_groups(
             trace, groups, (capacity, tiers, policy), capacity_blocks + block_bytes, as_json
         )
         return
     with errors_shown():
-        size = parse_size(block_bytes, "--block-bytes", 1) if block_bytes else 0
-        if block_bytes and size <= 0:
-            raise ConfigError(f"--block-bytes: {block_bytes!r} must be more than 0")
+        size = block_size(block_bytes)
         specs = parse_tiers(capacity, capacity_blocks, tiers, size)
         names = POLICY_NAMES if policy == "all" else (policy,)
         for name in names:
@@ -105,6 +121,114 @@ def simulate(
     if not as_json:
         _print_table(rows, size)
     typer.echo(json.dumps(_summary(rows, policy)))
+
+
+def _simulate_fleet(
+    trace: str,
+    hosts: int,
+    store: str,
+    sized: tuple[str, str, str],
+    block_bytes: str,
+    policy: str,
+    groups: str,
+    as_json: bool,
+) -> None:
+    """The command for several hosts, or one with a store."""
+    with errors_shown():
+        if groups or policy == "all":
+            other = "--groups" if groups else "--policy all"
+            raise ConfigError(f"{other} does not go together with --hosts and --store")
+        size = block_size(block_bytes)
+        specs = parse_tiers(*sized, size)
+        behind = store_of(store, size)
+        make_policy(policy, 1)
+        loaded = load_trace(trace)
+    routings = get_args(Routing)
+    with progress_bar("replaying", len(routings) * len(loaded.requests)) as advance:
+        outcomes = [
+            replay_fleet(loaded, hosts, specs, behind, routing, policy, advance)
+            for routing in routings
+        ]
+    rows = [_fleet_row(outcome, size) for outcome in outcomes]
+    if not as_json:
+        _print_fleet(loaded.name, hosts, outcomes, size)
+    first = outcomes[0]
+    line = {
+        "trace": loaded.name,
+        "policy": policy,
+        "hosts": hosts,
+        "requests": first.requests,
+        "sessions": first.sessions,
+        "blocks": first.accesses,
+        "seconds": round(first.seconds, 1),
+    }
+    typer.echo(json.dumps(line | dict(zip(routings, rows, strict=True))))
+
+
+def _fleet_row(outcome: FleetOutcome, block_bytes: int) -> Row:
+    traffic = outcome.traffic
+    seconds = max(outcome.seconds, 1.0)
+    row: Row = {
+        "hit_rate": round(outcome.hit_rate, 6),
+        "busiest_host": round(outcome.busiest, 2),
+        "tiers": [asdict(tier) for tier in outcome.tiers],
+        "store_read_blocks": traffic.read,
+        "store_written_blocks": traffic.written,
+    }
+    if block_bytes:
+        for name in ("read", "written"):
+            blocks, most = getattr(traffic, name), getattr(traffic, f"most_{name}")
+            row[f"store_{name}_bytes_a_s"] = round(blocks * block_bytes / seconds)
+            row[f"store_{name}_bytes_a_s_in_a_minute"] = round(most * block_bytes / WINDOW_S)
+    return row
+
+
+def _print_fleet(name: str, hosts: int, outcomes: Sequence[FleetOutcome], block_bytes: int) -> None:
+    def amount(blocks: float) -> str:
+        return (
+            format_size(int(blocks * block_bytes))
+            if block_bytes
+            else f"{blocks:,.1f}".removesuffix(".0")
+        )
+
+    first = outcomes[0]
+    title = f"{name}: {first.requests:,} requests of {first.sessions:,} sessions on {hosts:,} hosts"
+    table = Table(title=Text(title))
+    for heading in ("sessions", "tier", "capacity, all", "hits", "rate", "written", "evicted"):
+        left = heading in ("sessions", "tier")
+        table.add_column(heading, justify="left" if left else "right")
+    for outcome in outcomes:
+        label: str = outcome.routing
+        hits = 0
+        for tier in outcome.tiers:
+            hits += tier.hits
+            table.add_row(
+                label, tier.name, amount(tier.capacity), amount(tier.hits),
+                f"{hits / outcome.accesses:.4f}", amount(tier.writes), amount(tier.evictions),
+            )  # fmt: skip
+            label = ""
+    table.caption = (
+        "sticky: a session stays on one host; spread: each request goes to any\n"
+        "rate: share of blocks hit by the tier and those before it"
+    )
+    console = Console()
+    console.print(table)
+    network = Table(title="a second, on average and in the busiest minute, of all hosts")
+    for heading in ("sessions", "from the store", "at most", "to the store", "at most",
+                    "busiest host"):  # fmt: skip
+        network.add_column(heading, justify="left" if heading == "sessions" else "right")
+    for outcome in outcomes:
+        traffic, seconds = outcome.traffic, max(outcome.seconds, 1.0)
+        network.add_row(
+            outcome.routing,
+            amount(traffic.read / seconds),
+            amount(traffic.most_read / WINDOW_S),
+            amount(traffic.written / seconds),
+            amount(traffic.most_written / WINDOW_S),
+            f"{outcome.busiest:.2f} of the mean",
+        )
+    network.caption = f"in {'bytes' if block_bytes else 'blocks; --block-bytes gives bytes'}"
+    console.print(network)
 
 
 def _simulate_groups(
@@ -181,66 +305,6 @@ def _print_groups(rows: Sequence[Row]) -> None:
     Console().print(table)
 
 
-def parse_tiers(
-    capacity: str, capacity_blocks: str, tiers: str, block_bytes: int
-) -> tuple[TierSpec, ...]:
-    """Tiers of ``--capacity SIZE``, ``--capacity-blocks N`` or ``--tiers NAME:SIZE,...``. Raises
-    ConfigError unless exactly one is given."""
-    if sum(map(bool, (capacity, capacity_blocks, tiers))) != 1:
-        raise ConfigError(
-            "give one of --capacity SIZE, --capacity-blocks N and --tiers host:SIZE,disk:SIZE"
-        )
-    if capacity:
-        return (TierSpec("host", _blocks_in(capacity, "--capacity", block_bytes)),)
-    if capacity_blocks:
-        return (TierSpec("host", _blocks(capacity_blocks, "--capacity-blocks")),)
-    specs: list[TierSpec] = []
-    for item in tiers.split(","):
-        name, colon, amount = (part.strip() for part in item.partition(":"))
-        if not colon or not name:
-            raise ConfigError(f"--tiers: {item!r} is not NAME:SIZE, for example host:64GiB")
-        if any(name == spec.name for spec in specs):
-            raise ConfigError(f"--tiers: {name!r} is named twice")
-        where = f"--tiers: {name}"
-        is_count = re.fullmatch(r"[-\d]*", amount) is not None
-        blocks = _blocks(amount, where) if is_count else _blocks_in(amount, where, block_bytes)
-        specs.append(TierSpec(name, blocks))
-    return tuple(specs)
-
-
-def _blocks(text: str, name: str) -> int:
-    digits = text.strip()
-    if not digits.isdecimal() or len(digits) > 15 or int(digits) == 0:
-        raise ConfigError(f"{name}: {text!r} is not a number of blocks; it must be 1 or more")
-    return int(digits)
-
-
-def _blocks_in(text: str, name: str, block_bytes: int) -> int:
-    nbytes = parse_size(text, name)
-    if not block_bytes:
-        raise ConfigError(
-            f"{name}: {text!r} is a size, but the size of a block depends on the model: add "
-            "--block-bytes, the KV of 512 tokens, which `kvrecall plan MODEL` prints"
-        )
-    if nbytes < block_bytes:
-        raise ConfigError(f"{name}: {text!r} is smaller than a block ({format_size(block_bytes)})")
-    return nbytes // block_bytes
-
-
-def load_trace(trace: str) -> Trace:
-    """The trace of that file or ``synthetic:NAME``, with a progress bar on stderr. Raises
-    ConfigError."""
-    if trace.startswith(SYNTHETIC):
-        return make_workload(trace.removeprefix(SYNTHETIC))
-    path = Path(trace)
-    try:
-        size = path.stat().st_size
-    except OSError:
-        size = 0
-    with progress_bar("reading", size) as advance:
-        return read_trace(path, advance)
-
-
 def _run(
     trace: Trace, specs: Sequence[TierSpec], names: Sequence[str], block_bytes: int
 ) -> list[Row]:
@@ -285,28 +349,6 @@ def _row(trace: Trace, outcome: Outcome, bounds: Sequence[float], block_bytes: i
         "tiers": tiers,
         "hints": hints_of(outcome, bounds),
     }
-
-
-@contextmanager
-def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A function to call with each finished part of ``total``; shows a progress bar if stderr is a
-    terminal."""
-    console = Console(stderr=True)
-    done = shown = 0
-    columns = TextColumn(title), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task(title, total=total)
-
-        def advance(part: int = 1) -> None:
-            nonlocal done, shown
-            done += part
-            if done - shown >= total >> 8:
-                shown = done
-                bar.update(task, completed=done)
-
-        yield advance
 
 
 def hints_of(outcome: Outcome, bounds: Sequence[float]) -> list[str]:

@@ -50,7 +50,7 @@ class Outcome:
         return self.hits / self.accesses if self.accesses else 0.0
 
 
-class _Tier:
+class Tier:
     """Residents and counts of one tier. ``picky``: the policy may refuse new blocks."""
 
     def __init__(self, spec: TierSpec, policy: str, picky: bool) -> None:
@@ -101,7 +101,7 @@ def replay(
     refuse blocks; the others pass blocks on and admit all.
     ``advance(1)`` is called for each request (progress).
     """
-    rooms = [_Tier(spec, policy, picky=spec is tiers[-1]) for spec in tiers]
+    rooms = [Tier(spec, policy, picky=spec is tiers[-1]) for spec in tiers]
     accesses = 0
     for request in trace.requests:
         advance(1)
