@@ -96,6 +96,7 @@ _BENCH: Mapping[str, Kind] = {
     "kvrecall bench replay": Elsewhere("tests/bench/test_servers.py", '("replay", '),
     "kvrecall bench tiers": Runs(more=" --rounds 2 --requests 1"),
     "kvrecall bench restore": Elsewhere("tests/bench/test_servers.py", '"restore", '),
+    "kvrecall bench soak": Elsewhere("tests/bench/test_soak.py", '"soak", '),
     "kvrecall bench disk": Runs(more=" --size 64MiB"),
     "kvrecall bench lookup": Runs(),
     "kvrecall bench index": Runs(more=" --blocks 2000 --repeats 2"),

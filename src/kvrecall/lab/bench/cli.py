@@ -47,6 +47,10 @@ COMMANDS = {
         "index",
         "The disk tier's index at a size: memory a block, opening, look-ups, pauses.",
     ),
+    "soak": (
+        "soak",
+        "A pool on a full disk for an hour: memory, drift of latencies, lost and wrong blocks.",
+    ),
     "disk": ("pool", "Disk tier -> arena against a raw sequential read of the same file system."),
     "tiers": (
         "tiers",

@@ -52,6 +52,7 @@ BIAS: Mapping[str, str] = {
     "service": "for the service: two clients that do nothing else",
     "lookup": "for the pool: one caller, keys that are all there or all absent",
     "index": "for the index: blocks of one size and one namespace, in chains of 50",
+    "soak": "for neither: nothing is compared; one process, blocks of 256 KiB, a steady rate",
     "disk": "for the tier: large blocks in deep queues; against it: checksums, and durable writes",
     "tiers": (
         "for libraries of few, large calls (as ours is): requests of 16 blocks of 1 MiB, by one "
