@@ -202,14 +202,14 @@ def test_hazard_memory_is_bounded() -> None:
     policy = HazardPolicy(10, remember=100)
     for number in range(5000):
         policy.access(keys_of(f"x{number}", 3), float(number))
-    assert len(policy._ghosts) <= 100
+    assert policy._ghosts <= 100
     assert sum(len(queue) for queue in policy._by_bin) <= 110
     assert len(policy._memory) <= 500
     for number in range(5000):  # no requests: blocks only come and go
         key = BlockKey(f"y{number}".encode())
         policy.insert(key, None, 0, 5000.0)
         policy.remove(key)
-    assert len(policy._ghosts) <= 101
+    assert policy._ghosts <= 101
     hot = keys_of("hot", 50)
     for number in range(5000, 10_000):
         store(policy, hot, float(number))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from kvrecall.block import BlockKey
+from kvrecall.pool.names import DictNames, Names
 
 
 class EvictionPolicy(ABC):
@@ -23,18 +24,24 @@ class EvictionPolicy(ABC):
     A resident block whose parent is not resident cannot be hit, so a policy evicts children
     before their parents wherever it can. Of a model with several KV groups one is the chain; the
     blocks of the others *hang* on it.
+
+    A policy keeps what it knows of a block in columns over the ``names`` of its tier, so that ten
+    million blocks take no Python objects. Each method has a form by key and one (``.._n``) by
+    number, -1 for none; a policy implements the latter. It keeps the numbers it knows.
     """
 
     name: ClassVar[str]
+    learns: ClassVar[bool] = False
+    """Whether it wants numbers also for keys of a chain, or at a request's end, that have none."""
+
+    def __init__(self, names: Names | None = None) -> None:
+        self.names = DictNames() if names is None else names
+
+    # -- by number -------------------------------------------------------------------------
 
     @abstractmethod
-    def insert(
-        self,
-        key: BlockKey,
-        parent: BlockKey | None,
-        depth: int,
-        now: float,
-        hangs: bool = False,
+    def insert_n(
+        self, number: int, parent: int, depth: int, now: float, hangs: bool = False
     ) -> None:
         """A block became resident. ``depth`` counts from 0 at the root, ``now`` is in seconds and
         never decreases. Counts as the block's first use. ``hangs``: the parent is a block of a
@@ -43,6 +50,66 @@ class EvictionPolicy(ABC):
         """
 
     @abstractmethod
+    def access_n(
+        self,
+        chain: Sequence[int],
+        now: float,
+        hanging: Sequence[int] = (),
+        ending: Sequence[int] = (),
+    ) -> None:
+        """A request used ``chain`` (prefix first), and ``hanging`` blocks: each has a block of a
+        chain as its parent, but is none itself. ``ending``: those that are at the request's own
+        end, or will be: where a request that continues it begins. Blocks that are not resident are
+        allowed: a policy may learn from them, but does not make them resident."""
+
+    @abstractmethod
+    def remove_n(self, number: int) -> None:
+        """The block was evicted or dropped. Not resident: no effect."""
+
+    @abstractmethod
+    def victims_n(self, count: int, evictable: Callable[[int], bool], now: float) -> list[int]:
+        """Up to ``count`` resident blocks to evict, the best first. Removes none: the caller calls
+        ``remove_n``. Blocks that are not ``evictable`` are skipped and keep their place.
+        """
+
+    def hold_n(self, number: int) -> None:  # noqa: B027
+        """The block was skipped and stays (it is leased): ``victims_n`` need not consider it
+        again before ``release_n`` or ``access_n``. Not resident, or held already: no effect.
+
+        Without this and ``release_n`` a policy is correct, but considers every leased block that is
+        colder than its victim each time.
+        """
+
+    def release_n(self, number: int) -> None:  # noqa: B027
+        """The block can be evicted again. It returns to its former place, as far as the policy
+        knows it. Not held: no effect."""
+
+    def admit_n(
+        self, number: int, parent: int, depth: int, now: float, hangs: bool = False
+    ) -> bool:
+        """Whether the new block is worth more than the blocks it would displace. Called only when
+        the tier is full. False: do not insert it, nor its successors in the chain."""
+        return True
+
+    def chance_n(self, number: int, now: float) -> float | None:
+        """The probability that the block, resident or known, is used again within hours. None if
+        this policy makes no such estimate, or has not seen enough yet."""
+        return None
+
+    # -- by key ----------------------------------------------------------------------------
+
+    def insert(
+        self,
+        key: BlockKey,
+        parent: BlockKey | None,
+        depth: int,
+        now: float,
+        hangs: bool = False,
+    ) -> None:
+        number, above = self.names.meet(key), -1 if parent is None else self.names.meet(parent)
+        self.insert_n(number, above, depth, now, hangs)
+        self.names.sweep((number,) if above < 0 else (number, above))
+
     def access(
         self,
         chain: Sequence[BlockKey],
@@ -50,34 +117,33 @@ class EvictionPolicy(ABC):
         hanging: Sequence[BlockKey] = (),
         ending: Sequence[BlockKey] = (),
     ) -> None:
-        """A request used ``chain`` (prefix first), and ``hanging`` blocks: each has a block of a
-        chain as its parent, but is none itself. ``ending``: those that are at the request's own
-        end, or will be: where a request that continues it begins. Keys that are not resident are
-        allowed: a policy may learn from them, but does not make them resident."""
+        names = self.names
+        look = names.meet_all if self.learns else names.numbers
+        used, last = look(chain), look(ending)
+        self.access_n(used, now, names.numbers(hanging), last)
+        if self.learns:
+            names.sweep((*used, *last))
 
-    @abstractmethod
     def remove(self, key: BlockKey) -> None:
-        """The block was evicted or dropped. Not resident: no effect."""
+        number = self.names.number(key)
+        if number >= 0:
+            self.remove_n(number)
 
-    @abstractmethod
     def victims(
         self, count: int, evictable: Callable[[BlockKey], bool], now: float
     ) -> list[BlockKey]:
-        """Up to ``count`` resident blocks to evict, the best first. Removes none: the caller calls
-        ``remove``. Blocks that are not ``evictable`` are skipped and keep their place.
-        """
+        key = self.names.key
+        return [key(n) for n in self.victims_n(count, lambda n: evictable(key(n)), now)]
 
-    def hold(self, key: BlockKey) -> None:  # noqa: B027
-        """The block was skipped and stays (it is leased): ``victims`` need not consider it
-        again before ``release`` or ``access``. Not resident, or held already: no effect.
+    def hold(self, key: BlockKey) -> None:
+        number = self.names.number(key)
+        if number >= 0:
+            self.hold_n(number)
 
-        Without this and ``release`` a policy is correct, but considers every leased block that is
-        colder than its victim each time.
-        """
-
-    def release(self, key: BlockKey) -> None:  # noqa: B027
-        """The block can be evicted again. It returns to its former place, as far as the policy
-        knows it. Not held: no effect."""
+    def release(self, key: BlockKey) -> None:
+        number = self.names.number(key)
+        if number >= 0:
+            self.release_n(number)
 
     def admit(
         self,
@@ -87,11 +153,8 @@ class EvictionPolicy(ABC):
         now: float,
         hangs: bool = False,
     ) -> bool:
-        """Whether the new block is worth more than the blocks it would displace. Called only when
-        the tier is full. False: do not insert it, nor its successors in the chain."""
-        return True
+        above = -1 if parent is None else self.names.number(parent)
+        return self.admit_n(self.names.number(key), above, depth, now, hangs)
 
     def chance(self, key: BlockKey, now: float) -> float | None:
-        """The probability that the block, resident or known, is used again within hours. None if
-        this policy makes no such estimate, or has not seen enough yet."""
-        return None
+        return self.chance_n(self.names.number(key), now)

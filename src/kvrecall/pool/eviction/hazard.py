@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, insort
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain as joined
 from typing import ClassVar
 
-import msgspec
 import numpy as np
 
-from kvrecall.block import BlockKey
 from kvrecall.pool.eviction.base import EvictionPolicy
 from kvrecall.pool.eviction.lifetable import AgeBins, LifeTable
-from kvrecall.pool.eviction.queues import LruPolicy
+from kvrecall.pool.eviction.queues import Links, LruPolicy
+from kvrecall.pool.names import Names
 
 _USES = (0, 0, 1, 2, 3, 3, 4, 4, 4, 4, 5)  # uses -> group; more uses: the last
 _GROUPS = 6
@@ -28,28 +27,36 @@ _REFRESH = 64.0  # requests between two looks at the life table
 _FADE = 0.995  # what then stays of the old counts: half after 139 looks, about 9,000 requests
 _EVIDENCE = 4.0  # requests' worth of blocks that a class needs to be believed half
 _RETURNS = 16  # ticks in which blocks came back, before the tables are believed at all
-
-
-class _Block(msgspec.Struct, gc=False, eq=False):
-    """A known name: resident, or remembered for a while after it was evicted or refused.
-
-    There are very many of these: they hold nothing that could form a cycle, so that the garbage
-    collector can skip them (otherwise it would take three times as long as everything else).
-    """
-
-    key: BlockKey
-    parent: BlockKey | None
-    cohort: int
-    uses: int = 1
-    hangs: bool = False
-    resident: bool = False
-    held: bool = False
+_MEMBERS = 4096  # of a cohort: so many names are forgotten at once
+_GROWN = 256  # cohorts that move to another bin at once
+_LARGE = 1 << 20  # names that a large tier remembers at least
+# What is known of a name:
+_RESIDENT = 1
+_GHOST = 2  # remembered for a while after it was evicted or refused
+_KNOWN = _RESIDENT | _GHOST
+_HELD = 4
+_HANGS = 8
 
 
 class _Cohort:
-    """The blocks of one class with the same time of last use: they age together."""
+    """The blocks of one class with the same time of last use: they age together.
 
-    __slots__ = ("alive", "bin", "born", "forgotten", "kind", "names", "number", "runs")
+    There are very many blocks, and tens of thousands of cohorts: each keeps its blocks in arrays,
+    which the garbage collector does not look at.
+    """
+
+    __slots__ = (
+        "alive",
+        "begin",
+        "bin",
+        "born",
+        "first",
+        "forgotten",
+        "kind",
+        "names",
+        "number",
+        "rest",
+    )
 
     def __init__(self, number: int, kind: int, born: float) -> None:
         self.number = number
@@ -57,32 +64,53 @@ class _Cohort:
         self.born = born
         self.bin = 0
         self.alive = 0  # members not used again since, resident or remembered
-        self.names: list[_Block] = []  # who joined; some may have moved on
-        # Who became resident, oldest first, as runs down a chain; some may have left since.
-        self.runs: deque[list[_Block]] = deque()
+        self.names = array("i")  # who joined; some may have moved on
+        # Who became resident, oldest first, as runs down a chain; some may have left since. The
+        # first run, then the others; the first block of each of these is inverted (~number).
+        self.first = array("i")
+        self.rest = array("i")
+        self.begin = 0  # of ``rest``: what is before is in ``first`` or gone
         self.forgotten = False  # names are no longer remembered when they are evicted
 
-    def holds(self, block: _Block) -> bool:
-        return block.cohort == self.number and block.resident
-
-    def settle(self, block: _Block) -> None:
-        """``block``, a member, is resident."""
-        if self.runs and self.runs[-1] and self.runs[-1][-1].key == block.parent:
-            self.runs[-1].append(block)
+    def settle(self, number: int, parent: int) -> None:
+        """A member became resident."""
+        if self.begin < len(self.rest):
+            last = self.rest[-1]
+            self.rest.append(number if parent >= 0 and max(last, ~last) == parent else ~number)
+        elif self.first and parent >= 0 and self.first[-1] == parent:
+            self.first.append(number)
         else:
-            self.runs.append([block])
+            self.rest.append(~number)
 
-    def trim(self) -> bool:
-        """Drops blocks that left from the end of the first run. False if no block is left."""
-        runs = self.runs
-        while runs:
-            run = runs[0]
-            while run and not self.holds(run[-1]):
-                run.pop()
-            if run:
-                return True
-            runs.popleft()
-        return False
+    def next_run(self) -> bool:
+        """Makes the next run the first one. False if there is none."""
+        rest, begin = self.rest, self.begin
+        if begin == len(rest):
+            if begin:
+                self.rest, self.begin = array("i"), 0
+            return False
+        self.begin = _end_of(rest, begin)
+        self.first = rest[begin : self.begin]
+        self.first[0] = ~self.first[0]
+        return True
+
+    def members(self) -> Iterator[int]:
+        """Those that became resident: the first run first, each from its end."""
+        yield from reversed(self.first)
+        rest, begin = self.rest, self.begin
+        while begin < len(rest):
+            end = _end_of(rest, begin)
+            yield from reversed(rest[begin + 1 : end])
+            yield ~rest[begin]
+            begin = end
+
+
+def _end_of(runs: array[int], begin: int) -> int:
+    """Where the run ends that begins there."""
+    end = begin + 1
+    while end < len(runs) and runs[end] >= 0:
+        end += 1
+    return end
 
 
 class HazardPolicy(EvictionPolicy):
@@ -105,34 +133,50 @@ class HazardPolicy(EvictionPolicy):
     them; and never used, inside one. A chain's end whose last window or state was given up can
     serve no hit: it goes next. So does what hangs on a block that is gone, until that is back.
 
-    A block with resident children is not given up before them. Memory: about 220 bytes for each
-    resident and each remembered block; at most ``remember`` of the latter. Until taught, 125 more
-    for each resident one.
+    A block with resident children is not given up before them. Memory beside that of the names:
+    about 40 bytes for each resident and each remembered block; at most ``remember`` of the latter.
     """
 
     name: ClassVar[str] = "hazard"
+    learns: ClassVar[bool] = True
 
-    def __init__(self, capacity_blocks: int, remember: int | None = None) -> None:
+    def __init__(
+        self,
+        capacity_blocks: int,
+        remember: int | None = None,
+        names: Names | None = None,
+        links: Links | None = None,
+    ) -> None:
+        super().__init__(names)
         if remember is None:
             remember = max(2 * capacity_blocks, min(16 * capacity_blocks + 32_768, 262_144))
+            remember = min(remember, max(capacity_blocks // 2, _LARGE))
         self._remember = remember
         self._bins = AgeBins()
         self._table = LifeTable(_CLASSES, self._bins)
-        self._residents: dict[BlockKey, _Block] = {}
-        self._ghosts: dict[BlockKey, _Block] = {}
-        self._children: dict[BlockKey, int] = {}  # resident ones, by parent, resident or not
+        # By name; parents and what hangs plus one, 0 for none.
+        self._state = self.names.column("B")
+        self._used = self.names.column("B")  # times, up to 255
+        self._cohort = self.names.column("I")
+        self._parent = self.names.column("i")
+        self._children = self.names.column("i")  # resident ones, of a resident name or not
+        self._hung = self.names.column("i")  # the first of those that hang on it
+        self._hung_next = self.names.column("i")
+        self._ghosts = 0
         self._has_groups = False  # a block that hangs on a chain was seen
-        self._hung: dict[BlockKey, list[_Block]] = {}  # the same, of those that hang on a chain
-        self._by_bin: list[deque[_Cohort]] = [deque() for _ in range(self._bins.count)]
-        self._cohorts: dict[int, _Cohort] = {}  # those with members, by number
-        self._born = 0  # cohorts so far
-        self._memory: deque[_Cohort] = deque()  # oldest first
-        self._memory_limit = 64
+        # Cohorts with members, the oldest first: by age, by number, and all that may be forgotten.
+        self._by_bin: list[OrderedDict[_Cohort, None]]
+        self._by_bin = [OrderedDict() for _ in range(self._bins.count)]
+        self._cohorts: dict[int, _Cohort] = {}
+        self._memory: OrderedDict[_Cohort, None] = OrderedDict()
+        self._born = 0  # number of the last cohort
+        self._is_late = False  # some have not reached the bins of their age
         self._youngest: dict[int, _Cohort] = {}  # by class
         # Cohorts with residents that may go, by cell (class, bin); cells ordered by worth.
         self._ready: list[dict[_Cohort, None]] = [{} for _ in range(_CLASSES * self._bins.count)]
         self._is_taught = False  # has seen enough blocks come back to refuse others
-        self._recency: LruPolicy | None = LruPolicy()  # the order until taught for the first time
+        # The order until taught for the first time.
+        self._recency: LruPolicy | None = LruPolicy(self.names, links)
         self._returns = 0  # ticks in which blocks came back
         self._returned_at = -1.0  # the last of them
         self._worth: list[float] = []
@@ -148,163 +192,152 @@ class HazardPolicy(EvictionPolicy):
 
     # -- what happens to blocks ------------------------------------------------------------
 
-    def access(
+    def access_n(
         self,
-        chain: Sequence[BlockKey],
+        chain: Sequence[int],
         now: float,
-        hanging: Sequence[BlockKey] = (),
-        ending: Sequence[BlockKey] = (),
+        hanging: Sequence[int] = (),
+        ending: Sequence[int] = (),
     ) -> None:
         if not (chain or hanging or ending):
             return
         self._advance(now)
         if self._recency is not None:
-            self._recency.access(chain, now, hanging)
-        for key in hanging:
-            block = self._residents.get(key) or self._ghosts.get(key)
-            if block is not None:
-                self._use(block, 1)
-        for key in ending:
-            block = self._residents.get(key) or self._ghosts.get(key)
-            if block is None:
-                self._ghosts[key] = self._meet(key, None, 1, 0.0, True)
-            elif self._cohorts[block.cohort].kind == _INNER:
-                self._move(block, _kind(block.uses, 1, True))
+            self._recency.access_n(chain, now, hanging)
+        state, parents = self._state.cells, self._parent.cells
+        for number in hanging:
+            if number >= 0 and state[number] & _KNOWN:
+                self._use(number, 1)
+        for number in ending:
+            if not state[number] & _KNOWN:
+                self._meet(number, -1, 1, 0.0, True)
+                self._remember_it(number)
+            elif self._cohorts[self._cohort.cells[number]].kind == _INNER:
+                self._move(number, _kind(self._used.cells[number], 1, True))
         if not chain:
             return
         self._mean_chain += 0.01 * (len(chain) - self._mean_chain)
         self._uses += len(chain)
         last = len(chain) - 1
-        parent: BlockKey | None = None
-        for index, key in enumerate(chain):
-            block = self._residents.get(key) or self._ghosts.get(key)
-            if block is None:
-                self._ghosts[key] = self._meet(key, parent, int(index == last))
+        parent = -1
+        for index, number in enumerate(chain):
+            if not state[number] & _KNOWN:
+                self._meet(number, parent, int(index == last))
+                self._remember_it(number)
             else:
-                if block.parent is None and parent is not None:
-                    self._adopt(block, parent)
-                self._use(block, int(index == last))
-            parent = key
+                if parent >= 0 and not parents[number]:
+                    self._adopt(number, parent)
+                    if state[number] & _RESIDENT:
+                        self._children.cells[parent] += 1
+                self._use(number, int(index == last))
+            parent = number
         if self._uses >= self._refresh_at:
             self._table.fade(_FADE)
             self._refresh()
         self._forget()
 
-    def insert(
-        self,
-        key: BlockKey,
-        parent: BlockKey | None,
-        depth: int,
-        now: float,
-        hangs: bool = False,
+    def insert_n(
+        self, number: int, parent: int, depth: int, now: float, hangs: bool = False
     ) -> None:
-        if key in self._residents:
+        state = self._state.cells
+        if state[number] & _RESIDENT:
             return
-        block = self._ghosts.pop(key, None)
-        if block is None:
+        if state[number] & _GHOST:
+            self._ghosts -= 1
+            if parent >= 0 and not self._parent.cells[number]:
+                self._adopt(number, parent)
+                state[number] = _HANGS * hangs
+        else:
             if now - self._now >= _TICK:
                 self._advance(now)
-            block = self._meet(key, parent, 0, _SLACK, hangs)
-        elif block.parent is None:
-            block.parent = parent
-            block.hangs = hangs
+            self._meet(number, parent, 0, _SLACK, hangs)
         if self._recency is not None:
-            self._recency.insert(key, parent, depth, now, hangs)
-        block.resident = True
-        self._residents[key] = block
-        cohort = self._cohorts[block.cohort]
-        cohort.settle(block)
+            self._recency.insert_n(number, parent, depth, now, hangs)
+        state[number] = state[number] & _HANGS | _RESIDENT
+        cohort = self._cohorts[self._cohort.cells[number]]
+        above = self._parent.cells[number] - 1
+        cohort.settle(number, above)
         self._make_ready(cohort)
-        above = block.parent
-        if above is not None:
-            self._children[above] = self._children.get(above, 0) + 1
+        if above >= 0:
+            self._children.cells[above] += 1
         self._has_groups |= hangs
         if self._has_groups:
-            self._settle(block)
-        if len(self._ghosts) > self._remember or len(self._memory) > self._memory_limit:
+            self._settle(number)
+        if self._ghosts > self._remember:
             self._forget()
 
-    def remove(self, key: BlockKey) -> None:
-        block = self._residents.pop(key, None)
-        if block is None:
+    def remove_n(self, number: int) -> None:
+        state = self._state.cells
+        if not state[number] & _RESIDENT:
             return
         if self._recency is not None:
-            self._recency.remove(key)
-        block.resident = block.held = False
-        cohort = self._cohorts[block.cohort]
-        if cohort.forgotten:
-            cohort.alive -= 1
-        else:
-            self._ghosts[key] = block
-        for child in self._hung.get(key, ()):
+            self._recency.remove_n(number)
+        state[number] &= _HANGS
+        cohort = self._cohorts[self._cohort.cells[number]]
+        for child in self._hung_on(number):
             self._move(child, _BARE)
-        if block.parent is None:
-            return
-        if block.hangs:
-            self._unhang(block, block.parent)
-        siblings = self._children[block.parent] - 1
-        if siblings:
-            self._children[block.parent] = siblings
-            return
-        del self._children[block.parent]
-        above = self._residents.get(block.parent)
-        if above is not None:
-            self._make_ready(self._cohorts[above.cohort])
-            if block.hangs or cohort.kind == _BARE:
-                self._move(above, _BARE)
+        above = self._parent.cells[number] - 1
+        if above >= 0:
+            hangs = state[number] & _HANGS
+            if hangs:
+                self._unhang(number, above)
+            left = self._children.cells[above] - 1
+            self._children.cells[above] = left
+            if not left and state[above] & _RESIDENT:
+                self._make_ready(self._cohorts[self._cohort.cells[above]])
+                if hangs or cohort.kind == _BARE:
+                    self._move(above, _BARE)
+        if cohort.forgotten:
+            self._unlearn(number)
+            self._leave(cohort)
+        else:
+            self._remember_it(number)
 
-    def hold(self, key: BlockKey) -> None:
-        block = self._residents.get(key)
-        if block is not None:
-            block.held = True
+    def hold_n(self, number: int) -> None:
+        state = self._state.cells
+        if state[number] & _RESIDENT:
+            state[number] |= _HELD
             if self._recency is not None:
-                self._recency.hold(key)
+                self._recency.hold_n(number)
 
-    def release(self, key: BlockKey) -> None:
-        block = self._residents.get(key)
-        if block is not None and block.held:
-            block.held = False
-            self._make_ready(self._cohorts[block.cohort])
+    def release_n(self, number: int) -> None:
+        state = self._state.cells
+        if state[number] & _HELD:
+            state[number] ^= _HELD
+            self._make_ready(self._cohorts[self._cohort.cells[number]])
             if self._recency is not None:
-                self._recency.release(key)
+                self._recency.release_n(number)
 
     # -- what to give up -------------------------------------------------------------------
 
-    def admit(
-        self,
-        key: BlockKey,
-        parent: BlockKey | None,
-        depth: int,
-        now: float,
-        hangs: bool = False,
+    def admit_n(
+        self, number: int, parent: int, depth: int, now: float, hangs: bool = False
     ) -> bool:
         if not self._is_taught:
             return True
         self._advance(now)
-        block = self._ghosts.get(key)
-        mine = self._worth[self._cell_of(block, hangs)]
+        if number >= 0 and not self._state.cells[number] & _GHOST:
+            number = -1
+        mine = self._worth[self._cell_of(number, hangs)]
         for cohort in self._candidates():
-            if cohort.trim():
+            if self._trim(cohort):
                 return self._worth[self._cell(cohort)] < mine
         return True
 
-    def chance(self, key: BlockKey, now: float) -> float | None:
+    def chance_n(self, number: int, now: float) -> float | None:
         if not self._is_taught:
             return None
         self._advance(now)
-        block = self._residents.get(key) or self._ghosts.get(key)
         if self._chances is None:
             self._chances = self._table.chances(_EVIDENCE * self._mean_chain).ravel().tolist()
-        return self._chances[self._cell_of(block)]
+        return self._chances[self._cell_of(number)]
 
-    def victims(
-        self, count: int, evictable: Callable[[BlockKey], bool], now: float
-    ) -> list[BlockKey]:
+    def victims_n(self, count: int, evictable: Callable[[int], bool], now: float) -> list[int]:
         if self._recency is not None:
-            return self._recency.victims(count, evictable, now)
+            return self._recency.victims_n(count, evictable, now)
         self._advance(now)
-        found: dict[BlockKey, _Block] = {}
-        going: dict[BlockKey, int] = {}  # children among the found, by parent
+        found: dict[int, None] = {}
+        going: dict[int, int] = {}  # children among the found, by parent
         spent = []
         for cohort in self._candidates():
             if len(found) >= count:
@@ -321,25 +354,40 @@ class HazardPolicy(EvictionPolicy):
         for place in self._filled:
             yield from self._ready[self._order[place]]
 
+    def _trim(self, cohort: _Cohort) -> bool:
+        """Drops blocks that left from the end of the first run. False if no block is left."""
+        state, cohorts, own = self._state.cells, self._cohort.cells, cohort.number
+        while True:
+            run = cohort.first
+            while run and not (cohorts[run[-1]] == own and state[run[-1]] & _RESIDENT):
+                run.pop()
+            if run:
+                return True
+            if not cohort.next_run():
+                return False
+
     def _strip(
         self,
         cohort: _Cohort,
         count: int,
-        evictable: Callable[[BlockKey], bool],
-        found: dict[BlockKey, _Block],
-        going: dict[BlockKey, int],
+        evictable: Callable[[int], bool],
+        found: dict[int, None],
+        going: dict[int, int],
     ) -> bool:
         """Adds the cohort's evictable blocks to ``found``, the oldest run first, from its end.
         False if it has none until a child of one of its blocks is removed, or one of them is
         released."""
-        cohort.trim()
+        self._trim(cohort)
+        state, cohorts, own = self._state.cells, self._cohort.cells, cohort.number
         able = False
-        for block in joined.from_iterable(map(reversed, cohort.runs)):
-            if block.held or not cohort.holds(block) or not self._is_leaf(block, going):
+        for number in cohort.members():
+            if cohorts[number] != own or state[number] & (_RESIDENT | _HELD) != _RESIDENT:
+                continue
+            if not self._is_leaf(number, going):
                 continue
             able = True
-            if block.key not in found and evictable(block.key):
-                self._give(block, found, going)
+            if number not in found and evictable(number):
+                self._give(number, found, going)
                 if len(found) >= count:
                     break
         return able
@@ -347,132 +395,201 @@ class HazardPolicy(EvictionPolicy):
     def _climb(
         self,
         count: int,
-        evictable: Callable[[BlockKey], bool],
-        found: dict[BlockKey, _Block],
-        going: dict[BlockKey, int],
+        evictable: Callable[[int], bool],
+        found: dict[int, None],
+        going: dict[int, int],
     ) -> None:
         """If those are not enough: the blocks that became leaves."""
-        pending = list(found.values()) if len(found) < count else []
-        for block in pending:
-            above = None if block.parent is None else self._residents.get(block.parent)
-            if above is None or above.key in found or above.held:
+        state = self._state.cells
+        pending = list(found) if len(found) < count else []
+        for number in pending:
+            above = self._parent.cells[number] - 1
+            if above < 0 or above in found:
                 continue
-            if not self._is_leaf(above, going):
+            if state[above] & (_RESIDENT | _HELD) != _RESIDENT or not self._is_leaf(above, going):
                 continue
-            if evictable(above.key):
+            if evictable(above):
                 self._give(above, found, going)
                 pending.append(above)
                 if len(found) >= count:
                     return
 
-    def _is_leaf(self, block: _Block, going: dict[BlockKey, int]) -> bool:
-        return self._children.get(block.key, 0) <= going.get(block.key, 0)
+    def _is_leaf(self, number: int, going: dict[int, int]) -> bool:
+        children: int = self._children.cells[number]
+        return children <= going.get(number, 0)
 
-    @staticmethod
-    def _give(block: _Block, found: dict[BlockKey, _Block], going: dict[BlockKey, int]) -> None:
-        found[block.key] = block
-        if block.parent is not None:
-            going[block.parent] = going.get(block.parent, 0) + 1
+    def _give(self, number: int, found: dict[int, None], going: dict[int, int]) -> None:
+        found[number] = None
+        above = self._parent.cells[number] - 1
+        if above >= 0:
+            going[above] = going.get(above, 0) + 1
 
-    # -- classes, cohorts and time ---------------------------------------------------------
+    # -- names -----------------------------------------------------------------------------
 
     def _meet(
-        self,
-        key: BlockKey,
-        parent: BlockKey | None,
-        ended: int,
-        slack: float = 0.0,
-        hangs: bool = False,
-    ) -> _Block:
-        """A name used for the first time, up to ``slack`` seconds ago."""
-        cohort = self._join(_kind(1, ended, hangs), slack)
-        block = _Block(key, parent, cohort.number, hangs=hangs)
-        cohort.names.append(block)
-        return block
+        self, number: int, parent: int, ended: int, slack: float = 0.0, hangs: bool = False
+    ) -> None:
+        """A name is used for the first time, up to ``slack`` seconds ago."""
+        self.names.keep(number)
+        self._state.cells[number] = _HANGS * hangs
+        self._used.cells[number] = 1
+        if parent >= 0:
+            self._adopt(number, parent)
+        self._enter(number, self._join(_kind(1, ended, hangs), slack))
 
-    def _use(self, block: _Block, ended: int) -> None:
+    def _adopt(self, number: int, parent: int) -> None:
+        """Records the parent of a name."""
+        self.names.keep(parent)
+        self._parent.cells[number] = parent + 1
+
+    def _remember_it(self, number: int) -> None:
+        self._state.cells[number] |= _GHOST
+        self._ghosts += 1
+
+    def _unlearn(self, number: int) -> None:
+        """Forgets a name that is neither resident nor remembered."""
+        self._state.cells[number] = 0
+        parent = self._parent.cells[number]
+        self._parent.cells[number] = 0
+        self.names.drop(number)
+        if parent:
+            self.names.drop(parent - 1)
+
+    def _enter(self, number: int, cohort: _Cohort) -> None:
+        """A known name belongs to that cohort now."""
+        self._cohort.cells[number] = cohort.number
+        cohort.names.append(number)
+        if self._state.cells[number] & _RESIDENT:
+            cohort.settle(number, self._parent.cells[number] - 1)
+            self._make_ready(cohort)
+
+    def _use(self, number: int, ended: int) -> None:
         """Records another use of a known block and puts it with others of its kind."""
-        old = self._cohorts[block.cohort]
-        old.alive -= 1
+        old = self._cohorts[self._cohort.cells[number]]
         self._table.used[old.kind][old.bin] += 1.0
         if self._returned_at != self._now:
             self._returned_at = self._now
             self._returns += 1
-        block.uses += 1
-        cohort = self._join(_kind(block.uses, ended, block.hangs))
-        block.cohort = cohort.number
-        cohort.names.append(block)
-        if block.resident:
-            cohort.settle(block)
-            self._make_ready(cohort)
+        uses = self._used.cells
+        uses[number] = min(255, uses[number] + 1)
+        hangs = bool(self._state.cells[number] & _HANGS)
+        old.alive -= 1
+        self._enter(number, self._join(_kind(uses[number], ended, hangs)))
+        self._bury(old)
 
-    def _settle(self, block: _Block) -> None:
-        """A block became resident: its parent, and what hangs on it, may serve hits again."""
-        for child in self._hung.get(block.key, ()):
-            self._revive(child)
-        if block.parent is None:
-            return
-        above = self._residents.get(block.parent)
-        if above is not None:
-            self._revive(above)
-        if block.hangs:
-            self._hung.setdefault(block.parent, []).append(block)
-            if above is None:
-                self._move(block, _BARE)
-
-    def _unhang(self, block: _Block, parent: BlockKey) -> None:
-        others = self._hung[parent]
-        others.remove(block)
-        if not others:
-            del self._hung[parent]
-
-    def _revive(self, block: _Block) -> None:
-        """The block may serve hits again."""
-        if self._cohorts[block.cohort].kind == _BARE:
-            self._move(block, _kind(block.uses, int(block.uses > 1), block.hangs))
-
-    def _move(self, block: _Block, kind: int) -> None:
+    def _move(self, number: int, kind: int) -> None:
         """Puts a known block into another class, without a use."""
-        self._cohorts[block.cohort].alive -= 1
-        cohort = self._join(kind)
-        block.cohort = cohort.number
-        cohort.names.append(block)
-        if block.resident:
-            cohort.settle(block)
-            self._make_ready(cohort)
+        old = self._cohorts[self._cohort.cells[number]]
+        old.alive -= 1
+        self._enter(number, self._join(kind))
+        self._bury(old)
+
+    # -- what hangs on a chain -------------------------------------------------------------
+
+    def _settle(self, number: int) -> None:
+        """A block became resident: its parent, and what hangs on it, may serve hits again."""
+        for child in self._hung_on(number):
+            self._revive(child)
+        above = self._parent.cells[number] - 1
+        if above < 0:
+            return
+        is_here = self._state.cells[above] & _RESIDENT
+        if is_here:
+            self._revive(above)
+        if self._state.cells[number] & _HANGS:
+            self._hang(number, above)
+            if not is_here:
+                self._move(number, _BARE)
+
+    def _hung_on(self, number: int) -> Iterator[int]:
+        """Resident blocks that hang on it, in the order in which they came."""
+        following = self._hung.cells[number]
+        while following:
+            child = following - 1
+            following = self._hung_next.cells[child]
+            yield child
+
+    def _hang(self, number: int, parent: int) -> None:
+        last = next(iter(deque(self._hung_on(parent), maxlen=1)), -1)
+        if last < 0:
+            self._hung.cells[parent] = number + 1
+        else:
+            self._hung_next.cells[last] = number + 1
+        self._hung_next.cells[number] = 0
+
+    def _unhang(self, number: int, parent: int) -> None:
+        before = -1
+        for child in self._hung_on(parent):
+            if child == number:
+                break
+            before = child
+        if before < 0:
+            self._hung.cells[parent] = self._hung_next.cells[number]
+        else:
+            self._hung_next.cells[before] = self._hung_next.cells[number]
+
+    def _revive(self, number: int) -> None:
+        """The block may serve hits again."""
+        if self._cohorts[self._cohort.cells[number]].kind == _BARE:
+            uses = self._used.cells[number]
+            hangs = bool(self._state.cells[number] & _HANGS)
+            self._move(number, _kind(uses, int(uses > 1), hangs))
+
+    # -- classes, cohorts and time ---------------------------------------------------------
 
     def _join(self, kind: int, slack: float = 0.0) -> _Cohort:
         """The cohort of ``kind`` that starts now, or ``slack`` seconds ago, with one more
         member."""
         cohort = self._youngest.get(kind)
-        if cohort is None or self._now - cohort.born > slack or cohort.forgotten:
-            self._born += 1
-            cohort = self._youngest[kind] = _Cohort(self._born, kind, self._now)
-            self._cohorts[cohort.number] = cohort
-            self._by_bin[0].append(cohort)
-            self._memory.append(cohort)
+        if (
+            cohort is None
+            or self._now - cohort.born > slack
+            or cohort.forgotten
+            or len(cohort.names) >= _MEMBERS
+        ):
+            self._born = self._born % 0xFFFF_FFFF + 1
+            while self._born in self._cohorts:
+                self._born = self._born % 0xFFFF_FFFF + 1
+            old, cohort = cohort, _Cohort(self._born, kind, self._now)
+            self._youngest[kind] = self._cohorts[cohort.number] = cohort
+            self._by_bin[0][cohort] = self._memory[cohort] = None
+            if old is not None:
+                self._bury(old)
         cohort.alive += 1
         entered = self._table.entered[kind]
         for age in range(cohort.bin + 1):
             entered[age] += 1.0
         return cohort
 
-    def _adopt(self, block: _Block, parent: BlockKey) -> None:
-        """Records the parent of a block that was announced without one."""
-        block.parent = parent
-        if block.resident:
-            self._count_child(parent)
+    def _leave(self, cohort: _Cohort) -> None:
+        """A member is not known any more."""
+        cohort.alive -= 1
+        self._bury(cohort)
 
-    def _count_child(self, parent: BlockKey) -> None:
-        self._children[parent] = self._children.get(parent, 0) + 1
+    def _bury(self, cohort: _Cohort) -> None:
+        """Drops a cohort without members, which nothing joins any more."""
+        if cohort.alive == 0 and self._youngest.get(cohort.kind) is not cohort:
+            self._drop(cohort)
+
+    def _drop(self, cohort: _Cohort) -> None:
+        if self._cohorts.pop(cohort.number, None) is None:
+            return
+        self._make_unready(cohort)
+        self._by_bin[cohort.bin].pop(cohort, None)
+        self._memory.pop(cohort, None)
+        cohort.forgotten = True
+        cohort.names, cohort.first, cohort.rest = array("i"), array("i"), array("i")
+        cohort.begin = 0
 
     def _cell(self, cohort: _Cohort) -> int:
         return cohort.kind * self._bins.count + cohort.bin
 
-    def _cell_of(self, block: _Block | None, hangs: bool = False) -> int:
+    def _cell_of(self, number: int, hangs: bool = False) -> int:
         """The cell of a block; of one that is not known, or was given up as bare: a new one's."""
-        cohort = None if block is None else self._cohorts[block.cohort]
-        if cohort is None or cohort.kind == _BARE:
+        if number < 0 or not self._state.cells[number] & _KNOWN:
+            return _kind(1, 0, hangs) * self._bins.count
+        cohort = self._cohorts[self._cohort.cells[number]]
+        if cohort.kind == _BARE:
             return _kind(1, 0, hangs) * self._bins.count
         return self._cell(cohort)
 
@@ -495,48 +612,50 @@ class HazardPolicy(EvictionPolicy):
         return True
 
     def _advance(self, now: float) -> None:
-        """Moves cohorts on to the bins of their age."""
-        if now - self._now < _TICK:
+        """Moves cohorts on to the bins of their age; after a long pause only some at a time."""
+        if now - self._now < _TICK and not self._is_late:
             return
-        self._now = now
+        self._now = max(now, self._now)
+        left = _GROWN
         for queue, end in zip(reversed(self._by_bin), reversed(self._bins.ends), strict=True):
-            while queue and (now - queue[0].born >= end or queue[0].alive == 0):
-                self._grow(queue.popleft())
+            while queue:
+                cohort = next(iter(queue))
+                if cohort.alive == 0:
+                    self._drop(cohort)
+                elif self._now - cohort.born >= end and left:
+                    del queue[cohort]
+                    self._grow(cohort)
+                else:
+                    break
+                left -= 1
+                if not left:
+                    break
+        self._is_late = not left
 
     def _grow(self, cohort: _Cohort) -> None:
         """Puts a cohort into the bin of its age; it is in no bin's queue now."""
         was_ready = self._make_unready(cohort)
-        if cohort.alive == 0:
-            del self._cohorts[cohort.number]
-            cohort.forgotten = True
-            cohort.names = []
-            cohort.runs.clear()
-            return
         entered, ends = self._table.entered[cohort.kind], self._bins.ends
         while self._now - cohort.born >= ends[cohort.bin]:
             cohort.bin += 1
             entered[cohort.bin] += cohort.alive
-        self._by_bin[cohort.bin].append(cohort)
+        self._by_bin[cohort.bin][cohort] = None
         if was_ready:
             self._make_ready(cohort)
 
     def _forget(self) -> None:
         """Drops the oldest names beyond what may be remembered."""
-        memory, ghosts = self._memory, self._ghosts
-        while len(ghosts) > self._remember and memory:
-            cohort = memory.popleft()
+        state, cohorts = self._state.cells, self._cohort.cells
+        while self._ghosts > self._remember and self._memory:
+            cohort, _ = self._memory.popitem(last=False)
             cohort.forgotten = True
-            for block in cohort.names:
-                if block.cohort == cohort.number and ghosts.get(block.key) is block:
-                    del ghosts[block.key]
+            names, cohort.names = cohort.names, array("i")
+            for number in names:
+                if cohorts[number] == cohort.number and state[number] & _GHOST:
+                    self._ghosts -= 1
+                    self._unlearn(number)
                     cohort.alive -= 1
-            cohort.names = []
-        if len(memory) > self._memory_limit:
-            oldest, self._by_bin[-1] = self._by_bin[-1], deque()
-            for cohort in oldest:
-                self._grow(cohort)
-            self._memory = deque(cohort for cohort in memory if not cohort.forgotten)
-            self._memory_limit = 64 + 2 * len(self._memory)
+            self._bury(cohort)
 
     def _refresh(self) -> None:
         """Ranks the cells again by the life table."""

@@ -2,90 +2,132 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
+from itertools import chain as joined
+from itertools import islice
 from typing import ClassVar
 
-from kvrecall.block import BlockKey
 from kvrecall.pool.eviction.base import EvictionPolicy
-
-_Rank = tuple[int, int, int]  # uses, tick of the last use, -depth
+from kvrecall.pool.eviction.queues import Links, Queue
+from kvrecall.pool.names import Names
 
 
 class LfuPolicy(EvictionPolicy):
-    """Least frequently used while resident; ties go to the least recently used, then deepest."""
+    """Least frequently used while resident; ties go to the least recently used, then deepest.
+
+    A queue for each number of uses, oldest first: an access appends to them, and so does a new
+    block, at its depth among those that came at the same time. Held blocks come back as the oldest
+    of their queue.
+    """
 
     name: ClassVar[str] = "lfu"
 
-    def __init__(self) -> None:
-        self._ranks: dict[BlockKey, _Rank] = {}
-        self._heap: list[tuple[_Rank, BlockKey]] = []  # lazy: an entry counts if its rank holds
-        self._held: set[BlockKey] = set()  # without an entry in the heap that counts
-        self._tick = 0
+    def __init__(self, names: Names | None = None, links: Links | None = None) -> None:
+        super().__init__(names)
+        self._links = links or Links(self.names)
+        self._uses = self.names.column("i")
+        self._depth = self.names.column("i")
+        self._tick = self.names.column("I")  # of the last use
+        self._queues: dict[int, Queue] = {}  # by uses
+        self._held: set[int] = set()
+        self._tick_now = 0  # accesses, and seconds without one
+        self._now = 0.0
+        self._latest = -1  # last one inserted
 
-    def insert(
-        self,
-        key: BlockKey,
-        parent: BlockKey | None,
-        depth: int,
-        now: float,
-        hangs: bool = False,
+    def insert_n(
+        self, number: int, parent: int, depth: int, now: float, hangs: bool = False
     ) -> None:
-        if key not in self._ranks:
-            self._rank(key, (1, self._tick, -depth))
+        if self._uses.cells[number]:
+            return
+        tick = self._advance(now, False)
+        self.names.keep(number)
+        self._uses.cells[number], self._depth.cells[number] = 1, depth
+        self._tick.cells[number] = tick
+        queue = self._queue_of(1)
+        place = self._place(queue, depth, tick)
+        if place < 0:
+            queue.append(number)
+        else:
+            queue.put_before(number, place)
+        self._latest = number
 
-    def access(
+    def _place(self, queue: Queue, depth: int, tick: int) -> int:
+        """The block before which a new one of that depth goes; -1: none. Starts at the last one
+        inserted, next to which the next of a chain belongs."""
+        ticks, depths, links = self._tick.cells, self._depth.cells, self._links
+        at = self._latest
+        if at < 0 or at not in queue or ticks[at] != tick:
+            at = queue.last
+        if at < 0 or ticks[at] != tick:
+            return -1
+        while depths[at] <= depth:
+            before: int = links.older.cells[at] - 1
+            if before < 0 or ticks[before] != tick or depths[before] > depth:
+                return at
+            at = before
+        while at >= 0 and depths[at] > depth:
+            at = links.younger.cells[at] - 1
+        return at
+
+    def access_n(
         self,
-        chain: Sequence[BlockKey],
+        chain: Sequence[int],
         now: float,
-        hanging: Sequence[BlockKey] = (),
-        ending: Sequence[BlockKey] = (),
+        hanging: Sequence[int] = (),
+        ending: Sequence[int] = (),
     ) -> None:
-        self._tick += 1
-        for key in (*chain, *hanging):
-            rank = self._ranks.get(key)
-            if rank is not None:
-                self._rank(key, (rank[0] + 1, self._tick, rank[2]))
+        tick = self._advance(now, True)
+        uses, depths, ticks = self._uses.cells, self._depth.cells, self._tick.cells
+        known = [n for n in (*chain, *hanging) if n >= 0 and uses[n]]
+        known.sort(key=lambda n: -depths[n])
+        for number in known:
+            if number not in self._held:
+                self._leave(number)
+            uses[number] += 1
+            ticks[number] = tick
+            if number not in self._held:
+                self._queue_of(uses[number]).append(number)
 
-    def remove(self, key: BlockKey) -> None:
-        self._ranks.pop(key, None)
-        self._held.discard(key)
+    def remove_n(self, number: int) -> None:
+        if not self._uses.cells[number]:
+            return
+        if number in self._held:
+            self._held.discard(number)
+        else:
+            self._leave(number)
+        self._uses.cells[number] = 0
+        self.names.drop(number)
 
-    def hold(self, key: BlockKey) -> None:
-        if key in self._ranks:
-            self._held.add(key)
+    def hold_n(self, number: int) -> None:
+        if self._uses.cells[number] and number not in self._held:
+            self._held.add(number)
+            self._leave(number)
 
-    def release(self, key: BlockKey) -> None:
-        if key in self._held:
-            self._held.discard(key)
-            self._push(key, self._ranks[key])
+    def release_n(self, number: int) -> None:
+        if number in self._held:
+            self._held.discard(number)
+            self._queue_of(self._uses.cells[number]).prepend(number)
 
-    def victims(
-        self, count: int, evictable: Callable[[BlockKey], bool], now: float
-    ) -> list[BlockKey]:
-        found: list[BlockKey] = []
-        kept: list[tuple[_Rank, BlockKey]] = []
-        seen: set[BlockKey] = set()
-        while self._heap and len(found) < count:
-            entry = heapq.heappop(self._heap)
-            rank, key = entry
-            if self._ranks.get(key) != rank or key in seen or key in self._held:
-                continue
-            seen.add(key)
-            kept.append(entry)
-            if evictable(key):
-                found.append(key)
-        for entry in kept:
-            heapq.heappush(self._heap, entry)
-        return found
+    def victims_n(self, count: int, evictable: Callable[[int], bool], now: float) -> list[int]:
+        queues = (self._queues[uses] for uses in sorted(self._queues))
+        return list(islice(filter(evictable, joined.from_iterable(queues)), count))
 
-    def _rank(self, key: BlockKey, rank: _Rank) -> None:
-        self._ranks[key] = rank
-        if key not in self._held:
-            self._push(key, rank)
+    def _advance(self, now: float, is_access: bool) -> int:
+        """The present tick. What comes a second later than the last block has one of its own, as
+        after a restart."""
+        if is_access or now - self._now >= 1.0:
+            self._tick_now = (self._tick_now + 1) & 0xFFFFFFFF
+        self._now = max(now, self._now)
+        return self._tick_now
 
-    def _push(self, key: BlockKey, rank: _Rank) -> None:
-        heapq.heappush(self._heap, (rank, key))
-        if len(self._heap) > 64 + 4 * len(self._ranks):
-            self._heap = [(rank, key) for key, rank in self._ranks.items()]
-            heapq.heapify(self._heap)
+    def _queue_of(self, uses: int) -> Queue:
+        if uses not in self._queues:
+            self._queues[uses] = Queue(self._links)
+        return self._queues[uses]
+
+    def _leave(self, number: int) -> None:
+        uses = self._uses.cells[number]
+        queue = self._queues[uses]
+        queue.take(number)
+        if not queue.size:
+            del self._queues[uses]

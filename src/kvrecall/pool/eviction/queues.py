@@ -3,79 +3,120 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import ClassVar
 
 from kvrecall.block import BlockKey
 from kvrecall.pool.eviction.base import EvictionPolicy
+from kvrecall.pool.names import Names
+
+_SWEPT = 4096  # blocks that one search sends round again, at most
 
 
-class Node:
-    """A block's place. ``uses`` is for policies that count; ``queue`` is its queue."""
+class Links:
+    """Columns for queues that share them: a block is in one of them at most."""
 
-    __slots__ = ("key", "next", "parent", "prev", "queue", "uses")
-
-    def __init__(self, key: BlockKey, parent: BlockKey | None = None) -> None:
-        self.key = key
-        self.parent = parent
-        self.uses = 0
-        self.queue: Queue | None = None
-        self.prev = self
-        self.next = self
+    def __init__(self, names: Names) -> None:
+        self.names = names
+        self.older = names.column("i")  # its neighbours, plus one; 0: none
+        self.younger = names.column("i")
+        self.queue = names.column("i")  # the number of its queue; 0: none
+        self.parent = names.column("i")  # plus one, for those that know it of what hangs
+        self.queues = 0  # so far
 
 
 class Queue:
-    """Blocks from oldest to youngest, a doubly linked ring."""
+    """Blocks from oldest to youngest, by number, doubly linked. ``first``: the oldest, plus one."""
 
-    __slots__ = ("_end", "_latest", "size")
+    __slots__ = ("_last", "_latest", "_links", "first", "mark", "size")
 
-    def __init__(self) -> None:
-        self._end = Node(BlockKey(b""))  # its ``next`` is the oldest, its ``prev`` the youngest
-        self._latest = self._end  # last one put in
+    def __init__(self, links: Links) -> None:
+        links.queues += 1
+        self.mark = links.queues
+        """What ``Links.queue`` says of its blocks."""
+        self._links = links
+        self.first = self._last = 0  # oldest and youngest, plus one; 0: none
+        self._latest = -1  # last one put in
         self.size = 0
 
-    def append(self, node: Node) -> None:
-        """``node``, in no queue, becomes the youngest."""
-        self.put_before(node, self._end)
+    def __contains__(self, number: int) -> bool:
+        return bool(self._links.queue.cells[number] == self.mark)
 
-    def append_chained(self, node: Node, parent: BlockKey | None) -> None:
-        """Appends, but right before its parent if that was appended last: blocks stored in one
-        go as a chain leave from the chain's end."""
-        latest = self._latest
-        chained = latest.queue is self and latest.key == parent
-        self.put_before(node, latest if chained else self._end)
+    @property
+    def last(self) -> int:
+        """The youngest; -1: none."""
+        return self._last - 1
 
-    def prepend(self, node: Node) -> None:
-        """``node``, in no queue, becomes the oldest."""
-        self.put_before(node, self._end.next)
-        self._latest = self._end
-
-    def put_before(self, node: Node, other: Node) -> None:
-        """``node``, in no queue, gets the place right before (older than) ``other``."""
-        node.queue = self
-        node.prev = other.prev
-        node.next = other
-        other.prev.next = node
-        other.prev = node
-        self._latest = node
+    def append(self, number: int) -> None:
+        """A block that is in no queue becomes the youngest."""
+        links, name = self._links, number + 1
+        links.queue.cells[number] = self.mark
+        last = links.older.cells[number] = self._last
+        links.younger.cells[number] = 0
+        if last:
+            links.younger.cells[last - 1] = name
+        else:
+            self.first = name
+        self._last = name
+        self._latest = number
         self.size += 1
 
-    def take(self, node: Node) -> None:
-        """Removes ``node``, which is in this queue."""
-        node.prev.next = node.next
-        node.next.prev = node.prev
-        node.queue = None
+    def append_chained(self, number: int, parent: int) -> None:
+        """Appends, but right before its parent if that was appended last: blocks stored in one
+        go as a chain leave from the chain's end."""
+        if parent >= 0 and self._latest == parent and parent in self:
+            self.put_before(number, parent)
+        else:
+            self.append(number)
+
+    def prepend(self, number: int) -> None:
+        """A block that is in no queue becomes the oldest."""
+        if self.first:
+            self.put_before(number, self.first - 1)
+        else:
+            self.append(number)
+        self._latest = -1
+
+    def put_before(self, number: int, other: int) -> None:
+        """A block that is in no queue gets the place right before (older than) ``other``."""
+        links, name = self._links, number + 1
+        before = links.older.cells[other]
+        links.queue.cells[number] = self.mark
+        links.older.cells[number] = before
+        links.younger.cells[number] = other + 1
+        links.older.cells[other] = name
+        if before:
+            links.younger.cells[before - 1] = name
+        else:
+            self.first = name
+        self._latest = number
+        self.size += 1
+
+    def take(self, number: int) -> None:
+        """Removes a block, which is in this queue."""
+        links = self._links
+        older, younger = links.older.cells, links.younger.cells
+        before, after = older[number], younger[number]
+        if before:
+            younger[before - 1] = after
+        else:
+            self.first = after
+        if after:
+            older[after - 1] = before
+        else:
+            self._last = before
+        links.queue.cells[number] = 0
         self.size -= 1
 
-    def __iter__(self) -> Iterator[Node]:
-        """Oldest first. The yielded node may be removed or moved meanwhile."""
-        node = self._end.next
-        while node is not self._end:
-            following = node.next
-            yield node
-            node = following
+    def __iter__(self) -> Iterator[int]:
+        """Oldest first. The yielded block may be removed or moved meanwhile."""
+        younger = self._links.younger
+        following = self.first
+        while following:
+            number = following - 1
+            following = younger.cells[number]
+            yield number
 
 
 class QueuePolicy(EvictionPolicy):
@@ -85,50 +126,57 @@ class QueuePolicy(EvictionPolicy):
     them were older than the rest.
     """
 
-    def __init__(self) -> None:
-        self._nodes: dict[BlockKey, Node] = {}
-        self._queue = Queue()
+    def __init__(self, names: Names | None = None, links: Links | None = None) -> None:
+        """``links``: of the names; shared with policies that know none of its blocks."""
+        super().__init__(names)
+        self._links = links or Links(self.names)
+        self._queue = Queue(self._links)
+        self._held: set[int] = set()
 
     @abstractmethod
-    def _join(self, node: Node, hangs: bool) -> None:
+    def _join(self, number: int, parent: int, hangs: bool) -> None:
         """Puts a new block into the queue."""
 
-    def insert(
-        self,
-        key: BlockKey,
-        parent: BlockKey | None,
-        depth: int,
-        now: float,
-        hangs: bool = False,
+    def _knows(self, number: int) -> bool:
+        return number in self._queue or number in self._held
+
+    def insert_n(
+        self, number: int, parent: int, depth: int, now: float, hangs: bool = False
     ) -> None:
-        if key not in self._nodes:
-            node = self._nodes[key] = Node(key, parent)
-            self._join(node, hangs)
+        if not self._knows(number):
+            self.names.keep(number)
+            self._join(number, parent, hangs)
 
-    def remove(self, key: BlockKey) -> None:
-        node = self._nodes.pop(key, None)
-        if node is not None and node.queue is not None:
-            self._queue.take(node)
+    def remove_n(self, number: int) -> None:
+        if number in self._queue:
+            self._queue.take(number)
+        elif number in self._held:
+            self._held.discard(number)
+        else:
+            return
+        self.names.drop(number)
 
-    def hold(self, key: BlockKey) -> None:
-        node = self._nodes.get(key)
-        if node is not None and node.queue is not None:
-            self._queue.take(node)
+    def hold_n(self, number: int) -> None:
+        if number in self._queue:
+            self._queue.take(number)
+            self._held.add(number)
 
-    def release(self, key: BlockKey) -> None:
-        node = self._nodes.get(key)
-        if node is not None and node.queue is None:
-            self._queue.prepend(node)
+    def release_n(self, number: int) -> None:
+        if number in self._held:
+            self._held.discard(number)
+            self._queue.prepend(number)
 
-    def victims(
-        self, count: int, evictable: Callable[[BlockKey], bool], now: float
-    ) -> list[BlockKey]:
-        return list(islice(filter(evictable, self.oldest()), count))
+    def victims_n(self, count: int, evictable: Callable[[int], bool], now: float) -> list[int]:
+        return list(islice(filter(evictable, self._queue), count))
 
-    def oldest(self) -> Iterator[BlockKey]:
+    def oldest_n(self) -> Iterator[int]:
         """All blocks that are not held, in eviction order. The yielded one may be removed or
         held."""
-        return (node.key for node in self._queue)
+        return iter(self._queue)
+
+    def oldest(self) -> Iterator[BlockKey]:
+        """``oldest_n`` by key."""
+        return map(self.names.key, self._queue)
 
 
 class LruPolicy(QueuePolicy):
@@ -138,33 +186,51 @@ class LruPolicy(QueuePolicy):
 
     name: ClassVar[str] = "lru"
 
-    def _join(self, node: Node, hangs: bool) -> None:
-        above = None if node.parent is None else self._nodes.get(node.parent)
-        if above is None or above.queue is None:
-            self._queue.append(node)
+    def _join(self, number: int, parent: int, hangs: bool) -> None:
+        if hangs and parent >= 0:
+            self.names.keep(parent)
+            self._links.parent.cells[number] = parent + 1
+        if parent >= 0 and parent in self._queue:
+            self._queue.put_before(number, parent)
         else:
-            self._queue.put_before(node, above)
+            self._queue.append(number)
 
-    def access(
+    def remove_n(self, number: int) -> None:
+        if self._knows(number) and (parent := self._links.parent.cells[number]):
+            self._links.parent.cells[number] = 0
+            self.names.drop(parent - 1)
+        super().remove_n(number)
+
+    def access_n(
         self,
-        chain: Sequence[BlockKey],
+        chain: Sequence[int],
         now: float,
-        hanging: Sequence[BlockKey] = (),
-        ending: Sequence[BlockKey] = (),
+        hanging: Sequence[int] = (),
+        ending: Sequence[int] = (),
     ) -> None:
-        nodes, queue = self._nodes, self._queue
-        for key in reversed(chain):
-            node = nodes.get(key)
-            if node is not None:
-                if node.queue is not None:
-                    queue.take(node)
-                queue.append(node)
-        for key in hanging:
-            node = nodes.get(key)
-            if node is not None:
-                if node.queue is not None:
-                    queue.take(node)
-                self._join(node, True)
+        queue, held = self._queue, self._held
+        marks, mark = self._links.queue.cells, self._queue.mark
+        for number in reversed(chain):
+            if number < 0:
+                continue
+            if marks[number] == mark:
+                queue.take(number)
+            elif number in held:
+                held.discard(number)
+            else:
+                continue
+            queue.append(number)
+        for number in hanging:
+            if number < 0 or not self._knows(number):
+                continue
+            if number in queue:
+                queue.take(number)
+            held.discard(number)
+            parent = self._links.parent.cells[number] - 1
+            if parent >= 0 and parent in queue:
+                queue.put_before(number, parent)
+            else:
+                queue.append(number)
 
 
 class FifoPolicy(QueuePolicy):
@@ -172,19 +238,18 @@ class FifoPolicy(QueuePolicy):
 
     name: ClassVar[str] = "fifo"
 
-    def _join(self, node: Node, hangs: bool) -> None:
-        above = self._nodes.get(node.parent) if hangs and node.parent is not None else None
-        if above is None or above.queue is None:
-            self._queue.append_chained(node, node.parent)
+    def _join(self, number: int, parent: int, hangs: bool) -> None:
+        if hangs and parent >= 0 and parent in self._queue:
+            self._queue.put_before(number, parent)
         else:
-            self._queue.put_before(node, above)
+            self._queue.append_chained(number, parent)
 
-    def access(
+    def access_n(
         self,
-        chain: Sequence[BlockKey],
+        chain: Sequence[int],
         now: float,
-        hanging: Sequence[BlockKey] = (),
-        ending: Sequence[BlockKey] = (),
+        hanging: Sequence[int] = (),
+        ending: Sequence[int] = (),
     ) -> None:
         """Use does not matter to a queue."""
 
@@ -195,119 +260,124 @@ class S3FifoPolicy(EvictionPolicy):
 
     As in the paper: small is a tenth of the tier, the ghost remembers as many names as main holds
     blocks, uses are counted up to 3, more than one use in small promotes. Chains stored in one go
-    leave from their end.
+    leave from their end. One search sends a few thousand blocks round again at most, so that it
+    never takes long; what then comes next goes.
     """
 
     name: ClassVar[str] = "s3fifo"
 
-    def __init__(self, capacity_blocks: int) -> None:
+    def __init__(
+        self, capacity_blocks: int, names: Names | None = None, links: Links | None = None
+    ) -> None:
+        super().__init__(names)
+        links = links or Links(self.names)
+        self._marks = links.queue
         self._small_room = max(1, capacity_blocks // 10)
         self._ghost_room = max(1, capacity_blocks - self._small_room)
-        self._nodes: dict[BlockKey, Node] = {}
-        self._small = Queue()
-        self._main = Queue()
-        self._ghost: OrderedDict[BlockKey, None] = OrderedDict()
-        self._held: dict[BlockKey, Queue] = {}  # and the queues they go back to
+        self._uses = self.names.column("B")
+        self._small, self._main, self._ghost = Queue(links), Queue(links), Queue(links)
+        self._held: dict[int, Queue] = {}  # and the queues they go back to
 
-    def insert(
-        self,
-        key: BlockKey,
-        parent: BlockKey | None,
-        depth: int,
-        now: float,
-        hangs: bool = False,
+    def _queue_of(self, number: int) -> Queue | None:
+        """The queue of a resident block that is not held."""
+        mark = self._marks.cells[number]
+        return next((q for q in (self._small, self._main) if q.mark == mark), None)
+
+    def insert_n(
+        self, number: int, parent: int, depth: int, now: float, hangs: bool = False
     ) -> None:
-        if key in self._nodes:
+        if self._queue_of(number) or number in self._held:
             return
-        node = Node(key)
-        above = self._nodes.get(parent) if hangs and parent is not None else None
-        self._nodes[key] = node
-        if above is not None and above.queue is not None:
-            self._ghost.pop(key, None)
-            above.queue.put_before(node, above)
-        elif key in self._ghost:
-            del self._ghost[key]
-            self._main.append_chained(node, parent)
+        above = self._queue_of(parent) if hangs and parent >= 0 else None
+        is_ghost = number in self._ghost
+        if is_ghost:
+            self._ghost.take(number)
         else:
-            self._small.append_chained(node, parent)
+            self.names.keep(number)
+        self._uses.cells[number] = 0
+        if above is not None:
+            above.put_before(number, parent)
+        else:
+            (self._main if is_ghost else self._small).append_chained(number, parent)
 
-    def access(
+    def access_n(
         self,
-        chain: Sequence[BlockKey],
+        chain: Sequence[int],
         now: float,
-        hanging: Sequence[BlockKey] = (),
-        ending: Sequence[BlockKey] = (),
+        hanging: Sequence[int] = (),
+        ending: Sequence[int] = (),
     ) -> None:
-        nodes = self._nodes
-        for key in (*chain, *hanging):
-            node = nodes.get(key)
-            if node is not None and node.uses < 3:
-                node.uses += 1
+        uses, marks = self._uses.cells, self._marks.cells
+        here = (self._small.mark, self._main.mark)
+        for number in (*chain, *hanging):
+            if number >= 0 and (marks[number] in here or number in self._held):
+                uses[number] = min(3, uses[number] + 1)
 
-    def remove(self, key: BlockKey) -> None:
-        node = self._nodes.pop(key, None)
-        if node is None:
-            return
-        queue = node.queue or self._held.pop(key)
-        if queue is self._small:
-            self._ghost[key] = None
-            if len(self._ghost) > self._ghost_room:
-                self._ghost.popitem(last=False)
-        if node.queue is not None:
-            queue.take(node)
-
-    def hold(self, key: BlockKey) -> None:
-        node = self._nodes.get(key)
-        if node is not None and node.queue is not None:
-            self._held[key] = node.queue
-            node.queue.take(node)
-
-    def release(self, key: BlockKey) -> None:
-        queue = self._held.pop(key, None)
+    def remove_n(self, number: int) -> None:
+        queue = self._queue_of(number)
         if queue is not None:
-            queue.prepend(self._nodes[key])
+            queue.take(number)
+        else:
+            queue = self._held.pop(number, None)
+        if queue is self._main:
+            self.names.drop(number)
+        elif queue is self._small:
+            self._ghost.append(number)
+            if self._ghost.size > self._ghost_room:
+                oldest = self._ghost.first - 1
+                self._ghost.take(oldest)
+                self.names.drop(oldest)
 
-    def victims(
-        self, count: int, evictable: Callable[[BlockKey], bool], now: float
-    ) -> list[BlockKey]:
-        found: list[BlockKey] = []
+    def hold_n(self, number: int) -> None:
+        queue = self._queue_of(number)
+        if queue is not None:
+            self._held[number] = queue
+            queue.take(number)
+
+    def release_n(self, number: int) -> None:
+        queue = self._held.pop(number, None)
+        if queue is not None:
+            queue.prepend(number)
+
+    def victims_n(self, count: int, evictable: Callable[[int], bool], now: float) -> list[int]:
+        found: list[int] = []
         if self._small.size > self._small_room:
             self._sweep_small(count, evictable, found)
         if len(found) < count:
             self._sweep_main(count, evictable, found)
         if len(found) < count:  # nothing else left to give up
             taken = frozenset(found)
-            rest = (n.key for n in self._small if n.key not in taken and evictable(n.key))
+            rest = (n for n in self._small if n not in taken and evictable(n))
             found.extend(islice(rest, count - len(found)))
         return found
 
-    def _sweep_small(
-        self, count: int, evictable: Callable[[BlockKey], bool], found: list[BlockKey]
-    ) -> None:
+    def _sweep_small(self, count: int, evictable: Callable[[int], bool], found: list[int]) -> None:
         """Oldest first: used ones move to main, the others are victims."""
-        for node in self._small:
+        uses, moved = self._uses.cells, 0
+        for number in self._small:
             if len(found) >= count or self._small.size - len(found) <= self._small_room:
                 return
-            if node.uses > 1:
-                node.uses = 0
-                self._small.take(node)
-                self._main.append(node)
-            elif evictable(node.key):
-                found.append(node.key)
+            if uses[number] > 1 and moved < _SWEPT:
+                moved += 1
+                uses[number] = 0
+                self._small.take(number)
+                self._main.append(number)
+            elif evictable(number):
+                found.append(number)
 
-    def _sweep_main(
-        self, count: int, evictable: Callable[[BlockKey], bool], found: list[BlockKey]
-    ) -> None:
+    def _sweep_main(self, count: int, evictable: Callable[[int], bool], found: list[int]) -> None:
         """Oldest first: used ones go round again with one use less, the others are victims."""
-        taken = frozenset(found)
+        uses, moved = self._uses.cells, 0
+        taken = set(found)
         for _ in range(4):  # a use is counted up to 3: the fourth round finds every block
-            for node in islice(self._main, self._main.size):
+            for number in islice(self._main, self._main.size):
                 if len(found) >= count:
                     return
-                if node.uses > 0:
-                    node.uses -= 1
-                    self._main.take(node)
-                    self._main.append(node)
-                elif node.key not in taken and evictable(node.key):
-                    found.append(node.key)
-                    taken |= {node.key}
+                if uses[number] > 0 and moved < _SWEPT:
+                    moved += 1
+                    uses[number] -= 1
+                    self._main.take(number)
+                    self._main.append(number)
+                elif number not in taken and evictable(number):
+                    found.append(number)
+                    taken.add(number)

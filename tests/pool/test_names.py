@@ -1,0 +1,111 @@
+"""Names of blocks: the compact table against a dictionary."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrecall.block import BlockKey, Namespace
+from kvrecall.pool.names import CompactNames, DictNames, Names
+
+SPACES = [Namespace.of({"n": str(number)}) for number in range(3)]
+
+
+class Colliding(bytes):
+    """A key with a hash of its own choice, as no real one has."""
+
+    def __hash__(self) -> int:
+        return -5 if self[-1] % 4 else self[-1] % 3
+
+
+def key(number: int) -> BlockKey:
+    """Keys of every form: whole blocks and tails, of several namespaces, and odd ones."""
+    space, digest = SPACES[number % 3], number.to_bytes(32, "big")
+    match number % 11:
+        case 0:
+            return space.tail_key(digest)
+        case 1:
+            return space.key(digest[-9:])
+        case 2:
+            return BlockKey(b"%d" % number)
+        case 3:
+            return space.key(digest * 2)
+        case _:
+            return space.key(digest)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from("mmmmkdsn"), st.integers(0, 400)), min_size=1, max_size=900),
+    st.booleans(),
+)
+def test_names_are_a_dictionary(steps: list[tuple[str, int]], colliding: bool) -> None:
+    names: list[Names] = [CompactNames(1), DictNames()]
+    columns = [one.column("i") for one in names]
+    kept: list[dict[bytes, int]] = [{}, {}]  # how often
+    make = (lambda n: BlockKey(Colliding(key(n)))) if colliding else key
+    for what, which in steps:
+        one = make(which)
+        for table, column, refs in zip(names, columns, kept, strict=True):
+            if what == "m":
+                number = table.meet(one)
+                assert one in refs or column.cells[number] == 0
+                table.keep(number)
+                column.cells[number] = which
+                refs[one] = refs.get(one, 0) + 1
+            elif what == "k" and one in refs:
+                table.keep(table.number(one))
+                refs[one] += 1
+            elif what == "d" and one in refs:
+                refs[one] -= 1
+                number = table.number(one)
+                if not refs[one]:
+                    del refs[one]
+                    column.cells[number] = 0
+                table.drop(number)
+            elif what == "s":
+                some = [make(n) for n in range(which, which + 30)]
+                met = table.meet_all(some)
+                assert [table.key(number) for number in met] == some
+                table.sweep(met)
+        for table, refs in zip(names, kept, strict=True):
+            if what == "n":
+                some = [make(n) for n in range(which, which + 60)]
+                assert [n >= 0 for n in table.numbers(some)] == [k in refs for k in some]
+    for table, column, refs in zip(names, columns, kept, strict=True):
+        assert len(table) == len(refs)  # type: ignore[arg-type]
+        for one in refs:
+            assert table.key(table.number(BlockKey(one))) == one
+        assert {make(column.cells[table.number(BlockKey(one))]) for one in refs} == set(refs)
+
+
+@pytest.mark.parametrize("expected", [1, 40_000])
+def test_many_names_are_met_at_once(expected: int) -> None:
+    """With and without growing on the way, and some of them known already."""
+    rng, names = random.Random(1), CompactNames(expected)
+    keys = [SPACES[0].key(rng.randbytes(32)) for _ in range(40_000)]
+    for one in keys[:100]:
+        names.keep(names.meet(one))
+    for start in range(0, len(keys), 2000):
+        part = keys[start : start + 2000]
+        numbers = names.meet_many(part)
+        assert len(set(numbers.tolist())) == len(part)
+        names.keep_many(numbers)
+    names.keep_many(names.meet_many([key(7), key(7), keys[5]]))
+    assert len(names) == len(keys) + 1
+    found = names.numbers_of(keys).tolist()
+    assert sorted([*found, names.number(key(7))]) == list(range(len(keys) + 1))
+    assert [names.key(number) for number in found] == keys
+    assert found == [names.number(one) for one in keys] == names.numbers_of(keys, False).tolist()
+    names.drop(found[200])
+    names.drop(found[7])
+    assert names.number(keys[200]) == -1
+    assert names.number(keys[7]) == found[7], "kept twice"
+    for number in found[101:20_000]:
+        if number != found[200]:
+            names.drop(number)
+    assert names.numbers_of(keys[101:20_000]).tolist() == [-1] * 19_899
+    assert names.numbers_of(keys[20_000:]).tolist() == found[20_000:]
