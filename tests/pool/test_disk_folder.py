@@ -404,5 +404,5 @@ def test_a_hundred_thousand_blocks_are_found_again(tmp_path: Path) -> None:
         )
     db.close()
     bench = open_tier(tmp_path, 1024 * MIB, block_bytes=100)
-    assert bench.tier.stats().blocks == slots
+    wait_until(lambda: bench.tier.stats().blocks == slots, 60.0)
     bench.tier.close()

@@ -12,6 +12,8 @@ from support.pool_machine import PoolMachine
 from kvrecall.config import DiskConfig, PoolConfig, RemoteConfig
 from kvrecall.pool import Pool
 from kvrecall.pool.base import PoolClient
+from kvrecall.pool.disk.catalog import Catalog, SlabUse
+from kvrecall.pool.disk.slabs import slab_of
 from kvrecall.pool.residents import Resident, Residents
 
 
@@ -30,7 +32,7 @@ class CountedMachine(PoolMachine):
             stored = [b.slot_bytes for b in self.pool._host.blocks.values() if b.stored]
             assert +self.pool._host.stored == Counter(stored)
         with disk._catalog._lock:
-            _count(disk._catalog)
+            _count_disk(disk._catalog)
 
 
 def idle(block: Resident) -> bool:
@@ -52,6 +54,32 @@ def _count(residents: Residents[Any]) -> None:
         assert extent.fixed == sum(not idle(block) for block in members)
         assert extent.pinned == sum(block.pinned for block in members)
     assert all(not idle(residents.blocks[key]) for key in residents._held)
+
+
+def _count_disk(catalog: Catalog) -> None:
+    state, address = catalog._state.cells, catalog._address.cells
+    here = [number for number in range(catalog._table.size) if state[number]]
+    assert len(here) == len(catalog)
+    assert len({address[number] for number in here}) == len(here)
+    pinned = {number for number in here if state[number] & 2}
+    read = {number for number in here if address[number] in catalog._reading}
+    assert catalog.pinned_bytes == sum(map(catalog._slot_bytes, pinned))
+    assert catalog.used_bytes == sum(map(catalog._slot_bytes, here))
+    slabs = {slab_of(address[number]) for number in here}
+    uses = {
+        slab: SlabUse(
+            sum(slab_of(address[number]) == slab for number in here),
+            sum(slab_of(address[number]) == slab for number in pinned | read),
+            sum(slab_of(address[number]) == slab for number in pinned),
+        )
+        for slab in slabs
+    }
+    assert catalog._slabs == uses
+    assert catalog._held <= read
+    ranked = set(catalog._policy.victims_n(1 << 20, lambda number: True, catalog.now()))
+    ranked |= set(catalog._tails.oldest_n())
+    assert ranked <= set(here) - pinned
+    assert ranked | catalog._held == set(here) - pinned
 
 
 class HazardMachine(CountedMachine):

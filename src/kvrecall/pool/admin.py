@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING
@@ -42,7 +43,7 @@ class PoolAdmin:
 
     def blocks(self) -> list[BlockInfo]:
         """Every block in every local tier; a block in both appears twice."""
-        return self.pool.host_blocks() + ([] if self.disk is None else self.disk.blocks())
+        return [*self.pool.host_blocks(), *(() if self.disk is None else self.disk.blocks())]
 
     # -- dropping --------------------------------------------------------------------------
 
@@ -64,8 +65,8 @@ class PoolAdmin:
         """Keys of blocks that are too old in every tier they are in."""
         rules = self._terms.tenants
         youngest = min(terms.ttl_s for terms in rules.all if terms.ttl_s is not None)
-        idle = self.pool.host_blocks(now - youngest)
-        idle += [] if self.disk is None else self.disk.blocks(now - youngest)
+        disk = () if self.disk is None else self.disk.blocks(now - youngest)
+        idle = itertools.chain(self.pool.host_blocks(now - youngest), disk)
         old: dict[BlockKey, int] = {}
         pinned = set()
         for block in idle:

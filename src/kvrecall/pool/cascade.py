@@ -52,6 +52,14 @@ class Cascade(Tier):
         tier = self.near if self.near.contains(key) else self.far
         return tier.tier_of(key)
 
+    def tiers_of(self, keys: Sequence[BlockKey]) -> list[TierName | None]:
+        tiers = self.near.tiers_of(keys)
+        absent = [place for place, tier in enumerate(tiers) if tier is None]
+        far = self.far.tiers_of([keys[place] for place in absent])
+        for place, tier in zip(absent, far, strict=True):
+            tiers[place] = tier
+        return tiers
+
     def ask(self, keys: Sequence[BlockKey], every: bool = False) -> bool:
         return self.far.ask([key for key in keys if not self.near.contains(key)], every)
 

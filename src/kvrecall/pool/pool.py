@@ -52,6 +52,7 @@ _LOG = logging.getLogger(__name__)
 _TICK_S = 0.1
 _RETRY_S = 0.02
 _TRIMMED_AT_ONCE = 256
+_LOOKED_UP = 1024  # keys below the host, before the first miss among them counts
 _PENALTY_S = 30.0  # how long a tier with an overdue load is not asked
 _GIB = 1 << 30
 _PENDING = Recall(RecallState.PENDING)
@@ -239,23 +240,35 @@ class Pool:
     # -- recall ----------------------------------------------------------------------------
 
     def find(self, keys: Sequence[BlockKey]) -> Found:
-        tiers: list[TierName] = []
         with self._changed:
-            blocks, contains = self._host.blocks, self._below.contains
-            tier_of, has_below = self._below.tier_of, self._below_answers()
-            for key in keys:
-                if key in blocks:
-                    tiers.append(TierName.HOST)
-                elif has_below and contains(key):
-                    tiers.append(tier_of(key))
-                else:
-                    break
+            has_below = self._below_answers()
+            tiers = self._tiers_of_prefix(keys, has_below)
+            blocks = self._host.blocks
             rest = keys[len(tiers) :] if has_below else ()
             pending = bool(rest) and not self._below.ask([k for k in rest if k not in blocks])
             if not pending:
                 self._lookups += len(keys)
                 self._found += len(tiers)
         return Found(tuple(tiers), pending)
+
+    def _tiers_of_prefix(self, keys: Sequence[BlockKey], has_below: bool) -> list[TierName]:
+        """The tier of each block of the longest present prefix, of the host alone if nothing below
+        answers."""
+        blocks, host = self._host.blocks, TierName.HOST
+        tiers: list[TierName | None] = [host if key in blocks else None for key in keys]
+        absent = [place for place, tier in enumerate(tiers) if tier is None]
+        end = len(tiers)
+        for start in range(0, len(absent), _LOOKED_UP):
+            part = absent[start : start + _LOOKED_UP]
+            if has_below:
+                below = self._below.tiers_of([keys[place] for place in part])
+                for place, tier in zip(part, below, strict=True):
+                    tiers[place] = tier
+            missing = next((place for place in part if tiers[place] is None), None)
+            if missing is not None:
+                end = missing
+                break
+        return [tier for tier in tiers[:end] if tier is not None]
 
     def locate(self, keys: Sequence[BlockKey]) -> Located:
         host = TierName.HOST
@@ -265,10 +278,9 @@ class Pool:
             rest = [place for place, tier in enumerate(tiers) if tier is None]
             pending = False
             if rest and self._below_answers():
-                contains, tier_of = self._below.contains, self._below.tier_of
-                for place in rest:
-                    if contains(keys[place]):
-                        tiers[place] = tier_of(keys[place])
+                below = self._below.tiers_of([keys[place] for place in rest])
+                for place, tier in zip(rest, below, strict=True):
+                    tiers[place] = tier
                 absent = [keys[place] for place in rest if tiers[place] is None]
                 pending = bool(absent) and not self._below.ask(absent, every=True)
             if not pending:
@@ -624,14 +636,18 @@ class Pool:
         tiers = [TierName.HOST] * len(blocks)
         present = [block for block in blocks if block is not None]
         if len(present) < len(blocks):
-            below = self._below
+            absent = [place for place, block in enumerate(blocks) if block is None]
+            below = self._below.tiers_of([keys[place] for place in absent])
             answers = self._below_answers()
-            for place, key in enumerate(keys):
-                if blocks[place] is None:
-                    if not (answers and (key in self._loading or below.contains(key))):
-                        del blocks[place:], tiers[place:]
-                        break
-                    tiers[place] = below.tier_of(key)
+            for place, tier in zip(absent, below, strict=True):
+                loading = self._loading.get(keys[place])
+                if not answers or (tier is None and loading is None):
+                    del blocks[place:], tiers[place:]
+                    break
+                if tier is None and loading is not None:
+                    tier = loading.tier
+                assert tier is not None
+                tiers[place] = tier
             present = [block for block in blocks if block is not None]
         self._host.lease(present)
         self._writer.recalled(present)

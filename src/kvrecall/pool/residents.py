@@ -10,11 +10,12 @@ from typing import Generic, TypeVar
 from kvrecall.block import NAMESPACE_BYTES, SHARED, BlockKey, Tenant, TierName, is_tail
 from kvrecall.config import Amount, PoolTerms, TenantTerms
 from kvrecall.pool.eviction import EvictionPolicy, make_policy
-from kvrecall.pool.eviction.queues import LruPolicy
+from kvrecall.pool.eviction.queues import Links, LruPolicy
+from kvrecall.pool.names import DictNames, Names
 from kvrecall.pool.slots import slot_bytes_of
 
-_HELD_AT_ONCE = 4096  # about 4 ms
-_HELD_FROM = 64  # busy blocks passed in one search: more than one step of an engine commits
+HELD_AT_ONCE = 4096  # about 4 ms
+HELD_FROM = 64  # busy blocks passed in one search: more than one step of an engine commits
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,19 +126,19 @@ class Extent:
         self.pinned = 0
 
 
-class Residents(Generic[R]):
-    """The visible blocks of one tier. Not thread-safe; never waits.
+class EvictionOrders:
+    """The orders in which a tier evicts its blocks: the policy's, that of tails, and if tenants
+    are limited to shares of the tier, one for each tenant. Not thread-safe; never waits.
 
-    A block is *idle* if it is neither leased nor pinned and has no I/O in flight; only idle blocks
-    are evicted. The eviction policy does not know pinned blocks, and holds other busy blocks once
-    it has passed them, so that searches do not pass them again and again.
+    The policy does not know pinned blocks, and holds other busy blocks once it has passed them, so
+    that searches do not pass them again and again.
 
     Tails of blocks are not the policy's: they go before all others, the least recently used first,
     and are accepted only while there is room, so that whole blocks are kept as without them.
 
-    Tenants may be limited to shares of the tier. Each tenant's blocks are then also kept in their
-    own order (least recently used, suffixes before prefixes), so that a tenant at its limit evicts
-    its own coldest block without a search among those of all others.
+    Each tenant's blocks are then also kept in their own order (least recently used, suffixes before
+    prefixes), so that a tenant at its limit evicts its own coldest block without a search among
+    those of all others.
     """
 
     def __init__(
@@ -151,33 +152,99 @@ class Residents(Generic[R]):
     ) -> None:
         """Shares of tenants and of pinned blocks are fractions of ``capacity_bytes()``; ``clock``
         is the wall clock."""
-        self.blocks: dict[BlockKey, R] = {}
         self.pins: set[BlockKey] = set()  # keys an operator pinned, of blocks here or not
         self.pinned_bytes = 0
         self.evictions = 0
-        self.leases = 0
         self._tier = tier
         self._policy_name = policy
-        self._policy: EvictionPolicy = make_policy(policy, max(1, capacity_blocks))
-        self._tails = LruPolicy()
         self._capacity_bytes = capacity_bytes
         self._clock = clock
         self._now = float("-inf")
         self._terms = terms
-        self._extents: dict[int, Extent] = {}
-        self._held: set[BlockKey] = set()  # those the policy holds
         amounts = [self._amount(rules) for rules in terms.tenants.all]
         self.accounts = Accounts(any(amount is not None for amount in amounts), self.limit_of)
+        self._rank(max(1, capacity_blocks))
+
+    def _rank(self, capacity_blocks: int) -> None:
+        """Begins new orders, without a block."""
+        self._capacity_blocks = capacity_blocks
+        self._names = self._new_names()
+        links = Links(self._names)
+        self._policy: EvictionPolicy
+        self._policy = make_policy(self._policy_name, capacity_blocks, self._names, links)
+        self._tails = LruPolicy(self._names, links)
+        self.accounts.rank(self._names)
+
+    def _new_names(self) -> Names:
+        return DictNames()
 
     def now(self) -> float:
         """The wall clock, but constant while the system's clock is set back."""
         self._now = max(self._now, self._clock())
         return self._now
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no visible block."""
+        raise NotImplementedError
+
     def resize_policy(self, capacity_blocks: int) -> None:
         """Sizes the policy for a tier of that many blocks, if the tier is empty."""
-        if not self.blocks:
-            self._policy = make_policy(self._policy_name, max(1, capacity_blocks))
+        if self.is_empty and max(1, capacity_blocks) != self._capacity_blocks:
+            self._rank(max(1, capacity_blocks))
+
+    @property
+    def pin_limit(self) -> int:
+        """Limit of bytes of pinned blocks."""
+        return int(self._terms.pin_limit * self._capacity_bytes())
+
+    def admits(self, key: BlockKey, parent: BlockKey | None, depth: int) -> bool:
+        """Whether the policy admits the block at the price of another, which it does not know for a
+        tail. Called when full."""
+        if is_tail(key):
+            return False
+        if next(self._tails.oldest(), None) is not None:
+            return True
+        return self._policy.admit(key, parent, depth, self.now(), hangs(key, parent))
+
+    def chance(self, key: BlockKey) -> float | None:
+        """The policy's probability that the block is used again; None: no estimate."""
+        return self._policy.chance(key, self.now())
+
+    def limit_of(self, tenant: Tenant) -> int | None:
+        """Bytes the tenant may hold; None without a limit."""
+        amount = self._amount(self._terms.tenants.of(tenant))
+        return None if amount is None else amount.of(self._capacity_bytes())
+
+    def _amount(self, terms: TenantTerms) -> Amount | None:
+        return terms.host if self._tier is TierName.HOST else terms.disk
+
+
+class Residents(EvictionOrders, Generic[R]):
+    """The visible blocks of one tier. Not thread-safe; never waits.
+
+    A block is *idle* if it is neither leased nor pinned and has no I/O in flight; only idle blocks
+    are evicted.
+    """
+
+    def __init__(
+        self,
+        tier: TierName,
+        policy: str,
+        capacity_blocks: int,
+        capacity_bytes: Callable[[], int],
+        clock: Callable[[], float],
+        terms: PoolTerms,
+    ) -> None:
+        super().__init__(tier, policy, capacity_blocks, capacity_bytes, clock, terms)
+        self.blocks: dict[BlockKey, R] = {}
+        self.leases = 0
+        self._extents: dict[int, Extent] = {}
+        self._held: set[BlockKey] = set()  # those the policy holds
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.blocks
 
     # -- coming and going ------------------------------------------------------------------
 
@@ -323,10 +390,10 @@ class Residents(Generic[R]):
         """The orders skip these blocks until they are idle: only the first of them, so that no
         search takes much longer than without. A held block comes back as the oldest, so a few
         blocks in use, which may be the youngest, keep their places."""
-        if len(blocks) < _HELD_FROM:
+        if len(blocks) < HELD_FROM:
             return
         held = self._held
-        for block in blocks[:_HELD_AT_ONCE]:
+        for block in blocks[:HELD_AT_ONCE]:
             held.add(block.key)
             for order in self._orders(block):
                 order.hold(block.key)
@@ -337,11 +404,6 @@ class Residents(Generic[R]):
             order.release(block.key)
 
     # -- pinned by an operator -------------------------------------------------------------
-
-    @property
-    def pin_limit(self) -> int:
-        """Limit of bytes of pinned blocks."""
-        return int(self._terms.pin_limit * self._capacity_bytes())
 
     def may_pin(self, block: R) -> bool:
         """Whether pinning the block stays within ``pin_limit``."""
@@ -429,27 +491,6 @@ class Residents(Generic[R]):
         self._hold(busy)
         return found
 
-    def admits(self, key: BlockKey, parent: BlockKey | None, depth: int) -> bool:
-        """Whether the policy admits the block at the price of another, which it does not know for a
-        tail. Called when full."""
-        if is_tail(key):
-            return False
-        if next(self._tails.oldest(), None) is not None:
-            return True
-        return self._policy.admit(key, parent, depth, self.now(), hangs(key, parent))
-
-    def chance(self, key: BlockKey) -> float | None:
-        """The policy's probability that the block is used again; None: no estimate."""
-        return self._policy.chance(key, self.now())
-
-    def limit_of(self, tenant: Tenant) -> int | None:
-        """Bytes the tenant may hold; None without a limit."""
-        amount = self._amount(self._terms.tenants.of(tenant))
-        return None if amount is None else amount.of(self._capacity_bytes())
-
-    def _amount(self, terms: TenantTerms) -> Amount | None:
-        return terms.host if self._tier is TierName.HOST else terms.disk
-
 
 @dataclass(slots=True)
 class _Account:
@@ -467,23 +508,34 @@ class Accounts:
         self.is_bounded = bounded
         self._limit_of = limit_of
         self._accounts: dict[Tenant, _Account] = {}
+        self._links: Links | None = None
         self.refused = 0
         self.evicted = 0
+
+    def rank(self, names: Names) -> None:
+        """Begins new orders, without a block."""
+        self._links = Links(names) if self.is_bounded else None
+        for account in self._accounts.values():
+            account.orders = self._new_orders()
+
+    def _new_orders(self) -> tuple[LruPolicy, ...]:
+        links = self._links
+        return (LruPolicy(links.names, links), LruPolicy(links.names, links)) if links else ()
 
     def charge(self, tenant: Tenant, nbytes: int) -> None:
         """Charges the tenant for that many bytes."""
         account = self._accounts.get(tenant)
         if account is None:
-            orders = (LruPolicy(), LruPolicy()) if self.is_bounded else ()
-            account = self._accounts[tenant] = _Account(orders)
+            account = self._accounts[tenant] = _Account(self._new_orders())
         account.used_bytes += nbytes
 
-    def refund(self, tenant: Tenant, nbytes: int) -> None:
-        """Refunds the tenant; a tenant without any bytes is forgotten."""
+    def refund(self, tenant: Tenant, nbytes: int) -> int:
+        """Refunds the tenant; returns its remaining bytes. Without any it is forgotten."""
         account = self._accounts[tenant]
         account.used_bytes -= nbytes
         if not account.used_bytes:
             del self._accounts[tenant]
+        return account.used_bytes
 
     def excess(self, tenant: Tenant, nbytes: int) -> int:
         """Bytes by which ``nbytes`` more would exceed the tenant's limit; 0 if they would not."""

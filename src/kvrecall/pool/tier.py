@@ -87,6 +87,10 @@ class Tier(ABC):
         """The tier of a block that ``contains`` reports, for a tier composed of several."""
         return self.name
 
+    def tiers_of(self, keys: Sequence[BlockKey]) -> list[TierName | None]:
+        """``tier_of`` each of ``keys``; None: not here."""
+        return [self.tier_of(key) if self.contains(key) else None for key in keys]
+
     def ask(self, keys: Sequence[BlockKey], every: bool = False) -> bool:
         """Starts a lookup of ``keys`` (the requested part of a chain, prefix first), if that takes
         remote calls. True if the state of the first of them (with ``every``: of each) is known:

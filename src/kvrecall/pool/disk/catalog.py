@@ -5,41 +5,61 @@ the tier's counters.
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Tenant, TierName
 from kvrecall.config import PoolTerms
 from kvrecall.pool.counters import TierCounters
-from kvrecall.pool.disk.index import Row
-from kvrecall.pool.disk.slabs import slab_of
-from kvrecall.pool.residents import BlockInfo, Resident, Residents, TenantUse
+from kvrecall.pool.disk.index import Row, Rows
+from kvrecall.pool.disk.slabs import SLAB_BITS, slab_of
+from kvrecall.pool.eviction import EvictionPolicy
+from kvrecall.pool.names import CompactNames, Names
+from kvrecall.pool.residents import (
+    HELD_AT_ONCE,
+    HELD_FROM,
+    BlockInfo,
+    EvictionOrders,
+    TenantUse,
+)
+from kvrecall.pool.slots import ALIGNMENT, slot_bytes_of
 from kvrecall.pool.tier import Outcome
 
 _STALE_S = 10.0  # a last use is written to the index again when it is older than this
-
-
-class Entry(Resident):
-    """A durable block. Only its catalog changes it."""
-
-    __slots__ = ("address", "tag")
-
-    def __init__(self, row: Row) -> None:
-        super().__init__(row.key, row.parent, row.depth, row.nbytes, row.tenant)
-        self.address = row.address
-        self.tag = row.tag
-
-    def moved(self, address: int) -> Entry:
-        """The same block in another slot."""
-        other = copy.copy(self)
-        other.address = address
-        other.io_refs = 0
-        return other
+_AT_ONCE = 128  # blocks that change under one hold of the lock: less than a millisecond
+_LISTED = 1024  # blocks listed under one hold
+_SCANNED = 1 << 16  # numbers looked through under one hold
+T = TypeVar("T")
+Bools = npt.NDArray[np.bool_]
+# State of a number:
+_HERE = 1
+_PINNED = 2
+_RANKED = 4  # in the eviction orders, or pinned
 
 
 @dataclass(frozen=True, slots=True)
+class Entry:
+    """A durable block as it was when it was looked up."""
+
+    number: int
+    key: BlockKey
+    address: int
+    nbytes: int
+    tag: bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        return slot_bytes_of(self.nbytes)
+
+
+@dataclass(slots=True)
 class SlabUse:
     """The number of blocks in a slab, of those that cannot be moved or dropped now, and of pinned
     ones."""
@@ -49,12 +69,19 @@ class SlabUse:
     pinned: int = 0
 
 
-class Catalog(Residents[Entry]):
-    """The entries of one disk tier. The methods defined here are thread-safe; they never wait for
-    I/O.
+class Catalog(EvictionOrders):
+    """The entries of one disk tier. Its public methods are thread-safe; they never wait for I/O,
+    and never hold the lock for longer than a few hundred blocks take.
+
+    An entry is a cell in each of some columns, over the names that the eviction orders use too:
+    about 130 bytes a block, of which the garbage collector sees nothing. A block is *idle* if no
+    read of its slot is in flight and it is not pinned; only idle blocks are evicted.
 
     A forgotten entry is not found from that moment on. Its slot is passed to the flusher
     (``take_pending_free``), which deletes the row before the slot is reused.
+
+    After a restart the blocks of the earlier process come in parts (``recover``), are found from
+    then on, and can be evicted after ``rank_rest``.
     """
 
     def __init__(
@@ -64,31 +91,118 @@ class Catalog(Residents[Entry]):
         capacity_bytes: Callable[[], int],
         clock: Callable[[], float],
         terms: PoolTerms,
+        tag_bytes: int = 16,
+        expected: int = 0,
     ) -> None:
+        """``expected``: blocks that will be recovered."""
+        self._tag_bytes = tag_bytes
+        self._expected = expected
+        self._blocks = 0
         super().__init__(TierName.DISK, policy, capacity_blocks, capacity_bytes, clock, terms)
         self._lock = threading.Lock()
+        self._reading: dict[int, int] = {}  # reads in flight, by address
+        self._doomed: set[int] = set()  # addresses of forgotten blocks that are still read
+        self._slabs: dict[int, SlabUse] = {}
+        self._held: set[int] = set()  # numbers that the orders hold
+        self._tenant_numbers: dict[Tenant, int] = {}
+        self._tenant_list: list[Tenant] = []
+        self._tenants_gone: list[int] = []  # their numbers, to be used again
+        self._late: _Late | None = None  # while blocks are still being recovered
         self._pending_free: list[int] = []
         self._unnoted_uses: dict[int, int] = {}  # seconds by address, not in the index yet
         self._unnoted_pins: dict[int, int] = {}  # 1 or 0 by address, not in the index yet
         self.used_bytes = 0
 
+    def _new_names(self) -> Names:
+        self._table = names = CompactNames(max(self._expected, 1))
+        self._state = names.column("B")
+        self._address = names.column("q")
+        self._nbytes = names.column("I")
+        self._depth = names.column("i")
+        self._parent = names.column("i")  # plus one; 0: none
+        self._used = names.column("d")
+        self._tenant = names.column("I")
+        self._tag = names.column("B", self._tag_bytes)
+        return names
+
+    # -- looking up ------------------------------------------------------------------------
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._blocks and self._late is None
+
     def __len__(self) -> int:
-        return len(self.blocks)
+        return self._blocks
 
     def __contains__(self, key: BlockKey) -> bool:
-        return key in self.blocks
+        with self._lock:
+            return self._find(key) >= 0
+
+    def present(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Whether each of ``keys`` is here, by its hash of 64 bits: ``acquire`` looks at all of
+        it."""
+        with self._lock:
+            numbers = self._table.numbers_of(keys, exact=False)
+            here: list[bool] = ((self._state.array()[numbers] > 0) & (numbers >= 0)).tolist()
+            return here
+
+    def _find(self, key: BlockKey) -> int:
+        """The number of a block that is here, -1 if it is not."""
+        number = self._table.number(key)
+        return number if number >= 0 and self._state.cells[number] else -1
 
     def depth_of(self, key: BlockKey) -> int | None:
-        entry = self.blocks.get(key)
-        return None if entry is None else entry.depth
-
-    def infos(self, unused_since: float | None = None) -> list[BlockInfo]:
-        """Every block, or those unused since that wall-clock second."""
         with self._lock:
-            entries = list(self.blocks.values())
-        if unused_since is not None:
-            entries = [entry for entry in entries if entry.used < unused_since]
-        return [entry.info(TierName.DISK) for entry in entries]
+            number = self._find(key)
+            return None if number < 0 else int(self._depth.cells[number])
+
+    def _entry(self, number: int) -> Entry:
+        begin = number * self._tag_bytes
+        return Entry(
+            number,
+            self._table.key(number),
+            self._address.cells[number],
+            self._nbytes.cells[number],
+            bytes(self._tag.cells[begin : begin + self._tag_bytes]),
+        )
+
+    def _slot_bytes(self, number: int) -> int:
+        return slot_bytes_of(self._nbytes.cells[number])
+
+    def _parent_of(self, number: int) -> BlockKey | None:
+        above = self._parent.cells[number]
+        return self._table.key(above - 1) if above else None
+
+    def _tenant_of(self, number: int) -> Tenant:
+        tenant: int = self._tenant.cells[number]
+        return self._tenant_list[tenant]
+
+    def infos(self, unused_since: float | None = None) -> Iterator[BlockInfo]:
+        """Every block, or those unused since that wall-clock second; as they are when their turn
+        comes."""
+        before = float("inf") if unused_since is None else unused_since
+        start = 0
+        while True:
+            with self._lock:
+                end = min(self._table.size, start + _LISTED)
+                state, used = self._state.cells, self._used.cells
+                part = [self._info(n) for n in range(start, end) if state[n] and used[n] < before]
+            if start >= end:
+                return
+            start = end
+            yield from part
+
+    def _info(self, number: int) -> BlockInfo:
+        return BlockInfo(
+            self._table.key(number),
+            TierName.DISK,
+            self._tenant_of(number),
+            self._parent_of(number),
+            self._depth.cells[number],
+            self._slot_bytes(number),
+            self._used.cells[number],
+            bool(self._state.cells[number] & _PINNED),
+        )
 
     def resize_policy(self, capacity_blocks: int) -> None:
         with self._lock:
@@ -96,36 +210,180 @@ class Catalog(Residents[Entry]):
 
     # -- coming ----------------------------------------------------------------------------
 
-    def recover(self, rows: Iterable[Row]) -> None:
-        """Takes over the blocks of an earlier process, least recently used first."""
-        with self._lock:
-            used = now = self.now()
-            for row in rows:
-                if row.pinned:
-                    self.pins.add(row.key)
-                if row.used != used:
-                    used = min(float(row.used), now)  # one object for all rows of a second
-                self._take_in(row, used, row.pinned)
+    def begin_recovery(self) -> None:
+        """Blocks of an earlier process will follow."""
+        self._late = _Late()
 
-    def publish(self, rows: Iterable[Row]) -> None:
+    def recover(self, rows: Rows) -> list[int]:
+        """Takes over blocks of an earlier process, not yet ranked. Returns the places of those that
+        it does not: dropped since the recovery began, or here already."""
+        with self._lock:
+            is_plain = not (any(rows.pinned) or self._late is None or self._late.has_any)
+            if is_plain and len(set(rows.keys)) == len(rows.keys) and self._take_many(rows):
+                return []
+        refused: list[int] = []
+        for part in _parts(range(len(rows.keys))):
+            with self._lock:
+                now = self.now()
+                for place in part:
+                    row = rows.row(place)
+                    if self._is_outdated(row) or self._find(row.key) >= 0:
+                        refused.append(place)
+                        continue
+                    if row.pinned and row.key not in self._late_unpinned:
+                        self.pins.add(row.key)
+                    number = self._take_in(row, min(float(row.used), now))
+                    pinned = row.key in self.pins and (row.pinned or self._may_pin(number))
+                    if pinned:
+                        self._set_pinned(number, True)
+                    if pinned != row.pinned:
+                        self._unnoted_pins[row.address] = int(pinned)
+        return refused
+
+    def _take_many(self, rows: Rows) -> bool:
+        """``_take_in`` of blocks that are not pinned, each another. False, and takes none, if any
+        is here already."""
+        names = self._table
+        numbers = names.meet_many(rows.keys)
+        if self._state.array()[numbers].any():
+            return False
+        names.keep_many(numbers)
+        below = [place for place, parent in enumerate(rows.parents) if parent is not None]
+        above = names.meet_many([key for key in rows.parents if key is not None])
+        names.keep_many(above)
+        self._parent.array()[numbers] = 0
+        self._parent.array()[numbers[below]] = above + 1
+        addresses = np.asarray(rows.addresses, np.int64)
+        nbytes = np.asarray(rows.nbytes, np.int64)
+        self._address.array()[numbers] = addresses
+        self._nbytes.array()[numbers] = nbytes
+        self._depth.array()[numbers] = rows.depths
+        self._used.array()[numbers] = np.minimum(rows.used, self.now())
+        tags = np.frombuffer(b"".join(rows.tags), np.uint8)
+        self._tag.array()[numbers] = tags.reshape(-1, self._tag_bytes)
+        self._state.array()[numbers] = _HERE
+        self._blocks += len(numbers)
+        slot_bytes = (-(-nbytes // ALIGNMENT) * ALIGNMENT).tolist()
+        self.used_bytes += sum(slot_bytes)
+        charged: dict[Tenant, int] = {}
+        for tenant, size in zip(rows.tenants, slot_bytes, strict=True):
+            charged[tenant] = charged.get(tenant, 0) + size
+        for tenant, size in charged.items():
+            self.accounts.charge(tenant, size)
+        tenant_numbers = {tenant: self._tenant_number(tenant) for tenant in charged}
+        self._tenant.array()[numbers] = [tenant_numbers[tenant] for tenant in rows.tenants]
+        slabs, counts = np.unique(addresses >> SLAB_BITS, return_counts=True)
+        for slab, count in zip(slabs.tolist(), counts.tolist(), strict=True):
+            self._slabs.setdefault(slab, SlabUse()).blocks += count
+        return True
+
+    @property
+    def _late_unpinned(self) -> set[BlockKey]:
+        return set() if self._late is None else self._late.unpinned
+
+    def _is_outdated(self, row: Row) -> bool:
+        late = self._late
+        if late is None:
+            return False
+        size = late.sizes.get(row.key[:NAMESPACE_BYTES], row.nbytes)
+        return late.cleared or row.key in late.dropped or size != row.nbytes
+
+    def rank_rest(self, is_closing: Callable[[], bool]) -> bool:
+        """All were recovered: puts them into the eviction orders, the least recently used first,
+        and of those used in the same second the deepest. False if the tier is closing."""
+        with self._lock:
+            self._late = None
+            numbers = np.flatnonzero(self._state.array() & (_HERE | _RANKED) == _HERE)
+            used, depth = self._used.array()[numbers], self._depth.array()[numbers]
+        order = numbers[np.lexsort((-depth, used))]
+        del numbers, used, depth
+        for start in range(0, len(order), _AT_ONCE):
+            if is_closing():
+                return False
+            with self._lock:
+                state = self._state.cells
+                for number in order[start : start + _AT_ONCE].tolist():
+                    if state[number] & (_HERE | _RANKED) == _HERE:
+                        self._rank_in(number, self._used.cells[number])
+            time.sleep(0)  # whoever waits for the interpreter goes first
+        return True
+
+    def publish(self, rows: Sequence[Row]) -> None:
         """Makes durable blocks visible."""
-        with self._lock:
-            now = self.now()
-            for row in rows:
-                self._take_in(row, now, None)
+        for start in range(0, len(rows), _AT_ONCE):
+            with self._lock:
+                now = self.now()
+                for row in rows[start : start + _AT_ONCE]:
+                    number = self._take_in(row, now)
+                    pinned = row.key in self.pins and self._may_pin(number)
+                    if pinned:
+                        self._set_pinned(number, True)
+                    else:
+                        self._rank_in(number, now)
+                    if pinned != row.pinned:
+                        self._unnoted_pins[row.address] = int(pinned)
 
-    def _take_in(self, row: Row, used: float, pinned: bool | None) -> None:
-        entry = Entry(row)
-        above = self.blocks.get(row.parent) if row.parent is not None else None
-        if above is not None:
-            entry.parent = above.key  # the same object
-        self.used_bytes += entry.slot_bytes
-        self.accounts.charge(entry.tenant, entry.slot_bytes)
-        if pinned is None:
-            pinned = entry.key in self.pins and self.may_pin(entry)
-        self.insert(entry, slab_of(entry.address), used, pinned)
-        if pinned != row.pinned:
-            self._unnoted_pins[entry.address] = int(pinned)
+    def _take_in(self, row: Row, used: float) -> int:
+        names, address = self._table, row.address
+        number = names.meet(row.key)
+        names.keep(number)
+        above = 0
+        if row.parent is not None:
+            above = names.meet(row.parent) + 1
+            names.keep(above - 1)
+        self._parent.cells[number] = above
+        self._address.cells[number] = address
+        self._nbytes.cells[number] = row.nbytes
+        self._depth.cells[number] = row.depth
+        self._used.cells[number] = used
+        begin = number * self._tag_bytes
+        self._tag.cells[begin : begin + self._tag_bytes] = row.tag
+        self._state.cells[number] = _HERE
+        self._blocks += 1
+        slot_bytes = slot_bytes_of(row.nbytes)
+        self.used_bytes += slot_bytes
+        self.accounts.charge(row.tenant, slot_bytes)
+        self._tenant.cells[number] = self._tenant_number(row.tenant)
+        slab = self._slabs.get(slab_of(address))
+        if slab is None:
+            slab = self._slabs[slab_of(address)] = SlabUse()
+        slab.blocks += 1
+        return number
+
+    def _tenant_number(self, tenant: Tenant) -> int:
+        number = self._tenant_numbers.get(tenant)
+        if number is None:
+            if self._tenants_gone:
+                number = self._tenants_gone.pop()
+                self._tenant_list[number] = tenant
+            else:
+                number = len(self._tenant_list)
+                self._tenant_list.append(tenant)
+            self._tenant_numbers[tenant] = number
+        return number
+
+    def _orders(self, number: int) -> tuple[EvictionPolicy, ...]:
+        """The orders that contain a block."""
+        tail = self._table.is_tail(number)
+        order: EvictionPolicy = self._tails if tail else self._policy
+        if not self.accounts.is_bounded:
+            return (order,)
+        return (order, self.accounts.orders(self._tenant_of(number))[0 if tail else 1])
+
+    def _rank_in(self, number: int, used: float) -> None:
+        """A block can be evicted from now on."""
+        above = self._parent.cells[number] - 1
+        hanging = above >= 0 and not self._table.is_same_space(number, above)
+        for order in self._orders(number):
+            order.insert_n(number, above, self._depth.cells[number], used, hanging)
+        self._state.cells[number] |= _RANKED
+
+    def _rank_out(self, number: int) -> None:
+        if self._state.cells[number] & _RANKED:
+            for order in self._orders(number):
+                order.remove_n(number)
+            self._state.cells[number] ^= _RANKED
+            self._held.discard(number)
 
     # -- in use ----------------------------------------------------------------------------
 
@@ -133,29 +391,75 @@ class Catalog(Residents[Entry]):
         """Protects the block's slot for a read, until ``release``. None if the block is not
         here."""
         with self._lock:
-            entry = self.blocks.get(key)
-            if entry is not None:
-                self.begin_io(entry)
+            number = self._find(key)
+            if number < 0:
+                return None
+            entry = self._entry(number)
+            reads = self._reading.get(entry.address, 0)
+            self._reading[entry.address] = reads + 1
+            if not (reads or self._state.cells[number] & _PINNED):
+                self._slabs[slab_of(entry.address)].fixed += 1
             return entry
 
     def release(self, entry: Entry) -> None:
         with self._lock:
-            self.end_io(entry)
-            if entry.extent is None and not entry.io_refs:  # forgotten meanwhile
-                self._pending_free.append(entry.address)
+            address, number = entry.address, entry.number
+            left = self._reading[address] - 1
+            if left:
+                self._reading[address] = left
+                return
+            del self._reading[address]
+            if address in self._doomed:  # forgotten meanwhile
+                self._doomed.discard(address)
+                self._pending_free.append(address)
+            elif self._state.cells[number] and self._address.cells[number] == address:
+                if not self._state.cells[number] & _PINNED:
+                    self._slabs[slab_of(address)].fixed -= 1
+                if number in self._held:
+                    self._held.discard(number)
+                    for order in self._orders(number):
+                        order.release_n(number)
+
+    def is_read(self, address: int) -> bool:
+        """Whether reads of the slot are in flight."""
+        return address in self._reading
 
     def touch(
         self,
         chain: Sequence[BlockKey],
         hanging: Sequence[BlockKey] = (),
         ending: Sequence[BlockKey] = (),
-        stale_s: float = _STALE_S,
-    ) -> list[Entry]:
+    ) -> None:
+        """A request used ``chain`` (prefix first) and ``hanging`` blocks beside it, and leaves
+        ``ending`` ones at its end."""
         with self._lock:
-            stale = super().touch(chain, hanging, ending, stale_s)
-            for entry in stale:
-                self._unnoted_uses[entry.address] = int(entry.used)
-            return stale
+            now, names = self.now(), self._table
+            look = names.meet_all if self._policy.learns else names.numbers
+            used, last = look(chain), look(ending)
+            beside = names.numbers(hanging)
+            self._policy.access_n(used, now, beside, last)
+            self._tails.access_n((), now, beside)
+            owner = self._note_uses(used, now)
+            owner = max(owner, self._note_uses(beside, now))
+            if owner >= 0:
+                for order in self.accounts.orders(self._tenant_of(owner)):
+                    order.access_n(used, now, beside, last)
+            if self._policy.learns:
+                names.sweep(used)
+                names.sweep(last)
+
+    def _note_uses(self, numbers: Sequence[int], now: float) -> int:
+        """Records the use of those that are here, to be written to the index if the last one on
+        record is old. Returns one of them, or -1."""
+        state, used, stale = self._state.cells, self._used.cells, now - _STALE_S
+        owner = -1
+        for number in numbers:
+            if number >= 0 and state[number]:
+                owner = number
+                if used[number] <= stale:
+                    used[number] = now
+                    self._unnoted_uses[self._address.cells[number]] = int(now)
+        return owner
 
     def take_unnoted_uses(self, limit: int) -> list[tuple[int, int]]:
         """``(second, address)`` of last uses not yet written to the index."""
@@ -164,18 +468,57 @@ class Catalog(Residents[Entry]):
             taken = [uses.popitem() for _ in range(min(limit, len(uses)))]
             return [(second, address) for address, second in taken]
 
-    def pin(self, keys: Iterable[BlockKey]) -> list[Entry]:
-        with self._lock:
-            return self._note_pins(super().pin(keys))
+    # -- pinned by an operator -------------------------------------------------------------
 
-    def unpin(self, keys: Iterable[BlockKey]) -> list[Entry]:
-        with self._lock:
-            return self._note_pins(super().unpin(keys))
+    def pin(self, keys: Collection[BlockKey]) -> None:
+        """Pins blocks of these keys, present or future, as far as ``pin_limit`` allows."""
+        for part in _parts(keys):
+            with self._lock:
+                self.pins.update(part)
+                if self._late is not None:
+                    self._late.pinned = True
+                    self._late.unpinned.difference_update(part)
+                for key in part:
+                    number = self._find(key)
+                    if number < 0 or self._state.cells[number] & _PINNED:
+                        continue
+                    if self._may_pin(number):
+                        self._rank_out(number)
+                        self._set_pinned(number, True)
+                        self._unnoted_pins[self._address.cells[number]] = 1
 
-    def _note_pins(self, changed: list[Entry]) -> list[Entry]:
-        for entry in changed:
-            self._unnoted_pins[entry.address] = int(entry.pinned)
-        return changed
+    def unpin(self, keys: Collection[BlockKey]) -> None:
+        """Undoes ``pin``."""
+        for part in _parts(keys):
+            with self._lock:
+                self.pins.difference_update(part)
+                if self._late is not None:
+                    self._late.unpinned.update(part)
+                for key in part:
+                    number = self._find(key)
+                    if number >= 0 and self._state.cells[number] & _PINNED:
+                        self._set_pinned(number, False)
+                        self._rank_in(number, self.now())
+                        self._unnoted_pins[self._address.cells[number]] = 0
+
+    def _may_pin(self, number: int) -> bool:
+        return self.pinned_bytes + self._slot_bytes(number) <= self.pin_limit
+
+    def _set_pinned(self, number: int, pinned: bool) -> None:
+        change = 1 if pinned else -1
+        address = self._address.cells[number]
+        slab = self._slabs[slab_of(address)]
+        slab.pinned += change
+        if address not in self._reading:
+            slab.fixed += change
+        self.pinned_bytes += change * self._slot_bytes(number)
+        state = self._state.cells
+        state[number] = state[number] | _PINNED | _RANKED if pinned else _HERE
+
+    def expect_pins(self, keys: Iterable[BlockKey]) -> None:
+        """Pins of blocks that will be recovered."""
+        with self._lock:
+            self.pins.update(keys)
 
     def pinned_keys(self) -> frozenset[BlockKey]:
         """All pinned keys, of blocks here or not."""
@@ -197,50 +540,89 @@ class Catalog(Residents[Entry]):
 
     # -- going -----------------------------------------------------------------------------
 
-    def forget(self, keys: Iterable[BlockKey]) -> int:
+    def forget(self, keys: Sequence[BlockKey]) -> int:
         """Drops blocks; returns how many were here."""
-        with self._lock:
-            return sum(self._forget(key) for key in keys)
+        count = 0
+        for part in _parts(keys):
+            with self._lock:
+                if self._late is not None:
+                    self._late.dropped.update(part)
+                for key in part:
+                    number = self._find(key)
+                    if number >= 0:
+                        self._forget(number)
+                        count += 1
+        return count
 
     def forget_slab(self, number: int) -> int:
         """Drops all blocks of a slab."""
-        with self._lock:
-            slab = self._extents.get(number)
-            return 0 if slab is None else sum(self._forget(key) for key in list(slab.blocks))
+        return self._forget_where(
+            lambda part: self._address.array()[part] >> SLAB_BITS == number,
+            lambda n: slab_of(self._address.cells[n]) == number,
+        )
 
     def forget_namespace(self, digest: bytes, but_of: int) -> int:
         """Drops the blocks of a namespace whose size is not ``but_of`` bytes."""
         with self._lock:
-            keys = [
-                key
-                for key, entry in self.blocks.items()
-                if entry.nbytes != but_of and key[:NAMESPACE_BYTES] == digest
-            ]
-            return sum(self._forget(key) for key in keys)
+            if self._late is not None:
+                self._late.sizes[digest] = but_of
+        return self._forget_where(
+            lambda part: self._nbytes.array()[part] != but_of,
+            lambda n: (
+                self._nbytes.cells[n] != but_of and self._table.key(n)[:NAMESPACE_BYTES] == digest
+            ),
+        )
 
     def forget_all(self) -> None:
         with self._lock:
             self.pins.clear()
-            for key in list(self.blocks):
-                self._forget(key)
+            if self._late is not None:
+                self._late.cleared = True
+        self._forget_where(lambda part: self._state.array()[part] > 0, lambda n: True)
+
+    def _forget_where(self, select: Callable[[slice], Bools], check: Callable[[int], bool]) -> int:
+        """Drops the blocks for which both are true: the first of a part of all numbers, the second
+        of a number, asked again when its turn comes."""
+        start = count = 0
+        while True:
+            with self._lock:
+                part = slice(start, min(self._table.size, start + _SCANNED))
+                if start >= part.stop:
+                    return count
+                found = select(part) & (self._state.array()[part] > 0)
+                numbers = (start + np.flatnonzero(found)).tolist()
+            for some in _parts(numbers):
+                with self._lock:
+                    for number in some:
+                        if self._state.cells[number] and check(number):
+                            self._forget(number)
+                            count += 1
+            start = part.stop
 
     def evict(self, count: int, slot_bytes: int) -> int:
         """Drops up to ``count`` blocks of that slot size, the least valuable ones."""
-        with self._lock:
-            return self._evict(self.victims(count, slot_bytes))
+        evicted = 0
+        while evicted < count:
+            with self._lock:
+                going = self._victims(min(count - evicted, _AT_ONCE), slot_bytes)
+                self._evict(going)
+            if not going:
+                break
+            evicted += len(going)
+        return evicted
 
     def evict_bytes(self, nbytes: int) -> int:
         """Drops the least valuable blocks of any size until that many bytes are freed, or none can
         be. Returns the number of bytes."""
         given = 0
         while given < nbytes:
-            going: list[Entry] = []
+            going: list[int] = []
             with self._lock:
-                for entry in self.victims(256):
+                for number in self._victims(_AT_ONCE):
                     if given >= nbytes:
                         break
-                    given += entry.slot_bytes
-                    going.append(entry)
+                    given += self._slot_bytes(number)
+                    going.append(number)
                 self._evict(going)
             if not going:
                 break
@@ -252,40 +634,108 @@ class Catalog(Residents[Entry]):
         blocks would then be useless. Returns by how much the limit would still be exceeded."""
         with self._lock:
             excess = self.accounts.excess(tenant, nbytes)
-            orphan = parent is not None and parent not in self.blocks
-            if not excess or orphan:
+            above = -1 if parent is None else self._find(parent)
+            if not excess or (parent is not None and above < 0):
                 return excess
-            spared: set[BlockKey] = set()
-            while parent is not None and parent not in spared:
-                spared.add(parent)
-                above = self.blocks.get(parent)
-                parent = None if above is None else above.parent
-            going = self.victims_of(tenant, excess, lambda entry: entry.key not in spared)
-            self.accounts.evict(tenant, self._evict(going))
-            return max(0, excess - sum(entry.slot_bytes for entry in going))
+            spared: set[int] = set()
+            while above >= 0 and above not in spared:
+                spared.add(above)
+                above = self._parent.cells[above] - 1
+        while excess > 0:
+            with self._lock:
+                going = self._victims_of(tenant, excess, spared)
+                self.accounts.evict(tenant, len(going))
+                excess -= sum(map(self._slot_bytes, going))
+                self._evict(going)
+            if not going:
+                break
+        return max(0, excess)
 
-    def _evict(self, entries: Sequence[Entry]) -> int:
-        for entry in entries:
-            self._forget(entry.key)
-        self.evictions += len(entries)
-        return len(entries)
+    def _victims(self, count: int, slot_bytes: int | None = None) -> list[int]:
+        """Up to ``count`` idle blocks (of a slot size), the least valuable first."""
+        busy: list[int] = []
+        address, reading = self._address.cells, self._reading
 
-    def _forget(self, key: BlockKey) -> bool:
-        if key not in self.blocks:
-            return False
-        entry = self.remove(key)
-        self.accounts.refund(entry.tenant, entry.slot_bytes)
-        self._unnoted_uses.pop(entry.address, None)
-        self._unnoted_pins.pop(entry.address, None)
-        self.used_bytes -= entry.slot_bytes
-        if not entry.io_refs:
-            self._pending_free.append(entry.address)
-        return True
+        def evictable(number: int) -> bool:
+            if reading and address[number] in reading:
+                busy.append(number)
+                return False
+            return slot_bytes is None or self._slot_bytes(number) == slot_bytes
+
+        now = self.now()
+        found = self._tails.victims_n(count, evictable, now)
+        if len(found) < count:
+            found += self._policy.victims_n(count - len(found), evictable, now)
+        self._hold(busy)
+        return found
+
+    def _victims_of(self, tenant: Tenant, nbytes: int, spared: set[int]) -> list[int]:
+        """Some of a limited tenant's idle blocks, coldest first, up to ``nbytes`` bytes."""
+        found: list[int] = []
+        busy: list[int] = []
+        orders = self.accounts.orders(tenant)
+        for number in itertools.chain.from_iterable(order.oldest_n() for order in orders):
+            if nbytes <= 0 or len(found) == _AT_ONCE:
+                break
+            if self._address.cells[number] in self._reading:
+                busy.append(number)
+            elif number not in spared:
+                found.append(number)
+                nbytes -= self._slot_bytes(number)
+        self._hold(busy)
+        return found
+
+    def _hold(self, busy: Sequence[int]) -> None:
+        """The orders skip these blocks until they are idle."""
+        if len(busy) < HELD_FROM:
+            return
+        for number in busy[:HELD_AT_ONCE]:
+            self._held.add(number)
+            for order in self._orders(number):
+                order.hold_n(number)
+
+    def _evict(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._forget(number)
+        self.evictions += len(numbers)
+
+    def _forget(self, number: int) -> None:
+        address, state = self._address.cells[number], self._state.cells
+        slot_bytes = self._slot_bytes(number)
+        if state[number] & _PINNED:
+            self._set_pinned(number, False)
+        else:
+            self._rank_out(number)
+        state[number] = 0
+        self._blocks -= 1
+        self._leave_slab(address)
+        tenant = self._tenant_of(number)
+        if not self.accounts.refund(tenant, slot_bytes):
+            self._tenants_gone.append(self._tenant_numbers.pop(tenant))
+        self._unnoted_uses.pop(address, None)
+        self._unnoted_pins.pop(address, None)
+        self.used_bytes -= slot_bytes
+        if address in self._reading:
+            self._doomed.add(address)
+        else:
+            self._pending_free.append(address)
+        above = self._parent.cells[number]
+        self._table.drop(number)
+        if above:
+            self._table.drop(above - 1)
+
+    def _leave_slab(self, address: int) -> None:
+        slab = self._slabs[slab_of(address)]
+        slab.blocks -= 1
+        slab.fixed -= address in self._reading
+        if not slab.blocks:
+            del self._slabs[slab_of(address)]
 
     def take_pending_free(self, limit: int) -> list[int]:
         """Slots whose rows are to be deleted; the caller owns them now."""
         with self._lock:
-            taken, self._pending_free = self._pending_free[:limit], self._pending_free[limit:]
+            taken = self._pending_free[-limit:]
+            del self._pending_free[-limit:]
             return taken
 
     def add_pending_free(self, addresses: Iterable[int]) -> None:
@@ -312,41 +762,86 @@ class Catalog(Residents[Entry]):
     def coldest(self, count: int) -> list[Entry]:
         """The ``count`` least valuable blocks of any size."""
         with self._lock:
-            return self.victims(count)
+            return [self._entry(number) for number in self._victims(count)]
 
     def slab_uses(self) -> dict[int, SlabUse]:
         """The use of each slab that holds a block, by its number."""
         with self._lock:
-            return {
-                number: SlabUse(len(slab.blocks), slab.fixed, slab.pinned)
-                for number, slab in self._extents.items()
-            }
+            return {number: copy.copy(slab) for number, slab in self._slabs.items()}
 
     def in_order(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """The blocks that are here, in the order of their addresses on the medium."""
-        with self._lock:
-            placed = [(self.blocks[key].address, key) for key in keys if key in self.blocks]
+        placed: list[tuple[int, BlockKey]] = []
+        for part in _parts(keys):
+            with self._lock:
+                numbers = map(self._find, part)
+                cells = self._address.cells
+                placed += [(cells[n], k) for n, k in zip(numbers, part, strict=True) if n >= 0]
         return [key for _, key in sorted(placed)]
 
     def in_slab(self, number: int) -> list[Entry]:
         """The blocks of a slab: the pinned first, then the latest used."""
-        with self._lock:
-            slab = self._extents.get(number)
-            entries = [] if slab is None else [self.blocks[key] for key in slab.blocks]
-        return sorted(entries, key=lambda e: (not e.pinned, -e.used))
+        found: list[tuple[bool, float, Entry]] = []
+        start = 0
+        while True:
+            with self._lock:
+                part = slice(start, min(self._table.size, start + _SCANNED))
+                if start >= part.stop:
+                    break
+                here = self._state.array()[part] > 0
+                here &= self._address.array()[part] >> SLAB_BITS == number
+                for n in (start + np.flatnonzero(here)).tolist():
+                    pinned = bool(self._state.cells[n] & _PINNED)
+                    found.append((not pinned, -self._used.cells[n], self._entry(n)))
+            start = part.stop
+        return [entry for *_, entry in sorted(found, key=lambda item: item[:2])]
 
     def relocate(self, old: Entry, address: int) -> bool:
         """Records that the block of ``old`` was copied to ``address`` and its row updated. False if
         it is gone meanwhile: the caller then owns the new slot. Reads of the old slot may still be
         in flight."""
         with self._lock:
-            if self.blocks.get(old.key) is not old:
+            number = self._find(old.key)
+            if number < 0 or self._address.cells[number] != old.address:
                 return False
-            self.replace(old, old.moved(address), slab_of(address))
+            pinned = self._state.cells[number] & _PINNED
+            if pinned:
+                self._set_pinned(number, False)
+            elif number in self._held:
+                self._held.discard(number)
+                for order in self._orders(number):
+                    order.release_n(number)
+            self._leave_slab(old.address)
+            self._address.cells[number] = address
+            self._slabs.setdefault(slab_of(address), SlabUse()).blocks += 1
+            if pinned:
+                self._set_pinned(number, True)
             for notes in (self._unnoted_uses, self._unnoted_pins):
                 if old.address in notes:
                     notes[address] = notes.pop(old.address)
             return True
+
+
+@dataclass(slots=True)
+class _Late:
+    """What happened to blocks that may not be recovered yet: keys dropped, pinned or unpinned, all
+    dropped, and the only valid size of a namespace's blocks."""
+
+    dropped: set[BlockKey] = field(default_factory=set)
+    unpinned: set[BlockKey] = field(default_factory=set)
+    sizes: dict[bytes, int] = field(default_factory=dict)
+    cleared: bool = False
+    pinned: bool = False  # some were
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self.dropped or self.unpinned or self.sizes or self.cleared or self.pinned)
+
+
+def _parts(items: Collection[T]) -> Iterator[Sequence[T]]:
+    rest = iter(items)
+    while part := list(itertools.islice(rest, _AT_ONCE)):
+        yield part
 
 
 class DiskCounters(TierCounters):

@@ -15,6 +15,7 @@ from kvrecall.block import BlockKey, Namespace
 from kvrecall.pool.disk.catalog import Catalog, DiskCounters
 from kvrecall.pool.disk.index import MAX_ROWS, WAL_BYTES, Index, Row, seconds_now
 from kvrecall.pool.disk.reclaimer import Reclaimer
+from kvrecall.pool.disk.recovery import Recovery
 from kvrecall.pool.disk.slabs import BlockCodec, SlabLost, SlabStore, slab_of
 from kvrecall.pool.tier import Done, Outcome, Put, PutVerdict
 
@@ -52,6 +53,7 @@ class Flusher:
         max_queued_bytes: int,
         on_done: Callable[[Done], None],
         codec: BlockCodec,
+        recovery: Recovery,
     ) -> None:
         self._catalog = catalog
         self._store = store
@@ -61,6 +63,7 @@ class Flusher:
         self._max_queued_bytes = max_queued_bytes
         self._on_done = on_done
         self._codec = codec
+        self._recovery = recovery
         self._wake = threading.Condition()
         self._queue: deque[_Queued] = deque()
         self._pending: dict[BlockKey, bool] = {}  # queued or being written -> still wanted
@@ -158,6 +161,8 @@ class Flusher:
     def _run(self) -> None:
         batch: list[_Queued] = []
         try:
+            if not self._recovery.run(lambda: self._closing_at is not None):
+                return
             while True:
                 batch = self._next_batch()
                 self._tend()
@@ -251,12 +256,14 @@ class Flusher:
         began = time.monotonic()
         knows = self._index.knows  # a namespace whose row could not be written waits for it
         wanted = [i.put for i in batch if self._pending[i.put.key] and knows(i.put.key)]
+        here = {put.key for put in wanted if put.key in self._catalog}  # recovered meanwhile
+        wanted = [put for put in wanted if put.key not in here]
         placed = self._place(wanted)
         tags: dict[BlockKey, bytes] = {}
         written = self._sync(self._write(placed, tags))
         stored = self._commit(written, tags)
         self._counters.wrote(sum(len(put.data) for put in stored), time.monotonic() - began)
-        self._finish(batch, {put.key for put in stored})
+        self._finish(batch, here.union(put.key for put in stored))
 
     def _place(self, puts: Sequence[Put]) -> list[tuple[int, Put]]:
         """Slots for puts, by ascending address; puts without one are left out."""

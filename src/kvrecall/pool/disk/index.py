@@ -15,7 +15,7 @@ import os
 import sqlite3
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +43,7 @@ _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
 WAL_BYTES = 4 << 20
 """Bound of the write-ahead log and its shared memory file: checkpoints run after 1 MiB, and a
 transaction of ``MAX_ROWS`` rows adds 2.5 MiB at worst (a page for every row)."""
+_READ_AT_ONCE = 2048  # rows
 MAX_ROWS = 512
 """Rows a transaction may insert, delete or update."""
 ROW_BYTES = 288
@@ -76,6 +77,34 @@ class Row:
     used: int
     tenant: Tenant = SHARED
     pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Many rows, by column."""
+
+    addresses: Sequence[int]
+    keys: Sequence[BlockKey]
+    parents: Sequence[BlockKey | None]
+    depths: Sequence[int]
+    nbytes: Sequence[int]
+    tags: Sequence[bytes]
+    used: Sequence[int]
+    tenants: Sequence[Tenant]
+    pinned: Sequence[int]
+
+    def row(self, place: int) -> Row:
+        return Row(
+            self.addresses[place],
+            self.keys[place],
+            self.parents[place],
+            self.depths[place],
+            self.nbytes[place],
+            self.tags[place],
+            self.used[place],
+            self.tenants[place],
+            bool(self.pinned[place]),
+        )
 
 
 class Index:
@@ -115,40 +144,64 @@ class Index:
         except sqlite3.Error as error:
             raise TierError(f"disk_path: {path} cannot be opened: {error}") from error
 
-    def rows(self) -> Iterable[Row]:
-        """All rows, least recently used first, within a second the deepest first."""
+    def rows(self) -> Iterator[Rows]:
+        """All rows, by ascending address, in parts. Rows of unknown namespaces are left out."""
         digests = {number: digest for digest, number in self._ids.items()}
-        query = (
-            "SELECT address, namespace, hash, parent, depth, nbytes, checksum, used, tenant,"
-            " pinned FROM blocks ORDER BY used, depth DESC"
-        )
         names: dict[bytes, Tenant] = {b"": SHARED}  # one object for each
-        for (
-            address,
-            number,
-            name,
-            parent,
-            depth,
-            nbytes,
-            tag,
-            used,
-            tenant,
-            pinned,
-        ) in self._connection.execute(query):
-            digest = digests.get(number)
-            if digest is None:
+        cursor = self._connection.execute(
+            "SELECT address, namespace, hash, parent, depth, nbytes, checksum, used, tenant,"
+            " pinned FROM blocks ORDER BY address"
+        )
+        while part := cursor.fetchmany(_READ_AT_ONCE):
+            part = [row for row in part if row[1] in digests]
+            if not part:
                 continue
-            yield Row(
+            address, number, name, parent, depth, nbytes, tags, used, tenant, pinned = zip(
+                *part, strict=True
+            )
+            spaces = [digests[n] for n in number]
+            yield Rows(
                 address,
-                BlockKey(digest + name),
-                None if parent is None else BlockKey(digest + parent),
+                [BlockKey(space + text) for space, text in zip(spaces, name, strict=True)],
+                [
+                    None if text is None else BlockKey(space + text)
+                    for space, text in zip(spaces, parent, strict=True)
+                ],
                 depth,
                 nbytes,
-                tag,
+                tags,
                 used,
-                names.setdefault(tenant, Tenant(tenant.hex())),
-                bool(pinned),
+                [names.get(t) or names.setdefault(t, Tenant(t.hex())) for t in tenant],
+                pinned,
             )
+
+    def pinned_keys(self) -> list[BlockKey]:
+        """Keys of the blocks that are pinned."""
+        query = (
+            "SELECT digest, hash FROM blocks JOIN namespaces ON namespaces.id = blocks.namespace"
+            " WHERE pinned"
+        )
+        return [BlockKey(digest + name) for digest, name in self._connection.execute(query)]
+
+    def count_in_slabs(self, bits: int) -> dict[int, int]:
+        """The number of rows by the slab that their address is in: what is left of it without its
+        last ``bits``."""
+        counts: dict[int, int] = {}
+        begin = 0
+        first = "SELECT address FROM blocks WHERE address >= ? ORDER BY address LIMIT 1"
+        count = "SELECT count(*) FROM blocks WHERE address >= ? AND address < ?"
+        while row := self._connection.execute(first, (begin,)).fetchone():
+            slab = row[0] >> bits
+            begin = slab + 1 << bits
+            ends = (slab << bits, begin)
+            counts[slab] = self._connection.execute(count, ends).fetchone()[0]
+        return counts
+
+    def last_bytes(self) -> int | None:
+        """Bytes of the block in the last slot; None without any block."""
+        query = "SELECT nbytes FROM blocks ORDER BY address DESC LIMIT 1"
+        row = self._connection.execute(query).fetchone()
+        return None if row is None else int(row[0])
 
     def namespaces(self) -> list[tuple[Namespace, int]]:
         """Namespaces ever registered, with the bytes of their blocks."""

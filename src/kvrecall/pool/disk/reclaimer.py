@@ -256,7 +256,7 @@ class Reclaimer:
     def _remove_emptied(self) -> None:
         """Deletes emptied slabs whose reads have ended."""
         for number, entries in list(self._emptied.items()):
-            if not any(entry.io_refs for entry in entries):
+            if not any(self._catalog.is_read(entry.address) for entry in entries):
                 del self._emptied[number]
                 if self._store.slab(number) is not None:
                     self._store.remove(number)

@@ -14,21 +14,24 @@ import os
 import struct
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from kvrecall.block import FORMAT_VERSION, BlockKey
 from kvrecall.errors import TierError
-from kvrecall.pool.cipher import Cipher
+from kvrecall.pool.cipher import TAG_BYTES, Cipher
 from kvrecall.pool.disk.index import ROW_BYTES, WAL_BYTES
 from kvrecall.pool.slots import ALIGNMENT, SlotClass
 from kvrecall.pool.tier import Put
 
 _LOG = logging.getLogger(__name__)
-_OFFSET_BITS = 40
+Bools = npt.NDArray[np.bool_]
+SLAB_BITS = 40  # of the byte offset in an address; the others are the slab's number
 _VERSION = FORMAT_VERSION * 100 + 1  # of the files, not of the index
 _MAGIC = b"kvrecall"
 _HEADER = struct.Struct("<8sI16sIQQ")  # magic, version, pool id, number, slot bytes, slots
@@ -40,17 +43,17 @@ INDEX_BASE_BYTES = WAL_BYTES + (256 << 10)
 
 def address_of(slab: int, offset: int = 0) -> int:
     """Address of the slot at a byte offset in the file of the slab with this number."""
-    return slab << _OFFSET_BITS | offset
+    return slab << SLAB_BITS | offset
 
 
 def slab_of(address: int) -> int:
     """Number of the slab that holds ``address``."""
-    return address >> _OFFSET_BITS
+    return address >> SLAB_BITS
 
 
 def offset_of(address: int) -> int:
     """Byte offset of ``address`` in the file of its slab."""
-    return address & (1 << _OFFSET_BITS) - 1
+    return address & (1 << SLAB_BITS) - 1
 
 
 class FileIo:
@@ -174,9 +177,9 @@ class SlabStore:
 
     # -- opening ---------------------------------------------------------------------------
 
-    def recover(self, used: dict[int, list[int]]) -> list[int]:
-        """Opens the files of this pool and deletes others. ``used`` maps a slab's number to the
-        addresses of its blocks. Returns numbers whose file is missing, foreign or too short."""
+    def recover(self, used: Collection[int]) -> list[int]:
+        """Opens the files of this pool and deletes others. ``used``: the numbers of slabs that hold
+        blocks. Returns those whose file is missing, foreign or too short."""
         present: set[int] = set()
         for path in sorted(self._folder.glob("slab-*.kv")):
             slab = self._open_existing(path)
@@ -196,13 +199,25 @@ class SlabStore:
         slab = self._slabs[number]
         self.slot_class(slab.slot_bytes).add_extent(slab.base, slab.slots, used)
 
-    def is_slot(self, address: int, nbytes: int) -> bool:
-        """Whether ``address`` is a slot of an open slab that can hold ``nbytes``."""
-        slab = self.slab(slab_of(address))
-        if slab is None or not 0 < nbytes <= slab.slot_bytes:
-            return False
-        place, rest = divmod(address - slab.base, slab.slot_bytes)
-        return rest == 0 and 0 <= place < slab.slots
+    def are_slots(self, addresses: Sequence[int], nbytes: Sequence[int]) -> Bools:
+        """Whether each of ``addresses`` is a slot of an open slab that can hold ``nbytes`` of
+        it."""
+        address, size = np.asarray(addresses, np.int64), np.asarray(nbytes, np.int64)
+        right = np.zeros(len(address), dtype=np.bool_)
+        numbers = address >> SLAB_BITS
+        for number in np.unique(numbers).tolist():
+            slab = self.slab(number)
+            if slab is not None:
+                place, rest = np.divmod(address - slab.base, slab.slot_bytes)
+                right |= (
+                    (numbers == number)
+                    & (size > 0)
+                    & (size <= slab.slot_bytes)
+                    & (rest == 0)
+                    & (place >= 0)
+                    & (place < slab.slots)
+                )
+        return right
 
     def _open_existing(self, path: Path) -> Slab | None:
         try:
@@ -382,6 +397,8 @@ class BlockCodec(ABC):
     encrypts: bool
     """Whether the blocks on disk cannot be read without a key."""
 
+    tag_bytes: int
+
     @abstractmethod
     def knows(self, tag: bytes) -> bool:
         """Whether a block with this tag can be decoded with the present keys."""
@@ -408,6 +425,7 @@ class Plain(BlockCodec):
     """Plain blocks, each with a checksum."""
 
     encrypts = False
+    tag_bytes = _CHECKSUM_BYTES
 
     def knows(self, tag: bytes) -> bool:
         return len(tag) == _CHECKSUM_BYTES
@@ -432,6 +450,7 @@ class Encrypted(BlockCodec):
     of slots it moved at once."""
 
     encrypts = True
+    tag_bytes = TAG_BYTES
 
     def __init__(self, cipher: Cipher) -> None:
         self._cipher = cipher
@@ -477,9 +496,10 @@ class Locked(BlockCodec):
     """Encrypted blocks without their key, to list and drop them: decodes and stores nothing."""
 
     encrypts = True
+    tag_bytes = TAG_BYTES
 
     def knows(self, tag: bytes) -> bool:
-        return True
+        return len(tag) == TAG_BYTES
 
     def encode(self, puts: Sequence[Put], tags: dict[BlockKey, bytes]) -> Sequence[memoryview]:
         raise _no_key()

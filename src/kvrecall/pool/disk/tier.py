@@ -12,7 +12,7 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,10 +23,12 @@ from kvrecall.pool.base import TierStats
 from kvrecall.pool.disk.catalog import Catalog, DiskCounters, Entry
 from kvrecall.pool.disk.flusher import Flusher
 from kvrecall.pool.disk.folder import LEAST_BYTES, FolderLock, check_room
-from kvrecall.pool.disk.index import MAX_ROWS, WAL_BYTES, Index, Row, aside_bytes
+from kvrecall.pool.disk.index import WAL_BYTES, Index, aside_bytes
 from kvrecall.pool.disk.reclaimer import Reclaimer
+from kvrecall.pool.disk.recovery import Recovery
 from kvrecall.pool.disk.slabs import (
     INDEX_BASE_BYTES,
+    SLAB_BITS,
     BlockCodec,
     FileIo,
     Plain,
@@ -40,11 +42,11 @@ from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier, ended
 
 _LOG = logging.getLogger(__name__)
-_SILENCE_S = 3.0
 _MIB = 1 << 20
 _GIB = 1 << 30
 _MERGE_BYTES = 4 << 20
 _MERGE_BLOCKS = 512  # buffers of one system call (IOV_MAX is 1024)
+_OPENING_S = 1.0  # how long opening waits for the blocks of a folder to be found
 _CHECK_PATIENCE_S = 0.05  # how long a check lets one load go first
 
 
@@ -74,8 +76,9 @@ class DiskTier(Tier):
         terms: PoolTerms | None = None,
     ) -> None:
         """Opens or creates the folder. Raises TierError if it cannot be used, and then changes
-        nothing. ``codec`` (default: a checksum): see ``_admit`` for folders that were written with
-        another."""
+        nothing. The blocks of a large folder are found in the background: those that are not found
+        yet are misses, and new ones wait to be stored. ``codec`` (default: a checksum): see
+        ``_admit`` for folders that were written with another."""
         make_policy(policy, 1)  # before anything is touched
         check_room(config.path, config.capacity_bytes)
         self._config = config
@@ -105,6 +108,7 @@ class DiskTier(Tier):
             config.max_queued_bytes,
             self._done.put,
             self._codec,
+            self._recovery,
         )
         self._reads: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
         self._reads_end = False  # what is queued becomes a miss
@@ -115,6 +119,7 @@ class DiskTier(Tier):
         self._flusher.start()
         for reader in self._readers:
             reader.start()
+        self._recovery.ended.wait(_OPENING_S)
 
     def register(self, namespace: Namespace, block_bytes: int) -> None:
         known = self._sizes.get(namespace.digest)
@@ -129,6 +134,9 @@ class DiskTier(Tier):
 
     def contains(self, key: BlockKey) -> bool:
         return key in self._catalog
+
+    def tiers_of(self, keys: Sequence[BlockKey]) -> list[TierName | None]:
+        return [self.name if here else None for here in self._catalog.present(keys)]
 
     def depth_of(self, key: BlockKey) -> int | None:
         return self._catalog.depth_of(key)
@@ -331,8 +339,9 @@ class DiskTier(Tier):
         """The folder."""
         return self._config.path
 
-    def blocks(self, unused_since: float | None = None) -> list[BlockInfo]:
-        """Every block, or those unused since that wall-clock second."""
+    def blocks(self, unused_since: float | None = None) -> Iterator[BlockInfo]:
+        """Every block, or those unused since that wall-clock second, as they are when their turn
+        comes."""
         return self._catalog.infos(unused_since)
 
     def tenants(self) -> list[TenantUse]:
@@ -381,11 +390,25 @@ class DiskTier(Tier):
         limit = capacity - aside_bytes(path)
         self._store = SlabStore(path, limit, self._index.pool_id, io, self._config.direct_io)
         undo.callback(self._store.close)
-        rows = list(self._told(self._index.rows()))
-        typical = rows[-1].nbytes if rows else _MIB
+        self._known = self._index.namespaces()
+        used = self._index.count_in_slabs(SLAB_BITS)
+        missing = self._store.recover(used)
+        if missing:
+            _LOG.warning("disk tier: %d slabs are missing or damaged", len(missing))
+        self._shrink(used)
+        typical = self._index.last_bytes() or _MIB
         blocks = (capacity - INDEX_BASE_BYTES) // slot_bytes_of(typical)
-        self._catalog = Catalog(policy, blocks, lambda: self._capacity_bytes, clock, self._terms)
-        self._recover(rows)
+        self._catalog = Catalog(
+            policy,
+            blocks,
+            lambda: self._capacity_bytes,
+            clock,
+            self._terms,
+            self._codec.tag_bytes,
+            sum(used.values()),
+        )
+        self._catalog.expect_pins(self._index.pinned_keys())
+        self._recovery = Recovery(path, self._catalog, self._store, self._index, self._codec)
         self._index.reserve(self._store.index_bytes - WAL_BYTES)
 
     def _admit(self) -> None:
@@ -405,70 +428,10 @@ class DiskTier(Tier):
             slab.unlink()
         self._index.mark_encrypted()
 
-    def _told(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """The rows, with a log line every three seconds."""
-        said = time.monotonic()
-        for number, row in enumerate(rows):
-            if number % 10_000 == 0 and time.monotonic() - said > _SILENCE_S:
-                said = time.monotonic()
-                _LOG.info(
-                    "disk tier: %d blocks read from the index of %s so far",
-                    number,
-                    self._config.path,
-                )
-            yield row
-
-    def _recover(self, rows: Sequence[Row]) -> None:
-        """Finds the blocks of the rows; rows without a block are deleted."""
-        began = time.monotonic()
-        self._known = self._index.namespaces()
-        used: dict[int, list[int]] = {}
-        for row in rows:
-            used.setdefault(slab_of(row.address), []).append(row.address)
-        missing = self._store.recover(used)
-        if missing:
-            _LOG.warning("disk tier: %d slabs are missing or damaged", len(missing))
-        missing += self._shrink(used)
-        good: dict[BlockKey, Row] = {}
-        bad: list[int] = []
-        strange = 0  # encrypted with a key that is not given (any more)
-        for row in rows:
-            known = self._codec.knows(row.tag)
-            strange += not known
-            if row.key in good or not known or not self._store.is_slot(row.address, row.nbytes):
-                bad.append(row.address)
-            else:
-                good[row.key] = row
-        if strange:
-            _LOG.warning(
-                "disk tier: %d of %d blocks in %s are encrypted with a key that "
-                "encryption_key_file does not contain; they are dropped",
-                strange,
-                len(rows),
-                self._config.path,
-            )
-        places: dict[int, list[int]] = {slab.number: [] for slab in self._store.slabs()}
-        for row in good.values():
-            places[slab_of(row.address)].append(row.address)
-        for start in range(0, len(bad), MAX_ROWS):
-            self._index.delete(bad[start : start + MAX_ROWS])
-        for number, addresses in places.items():
-            self._store.place(number, addresses)
-        self._catalog.recover(good.values())
-        _LOG.info(
-            "disk tier: %d blocks in %s found in %.2f s (%d lost)",
-            len(good),
-            self._config.path,
-            time.monotonic() - began,
-            len(bad),
-        )
-
-    def _shrink(self, used: dict[int, list[int]]) -> list[int]:
-        """Releases the emptiest slabs while the tier is above its (lowered) limit."""
-        given_up: list[int] = []
-        for slab in sorted(self._store.slabs(), key=lambda slab: len(used[slab.number])):
+    def _shrink(self, used: dict[int, int]) -> None:
+        """Releases the emptiest slabs while the tier is above its (lowered) limit. ``used``: blocks
+        in each."""
+        for slab in sorted(self._store.slabs(), key=lambda slab: used[slab.number]):
             if self._store.file_bytes + self._store.index_bytes <= self._store.limit_bytes:
                 break
             self._store.remove(slab.number)
-            given_up.append(slab.number)
-        return given_up

@@ -1,0 +1,118 @@
+"""The recovery: finds the blocks of an earlier process in the index, while the tier serves."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from itertools import compress
+from pathlib import Path
+
+from kvrecall.pool.disk.catalog import Catalog
+from kvrecall.pool.disk.index import MAX_ROWS, Index, Rows
+from kvrecall.pool.disk.slabs import BlockCodec, SlabStore, slab_of
+
+_LOG = logging.getLogger(__name__)
+_SILENCE_S = 3.0
+
+
+class Recovery:
+    """Reads the index, once, in the flusher's thread before anything is stored: only then it is
+    known which slots are free. A block is served from the moment its row was read; when all were,
+    they are ranked for eviction.
+    """
+
+    def __init__(
+        self, path: Path, catalog: Catalog, store: SlabStore, index: Index, codec: BlockCodec
+    ) -> None:
+        self._path = path
+        self._catalog = catalog
+        self._store = store
+        self._index = index
+        self._codec = codec
+        self._strange = 0  # encrypted with a key that is not given (any more)
+        self.ended = threading.Event()
+        """Whether it has ended, well or not."""
+        catalog.begin_recovery()
+
+    def run(self, is_closing: Callable[[], bool]) -> bool:
+        """False if the index cannot be read, or the tier is closing."""
+        try:
+            return self._run(is_closing)
+        except sqlite3.Error as error:
+            _LOG.error(
+                "disk tier: the index of %s cannot be read to its end, no more blocks are stored "
+                "until a restart: %s",
+                self._path,
+                error,
+            )
+            return False
+        finally:
+            self.ended.set()
+
+    def _run(self, is_closing: Callable[[], bool]) -> bool:
+        began = said = time.monotonic()
+        bad: list[int] = []
+        taken = {slab.number: array("q") for slab in self._store.slabs()}
+        seen = 0
+        for rows in self._index.rows():
+            if is_closing():
+                return False
+            time.sleep(0)  # whoever waits for the interpreter goes first
+            right = self._right(rows)
+            wrong = set(self._catalog.recover(rows if all(right) else _only(rows, right)))
+            good = [
+                address for address, is_good in zip(rows.addresses, right, strict=True) if is_good
+            ]
+            bad += [a for a, is_good in zip(rows.addresses, right, strict=True) if not is_good]
+            bad += [good[place] for place in wrong]
+            for place, address in enumerate(good):
+                if place not in wrong:
+                    taken[slab_of(address)].append(address)
+            seen += len(rows.keys)
+            if time.monotonic() - said > _SILENCE_S:
+                said = time.monotonic()
+                _LOG.info("disk tier: %d blocks read from the index of %s so far", seen, self._path)
+        self._report_strange(seen)
+        for number, addresses in taken.items():
+            self._store.place(number, addresses)
+        for start in range(0, len(bad), MAX_ROWS):
+            self._index.delete(bad[start : start + MAX_ROWS])
+        if not self._catalog.rank_rest(is_closing):
+            return False
+        _LOG.info(
+            "disk tier: %d blocks in %s found in %.2f s (%d lost)",
+            seen - len(bad),
+            self._path,
+            time.monotonic() - began,
+            len(bad),
+        )
+        return True
+
+    def _right(self, rows: Rows) -> list[bool]:
+        """Whether each row has a block that can be read."""
+        known = list(map(self._codec.knows, rows.tags))
+        self._strange += known.count(False)
+        slots = self._store.are_slots(rows.addresses, rows.nbytes)
+        right: list[bool] = (slots & known).tolist()
+        return right
+
+    def _report_strange(self, seen: int) -> None:
+        if self._strange:
+            _LOG.warning(
+                "disk tier: %d of %d blocks in %s are encrypted with a key that "
+                "encryption_key_file does not contain; they are dropped",
+                self._strange,
+                seen,
+                self._path,
+            )
+
+
+def _only(rows: Rows, chosen: Sequence[bool]) -> Rows:
+    """Those of the rows."""
+    columns = (getattr(rows, column.name) for column in fields(rows))
+    return Rows(*(list(compress(column, chosen)) for column in columns))

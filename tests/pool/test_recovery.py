@@ -1,0 +1,150 @@
+"""A folder is served while its blocks are still being found."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrecall.config import DiskConfig
+from kvrecall.pool.disk import DiskTier, index, tier
+from kvrecall.pool.disk.index import Index, Rows
+from kvrecall.pool.tier import Outcome
+from kvrecall.testing.blocks import chain, wait_until
+from kvrecall.testing.tier_contract import BLOCK_BYTES, NAMESPACE, Bench
+
+MIB = 1 << 20
+KEYS = chain(NAMESPACE, 32)
+EARLY, LATE = KEYS[:8], KEYS[8:]
+
+
+class Folder:
+    """A folder of blocks of which ``open`` finds the first 8, and the others after ``go_on``."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path = path
+        bench = self.bench()
+        bench.put(KEYS)
+        bench.tier.close()
+        monkeypatch.setattr(index, "_READ_AT_ONCE", 8)
+        monkeypatch.setattr(tier, "_OPENING_S", 0.0)
+        self._gate = threading.Event()
+        rows = Index.rows
+
+        def slowly(this: Index) -> Iterator[Rows]:
+            for number, part in enumerate(rows(this)):
+                if number:
+                    self._gate.wait(30.0)
+                yield part
+
+        monkeypatch.setattr(Index, "rows", slowly)
+
+    def bench(self) -> Bench:
+        opened = DiskTier(DiskConfig(self.path, 64 * MIB))
+        opened.register(NAMESPACE, BLOCK_BYTES)
+        return Bench(opened, slots=64, block_bytes=BLOCK_BYTES)
+
+    def open(self) -> Bench:
+        self._gate.clear()
+        bench = self.bench()
+        wait_until(lambda: bench.tier.stats().blocks == len(EARLY))
+        return bench
+
+    def go_on(self, bench: Bench) -> None:
+        self._gate.set()
+        assert isinstance(bench.tier, DiskTier)
+        assert bench.tier._recovery.ended.wait(30.0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    return Folder(tmp_path / "tier", monkeypatch)
+
+
+def here(bench: Bench) -> list[bool]:
+    return [bench.tier.contains(key) for key in KEYS]
+
+
+def test_what_is_not_found_yet_is_a_miss(folder: Folder) -> None:
+    bench = folder.open()
+    assert here(bench) == [True] * 8 + [False] * 24
+    assert [tier is not None for tier in bench.tier.tiers_of(KEYS)] == here(bench)
+    assert set(bench.get(EARLY)) == {Outcome.LOADED}
+    assert set(bench.get(LATE)) == {Outcome.MISS}
+    folder.go_on(bench)
+    assert all(here(bench))
+    assert set(bench.get(LATE)) == {Outcome.LOADED}
+    bench.tier.close()
+
+
+def test_new_blocks_wait_and_those_that_are_there_are_not_stored_twice(folder: Folder) -> None:
+    bench = folder.open()
+    new = chain(NAMESPACE, 4, "new")
+    waiting = threading.Thread(target=bench.put, args=(LATE[:8] + new,))
+    waiting.start()
+    wait_until(lambda: bench.tier.queued()[0] == 12)
+    folder.go_on(bench)
+    waiting.join()
+    assert bench.tier.stats().blocks == 36
+    assert set(bench.get(KEYS + new)) == {Outcome.LOADED}
+    bench.tier.close()
+
+
+@pytest.mark.parametrize("what", ["drop", "clear", "size"])
+def test_what_was_dropped_meanwhile_does_not_come_back(folder: Folder, what: str) -> None:
+    bench = folder.open()
+    expected = [False] * 32
+    if what == "drop":
+        bench.tier.drop(KEYS[4:20])
+        expected = [True] * 4 + [False] * 16 + [True] * 12
+    elif what == "clear":
+        bench.tier.clear()
+    else:
+        bench.tier.register(NAMESPACE, BLOCK_BYTES // 2)
+    folder.go_on(bench)
+    wait_until(lambda: here(bench) == expected)
+    bench.tier.close()
+    bench = folder.bench()
+    folder.go_on(bench)
+    assert here(bench) == expected
+    bench.tier.close()
+
+
+def test_pins_of_blocks_not_found_yet(folder: Folder) -> None:
+    bench = folder.open()
+    folder.go_on(bench)
+    assert isinstance(bench.tier, DiskTier)
+    bench.tier.pin(KEYS[10:14])
+    assert bench.tier.wait_pins_durable(10.0)
+    bench.tier.close()
+    bench = folder.open()
+    assert isinstance(bench.tier, DiskTier)
+    assert bench.tier.pinned_keys() == frozenset(KEYS[10:14])
+    bench.tier.unpin(KEYS[10:12])
+    bench.tier.pin(KEYS[20:22])
+    folder.go_on(bench)
+    assert bench.tier.wait_pins_durable(10.0)
+    expected = {*KEYS[12:14], *KEYS[20:22]}
+    assert {block.key for block in bench.tier.blocks() if block.pinned} == expected
+    bench.tier.close()
+    bench = folder.bench()
+    assert isinstance(bench.tier, DiskTier)
+    folder.go_on(bench)
+    assert bench.tier.pinned_keys() == expected
+    assert {block.key for block in bench.tier.blocks() if block.pinned} == expected
+    bench.tier.close()
+
+
+def test_a_tier_is_closed_while_its_blocks_are_being_found(folder: Folder) -> None:
+    bench = folder.open()
+    closing = threading.Thread(target=bench.tier.close)
+    closing.start()
+    wait_until(lambda: bench.tier._flusher._closing_at is not None)  # type: ignore[attr-defined]
+    folder.go_on(bench)
+    closing.join()
+    bench = folder.bench()
+    folder.go_on(bench)
+    assert all(here(bench))
+    bench.tier.close()
