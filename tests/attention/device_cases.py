@@ -36,10 +36,12 @@ from kvrecall.attention.kernels.oracle import attended
 from kvrecall.attention.selection import slots_of, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm import device as devices
+from kvrecall.engines.vllm.attention.activity import Activity
+from kvrecall.engines.vllm.attention.copied import CopiedLayer, KeptCopies
 from kvrecall.engines.vllm.attention.layer import _blocks_of, damaged_among, sums_of
 from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence, Records
 from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape, OffloadedRow, Terms
-from kvrecall.engines.vllm.attention.triton_kernel import CopiedLayer, TritonKernel
+from kvrecall.engines.vllm.attention.triton_kernel import TritonKernel
 
 __all__ = [
     "programs_in_any_order",
@@ -178,9 +180,44 @@ def test_blocks_recalled_from_memory_give_the_same_bits(
     assert activity.bytes_loaded == activity.blocks_loaded * bench.cache[0, 0].nbytes
     assert activity.blocks_hit + activity.blocks_loaded <= 3 * 2 * split.chosen
     row = OffloadedRow(offloaded, slice(0, 1), table[0], tokens, False)
-    copied = CopiedLayer("layer").copy(bench.cache, row)
+    copied = CopiedLayer("layer", Activity()).copy(bench.cache, row, 1)
     assert torch.equal(copied, whole)
     assert copied.stride()[1:] == bench.cache.stride()[1:]
+
+
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_dense_layers_copy_a_full_block_once(tokens_first: bool) -> None:
+    """And the last one in each step; with the values that it has then, and so for one that comes
+    later and has the same pages, in another order."""
+    bench = DeviceBench(shape_of(), SETTINGS, 60, tokens_first)
+    bench.cache.normal_()
+    page, total = bench.cache[0].nbytes, 1300
+    memory = np.zeros(60 * (page + 512), dtype=np.uint8)
+    activity, copies = Activity(), KeptCopies(len(bench.cache))
+    layers = [CopiedLayer(name, activity) for name in ("layer", "another")]
+    for key in ("one", "next"):
+        sequence = bench.sequence(total)
+        ids, gone = sequence.block_ids, split_of(total, BLOCK, SETTINGS).middle - 1
+        whole = bench.cache[ids].clone()
+        offloaded = wipe(bench, sequence, gone, memory, 256)
+        offloaded.records = Records(memory, {"layer": 256, "another": 256})
+        table, counted = ids.to(torch.int32), []
+        for tokens in (1270, 1279, 1280, 1281, 1282, 1290):
+            bench.cache[ids[-1]] += 1
+            whole[-1] += 1
+            count = -(-tokens // BLOCK)
+            kept = copies.of(key, count)
+            assert kept is not None
+            row = OffloadedRow(offloaded, slice(0, 1), table, tokens, False, None, kept)
+            before = activity.bytes_staged
+            for layer in layers:
+                found = layer.copy(bench.cache, row, 1)
+                assert torch.equal(found[kept.pages[:count]], whole[:count])
+                assert found.stride()[1:] == bench.cache.stride()[1:]
+            counted.append((activity.bytes_staged - before) // (2 * page))
+        assert counted == [10, 1, 1, 2, 1, 1]
+        copies.forget(key)
+        bench.layer.forget("one")
 
 
 def test_pages_are_read_in_the_order_of_the_caches_memory() -> None:

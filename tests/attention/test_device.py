@@ -42,6 +42,8 @@ MIXED = [230, 157, 40]
 DECODED = 4
 MIDDLE = (230 - 32) // BLOCK - 1
 """Blocks of the first prompt that may leave the device."""
+WHOLE = 230 // BLOCK + 1
+"""All of its blocks, also while it decodes."""
 
 
 def retrieval(share: float) -> dict[str, str]:
@@ -192,6 +194,10 @@ def test_sequences_off_the_device_decode_as_on_it(
         assert did["blocks_hit"] > 0
         assert did["blocks_loaded"] > 0
         assert did["bytes_loaded"] == did["blocks_loaded"] * BLOCK * 2 * 32 * 4
+        # The dense layer copies the whole sequence once, and then its last block in each step.
+        # While the rest of a prompt is computed both layers copy it.
+        staged = WHOLE + did["sequences_offloaded"] - 1 + (2 * WHOLE if again else 0)
+        assert did["bytes_staged"] == staged * BLOCK * 2 * 2 * 32 * 4
     assert offloaded.pool_stats()["leases"] == 0
 
 

@@ -22,7 +22,7 @@ from kvrecall.engines.vllm.attention.checks import (
     require_retrieval,
 )
 from kvrecall.engines.vllm.attention.cpu import CpuKernel, KeyReader, RetrievalBackend
-from kvrecall.engines.vllm.attention.layer import RetrievalLayer, digest_share
+from kvrecall.engines.vllm.attention.layer import RetrievalLayer, share_beside
 from kvrecall.engines.vllm.attention.step import BatchRow, Freshness, KernelShape, StepPlanner
 from kvrecall.engines.vllm.attention.triton_kernel import TritonKernel
 from kvrecall.engines.vllm.compat import runner
@@ -345,8 +345,12 @@ def test_layers_of_other_backends_are_refused() -> None:
     require_retrieval(SimpleNamespace(attn_backend=RetrievalBackend))
 
 
-def test_device_memory_is_left_for_digests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As much as they take, below what vLLM found; unless the user has set a size."""
+@pytest.mark.parametrize("copies", [False, True])
+def test_device_memory_is_left_for_digests_and_copies(
+    copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As much as they take, below what vLLM found; unless the user has set a size. Copies of dense
+    layers have as many pages as there are blocks."""
     settings = RetrievalSettings(topk_share=0.01)
     spec = FullAttentionSpec(128, num_kv_heads=4, head_size=128, dtype=torch.bfloat16)
     specs = {f"model.layers.{at}.self_attn.attn": spec for at in range(8)}
@@ -356,9 +360,10 @@ def test_device_memory_is_left_for_digests(monkeypatch: pytest.MonkeyPatch) -> N
     cache = torch.zeros(blocks, 4, 128, 2 * 128, dtype=torch.bfloat16)
     rows = layer.digest_rows(cache).nbytes + layer.checksum_rows(cache).nbytes
     digests = (8 - settings.dense_layers) * rows
-    found = blocks * kv + digests
+    pages = blocks * settings.dense_layers * spec.page_size_bytes * copies
+    found = blocks * kv + digests + pages
     monkeypatch.setattr(Worker, "determine_available_memory", lambda self: found)
-    runner.leave_room(lambda config, specs: digest_share(specs, settings))
+    runner.leave_room(lambda config, specs: share_beside(specs, settings, copies))
     worker = SimpleNamespace(
         cache_config=SimpleNamespace(kv_cache_memory_bytes=None),
         vllm_config=None,

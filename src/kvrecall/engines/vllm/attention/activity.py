@@ -40,6 +40,7 @@ class Activity:
     blocks_loaded: int = _count("Selected offloaded blocks that were loaded.")
     bytes_loaded: int = _count("Bytes recalled into device slots.")
     blocks_in_place: int = _count("Selected offloaded blocks read where they lie, in the arena.")
+    bytes_staged: int = _count("Bytes of offloaded sequences copied for dense attention on a GPU.")
 
     def totals(self) -> dict[str, int]:
         return asdict(self)

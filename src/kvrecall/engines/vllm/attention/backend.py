@@ -28,6 +28,7 @@ from kvrecall.engines.vllm.attention.plugin import active_settings
 from kvrecall.engines.vllm.attention.step import (
     BatchRow,
     DensePart,
+    KeptCopy,
     OffloadedRow,
     RowKernel,
     StepPlanner,
@@ -286,19 +287,17 @@ class RetrievalBuilder(ABC):
         beside_sparse = self._without({*sparse, *offloaded}, common, rows)
         if not offloaded:
             return StepWork(step, True, beside_sparse)
-        offloaded_rows = tuple(
-            OffloadedRow(
-                sequence,
-                slice(int(starts[at]), int(starts[at + 1])),
-                table[at],
-                rows[at].tokens,
-                not rows[at].decodes,
-                self.alone(common, rows, at),
-            )
-            for at, sequence in offloaded.items()
-        )
+        offloaded_rows = []
+        for at, sequence in offloaded.items():
+            row, here = rows[at], slice(int(starts[at]), int(starts[at + 1]))
+            # While its prompt is computed all layers attend to it densely: too many to keep copies.
+            kept = None
+            if row.decodes:
+                kept = self._group.kept(sequence.key, -(-row.tokens // self.block_size))
+            told = table[at], row.tokens, not row.decodes, self.alone(common, rows, at, kept), kept
+            offloaded_rows.append(OffloadedRow(sequence, here, *told))
         beside_offloaded = self._without(offloaded, common, rows)
-        return StepWork(step, True, beside_sparse, offloaded_rows, beside_offloaded)
+        return StepWork(step, True, beside_sparse, tuple(offloaded_rows), beside_offloaded)
 
     def _without(
         self, taken: Collection[int], common: Any, rows: Sequence[BatchRow]
@@ -340,9 +339,9 @@ class RetrievalBuilder(ABC):
         )
         return DensePart(tokens, super().build(0, part))  # type: ignore[misc]
 
-    def alone(self, common: Any, rows: Sequence[BatchRow], at: int) -> Any:
-        """vLLM's metadata of a request whose blocks are to lie in their order, in a cache of their
-        own; None if that is not needed."""
+    def alone(self, common: Any, rows: Sequence[BatchRow], at: int, kept: KeptCopy | None) -> Any:
+        """vLLM's metadata of a request whose blocks are to lie in the pages of ``kept``, or, if it
+        is None, in their order in a cache of their own. None if that is not needed."""
         return None
 
     def _warn_of_missing_offload(self, rows: Sequence[BatchRow]) -> None:

@@ -8,9 +8,10 @@ captures what lies between the layers' attention (piecewise).
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import (
@@ -25,12 +26,15 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention, RetrievalBuilder
-from kvrecall.engines.vllm.attention.layer import digest_share
+from kvrecall.engines.vllm.attention.checks import offload_hindrance
+from kvrecall.engines.vllm.attention.copied import CopiedLayer
+from kvrecall.engines.vllm.attention.layer import share_beside
 from kvrecall.engines.vllm.attention.plugin import active_settings
-from kvrecall.engines.vllm.attention.step import BatchRow, KernelShape
-from kvrecall.engines.vllm.attention.triton_kernel import CopiedLayer, TritonKernel
+from kvrecall.engines.vllm.attention.step import BatchRow, KeptCopy, KernelShape
+from kvrecall.engines.vllm.attention.triton_kernel import TritonKernel
 from kvrecall.engines.vllm.compat import runner
 from kvrecall.engines.vllm.compat.config import most_of_ranks
+from kvrecall.engines.vllm.device import device_of
 
 logger = logging.getLogger("vllm.kvrecall")
 
@@ -68,12 +72,16 @@ class DeviceBuilder(RetrievalBuilder):
         return kernel
 
     def make_whole(self, name: str) -> CopiedLayer:
-        return CopiedLayer(name)
+        return CopiedLayer(name, self._activity)
 
-    def alone(self, common: Any, rows: Sequence[BatchRow], at: int) -> Any:
+    def alone(self, common: Any, rows: Sequence[BatchRow], at: int, kept: KeptCopy | None) -> Any:
         blocks = -(-rows[at].tokens // self.block_size)
-        in_order = torch.arange(blocks, dtype=torch.int32, device=self.device)[None]
-        return self.part(common, rows, [at], in_order).metadata
+        if kept is None:
+            places = torch.arange(blocks, dtype=torch.int32, device=self.device)
+        else:
+            pages = torch.from_numpy(kept.pages[:blocks].astype(np.int32))
+            places = device_of(self.device).send(pages)
+        return self.part(common, rows, [at], places[None]).metadata
 
 
 class DeviceAttention(RetrievalAttention):
@@ -81,10 +89,19 @@ class DeviceAttention(RetrievalAttention):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        runner.leave_room(lambda config, specs: digest_share(specs, active_settings(config)))
+        runner.leave_room(_share_beside)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False
+
+
+def _share_beside(vllm_config: Any, specs: Mapping[str, Any]) -> float:
+    """Of the memory for the KV cache: digests, and, where sequences are to leave the device, the
+    dense layers' copies of them."""
+    settings = active_settings(vllm_config)
+    long = settings.offload_boundary < vllm_config.model_config.max_model_len
+    copies = long and offload_hindrance(vllm_config) is None
+    return share_beside(specs, settings, copies)
 
 
 class FlashBuilder(DeviceBuilder, FlashAttentionMetadataBuilder):

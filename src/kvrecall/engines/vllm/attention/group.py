@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kvrecall.engines.vllm.attention.activity import Activity
+from kvrecall.engines.vllm.attention.copied import KeptCopies
 from kvrecall.engines.vllm.attention.heat import HeatTotals
 from kvrecall.engines.vllm.attention.layer import RetrievalLayer
 from kvrecall.engines.vllm.attention.offloaded import (
@@ -19,7 +20,7 @@ from kvrecall.engines.vllm.attention.offloaded import (
     checksums_of_layer,
     digests_of_layer,
 )
-from kvrecall.engines.vllm.attention.step import Freshness, OffloadedRow, Terms
+from kvrecall.engines.vllm.attention.step import Freshness, KeptCopy, OffloadedRow, Terms
 from kvrecall.engines.vllm.connector.wire import Arrival, Departure, OffloadOrders
 from kvrecall.engines.vllm.device import device_of
 from kvrecall.errors import EngineError
@@ -62,14 +63,16 @@ class RetrievalGroup:
         in_place: bool = False,
         loads_in_step: bool = True,
     ) -> None:
-        """``in_place``: as of ``RowKernel``. ``loads_in_step``: whether loaded blocks are in place
-        when ``note_restored`` is called."""
+        """``in_place``: as of ``RowKernel``; otherwise dense layers keep copies of offloaded
+        sequences. ``loads_in_step``: whether loaded blocks are in place when ``note_restored`` is
+        called."""
         self.activity = activity
         self.heat = heat
         self.freshness = Freshness()
         self._in_place = in_place
         self._near: dict[ArenaHandle | None, NearArena] = {}
         self._loads_in_step = loads_in_step
+        self._copies = KeptCopies(0)
         self._caches: Mapping[str, torch.Tensor] = {}
         self._sparse: dict[str, RetrievalLayer] = {}
         self._whole: dict[str, WholeLayer] = {}
@@ -88,6 +91,10 @@ class RetrievalGroup:
         """The offloaded sequence whose last token of this step is written into that block."""
         key = self._rows.get(last_block)
         return None if key is None else self._sequences[key]
+
+    def kept(self, key: str, blocks: int) -> KeptCopy | None:
+        """Where dense layers keep so many blocks of an offloaded sequence; None: nowhere."""
+        return self._copies.of(key, blocks)
 
     @property
     def is_idle(self) -> bool:
@@ -111,6 +118,8 @@ class RetrievalGroup:
         """Registers the device KV cache, one tensor per layer. Returns what the pool stores beside
         the KV of the group: each sparse layer's digests and their checksums, a row per block."""
         self._caches = caches
+        if not self._in_place:
+            self._copies = KeptCopies(len(next(iter(caches.values()))))
         pages = {}
         for name, layer in self._sparse.items():
             pages[digests_of_layer(name)] = layer.digest_rows(caches[name])
@@ -190,6 +199,7 @@ class RetrievalGroup:
             sparse.forget(key)
         for whole in self._whole.values():
             whole.forget(key)
+        self._copies.forget(key)
         arena = gone.records.arena
         if arena in self._near and not any(
             sequence.records.arena == arena for sequence in self._sequences.values()

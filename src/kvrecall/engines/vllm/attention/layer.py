@@ -500,17 +500,20 @@ class DigestStore:
         return self._kernel.digests(self._blocks, rows, self._width)
 
 
-def digest_share(specs: Mapping[str, Any], settings: RetrievalSettings) -> float:
-    """What the digests of all blocks take of a GPU's memory for them and the KV cache. ``specs``:
-    the layers' KV cache specs of vLLM's, by name."""
-    kv = digests = 0
+def share_beside(specs: Mapping[str, Any], settings: RetrievalSettings, copies: bool) -> float:
+    """What the digests of all blocks, and with ``copies`` as many pages of dense layers, take of a
+    GPU's memory for them and the KV cache. ``specs``: the layers' KV cache specs of vLLM's, by
+    name."""
+    kv = beside = 0
     for name, spec in specs.items():
         kv += spec.page_size_bytes
         if layer_index(name) >= settings.dense_layers:
             layout = settings.layout(spec.block_size, narrows=False)
             width = coded_width(layout.kind.parts * spec.head_size)
-            digests += spec.num_kv_heads * layout.rows * width + CHECKSUM_BYTES
-    return digests / (digests + kv)
+            beside += spec.num_kv_heads * layout.rows * width + CHECKSUM_BYTES
+        elif copies:
+            beside += spec.page_size_bytes
+    return beside / (beside + kv)
 
 
 def _places_of(named: Ints, blocks: Ints) -> Ints:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any
@@ -147,12 +147,23 @@ class DensePart:
     metadata: Any
 
 
+@dataclass(slots=True)
+class KeptCopy:
+    """Copies of a partially offloaded sequence that dense layers keep. ``pages``: of its blocks,
+    the same in each layer; ``copied``: how many leading blocks a layer's pages hold for good, by
+    its name."""
+
+    pages: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    copied: dict[str, int] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class OffloadedRow:
     """A partially offloaded sequence of the batch. ``places``: of its tokens in the batch;
     ``table``: int32, its device blocks, on the host, meaningless where they are off the device;
     ``tokens``: its length; ``prefills``: all layers attend to it densely. ``metadata``: vLLM's of
-    this sequence alone, its blocks in their order, where vLLM's kernel attends to it."""
+    this sequence alone, where vLLM's kernel attends to it, its blocks in the pages of ``kept``;
+    None: in their order."""
 
     sequence: OffloadedSequence
     places: slice
@@ -160,6 +171,7 @@ class OffloadedRow:
     tokens: int
     prefills: bool
     metadata: Any = None
+    kept: KeptCopy | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +28,6 @@ from kvrecall.engines.vllm.attention.offloaded import OffloadedSequence
 from kvrecall.engines.vllm.attention.step import (
     KernelShape,
     LeftBlocks,
-    OffloadedRow,
     RowKernel,
     SparseSequence,
     SparseStep,
@@ -236,44 +234,3 @@ def _facts_of(sequence: SparseSequence) -> Facts:
                 f"{offloaded.count} that are off the device"
             )
     return Facts(token, split.init, split.middle, split.chosen, split.blocks, length, slots)
-
-
-class CopiedLayer:
-    """One layer's dense attention over partially offloaded sequences. Owned by the worker's thread.
-
-    It needs all of a sequence's keys, and vLLM's kernels for GPUs read one cache. So the sequence's
-    blocks of this layer, those in the arena and those on the device, are copied side by side for
-    the call. The copy takes as much device memory as the sequence has in one layer, for as long as
-    it lasts, and reads what is in the arena over the bus.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def forget(self, key: str, memory: bool = True) -> None:
-        """Nothing is kept."""
-
-    def attend(
-        self,
-        row: OffloadedRow,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        terms: Terms,
-        plainly: Callable[[torch.Tensor, Any], torch.Tensor],
-    ) -> torch.Tensor:
-        return plainly(self.copy(kv_cache, row), row.metadata)
-
-    def copy(self, kv_cache: torch.Tensor, row: OffloadedRow) -> torch.Tensor:
-        """Copies of the sequence's blocks in its order: a cache of the same strides in a block."""
-        sequence, size = row.sequence, kv_cache.element_size()
-        count = -(-row.tokens // kv_cache.shape[2])
-        elements = kv_cache[0].numel()
-        room = torch.empty(count * elements, dtype=kv_cache.dtype, device=kv_cache.device)
-        ids = row.table[:count].numpy().astype(np.int64)
-        sources = kv_cache.data_ptr() + ids * (kv_cache.stride(0) * size)
-        middle = slice(sequence.init, sequence.init + sequence.count)
-        sources[middle] = sequence.addresses(self._name)
-        nbytes = elements * size
-        targets = room.data_ptr() + np.arange(count, dtype=np.int64) * nbytes
-        device_of(kv_cache.device).move(sources, targets, Piece(1, nbytes, 0))
-        return room.as_strided((count, *kv_cache.shape[1:]), (elements, *kv_cache.stride()[1:]))
