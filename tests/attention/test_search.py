@@ -12,13 +12,15 @@ import torch
 
 from kvrecall.attention.digest import DIGESTS, SCALE_BYTES, coded_width, encode, scales_in
 from kvrecall.attention.kernels import int8
-from kvrecall.attention.selection import CodedQuery, ExactSelector, best_products
+from kvrecall.attention.kernels import threads as threads_of
+from kvrecall.attention.selection import CodedQuery, ExactSelector, best_products, selector_of
+from kvrecall.attention.settings import RetrievalSettings
 
 
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Makes a second thread take part, however small the products are."""
-    monkeypatch.setattr(int8, "_BYTES_A_THREAD", 1)
+    monkeypatch.setattr(threads_of, "_BYTES_A_THREAD", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
@@ -182,14 +184,53 @@ def test_without_numkong_pytorch_searches() -> None:
     assert b"falls back to PyTorch" in done.stderr
 
 
+@pytest.mark.parametrize("heads", [1, 3, 8])
+def test_heads_are_searched_on_several_threads(
+    heads: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every head once, in their order, each thread with one of PyTorch's."""
+    did: list[tuple[slice, int, int]] = []
+
+    def act(part: slice) -> torch.Tensor:
+        did.append((part, threading.get_ident(), torch.get_num_threads()))
+        return torch.arange(heads)[part]
+
+    assert torch.equal(threads_of.over_heads(act, heads, 1000), torch.arange(heads))
+    assert len(did) == len({thread for _, thread, _ in did}) == min(heads, threads)
+    assert {count for _, _, count in did} == {1}
+    assert torch.get_num_threads() == threads
+    monkeypatch.setattr(threads_of, "_BYTES_A_THREAD", 2000)
+    did.clear()
+    threads_of.over_heads(act, heads, 1000)
+    assert [part for part, *_ in did] == [slice(0, heads)], "not worth waking a thread"
+
+
+@pytest.mark.parametrize("share", [0.2, 0.02])
+def test_threads_choose_what_one_thread_chooses(share: float, threads: int) -> None:
+    """Searching all digests, and at the small share coarse ones first."""
+    layout = RetrievalSettings(topk_share=share).layout(128)
+    query = torch.randn(3, 4, 64).to(torch.bfloat16)
+    keys = torch.randn(3, 200, 128, 64)
+    runs = list(encode(layout.rows_of(keys)).split([50, 150], 1))
+    selector = selector_of(layout)
+    want = [
+        selector._choose(query[at : at + 1], [run[at : at + 1] for run in runs], 9, 0.1, None)
+        for at in range(3)
+    ]
+    found = selector.choose(query, runs, 9, 0.1)
+    assert torch.equal(found.sort(-1).values, torch.cat(want).sort(-1).values)
+
+
 def test_threads_may_search_at_once(threads: int) -> None:
-    coded, query = encode(torch.randn(2, 300, 8, 256)), torch.randn(8, 2, 4, 256)
-    want = [best_by_hand(one, coded, 1.0) for one in query]
+    digest = DIGESTS["bounds"]
+    coded, query = encode(torch.randn(2, 300, 8, 256)), torch.randn(8, 2, 4, 128)
+    selector = ExactSelector(digest)
+    want = [selector._choose(one, [coded], 30, 1.0, None) for one in query]
     wrong: list[int] = []
 
     def search(number: int) -> None:
         for _ in range(30):
-            if not torch.equal(best(query[number], coded), want[number]):
+            if not torch.equal(selector.choose(query[number], [coded], 30, 1.0), want[number]):
                 wrong.append(number)
 
     several = [threading.Thread(target=search, args=(number,)) for number in range(8)]

@@ -6,19 +6,14 @@ products read the digests about as fast as memory delivers them (docs/log.md).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
 
 _LOG = logging.getLogger(__name__)
-_BYTES_A_THREAD = 1 << 20
-"""Minimum bytes worth waking another thread."""
 _EXACT_IN_FLOAT = (1 << 24) // 127**2
 """Number of products of two codes that add up in single precision without rounding."""
 
@@ -38,19 +33,8 @@ class PackedRows:
         ``[heads, count, group]``."""
         if self._numkong is None or not rows.numel() or rows.stride(-1) != 1:
             return products_by_torch(self._codes, rows)
-        heads = rows.numpy()
-        threads = min(torch.get_num_threads(), len(heads), 1 + rows.numel() // _BYTES_A_THREAD)
-        if threads == 1:
-            return torch.stack(self._of_heads(heads, range(len(heads))))
-        parts = [range(at, len(heads), threads) for at in range(threads)]
-        others = [_threads().submit(self._of_heads, heads, part) for part in parts[1:]]
-        found = [self._of_heads(heads, parts[0]), *(other.result() for other in others)]
-        return torch.stack([found[at % threads][at // threads] for at in range(len(heads))])
-
-    def _of_heads(self, rows: Any, some: range) -> list[torch.Tensor]:
-        assert self._numkong is not None
-        dots = self._numkong.dots_packed
-        return [torch.from_numpy(np.asarray(dots(rows[at], self._packed[at]))) for at in some]
+        dots, heads = self._numkong.dots_packed, zip(rows.numpy(), self._packed, strict=True)
+        return torch.stack([torch.from_numpy(np.asarray(dots(*each))) for each in heads])
 
 
 def products_by_torch(codes: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -87,29 +71,3 @@ def _numkong() -> Any:
         )
         return None
     return numkong
-
-
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    cores = _cores()
-
-    def spread() -> None:
-        if cores:
-            os.sched_setaffinity(0, cores)
-
-    return ThreadPoolExecutor(
-        max(1, torch.get_num_threads() - 1), "kvrecall-search", initializer=spread
-    )
-
-
-def _cores() -> set[int]:
-    """The cores of this process's OpenMP threads. vLLM binds each to a core, this thread too, and
-    a thread inherits the binding of the one that starts it. Empty where threads are not bound."""
-    if not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) > 1:
-        return set()
-    cores: set[int] = set()
-    for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # the thread has just ended
-            bound = os.sched_getaffinity(int(thread))
-            cores |= bound if len(bound) == 1 else set()
-    return cores
