@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from kvrecall.block import BlockKey, TierName
@@ -41,9 +41,12 @@ class PoolAdmin:
         self._expiry_s = min([_EXPIRY_S, *(age / 4 for age in ages)]) if ages else None
         self._expire_at = float("-inf")
 
-    def blocks(self) -> list[BlockInfo]:
-        """Every block in every local tier; a block in both appears twice."""
-        return [*self.pool.host_blocks(), *(() if self.disk is None else self.disk.blocks())]
+    def blocks(self) -> Iterator[BlockInfo]:
+        """Every block in every local tier, those on disk as they are when their turn comes; a block
+        in both appears twice."""
+        yield from self.pool.host_blocks()
+        if self.disk is not None:
+            yield from self.disk.blocks()
 
     # -- dropping --------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ import msgspec
 import typer
 from rich.console import RenderableType
 
-from kvrecall.block import TierName
+from kvrecall.block import BlockKey, TierName
 from kvrecall.config import (
     DiskConfig,
     PoolTerms,
@@ -283,9 +283,11 @@ class Drop(Command[Dropped], frozen=True):
     pinned: bool
 
     def run(self, inventory: Inventory, progress: OnProgress) -> Dropped:
-        held = inventory.select(self.query)
-        kept = set() if self.pinned else {block.key for block in held if block.pinned}
-        keys = {block.key for block in held} - kept
+        keys: set[BlockKey] = set()
+        kept: set[BlockKey] = set()
+        for block in inventory.select(self.query):
+            (kept if block.pinned and not self.pinned else keys).add(block.key)
+        keys -= kept
         inventory.pool.admin.drop(keys)
         return Dropped(len(keys), len(kept))
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import enum
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, TierName
 from kvrecall.errors import ConfigError
 from kvrecall.pool.base import PoolStats
 from kvrecall.pool.pool import Pool
-from kvrecall.pool.residents import BlockInfo, TenantUse
+from kvrecall.pool.residents import BlockInfo, TenantUse, hangs
 from kvrecall.pool.service.prefix_tree import PrefixTree, prefix_trees
 
 _TENANTS_SHOWN = 200
@@ -166,31 +166,40 @@ class Inventory:
 
     # -- what is there ---------------------------------------------------------------------
 
-    def select(self, query: Query) -> list[BlockInfo]:
-        """The selected blocks; a block in two tiers appears twice."""
+    def select(self, query: Query) -> Iterator[BlockInfo]:
+        """The selected blocks, one after the other: there may be millions. A block in two tiers
+        appears twice."""
         if query.tier not in ("", TierName.HOST, TierName.DISK):
             raise ConfigError(f"--tier: {query.tier!r} is unknown; allowed: host, disk")
-        held = self.pool.admin.blocks()
-        if query.block:
-            prefix = _prefix_of(query.block, held)
-            held = [block for block in held if block.key in prefix]
-        used: dict[BlockKey, float] = {}
+        digests = self._digests(query)
+        prefix = _prefix_of(query.block, self.pool.admin.blocks()) if query.block else None
+        return self._matching(query, digests, prefix)
+
+    def _matching(
+        self, query: Query, digests: Collection[bytes], prefix: Collection[BlockKey] | None
+    ) -> Iterator[BlockInfo]:
+        """The blocks of these namespaces (of any, if none is given) and keys that match the rest of
+        the query."""
+        admin = self.pool.admin
+        used: dict[BlockKey, float] = {}  # of those in the host: the later use counts
         if query.older_than_s is not None or query.younger_than_s is not None:
-            for block in held:  # the later use counts, if tiers differ
-                used[block.key] = max(used.get(block.key, 0.0), block.used)
-        now = time.time()
-        digests, tenants = self._digests(query), frozenset(query.tenants)
+            used = {block.key: block.used for block in self.pool.host_blocks()}
+            for block in admin.disk.blocks() if admin.disk is not None and used else ():
+                if block.key in used:
+                    used[block.key] = max(used[block.key], block.used)
+        now, tenants = time.time(), frozenset(query.tenants)
         least = -1.0 if query.older_than_s is None else query.older_than_s
         most = float("inf") if query.younger_than_s is None else query.younger_than_s
-        return [
-            b
-            for b in held
-            if (not digests or b.key[:NAMESPACE_BYTES] in digests)
-            and (not tenants or b.tenant in tenants)
-            and (not query.tier or b.tier == query.tier)
-            and (query.pinned is None or b.pinned == query.pinned)
-            and least < max(0.0, now - used.get(b.key, b.used)) < most
-        ]
+        for block in admin.blocks():
+            if (
+                (prefix is None or block.key in prefix)
+                and (not digests or block.key[:NAMESPACE_BYTES] in digests)
+                and (not tenants or block.tenant in tenants)
+                and (not query.tier or block.tier == query.tier)
+                and (query.pinned is None or block.pinned == query.pinned)
+                and least < max(0.0, now - used.get(block.key, block.used)) < most
+            ):
+                yield block
 
     def _digests(self, query: Query) -> set[bytes]:
         """The namespaces a query names; empty if it names none."""
@@ -216,12 +225,15 @@ class Inventory:
         """Rows about the selected blocks."""
         if sort not in SORTS:
             raise ConfigError(f"--sort: {sort!r} is unknown; known: {', '.join(SORTS)}")
-        held = self.select(query)
+        held: Iterable[BlockInfo] = self.select(query)
         known = self._namespaces()
-        inner = {b.parent for b in held if not b.hangs} if by is By.CHAIN else set()
-        groups: dict[str, list[BlockInfo]] = {}
+        inner: set[BlockKey | None] = set()
+        if by is By.CHAIN:
+            held = list(held)
+            inner = {block.parent for block in held if not block.hangs}
+        groups: dict[str, _Group] = {}
         if by is By.NAMESPACE and query == Query():
-            groups = {digest.hex(): [] for digest in known}  # also those with nothing left
+            groups = {digest.hex(): _Group() for digest in known}  # also those with nothing left
         for block in held:
             digest = block.key[:NAMESPACE_BYTES]
             match by:
@@ -236,9 +248,12 @@ class Inventory:
                 case _:
                     name = block.key.hex()
             if name:
-                groups.setdefault(name, []).append(block)
+                group = groups.get(name)
+                if group is None:
+                    group = groups[name] = _Group()
+                group.add(block)
         now = time.time()
-        rows = [_row(by, name, blocks, known, now) for name, blocks in groups.items()]
+        rows = [_row(by, name, group, known, now) for name, group in groups.items()]
         rows.sort(key=SORTS[sort])
         return Listing(by, tuple(rows[: min(limit, _MAX_ROWS)]), len(rows))
 
@@ -284,7 +299,7 @@ class Inventory:
         }
 
 
-def _prefix_of(name: str, held: Collection[BlockInfo]) -> set[BlockKey]:
+def _prefix_of(name: str, held: Iterable[BlockInfo]) -> set[BlockKey]:
     """The block whose hex name begins with ``name`` (or continues so after its namespace), with all
     its ancestors, and what hangs on these."""
     name = name.lower()
@@ -301,40 +316,66 @@ def _prefix_of(name: str, held: Collection[BlockInfo]) -> set[BlockKey]:
     while key is not None and key in parents and key not in prefix:
         prefix.add(key)
         key = parents[key]
-    return prefix.union(block.key for block in held if block.hangs and block.parent in prefix)
+    return prefix.union(
+        key for key, above in parents.items() if above in prefix and hangs(key, above)
+    )
 
 
-def _row(
-    by: By,
-    name: str,
-    blocks: Sequence[BlockInfo],
-    known: Mapping[bytes, _Known],
-    now: float,
-) -> Row:
-    host = [b.slot_bytes for b in blocks if b.tier is TierName.HOST]
-    disk = [b.slot_bytes for b in blocks if b.tier is TierName.DISK]
-    digests = {b.key[:NAMESPACE_BYTES] for b in blocks}
-    if by is By.NAMESPACE:
-        digests = {bytes.fromhex(name)}
+@dataclass(slots=True)
+class _Group:
+    """The blocks of one row, added up. The set of digests, and that of tenants, stays small: with
+    two of them it is known that they differ."""
+
+    depth: int = -1
+    host_blocks: int = 0
+    host_bytes: int = 0
+    disk_blocks: int = 0
+    disk_bytes: int = 0
+    youngest: float = float("-inf")
+    oldest: float = float("inf")
+    pinned: set[BlockKey] = field(default_factory=set)
+    digests: set[bytes] = field(default_factory=set)
+    tenants: set[str] = field(default_factory=set)
+
+    def add(self, block: BlockInfo) -> None:
+        if not (self.host_blocks or self.disk_blocks):
+            self.depth = block.depth
+        if block.tier is TierName.HOST:
+            self.host_blocks += 1
+            self.host_bytes += block.slot_bytes
+        else:
+            self.disk_blocks += 1
+            self.disk_bytes += block.slot_bytes
+        self.youngest = max(self.youngest, block.used)
+        self.oldest = min(self.oldest, block.used)
+        if block.pinned:
+            self.pinned.add(block.key)
+        if len(self.digests) < 2:
+            self.digests.add(block.key[:NAMESPACE_BYTES])
+        if len(self.tenants) < 2:
+            self.tenants.add(block.tenant)
+
+
+def _row(by: By, name: str, group: _Group, known: Mapping[bytes, _Known], now: float) -> Row:
+    digests = {bytes.fromhex(name)} if by is By.NAMESPACE else group.digests
     digest = next(iter(digests)) if len(digests) == 1 else b""
-    tenants = {b.tenant for b in blocks}
     namespace = known.get(digest, _UNKNOWN)
-    ages = [max(0.0, now - b.used) for b in blocks]
+    is_empty = not (group.host_blocks or group.disk_blocks)
     return Row(
         name=name,
         namespace=digest.hex(),
         model=namespace.model if digest else "",
         group=namespace.parts.get("group", ""),
-        tenant=next(iter(tenants)) if len(tenants) == 1 else "",
+        tenant=next(iter(group.tenants)) if len(group.tenants) == 1 else "",
         block_bytes=namespace.block_bytes,
-        depth=blocks[0].depth if by in (By.BLOCK, By.CHAIN) else -1,
-        host_blocks=len(host),
-        host_bytes=sum(host),
-        disk_blocks=len(disk),
-        disk_bytes=sum(disk),
-        pinned_blocks=len({b.key for b in blocks if b.pinned}),
-        youngest_s=min(ages, default=-1.0),
-        oldest_s=max(ages, default=-1.0),
+        depth=group.depth if by in (By.BLOCK, By.CHAIN) else -1,
+        host_blocks=group.host_blocks,
+        host_bytes=group.host_bytes,
+        disk_blocks=group.disk_blocks,
+        disk_bytes=group.disk_bytes,
+        pinned_blocks=len(group.pinned),
+        youngest_s=-1.0 if is_empty else max(0.0, now - group.youngest),
+        oldest_s=-1.0 if is_empty else max(0.0, now - group.oldest),
         parts=namespace.parts if by is By.NAMESPACE else {},
     )
 

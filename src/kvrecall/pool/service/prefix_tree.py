@@ -7,7 +7,7 @@ ones; the omitted ones are counted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Tenant, TierName
@@ -68,23 +68,51 @@ class _Block:
     children: list[_Block] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _Total:
+    """The blocks of one tree. ``host``: keys in the host, which come first; ``both``: those of them
+    that are on disk too; ``chain``: what the nodes are made of."""
+
+    chain: list[BlockInfo] = field(default_factory=list)
+    host: set[BlockKey] = field(default_factory=set)
+    both: set[BlockKey] = field(default_factory=set)
+    blocks: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    used: float = 0.0
+
+    def add(self, block: BlockInfo, listed: bool) -> None:
+        """``listed``: there may be nodes yet."""
+        self.blocks += 1
+        self.used = max(self.used, block.used)
+        if block.tier is TierName.HOST:
+            self.host_bytes += block.slot_bytes
+            self.host.add(block.key)
+        else:
+            self.disk_bytes += block.slot_bytes
+            if block.key in self.host:
+                self.both.add(block.key)
+        if listed and not block.hangs:
+            self.chain.append(block)
+
+
 def prefix_trees(
-    held: Sequence[BlockInfo], known: Mapping[bytes, tuple[str, int]], now: float, limit: int = 300
+    held: Iterable[BlockInfo], known: Mapping[bytes, tuple[str, int]], now: float, limit: int = 300
 ) -> tuple[PrefixTree, ...]:
     """The trees of these blocks, largest first. ``known``: by a namespace's digest, a readable name
     and the bytes of its blocks."""
-    groups: dict[tuple[bytes, Tenant], list[BlockInfo]] = {}
+    groups: dict[tuple[bytes, Tenant], _Total] = {}
+    chained = 0
     for block in held:
-        groups.setdefault((block.key[:NAMESPACE_BYTES], block.tenant), []).append(block)
-    chains = {
-        group: [block for block in blocks if not block.hangs] for group, blocks in groups.items()
-    }
-    budget = max(1, limit // max(1, sum(map(bool, chains.values()))))
-    shown = sum(map(len, chains.values())) <= MAX_BLOCKS
+        total = groups.setdefault((block.key[:NAMESPACE_BYTES], block.tenant), _Total())
+        chained += not block.hangs
+        total.add(block, chained <= MAX_BLOCKS)
+    shown = chained <= MAX_BLOCKS
+    budget = max(1, limit // max(1, sum(bool(total.chain) for total in groups.values())))
     trees = []
-    for (digest, tenant), blocks in groups.items():
+    for (digest, tenant), total in groups.items():
         name, nbytes = known.get(digest, ("unknown", 0))
-        roots = _roots(chains[digest, tenant]) if shown else []
+        roots = _roots(total.chain) if shown else []
         nodes, hidden = _nodes(roots, now, [budget], 0) if shown else ((), -1)
         trees.append(
             PrefixTree(
@@ -92,10 +120,10 @@ def prefix_trees(
                 model=name,
                 tenant=str(tenant),
                 block_bytes=nbytes,
-                host_bytes=sum(b.slot_bytes for b in blocks if b.tier is TierName.HOST),
-                disk_bytes=sum(b.slot_bytes for b in blocks if b.tier is not TierName.HOST),
-                blocks=len({block.key for block in blocks}),
-                age_s=max(0.0, now - max(block.used for block in blocks)),
+                host_bytes=total.host_bytes,
+                disk_bytes=total.disk_bytes,
+                blocks=total.blocks - len(total.both),
+                age_s=max(0.0, now - total.used),
                 nodes=nodes,
                 hidden=hidden,
             )
