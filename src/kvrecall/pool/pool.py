@@ -254,21 +254,17 @@ class Pool:
     def _tiers_of_prefix(self, keys: Sequence[BlockKey], has_below: bool) -> list[TierName]:
         """The tier of each block of the longest present prefix, of the host alone if nothing below
         answers."""
-        blocks, host = self._host.blocks, TierName.HOST
-        tiers: list[TierName | None] = [host if key in blocks else None for key in keys]
-        absent = [place for place, tier in enumerate(tiers) if tier is None]
-        end = len(tiers)
-        for start in range(0, len(absent), _LOOKED_UP):
+        blocks = self._host.blocks
+        absent = [place for place, key in enumerate(keys) if key not in blocks]
+        tiers = [TierName.HOST] * (len(keys) if has_below or not absent else absent[0])
+        for start in range(0, len(absent) if has_below else 0, _LOOKED_UP):
             part = absent[start : start + _LOOKED_UP]
-            if has_below:
-                below = self._below.tiers_of([keys[place] for place in part])
-                for place, tier in zip(part, below, strict=True):
-                    tiers[place] = tier
-            missing = next((place for place in part if tiers[place] is None), None)
-            if missing is not None:
-                end = missing
-                break
-        return [tier for tier in tiers[:end] if tier is not None]
+            below = self._below.tiers_of([keys[place] for place in part])
+            for place, tier in zip(part, below, strict=True):
+                if tier is None:
+                    return tiers[:place]
+                tiers[place] = tier
+        return tiers
 
     def locate(self, keys: Sequence[BlockKey]) -> Located:
         host = TierName.HOST

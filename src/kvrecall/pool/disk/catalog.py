@@ -34,7 +34,7 @@ from kvrecall.pool.tier import Outcome
 
 _STALE_S = 10.0  # a last use is written to the index again when it is older than this
 _AT_ONCE = 128  # blocks that change under one hold of the lock: less than a millisecond
-_LISTED = 1024  # blocks listed under one hold
+_LISTED = 256  # blocks listed under one hold
 _SCANNED = 1 << 16  # numbers looked through under one hold
 T = TypeVar("T")
 Bools = npt.NDArray[np.bool_]
@@ -138,13 +138,14 @@ class Catalog(EvictionOrders):
         with self._lock:
             return self._find(key) >= 0
 
-    def present(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Whether each of ``keys`` is here, by its hash of 64 bits: ``acquire`` looks at all of
-        it."""
+    def present(self, keys: Sequence[BlockKey]) -> Bools:
+        """Whether each of ``keys`` is here [keys], by its hash of 64 bits: ``acquire`` looks at all
+        of it."""
         with self._lock:
             numbers = self._table.numbers_of(keys, exact=False)
-            here: list[bool] = ((self._state.array()[numbers] > 0) & (numbers >= 0)).tolist()
-            return here
+            here: Bools = self._state.array().take(numbers) > 0
+        here &= numbers >= 0
+        return here
 
     def _find(self, key: BlockKey) -> int:
         """The number of a block that is here, -1 if it is not."""

@@ -136,7 +136,10 @@ class DiskTier(Tier):
         return key in self._catalog
 
     def tiers_of(self, keys: Sequence[BlockKey]) -> list[TierName | None]:
-        return [self.name if here else None for here in self._catalog.present(keys)]
+        here = self._catalog.present(keys)
+        if here.all():
+            return [self.name] * len(keys)
+        return [self.name if one else None for one in here.tolist()]
 
     def depth_of(self, key: BlockKey) -> int | None:
         return self._catalog.depth_of(key)

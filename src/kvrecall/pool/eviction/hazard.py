@@ -204,7 +204,7 @@ class HazardPolicy(EvictionPolicy):
         self._advance(now)
         if self._recency is not None:
             self._recency.access_n(chain, now, hanging)
-        state, parents = self._state.cells, self._parent.cells
+        state = self._state.cells
         for number in hanging:
             if number >= 0 and state[number] & _KNOWN:
                 self._use(number, 1)
@@ -218,19 +218,7 @@ class HazardPolicy(EvictionPolicy):
             return
         self._mean_chain += 0.01 * (len(chain) - self._mean_chain)
         self._uses += len(chain)
-        last = len(chain) - 1
-        parent = -1
-        for index, number in enumerate(chain):
-            if not state[number] & _KNOWN:
-                self._meet(number, parent, int(index == last))
-                self._remember_it(number)
-            else:
-                if parent >= 0 and not parents[number]:
-                    self._adopt(number, parent)
-                    if state[number] & _RESIDENT:
-                        self._children.cells[parent] += 1
-                self._use(number, int(index == last))
-            parent = number
+        self._use_chain(chain)
         if self._uses >= self._refresh_at:
             self._table.fade(_FADE)
             self._refresh()
@@ -462,6 +450,51 @@ class HazardPolicy(EvictionPolicy):
         if self._state.cells[number] & _RESIDENT:
             cohort.settle(number, self._parent.cells[number] - 1)
             self._make_ready(cohort)
+
+    def _use_chain(self, chain: Sequence[int]) -> None:
+        """``_use`` of each of a chain, or its first use: the innermost loop, written out."""
+        state, parents, used = self._state.cells, self._parent.cells, self._used.cells
+        of, cohorts, uses_seen = self._cohort.cells, self._cohorts, self._table.used
+        last, parent = len(chain) - 1, -1
+        kind, cohort, is_ready = -1, None, False
+        for index, number in enumerate(chain):
+            known = state[number]
+            if not known & _KNOWN:
+                self._meet(number, parent, int(index == last))
+                self._remember_it(number)
+                parent = number
+                continue
+            if parent >= 0 and not parents[number]:
+                self._adopt(number, parent)
+                if known & _RESIDENT:
+                    self._children.cells[parent] += 1
+            old = cohorts[of[number]]
+            uses_seen[old.kind][old.bin] += 1.0
+            old.alive -= 1
+            uses = used[number]
+            if uses < 255:
+                uses += 1
+                used[number] = uses
+            now_kind = _kind(uses, int(index == last), bool(known & _HANGS))
+            if now_kind == kind and cohort is not None and len(cohort.names) < _MEMBERS:
+                cohort.alive += 1
+                self._table.entered[kind][0] += 1.0
+            else:
+                kind, cohort = now_kind, self._join(now_kind)
+                is_ready = False
+            of[number] = cohort.number
+            cohort.names.append(number)
+            if known & _RESIDENT:
+                cohort.settle(number, parents[number] - 1)
+                if not is_ready:
+                    self._make_ready(cohort)
+                    is_ready = True
+            if not old.alive:
+                self._bury(old)
+            if self._returned_at != self._now:
+                self._returned_at = self._now
+                self._returns += 1
+            parent = number
 
     def _use(self, number: int, ended: int) -> None:
         """Records another use of a known block and puts it with others of its kind."""
