@@ -17,7 +17,8 @@ from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool import Pool
 from kvrecall.pool.cipher import TAG_BYTES, Cipher, make_key_file, read_keys, rotate_key_file
 from kvrecall.pool.disk import DiskTier
-from kvrecall.pool.disk.slabs import Encrypted, FileIo
+from kvrecall.pool.disk.codec import Encrypted
+from kvrecall.pool.disk.slabs import FileIo
 from kvrecall.pool.service.cli import app
 from kvrecall.pool.tier import Outcome, Tier
 from kvrecall.testing.blocks import chain, content, wait_until

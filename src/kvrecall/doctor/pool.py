@@ -71,6 +71,7 @@ def check_pool(settings: RecallSettings) -> Iterator[Finding]:
         yield _tried("encryption", f"key file {key_file}", lambda: read_cipher(key_file))
     if pool.disk is not None:
         yield from check_disk(pool.disk)
+        yield from _compression(pool.disk.compression)
     if pool.remote is not None:
         yield from _remote(pool.remote)
 
@@ -211,15 +212,17 @@ def _remote(remote: RemoteConfig) -> Iterator[Finding]:
         return
     settings = _tried("remote", remote.kind, lambda: check_store(remote.kind, remote.options))
     yield settings
-    if remote.compression != "none":
-        yield _tried(
-            "compression", remote.compression, lambda: check_compression(remote.compression)
-        )
+    yield from _compression(remote.compression)
     if settings.state is State.OK and remote.kind == "mooncake":
         mooncake = MooncakeSettings.of(remote.options)
         if mooncake.doubt:
             yield Finding(_AREA, "remote protocol", State.WARNING, mooncake.doubt)
         yield _master(mooncake)
+
+
+def _compression(compression: str) -> Iterator[Finding]:
+    if compression != "none":
+        yield _tried("compression", compression, lambda: check_compression(compression))
 
 
 def _master(settings: MooncakeSettings) -> Finding:

@@ -58,11 +58,11 @@ class Trial:
 
 
 class Compressor:
-    """Packs values into frames and unpacks them. Thread-safe.
+    """Packs values into frames. Thread-safe.
 
     A frame is a header of 32 bytes and then the value: compressed, or plain if it would not shrink.
-    Damaged frames are recognised by a checksum before anything is unpacked. Each call uses the
-    calling thread only.
+    A damaged frame is recognised by a checksum before anything is unpacked. A call uses the calling
+    thread only.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -89,30 +89,6 @@ class Compressor:
         checksum = _checksum(into[FRAME_BYTES:nbytes], codec, data.nbytes)
         _FRAME.pack_into(into, 0, _MAGIC, codec, data.nbytes, len(stored), checksum)
         return nbytes
-
-    def unpack(self, frame: memoryview, into: memoryview) -> bool:
-        """Restores the value of ``frame`` into ``into``. False if the frame is damaged or its value
-        has another size; ``into`` is undefined then."""
-        if frame.nbytes < FRAME_BYTES:
-            return False
-        magic, codec, plain, stored, checksum = _FRAME.unpack_from(frame, 0)
-        packed = frame[FRAME_BYTES:]
-        if (magic, plain, stored) != (_MAGIC, into.nbytes, packed.nbytes):
-            return False
-        if _checksum(packed, codec, plain) != checksum:
-            return False
-        if codec == _PLAIN:
-            if stored != plain:
-                return False
-            into[:] = packed
-            return True
-        if codec != _BLOSC or int.from_bytes(packed[4:8], "little") != plain:
-            return False
-        try:
-            self._blosc.decompress(packed, _array(into))
-        except (RuntimeError, ValueError):
-            return False
-        return True
 
     def trial(self, data: memoryview) -> Trial:
         """Packs and unpacks a sample of ``data``."""
@@ -144,6 +120,32 @@ class Compressor:
         block = min(data.nbytes, _BLOSC_BYTES)
         packed: bytes = self._blosc.compress(_array(data), name, _LEVEL, shuffle, block, width)
         return packed
+
+
+def unpack(frame: memoryview, into: memoryview) -> bool:
+    """Restores the value of ``frame``, by whatever codec, into ``into``. False if the frame is
+    damaged or its value has another size; ``into`` is undefined then. Bytes behind the frame are
+    ignored."""
+    if frame.nbytes < FRAME_BYTES:
+        return False
+    magic, codec, plain, stored, checksum = _FRAME.unpack_from(frame, 0)
+    packed = frame[FRAME_BYTES : FRAME_BYTES + stored]
+    if (magic, plain, stored) != (_MAGIC, into.nbytes, packed.nbytes):
+        return False
+    if _checksum(packed, codec, plain) != checksum:
+        return False
+    if codec == _PLAIN:
+        if stored != plain:
+            return False
+        into[:] = packed
+        return True
+    if codec != _BLOSC or int.from_bytes(packed[4:8], "little") != plain:
+        return False
+    try:
+        _library().decompress(packed, _array(into))
+    except (RuntimeError, ValueError):
+        return False
+    return True
 
 
 class Chooser:

@@ -49,6 +49,8 @@ class TierCounters:
         self._writes = 0
         self._write_bytes = 0
         self._write_seconds = 0.0
+        self._given_bytes = 0
+        self._compressed_bytes = 0
         self._shed = 0
         self._errors = 0
         self._corrupt = 0
@@ -76,6 +78,12 @@ class TierCounters:
         with self._changed:
             self._write_bytes += nbytes
             self._write_seconds += seconds
+
+    def compressed(self, given: int, stored: int) -> None:
+        """Blocks of ``given`` bytes were stored in ``stored``."""
+        with self._changed:
+            self._given_bytes += given
+            self._compressed_bytes += stored
 
     def write_done(self, outcome: Outcome, seconds: float) -> None:
         """One put ended, ``seconds`` after it was queued."""
@@ -129,4 +137,6 @@ class TierCounters:
                 dropped=self._shed,
                 errors=self._errors,
                 corrupt=self._corrupt,
+                given_bytes=self._given_bytes,
+                compressed_bytes=self._compressed_bytes,
             )

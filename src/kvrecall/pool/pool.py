@@ -38,7 +38,7 @@ from kvrecall.pool.base import (
 from kvrecall.pool.cascade import Cascade
 from kvrecall.pool.cipher import read_cipher
 from kvrecall.pool.disk import DiskTier
-from kvrecall.pool.disk.slabs import make_codec
+from kvrecall.pool.disk.codec import make_codec
 from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.host import Block, Evictor, HostStore
 from kvrecall.pool.remote.backends import with_remote
@@ -184,7 +184,8 @@ class Pool:
             if config.disk is not None:
                 queued = min(config.disk.max_queued_bytes, config.host_bytes // 2)
                 disk = replace(config.disk, max_queued_bytes=queued)
-                below = DiskTier(disk, config.policy, codec=make_codec(cipher), terms=terms)
+                codec = make_codec(cipher, disk.compression)
+                below = DiskTier(disk, config.policy, codec=codec, terms=terms)
                 undo.callback(below.close)
             if config.remote is not None:
                 below = with_remote(below, config.remote, arena, cipher)

@@ -79,6 +79,8 @@ def check_terms(pool: PoolConfig) -> None:
     file, remote store. Connects to nothing."""
     make_policy(pool.policy, 1)
     read_cipher(pool.encryption_key_file)
+    if pool.disk is not None:
+        check_compression(pool.disk.compression)
     if pool.remote is not None:
         check_store(pool.remote.kind, pool.remote.options)
         check_compression(pool.remote.compression)

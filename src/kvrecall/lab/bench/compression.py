@@ -21,7 +21,7 @@ from kvrecall.lab.bench.needle.words import sentences
 from kvrecall.lab.bench.pool import NAMESPACE, get_all, keys_of, put_all, slots_of
 from kvrecall.lab.bench.report import Report, Times, progress
 from kvrecall.pool.arena import Arena
-from kvrecall.pool.compression import CODECS, FRAME_BYTES, Codec, Compressor
+from kvrecall.pool.compression import CODECS, FRAME_BYTES, Codec, Compressor, unpack
 from kvrecall.pool.remote.compressed import CompressedStore
 from kvrecall.pool.remote.store import Object, Store
 from kvrecall.pool.remote.tier import RemoteTier
@@ -98,7 +98,7 @@ def _try(compressor: Compressor, data: np.ndarray[Any, Any]) -> Mapping[str, flo
         began = time.thread_time()
         nbytes = compressor.pack(part, room)
         packed = time.thread_time()
-        there = compressor.unpack(room[:nbytes], into[: part.nbytes])
+        there = unpack(room[:nbytes], into[: part.nbytes])
         unpacking += time.thread_time() - packed
         packing += packed - began
         stored += nbytes

@@ -22,7 +22,7 @@ from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import Verdict
 from kvrecall.pool.cipher import KEY_BYTES, Cipher
 from kvrecall.pool.disk import DiskTier
-from kvrecall.pool.disk.slabs import Encrypted
+from kvrecall.pool.disk.codec import Encrypted
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Get, Outcome, Put, Tier

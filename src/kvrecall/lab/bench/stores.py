@@ -19,7 +19,7 @@ from kvrecall.config import DiskConfig, PoolConfig
 from kvrecall.lab.bench.pool import NAMESPACE, get_all, put_all
 from kvrecall.pool.base import RecallState, Verdict
 from kvrecall.pool.disk import DiskTier
-from kvrecall.pool.disk.slabs import BlockCodec, Plain
+from kvrecall.pool.disk.codec import BlockCodec, Plain
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.tier import Put
 

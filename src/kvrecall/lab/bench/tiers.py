@@ -41,7 +41,7 @@ from kvrecall.lab.bench.stores import (
     make_durable,
 )
 from kvrecall.lab.bench.tables import GIB_S
-from kvrecall.pool.disk.slabs import Plain
+from kvrecall.pool.disk.codec import Plain
 
 PHASES = ("put", "durable", "cold", "warm")
 """``durable``: puts and the wait until all is on the medium. ``cold``: gets after the files were

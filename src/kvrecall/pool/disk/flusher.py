@@ -13,14 +13,16 @@ from dataclasses import dataclass
 
 from kvrecall.block import BlockKey, Namespace
 from kvrecall.pool.disk.catalog import Catalog, DiskCounters
+from kvrecall.pool.disk.codec import BlockCodec
 from kvrecall.pool.disk.index import MAX_ROWS, WAL_BYTES, Index, Row, seconds_now
 from kvrecall.pool.disk.reclaimer import Reclaimer
 from kvrecall.pool.disk.recovery import Recovery
-from kvrecall.pool.disk.slabs import BlockCodec, SlabLost, SlabStore, slab_of
+from kvrecall.pool.disk.slabs import SlabLost, SlabStore, slab_of
 from kvrecall.pool.tier import Done, Outcome, Put, PutVerdict
 
 _LOG = logging.getLogger(__name__)
 _BATCH_BYTES = 128 << 20
+_PACKED_BYTES = 32 << 20  # of a batch that is compressed, into as much memory
 _WRITE_BYTES = 4 << 20  # one system call
 _WRITE_BLOCKS = 512
 _PATIENCE_S = 0.05  # how long one write lets reads go first
@@ -192,7 +194,8 @@ class Flusher:
             self._hurried = False
             batch: list[_Queued] = []
             size = 0
-            while self._queue and len(batch) < MAX_ROWS and size < _BATCH_BYTES:
+            most = _BATCH_BYTES if self._codec.packer is None else _PACKED_BYTES
+            while self._queue and len(batch) < MAX_ROWS and size < most:
                 batch.append(self._queue.popleft())
                 size += len(batch[-1].put.data)
             late = self._closing_at is not None and time.monotonic() > self._closing_at
@@ -258,11 +261,19 @@ class Flusher:
         wanted = [i.put for i in batch if self._pending[i.put.key] and knows(i.put.key)]
         here = {put.key for put in wanted if put.key in self._catalog}  # recovered meanwhile
         wanted = [put for put in wanted if put.key not in here]
-        placed = self._place(wanted)
+        given = {put.key: put.nbytes for put in wanted}
+        packer = self._codec.packer
+        placed = self._place(wanted if packer is None else packer.pack(wanted))
         tags: dict[BlockKey, bytes] = {}
         written = self._sync(self._write(placed, tags))
         stored = self._commit(written, tags)
-        self._counters.wrote(sum(len(put.data) for put in stored), time.monotonic() - began)
+        nbytes, seconds = sum(len(put.data) for put in stored), time.monotonic() - began
+        self._counters.wrote(nbytes, seconds)
+        if packer is not None:
+            packer.moved(nbytes, seconds, got=False)
+            self._counters.compressed(
+                sum(given[put.key] for put in stored), sum(put.nbytes for put in stored)
+            )
         self._finish(batch, here.union(put.key for put in stored))
 
     def _place(self, puts: Sequence[Put]) -> list[tuple[int, Put]]:

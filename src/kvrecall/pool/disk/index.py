@@ -119,6 +119,9 @@ class Index:
         self._ids: dict[bytes, int] = {}
         for number, digest in connection.execute("SELECT id, digest FROM namespaces"):
             self._ids[bytes(digest)] = number
+        query = "SELECT count(*) FROM meta WHERE name = 'compressed'"
+        self.is_compressed = bool(connection.execute(query).fetchone()[0])
+        """Whether blocks may be compressed; once they may, that stays."""
         self.probe()  # now the log exists
         self._inodes = [os.stat(file).st_ino for file in (path, self._log_path)]
 
@@ -314,6 +317,13 @@ class Index:
         with self._connection as connection:
             connection.execute("BEGIN IMMEDIATE")
             connection.execute("INSERT OR REPLACE INTO meta VALUES ('sealed', '1')")
+
+    def mark_compressed(self) -> None:
+        """Notes that blocks may be compressed from now on. Durable on return."""
+        with self._connection as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute("INSERT OR REPLACE INTO meta VALUES ('compressed', '1')")
+        self.is_compressed = True
 
     def limit(self, nbytes: int) -> None:
         """Limits the file to ``nbytes`` from now on; changes that need more fail."""

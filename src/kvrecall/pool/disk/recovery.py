@@ -13,8 +13,9 @@ from itertools import compress
 from pathlib import Path
 
 from kvrecall.pool.disk.catalog import Catalog
+from kvrecall.pool.disk.codec import BlockCodec
 from kvrecall.pool.disk.index import MAX_ROWS, Index, Rows
-from kvrecall.pool.disk.slabs import BlockCodec, SlabStore, slab_of
+from kvrecall.pool.disk.slabs import SlabStore, slab_of
 
 _LOG = logging.getLogger(__name__)
 _SILENCE_S = 3.0

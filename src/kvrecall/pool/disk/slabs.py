@@ -1,4 +1,4 @@
-"""Slab files, and the format of blocks in their slots: plain with a checksum, or encrypted.
+"""Slab files, whose slots hold blocks.
 
 A slab is a preallocated file of equal slots: a header page that identifies its pool, then the
 slots. Slabs are added on demand, up to a hard limit.
@@ -13,21 +13,16 @@ import mmap
 import os
 import struct
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
-from kvrecall.block import FORMAT_VERSION, BlockKey
-from kvrecall.errors import TierError
-from kvrecall.pool.cipher import TAG_BYTES, Cipher
+from kvrecall.block import FORMAT_VERSION
 from kvrecall.pool.disk.index import ROW_BYTES, WAL_BYTES
 from kvrecall.pool.slots import ALIGNMENT, SlotClass
-from kvrecall.pool.tier import Put
 
 _LOG = logging.getLogger(__name__)
 Bools = npt.NDArray[np.bool_]
@@ -35,7 +30,6 @@ SLAB_BITS = 40  # of the byte offset in an address; the others are the slab's nu
 _VERSION = FORMAT_VERSION * 100 + 1  # of the files, not of the index
 _MAGIC = b"kvrecall"
 _HEADER = struct.Struct("<8sI16sIQQ")  # magic, version, pool id, number, slot bytes, slots
-_CHECKSUM_BYTES = 16
 _GIB = 1 << 30
 INDEX_BASE_BYTES = WAL_BYTES + (256 << 10)
 """Bytes of the index before its first row: its log and the empty file."""
@@ -378,149 +372,3 @@ def _is_same_file(slab: Slab) -> bool:
         return os.stat(slab.path).st_ino == os.fstat(slab.fd).st_ino
     except FileNotFoundError:
         return False
-
-
-def checksum_of(key: BlockKey, data: memoryview) -> bytes:
-    """Checksum of a block's bytes under its key: the same bytes under another key differ."""
-    seed: int = xxhash.xxh3_64_intdigest(key)
-    digest: bytes = xxhash.xxh3_128_digest(data, seed)
-    return digest
-
-
-class BlockCodec(ABC):
-    """Converts between slots of the host and slots on disk. Thread-safe; never waits for I/O.
-
-    The *tag* is stored in the block's row of the index: bytes that do not match it are never
-    returned.
-    """
-
-    encrypts: bool
-    """Whether the blocks on disk cannot be read without a key."""
-
-    tag_bytes: int
-
-    @abstractmethod
-    def knows(self, tag: bytes) -> bool:
-        """Whether a block with this tag can be decoded with the present keys."""
-
-    @abstractmethod
-    def encode(self, puts: Sequence[Put], tags: dict[BlockKey, bytes]) -> Sequence[memoryview]:
-        """The bytes to write into the slots of ``puts``, which are adjacent; adds their tags to
-        ``tags``. Does not change the data of the puts. Valid until the thread's next call."""
-
-    @abstractmethod
-    def buffers(self, slots: Sequence[memoryview]) -> Sequence[memoryview]:
-        """Buffers to read the blocks for ``slots`` into, one after the other; then call ``decode``
-        for each. Valid until the thread's next call."""
-
-    @abstractmethod
-    def decode(
-        self, key: BlockKey, nbytes: int, tag: bytes, read: memoryview, slot: memoryview
-    ) -> bool:
-        """Decodes the block from its buffer into its slot. False if its bytes are wrong; the slot's
-        content is undefined then."""
-
-
-class Plain(BlockCodec):
-    """Plain blocks, each with a checksum."""
-
-    encrypts = False
-    tag_bytes = _CHECKSUM_BYTES
-
-    def knows(self, tag: bytes) -> bool:
-        return len(tag) == _CHECKSUM_BYTES
-
-    def encode(self, puts: Sequence[Put], tags: dict[BlockKey, bytes]) -> Sequence[memoryview]:
-        for put in puts:
-            tags[put.key] = checksum_of(put.key, put.data[: put.nbytes])
-        return [put.data for put in puts]
-
-    def buffers(self, slots: Sequence[memoryview]) -> Sequence[memoryview]:
-        return slots
-
-    def decode(
-        self, key: BlockKey, nbytes: int, tag: bytes, read: memoryview, slot: memoryview
-    ) -> bool:
-        return checksum_of(key, slot[:nbytes]) == tag
-
-
-class Encrypted(BlockCodec):
-    """Blocks encrypted with AES-256-GCM, bound to their key (namespace and hash) and length. Each
-    thread that writes or reads has its own memory for encrypted bytes: as much as the largest run
-    of slots it moved at once."""
-
-    encrypts = True
-    tag_bytes = TAG_BYTES
-
-    def __init__(self, cipher: Cipher) -> None:
-        self._cipher = cipher
-        self._memory = threading.local()
-
-    def knows(self, tag: bytes) -> bool:
-        return self._cipher.knows(tag)
-
-    def encode(self, puts: Sequence[Put], tags: dict[BlockKey, bytes]) -> Sequence[memoryview]:
-        room = self._room(sum(len(put.data) for put in puts))
-        begin = 0
-        for put in puts:
-            end = begin + put.nbytes
-            label = _label(put.key, put.nbytes)
-            tags[put.key] = self._cipher.encrypt(label, [put.data[: put.nbytes]], [room[begin:end]])
-            begin += len(put.data)
-            room[end:begin] = bytes(begin - end)
-        return [room]
-
-    def buffers(self, slots: Sequence[memoryview]) -> Sequence[memoryview]:
-        room = self._room(sum(len(slot) for slot in slots))
-        places = []
-        begin = 0
-        for slot in slots:
-            places.append(room[begin : begin + len(slot)])
-            begin += len(slot)
-        return places
-
-    def decode(
-        self, key: BlockKey, nbytes: int, tag: bytes, read: memoryview, slot: memoryview
-    ) -> bool:
-        return self._cipher.decrypt(_label(key, nbytes), tag, [read[:nbytes]], [slot[:nbytes]])
-
-    def _room(self, nbytes: int) -> memoryview:
-        """Page-aligned memory of this thread."""
-        room: memoryview | None = getattr(self._memory, "room", None)
-        if room is None or len(room) < nbytes:
-            room = self._memory.room = memoryview(mmap.mmap(-1, nbytes))
-        return room[:nbytes]
-
-
-class Locked(BlockCodec):
-    """Encrypted blocks without their key, to list and drop them: decodes and stores nothing."""
-
-    encrypts = True
-    tag_bytes = TAG_BYTES
-
-    def knows(self, tag: bytes) -> bool:
-        return len(tag) == TAG_BYTES
-
-    def encode(self, puts: Sequence[Put], tags: dict[BlockKey, bytes]) -> Sequence[memoryview]:
-        raise _no_key()
-
-    def buffers(self, slots: Sequence[memoryview]) -> Sequence[memoryview]:
-        raise _no_key()
-
-    def decode(
-        self, key: BlockKey, nbytes: int, tag: bytes, read: memoryview, slot: memoryview
-    ) -> bool:
-        raise _no_key()
-
-
-def make_codec(cipher: Cipher | None) -> BlockCodec:
-    """The codec that the settings describe."""
-    return Plain() if cipher is None else Encrypted(cipher)
-
-
-def _no_key() -> TierError:
-    return TierError("the blocks are encrypted; pass their key file with --encryption-key-file")
-
-
-def _label(key: BlockKey, nbytes: int) -> bytes:
-    return key + nbytes.to_bytes(8, "little")

@@ -16,11 +16,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrecall.block import BlockKey, Namespace, TierName
+from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
 from kvrecall.config import DEFAULT_POLICY, DiskConfig, PoolTerms, Watermarks
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.base import TierStats
+from kvrecall.pool.compression import check_compression
 from kvrecall.pool.disk.catalog import Catalog, DiskCounters, Entry
+from kvrecall.pool.disk.codec import BlockCodec, Plain
 from kvrecall.pool.disk.flusher import Flusher
 from kvrecall.pool.disk.folder import LEAST_BYTES, FolderLock, check_room
 from kvrecall.pool.disk.index import WAL_BYTES, Index, aside_bytes
@@ -29,9 +31,7 @@ from kvrecall.pool.disk.recovery import Recovery
 from kvrecall.pool.disk.slabs import (
     INDEX_BASE_BYTES,
     SLAB_BITS,
-    BlockCodec,
     FileIo,
-    Plain,
     SlabLost,
     SlabStore,
     slab_of,
@@ -129,7 +129,8 @@ class DiskTier(Tier):
         if known is None:
             self._catalog.resize_policy(self._capacity_bytes // slot_bytes_of(block_bytes))
         else:
-            self._catalog.forget_namespace(namespace.digest, but_of=block_bytes)
+            kept = 0 if self._index.is_compressed else block_bytes
+            self._catalog.forget_namespace(namespace.digest, but_of=kept)
         self._flusher.register(namespace, block_bytes)
 
     def contains(self, key: BlockKey) -> bool:
@@ -223,7 +224,7 @@ class DiskTier(Tier):
         size = 0
         for get in gets:
             entry = None if self._reads_end else self._catalog.acquire(get.key)
-            if entry is not None and entry.slot_bytes != len(get.into):
+            if entry is not None and not self._fits(get, entry):
                 self._catalog.release(entry)
                 self._catalog.forget([get.key])
                 entry = None
@@ -239,6 +240,14 @@ class DiskTier(Tier):
             size += entry.slot_bytes
         if run:
             self._queue_read(run, now)
+
+    def _fits(self, get: Get, entry: Entry) -> bool:
+        """Whether the block may be one of its namespace's size, whole or compressed."""
+        if entry.slot_bytes == len(get.into):
+            return True
+        block_bytes = self._sizes.get(get.key[:NAMESPACE_BYTES], 0)
+        is_size = slot_bytes_of(block_bytes) == len(get.into)
+        return self._index.is_compressed and is_size and entry.nbytes < block_bytes
 
     def _queue_read(self, run: Sequence[tuple[Get, Entry]], now: float) -> None:
         self._counters.reads_began(len(run))
@@ -261,9 +270,11 @@ class DiskTier(Tier):
     def _read(self, read: _Read) -> list[Outcome]:
         """Reads and checks; blocks that cannot be read together are tried one by one."""
         began = time.monotonic()
-        places = self._codec.buffers([get.into for get in read.gets])
+        sizes = [entry.slot_bytes for entry in read.entries]
+        places = self._codec.buffers([get.into for get in read.gets], sizes)
         try:
             got = self._store.read(read.entries[0].address, places)
+            read_s = time.monotonic() - began
         except SlabLost as error:
             self._counters.warn(f"blocks are dropped: {error}")
             self._flusher.report_lost(slab_of(read.entries[0].address))
@@ -280,11 +291,18 @@ class DiskTier(Tier):
         end = 0
         for get, entry, place in zip(read.gets, read.entries, places, strict=True):
             whole = end + entry.nbytes <= got
-            end += len(get.into)
-            right = whole and self._codec.decode(get.key, entry.nbytes, entry.tag, place, get.into)
+            end += entry.slot_bytes
+            plain = self._sizes.get(get.key[:NAMESPACE_BYTES], 0)
+            if not self._index.is_compressed:
+                plain = entry.nbytes
+            right = whole and self._codec.decode(
+                get.key, entry.nbytes, entry.tag, place, get.into, plain
+            )
             outcomes.append(Outcome.LOADED if right else Outcome.CORRUPT)
         if not read.is_check:
             self._counters.read(got, time.monotonic() - began)
+            if self._codec.packer is not None:
+                self._codec.packer.moved(got, read_s, got=True)
         return outcomes
 
     def check(self, keys: Sequence[BlockKey]) -> Iterator[tuple[BlockKey, Outcome]]:
@@ -297,9 +315,14 @@ class DiskTier(Tier):
             if entry is None:
                 yield key, Outcome.MISS
                 continue
-            if entry.slot_bytes not in buffers:
-                buffers[entry.slot_bytes] = memoryview(mmap.mmap(-1, entry.slot_bytes))
-            get, began = Get(key, buffers[entry.slot_bytes]), time.monotonic()
+            plain = slot_bytes_of(self._sizes.get(key[:NAMESPACE_BYTES], 0))
+            slot_bytes = max(plain, entry.slot_bytes)
+            if slot_bytes not in buffers:
+                buffers[slot_bytes] = memoryview(mmap.mmap(-1, slot_bytes))
+            into = buffers[slot_bytes]
+            if not self._index.is_compressed:
+                into = into[: entry.slot_bytes]
+            get, began = Get(key, into), time.monotonic()
             try:
                 self._counters.yield_to_reads(_CHECK_PATIENCE_S)
                 (outcome,) = self._read(_Read((get,), (entry,), began, is_check=True))
@@ -415,6 +438,15 @@ class DiskTier(Tier):
         self._index.reserve(self._store.index_bytes - WAL_BYTES)
 
     def _admit(self) -> None:
+        """Notes what the folder holds; see ``_admit_encryption``. Raises ConfigError if it holds
+        compressed blocks and the library is missing."""
+        self._admit_encryption()
+        if self._codec.packer is not None and not self._index.is_compressed:
+            self._index.mark_compressed()
+        if self._index.is_compressed:
+            check_compression("of this folder")
+
+    def _admit_encryption(self) -> None:
         """Ensures that the content of the folder fits the codec. Raises TierError if a key is
         missing; if there is a key now, plain blocks are deleted before any block is stored."""
         if self._index.is_encrypted == self._codec.encrypts:

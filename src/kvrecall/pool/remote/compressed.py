@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from kvrecall.errors import ConfigError
-from kvrecall.pool.compression import CODECS, FRAME_BYTES, Chooser, Codec, Compressor
+from kvrecall.pool.compression import CODECS, FRAME_BYTES, Chooser, Codec, Compressor, unpack
 from kvrecall.pool.remote.sections import SECTION_BYTES, Sections, one_after_the_other
 from kvrecall.pool.remote.store import SMALL_BYTES, Object, SizingStore, Store
 
@@ -162,7 +162,7 @@ class CompressedStore:
         for part in smalls:
             part[:] = value[at : at + part.nbytes]
             at += part.nbytes
-        return self._compressors[CODECS[0]].unpack(value[begin:], large)
+        return unpack(value[begin:], large)
 
     def _moved(self, nbytes: int, began: float, got: bool) -> None:
         if self._chooser is not None:

@@ -39,7 +39,7 @@ from kvrecall.pool.cipher import read_cipher
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.folder import FolderHeld, own_bytes
 from kvrecall.pool.disk.index import check_index
-from kvrecall.pool.disk.slabs import BlockCodec, Locked, Plain, make_codec
+from kvrecall.pool.disk.codec import BlockCodec, Locked, Plain, make_codec
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service import tables

@@ -1,0 +1,250 @@
+"""The format of blocks in slots on disk: with a checksum or encrypted, plain or compressed."""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import xxhash
+
+from kvrecall.block import BlockKey
+from kvrecall.config import Compression
+from kvrecall.errors import TierError
+from kvrecall.pool.cipher import TAG_BYTES, Cipher
+from kvrecall.pool.compression import CODECS, FRAME_BYTES, Chooser, Codec, Compressor, unpack
+from kvrecall.pool.slots import ALIGNMENT
+from kvrecall.pool.tier import Put
+
+_CHECKSUM_BYTES = 16
+_SIZES = 32
+"""Sizes of slots for compressed blocks of one plain size: few, so that slots are used again; many,
+so that a block wastes a sixty-fourth of its plain size on average."""
+
+
+def checksum_of(key: BlockKey, data: memoryview) -> bytes:
+    """Checksum of a block's bytes under its key: the same bytes under another key differ."""
+    seed: int = xxhash.xxh3_64_intdigest(key)
+    digest: bytes = xxhash.xxh3_128_digest(data, seed)
+    return digest
+
+
+class Rooms:
+    """Page-aligned memory of each thread, as much as it needed at once so far."""
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+
+    def room(self, nbytes: int) -> memoryview:
+        """The thread's memory; the same again at its next call."""
+        room: memoryview | None = getattr(self._of_thread, "room", None)
+        if room is None or len(room) < nbytes:
+            room = self._of_thread.room = memoryview(mmap.mmap(-1, max(nbytes, ALIGNMENT)))
+        return room[:nbytes]
+
+    def rooms(self, sizes: Sequence[int]) -> list[memoryview]:
+        """Pieces of it, one after the other."""
+        room, begin, pieces = self.room(sum(sizes)), 0, []
+        for nbytes in sizes:
+            pieces.append(room[begin : begin + nbytes])
+            begin += nbytes
+        return pieces
+
+
+class Packer:
+    """Compresses blocks on their way to disk. Thread-safe.
+
+    A compressed block is a frame, padded with zeros to one of ``_SIZES`` slots; it is always
+    smaller than the plain block, by which the two are told apart.
+    """
+
+    def __init__(self, compression: Codec | str) -> None:
+        """``compression``: a codec, or `auto`. ConfigError if the library is missing."""
+        self._compressors = {codec: Compressor(codec) for codec in CODECS}
+        self._codec = next((codec for codec in CODECS if codec == compression), None)
+        self._chooser = Chooser(self._compressors) if self._codec is None else None
+        self._rooms = Rooms()
+
+    def moved(self, nbytes: int, seconds: float, got: bool) -> None:
+        """The medium read (``got``) or wrote so many bytes."""
+        if self._chooser is not None:
+            self._chooser.moved(nbytes, seconds, got)
+
+    def pack(self, puts: Sequence[Put]) -> list[Put]:
+        """The puts with compressed data where that is smaller by a slot's size. Valid until the
+        thread's next call."""
+        room = self._rooms.room(sum(len(put.data) for put in puts) + FRAME_BYTES)
+        packed: list[Put] = []
+        begin = 0
+        for put in puts:
+            codec = self._codec
+            plain = put.data[: put.nbytes]
+            if self._chooser is not None:
+                codec = self._chooser.choose(plain)
+            if codec is None:
+                packed.append(put)
+                continue
+            used = self._compressors[codec].pack(plain, room[begin:])
+            step = max(ALIGNMENT, len(put.data) // _SIZES // ALIGNMENT * ALIGNMENT)
+            slot = -(-used // step) * step
+            if slot >= len(put.data):
+                packed.append(put)
+                continue
+            end = begin + slot
+            room[begin + used : end] = bytes(slot - used)
+            packed.append(dataclasses.replace(put, data=room[begin:end], nbytes=slot))
+            begin = end
+        return packed
+
+
+class BlockCodec(ABC):
+    """Converts between slots of the host and slots on disk. Thread-safe; never waits for I/O.
+
+    The *tag* is stored in the block's row of the index: bytes that do not match it are never
+    returned. ``block_bytes`` are a block's plain bytes, ``nbytes`` those on disk: fewer if it is
+    compressed.
+    """
+
+    encrypts: bool
+    """Whether the blocks on disk cannot be read without a key."""
+
+    tag_bytes: int
+
+    def __init__(self, packer: Packer | None = None) -> None:
+        self.packer = packer
+        self._rooms = Rooms()
+
+    @abstractmethod
+    def knows(self, tag: bytes) -> bool:
+        """Whether a block with this tag can be decoded with the present keys."""
+
+    @abstractmethod
+    def encode(self, puts: Sequence[Put], tags: dict[BlockKey, bytes]) -> Sequence[memoryview]:
+        """The bytes to write into the slots of ``puts``, which are adjacent; adds their tags to
+        ``tags``. Does not change the data of the puts. Valid until the thread's next call."""
+
+    @abstractmethod
+    def buffers(self, slots: Sequence[memoryview], sizes: Sequence[int]) -> Sequence[memoryview]:
+        """Buffers of these sizes, to read the blocks for ``slots`` into, one after the other; then
+        call ``decode`` for each. Valid until the thread's next call."""
+
+    @abstractmethod
+    def decode(
+        self, key: BlockKey, nbytes: int, tag: bytes, read: memoryview, slot: memoryview,
+        block_bytes: int,
+    ) -> bool:  # fmt: skip
+        """Decodes the block from its buffer into its slot. False if its bytes are wrong; the slot's
+        content is undefined then."""
+
+
+class Plain(BlockCodec):
+    """Blocks that are not encrypted, each with a checksum."""
+
+    encrypts = False
+    tag_bytes = _CHECKSUM_BYTES
+
+    def knows(self, tag: bytes) -> bool:
+        return len(tag) == _CHECKSUM_BYTES
+
+    def encode(self, puts: Sequence[Put], tags: dict[BlockKey, bytes]) -> Sequence[memoryview]:
+        for put in puts:
+            tags[put.key] = checksum_of(put.key, put.data[: put.nbytes])
+        return [put.data for put in puts]
+
+    def buffers(self, slots: Sequence[memoryview], sizes: Sequence[int]) -> Sequence[memoryview]:
+        """Plain blocks are read into their slots."""
+        own = [
+            0 if nbytes == len(slot) else nbytes for slot, nbytes in zip(slots, sizes, strict=True)
+        ]
+        if not any(own):
+            return slots
+        pieces = self._rooms.rooms(own)
+        return [piece if piece else slot for piece, slot in zip(pieces, slots, strict=True)]
+
+    def decode(
+        self, key: BlockKey, nbytes: int, tag: bytes, read: memoryview, slot: memoryview,
+        block_bytes: int,
+    ) -> bool:  # fmt: skip
+        if checksum_of(key, read[:nbytes]) != tag:
+            return False
+        return nbytes == block_bytes or unpack(read[:nbytes], slot[:block_bytes])
+
+
+class Encrypted(BlockCodec):
+    """Blocks encrypted with AES-256-GCM, bound to their key (namespace and hash) and length. Each
+    thread that writes or reads has its own memory for encrypted bytes: as much as the largest run
+    of slots it moved at once."""
+
+    encrypts = True
+    tag_bytes = TAG_BYTES
+
+    def __init__(self, cipher: Cipher, packer: Packer | None = None) -> None:
+        super().__init__(packer)
+        self._cipher = cipher
+        self._decrypted = Rooms()
+
+    def knows(self, tag: bytes) -> bool:
+        return self._cipher.knows(tag)
+
+    def encode(self, puts: Sequence[Put], tags: dict[BlockKey, bytes]) -> Sequence[memoryview]:
+        room = self._rooms.room(sum(len(put.data) for put in puts))
+        begin = 0
+        for put in puts:
+            end = begin + put.nbytes
+            label = _label(put.key, put.nbytes)
+            tags[put.key] = self._cipher.encrypt(label, [put.data[: put.nbytes]], [room[begin:end]])
+            begin += len(put.data)
+            room[end:begin] = bytes(begin - end)
+        return [room]
+
+    def buffers(self, slots: Sequence[memoryview], sizes: Sequence[int]) -> Sequence[memoryview]:
+        return self._rooms.rooms(sizes)
+
+    def decode(
+        self, key: BlockKey, nbytes: int, tag: bytes, read: memoryview, slot: memoryview,
+        block_bytes: int,
+    ) -> bool:  # fmt: skip
+        label = _label(key, nbytes)
+        if nbytes == block_bytes:
+            return self._cipher.decrypt(label, tag, [read[:nbytes]], [slot[:nbytes]])
+        frame = self._decrypted.room(nbytes)
+        right = self._cipher.decrypt(label, tag, [read[:nbytes]], [frame])
+        return right and unpack(frame, slot[:block_bytes])
+
+
+class Locked(BlockCodec):
+    """Encrypted blocks without their key, to list and drop them: decodes and stores nothing."""
+
+    encrypts = True
+    tag_bytes = TAG_BYTES
+
+    def knows(self, tag: bytes) -> bool:
+        return len(tag) == TAG_BYTES
+
+    def encode(self, puts: Sequence[Put], tags: dict[BlockKey, bytes]) -> Sequence[memoryview]:
+        raise _no_key()
+
+    def buffers(self, slots: Sequence[memoryview], sizes: Sequence[int]) -> Sequence[memoryview]:
+        raise _no_key()
+
+    def decode(
+        self, key: BlockKey, nbytes: int, tag: bytes, read: memoryview, slot: memoryview,
+        block_bytes: int,
+    ) -> bool:  # fmt: skip
+        raise _no_key()
+
+
+def make_codec(cipher: Cipher | None, compression: Compression = "none") -> BlockCodec:
+    """The codec that the settings describe. Raises ConfigError."""
+    packer = None if compression == "none" else Packer(compression)
+    return Plain(packer) if cipher is None else Encrypted(cipher, packer)
+
+
+def _no_key() -> TierError:
+    return TierError("the blocks are encrypted; pass their key file with --encryption-key-file")
+
+
+def _label(key: BlockKey, nbytes: int) -> bytes:
+    return key + nbytes.to_bytes(8, "little")
