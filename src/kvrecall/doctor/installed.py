@@ -39,7 +39,7 @@ EXTRAS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "mooncake": (_MOONCAKE, "remote tier on Mooncake Store"),
     "objects": (("obstore",), "remote tier on S3, Google Cloud, Azure or a shared folder"),
     "encryption": (("cryptography",), "encryption_key_file"),
-    "compression": (("numcodecs",), "remote_compression"),
+    "compression": (("numcodecs",), "disk_compression, remote_compression"),
     "router": (("fastapi", "uvicorn"), "kvrecall router without vLLM"),
 }
 """Optional extras: their packages (of Mooncake's any one) and their purpose."""

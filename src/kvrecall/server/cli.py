@@ -57,6 +57,7 @@ def serve(
     host_size: Annotated[str | None, _option(help_of("host_size"), _POOL)] = None,
     disk_path: Annotated[str | None, _option(help_of("disk_path"), _POOL)] = None,
     disk_size: Annotated[str | None, _option(help_of("disk_size"), _POOL)] = None,
+    disk_compression: Annotated[str | None, _option(help_of("disk_compression"), _POOL)] = None,
     encryption_key_file: Annotated[
         str | None, _option(help_of("encryption_key_file"), _POOL)
     ] = None,
@@ -107,7 +108,8 @@ def serve(
     if model is not None and model.startswith("-"):  # kvrecall serve -- --vllm-option
         words, model = (model, *words), None
     recall = {
-        **_given(given, "host_size disk_path disk_size encryption_key_file async_write"),
+        **_given(given, "host_size disk_path disk_size disk_compression"),
+        **_given(given, "encryption_key_file async_write"),
         **({"backend": "service"} if pool_service or pool_socket else {}),
         **({"socket": pool_socket} if pool_socket else {}),
     }

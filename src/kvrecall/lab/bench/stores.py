@@ -211,8 +211,9 @@ class Unchecked(Plain):
         return [put.data for put in puts]
 
     def decode(
-        self, key: BlockKey, nbytes: int, tag: bytes, read: memoryview, slot: memoryview
-    ) -> bool:
+        self, key: BlockKey, nbytes: int, tag: bytes, read: memoryview, slot: memoryview,
+        block_bytes: int,
+    ) -> bool:  # fmt: skip
         return True
 
 

@@ -37,9 +37,9 @@ from kvrecall.errors import ConfigError, TierError, errors_shown
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.cipher import read_cipher
 from kvrecall.pool.disk import DiskTier
+from kvrecall.pool.disk.codec import BlockCodec, Locked, Plain, make_codec
 from kvrecall.pool.disk.folder import FolderHeld, own_bytes
 from kvrecall.pool.disk.index import check_index
-from kvrecall.pool.disk.codec import BlockCodec, Locked, Plain, make_codec
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service import tables

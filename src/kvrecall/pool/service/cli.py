@@ -52,6 +52,7 @@ def serve(
     host_max_size: Annotated[str | None, typer.Option(help=help_of("host_max_size"))] = None,
     disk_path: Annotated[str | None, typer.Option(help=help_of("disk_path"))] = None,
     disk_size: Annotated[str | None, typer.Option(help=help_of("disk_size"))] = None,
+    disk_compression: Annotated[str | None, typer.Option(help=help_of("disk_compression"))] = None,
     policy: Annotated[str | None, typer.Option(help=help_of("policy"))] = None,
     encryption_key_file: Annotated[
         str | None, typer.Option(help=help_of("encryption_key_file"))

@@ -13,7 +13,8 @@ _TOKENS = "kvrecall_prompt_tokens"
 _LOADED = "kvrecall_loaded_blocks"
 _TIER = "kvrecall_tier_"
 _TIER_FIGURES = (
-    "used_bytes capacity_bytes blocks hits evictions dropped errors corrupt full".split()
+    "used_bytes capacity_bytes blocks hits evictions dropped errors corrupt full given_bytes "
+    "compressed_bytes".split()
 )  # by their names in the metrics, without _total
 _RETRIEVAL = {
     "kvrecall_retrieval_steps": "steps",

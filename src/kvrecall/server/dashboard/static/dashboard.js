@@ -285,6 +285,7 @@ function drawTiers() {
     const size = tier.capacity_bytes ? `${bytes(tier.used_bytes)} of ${bytes(tier.capacity_bytes)}` : tier.share === undefined ? bytes(tier.used_bytes) : `${percent(share)} of its blocks`;
     const facts = [];
     if (tier.blocks !== undefined) facts.push(`${count(tier.blocks)} blocks`);
+    if (tier.given_bytes) facts.push(`compressed to ${percent(tier.compressed_bytes / tier.given_bytes)}`);
     if (tier.hits) facts.push(`${count(tier.hits)} hits`);
     if (tier.evictions) facts.push(`${count(tier.evictions)} evicted`);
     if (tier.dropped) facts.push(`${count(tier.dropped)} not stored`);
