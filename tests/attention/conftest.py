@@ -2,6 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
 from engine.conftest import model_folder, start
 
+from .test_engine import EXTENSION
+
 __all__ = ["model_folder", "start"]
+
+
+@pytest.fixture(scope="module")
+def setup(model_folder: Callable[..., Path]) -> dict[str, Any]:
+    """Of an engine with a small model of random weights and 90 device blocks of 128 tokens."""
+    return {
+        "model": str(model_folder("qwen3")),
+        "dtype": "float32",
+        "worker_extension_cls": EXTENSION,
+        "num_gpu_blocks_override": 90,
+    }
+
+
+@pytest.fixture(
+    scope="module",
+    params=[False, pytest.param(True, marks=pytest.mark.long)],
+    ids=["in step", "ahead"],
+)
+def ahead(request: pytest.FixtureRequest) -> bool:
+    """Whether scheduling is asynchronous. Blocks then leave one step later."""
+    return bool(request.param)

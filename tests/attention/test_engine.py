@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,16 +30,6 @@ MIXED = [100, 1000, 1500, 2300, 1030]
 
 def retrieval(share: float) -> dict[str, str]:
     return {**BOUNDARIES, "VLLM_PLUGINS": "retrieval", "VLLM_RETRIEVAL_TOPK_PERCENT": str(share)}
-
-
-@pytest.fixture(scope="module")
-def setup(model_folder: Callable[..., Path]) -> dict[str, Any]:
-    return {
-        "model": str(model_folder("qwen3")),
-        "dtype": "float32",
-        "worker_extension_cls": EXTENSION,
-        "num_gpu_blocks_override": 90,
-    }
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from engine.engine import Engine, EngineFailed, prompt_of
 
-from .test_engine import BOUNDARIES, EXTENSION, activity, spent
+from .test_engine import BOUNDARIES, activity, spent
 
 pytestmark = pytest.mark.engine
 
@@ -23,14 +22,8 @@ TOKENS, ANSWER = (1500, 3000), 70  # on the device and off it
 
 
 @pytest.fixture(scope="module")
-def setup(model_folder: Callable[..., Path]) -> dict[str, Any]:
-    return {
-        "model": str(model_folder("qwen3")),
-        "dtype": "float32",
-        "worker_extension_cls": EXTENSION,
-        "pool": {"host_size": "96MiB", "load_or_compute": "load"},
-        "num_gpu_blocks_override": 90,
-    }
+def setup(setup: dict[str, Any]) -> dict[str, Any]:
+    return {**setup, "pool": {"host_size": "96MiB", "load_or_compute": "load"}}
 
 
 OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in ("faiss-ivf", "faiss-hnsw")]

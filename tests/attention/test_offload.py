@@ -4,13 +4,12 @@ with schedulers that are a step ahead of their workers."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from engine.engine import Engine, prompt_of
 
-from .test_engine import BOUNDARIES, EXTENSION, SAMPLING, activity, spent, tokens_of
+from .test_engine import BOUNDARIES, SAMPLING, activity, spent, tokens_of
 
 pytestmark = pytest.mark.engine
 
@@ -30,26 +29,10 @@ def settings(boundary: int) -> dict[str, str]:
     }
 
 
-@pytest.fixture(
-    scope="module",
-    params=[False, pytest.param(True, marks=pytest.mark.long)],
-    ids=["in step", "ahead"],
-)
-def ahead(request: pytest.FixtureRequest) -> bool:
-    """Whether scheduling is asynchronous. Blocks then leave one step later."""
-    return bool(request.param)
-
-
 @pytest.fixture(scope="module")
-def setup(model_folder: Callable[..., Path], ahead: bool) -> dict[str, Any]:
-    return {
-        **({"prelude": "attention.ahead"} if ahead else {}),
-        "model": str(model_folder("qwen3")),
-        "dtype": "float32",
-        "worker_extension_cls": EXTENSION,
-        "pool": {"host_size": "96MiB", "load_or_compute": "load"},
-        "num_gpu_blocks_override": 90,
-    }
+def setup(setup: dict[str, Any], ahead: bool) -> dict[str, Any]:
+    pool = {"host_size": "96MiB", "load_or_compute": "load"}
+    return {**setup, **({"prelude": "attention.ahead"} if ahead else {}), "pool": pool}
 
 
 @pytest.fixture(scope="module")

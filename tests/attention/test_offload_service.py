@@ -15,7 +15,7 @@ from service.service import MIB, Service
 from kvrecall.pool.service.peers import mappers_of
 from kvrecall.testing.blocks import wait_until
 
-from .test_engine import EXTENSION, activity, spent
+from .test_engine import activity, spent
 from .test_offload import settings
 from .test_offload_faults import PREFILL, same
 
@@ -25,14 +25,8 @@ HOST = 96 * MIB
 
 
 @pytest.fixture(scope="module")
-def setup(model_folder: Callable[..., Path]) -> dict[str, Any]:
-    return {
-        "model": str(model_folder("qwen3")),
-        "dtype": "float32",
-        "worker_extension_cls": EXTENSION,
-        "num_gpu_blocks_override": 90,
-        "env": settings(2048),
-    }
+def setup(setup: dict[str, Any]) -> dict[str, Any]:
+    return {**setup, "env": settings(2048)}
 
 
 @pytest.fixture(scope="module")

@@ -20,16 +20,6 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 
 
 @pytest.fixture(scope="module")
-def setup(model_folder: Callable[..., Path]) -> dict[str, Any]:
-    return {
-        "model": str(model_folder("qwen3")),
-        "dtype": "float32",
-        "worker_extension_cls": EXTENSION,
-        "num_gpu_blocks_override": 90,
-    }
-
-
-@pytest.fixture(scope="module")
 def plain(start: Callable[..., Engine], setup: dict[str, Any]) -> Engine:
     return start(**setup, env=retrieval(0.3))
 

@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu_worker import Worker
 
 from kvrecall.attention.settings import RetrievalSettings
+from kvrecall.engines.vllm.attention import cuda
 from kvrecall.engines.vllm.attention.activity import Activity, ActivityLog
 from kvrecall.engines.vllm.attention.backend import RetrievalBuilder
 from kvrecall.engines.vllm.attention.checks import (
@@ -372,3 +373,23 @@ def test_device_memory_is_left_for_digests_and_copies(
     assert Worker.determine_available_memory(worker) == pytest.approx(blocks * kv, abs=8)
     worker.cache_config.kv_cache_memory_bytes = found
     assert Worker.determine_available_memory(worker) == found
+
+
+@pytest.mark.parametrize(
+    ("longest", "connector", "copies"),
+    [(131_072, "RecallConnector", True), (65_536, "RecallConnector", False), (131_072, "", False)],
+)
+def test_room_for_copies_is_left_where_sequences_leave_the_device(
+    longest: int, connector: str, copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = RetrievalSettings()
+    monkeypatch.setattr(cuda, "active_settings", lambda _: settings)
+    spec = FullAttentionSpec(128, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
+    specs = {f"model.layers.{at}.self_attn.attn": spec for at in range(32)}
+    vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=longest, hf_text_config=SimpleNamespace()),
+        kv_transfer_config=SimpleNamespace(kv_connector=connector),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        speculative_config=None,
+    )
+    assert cuda._share_beside(vllm_config, specs) == share_beside(specs, settings, copies)
