@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from kvrecall.block import (
     NAMESPACE_BYTES,
@@ -261,6 +262,9 @@ class Pool:
         for start in range(0, len(absent) if has_below else 0, _LOOKED_UP):
             part = absent[start : start + _LOOKED_UP]
             below = self._below.tiers_of([keys[place] for place in part])
+            if len(absent) == len(keys) and all(below):
+                tiers[start : start + len(part)] = cast(list[TierName], below)
+                continue
             for place, tier in zip(part, below, strict=True):
                 if tier is None:
                     return tiers[:place]

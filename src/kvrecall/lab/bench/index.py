@@ -55,7 +55,9 @@ def measure_index(
     included.
     """
     with tempfile.TemporaryDirectory(prefix="kvrecall-", dir=path) as name:
-        config = DiskConfig(Path(name) / "tier", blocks * (_BLOCK + 512) * 2, direct_io=False)
+        config = DiskConfig(
+            Path(name) / "tier", (8 << 20) + blocks * (_BLOCK + 512) * 5 // 4, direct_io=False
+        )
         built_s = timed(lambda: _build(config, blocks))
         progress(f"folder of {blocks:,} blocks written in {built_s:.1f} s")
         figures = {"blocks": blocks, "policy": policy, **_measure(config, blocks, policy, repeats)}
