@@ -146,6 +146,20 @@ def test_tiers(tmp_path: Path) -> None:
     assert plan["warnings"] == []
 
 
+def test_compressed_blocks_take_less_of_disk_and_store(tmp_path: Path) -> None:
+    words = [
+        model(tmp_path, LLAMA_8B), "--host-size", "256GiB", "--disk-size", "2TB",
+        "--remote-size", "8TB",
+    ]  # fmt: skip
+    plain, packed = planned(*words), planned(*words, "--compressed-to", "0.5")
+    before, after = ({one["tier"]: one for one in plan["tiers"]} for plan in (plain, packed))
+    assert after["host"] == before["host"]
+    assert after["remote"]["blocks"] == 2 * before["remote"]["blocks"]
+    assert 1.9 < after["disk"]["blocks"] / before["disk"]["blocks"] < 2
+    assert packed["settings"]["disk_compression"] == "zstd"
+    assert "disk_compression" not in plain["settings"]
+
+
 def test_links_take_room_from_the_devices(tmp_path: Path) -> None:
     arguments = [model(tmp_path, LLAMA_8B), "--device-memory", "64GB", "--hosts", 8,
                  "--devices", 16]  # fmt: skip

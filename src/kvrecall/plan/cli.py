@@ -65,6 +65,15 @@ def plan(
     host_size: Annotated[str, typer.Option(help="Host tier of each host, e.g. 256GiB.")] = "0",
     disk_size: Annotated[str, typer.Option(help="Disk tier of each host, e.g. 4TB.")] = "0",
     remote_size: Annotated[str, typer.Option(help="Size of the remote store, e.g. 16TB.")] = "0",
+    compressed_to: Annotated[
+        float,
+        typer.Option(
+            min=0.1,
+            max=1.0,
+            help="Share of their bytes that blocks take on disk and in the remote store with "
+            "compression; `kvrecall bench compression` measures it.",
+        ),
+    ] = 1.0,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block.")] = 128,
     kv_dtype: Annotated[str, typer.Option(help="auto, bf16, fp8, ...")] = "auto",
     step_tokens: Annotated[
@@ -108,6 +117,7 @@ def plan(
             hosts, devices, tensor_parallel, parse_size(device_memory, "--device-memory"),
             memory_factor, parse_size(host_size, "--host-size"),
             parse_size(disk_size, "--disk-size"), parse_size(remote_size, "--remote-size"),
+            compressed_to,
         )  # fmt: skip
         if devices * hosts < tensor_parallel:
             raise ConfigError(f"--tensor-parallel {tensor_parallel} is more than all devices")

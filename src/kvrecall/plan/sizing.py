@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -36,6 +37,7 @@ class Site:
     host_bytes: int = 0
     disk_bytes: int = 0
     remote_bytes: int = 0  # in all
+    compressed_to: float = 1.0  # of a block's bytes, on disk and in the remote store
 
     @property
     def instances(self) -> int:
@@ -154,7 +156,8 @@ def tiers_of(shape: ModelShape, site: Site, use: Use, links: Links) -> list[Tier
     """The tiers that have room, nearest first."""
     groups = shape.groups(use.block_tokens, site.tensor_parallel)
     one = sequence_of(groups, use, site.tensor_parallel)
-    on_disk = one.slot_bytes + one.records * ROW_BYTES
+    below = math.ceil(site.compressed_to * one.slot_bytes)
+    on_disk = below + one.records * ROW_BYTES
     device = device_tier_bytes(shape, site, links)
     # Groups share the blocks of a device.
     block = site.tensor_parallel * max(group.device_bytes for group in groups)
@@ -165,7 +168,7 @@ def tiers_of(shape: ModelShape, site: Site, use: Use, links: Links) -> list[Tier
          one.records),
         ("disk", site.hosts * site.disk_bytes, site.hosts, int(site.disk_bytes * _DISK_SHARE),
          on_disk, one.records),
-        ("remote", site.remote_bytes, 1, site.remote_bytes, one.slot_bytes, one.records),
+        ("remote", site.remote_bytes, 1, site.remote_bytes, below, one.records),
     )  # fmt: skip
     return [
         TierPlan(
@@ -256,6 +259,8 @@ def settings_of(site: Site, use: Use, several_engines: bool) -> dict[str, object
     settings: dict[str, object] = {"host_size": setting_of(site.host_bytes or (4 << 30))}
     if site.disk_bytes:
         settings |= {"disk_path": "/var/lib/kvrecall", "disk_size": setting_of(site.disk_bytes)}
+        if site.compressed_to < 1:
+            settings["disk_compression"] = "zstd"
     if several_engines:
         settings["socket"] = "/run/kvrecall/pool.sock"
     return settings

@@ -10,19 +10,20 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
+import numpy as np
 import typer
 
 from kvrecall.block import BlockKey, Namespace
-from kvrecall.config import DiskConfig, PoolConfig, parse_size
-from kvrecall.errors import TierError
+from kvrecall.config import Compression, DiskConfig, PoolConfig, parse_size
+from kvrecall.errors import ConfigError, TierError
 from kvrecall.lab.bench.report import Folder, Report, in_turns, timed
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.base import Verdict
 from kvrecall.pool.cipher import KEY_BYTES, Cipher
 from kvrecall.pool.disk import DiskTier
-from kvrecall.pool.disk.codec import Encrypted
+from kvrecall.pool.disk.codec import make_codec
 from kvrecall.pool.pool import Pool
 from kvrecall.pool.slots import slot_bytes_of
 from kvrecall.pool.tier import Get, Outcome, Put, Tier
@@ -85,6 +86,20 @@ def get_all(tier: Tier, keys: Sequence[BlockKey], into: Sequence[memoryview]) ->
     tier.submit_get(gets)
     _await_all(tier, len(keys), Outcome.LOADED)
     return time.perf_counter() - began
+
+
+def checked_compression(name: str) -> Compression:
+    """``--compression``. Raises ConfigError."""
+    for known in get_args(Compression):
+        if name == known:
+            return known  # type: ignore[no-any-return]
+    raise ConfigError(f"--compression: {name!r}; allowed: {', '.join(get_args(Compression))}")
+
+
+def kv_like(nbytes: int) -> bytes:
+    """Normally distributed numbers in bfloat16, which compress about as KV does."""
+    numbers = np.random.default_rng(1).standard_normal(nbytes // 2, np.float32)
+    return (numbers.view(np.uint32) >> 16).astype(np.uint16).tobytes()
 
 
 def _await_all(tier: Tier, count: int, outcome: Outcome) -> None:
@@ -155,6 +170,9 @@ def _save(pool: Pool, repeats: int) -> dict[str, list[float]]:
 def measure_disk(
     path: Folder = Path("var"),
     encrypted: Annotated[bool, typer.Option("--encrypted", help="With encrypted blocks.")] = False,
+    compression: Annotated[
+        str, typer.Option(help="Compress blocks like KV: lz4, zstd or auto.")
+    ] = "none",
     size: Annotated[str, typer.Option(help="Written and read each time.")] = "1GiB",
     block_bytes: int = _MIB,
     repeats: int = 5,
@@ -165,13 +183,14 @@ def measure_disk(
     read comes from the page cache.
     """
     path.mkdir(parents=True, exist_ok=True)
-    codec = Encrypted(Cipher([secrets.token_bytes(KEY_BYTES)])) if encrypted else None
+    cipher = Cipher([secrets.token_bytes(KEY_BYTES)]) if encrypted else None
+    codec = make_codec(cipher, checked_compression(compression))
     keys = keys_of(max(1, parse_size(size, "--size") // slot_bytes_of(block_bytes)))
     nbytes = len(keys) * slot_bytes_of(block_bytes)
     with tempfile.TemporaryDirectory(prefix="kvrecall-", dir=path) as name:
         folder = Path(name)
         arena = Arena.create(nbytes, background=False)
-        noise = os.urandom(_MIB)  # does not compress
+        noise = os.urandom(_MIB) if compression == "none" else kv_like(_MIB)
         for at in range(0, nbytes, _MIB):
             arena.view(at, min(_MIB, nbytes - at))[:] = noise[: nbytes - at]
         slots = slots_of(arena, len(keys), block_bytes)
@@ -192,12 +211,15 @@ def measure_disk(
                 bare = timed(raw.read)
                 pairs["read"].append((bare, get_all(tier, keys, slots)))
             direct = tier.is_direct and raw.direct
+            stats = tier.stats()
         finally:
             tier.close()
             raw.close()
             slots.clear()
             arena.close()
     figures: dict[str, object] = {
+        "compression": compression,
+        "compressed_to": round(stats.compressed_bytes / max(1, stats.given_bytes), 3),
         "bytes": nbytes,
         "block_bytes": block_bytes,
         "repeats": repeats,
@@ -215,6 +237,11 @@ def measure_disk(
         f"{nbytes >> 20} MiB in blocks of {block_bytes >> 10} KiB, "
         f"{'encrypted with AES-256-GCM' if encrypted else 'checksums verified'}, "
         f"{'direct I/O' if direct else 'no direct I/O on this file system'}",
+        *(
+            [f"compressed to {stats.compressed_bytes / stats.given_bytes:.0%} ({compression})"]
+            if stats.given_bytes
+            else []
+        ),
         f"goal: reads at least {READ_GOAL} of the bare ones",
     )
     return Report("disk", ("", "tier GiB/s", "bare GiB/s", "ratio"), tuple(rows), figures, notes)

@@ -23,17 +23,27 @@ from typing import Annotated, Any
 
 import typer
 
-from kvrecall.config import RemoteConfig
+from kvrecall.config import Compression, RemoteConfig
 from kvrecall.errors import EngineError
 from kvrecall.lab.bench.model import BLOCK, TAIL, BenchModel, Texts
-from kvrecall.lab.bench.pool import NAMESPACE, get_all, keys_of, put_all, slots_of
+from kvrecall.lab.bench.pool import (
+    NAMESPACE,
+    checked_compression,
+    get_all,
+    keys_of,
+    kv_like,
+    put_all,
+    slots_of,
+)
 from kvrecall.lab.bench.report import Report, Times, Tokens, percentiles, progress
 from kvrecall.lab.engines.child import orders, reply_to, worker
 from kvrecall.lab.engines.server import ServerProcess
 from kvrecall.lab.masters import Master
 from kvrecall.pool.arena import Arena
+from kvrecall.pool.remote.compressed import CompressedStore
 from kvrecall.pool.remote.mooncake import MooncakeSettings, MooncakeStore
 from kvrecall.pool.remote.mooncake.store import ENVIRONMENT
+from kvrecall.pool.remote.store import Store
 from kvrecall.pool.remote.tier import RemoteTier
 
 BLOCK_BYTES = 1 << 20
@@ -49,6 +59,9 @@ _REASONS = ("blocks_declined", "loads_given_up", "loads_failed")
 def measure_remote(
     tokens: Tokens = 8192,
     repetitions: Times = 5,
+    compression: Annotated[
+        str, typer.Option(help="Compress the tier's blocks, like KV: lz4, zstd or auto.")
+    ] = "none",
     engines: Annotated[
         bool,
         typer.Option("--engines/--no-engines", help="Also compare a remote hit with computing."),
@@ -58,7 +71,8 @@ def measure_remote(
     with tempfile.TemporaryDirectory(prefix="kvrecall-bench-") as name:
         folder = Path(name)
         progress("through the tier, and Mooncake's client alone")
-        figures = _compare_clients(folder, max(ROUNDS, repetitions))
+        way = checked_compression(compression)
+        figures = _compare_clients(folder, max(ROUNDS, repetitions), way)
         if any(isinstance(value, float) and math.isnan(value) for value in figures.values()):
             raise EngineError("a call of Mooncake's bare client failed")
         if engines:
@@ -69,7 +83,7 @@ def measure_remote(
 # -- the tier against the bare client -------------------------------------------------------
 
 
-def _compare_clients(folder: Path, repeats: int) -> dict[str, Any]:
+def _compare_clients(folder: Path, repeats: int, compression: Compression) -> dict[str, Any]:
     """Bandwidths (bytes per second, medians) of put and get through the tier and with the bare
     client, their ratios, and the time of 1,000 existence checks in one call and one by one."""
     nbytes = BLOCK_BYTES * BLOCKS
@@ -84,7 +98,7 @@ def _compare_clients(folder: Path, repeats: int) -> dict[str, Any]:
         with (
             worker(bare_client, lent, 0) as lender,
             worker(bare_client, own, nbytes) as bare,
-            _tier(master.options(0), nbytes) as (tier, slots),
+            _tier(master.options(0), nbytes, compression) as (tier, slots),
         ):
             reply_to(lender, "ready", 0, 0, 0)
             for number in range(repeats):
@@ -111,6 +125,7 @@ def _compare_clients(folder: Path, repeats: int) -> dict[str, Any]:
     finally:
         master.kill()
     figures: dict[str, Any] = {"block_bytes": BLOCK_BYTES, "blocks": BLOCKS, "repeats": repeats}
+    figures["compression"] = compression
     for way in ("put", "get"):
         both = seconds[f"bare_{way}"], seconds[f"tier_{way}"]
         for who, values in zip(("bare", "tier"), both, strict=True):
@@ -122,11 +137,14 @@ def _compare_clients(folder: Path, repeats: int) -> dict[str, Any]:
 
 @contextmanager
 def _tier(
-    options: Mapping[str, object], nbytes: int
+    options: Mapping[str, object], nbytes: int, compression: Compression
 ) -> Iterator[tuple[RemoteTier, list[memoryview]]]:
     arena = Arena.create(nbytes, background=False)
-    arena.memory[:] = os.urandom(1 << 20) * (nbytes >> 20)
-    store = MooncakeStore(MooncakeSettings.of(options))
+    filling = os.urandom(1 << 20) if compression == "none" else kv_like(1 << 20)
+    arena.memory[:] = filling * (nbytes >> 20)
+    store: Store = MooncakeStore(MooncakeSettings.of(options))
+    if compression != "none":
+        store = CompressedStore(store, compression)
     store.attach(arena.memory)
     store.exists(["ready"])
     config = RemoteConfig("mooncake", max_queued_bytes=2 * nbytes, call_deadline_s=60.0)
