@@ -26,3 +26,8 @@ def test_disk_figures(tmp_path: Path) -> None:
         assert figures["read_ratio"] > 0
         assert figures["write_ratio"] > 0
         assert list(tmp_path.iterdir()) == []
+
+
+def test_compressed_disk_figures(tmp_path: Path) -> None:
+    figures: Any = measure_disk(tmp_path, False, "8MiB", 100_000, 1, "zstd").figures
+    assert 0.5 < figures["compressed_to"] < 0.9

@@ -49,7 +49,7 @@ def _chat() -> Report:
 def _decode() -> Report:
     times = tuple(SECONDS)
     found = DecodeTimes(times, times, times, times, 0.2, 0.25, False, 0.0, {"blocks_selected": 3})
-    return decode._report(65536, RetrievalSettings(), found, 2, 0.9)
+    return decode._report(65536, RetrievalSettings(), found, 2)
 
 
 def _needle() -> Report:

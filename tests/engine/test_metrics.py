@@ -67,7 +67,8 @@ def test_counts_and_gauges_reach_prometheus_under_their_labels(pool: Pool) -> No
 
 TIER = (
     "name capacity_bytes used_bytes blocks hits reads read_bytes read_seconds writes write_bytes "
-    "write_seconds evictions dropped errors corrupt pinned_bytes over_quota quota_evictions full"
+    "write_seconds evictions dropped errors corrupt pinned_bytes over_quota quota_evictions full "
+    "given_bytes compressed_bytes"
 ).split()
 QUEUES = {"queued_writes": 0, "queued_reads": 0, "unwritten_bytes": 0}
 POOL = {"leases": 3, "reserved": 0, "pool_up": 1, **QUEUES}

@@ -170,12 +170,12 @@ def _save(pool: Pool, repeats: int) -> dict[str, list[float]]:
 def measure_disk(
     path: Folder = Path("var"),
     encrypted: Annotated[bool, typer.Option("--encrypted", help="With encrypted blocks.")] = False,
-    compression: Annotated[
-        str, typer.Option(help="Compress blocks like KV: lz4, zstd or auto.")
-    ] = "none",
     size: Annotated[str, typer.Option(help="Written and read each time.")] = "1GiB",
     block_bytes: int = _MIB,
     repeats: int = 5,
+    compression: Annotated[
+        str, typer.Option(help="Compress blocks like KV: lz4, zstd or auto.")
+    ] = "none",
 ) -> Report:
     """Disk tier -> arena, and back, against raw sequential direct I/O on the same file system.
 
