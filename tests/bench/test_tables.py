@@ -102,6 +102,16 @@ def test_tables_show_what_was_measured(run: dict[str, Any]) -> None:
     assert "`make bench` measures it" in shown["tiers"]
 
 
+def test_results_of_another_machine_are_told_apart(run: dict[str, Any]) -> None:
+    elsewhere = {**run["results"]["restore"], "cpu": "Another Processor", "cores": 64}
+    added = {**run, "results": {**run["results"], "restore": elsewhere}}
+    assert "On another machine (Another Processor, 64 cores): `restore`." in list(
+        TABLES["machine"](added)
+    )
+    assert "Machine: Another Processor, 64 cores, no GPU" in "\n".join(TABLES["first-token"](added))
+    assert not any("another machine" in line for line in TABLES["machine"](run))
+
+
 def test_plots_are_drawn_of_it(run: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     drawn = write_plots(run, tmp_path)

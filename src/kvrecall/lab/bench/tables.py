@@ -110,9 +110,17 @@ def _of(name: str, make: Callable[[Figures], Iterator[str]]) -> Make:
 
 
 def machine(run: Run) -> Iterator[str]:
-    """The machine of the run, and its load."""
+    """The machine of the last run, its load, and the steps that other machines ran before
+    (``kvrecall bench all --add`` keeps their results)."""
     facts, versions = run["machine"], run["versions"]
-    loads = [found["load_before"] for found in run["results"].values()]
+    elsewhere: dict[str, list[str]] = {}
+    here: list[Figures] = []
+    for name, found in run["results"].items():
+        if (cpu := found.get("cpu", facts["cpu"])) == facts["cpu"]:
+            here.append(found)
+        else:
+            elsewhere.setdefault(f"{cpu}, {found['cores']} cores", []).append(name)
+    loads = [found["load_before"] for found in here or run["results"].values()]
     commits = sorted({found.get("commit") or "" for found in run["results"].values()} - {""})
     yield (
         f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB of memory, "
@@ -121,6 +129,9 @@ def machine(run: Run) -> Iterator[str]:
         + f". kvrecall {', '.join(commits)}, {run['date'][:10]}. Load of the machine (1 minute) "
         f"when a benchmark began: {min(loads)} to {max(loads)}."
     )
+    for other, names in elsewhere.items():
+        yield ""
+        yield f"On another machine ({other}): {', '.join(f'`{name}`' for name in names)}."
     if note := run.get("note"):
         yield ""
         yield str(note)
@@ -337,7 +348,8 @@ def _first_token(text: str, no_gpu: str) -> Make:
     """What the picture of the README shows, in one of its languages."""
 
     def make(run: Run) -> Iterator[str]:
-        found, facts = run["results"]["restore"], run["machine"]
+        found = run["results"]["restore"]
+        facts = {**run["machine"], **found}
         layers, width = _bench_model()
         yield text.format(
             tokens=found["tokens"],
