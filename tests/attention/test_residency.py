@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvrecall.attention.residency import Admission, Residency
-from kvrecall.attention.selection import split_of
+from kvrecall.attention.selection import slots_of, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm.attention.cpu import attend, halves, schedule
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
@@ -223,7 +223,8 @@ def test_a_sequence_that_begins_off_the_device_decodes_to_the_same_bits(
     for part in parts:
         part[ids] = 255  # no numbers
     offsets = tuple(at * record.shape[1] for at in range(split.middle))
-    arrival = Arrival("one", split.init, offsets, ())
+    count = 0 if bench.kernel.in_place else slots_of(split, split.middle, settings)[1]
+    arrival = Arrival("one", split.init, offsets, tuple(bench.take(count).tolist()))
     bench.group.register({"layer": bench.cache})
     starts = {"layer": 0, digests_of_layer("layer"): page}
     starts[checksums_of_layer("layer")] = record.shape[1] - CHECKSUM_BYTES
