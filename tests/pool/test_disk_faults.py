@@ -7,8 +7,9 @@ import os
 import shutil
 import sqlite3
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -390,6 +391,47 @@ def test_writes_wait_for_reads(start: Start, io: FaultyIo, monkeypatch: pytest.M
     assert len(io.write_sizes) == before
     io.read_gate.set()
     assert set(bench.collect(KEYS)) == {Outcome.LOADED, Outcome.STORED}
+
+
+class NamesWriters(FaultyIo):
+    """Knows which threads write, and fails the write at ``bad`` (bytes into the file)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[str] = set()
+        self.bad: int | None = None
+
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.threads.add(threading.current_thread().name)
+        if offset == self.bad:
+            self.gate.wait()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().write(fd, buffers, offset)
+
+
+@pytest.mark.parametrize("io", [NamesWriters()])
+def test_two_threads_write_and_a_run_that_fails_takes_only_its_own_blocks(
+    start: Start, io: NamesWriters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrecall.pool.disk.flusher._WRITE_BYTES", 4 * 12288)
+    bench = start()
+    bench.put(KEYS[:1])
+    io.threads.clear()
+    io.bad = 4096 + 5 * 12288  # the second run of four
+    io.gate.clear()
+    bench.submit_put(KEYS[1:], base=1)
+    wait_until(lambda: len(io.threads) == 2)
+    io.gate.set()
+    lost = [Outcome.SHED if 5 <= n < 9 else Outcome.STORED for n in range(1, 32)]
+    assert bench.collect(KEYS[1:]) == lost
+    assert bench.tier.stats().errors == 1
+    io.bad = None
+    bench.tier.close()
+    again = start()
+    kept = [key for key, outcome in zip(KEYS[1:], lost, strict=True) if outcome is Outcome.STORED]
+    assert again.get(kept) == [Outcome.LOADED] * 27
+    assert again.holds(kept)
+    assert again.put(KEYS[5:9]) == [Outcome.STORED] * 4
 
 
 def test_neighbours_are_read_and_written_together(start: Start, io: FaultyIo) -> None:

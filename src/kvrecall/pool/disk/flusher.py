@@ -1,4 +1,4 @@
-"""The flusher: the one thread that writes slabs and the index, in that order."""
+"""The flusher: the thread that writes slabs, with a second one's help, and the index after them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 from kvrecall.block import BlockKey, Namespace
+from kvrecall.pool.disk.beside import SecondThread
 from kvrecall.pool.disk.catalog import Catalog, DiskCounters
-from kvrecall.pool.disk.codec import BlockCodec
+from kvrecall.pool.disk.codec import BlockCodec, Packer
 from kvrecall.pool.disk.index import MAX_ROWS, WAL_BYTES, Index, Row, seconds_now
 from kvrecall.pool.disk.reclaimer import Reclaimer
 from kvrecall.pool.disk.recovery import Recovery
@@ -35,6 +37,18 @@ _RECENCY_S = 5.0  # how often last uses are noted
 class _Queued:
     put: Put
     at: float
+
+
+_Run = list[tuple[int, Put]]  # puts with adjacent slots
+
+
+@dataclass(slots=True)
+class _Writes:
+    """What one thread wrote."""
+
+    written: _Run = field(default_factory=list)
+    tags: dict[BlockKey, bytes] = field(default_factory=dict)
+    failed: list[tuple[_Run, OSError]] = field(default_factory=list)
 
 
 class Flusher:
@@ -78,6 +92,7 @@ class Flusher:
         self._broken = False
         self._recency_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="kvrecall-flush", daemon=True)
+        self._second = SecondThread("kvrecall-flush-2")
 
     def start(self) -> None:
         self._thread.start()
@@ -174,6 +189,7 @@ class Flusher:
                     break
             self._note_uses(limit=8 * MAX_ROWS)
         finally:
+            self._second.end()
             self._fail_rest(batch)
 
     def _fail_rest(self, batch: list[_Queued]) -> None:
@@ -263,7 +279,7 @@ class Flusher:
         wanted = [put for put in wanted if put.key not in here]
         given = {put.key: put.nbytes for put in wanted}
         packer = self._codec.packer
-        placed = self._place(wanted if packer is None else packer.pack(wanted))
+        placed = self._place(wanted if packer is None else self._pack(packer, wanted))
         tags: dict[BlockKey, bytes] = {}
         written = self._sync(self._write(placed, tags))
         stored = self._commit(written, tags)
@@ -275,6 +291,19 @@ class Flusher:
                 sum(given[put.key] for put in stored), sum(put.nbytes for put in stored)
             )
         self._finish(batch, here.union(put.key for put in stored))
+
+    def _pack(self, packer: Packer, puts: list[Put]) -> list[Put]:
+        """Compresses them, half in each thread: each calls ``pack`` once, whose memory is the
+        thread's until its next call."""
+        middle = len(puts) // 2
+        halves = deque([(0, puts[:middle]), (1, puts[middle:])])
+
+        def pack_one() -> tuple[int, list[Put]]:
+            place, half = halves.popleft()
+            return place, packer.pack(half)
+
+        packed = dict(self._second.both(pack_one))
+        return packed[0] + packed[1]
 
     def _place(self, puts: Sequence[Put]) -> list[tuple[int, Put]]:
         """Slots for puts, by ascending address; puts without one are left out."""
@@ -296,21 +325,40 @@ class Flusher:
     def _write(
         self, placed: list[tuple[int, Put]], tags: dict[BlockKey, bytes]
     ) -> list[tuple[int, Put]]:
-        """Writes runs of adjacent slots; returns the written ones and adds their ``tags``. Yields
-        to reads before every few MiB, however small the runs."""
+        """Writes runs of adjacent slots; returns the written ones and adds their ``tags``. With
+        several runs two threads do it, so that one encodes while the other waits for the medium."""
+        runs = deque(_adjacent(placed))
+        work = partial(self._write_runs, runs)
+        done = (work(),) if len(runs) == 1 else self._second.both(work)
         written: list[tuple[int, Put]] = []
+        for writes in done:
+            written += writes.written
+            tags.update(writes.tags)
+            for run, error in writes.failed:
+                self._medium_failed(error, run)
+        return written
+
+    def _write_runs(self, runs: deque[_Run]) -> _Writes:
+        """Writes runs as long as there are any: both threads. Yields to reads before every few MiB,
+        however small the runs."""
+        done = _Writes()
         since = _WRITE_BYTES
-        for run in _adjacent(placed):
+        while runs:
+            try:
+                run = runs.popleft()
+            except IndexError:  # the other thread has the last one
+                break
             if since >= _WRITE_BYTES:
                 self._counters.yield_to_reads(_PATIENCE_S)
                 since = 0
             since += sum(len(put.data) for _, put in run)
             try:
-                self._store.write(run[0][0], self._codec.encode([put for _, put in run], tags))
-                written += run
+                buffers = self._codec.encode([put for _, put in run], done.tags)
+                self._store.write(run[0][0], buffers)
+                done.written += run
             except OSError as error:
-                self._medium_failed(error, run)
-        return written
+                done.failed.append((run, error))
+        return done
 
     def _sync(self, written: list[tuple[int, Put]]) -> list[tuple[int, Put]]:
         """Makes the bytes durable; returns those that are."""
