@@ -26,7 +26,13 @@ from kvrecall.lab.gpu_check.servers import SMALL, Replies
 CPU = torch.device("cpu")
 DENSE = Replies((1, 2, 3), (1, 2, 3), 0, 0)
 LOAD = Load(2048, 3, 6, 1, 16)
-ACTIVE = {"steps_sparse": 5, "blocks_offloaded": 9, "blocks_loaded": 2, "blocks_hit": 6}
+ACTIVE = {
+    "steps_sparse": 5,
+    "blocks_offloaded": 9,
+    "blocks_loaded": 2,
+    "blocks_hit": 6,
+    "blocks_in_place": 0,
+}
 IDLE = dict.fromkeys(ACTIVE, 0)
 FIGURES = {
     "at_once": 3,

@@ -89,6 +89,7 @@ def test_many_names_are_met_at_once(expected: int) -> None:
     keys = [SPACES[0].key(rng.randbytes(32)) for _ in range(40_000)]
     for one in keys[:100]:
         names.keep(names.meet(one))
+    assert names.numbers_of([]).tolist() == names.meet_many([]).tolist() == []
     for start in range(0, len(keys), 2000):
         part = keys[start : start + 2000]
         numbers = names.meet_many(part)

@@ -67,6 +67,28 @@ def here(bench: Bench) -> list[bool]:
     return [bench.tier.contains(key) for key in KEYS]
 
 
+@pytest.mark.parametrize("count", [1, 32])
+def test_blocks_without_parents_come_back(tmp_path: Path, count: int) -> None:
+    """Of prompts that are one block long."""
+    roots = [chain(NAMESPACE, 1, str(n))[0] for n in range(count)]
+
+    def opened() -> Bench:
+        tier = DiskTier(DiskConfig(tmp_path / "roots", 64 * MIB))
+        tier.register(NAMESPACE, BLOCK_BYTES)
+        return Bench(tier, slots=64, block_bytes=BLOCK_BYTES)
+
+    bench = opened()
+    for key in roots:
+        bench.put([key])
+    bench.tier.close()
+    again = opened()
+    assert isinstance(again.tier, DiskTier)
+    assert again.tier._recovery.ended.wait(30.0)
+    assert again.get(roots) == [Outcome.LOADED] * count
+    assert again.put(KEYS[:2]) == [Outcome.STORED] * 2
+    again.tier.close()
+
+
 def test_what_is_not_found_yet_is_a_miss(folder: Folder) -> None:
     bench = folder.open()
     assert here(bench) == [True] * 8 + [False] * 24

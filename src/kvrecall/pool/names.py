@@ -440,7 +440,7 @@ class CompactNames(Names):
             part = codes[missing]
             home = np.maximum(part & self._old_mask, self._moved)
             found[missing] = self._search_all(self._old, part, home)
-        if exact:
+        if exact and count:
             self._verify(keys, found)
         return found
 
