@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.pool.base import TierStats
+from kvrecall.pool.changes import Cause
 from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier
 
 
@@ -83,7 +84,7 @@ class MemoryTier(Tier):
     ) -> None:
         pass
 
-    def drop(self, keys: Sequence[BlockKey]) -> None:
+    def drop(self, keys: Sequence[BlockKey], cause: Cause = Cause.DROPPED) -> None:
         with self._lock:
             for key in keys:
                 self._blocks.pop(key, None)
@@ -146,8 +147,8 @@ class WrapperTier(Tier):
     ) -> None:
         self.inner.touch(chain, hanging, ending)
 
-    def drop(self, keys: Sequence[BlockKey]) -> None:
-        self.inner.drop(keys)
+    def drop(self, keys: Sequence[BlockKey], cause: Cause = Cause.DROPPED) -> None:
+        self.inner.drop(keys, cause)
 
     def clear(self) -> None:
         self.inner.clear()
@@ -270,6 +271,6 @@ class RecordingTier(WrapperTier):
         self.calls.append(("touch", (*chain, *hanging, *ending)))
         super().touch(chain, hanging, ending)
 
-    def drop(self, keys: Sequence[BlockKey]) -> None:
+    def drop(self, keys: Sequence[BlockKey], cause: Cause = Cause.DROPPED) -> None:
         self.calls.append(("drop", tuple(keys)))
-        super().drop(keys)
+        super().drop(keys, cause)

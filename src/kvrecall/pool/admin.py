@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvrecall.block import BlockKey, TierName
 from kvrecall.config import PoolTerms
 from kvrecall.errors import ConfigError
+from kvrecall.pool.changes import Cause
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.residents import BlockInfo
 
@@ -50,11 +51,11 @@ class PoolAdmin:
 
     # -- dropping --------------------------------------------------------------------------
 
-    def drop(self, keys: Collection[BlockKey]) -> None:
+    def drop(self, keys: Collection[BlockKey], cause: Cause = Cause.DROPPED) -> None:
         """Drops blocks from every tier, pinned ones too; leased ones stay in the host."""
         for part in _parts(keys):
             self._unpin(part)
-            self.pool.drop(part)
+            self.pool.drop(part, cause)
 
     def expire(self) -> None:
         """Drops blocks unused for longer than their tenant's TTL, if a check is due."""
@@ -62,7 +63,7 @@ class PoolAdmin:
         if self._expiry_s is None or now < self._expire_at:
             return
         self._expire_at = now + self._expiry_s
-        self.drop(self._expired(self._clock()))
+        self.drop(self._expired(self._clock()), Cause.EXPIRED)
 
     def _expired(self, now: float) -> set[BlockKey]:
         """Keys of blocks that are too old in every tier they are in."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvrecall.block import BlockKey, Namespace, TierName
 from kvrecall.pool.base import TierStats
+from kvrecall.pool.changes import Cause, Watcher
 from kvrecall.pool.tier import Buckets, Done, Get, Outcome, Put, PutVerdict, Tier
 
 _SLICE_S = 0.01  # how long one of the tiers is waited for while both work
@@ -134,13 +135,21 @@ class Cascade(Tier):
         self.near.touch(chain, hanging, ending)
         self.far.touch(chain, hanging, ending)
 
-    def drop(self, keys: Sequence[BlockKey]) -> None:
-        self.near.drop(keys)
-        self.far.drop(keys)
+    def drop(self, keys: Sequence[BlockKey], cause: Cause = Cause.DROPPED) -> None:
+        self.near.drop(keys, cause)
+        self.far.drop(keys, cause)
 
     def clear(self) -> None:
         self.near.clear()
         self.far.clear()
+
+    def watch(self, watcher: Watcher) -> None:
+        self.near.watch(watcher)
+        self.far.watch(watcher)
+
+    def sweep(self, watcher: Watcher) -> Iterator[None]:
+        yield from self.near.sweep(watcher)
+        yield from self.far.sweep(watcher)
 
     def stats(self) -> TierStats:
         return self.near.stats()

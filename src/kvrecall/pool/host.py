@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvrecall.block import SHARED, BlockKey, Tenant, TierName, is_tail
 from kvrecall.config import PoolTerms
+from kvrecall.pool.changes import Cause
 from kvrecall.pool.residents import Extent, Resident, Residents
 from kvrecall.pool.slots import ArenaSlots, slot_bytes_of
 
@@ -74,9 +75,9 @@ class HostStore(Residents[Block]):
             if block.stored:
                 self.stored[block.slot_bytes] += 1
 
-    def withdraw(self, block: Block) -> None:
+    def withdraw(self, block: Block, cause: Cause) -> None:
         """Makes a block invisible; the caller frees its slot, after a write in flight."""
-        self.remove(block.key)
+        self.remove(block.key, cause)
         if block.stored:
             self.stored[block.slot_bytes] -= 1
 
@@ -184,7 +185,7 @@ class Evictor:
         offsets.sort()
         return offsets
 
-    def drop(self, keys: Sequence[BlockKey]) -> None:
+    def drop(self, keys: Sequence[BlockKey], cause: Cause) -> None:
         """Drops blocks from the host, clean or not, except leased ones. Slots of blocks that are
         being written are freed when that ends."""
         for key in keys:
@@ -192,7 +193,7 @@ class Evictor:
             if block.leases:
                 self._host.set_stored(block, False)
                 continue
-            self._withdraw(block)
+            self._withdraw(block, cause)
             if not block.io_refs:
                 self._host.free(block)
 
@@ -224,11 +225,11 @@ class Evictor:
         excess = accounts.excess(tenant, count * slot_bytes)
         if excess:
             going = self._host.victims_of(tenant, excess)
-            accounts.evict(tenant, self._evict(going))
+            accounts.evict(tenant, self._evict(going, Cause.QUOTA))
             excess = accounts.excess(tenant, count * slot_bytes)
         if excess:  # last what is only to be offered to the remote tier yet
             going = self._host.victims_of(tenant, excess, lambda block: block.stored)
-            accounts.evict(tenant, self._evict(going, offer=False))
+            accounts.evict(tenant, self._evict(going, Cause.QUOTA, offer=False))
             excess = accounts.excess(tenant, count * slot_bytes)
         if excess:
             fitting = max(0, count - -(-excess // slot_bytes))
@@ -286,7 +287,9 @@ class Evictor:
         host.slots.take_back(window)
         return True
 
-    def _evict(self, blocks: Sequence[Block], offer: bool = True) -> int:
+    def _evict(
+        self, blocks: Sequence[Block], cause: Cause = Cause.CAPACITY, offer: bool = True
+    ) -> int:
         """Evicts idle blocks, except those that must be written first (without ``offer``: to the
         tier that counts only). Returns their number."""
         writer = self._writer
@@ -296,11 +299,11 @@ class Evictor:
             staying = writer.leaving(dirty) if dirty else ()
         going = [block for block in blocks if block.key not in staying] if staying else blocks
         for block in going:
-            self._withdraw(block)
+            self._withdraw(block, cause)
             self._host.free(block)
         self._host.evictions += len(going)
         return len(going)
 
-    def _withdraw(self, block: Block) -> None:
-        self._host.withdraw(block)
+    def _withdraw(self, block: Block, cause: Cause) -> None:
+        self._host.withdraw(block, cause)
         self._writer.withdrawn(block)

@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -37,6 +37,7 @@ from kvrecall.pool.base import (
     check_parents,
 )
 from kvrecall.pool.cascade import Cascade
+from kvrecall.pool.changes import Cause, Watcher
 from kvrecall.pool.cipher import read_cipher
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.codec import make_codec
@@ -422,7 +423,7 @@ class Pool:
             self._drain()
             self._below.clear()
             self._host.unpin(list(self._host.pins))
-            self._evictor.drop(list(self._host.blocks))
+            self._evictor.drop(list(self._host.blocks), Cause.CLEARED)
             self._expire_loads(self._loading)
 
     def stats(self) -> PoolStats:
@@ -458,14 +459,35 @@ class Pool:
                 histograms=self._below.histograms(),
             )
 
+    # -- changes ---------------------------------------------------------------------------
+
+    def watch(self, watcher: Watcher) -> None:
+        """From now on ``watcher`` is told what enters and leaves the host and the disk."""
+        with self._changed:
+            self._host.watchers = (*self._host.watchers, watcher)
+            self._below.watch(watcher)
+
+    def sweep(self, watcher: Watcher) -> Iterator[None]:
+        """Reports every block in the host and on disk as stored, some with each step."""
+        with self._changed:
+            keys = list(self._host.blocks)
+        for start in range(0, len(keys), _LOOKED_UP):
+            with self._changed:
+                blocks = self._host.blocks
+                for key in keys[start : start + _LOOKED_UP]:
+                    if key in blocks:
+                        watcher.stored(TierName.HOST, key, blocks[key].parent)
+            yield
+        yield from self._below.sweep(watcher)
+
     # -- administration, for ``PoolAdmin`` --------------------------------------------------
 
-    def drop(self, keys: Sequence[BlockKey]) -> None:
+    def drop(self, keys: Sequence[BlockKey], cause: Cause = Cause.DROPPED) -> None:
         """Drops these blocks, pinned or not, from every tier; leased ones stay in the host."""
         with self._changed:
             self._drain()
-            self._below.drop(keys)
-            self._evictor.drop([key for key in keys if key in self._host.blocks])
+            self._below.drop(keys, cause)
+            self._evictor.drop([key for key in keys if key in self._host.blocks], cause)
             self._expire_loads(keys)
 
     def lost_below(self, keys: Sequence[BlockKey]) -> None:

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from kvrecall.block import NAMESPACE_BYTES, SHARED, BlockKey, Tenant, TierName, is_tail
 from kvrecall.config import Amount, PoolTerms, TenantTerms
+from kvrecall.pool.changes import Cause, Watchers
 from kvrecall.pool.eviction import EvictionPolicy, make_policy
 from kvrecall.pool.eviction.queues import Links, LruPolicy
 from kvrecall.pool.names import DictNames, Names
@@ -155,6 +156,7 @@ class EvictionOrders:
         self.pins: set[BlockKey] = set()  # keys an operator pinned, of blocks here or not
         self.pinned_bytes = 0
         self.evictions = 0
+        self.watchers: Watchers = ()
         self._tier = tier
         self._policy_name = policy
         self._capacity_bytes = capacity_bytes
@@ -252,6 +254,8 @@ class Residents(EvictionOrders, Generic[R]):
         """Makes a block visible whose slot is in the extent at ``base``. ``used``: time of its last
         use, at most ``now()``."""
         self.blocks[block.key] = block
+        for watcher in self.watchers:
+            watcher.stored(self._tier, block.key, block.parent)
         block.used = used
         self._place(block, base)
         if pinned:
@@ -259,9 +263,11 @@ class Residents(EvictionOrders, Generic[R]):
         else:
             self._make_evictable(block, used)
 
-    def remove(self, key: BlockKey) -> R:
+    def remove(self, key: BlockKey, cause: Cause) -> R:
         """Makes a block invisible; the caller frees its slot, after I/O in flight."""
         block = self.blocks.pop(key)
+        for watcher in self.watchers:
+            watcher.removed(self._tier, key, cause)
         if block.pinned:
             self._set_pinned(block, False)
         else:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import enum
 import queue
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvrecall.block import SHARED, BlockKey, Namespace, Tenant, TierName
 from kvrecall.pool.base import TierStats
+from kvrecall.pool.changes import Cause, Watcher
 
 Buckets = tuple[tuple[float, int], ...]
 
@@ -124,12 +125,20 @@ class Tier(ABC):
         are allowed."""
 
     @abstractmethod
-    def drop(self, keys: Sequence[BlockKey]) -> None:
+    def drop(self, keys: Sequence[BlockKey], cause: Cause = Cause.DROPPED) -> None:
         """Forgets blocks; they are not found from now on."""
 
     @abstractmethod
     def clear(self) -> None:
         """Forgets every block, also those queued to be stored."""
+
+    def watch(self, watcher: Watcher) -> None:  # noqa: B027
+        """From now on ``watcher`` is told what enters and leaves this tier. Does nothing in a tier
+        that other hosts change too, such as a remote one."""
+
+    def sweep(self, watcher: Watcher) -> Iterator[None]:
+        """Reports every block of a tier that can be watched as stored, some with each step."""
+        return iter(())
 
     @abstractmethod
     def stats(self) -> TierStats: ...
@@ -201,7 +210,7 @@ class NullTier(Tier):
     ) -> None:
         pass
 
-    def drop(self, keys: Sequence[BlockKey]) -> None:
+    def drop(self, keys: Sequence[BlockKey], cause: Cause = Cause.DROPPED) -> None:
         pass
 
     def clear(self) -> None:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Tenant, TierName
 from kvrecall.config import PoolTerms
+from kvrecall.pool.changes import Cause, Watcher
 from kvrecall.pool.counters import TierCounters
 from kvrecall.pool.disk.index import Row, Rows
 from kvrecall.pool.disk.slabs import SLAB_BITS, slab_of
@@ -193,6 +194,27 @@ class Catalog(EvictionOrders):
             start = end
             yield from part
 
+    def watch(self, watcher: Watcher) -> None:
+        """From now on ``watcher`` is told what comes and goes."""
+        with self._lock:
+            self.watchers = (*self.watchers, watcher)
+
+    def sweep(self, watcher: Watcher) -> Iterator[None]:
+        """Reports every block as stored, some with each step."""
+        start = 0
+        while True:
+            with self._lock:
+                end = min(self._table.size, start + _LISTED)
+                state = self._state.cells
+                for number in range(start, end):
+                    if state[number]:
+                        key, parent = self._table.key(number), self._parent_of(number)
+                        watcher.stored(TierName.DISK, key, parent)
+            if start >= end:
+                return
+            start = end
+            yield
+
     def _info(self, number: int) -> BlockInfo:
         return BlockInfo(
             self._table.key(number),
@@ -263,6 +285,9 @@ class Catalog(EvictionOrders):
         tags = np.frombuffer(b"".join(rows.tags), np.uint8)
         self._tag.array()[numbers] = tags.reshape(-1, self._tag_bytes)
         self._state.array()[numbers] = _HERE
+        for watcher in self.watchers:
+            for key, parent in zip(rows.keys, rows.parents, strict=True):
+                watcher.stored(TierName.DISK, key, parent)
         self._blocks += len(numbers)
         slot_bytes = (-(-nbytes // ALIGNMENT) * ALIGNMENT).tolist()
         self.used_bytes += sum(slot_bytes)
@@ -340,6 +365,8 @@ class Catalog(EvictionOrders):
         begin = number * self._tag_bytes
         self._tag.cells[begin : begin + self._tag_bytes] = row.tag
         self._state.cells[number] = _HERE
+        for watcher in self.watchers:
+            watcher.stored(TierName.DISK, row.key, row.parent)
         self._blocks += 1
         slot_bytes = slot_bytes_of(row.nbytes)
         self.used_bytes += slot_bytes
@@ -541,7 +568,7 @@ class Catalog(EvictionOrders):
 
     # -- going -----------------------------------------------------------------------------
 
-    def forget(self, keys: Sequence[BlockKey]) -> int:
+    def forget(self, keys: Sequence[BlockKey], cause: Cause) -> int:
         """Drops blocks; returns how many were here."""
         count = 0
         for part in _parts(keys):
@@ -551,15 +578,16 @@ class Catalog(EvictionOrders):
                 for key in part:
                     number = self._find(key)
                     if number >= 0:
-                        self._forget(number)
+                        self._forget(number, cause)
                         count += 1
         return count
 
-    def forget_slab(self, number: int) -> int:
+    def forget_slab(self, number: int, cause: Cause) -> int:
         """Drops all blocks of a slab."""
         return self._forget_where(
             lambda part: self._address.array()[part] >> SLAB_BITS == number,
             lambda n: slab_of(self._address.cells[n]) == number,
+            cause,
         )
 
     def forget_namespace(self, digest: bytes, but_of: int) -> int:
@@ -572,6 +600,7 @@ class Catalog(EvictionOrders):
             lambda n: (
                 self._nbytes.cells[n] != but_of and self._table.key(n)[:NAMESPACE_BYTES] == digest
             ),
+            Cause.RESIZED,
         )
 
     def forget_all(self) -> None:
@@ -579,9 +608,12 @@ class Catalog(EvictionOrders):
             self.pins.clear()
             if self._late is not None:
                 self._late.cleared = True
-        self._forget_where(lambda part: self._state.array()[part] > 0, lambda n: True)
+        here = self._state
+        self._forget_where(lambda part: here.array()[part] > 0, lambda n: True, Cause.CLEARED)
 
-    def _forget_where(self, select: Callable[[slice], Bools], check: Callable[[int], bool]) -> int:
+    def _forget_where(
+        self, select: Callable[[slice], Bools], check: Callable[[int], bool], cause: Cause
+    ) -> int:
         """Drops the blocks for which both are true: the first of a part of all numbers, the second
         of a number, asked again when its turn comes."""
         start = count = 0
@@ -596,7 +628,7 @@ class Catalog(EvictionOrders):
                 with self._lock:
                     for number in some:
                         if self._state.cells[number] and check(number):
-                            self._forget(number)
+                            self._forget(number, cause)
                             count += 1
             start = part.stop
 
@@ -647,7 +679,7 @@ class Catalog(EvictionOrders):
                 going = self._victims_of(tenant, excess, spared)
                 self.accounts.evict(tenant, len(going))
                 excess -= sum(map(self._slot_bytes, going))
-                self._evict(going)
+                self._evict(going, Cause.QUOTA)
             if not going:
                 break
         return max(0, excess)
@@ -695,12 +727,14 @@ class Catalog(EvictionOrders):
             for order in self._orders(number):
                 order.hold_n(number)
 
-    def _evict(self, numbers: Sequence[int]) -> None:
+    def _evict(self, numbers: Sequence[int], cause: Cause = Cause.CAPACITY) -> None:
         for number in numbers:
-            self._forget(number)
+            self._forget(number, cause)
         self.evictions += len(numbers)
 
-    def _forget(self, number: int) -> None:
+    def _forget(self, number: int, cause: Cause) -> None:
+        for watcher in self.watchers:
+            watcher.removed(TierName.DISK, self._table.key(number), cause)
         address, state = self._address.cells[number], self._state.cells
         slot_bytes = self._slot_bytes(number)
         if state[number] & _PINNED:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvrecall.block import BlockKey, Namespace
+from kvrecall.pool.changes import Cause
 from kvrecall.pool.disk.beside import SecondThread
 from kvrecall.pool.disk.catalog import Catalog, DiskCounters
 from kvrecall.pool.disk.codec import BlockCodec, Packer
@@ -145,7 +146,7 @@ class Flusher:
         with self._wake:
             self._lost.add(slab)
             self._wake.notify_all()
-        self._catalog.forget_slab(slab)
+        self._catalog.forget_slab(slab, Cause.LOST)
 
     def hurry(self) -> None:
         """Wakes the thread to do its duties now."""
@@ -233,7 +234,7 @@ class Flusher:
                 with self._wake:
                     self._namespaces.append((namespace, block_bytes))
         for number in lost:
-            self._catalog.forget_slab(number)
+            self._catalog.forget_slab(number, Cause.LOST)
             if self._store.slab(number) is not None:
                 self._store.remove(number)
                 self._counters.fault(

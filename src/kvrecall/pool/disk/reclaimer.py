@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from kvrecall.block import BlockKey, Tenant
 from kvrecall.config import Watermarks
+from kvrecall.pool.changes import Cause
 from kvrecall.pool.disk.catalog import Catalog, DiskCounters, Entry, SlabUse
 from kvrecall.pool.disk.index import MAX_ROWS, ROW_BYTES, WAL_BYTES, Index
 from kvrecall.pool.disk.slabs import Slab, SlabStore, address_of, slab_of
@@ -118,7 +119,7 @@ class Reclaimer:
         for slab in others:
             if self._store.room_for(slot_bytes) >= count:
                 return
-            self._catalog.forget_slab(slab.number)
+            self._catalog.forget_slab(slab.number, Cause.CAPACITY)
             self.reap()
             if slab.base in self._store.slot_class(slab.slot_bytes).empty_extents():
                 self._store.remove(slab.number)
@@ -226,7 +227,7 @@ class Reclaimer:
             for start in range(0, len(entries), _MOVED_AT_ONCE):
                 self._move(slab, entries[start : start + _MOVED_AT_ONCE])
         finally:
-            self._catalog.forget_slab(slab.number)
+            self._catalog.forget_slab(slab.number, Cause.CAPACITY)
             self._emptied[slab.number] = entries
             self._remove_emptied()
 

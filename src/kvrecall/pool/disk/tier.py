@@ -20,6 +20,7 @@ from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
 from kvrecall.config import DEFAULT_POLICY, DiskConfig, PoolTerms, Watermarks
 from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.base import TierStats
+from kvrecall.pool.changes import Cause, Watcher
 from kvrecall.pool.compression import check_compression
 from kvrecall.pool.disk.catalog import Catalog, DiskCounters, Entry
 from kvrecall.pool.disk.codec import BlockCodec, Plain
@@ -159,13 +160,19 @@ class DiskTier(Tier):
     ) -> None:
         self._catalog.touch(chain, hanging, ending)
 
-    def drop(self, keys: Sequence[BlockKey]) -> None:
+    def drop(self, keys: Sequence[BlockKey], cause: Cause = Cause.DROPPED) -> None:
         self._flusher.cancel(keys)
-        self._catalog.forget(keys)
+        self._catalog.forget(keys, cause)
 
     def clear(self) -> None:
         self._flusher.cancel(None)
         self._catalog.forget_all()
+
+    def watch(self, watcher: Watcher) -> None:
+        self._catalog.watch(watcher)
+
+    def sweep(self, watcher: Watcher) -> Iterator[None]:
+        return self._catalog.sweep(watcher)
 
     def stats(self) -> TierStats:
         accounts = self._catalog.accounts
@@ -226,7 +233,7 @@ class DiskTier(Tier):
             entry = None if self._reads_end else self._catalog.acquire(get.key)
             if entry is not None and not self._fits(get, entry):
                 self._catalog.release(entry)
-                self._catalog.forget([get.key])
+                self._catalog.forget([get.key], Cause.RESIZED)
                 entry = None
             if entry is None:
                 self._done.put(Done(get.key, Outcome.MISS))
@@ -262,7 +269,7 @@ class DiskTier(Tier):
                 if outcome is Outcome.CORRUPT:
                     self._counters.warn("a corrupt block is dropped")
                 if outcome in (Outcome.CORRUPT, Outcome.ERROR):
-                    self._catalog.forget([get.key])
+                    self._catalog.forget([get.key], Cause.CORRUPT)
                 self._catalog.release(entry)
                 self._counters.read_done(outcome, waited)
                 self._done.put(Done(get.key, outcome))
@@ -327,7 +334,7 @@ class DiskTier(Tier):
                 self._counters.yield_to_reads(_CHECK_PATIENCE_S)
                 (outcome,) = self._read(_Read((get,), (entry,), began, is_check=True))
                 if outcome is not Outcome.LOADED:
-                    self._catalog.forget([key])
+                    self._catalog.forget([key], Cause.CORRUPT)
                     self._counters.reads_began(1)
                     self._counters.read_done(outcome, time.monotonic() - began)
             finally:

@@ -18,6 +18,7 @@ import xxhash
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, Namespace, TierName
 from kvrecall.config import RemoteConfig
 from kvrecall.pool.base import TierStats
+from kvrecall.pool.changes import Cause
 from kvrecall.pool.counters import Histogram, TierCounters
 from kvrecall.pool.remote.calls import BatchSize, CallQueue, CircuitBreaker
 from kvrecall.pool.remote.compressed import CompressedStore
@@ -241,7 +242,7 @@ class RemoteTier(Tier):
     ) -> None:
         """Does nothing: stores track uses themselves."""
 
-    def drop(self, keys: Sequence[BlockKey]) -> None:
+    def drop(self, keys: Sequence[BlockKey], cause: Cause = Cause.DROPPED) -> None:
         with self._lock:
             for key in keys:
                 if key in self._storing:

@@ -1,0 +1,154 @@
+"""What enters and leaves each tier, for those who watch a pool; and a bounded log of it."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+from kvrecall.block import BlockKey, TierName
+
+MOST_CHANGES = 65_536
+"""Changes that a log keeps until they are taken, by default: about 10 MB."""
+
+
+class Cause(enum.StrEnum):
+    """Why a block left a tier."""
+
+    CAPACITY = "capacity"  # evicted by the policy, to make room
+    QUOTA = "quota"  # evicted, because its tenant reached its limit
+    EXPIRED = "expired"  # unused for longer than its tenant's TTL
+    DROPPED = "dropped"  # an operator or a program dropped it
+    CLEARED = "cleared"  # the pool was cleared
+    CORRUPT = "corrupt"  # damaged, or the medium could not read it
+    LOST = "lost"  # its part of the medium is gone
+    RESIZED = "resized"  # blocks of its namespace have another size now
+
+
+class Watcher(Protocol):
+    """Is told of every block that becomes visible in a local tier, or stops to be.
+
+    Called under the tier's lock, in the order of the changes: must return at once and must not call
+    the pool. Changes of different tiers may come from different threads.
+    """
+
+    def stored(self, tier: TierName, key: BlockKey, parent: BlockKey | None) -> None: ...
+
+    def removed(self, tier: TierName, key: BlockKey, cause: Cause) -> None: ...
+
+
+Watchers = tuple[Watcher, ...]
+"""Those who watch a tier; empty costs one test of an attribute per change."""
+
+
+class Stored(NamedTuple):
+    """A block is in a tier. Said again of blocks that are there already after a ``Restart``."""
+
+    tier: TierName
+    key: BlockKey
+    parent: BlockKey | None
+
+
+class Removed(NamedTuple):
+    """A block has left a tier."""
+
+    tier: TierName
+    key: BlockKey
+    cause: Cause
+
+
+class Restart(enum.Enum):
+    """Changes were lost: a reader forgets all that it knows. What is held follows."""
+
+    RESTART = "restart"
+
+
+Change = Stored | Removed | Restart
+
+
+class ChangeLog:
+    """A ``Watcher`` that keeps changes, up to a number, until one reader takes them. Thread-safe.
+
+    Whoever applies all changes that it takes, in order, knows what the tiers hold: the log begins
+    with all that is there, and after an overflow it begins again, behind a ``Restart``.
+    """
+
+    def __init__(
+        self, sweep: Callable[[Watcher], Iterator[None]], most: int = MOST_CHANGES
+    ) -> None:
+        """``sweep``: reports all blocks held, some with each step, as ``Pool.sweep`` does; what one
+        step reports may exceed ``most``."""
+        self._begin_sweep = functools.partial(sweep, _Held(self._hold))
+        self._most = most
+        self._lock = threading.Lock()
+        self._changes: list[Change] = []
+        self._overflowed = False
+        self._sweep: Iterator[None] | None = self._begin_sweep()
+        self.restarts = 0
+
+    def stored(self, tier: TierName, key: BlockKey, parent: BlockKey | None) -> None:
+        self._add(Stored(tier, key, parent))
+
+    def removed(self, tier: TierName, key: BlockKey, cause: Cause) -> None:
+        self._add(Removed(tier, key, cause))
+
+    def _add(self, change: Change) -> None:
+        with self._lock:
+            if len(self._changes) >= self._most:
+                self._changes = []
+                self._overflowed = True
+            if not self._overflowed:
+                self._changes.append(change)
+
+    def _hold(self, change: Change) -> None:
+        with self._lock:
+            if not self._overflowed:
+                self._changes.append(change)
+
+    def restart(self) -> None:
+        """The reader's next changes are a ``Restart`` and all blocks held."""
+        with self._lock:
+            self._changes = []
+            self._overflowed = True
+
+    def repeat(self) -> None:
+        """All blocks held are reported once more, without a ``Restart``."""
+        self._sweep = self._begin_sweep()
+
+    def take(self) -> list[Change]:
+        """The changes since the last call. Called by one thread, and without a lock of the pool."""
+        with self._lock:
+            if self._overflowed:
+                self._overflowed = False
+                self.restarts += 1
+                self._changes = [Restart.RESTART]
+                self._sweep = self._begin_sweep()
+        if self._sweep is not None and len(self._changes) <= self._most // 2:
+            try:
+                next(self._sweep)
+            except StopIteration:
+                self._sweep = None
+        with self._lock:
+            taken, self._changes = self._changes, []
+        return taken
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that was held at the beginning has been taken."""
+        with self._lock:
+            return self._sweep is None and not (self._overflowed or self._changes)
+
+
+class _Held:
+    """Adds what a sweep reports to a log."""
+
+    def __init__(self, add: Callable[[Change], None]) -> None:
+        self._add = add
+
+    def stored(self, tier: TierName, key: BlockKey, parent: BlockKey | None) -> None:
+        self._add(Stored(tier, key, parent))
+
+    def removed(self, tier: TierName, key: BlockKey, cause: Cause) -> None:
+        self._add(Removed(tier, key, cause))

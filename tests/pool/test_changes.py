@@ -1,0 +1,163 @@
+"""What a watcher of a pool is told, and what a reader of its log knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrecall.block import BlockKey, TierName
+from kvrecall.config import Amount, DiskConfig, PoolConfig, PoolTerms, TenantRules, TenantTerms
+from kvrecall.pool import Pool
+from kvrecall.pool.changes import Cause, ChangeLog, Removed, Restart, Stored
+from kvrecall.testing.blocks import chain, wait_until
+from kvrecall.testing.pool_contract import BLOCK_BYTES, NAMESPACE, SLOT_BYTES, Engine
+
+MIB = 1 << 20
+Held = dict[tuple[TierName, BlockKey], BlockKey | None]
+
+
+class Reader:
+    """Applies the changes of a log, as a router does."""
+
+    def __init__(self, pool: Pool, most: int) -> None:
+        self.log = ChangeLog(pool.sweep, most)
+        pool.watch(self.log)
+        self.held: Held = {}
+        self.causes: list[tuple[TierName, Cause]] = []
+
+    def read(self) -> None:
+        for change in self.log.take():
+            match change:
+                case Restart.RESTART:
+                    self.held.clear()
+                case Stored(tier, key, parent):
+                    self.held[tier, key] = parent
+                case Removed(tier, key, cause):
+                    self.held.pop((tier, key), None)
+                    self.causes.append((tier, cause))
+
+    def read_all(self) -> Held:
+        self.read()
+        while not self.log.is_complete:
+            self.read()
+        return self.held
+
+
+def held(pool: Pool) -> Held:
+    return {(block.tier, block.key): block.parent for block in pool.admin.blocks()}
+
+
+def open_pool(path: Path | None, host_blocks: int = 16, terms: PoolTerms | None = None) -> Pool:
+    disk = None if path is None else DiskConfig(path, 64 * MIB)
+    config = PoolConfig(host_blocks * SLOT_BYTES, disk, terms=terms or PoolTerms())
+    pool = Pool.open(config)
+    pool.register(NAMESPACE, BLOCK_BYTES)
+    return pool
+
+
+CHAINS = [chain(NAMESPACE, 8, name) for name in "abcdef"]
+OTHERS = ["clear", "read", "flush", "restart", "repeat"]
+ACTIONS = st.one_of(
+    st.tuples(st.just("save"), st.integers(0, 5), st.integers(1, 8)),
+    st.tuples(st.just("recall"), st.integers(0, 5), st.integers(1, 8)),
+    st.tuples(st.just("drop"), st.integers(0, 5), st.integers(0, 7)),
+    st.tuples(
+        st.sampled_from(["clear", "read", "flush", "restart", "repeat"]), st.just(0), st.just(0)
+    ),
+)
+
+
+@given(st.lists(ACTIONS, max_size=30), st.integers(1, 40), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_a_reader_knows_what_the_pool_holds(
+    tmp_path_factory: pytest.TempPathFactory,
+    actions: list[tuple[str, int, int]],
+    most: int,
+    with_disk: bool,
+) -> None:
+    path = tmp_path_factory.mktemp("pool") if with_disk else None
+    with open_pool(path) as pool:
+        engine = Engine(pool)
+        reader = Reader(pool, most)
+        for action, which, length in actions:
+            keys = CHAINS[which]
+            match action:
+                case "save":
+                    engine.save(keys[:length])
+                case "recall":
+                    engine.recall(keys[:length])
+                case "drop":
+                    pool.admin.drop([keys[length]])
+                case "clear":
+                    pool.clear()
+                case "flush":
+                    pool.flush([key for each in CHAINS for key in each], 10.0)
+                case "read":
+                    reader.read()
+                case "restart":
+                    reader.log.restart()
+                case "repeat":
+                    reader.log.repeat()
+        engine.close()
+        if with_disk:
+            wait_until(lambda: pool.stats().queued_writes == 0)
+            pool.flush([key for each in CHAINS for key in each], 10.0)
+        assert reader.read_all() == held(pool)
+
+
+def test_each_removal_has_its_cause() -> None:
+    with open_pool(None, 8) as pool:
+        engine = Engine(pool)
+        reader = Reader(pool, 1000)
+        engine.save(CHAINS[0])
+        engine.save(CHAINS[1][:2])
+        reader.read()
+        assert set(reader.causes) == {(TierName.HOST, Cause.CAPACITY)}
+        reader.causes.clear()
+        pool.admin.drop(CHAINS[1][:1])
+        pool.clear()
+        reader.read()
+        assert reader.causes[0] == (TierName.HOST, Cause.DROPPED)
+        assert {cause for _, cause in reader.causes[1:]} == {Cause.CLEARED}
+        engine.close()
+
+
+def test_a_quota_is_a_cause() -> None:
+    rules = TenantRules(TenantTerms(host=Amount(4 * SLOT_BYTES)))
+    with open_pool(None, 16, PoolTerms(tenants=rules)) as pool:
+        engine = Engine(pool)
+        reader = Reader(pool, 1000)
+        engine.save(CHAINS[0][:3])
+        engine.save(CHAINS[1][:3])
+        assert reader.read_all() == held(pool)
+        assert reader.causes == [(TierName.HOST, Cause.QUOTA)] * 2
+        engine.close()
+
+
+def test_a_log_that_is_not_read_is_bounded_and_says_so() -> None:
+    with open_pool(None, 64) as pool:
+        engine = Engine(pool)
+        reader = Reader(pool, 10)
+        for keys in CHAINS:
+            engine.save(keys)
+        assert reader.log.take()[0] is Restart.RESTART
+        assert reader.log.restarts == 1
+        reader.log.restart()
+        assert reader.read_all() == held(pool)
+        assert len(reader.held) == 48
+        engine.close()
+
+
+def test_a_reopened_folder_is_reported(tmp_path: Path) -> None:
+    with open_pool(tmp_path) as pool:
+        engine = Engine(pool)
+        engine.save(CHAINS[0])
+        assert pool.flush(CHAINS[0], 60.0)
+        engine.close()
+    with open_pool(tmp_path) as pool:
+        reader = Reader(pool, 1000)
+        wait_until(lambda: reader.read_all() == held(pool) and len(reader.held) == 8)
+        assert {tier for tier, _ in reader.held} == {TierName.DISK}
