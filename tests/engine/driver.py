@@ -59,6 +59,7 @@ class Host:
 
     def __init__(self, setup: dict[str, Any]) -> None:
         from vllm import LLM
+        from vllm.config import KVEventsConfig
 
         pool = setup.pop("pool", None)
         transfer = None
@@ -80,6 +81,8 @@ class Host:
             "enable_prefix_caching": True,
             **setup,
         }
+        if "kv_events_config" in options:
+            options["kv_events_config"] = KVEventsConfig(**options["kv_events_config"])
         self.llm = LLM(**options, kv_transfer_config=transfer)
         Host.instance = self
 
@@ -147,6 +150,22 @@ class Host:
         }
         plain = {n: getattr(stats, n) for n in ("leases", "reserved", "queued_writes", "refused")}
         return {"tiers": tiers, **plain}
+
+    def held(self) -> dict[str, list[str]]:
+        """Hashes of the whole blocks in each medium, by the names that vLLM publishes."""
+        from vllm.v1.core.kv_cache_utils import get_block_hash
+
+        device = self.engine().scheduler.kv_cache_manager.block_pool.blocks
+        held = {"GPU": [get_block_hash(b.block_hash) for b in device if b.block_hash is not None]}
+        media = {"host": "CPU", "disk": "STORAGE"}
+        for block in self.connector()._pool.admin.blocks():
+            if len(block.key) == 48:
+                held.setdefault(media[block.tier], []).append(block.key[16:])
+        return {medium: sorted(one.hex() for one in hashes) for medium, hashes in held.items()}
+
+    def log_changes(self, most: int) -> None:
+        """From now on the log of the pool's changes holds so many."""
+        self.connector()._events._log._most = most
 
     def service(self) -> str | None:
         """Which life of the pool service the engine is joined to; None if to none."""

@@ -6,7 +6,7 @@ import functools
 import logging
 import multiprocessing
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,9 +27,10 @@ from kvrecall.engines.fingerprint import default_memory
 from kvrecall.engines.vllm.attention.checks import offload_hindrance, reads_in_place
 from kvrecall.engines.vllm.attention.offload_scheduler import OffloadPlanner
 from kvrecall.engines.vllm.attention.plugin import active_settings, is_requested, require_on
-from kvrecall.engines.vllm.compat import config, runner, scheduler, shims, waits
+from kvrecall.engines.vllm.compat import config, events, runner, scheduler, shims, waits
 from kvrecall.engines.vllm.compat.logs import show_pool_lines
 from kvrecall.engines.vllm.compat.serving import end_with_parent
+from kvrecall.engines.vllm.connector.events import PoolEvents
 from kvrecall.engines.vllm.connector.metrics import RecallPromMetrics, RecallStats
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
@@ -75,6 +76,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: RecallWorker | None = None
         self._pool: PoolClient | None = None
         self._endpoint: AdminEndpoint | None = None
+        self._events: PoolEvents | None = None
         self._last_states: tuple[str, list[tuple[int, int, int]]] = "", []
         config.require_supported(vllm_config, kv_cache_config)
         require_on(vllm_config, os.environ)
@@ -196,6 +198,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             scheduler.tail_hash(self._vllm_config, facts.block_size),
             self._kv_cache_manager.evict_blocks,
         )
+        self._events = self._pool_events(self._scheduler)
         self._keep_long_sequences(facts)
         self._ready_arena(facts, [shard.numa_node for shard in shards if isinstance(shard, Shard)])
         logger.info(
@@ -219,6 +222,20 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         handle = self._pool.arena_handle()
         if handle.nbytes:  # none while a pool service is not there
             scheduler.on_workers(self._vllm_config, functools.partial(_map_arena, handle=handle))
+
+    def _pool_events(self, side: RecallScheduler) -> PoolEvents | None:
+        """What publishes the pool's tiers; None if the engine publishes no events, or if the pool
+        is not its own."""
+        if not events.are_published(self._vllm_config):
+            return None
+        if not isinstance(self._pool, Pool):
+            logger.warning(
+                "kvrecall: kv_events_config publishes the device's blocks alone, because the pool "
+                "is a service's; use an engine's own pool (backend embedded) to publish its tiers"
+            )
+            return None
+        cleared = events.DeviceClears(self._kv_cache_manager)
+        return PoolEvents(self._pool, lambda: side.namespaces.live, cleared.happened)
 
     def _keep_long_sequences(self, facts: EngineFacts) -> None:
         """With retrieval on, enables partial offload of long sequences."""
@@ -360,6 +377,9 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool | None:
         return self._s.reset()
+
+    def take_events(self) -> Iterable[Any]:
+        return () if self._events is None else self._events.take()
 
     # ---- for who hosts the engine and watches it -----------------------------------------
 

@@ -207,6 +207,7 @@ class NamespaceRegistry:
         self._registered: dict[bytes, tuple[Namespace, ...]] = {}  # their groups', by digest
         self._refused: set[bytes] = set()  # namespaces that the pool cannot hold
         self._warned = False
+        self.live: dict[bytes, int] = {}  # groups of namespaces that are used now, by digest
 
     def is_settled(self, request: Any) -> bool:
         """Whether the namespace of a request is known by now. Does not wait."""
@@ -246,6 +247,7 @@ class NamespaceRegistry:
     def turn_private(self) -> None:
         """From now on blocks have a namespace that no other engine has had or will have."""
         self._is_private = True
+        self.live.clear()
         self._epoch = secrets.token_hex(16)
         self._base = None
 
@@ -259,7 +261,10 @@ class NamespaceRegistry:
             self.turn_private()
             abandoned = list(self._registered)
         groups = (group for digest in abandoned for group in self._registered[digest])
-        return {*abandoned, *(group.digest for group in groups)}
+        digests = {*abandoned, *(group.digest for group in groups)}
+        for digest in digests:
+            self.live.pop(digest, None)
+        return digests
 
     def _next_base(self) -> Namespace | None:
         namespace = self._make_base()
@@ -279,3 +284,5 @@ class NamespaceRegistry:
         except ConfigError as error:  # of a service that was not there when the engine began
             logger.error("kvrecall: NOTHING IS POOLED: the pool refuses blocks: %s", error)
             self._refused.add(namespace.digest)
+            return
+        self.live.update((group.digest, number) for number, group in enumerate(groups))

@@ -1,0 +1,219 @@
+"""KV cache events of the pool's tiers, read by a subscriber as vLLM's own example is one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrecall.lab.ports import free_port
+
+from .engine import Engine, prompt_of
+from .exactness import BLOCK, hits, push_out_of_host
+
+pytestmark = pytest.mark.engine
+
+BLOCK_BYTES = 4 * 2 * 2 * 64 * BLOCK * 4  # layers, K and V, KV heads, head size, float32
+
+
+class Router:
+    """What a router knows of an engine: the hashes of its blocks by medium."""
+
+    def __init__(self, port: int, replay_port: int) -> None:
+        import msgspec
+        import zmq
+        from vllm.distributed.kv_events import KVEventBatch
+
+        self._decode = msgspec.msgpack.Decoder(type=KVEventBatch).decode
+        self._context = zmq.Context()
+        self._sub = self._context.socket(zmq.SUB)
+        self._sub.connect(f"tcp://127.0.0.1:{port}")
+        self._sub.setsockopt_string(zmq.SUBSCRIBE, "")
+        self._replay = self._context.socket(zmq.REQ)
+        self._replay.connect(f"tcp://127.0.0.1:{replay_port}")
+        self.media: dict[str, set[str]] = {}
+        self.events: list[Any] = []
+        self._next = 0
+
+    def read(self) -> None:
+        """Reads what was published until nothing comes for a second."""
+        while self._sub.poll(1000):
+            _, seq, payload = self._sub.recv_multipart()
+            number = int.from_bytes(seq, "big")
+            if number > self._next:
+                self.replay()
+            if number == self._next:
+                self._apply(payload)
+
+    def skip(self) -> None:
+        """Loses what was published."""
+        while self._sub.poll(1000):
+            self._sub.recv_multipart()
+
+    def replay(self) -> None:
+        """Asks for what was lost."""
+        self._replay.send(self._next.to_bytes(8, "big"))
+        while True:
+            assert self._replay.poll(20_000)
+            *_, seq, payload = self._replay.recv_multipart()
+            if not payload:
+                return
+            if int.from_bytes(seq, "big") == self._next:
+                self._apply(payload)
+
+    def _apply(self, payload: bytes) -> None:
+        self._next += 1
+        for event in self._decode(payload).events:
+            self.events.append(event)
+            kind = type(event).__name__
+            if kind == "AllBlocksCleared":
+                self.media.clear()
+                continue
+            hashes = {one.hex() for one in event.block_hashes}
+            known = self.media.setdefault(event.medium, set())
+            if kind == "BlockStored":
+                known |= hashes
+            else:
+                known -= hashes
+
+    def known(self) -> dict[str, list[str]]:
+        return {medium: sorted(hashes) for medium, hashes in self.media.items() if hashes}
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture(scope="module")
+def setup(
+    model_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    return {
+        "model": str(model_folder("qwen3")),
+        "dtype": "float32",
+        "pool": {
+            "host_size": 24 * BLOCK_BYTES,
+            "policy": "lru",
+            "disk_path": str(tmp_path_factory.mktemp("disk")),
+            "disk_size": "256MiB",
+            "load_or_compute": "load",
+        },
+        "num_gpu_blocks_override": 38,
+    }
+
+
+def events_at(port: int, replay_port: int) -> dict[str, Any]:
+    return {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{port}",
+        "replay_endpoint": f"tcp://*:{replay_port}",
+    }
+
+
+@pytest.fixture(scope="module")
+def engine_and_router(
+    start: Callable[..., Engine], setup: dict[str, Any]
+) -> Iterator[tuple[Engine, Router]]:
+    port, replay_port = free_port(), free_port()
+    engine = start(**setup, kv_events_config=events_at(port, replay_port))
+    router = Router(port, replay_port)
+    time.sleep(1.0)  # a subscription takes effect when the publisher has seen it
+    yield engine, router
+    router.close()
+
+
+def settle(engine: Engine) -> None:
+    """Steps in which events are published that came since the last."""
+    assert engine.flush()
+    engine.ask(prompt_of(10, 999), max_tokens=8)
+
+
+def agrees(engine: Engine, router: Router) -> dict[str, list[str]]:
+    settle(engine)
+    router.read()
+    held: dict[str, list[str]] = engine.held()
+    assert router.known() == {medium: hashes for medium, hashes in held.items() if hashes}
+    return held
+
+
+def test_a_subscriber_knows_every_tier(engine_and_router: tuple[Engine, Router]) -> None:
+    engine, router = engine_and_router
+    prompt = prompt_of(7 * BLOCK + 30, 1)
+    engine.ask(prompt)
+    held = agrees(engine, router)
+    assert {medium: len(hashes) for medium, hashes in held.items()} == {
+        "GPU": 7,
+        "CPU": 7,
+        "STORAGE": 7,
+    }
+    assert held["GPU"] == held["CPU"] == held["STORAGE"]
+    push_out_of_host(engine, 1)
+    agrees(engine, router)
+    assert not set(held["CPU"]) <= router.media["CPU"]
+    assert set(held["STORAGE"]) <= router.media["STORAGE"]
+    assert sum(hits(engine.ask(prompt))) == 7 * BLOCK
+    agrees(engine, router)
+
+
+def test_what_was_lost_is_replayed(engine_and_router: tuple[Engine, Router]) -> None:
+    engine, router = engine_and_router
+    engine.ask(prompt_of(3 * BLOCK, 2))
+    settle(engine)
+    router.skip()
+    assert router.known() != {k: v for k, v in engine.held().items() if v}
+    engine.ask(prompt_of(2 * BLOCK, 3))
+    agrees(engine, router)
+
+
+def test_a_clear_of_the_device_leaves_the_pool(engine_and_router: tuple[Engine, Router]) -> None:
+    engine, router = engine_and_router
+    engine.ask(prompt_of(3 * BLOCK, 4))
+    assert engine.forget_device()
+    held = agrees(engine, router)
+    assert not held["GPU"]
+    assert held["CPU"]
+    assert held["STORAGE"]
+    assert engine.forget_all()
+    engine.ask(prompt_of(3 * BLOCK, 5))
+    held = agrees(engine, router)
+    assert {len(hashes) for hashes in held.values()} == {3}
+
+
+def test_an_overflow_begins_again(engine_and_router: tuple[Engine, Router]) -> None:
+    engine, router = engine_and_router
+    router.read()
+    before = len(router.events)
+    engine.log_changes(most=4)
+    engine.ask(prompt_of(9 * BLOCK, 6))
+    engine.log_changes(most=65_536)
+    settle(engine)
+    router.read()
+    kinds = [type(event).__name__ for event in router.events[before:]]
+    assert "AllBlocksCleared" in kinds
+    held = engine.held()
+    assert sorted(router.media["CPU"]) == held["CPU"]
+    assert sorted(router.media["STORAGE"]) == held["STORAGE"]
+    assert router.media.get("GPU", set()) <= set(held["GPU"])
+
+
+def test_a_reopened_folder_is_published(
+    start: Callable[..., Engine],
+    setup: dict[str, Any],
+    engine_and_router: tuple[Engine, Router],
+) -> None:
+    first, _ = engine_and_router
+    settle(first)
+    on_disk = first.held()["STORAGE"]
+    assert on_disk
+    first.close()
+    port, replay_port = free_port(), free_port()
+    second = start(**setup, kv_events_config=events_at(port, replay_port))
+    router = Router(port, replay_port)
+    second.ask(prompt_of(10, 7))  # the namespace is known from the first request on
+    settle(second)
+    router.replay()
+    assert router.known() == {"STORAGE": on_disk}
+    router.close()
