@@ -151,9 +151,9 @@ class Host:
         plain = {n: getattr(stats, n) for n in ("leases", "reserved", "queued_writes", "refused")}
         return {"tiers": tiers, **plain}
 
-    def held(self) -> dict[str, list[str]]:
+    def held(self) -> dict[str, list[int]]:
         """Hashes of the whole blocks in each medium, by the names that vLLM publishes."""
-        from vllm.v1.core.kv_cache_utils import get_block_hash
+        from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 
         device = self.engine().scheduler.kv_cache_manager.block_pool.blocks
         held = {"GPU": [get_block_hash(b.block_hash) for b in device if b.block_hash is not None]}
@@ -161,7 +161,8 @@ class Host:
         for block in self.connector()._pool.admin.blocks():
             if len(block.key) == 48:
                 held.setdefault(media[block.tier], []).append(block.key[16:])
-        return {medium: sorted(one.hex() for one in hashes) for medium, hashes in held.items()}
+        convert = maybe_convert_block_hash
+        return {medium: sorted(map(convert, hashes)) for medium, hashes in held.items()}
 
     def log_changes(self, most: int) -> None:
         """From now on the log of the pool's changes holds so many."""

@@ -32,9 +32,9 @@ class Router:
         self._sub = self._context.socket(zmq.SUB)
         self._sub.connect(f"tcp://127.0.0.1:{port}")
         self._sub.setsockopt_string(zmq.SUBSCRIBE, "")
-        self._replay = self._context.socket(zmq.REQ)
+        self._replay = self._context.socket(zmq.DEALER)
         self._replay.connect(f"tcp://127.0.0.1:{replay_port}")
-        self.media: dict[str, set[str]] = {}
+        self.media: dict[str, set[int]] = {}
         self.events: list[Any] = []
         self._next = 0
 
@@ -55,7 +55,7 @@ class Router:
 
     def replay(self) -> None:
         """Asks for what was lost."""
-        self._replay.send(self._next.to_bytes(8, "big"))
+        self._replay.send_multipart((b"", self._next.to_bytes(8, "big")))
         while True:
             assert self._replay.poll(20_000)
             *_, seq, payload = self._replay.recv_multipart()
@@ -72,14 +72,14 @@ class Router:
             if kind == "AllBlocksCleared":
                 self.media.clear()
                 continue
-            hashes = {one.hex() for one in event.block_hashes}
+            hashes = set(event.block_hashes)
             known = self.media.setdefault(event.medium, set())
             if kind == "BlockStored":
                 known |= hashes
             else:
                 known -= hashes
 
-    def known(self) -> dict[str, list[str]]:
+    def known(self) -> dict[str, list[int]]:
         return {medium: sorted(hashes) for medium, hashes in self.media.items() if hashes}
 
     def close(self) -> None:
@@ -131,10 +131,10 @@ def settle(engine: Engine) -> None:
     engine.ask(prompt_of(10, 999), max_tokens=8)
 
 
-def agrees(engine: Engine, router: Router) -> dict[str, list[str]]:
+def agrees(engine: Engine, router: Router) -> dict[str, list[int]]:
     settle(engine)
     router.read()
-    held: dict[str, list[str]] = engine.held()
+    held: dict[str, list[int]] = engine.held()
     assert router.known() == {medium: hashes for medium, hashes in held.items() if hashes}
     return held
 
@@ -200,20 +200,19 @@ def test_an_overflow_begins_again(engine_and_router: tuple[Engine, Router]) -> N
 
 
 def test_a_reopened_folder_is_published(
-    start: Callable[..., Engine],
-    setup: dict[str, Any],
-    engine_and_router: tuple[Engine, Router],
+    start: Callable[..., Engine], setup: dict[str, Any], tmp_path: Path
 ) -> None:
-    first, _ = engine_and_router
-    settle(first)
+    setup = {**setup, "pool": {**setup["pool"], "disk_path": str(tmp_path)}}
+    first = start(**setup)
+    first.ask(prompt_of(5 * BLOCK, 7))
+    assert first.flush()
     on_disk = first.held()["STORAGE"]
     assert on_disk
     first.close()
     port, replay_port = free_port(), free_port()
     second = start(**setup, kv_events_config=events_at(port, replay_port))
     router = Router(port, replay_port)
-    second.ask(prompt_of(10, 7))  # the namespace is known from the first request on
-    settle(second)
+    settle(second)  # the namespace is known from the first request on
     router.replay()
     assert router.known() == {"STORAGE": on_disk}
     router.close()

@@ -66,8 +66,8 @@ def are_published(vllm_config: Any) -> bool:
 
 
 class DeviceClears:
-    """Notices that vLLM has emptied the prefix cache of the device, which it publishes as the end of
-    everything that the engine holds."""
+    """Detects that vLLM has emptied the device's prefix cache. It publishes ``AllBlocksCleared``
+    then, which voids the pool's blocks too."""
 
     def __init__(self, kv_cache_manager: Any) -> None:
         self._blocks = kv_cache_manager.block_pool

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvrecall.block import NAMESPACE_BYTES, BlockKey, TierName, is_tail
 from kvrecall.engines.vllm.compat import events
-from kvrecall.pool.changes import Change, ChangeLog, Restart, Stored
+from kvrecall.pool.changes import Cause, Change, ChangeLog, Removed, Restart, Stored
 from kvrecall.pool.pool import Pool
 
 
@@ -32,6 +32,7 @@ class PoolEvents:
         self._live = live
         self._device_cleared = device_cleared
         self._groups: dict[bytes, int] = {}
+        self._abandoned: dict[bytes, int] = {}  # groups of namespaces that were live
         self._log: ChangeLog | None = None
 
     def take(self) -> list[Any]:
@@ -43,19 +44,20 @@ class PoolEvents:
             self._log = ChangeLog(self._pool.sweep)
             self._pool.watch(self._log)
         elif self._groups != live:
-            if self._groups.keys() <= live.keys():
-                self._log.repeat()
-            else:
-                self._log.restart()
+            self._abandoned |= {d: n for d, n in self._groups.items() if d not in live}
+            self._log.repeat()
         if self._device_cleared():
             self._log.repeat()
         self._groups = dict(live)
-        return to_events(self._log.take(), self._groups)
+        return to_events(self._log.take(), self._groups, self._abandoned)
 
 
-def to_events(changes: Iterable[Change], groups: Mapping[bytes, int]) -> list[Any]:
+def to_events(
+    changes: Iterable[Change], groups: Mapping[bytes, int], abandoned: Mapping[bytes, int]
+) -> list[Any]:
     """vLLM's events for changes of blocks in these namespaces, with as few events as their order
-    allows: a chain stored in one tier is one event, and so are removals that follow each other."""
+    allows: a chain stored in one tier is one event, and so are removals that follow each other.
+    Blocks of abandoned namespaces are removed, wherever they are."""
     made: list[Any] = []
     run: _Run | None = None
     for change in changes:
@@ -65,7 +67,11 @@ def to_events(changes: Iterable[Change], groups: Mapping[bytes, int]) -> list[An
             run = None
             made.append(events.cleared())
             continue
-        group = groups.get(change.key[:NAMESPACE_BYTES])
+        digest = change.key[:NAMESPACE_BYTES]
+        group = groups.get(digest)
+        if group is None and digest in abandoned:
+            group = abandoned[digest]
+            change = Removed(change.tier, change.key, Cause.DROPPED)
         if group is None or is_tail(change.key):
             continue
         if run is None or not run.takes(change, group):
