@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -110,3 +111,49 @@ def test_many_names_are_met_at_once(expected: int) -> None:
             names.drop(number)
     assert names.numbers_of(keys[101:20_000]).tolist() == [-1] * 19_899
     assert names.numbers_of(keys[20_000:]).tolist() == found[20_000:]
+
+
+def test_many_keys_are_found_as_one_by_one_while_the_table_grows() -> None:
+    """Present ones and absent ones, with deletions, and with both tables in use."""
+    rng, names = random.Random(2), CompactNames()
+    here: dict[BlockKey, int] = {}
+    gone: list[BlockKey] = []
+    both = 0
+    for turn in range(120):
+        for number in range(turn * 200, turn * 200 + 200):
+            one = key(number)
+            here[one] = names.meet(one)
+            names.keep(here[one])
+        for one in rng.sample(sorted(here), 60):
+            names.drop(here.pop(one))
+            gone.append(one)
+        both += names._old is not None
+        asked = rng.sample(sorted(here), 60) + rng.sample(gone, 60)
+        rng.shuffle(asked)
+        expected = [here.get(one, -1) for one in asked]
+        assert names.numbers_of(asked).tolist() == expected == [names.number(one) for one in asked]
+        assert names.numbers_of(asked, exact=False).tolist() == expected
+    assert 0 < both < 120
+    everything = list(here)
+    assert names.numbers_of(everything).tolist() == list(here.values())
+    assert set(names.numbers_of(gone).tolist()) == {-1}
+
+
+def test_keys_that_differ_in_one_half_of_their_hash_are_told_apart() -> None:
+    """And an empty slot is taken for no key, whatever its hash."""
+
+    class Chosen(bytes):
+        def __hash__(self) -> int:
+            return hashes[self[-1]]
+
+    uppers, lowers = (-(1 << 31), -1, 0, 1, (1 << 31) - 1), (0, 1, 2, 1 << 31, (1 << 32) - 1)
+    hashes = [upper << 32 | lower for upper, lower in product(uppers, lowers)]
+    keys = [BlockKey(Chosen(SPACES[0].key(bytes([at] * 32)))) for at in range(25)]
+    names = CompactNames()
+    for number, one in enumerate(keys):
+        assert names.numbers_of(keys).tolist() == [*range(number), *[-1] * (len(keys) - number)]
+        names.keep(names.meet(one))
+    for number, one in enumerate(keys):
+        names.drop(names.number(one))
+        assert names.numbers_of(keys)[: number + 1].tolist() == [-1] * (number + 1)
+        assert names.numbers_of(keys)[number + 1 :].tolist() == [*range(number + 1, len(keys))]

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from support.terms_contract import TermsContract
 
+from kvrecall.block import TierName
 from kvrecall.config import DiskConfig, PoolConfig, PoolTerms
 from kvrecall.pool import Pool
 from kvrecall.pool.base import PoolClient, Verdict
@@ -75,3 +76,27 @@ def test_chains_reserved_in_one_call_are_cut_where_the_policy_refuses_a_block(
         assert [blocks[key].depth for key in two] == [0, 1, 2]
         assert [blocks[key].parent for key in two] == [None, *two[:-1]]
         engine.close()
+
+
+def test_find_sees_one_prefix_whichever_tier_holds_which_block(tmp_path: Path) -> None:
+    """Runs of host and disk in every order, and the first hole in each place."""
+    keys = chain(NAMESPACE, 24)
+    config = PoolConfig(64 * SLOT_BYTES, DiskConfig(tmp_path, 64 << 20))
+    for hosted in (range(8), range(8, 16), range(16, 24), range(0, 24, 3), range(24), ()):
+        for hole in (0, 7, 12, 23, 24):
+            with Pool.open(config) as pool:
+                pool.register(NAMESPACE, BLOCK_BYTES)
+                engine = Engine(pool)
+                engine.save(keys)
+                assert pool.flush(keys, 60.0)
+                dropped = [key for place, key in enumerate(keys) if place not in hosted]
+                pool._evictor.drop(dropped)
+                if hole < 24:
+                    pool.drop([keys[hole]])
+                expected = [
+                    TierName.HOST if place in hosted else TierName.DISK for place in range(hole)
+                ]
+                assert list(pool.find(keys).tiers) == expected
+                assert list(pool.find(tuple(keys[:hole])).tiers) == expected
+                engine.close()
+                pool.clear()

@@ -258,13 +258,18 @@ class Pool:
         """The tier of each block of the longest present prefix, of the host alone if nothing below
         answers."""
         blocks = self._host.blocks
-        absent = [place for place, key in enumerate(keys) if key not in blocks]
+        if has_below and blocks.keys().isdisjoint(keys):
+            absent: Sequence[int] = range(len(keys))
+        else:
+            absent = [place for place, key in enumerate(keys) if key not in blocks]
         tiers = [TierName.HOST] * (len(keys) if has_below or not absent else absent[0])
         for start in range(0, len(absent) if has_below else 0, _LOOKED_UP):
             part = absent[start : start + _LOOKED_UP]
-            below = self._below.tiers_of([keys[place] for place in part])
-            if len(absent) == len(keys) and all(below):
-                tiers[start : start + len(part)] = cast(list[TierName], below)
+            is_run = part[-1] - part[0] == len(part) - 1
+            asked = keys[part[0] : part[-1] + 1] if is_run else [keys[place] for place in part]
+            below = self._below.tiers_of(asked)
+            if is_run and None not in below:
+                tiers[part[0] : part[-1] + 1] = cast(list[TierName], below)
                 continue
             for place, tier in zip(part, below, strict=True):
                 if tier is None:
