@@ -38,11 +38,15 @@ _HELD = 4
 _HANGS = 8
 
 
+_NONE = array("i")  # shared and never appended to
+
+
 class _Cohort:
     """The blocks of one class with the same time of last use: they age together.
 
     There are very many blocks, and tens of thousands of cohorts: each keeps its blocks in arrays,
-    which the garbage collector does not look at.
+    in which the garbage collector does not look at members. It does visit each array, so that an
+    empty one is shared.
     """
 
     __slots__ = (
@@ -67,8 +71,8 @@ class _Cohort:
         self.names = array("i")  # who joined; some may have moved on
         # Who became resident, oldest first, as runs down a chain; some may have left since. The
         # first run, then the others; the first block of each of these is inverted (~number).
-        self.first = array("i")
-        self.rest = array("i")
+        self.first = _NONE
+        self.rest = _NONE
         self.begin = 0  # of ``rest``: what is before is in ``first`` or gone
         self.forgotten = False  # names are no longer remembered when they are evicted
 
@@ -79,6 +83,8 @@ class _Cohort:
             self.rest.append(number if parent >= 0 and max(last, ~last) == parent else ~number)
         elif self.first and parent >= 0 and self.first[-1] == parent:
             self.first.append(number)
+        elif self.rest is _NONE:
+            self.rest = array("i", (~number,))
         else:
             self.rest.append(~number)
 
@@ -87,7 +93,7 @@ class _Cohort:
         rest, begin = self.rest, self.begin
         if begin == len(rest):
             if begin:
-                self.rest, self.begin = array("i"), 0
+                self.rest, self.begin = _NONE, 0
             return False
         self.begin = _end_of(rest, begin)
         self.first = rest[begin : self.begin]
@@ -611,7 +617,7 @@ class HazardPolicy(EvictionPolicy):
         self._by_bin[cohort.bin].pop(cohort, None)
         self._memory.pop(cohort, None)
         cohort.forgotten = True
-        cohort.names, cohort.first, cohort.rest = array("i"), array("i"), array("i")
+        cohort.names, cohort.first, cohort.rest = array("i"), _NONE, _NONE
         cohort.begin = 0
 
     def _cell(self, cohort: _Cohort) -> int:
