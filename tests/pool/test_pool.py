@@ -9,6 +9,7 @@ from kvrecall.block import TierName
 from kvrecall.config import DiskConfig, PoolConfig, PoolTerms
 from kvrecall.pool import Pool
 from kvrecall.pool.base import PoolClient, Verdict
+from kvrecall.pool.changes import Cause
 from kvrecall.testing.blocks import chain, namespace
 from kvrecall.testing.pool_contract import (
     BLOCK_BYTES,
@@ -90,7 +91,7 @@ def test_find_sees_one_prefix_whichever_tier_holds_which_block(tmp_path: Path) -
                 engine.save(keys)
                 assert pool.flush(keys, 60.0)
                 dropped = [key for place, key in enumerate(keys) if place not in hosted]
-                pool._evictor.drop(dropped)
+                pool._evictor.drop(dropped, Cause.CAPACITY)
                 if hole < 24:
                     pool.drop([keys[hole]])
                 expected = [
