@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "kvrecall"
 
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "block", "environment"}),
-    frozenset({"config", "factories", "jsonfile"}),
+    frozenset({"config", "factories", "jsonfile", "traces"}),
     frozenset({"pool", "attention", "modelconfig"}),
     frozenset({"engines", "simulate", "testing"}),
     frozenset({"plan"}),

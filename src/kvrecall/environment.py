@@ -48,6 +48,13 @@ SEEDS = Variable(
     "`1`",
     "engines with the connector only",
 )
+TRACES_PROTOCOL = Variable(
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
+    "how spans travel to `--otlp-traces-endpoint`, kvrecall's as vLLM's; OpenTelemetry's other "
+    "`OTEL_` variables (names, sampling, queues, headers) hold, too",
+    "`grpc`, `http/protobuf`",
+    "`grpc`",
+)
 PLUGINS = Variable(
     "VLLM_PLUGINS",
     "vLLM's list of plug-ins, comma-separated. `retrieval` in it enables retrieval attention; "

@@ -259,6 +259,20 @@ def is_on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
+def device_kind() -> str:
+    """``cpu``, ``cuda``, ..."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
+
+
+def traces_endpoint(vllm_config: Any) -> str | None:
+    """The collector of spans (``--otlp-traces-endpoint``); None without one. vLLM has checked that
+    OpenTelemetry is installed."""
+    endpoint = vllm_config.observability_config.otlp_traces_endpoint
+    return None if endpoint is None else str(endpoint)
+
+
 def kernel_of(vllm_config: Any, layer_names: tuple[str, ...]) -> str:
     """Attention backends of the layers and the instruction set their bytes are packed for."""
     layers = vllm_config.compilation_config.static_forward_context

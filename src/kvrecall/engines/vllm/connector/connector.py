@@ -34,6 +34,7 @@ from kvrecall.engines.vllm.connector.events import PoolEvents
 from kvrecall.engines.vllm.connector.metrics import RecallPromMetrics, RecallStats
 from kvrecall.engines.vllm.connector.request import RequestState
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
+from kvrecall.engines.vllm.connector.traces import Traces
 from kvrecall.engines.vllm.connector.wire import (
     ALL_BLOCKS,
     ORIGIN_BYTES,
@@ -77,6 +78,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         self._pool: PoolClient | None = None
         self._endpoint: AdminEndpoint | None = None
         self._events: PoolEvents | None = None
+        self._traces: Traces | None = None
         self._last_states: tuple[str, list[tuple[int, int, int]]] = "", []
         config.require_supported(vllm_config, kv_cache_config)
         require_on(vllm_config, os.environ)
@@ -199,6 +201,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             self._kv_cache_manager.evict_blocks,
         )
         self._events = self._pool_events(self._scheduler)
+        self._traces = self._scheduler.traces = self._begin_traces(self._scheduler, facts)
         self._keep_long_sequences(facts)
         self._ready_arena(facts, [shard.numa_node for shard in shards if isinstance(shard, Shard)])
         logger.info(
@@ -236,6 +239,18 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         cleared = events.DeviceClears(self._kv_cache_manager)
         return PoolEvents(self._pool, lambda: side.namespaces.live, cleared.happened)
+
+    def _begin_traces(self, side: RecallScheduler, facts: EngineFacts) -> Traces | None:
+        """None without vLLM's ``--otlp-traces-endpoint``."""
+        endpoint = config.traces_endpoint(self._vllm_config)
+        if endpoint is None:
+            return None
+
+        def dropped() -> None:
+            side.tally.counts["traces_dropped"] += 1
+
+        is_service = isinstance(self._pool, ServiceClient)
+        return Traces(endpoint, facts, config.device_kind(), is_service, dropped)
 
     def _keep_long_sequences(self, facts: EngineFacts) -> None:
         """With retrieval on, enables partial offload of long sequences."""
@@ -379,6 +394,8 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         return self._s.reset()
 
     def take_events(self) -> Iterable[Any]:
+        if self._traces is not None:
+            self._traces.step_ended()  # vLLM asks for events when it has a step's results
         return () if self._events is None else self._events.take()
 
     # ---- for who hosts the engine and watches it -----------------------------------------
@@ -436,6 +453,8 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
+        if self._traces is not None:
+            self._traces.close()
         if self._endpoint is not None:
             self._endpoint.stop()
         if self._pool is not None:

@@ -21,7 +21,8 @@ class PrefixLoad:
     the progress and can stop waiting where that does not pay. ``mark``: when they were found.
     ``patience_s``: how long to wait beyond the time that the arrived blocks have saved.
     ``pending_s``: when it was last seen unfinished, seconds since ``mark``. ``offsets``: of the
-    blocks to copy, by run of the hit; None while more may arrive.
+    blocks to copy, by run of the hit; None while more may arrive. ``came``: when each of ``whole``
+    was seen, seconds since ``mark``; None: not noted.
     """
 
     pool: PoolClient
@@ -35,6 +36,7 @@ class PrefixLoad:
     pending_s: float = 0.0
     given_up: bool = False
     offsets: list[tuple[int, ...]] | None = None
+    came: list[float] | None = None
 
     def acquire(self, deadline_s: float, state: RequestState) -> None:
         """Acquires the blocks of the hit; each run in one portion if all of it is in the host."""
@@ -121,6 +123,8 @@ class PrefixLoad:
             if recall.state is RecallState.PENDING:
                 return True
             self.whole.append(recall)
+            if self.came is not None:
+                self.came.append(self.costs.elapsed(self.mark))
             if len(recall.offsets) < self.portions[place][1]:
                 return False
         return False

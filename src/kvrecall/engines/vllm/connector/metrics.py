@@ -43,6 +43,7 @@ COUNTERS = {
     "handovers": "Requests with blocks promised by a prefill instance.",
     "handovers_late": "Handovers whose blocks did not arrive in time and were computed.",
     "handovers_foreign": "Handovers whose blocks do not fit this engine.",
+    "traces_dropped": "Batches of a request's spans that were dropped, because too many waited.",
     "flushes_missed": "Replies sent before their blocks were durable (async_write off).",
     **{f"retrieval_{one.name}": one.metadata["text"] for one in fields(Activity)},
 }

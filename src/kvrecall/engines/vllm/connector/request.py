@@ -27,6 +27,7 @@ from kvrecall.engines.base import HANDOVER
 
 if TYPE_CHECKING:
     from kvrecall.engines.vllm.connector.load import PrefixLoad
+    from kvrecall.engines.vllm.connector.traces import RequestTrace
 
 LOOK_EVERY_S = 0.002
 """The pool is asked at most so often for blocks whose tier has not answered."""
@@ -313,7 +314,8 @@ class RequestState:
     ``passes_next`` after the last refusal. ``touched``: the pool knows that its chain is in use,
     and ``hanging_touched``: the blocks beside it, which only a complete lookup tells.
     ``reported``: the API process knows the sources of its prompt. ``rests_until``: the tick of the
-    scheduler side at which it has work for it again; 0: it does not rest.
+    scheduler side at which it has work for it again; 0: it does not rest. ``trace``: what is noted
+    for its spans; None unless it is traced.
     """
 
     request: Any
@@ -331,6 +333,7 @@ class RequestState:
     load: PrefixLoad | None = None
     computes: bool = False
     incomplete_loads: int = 0
+    trace: RequestTrace | None = None
     saved: int = 0
     hanging: list[BlockKey] = field(default_factory=list)
     tails: dict[int, bool] = field(default_factory=dict)

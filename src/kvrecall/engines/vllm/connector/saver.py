@@ -330,6 +330,8 @@ class Saver:
             store.offsets.append(offset)
         store.states.append((state, state.request.num_preemptions))
         state.open_stores.add(number)
+        if state.trace is not None:
+            state.trace.saves(group, len(rows))
         return True
 
     def promised(self, state: RequestState) -> int:
@@ -389,6 +391,8 @@ class Saver:
             for state, _ in store.states:
                 state.open_stores.discard(store_id)
                 state.closed |= store.failed
+                if state.trace is not None:
+                    state.trace.saved(store.failed, len(state.open_stores))
             if store.failed:
                 self._pool.abandon(store.keys)
                 self._tally.counts["stores_failed"] += 1

@@ -34,6 +34,7 @@ from kvrecall.engines.vllm.connector.request import (
     receipt,
 )
 from kvrecall.engines.vllm.connector.saver import Computed, Reachable, Saver, Tables
+from kvrecall.engines.vllm.connector.traces import Traces
 from kvrecall.engines.vllm.connector.wire import (
     Comparison,
     EngineFacts,
@@ -99,6 +100,7 @@ class RecallScheduler:
         self.tally = Tally(clock)
         self.is_busy = False  # whether the last step computed anything
         self.offloader: OffloadPlanner | None = None  # where retrieval attention is on
+        self.traces: Traces | None = None  # where a traces endpoint is set
         groups = [(str(group.group), group.block_bytes) for group in facts.groups]
         self.namespaces = NamespaceRegistry(pool, groups, namespace, adapters)
         self.costs = LoadCostModel(
@@ -121,6 +123,8 @@ class RecallScheduler:
         pool's own, see ``docs/models.md``."""
         state = self._state(request)
         self._wake(state)
+        if state.trace is not None:
+            state.trace.taken()
         if request.num_preemptions == 0:
             state.device_tokens = computed_tokens
         if not self._facts.recalls or state.namespace is None or state.computes:
@@ -144,6 +148,8 @@ class RecallScheduler:
         if not load.poll():
             return _ASK_AGAIN
         self.tally.counts["loads_given_up"] += is_new and load.given_up
+        if is_new and state.trace is not None:
+            state.trace.loaded(load, self._settings.pool.load_deadline_s)
         if not load.tokens and self._may_retry(state, load):
             self._drop_load(state)
             return _ASK_AGAIN
@@ -186,6 +192,8 @@ class RecallScheduler:
 
         outcome = promise.look(end - start, found)
         self.tally.counts["handovers_late"] += outcome is Handover.LATE
+        if state.trace is not None:
+            state.trace.waited(outcome, end - start)
         return outcome is Handover.WAIT
 
     def _begin_load(self, state: RequestState, start: int, limit: int) -> bool:
@@ -200,6 +208,9 @@ class RecallScheduler:
         if now < state.next_lookup_at:
             return True
         hit, is_pending = self._finder.find(state, start, limit)
+        if state.trace is not None:
+            size = self._facts.block_size
+            state.trace.looked(now, -(-(limit - start) // size), hit, is_pending)
         if is_pending:
             if state.first_lookup_at is None:
                 state.first_lookup_at = now
@@ -219,6 +230,8 @@ class RecallScheduler:
         self._finder.used(hit)
         state.load = PrefixLoad(self._pool, self.costs, hit, self.costs.mark(), patience)
         state.load.acquire(deadline, state)
+        if state.trace is not None:
+            state.trace.acquired(state.load)
         return False
 
     def _appraise(self, state: RequestState, hit: Hit) -> tuple[Hit, float] | None:
@@ -241,7 +254,10 @@ class RecallScheduler:
         elif plan.blocks:
             end = hit.start + hit.tokens(plan.blocks)
             shorter, _ = self._finder.find(state, hit.start, end)
-        self.tally.counts["blocks_declined"] += blocks - (0 if shorter is None else shorter.blocks)
+        declined = blocks - (0 if shorter is None else shorter.blocks)
+        self.tally.counts["blocks_declined"] += declined
+        if state.trace is not None:
+            state.trace.declined(declined)
         if shorter is None:
             self._auditor.declined(state, hit)
             return None
@@ -249,6 +265,8 @@ class RecallScheduler:
 
     def _drop_load(self, state: RequestState) -> None:
         if state.load is not None:
+            if state.trace is not None and state.load.offsets is None:
+                state.trace.loaded(state.load, self._settings.pool.load_deadline_s)
             state.load.release()
             state.load = None
             if self.offloader is not None:
@@ -266,6 +284,8 @@ class RecallScheduler:
         assert load is not None
         copies = self._copies(load, block_ids, external_tokens)
         self._loads.append(Load(request.request_id, copies))
+        if state.trace is not None:
+            state.trace.copies(copies)
         for copy in copies:
             kind = self._facts.groups[copy.group].kind
             self.tally.counts[f"{kind}:loaded_blocks"] += len(copy.block_ids)
@@ -351,6 +371,10 @@ class RecallScheduler:
                 positions += count * first + count * count // 2
             elif state.settled:
                 decoding.append(one)
+        if self.traces is not None:
+            self.traces.computes(
+                (one.state.trace, scheduled[one.state.request.request_id]) for one in computed
+            )
         if computed:
             self._saver.save(computed)
             audited = self._auditor.audited()
@@ -490,6 +514,10 @@ class RecallScheduler:
                 if request_id not in failed:
                     self.tally.count_load(load.lowest_tier, self.costs.elapsed(load.mark))
                 load.release()
+            if self.traces is not None and (state := self._states.get(request_id)) is not None:
+                copied = {} if report is None else report.copied
+                if state.trace is not None:
+                    state.trace.copied(request_id in failed, copied.get(request_id))
         for request_id in failed:  # the engine recomputes it, and is not offered the pool again
             self.tally.counts["loads_failed"] += 1
             self._waiting.pop(request_id, None)
@@ -564,6 +592,8 @@ class RecallScheduler:
             self._releases.append(request.request_id)
         sources = state.sources()
         self.tally.count_request(sources)
+        if state.trace is not None:
+            state.trace.finished(sources, len(state.open_stores))
         promised = self._saver.promised(state) if whole and not state.closed else 0
         return hold, {REPORT: sources, UNIT: self._facts.unit, **receipt(state.namespace, promised)}
 
@@ -593,6 +623,8 @@ class RecallScheduler:
             tenant = tenant_of(request.cache_salt)
             state = RequestState(request, steps, tenant, self._facts.chain, unit, self._tail_hash)
             self._states[request.request_id] = self._awake[request.request_id] = state
+            if self.traces is not None:
+                state.trace = self.traces.begin(request)
         self._settle(state)
         return state
 

@@ -161,7 +161,8 @@ class StepReport(KVConnectorWorkerMetadata):
     requests that have loaded blocks which this engine would not have computed. ``lost``: requests
     whose offloaded blocks are unreachable. The step's results for both are meaningless. ``timed``:
     the device's seconds for steps, by the orders' numbers. ``load_rank_seconds``: of all ranks
-    that loaded, which do so at the same time."""
+    that loaded, which do so at the same time. ``copied``: the device's seconds for the loads of
+    requests, where requests are traced."""
 
     stored: dict[int, int] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
@@ -174,6 +175,7 @@ class StepReport(KVConnectorWorkerMetadata):
     load_seconds: float = 0.0
     stored_bytes: int = 0
     store_seconds: float = 0.0
+    copied: dict[str, float] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _report_of, (_pack(self),)
@@ -189,6 +191,7 @@ class StepReport(KVConnectorWorkerMetadata):
             before, known = compared.get(number, (0, Deviation()))
             compared[number] = ranks + before, known.plus(found, same_blocks=True)
         timed = self.timed.keys() | other.timed.keys()
+        copies = self.copied.keys() | other.copied.keys()
         return StepReport(
             stored,
             self.failed | other.failed,
@@ -201,6 +204,7 @@ class StepReport(KVConnectorWorkerMetadata):
             max(self.load_seconds, other.load_seconds),
             self.stored_bytes + other.stored_bytes,
             max(self.store_seconds, other.store_seconds),
+            {n: max(self.copied.get(n, 0.0), other.copied.get(n, 0.0)) for n in copies},
         )
 
 

@@ -67,6 +67,7 @@ class RecallWorker:
         self._step_began: Event | None = None
         self._timed: deque[tuple[int, Event, Event]] = deque()  # steps under way: begin and end
         self._shard: Shard | None = None
+        self._is_traced = config.traces_endpoint(vllm_config) is not None
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Registers the device KV cache: one tensor per layer."""
@@ -254,7 +255,10 @@ class RecallWorker:
             step, began, ended = self._timed.popleft()
             self._report.timed[step] = ended.seconds_since(began)
         loads, stores = self._mapping.completed()
-        loaded = {self._loading.popleft() for _ in loads}
+        copied = {self._loading.popleft(): moved.seconds for moved in loads}
+        loaded = set(copied)
+        if self._is_traced:
+            self._report.copied |= copied
         failed = self._failed_loads - set(self._loading)  # nothing is written there any more
         self._failed_loads -= failed
         for _ in stores:

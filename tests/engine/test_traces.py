@@ -1,0 +1,162 @@
+"""Spans of a real engine's requests, at a real collector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.collector import Span, Spans, by_grpc
+
+from .engine import Engine, prompt_of
+from .exactness import BLOCK, hits, push_out_of_host
+
+pytestmark = pytest.mark.engine
+
+BLOCK_BYTES = 4 * 2 * 2 * 64 * BLOCK * 4  # layers, K and V, KV heads, head size, float32
+BLOCKS = 7
+TOKENS = BLOCKS * BLOCK + 30
+SALT = "a salt that no span may have"
+
+
+@pytest.fixture(scope="module")
+def collected() -> Iterator[tuple[str, Spans]]:
+    with by_grpc() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def engine(
+    start: Callable[..., Engine],
+    model_folder: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    collected: tuple[str, Spans],
+) -> Engine:
+    return start(
+        model=str(model_folder("qwen3")),
+        dtype="float32",
+        pool={
+            "host_size": 24 * BLOCK_BYTES,
+            "policy": "lru",
+            "disk_path": str(tmp_path_factory.mktemp("disk")),
+            "disk_size": "256MiB",
+            "load_or_compute": "load",
+        },
+        num_gpu_blocks_override=38,
+        otlp_traces_endpoint=collected[0],
+        env={"OTEL_BSP_SCHEDULE_DELAY": "50"},
+    )
+
+
+def traced(engine: Engine, spans: Spans, prompt: list[int], **ask: Any) -> tuple[Any, list[Span]]:
+    """A reply, and the spans of its trace once all are there."""
+    seen = {span.trace for span in spans.all}
+
+    def new() -> set[str]:
+        return {span.trace for span in spans.named("kvrecall.request")} - seen
+
+    reply = engine.ask(prompt, **ask)
+    engine.settle()
+    spans.wait(lambda: bool(new()))
+    (trace,) = new()
+    spans.wait(lambda: "llm_request" in {span.name for span in spans.of_trace(trace)})
+    return reply, spans.of_trace(trace)
+
+
+def one(found: list[Span], name: str) -> Span:
+    (span,) = (span for span in found if span.name == f"kvrecall.{name}")
+    return span
+
+
+def check_tree(found: list[Span]) -> None:
+    """One trace, whose root is the request; what came before the first token follows each other
+    within it."""
+    root = one(found, "request")
+    assert root.parent == ""
+    assert {span.parent for span in found if span is not root} == {root.id}
+    assert all(span.began <= span.ended for span in found)
+    first = root.events["first token"]
+    before = [s for s in found if s.name.startswith("kvrecall.") and s.name != "kvrecall.save"]
+    for span in before:
+        assert root.began <= span.began <= span.ended <= root.ended
+        if span is not root:
+            assert span.ended <= first
+    (llm,) = (span for span in found if span.name == "llm_request")
+    assert llm.attributes["gen_ai.request.id"] == root.attributes["gen_ai.request.id"]
+    assert one(found, "compute").ended == first
+    assert one(found, "queue").began == root.began
+
+
+def test_a_computed_prompt(engine: Engine, collected: tuple[str, Spans]) -> None:
+    _, spans = collected
+    reply, found = traced(engine, spans, prompt_of(TOKENS, 1), max_tokens=3, salts=[SALT])
+    assert hits(reply) == (0, 0, 0)
+    check_tree(found)
+    names = [span.name.removeprefix("kvrecall.") for span in found if "llm" not in span.name]
+    assert names == ["request", "queue", "lookup", "compute", "save"]
+    assert one(found, "lookup").attributes["kvrecall.lookup.blocks"] == BLOCKS
+    assert one(found, "lookup").attributes["kvrecall.lookup.found"] == 0
+    compute = one(found, "compute").attributes
+    assert compute == {"kvrecall.compute.tokens": TOKENS, "kvrecall.compute.steps": 2}
+    save = one(found, "save").attributes
+    assert (save["kvrecall.save.blocks"], save["kvrecall.save.failed"]) == (BLOCKS, 0)
+    assert save["kvrecall.save.bytes"] == BLOCKS * BLOCK_BYTES
+    root = one(found, "request").attributes
+    assert root["kvrecall.tokens.computed"] == TOKENS == root["kvrecall.prompt_tokens"]
+    assert (root["kvrecall.output_tokens"], root["kvrecall.outcome"]) == (3, "length_capped")
+    assert root["kvrecall.salted"] is True
+    assert SALT not in repr(found)
+
+
+def test_hits_on_host_and_disk(engine: Engine, collected: tuple[str, Spans]) -> None:
+    _, spans = collected
+    prompt = prompt_of(TOKENS, 2)
+    engine.ask(prompt)
+    assert engine.forget_device()
+    reply, found = traced(engine, spans, prompt)
+    assert hits(reply) == (0, BLOCKS * BLOCK, 0)
+    check_tree(found)
+    names = [span.name.removeprefix("kvrecall.") for span in found if "llm" not in span.name]
+    assert [n for n in names if n != "save"] == [
+        *("request", "queue", "lookup", "load", "copy", "compute")
+    ]
+    assert one(found, "lookup").attributes["kvrecall.lookup.found.host"] == BLOCKS
+    load = one(found, "load").attributes
+    assert (load["kvrecall.load.tier"], load["kvrecall.load.outcome"]) == ("host", "whole")
+    copy = one(found, "copy").attributes
+    assert copy["kvrecall.copy.blocks"] == BLOCKS
+    assert copy["kvrecall.copy.bytes"] == BLOCKS * BLOCK_BYTES
+    assert (copy["kvrecall.copy.device"], copy["kvrecall.copy.failed"]) == ("cpu", False)
+    assert copy["kvrecall.copy.device_seconds"] > 0
+    assert one(found, "compute").attributes["kvrecall.compute.tokens"] == 30
+    root = one(found, "request").attributes
+    assert root["kvrecall.tokens.host"] == BLOCKS * BLOCK
+
+    push_out_of_host(engine, 2)
+    reply, found = traced(engine, spans, prompt)
+    assert hits(reply)[2] >= 5 * BLOCK
+    check_tree(found)
+    loads = {
+        span.attributes["kvrecall.load.tier"]: span.attributes
+        for span in found
+        if span.name == "kvrecall.load"
+    }
+    assert loads["disk"]["kvrecall.load.outcome"] == "whole"
+    assert loads["disk"]["kvrecall.load.blocks"] * BLOCK == hits(reply)[2]
+    assert loads["disk"]["kvrecall.load.missing"] == 0
+    assert sum(one["kvrecall.load.blocks"] for one in loads.values()) == BLOCKS
+
+
+def test_an_aborted_request_ends_its_trace(engine: Engine, collected: tuple[str, Spans]) -> None:
+    _, spans = collected
+    engine.abort_midway(prompt=prompt_of(TOKENS, 3), after_steps=1, max_tokens=8)
+
+    def aborted() -> list[Span]:
+        found = spans.named("kvrecall.request")
+        return [span for span in found if span.attributes["kvrecall.outcome"] == "aborted"]
+
+    spans.wait(lambda: bool(aborted()))
+    (root,) = aborted()
+    assert "first token" not in root.events
+    assert "kvrecall.compute" in {span.name for span in spans.of_trace(root.trace)}
