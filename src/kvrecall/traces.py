@@ -7,6 +7,7 @@ nothing needs to be installed, without one.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -25,6 +26,9 @@ OPTION = "--otlp-traces-endpoint"
 
 HEADERS = ("traceparent", "tracestate")
 """W3C's request headers that name the trace and the span of the caller."""
+
+FLUSH_S = 2.0
+"""Longest wait at the end for spans to reach the collector."""
 
 REQUEST_ID = "gen_ai.request.id"
 """Attribute with the request's id, as vLLM names it in its own span."""
@@ -56,7 +60,7 @@ def check_endpoint(endpoint: str) -> None:
     given = endpoint if "://" in endpoint or protocol != "grpc" else f"http://{endpoint}"
     try:
         parts = urlsplit(given)
-        known = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        known = bool(parts.hostname) and (given == endpoint or bool(parts.port))
     except ValueError:
         known = False
     if not known or parts.scheme not in ("http", "https"):
@@ -88,6 +92,13 @@ def provider_at(endpoint: str, part: str) -> TracerProvider:
     provider = TracerProvider(resource=resource)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider
+
+
+def end_provider(provider: TracerProvider) -> None:
+    """Sends what has ended. Does not wait longer than FLUSH_S for a collector that is away."""
+    ending = threading.Thread(target=provider.shutdown, daemon=True)
+    ending.start()
+    ending.join(FLUSH_S)
 
 
 def trace_headers(headers: Mapping[str, str]) -> dict[str, str]:

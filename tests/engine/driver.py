@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -201,6 +202,24 @@ class Host:
                 break
         return len(self.engine().scheduler.requests)
 
+    def traced_midway(self, prompt: list[int]) -> dict[str, Any]:
+        """What there is of traces while a request runs."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        engine.add_request("watched", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=8))
+        engine.step()
+        (state,) = self.connector()._s._states.values()
+        names = [thread.name for thread in threading.enumerate()]
+        found = {
+            "request": state.trace is not None,
+            "headers": state.request.trace_headers,
+            "threads": [one for one in names if one.startswith(("kvrecall-traces", "Otel"))],
+        }
+        engine.abort_request(["watched"])
+        self.settle()
+        return found
+
     def preempt_midway(
         self,
         prompts: list[list[int]],
@@ -319,6 +338,7 @@ def reply_of(output: Any) -> dict[str, Any]:
     return {
         **completions[0],
         "all": completions,
+        "id": output.request_id,
         "cached": output.num_cached_tokens,
         "from": (output.kv_transfer_params or {}).get("kvrecall"),
     }

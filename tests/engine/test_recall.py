@@ -275,3 +275,8 @@ def test_replies_are_durable_survive_kill_9_and_a_reset_forgets_them(
     assert hits(second.ask(prompts[0])) == (0, 0, 0)
     assert second.forget_device()
     assert hits(second.ask(prompts[0])) == (0, 4 * BLOCK, 0)
+
+
+def test_nothing_is_traced_without_an_endpoint(engine: Engine) -> None:
+    found = engine.traced_midway(prompt=prompt_of(200, 77))
+    assert found == {"request": False, "headers": None, "threads": []}

@@ -51,17 +51,15 @@ def engine(
 
 def traced(engine: Engine, spans: Spans, prompt: list[int], **ask: Any) -> tuple[Any, list[Span]]:
     """A reply, and the spans of its trace once all are there."""
-    seen = {span.trace for span in spans.all}
-
-    def new() -> set[str]:
-        return {span.trace for span in spans.named("kvrecall.request")} - seen
-
     reply = engine.ask(prompt, **ask)
     engine.settle()
-    spans.wait(lambda: bool(new()))
-    (trace,) = new()
-    spans.wait(lambda: "llm_request" in {span.name for span in spans.of_trace(trace)})
-    return reply, spans.of_trace(trace)
+
+    def ours(name: str) -> list[Span]:
+        found = spans.named(name)
+        return [span for span in found if span.attributes["gen_ai.request.id"] == reply["id"]]
+
+    spans.wait(lambda: bool(ours("kvrecall.request") and ours("llm_request")))
+    return reply, spans.of_trace(ours("kvrecall.request")[0].trace)
 
 
 def one(found: list[Span], name: str) -> Span:
@@ -146,6 +144,13 @@ def test_hits_on_host_and_disk(engine: Engine, collected: tuple[str, Spans]) -> 
     assert loads["disk"]["kvrecall.load.blocks"] * BLOCK == hits(reply)[2]
     assert loads["disk"]["kvrecall.load.missing"] == 0
     assert sum(one["kvrecall.load.blocks"] for one in loads.values()) == BLOCKS
+
+
+def test_a_request_without_a_client_s_span_begins_a_trace(engine: Engine) -> None:
+    found = engine.traced_midway(prompt=prompt_of(TOKENS, 4))
+    assert found["request"]
+    assert found["headers"]["traceparent"].startswith("00-")
+    assert "kvrecall-traces" in found["threads"]
 
 
 def test_an_aborted_request_ends_its_trace(engine: Engine, collected: tuple[str, Spans]) -> None:

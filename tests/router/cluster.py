@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,16 @@ Json = dict[str, Any]
 
 
 def instance(
-    folder: Path, model: Path, role: str, port: int, socket: Path | None = None, **pool: object
+    folder: Path,
+    model: Path,
+    role: str,
+    port: int,
+    socket: Path | None = None,
+    options: Sequence[str] = (),
+    **pool: object,
 ) -> LiveServer:
     """An engine that is starting; ``wait_ready`` before use. Its pool is the service's at
-    ``socket``, or one of its own with the settings ``pool``."""
+    ``socket``, or one of its own with the settings ``pool``. ``options``: further ones of serve."""
     folder.mkdir()
     words = [str(model), "--port", str(port), "--served-model-name", "tiny", "--role", role]
     words += ["--dtype", "float32", "--kv-cache-memory-bytes", "64MiB"]
@@ -35,7 +42,7 @@ def instance(
     file.write_text(json.dumps({**patient, **pool}))
     words += ["--pool-config", str(file)]
     words += ["--pool-socket", str(socket)] if socket is not None else []
-    words += ["--", "--max-num-seqs", "8"]
+    words += [*options, "--", "--max-num-seqs", "8"]
     return LiveServer(folder, words, f"http://127.0.0.1:{port}", warm=True)
 
 

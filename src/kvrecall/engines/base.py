@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal, Protocol
@@ -135,7 +135,7 @@ class GenerateRequest:
     LoRA adapter. The lower ``priority``, the earlier it is served; requests of routes without
     priorities have 0. ``timeout_s`` shortens the server's limit for the whole (0: it does not).
     With ``stream`` an update follows each step, otherwise one update contains everything.
-    With ``paced`` updates contain their pace.
+    With ``paced`` updates contain their pace. ``trace_headers``: W3C's, of the client's span.
     """
 
     request_id: str
@@ -147,6 +147,7 @@ class GenerateRequest:
     priority: int = 0
     timeout_s: float = 0.0
     paced: bool = False
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ def application(settings: RouterSettings) -> FastAPI:
     """The router as an ASGI application."""
     router = Router(settings)
     fleet, metrics = router.fleet, router.metrics
+    traces = router.traces
     app = FastAPI(title="kvrecall router", lifespan=lambda _: router.running(), openapi_url=None)
     open_requests = 0
 
@@ -43,16 +44,24 @@ def application(settings: RouterSettings) -> FastAPI:
             nonlocal open_requests
             open_requests -= 1
 
+        span = traces.begin(request.headers, request.url.path)
         with contextlib.ExitStack() as held:
             open_requests += 1
             held.callback(ended)
+            if span is not None:
+                held.callback(span.end)
             try:
                 body = await _json_body(request)
                 completion = Completion(
-                    request.url.path, body, _passed_on(request), prompt_of(body)
+                    request.url.path, body, _passed_on(request), prompt_of(body), span=span
                 )
-                return await while_connected(request, router.serve(completion, held))
+                reply = await while_connected(request, router.serve(completion, held))
+                if span is not None:
+                    span.answered(reply.status_code)
+                return reply
             except ReplyError as error:
+                if span is not None:
+                    span.answered(error.status_code)
                 cancelled = error.status_code == 499
                 metrics.requests.labels("cancelled" if cancelled else "refused").inc()
                 return error_response(error.status_code, error.detail, "invalid_request_error")

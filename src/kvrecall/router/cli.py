@@ -11,6 +11,7 @@ import typer
 
 from kvrecall.environment import API_KEY
 from kvrecall.errors import ConfigError, errors_shown
+from kvrecall.traces import check_endpoint
 
 app = typer.Typer(add_completion=False)
 
@@ -48,6 +49,9 @@ def route(
     api_key: Annotated[
         str | None, typer.Option(envvar=API_KEY, help="API key required of clients, passed on.")
     ] = None,
+    otlp_traces_endpoint: Annotated[
+        str | None, typer.Option(help="OTLP collector for spans of completions.")
+    ] = None,
 ) -> None:
     """Send prompts to prefill instances and the continuations to decode instances.
 
@@ -81,6 +85,8 @@ def route(
                 f"the router needs {error.name}; install it with: pip install 'kvrecall[router]'"
             ) from error
         check_port(host, port)
+        if otlp_traces_endpoint is not None:
+            check_endpoint(otlp_traces_endpoint)
     settings = RouterSettings(
         prefill=prefill_urls,
         decode=decode_urls,
@@ -90,6 +96,7 @@ def route(
         max_requests=max_requests,
         timeout_s=timeout,
         api_key=api_key,
+        traces_endpoint=otlp_traces_endpoint,
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)

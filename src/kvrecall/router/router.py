@@ -20,6 +20,7 @@ from kvrecall.engines.base import HANDOVER, RECALL_HEADER, REPORT
 from kvrecall.router.fleet import Fleet, Instance
 from kvrecall.router.metrics import RouterMetrics
 from kvrecall.router.prefixes import Prompt
+from kvrecall.router.traces import CompletionSpan, RouterTraces, calling
 from kvrecall.router.upstream import Answer, InstanceFailedError, Stream, Upstream
 
 log = logging.getLogger("kvrecall.router")
@@ -57,6 +58,7 @@ class RouterSettings:
     max_requests: int
     timeout_s: float
     api_key: str | None
+    traces_endpoint: str | None = None
 
 
 @dataclass(slots=True)
@@ -65,7 +67,7 @@ class Completion:
     of each by source.
 
     ``headers``: those to forward. ``prompt``: None if it cannot be compared with others.
-    ``outcome``: how a stream ended.
+    ``outcome``: how a stream ended. ``span``: None where nothing is traced.
     """
 
     path: str
@@ -77,6 +79,7 @@ class Completion:
     prefill_split: dict[str, int] = field(default_factory=dict)
     decode_split: dict[str, int] = field(default_factory=dict)
     outcome: str = "cancelled"
+    span: CompletionSpan | None = None
 
     def header(self) -> str:
         """``x-kvrecall``: the instances, and the prompt tokens by source as far as known."""
@@ -151,6 +154,7 @@ class Router:
         self.fleet = Fleet(settings.prefill, settings.decode, settings.imbalance)
         self.metrics = RouterMetrics(self.fleet)
         self.upstream = Upstream(settings.timeout_s)
+        self.traces = RouterTraces(settings.traces_endpoint)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncGenerator[None, None]:
@@ -163,6 +167,7 @@ class Router:
             finally:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
+                self.traces.close()
 
     async def _probe_on(self) -> None:
         while True:
@@ -200,9 +205,10 @@ class Router:
                 self.metrics.retries.labels("prefill").inc()
             began = time.monotonic()
             try:
-                with instance.busy():
+                call = calling(request.span, "prefill", instance.name, request.headers)
+                with instance.busy(), call as headers:
                     answer = await self.upstream.ask(
-                        instance, request.path, prompt_only(request.body), request.headers
+                        instance, request.path, prompt_only(request.body), headers
                     )
             except InstanceFailedError as error:
                 self._failed("prefill", instance, error)
@@ -231,7 +237,9 @@ class Router:
             try:
                 with contextlib.ExitStack() as busy:
                     busy.enter_context(instance.busy())
-                    got = await ask(instance, request.path, request.body, request.headers)
+                    call = calling(request.span, "decode", instance.name, request.headers)
+                    with call as headers:
+                        got = await ask(instance, request.path, request.body, headers)
                     held.push(busy.pop_all())
             except InstanceFailedError as error:
                 self._failed("decode", instance, error)

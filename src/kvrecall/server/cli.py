@@ -100,6 +100,10 @@ def serve(
         _option("Device KV cache, e.g. 2GiB. Default on a CPU: a quarter of free memory.", _ENGINE),
     ] = None,
     enforce_eager: _Eager = None,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        _option("OTLP collector for spans of requests; see the page on traces.", _ENGINE),
+    ] = None,
     max_n: _MaxN = DEFAULT_MAX_N,
 ) -> None:
     """Serve a model: OpenAI and MindIE/TGI routes, with recall from the pool."""
@@ -114,7 +118,7 @@ def serve(
         **({"socket": pool_socket} if pool_socket else {}),
     }
     engine = _given(given, "block_size max_model_len served_model_name dtype kv_cache_dtype")
-    engine |= _given(given, "kv_cache_memory_bytes enforce_eager")
+    engine |= _given(given, "kv_cache_memory_bytes enforce_eager otlp_traces_endpoint")
     spec = ServeSpec(
         model=model or "",
         host=host,

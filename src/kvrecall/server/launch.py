@@ -16,6 +16,7 @@ from kvrecall.jsonfile import read_object
 from kvrecall.server import preflight
 from kvrecall.server.plan import ENGINE_DEFAULTS, Plan
 from kvrecall.server.servable import check_served
+from kvrecall.traces import OPTION, check_endpoint
 
 log = logging.getLogger("kvrecall.server")
 
@@ -148,6 +149,9 @@ def check(plan: Plan) -> tuple[str, ...]:
     preflight.check_model(spec.model)
     check_options(spec.options, spec.extra_args, installed_options())
     check_served(spec)
+    endpoint = _traces_endpoint(spec)
+    if endpoint is not None:
+        check_endpoint(endpoint)
     if spec.role is not Role.BOTH:
         _check_shared(spec)
     if spec.retrieval:
@@ -162,6 +166,16 @@ def check(plan: Plan) -> tuple[str, ...]:
     for host, port in ((spec.host, spec.port), *((x.host, x.port) for x in spec.listeners)):
         preflight.check_port(host, port)
     return found
+
+
+def _traces_endpoint(spec: ServeSpec) -> str | None:
+    """The collector that spans go to, given before -- or after it."""
+    found = spec.options.get(OPTION.removeprefix("--"))
+    for place, word in enumerate(spec.extra_args):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == OPTION:
+            found = value if equals else next(iter(spec.extra_args[place + 1 :]), None)
+    return None if found is None else str(found)
 
 
 def _check_shared(spec: ServeSpec) -> None:

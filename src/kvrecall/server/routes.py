@@ -4,6 +4,7 @@ and Triton."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from fastapi import APIRouter, Request
@@ -26,6 +27,7 @@ from kvrecall.server.replies import (
     streamed,
     whole,
 )
+from kvrecall.traces import trace_headers
 
 IGNORED_HEADER = "x-kvrecall-ignored"
 """Reply header: the given parameters that have no effect."""
@@ -53,7 +55,7 @@ async def _serve(
     http: Request, generate: Callable[[GenerateRequest], Updates], body: Form, stream: bool
 ) -> Response:
     """The reply to a request in any form."""
-    request = body.to_request(stream)
+    request = replace(body.to_request(stream), trace_headers=trace_headers(http.headers))
     ignored = body.wanted.ignored()
     headers = {IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
     updates = generate(request)

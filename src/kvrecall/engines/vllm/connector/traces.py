@@ -23,7 +23,7 @@ from kvrecall.engines.vllm.connector.load import PrefixLoad
 from kvrecall.engines.vllm.connector.pages import Copy
 from kvrecall.engines.vllm.connector.request import Handover
 from kvrecall.engines.vllm.connector.wire import EngineFacts
-from kvrecall.traces import REQUEST_ID, headers_of, parent_of, provider_at
+from kvrecall.traces import FLUSH_S, REQUEST_ID, end_provider, headers_of, parent_of, provider_at
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -32,7 +32,6 @@ logger = logging.getLogger("vllm.kvrecall")
 
 _MOST_UNSENT = 4096  # batches of spans that wait for the thread
 _MOST_PARTS = 64  # spans of a request before its first token
-_FLUSH_S = 2.0  # at the end, for spans to reach the collector
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$")  # vLLM's own, behind the id that the API gave a request
 _PREFIX = "kvrecall."
 
@@ -250,10 +249,11 @@ class RequestTrace:
 
     def finished(self, sources: dict[str, int], unsaved: int) -> None:
         """The request ended; ``sources``: tokens of its prompt. ``unsaved``: as of ``saved``."""
-        request, now = self._request, self._now()
+        request = self._request
         self._traces.computing.pop(request.request_id, None)
         if self.is_open and not self.step_ended() and self._compute is not None:
-            self._compute.ended = now
+            self._compute.ended = self._now()
+        now = self._now()
         attributes = {
             **{f"tokens.{source}": count for source, count in sources.items()},
             "output_tokens": request.num_output_tokens,
@@ -375,11 +375,8 @@ class Traces:
     def close(self) -> None:
         """Ends the thread and sends what there is; waits for both, bounded."""
         self._batches.put(None)
-        self._thread.join(_FLUSH_S)
-        # The provider's own end waits for a collector that is away as long as it likes.
-        ending = threading.Thread(target=self._provider.shutdown, daemon=True)
-        ending.start()
-        ending.join(_FLUSH_S)
+        self._thread.join(FLUSH_S)
+        end_provider(self._provider)
 
     def _make(self) -> None:
         while (batch := self._batches.get()) is not None:

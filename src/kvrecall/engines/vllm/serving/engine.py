@@ -170,6 +170,7 @@ class VllmEngine:
             request.request_id,
             lora_request=adapter,
             priority=request.priority,
+            trace_headers=request.trace_headers or None,
         )
 
     async def _render(self, request: GenerateRequest) -> Any:
