@@ -76,7 +76,6 @@ class SimulatedConnector(RecallConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
-        self._scheduler = self._worker = self._endpoint = self._events = None
         self._last_states = "", []
 
 

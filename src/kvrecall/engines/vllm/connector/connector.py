@@ -70,15 +70,16 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
     Settings come from ``kv_connector_extra_config``; see ``RecallSettings.from_mapping``.
     """
 
+    _scheduler: RecallScheduler | None = None
+    _worker: RecallWorker | None = None
+    _pool: PoolClient | None = None
+    _endpoint: AdminEndpoint | None = None
+    _events: PoolEvents | None = None
+    _traces: Traces | None = None
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         show_pool_lines()
-        self._scheduler: RecallScheduler | None = None
-        self._worker: RecallWorker | None = None
-        self._pool: PoolClient | None = None
-        self._endpoint: AdminEndpoint | None = None
-        self._events: PoolEvents | None = None
-        self._traces: Traces | None = None
         self._last_states: tuple[str, list[tuple[int, int, int]]] = "", []
         config.require_supported(vllm_config, kv_cache_config)
         require_on(vllm_config, os.environ)
