@@ -177,6 +177,23 @@ def test_spans_without_a_collector_are_dropped_and_counted() -> None:
     assert len(dropped) == 2 * 3000 - 4096, "two batches each: the request, and what it saved"
 
 
+def test_a_span_of_the_process_is_no_requests_parent() -> None:
+    """vLLM forks its engine core within the span of its start, which is current there for good."""
+    from opentelemetry.sdk.trace import TracerProvider
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    endpoint = f"http://127.0.0.1:{free_port()}"
+    traces = Traces(endpoint, EngineFacts.of_one(16, 4096), "cpu", False)
+    request = Request("one-00000000", [1] * 20, SamplingParams(max_tokens=2), None)
+    with TracerProvider().get_tracer("vllm").start_as_current_span("start") as current:
+        assert traces.begin(request) is not None
+    traces.close()
+    _, trace, _, sampled = request.trace_headers["traceparent"].split("-")
+    assert trace != f"{current.get_span_context().trace_id:032x}"
+    assert int(sampled, 16) & 1
+
+
 def test_an_aborted_request_ends_its_trace(engine: Engine, collected: tuple[str, Spans]) -> None:
     _, spans = collected
     engine.abort_midway(prompt=prompt_of(TOKENS, 3), after_steps=1, max_tokens=8)
