@@ -42,9 +42,7 @@ class Departures:
     remember is there once. Not thread-safe; about a microsecond for each departure.
     """
 
-    def __init__(
-        self, names: Names, now: Callable[[], float], most: int = MOST_DEPARTURES
-    ) -> None:
+    def __init__(self, names: Names, now: Callable[[], float], most: int = MOST_DEPARTURES) -> None:
         """``now``: the wall clock, which does not go back."""
         self._names = names
         self._now = now

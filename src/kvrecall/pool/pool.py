@@ -344,7 +344,9 @@ class Pool:
         """Another namespace that has a block of the same hash, and what is different there. Hashes
         contain the salt, so it is a block of the same tenant."""
         digest, rest = key[:NAMESPACE_BYTES], key[NAMESPACE_BYTES:]
-        known = {} if self._disk is None else {one.digest: one for one, _ in self._disk.namespaces()}
+        known = (
+            {} if self._disk is None else {one.digest: one for one, _ in self._disk.namespaces()}
+        )
         known |= self._names
         own = known.get(digest)
         if own is None:

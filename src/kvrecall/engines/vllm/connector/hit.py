@@ -209,6 +209,10 @@ class HitFinder:
         ]
         end, states, more = self._states(state, start, reach, sorted(ends, reverse=True))
         is_pending |= more
+        state.lacks = None
+        if end < self._aligned(reach):
+            state.lacks = state.key_at(self._aligned(reach), self._sparse[0])
+            state.lacks_kind = str(self._facts.groups[self._sparse[0]].kind)
         if not is_pending:
             aligned = self._aligned(reach)
             self._touch(state, start, end, aligned)
@@ -285,6 +289,7 @@ class HitFinder:
             is_pending |= located.pending
         reach = end
         end = self._boundary(tiers, start, end)
+        self._note_gap(state, tiers, start, end, reach)
         if not is_pending:
             self._touch(state, start, end, reach)
             if end < reach and self._full:
@@ -326,6 +331,25 @@ class HitFinder:
         there, base = tiers[group], start // size
         needed = range(*self._needed(group, start, end))
         return [place * size for place in needed if there[place - base] is None]
+
+    def _note_gap(
+        self,
+        state: RequestState,
+        tiers: dict[int, tuple[TierName | None, ...]],
+        start: int,
+        end: int,
+        reach: int,
+    ) -> None:
+        """Notes which block beside the chain the hit would have needed to end at ``reach``."""
+        state.lacks = None
+        for group in self._sparse if end < reach else ():
+            gaps = self._gaps(tiers, group, start, reach)
+            if gaps:
+                facts = self._facts.groups[group]
+                place = gaps[0] // facts.block_size
+                state.lacks = next(iter(state.keys(place + 1, group, place)), None)
+                state.lacks_kind = str(facts.kind)
+                return
 
     def _run(
         self,
