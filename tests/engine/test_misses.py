@@ -24,6 +24,9 @@ from kvrecall.pool.service.client import ServiceClient
 from kvrecall.pool.service.endpoint import ServiceThread
 from kvrecall.testing.blocks import wait_until
 
+from .test_groups import SHAPES
+from .test_groups import Bench as GroupBench
+from .test_groups import prompt as prompt_of
 from .test_scheduler import BLOCK, Bench, SlowPool, finished
 
 NAMES = itertools.count()
@@ -322,6 +325,47 @@ def test_a_service_tells_it_too_and_is_never_waited_for(tmp_path: Path) -> None:
         assert (told["reason"], told["tier"]) == ("away", "service")
     finally:
         client.close()
+
+
+# ---- several KV groups ----------------------------------------------------------------------
+
+
+def of_groups(bench: GroupBench, tokens: list[int]) -> dict[str, Any] | None:
+    """The miss of a request that is computed and ends; it has one if it is no whole hit."""
+    request, on_device, recalled = bench.begin(tokens)
+    bench.prefill(request)
+    told: dict[str, Any] | None = bench.end(request).get(MISSED)
+    unit = bench.facts.unit
+    assert (told is None) == (on_device + recalled >= (len(tokens) - 1) // unit * unit)
+    return told
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_engines_of_several_groups_have_one_reason(shape: str) -> None:
+    """The block that is missing is any group's: the chain's, or a window or state beside it."""
+    with make_pool(host_size="4MiB", policy="lru") as pool:
+        bench = GroupBench(pool, SHAPES[shape])
+        asked = prompt_of(321)
+        assert reason(of_groups(bench, asked)) == "new"
+        bench.forget_device()
+        of_groups(bench, asked)
+        told = of_groups(bench, [*asked[:200], *prompt_of(200, 2)])
+        assert told is not None
+        if told["reason"] == "unsaved":  # the states behind these tokens were not kept
+            assert told["group"] in ("state", "window")
+        else:
+            assert (told["reason"], told["token"]) == ("diverged", 200)
+        dropped = 0
+        for digest in {block.key[:16] for block in pool.admin.blocks()}:
+            bench.forget_device()
+            of_groups(bench, asked)
+            bench.forget_device()
+            pool.admin.drop([b.key for b in pool.admin.blocks() if b.key.startswith(digest)])
+            told = of_groups(bench, asked)
+            if told is not None:  # a chunk that begins there needs no block before it
+                assert (told["reason"], told["cause"]) == ("evicted", "dropped")
+                dropped += 1
+        assert dropped
 
 
 # ---- tenants ------------------------------------------------------------------------------

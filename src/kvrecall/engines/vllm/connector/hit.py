@@ -207,12 +207,11 @@ class HitFinder:
             for end in {end for found in tails.values() for end in found}
             if all(end in tails[i] or end <= self._end(i, start, whole[i]) for i in self._full)
         ]
+        state.lacks = None
         end, states, more = self._states(state, start, reach, sorted(ends, reverse=True))
         is_pending |= more
-        state.lacks = None
-        if end < self._aligned(reach):
-            state.lacks = state.key_at(self._aligned(reach), self._sparse[0])
-            state.lacks_kind = str(self._facts.groups[self._sparse[0]].kind)
+        if end >= self._aligned(reach):
+            state.lacks = None
         if not is_pending:
             aligned = self._aligned(reach)
             self._touch(state, start, end, aligned)
@@ -244,21 +243,22 @@ class HitFinder:
         tiers of the states, by group, and whether a tier beyond this host has not answered yet."""
         unit, alignment = self._facts.unit, self._facts.alignment
         ends = range(self._aligned(start) + alignment, reach + 1, alignment)
-        end, tiers, is_pending = self._last_state(state, [*tails, *reversed(ends)])
+        boundary = self._aligned(reach)
+        end, tiers, is_pending = self._last_state(state, [*tails, *reversed(ends)], boundary)
         if end < reach:  # states inside blocks are kept where prompts ended, which is not known
             nearest = range(reach // unit * unit, max(start, end), -unit)[:_MOST_PROBED]
             inside = [one for one in nearest if one % alignment]
-            deeper, found, more = self._last_state(state, inside)
+            deeper, found, more = self._last_state(state, inside, -1)
             is_pending |= more
             if deeper:
                 return deeper, found, is_pending
         return (end, tiers, is_pending) if end else (start, [], is_pending)
 
     def _last_state(
-        self, state: RequestState, ends: Sequence[int]
+        self, state: RequestState, ends: Sequence[int], boundary: int
     ) -> tuple[int, list[TierName], bool]:
         """The first of ``ends`` at which every recurrent group has its state, and as ``_states``; 0
-        if there is none."""
+        if there is none. Notes which state is missing at ``boundary``, one of them."""
         found: dict[int, list[TierName]] = {end: [] for end in ends}
         is_pending = False
         for group in self._sparse:
@@ -266,7 +266,11 @@ class HitFinder:
             located = self._pool.locate([key for _, key in known])
             is_pending |= located.pending
             pairs = zip(known, located.tiers, strict=True)
+            is_candidate = boundary in found
             found = {end: [*found[end], tier] for (end, _), tier in pairs if tier}
+            if is_candidate and boundary not in found:
+                state.lacks = state.key_at(boundary, group)
+                state.lacks_kind = str(self._facts.groups[group].kind)
         end = next(iter(found), 0)
         return end, found.get(end, []), is_pending
 

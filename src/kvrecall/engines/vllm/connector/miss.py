@@ -17,6 +17,7 @@ from typing import NamedTuple
 from kvrecall.block import BlockKey
 from kvrecall.config import ExplainMisses
 from kvrecall.engines.base import Miss, Reason
+from kvrecall.engines.vllm.compat.config import GroupKind
 from kvrecall.engines.vllm.connector.chains import LEAST_COMMON, Chains
 from kvrecall.engines.vllm.connector.metrics import Tally
 from kvrecall.engines.vllm.connector.request import RequestState
@@ -187,8 +188,9 @@ class MissExplainer:
         """The reason if the pool knows nothing of the block with that index in the chain."""
         if state.promise is not None and state.promise.is_over:
             return {"reason": Reason.LATE, "cause": "handover"}
-        if state.lacks is not None:
-            return {"reason": Reason.UNSAVED, "group": state.lacks_kind}
+        facts = self._facts
+        if state.lacks is not None and facts.groups[facts.chain].kind is GroupKind.FULL:
+            return {"reason": Reason.UNSAVED, "group": state.lacks_kind}  # its chain is there
         owner = None if whole is None else self.chains.owner(whole)
         if owner is not None:
             if owner in live:
