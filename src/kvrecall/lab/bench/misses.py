@@ -38,7 +38,7 @@ from kvrecall.lab.models import write_model
 from kvrecall.pool.arena import Arena
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.pool import Pool
-from kvrecall.pool.service.admin import Drop, ServiceAdmin
+from kvrecall.pool.service.admin import Drop, List, ServiceAdmin
 from kvrecall.pool.service.endpoint import ServiceThread
 from kvrecall.pool.service.inventory import Query
 
@@ -52,6 +52,10 @@ _PAD, _LAST = 3, 255  # tokens of prompts
 _TTL_S = 3
 _SETTLE_S = 60.0
 _DEADLINE_S = 0.3
+_MOST_PUSHES = 30
+
+ON_DISK = "on disk"
+"""Salt of prompts whose blocks have left the host."""
 
 _Prompt = list[int]
 _Expected = Mapping[str, object]
@@ -89,6 +93,8 @@ class _Client:
     """Asks one server, and keeps the outcomes."""
 
     server: ServerProcess
+    socket: Path
+    """At which the pool can be administered."""
     outcomes: list[_Outcome]
     rng: random.Random
     http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=120))
@@ -105,6 +111,18 @@ class _Client:
             self._post(list(prompts[start : start + 64]), salt, {})
         self.server.settle()
         self.server.forget_device()
+
+    def on_disk(self, count: int) -> list[_Prompt]:
+        """Prompts of the tenant ON_DISK that are on disk only."""
+        prompts = self.prompts(count)
+        self.seed(prompts, ON_DISK)
+        query = Query(tenants=(tenant_of(ON_DISK),), tier="host")
+        for _ in range(_MOST_PUSHES):
+            with ServiceAdmin(self.socket) as admin:
+                if not admin.do(List(query)).rows:
+                    return prompts
+            self.seed(self.prompts(32))
+        raise EngineError("blocks stay in the host, however many others are saved")
 
     def ask(
         self,
@@ -203,7 +221,7 @@ def _own_pool(
     words = _words(model, "--dtype", dtype, "--pool-config", str(config))
     progress(f"starting a server with a pool of its own ({dtype})")
     with ServerProcess(words, folder / f"{dtype}.log", progress) as server:
-        yield _Client(server, outcomes, rng)
+        yield _Client(server, folder / "admin.sock", outcomes, rng)
 
 
 @contextmanager
@@ -237,7 +255,7 @@ def _shared_pool(
         progress(f"starting a server over a pool service ({name} disk)")
         words = _words(model, "--dtype", "bfloat16", "--pool-config", str(config))
         server = stack.enter_context(ServerProcess(words, place / "server.log", progress))
-        yield _Client(server, outcomes, rng), service, io
+        yield _Client(server, place / "pool.sock", outcomes, rng), service, io
 
 
 # ---- causes ------------------------------------------------------------------------------------
@@ -274,7 +292,7 @@ def _evicted(client: _Client, folder: Path, share: int) -> None:
     """Causes for which a block left the tiers, and damage."""
 
     def drop(query: Query) -> None:
-        with ServiceAdmin(folder / "admin.sock") as admin:
+        with ServiceAdmin(client.socket) as admin:
             admin.do(Drop(query, True))
 
     def expect(name: str, prompts: Sequence[_Prompt], salt: str | None, **more: object) -> None:
@@ -306,9 +324,7 @@ def _evicted(client: _Client, folder: Path, share: int) -> None:
             client.seed(client.prompts(64))
         expect("capacity", prompts, None, cause="capacity", tier="disk")
     for start in range(0, share, part):
-        prompts = client.prompts(min(part, share - start))
-        client.seed(prompts)
-        client.seed(client.prompts(64))  # pushes them out of the host
+        prompts = client.on_disk(min(part, share - start))
         for slab in (folder / "disk").glob("slab-*.kv"):
             with slab.open("r+b") as file:
                 for at in range(8192, slab.stat().st_size, 4096):
@@ -316,7 +332,7 @@ def _evicted(client: _Client, folder: Path, share: int) -> None:
                     file.write(b"\xff\x00\xff\x00")
         for prompt in prompts:
             expected = {"reason": "damaged", "tier": "disk", "cause": "corrupt", "from": 0}
-            client.ask("damaged", prompt, expected)
+            client.ask("damaged", prompt, expected, ON_DISK)
         client.server.forget_device()
 
 
@@ -331,31 +347,26 @@ def _troubled(client: _Client, service: ServiceThread, io: GatedIo, share: int) 
         for prompt in part:
             expected = {"reason": "audit", "from": (_BLOCKS - 1) * _BLOCK}
             client.ask("audit", prompt, expected)
-    on_disk = client.prompts(share)
-    client.seed(on_disk)
-    client.seed(client.prompts(64))
-    for prompt in on_disk:
+    for prompt in client.on_disk(share):
         io.gate.clear()
-        client.ask("late", prompt, {"reason": "late", "tier": "disk", "from": 0})
+        client.ask("late", prompt, {"reason": "late", "tier": "disk", "from": 0}, ON_DISK)
         io.gate.set()
         _wait(lambda: pool.stats().queued_reads == 0)
     client.server.forget_device()
-    on_disk = client.prompts(share + 1)
-    client.seed(on_disk)
-    client.seed(client.prompts(64))
+    on_disk = client.on_disk(share + 1)
     io.gate.clear()
-    client.ask("late", on_disk[0], {"reason": "late", "tier": "disk", "from": 0})
+    client.ask("late", on_disk[0], {"reason": "late", "tier": "disk", "from": 0}, ON_DISK)
     for prompt in on_disk[1:]:
-        client.ask("disk silent", prompt, {"reason": "away", "tier": "disk", "from": 0})
+        expected = {"reason": "away", "tier": "disk", "from": 0}
+        client.ask("disk silent", prompt, expected, ON_DISK)
     io.gate.set()
     _wait(lambda: pool.stats().queued_reads == 0)
     client.server.forget_device()
-    on_disk = client.prompts(share)
-    client.seed(on_disk)
-    client.seed(client.prompts(64))
+    on_disk = client.on_disk(share)
     leased = pool.acquire([one.key for one in pool.host_blocks()], 60.0)
     for prompt in on_disk:
-        client.ask("no room", prompt, {"reason": "no_room", "tier": "disk", "from": 0})
+        expected = {"reason": "no_room", "tier": "disk", "from": 0}
+        client.ask("no room", prompt, expected, ON_DISK)
     fresh = client.prompts(share)
     client.seed(fresh)
     for prompt in fresh:
@@ -372,13 +383,11 @@ def _declined(client: _Client, pool: Pool, io: GatedIo, share: int) -> None:
     """A disk so slow that computing is faster. Now and then the engine tries it again, and gives
     the load up: its own counters say which of the two happened."""
     progress("a disk that is slower than computing")
-    on_disk = client.prompts(2 * share)
-    client.seed(on_disk)
-    client.seed(client.prompts(64))
+    on_disk = client.on_disk(2 * share)
     io.bytes_per_s = 100e3
     for prompt in on_disk:
         before = _choices(client)
-        client.ask("slow disk", prompt, {})
+        client.ask("slow disk", prompt, {}, ON_DISK)
         outcome, after = client.outcomes[-1], _choices(client)
         given_up, declined = after[0] > before[0], after[1] > before[1]
         if given_up:
