@@ -14,7 +14,7 @@ from support.stores import SHARED, MemoryStore
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
-from kvrecall.block import TierName, tenant_of
+from kvrecall.block import Namespace, TierName, tenant_of
 from kvrecall.config import RecallSettings
 from kvrecall.engines.base import MISSED, REASONS, Reason
 from kvrecall.engines.vllm.connector.chains import Chains
@@ -389,7 +389,24 @@ def histories() -> dict[str, Callable[[Bench, Pool], None]]:
         for block in pool.admin.blocks():
             pool.drop([block.key], Cause.CORRUPT)
 
+    def elsewhere(bench: Bench, pool: Pool) -> None:
+        other = Bench(pool)
+        other.side.namespaces._make_base = lambda: Namespace.of({"test": "2"})
+        assert reason(ask(other, PROMPT, "theirs")) == "new"
+
+    def race(bench: Bench, pool: Pool) -> None:
+        params = SamplingParams()
+        request = Request(
+            "live", PROMPT, params, None, cache_salt="theirs", block_hasher=bench.hasher
+        )
+        bench.blocks["live"] = list(range(1, 200))
+        bench.side.admit(request)
+        bench.matched(request)
+        bench.step(request, 8)
+
     return {
+        "namespace": elsewhere,
+        "race": race,
         "none": lambda bench, pool: ask(bench, PROMPT, "theirs") and None,
         "evicted": evict,
         "refused": refuse,

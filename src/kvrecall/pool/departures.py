@@ -39,7 +39,7 @@ class Departures:
 
     A ring of 9 bytes each (13 with the number of its name), and a column of 4 bytes over the names
     of the tier, which the eviction policy's memory of evicted blocks uses too: a name that both
-    remember is there once. Not thread-safe; about a microsecond for each departure.
+    remember is there once. Not thread-safe; a microsecond or two for each departure.
     """
 
     def __init__(self, names: Names, now: Callable[[], float], most: int = MOST_DEPARTURES) -> None:
