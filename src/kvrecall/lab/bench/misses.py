@@ -53,6 +53,7 @@ _TTL_S = 3
 _SETTLE_S = 60.0
 _DEADLINE_S = 0.3
 _MOST_PUSHES = 30
+_AT_ONCE = 16  # prompts, which the host has room for
 
 ON_DISK = "on disk"
 """Salt of prompts whose blocks have left the host."""
@@ -105,11 +106,19 @@ class _Client:
     def prompts(self, count: int) -> list[_Prompt]:
         return [self.prompt() for _ in range(count)]
 
-    def seed(self, prompts: Sequence[_Prompt], salt: str | None = None) -> None:
-        """Has prompts computed and saved, and forgotten by the device."""
-        for start in range(0, len(prompts), 64):
-            self._post(list(prompts[start : start + 64]), salt, {})
-        self.server.settle()
+    def seed(self, prompts: Sequence[_Prompt], salt: str | None = None, whole: bool = True) -> None:
+        """Has prompts computed and saved, and forgotten by the device. ``whole``: again until the
+        pool has refused no block, as it does while the disk is behind."""
+        for start in range(0, len(prompts), _AT_ONCE):
+            part = list(prompts[start : start + _AT_ONCE])
+            for _ in range(_MOST_PUSHES):
+                refused = self.server.metric("kvrecall_blocks_refused_total")
+                self._post(part, salt, {})
+                self.server.settle()
+                if self.server.metric("kvrecall_blocks_refused_total") == refused or not whole:
+                    break
+            else:
+                raise EngineError("the pool refuses blocks, however often they are computed")
         self.server.forget_device()
 
     def on_disk(self, count: int) -> list[_Prompt]:
@@ -368,7 +377,7 @@ def _troubled(client: _Client, service: ServiceThread, io: GatedIo, share: int) 
         expected = {"reason": "no_room", "tier": "disk", "from": 0}
         client.ask("no room", prompt, expected, ON_DISK)
     fresh = client.prompts(share)
-    client.seed(fresh)
+    client.seed(fresh, whole=False)
     for prompt in fresh:
         client.ask("refused", prompt, {"reason": "refused", "cause": "room", "tier": "host"})
     pool.release(leased)

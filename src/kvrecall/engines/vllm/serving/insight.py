@@ -66,8 +66,8 @@ class ConnectorReports:
     def split_of(self, request_id: str) -> Mapping[str, object] | None:
         """The split of a request by the name the API gave it, with its miss as ``missed``."""
         name = _CHILD.sub("", request_id)
-        split = self._splits.get(name)
-        return None if split is None else {**split, "missed": self._misses.get(name)}
+        split, miss = self._splits.get(name), self._misses.get(name)
+        return split if split is None or miss is None else {**split, "missed": miss}
 
     def stat_logger(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
         """One of vLLM's stat loggers, which feeds this."""
