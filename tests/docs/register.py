@@ -38,6 +38,7 @@ _MAKE: Mapping[str, Kind] = {
 _SERVING: Mapping[str, Kind] = {
     "kvrecall demo": Elsewhere("tests/distribution/test_wheel.py", 'program, "demo", '),
     "kvrecall serve": Elsewhere("tests/server/live.py", '= (KVRECALL, "serve")'),
+    "kvrecall why": Elsewhere("tests/server/test_serve.py", '[KVRECALL, "why", '),
     "kvrecall config check": Runs(before=scenes.mindie, says="modelWeightPath"),
     "kvrecall config example": Runs(says="modelWeightPath"),
     "kvrecall router": Runs(before=scenes.instances, stays="Uvicorn running"),
@@ -101,6 +102,7 @@ _BENCH: Mapping[str, Kind] = {
     "kvrecall bench lookup": Runs(),
     "kvrecall bench index": Runs(more=" --blocks 2000 --repeats 2"),
     "kvrecall bench step": Runs(more=" --sequences 4 --steps 40 --block-size 16"),
+    "kvrecall bench misses": Elsewhere("tests/bench/test_misses.py", '"misses", '),
     "kvrecall bench launches": Runs(),
     "kvrecall bench overhead": Elsewhere("tests/bench/test_servers.py", '"overhead", '),
     "kvrecall bench throttle": Elsewhere("tests/bench/test_servers.py", '"throttle", '),

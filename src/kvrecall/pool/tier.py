@@ -98,6 +98,11 @@ class Tier(ABC):
         ``contains`` returns it. Does not wait."""
         return True
 
+    def is_silent(self, key: BlockKey) -> bool:
+        """Whether the tier cannot tell now if it has the block, which it may have: a store that
+        does not answer."""
+        return False
+
     @abstractmethod
     def depth_of(self, key: BlockKey) -> int | None:
         """The block's place in its chain (0 at the root), None if the block is not here."""

@@ -38,6 +38,10 @@ COMMANDS = {
         "step",
         "What the connector adds to a step of vLLM's scheduler while sequences decode.",
     ),
+    "misses": (
+        "misses",
+        "Every cause of a miss brought about on live servers: is it the one that is reported?",
+    ),
     "launches": (
         "launches",
         "Calls, operations and waits that kvrecall asks of a device, counted without one.",

@@ -49,6 +49,10 @@ BIAS: Mapping[str, str] = {
     ),
     "overhead": "against the pool: nothing is ever asked again, so saving can only cost",
     "throttle": "for neither: a disk of known bandwidth, one hit at a time",
+    "misses": (
+        "for explanations: one request at a time, each cause alone; against them: a small model, "
+        "whose first token takes milliseconds"
+    ),
     "service": "for the service: two clients that do nothing else",
     "lookup": "for the pool: one caller, keys that are all there or all absent",
     "index": "for the index: blocks of one size and one namespace, in chains of 50",

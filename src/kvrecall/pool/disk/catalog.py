@@ -19,6 +19,7 @@ from kvrecall.block import NAMESPACE_BYTES, BlockKey, Tenant, TierName
 from kvrecall.config import PoolTerms
 from kvrecall.pool.changes import Cause, Watcher
 from kvrecall.pool.counters import TierCounters
+from kvrecall.pool.departures import Departure
 from kvrecall.pool.disk.index import Row, Rows
 from kvrecall.pool.disk.slabs import SLAB_BITS, slab_of
 from kvrecall.pool.eviction import EvictionPolicy
@@ -157,6 +158,11 @@ class Catalog(EvictionOrders):
         with self._lock:
             number = self._find(key)
             return None if number < 0 else int(self._depth.cells[number])
+
+    def departure(self, key: BlockKey) -> Departure | None:
+        """Why and when the block left; None if that is not remembered."""
+        with self._lock:
+            return self.departures.of(key)
 
     def _entry(self, number: int) -> Entry:
         begin = number * self._tag_bytes
@@ -735,6 +741,7 @@ class Catalog(EvictionOrders):
     def _forget(self, number: int, cause: Cause) -> None:
         for watcher in self.watchers:
             watcher.removed(TierName.DISK, self._table.key(number), cause)
+        self.departures.note_n(number, cause)
         address, state = self._address.cells[number], self._state.cells
         slot_bytes = self._slot_bytes(number)
         if state[number] & _PINNED:

@@ -22,6 +22,7 @@ from kvrecall.errors import ConfigError, TierError
 from kvrecall.pool.base import TierStats
 from kvrecall.pool.changes import Cause, Watcher
 from kvrecall.pool.compression import check_compression
+from kvrecall.pool.departures import Departure
 from kvrecall.pool.disk.catalog import Catalog, DiskCounters, Entry
 from kvrecall.pool.disk.codec import BlockCodec, Plain
 from kvrecall.pool.disk.flusher import Flusher
@@ -145,6 +146,10 @@ class DiskTier(Tier):
 
     def depth_of(self, key: BlockKey) -> int | None:
         return self._catalog.depth_of(key)
+
+    def departure(self, key: BlockKey) -> Departure | None:
+        """Why and when the block left; None if that is not remembered."""
+        return self._catalog.departure(key)
 
     def submit_put(self, puts: Sequence[Put]) -> list[PutVerdict]:
         return self._flusher.submit(puts)

@@ -152,6 +152,10 @@ class RemoteTier(Tier):
     def contains(self, key: BlockKey) -> bool:
         return self._existence.of(key) is Belief.THERE and self._is_up()
 
+    def is_silent(self, key: BlockKey) -> bool:
+        is_open = self._existence.of(key) in (Belief.UNKNOWN, Belief.THERE)
+        return is_open and not self._is_up()
+
     def depth_of(self, key: BlockKey) -> int | None:
         return self._existence.depth_of(key)
 

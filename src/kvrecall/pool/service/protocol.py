@@ -24,11 +24,11 @@ from msgspec import Meta
 
 from kvrecall.block import FORMAT_VERSION, NAMESPACE_BYTES, BlockKey, Tenant, TierName
 from kvrecall.errors import KvrecallError
-from kvrecall.pool.base import ArenaHandle, PoolStats, Verdict, check_parents
+from kvrecall.pool.base import Absence, ArenaHandle, PoolStats, Verdict, check_parents
 
 E = TypeVar("E", bound=enum.Enum | None)
 
-PROTOCOL = 100 * FORMAT_VERSION + 8
+PROTOCOL = 100 * FORMAT_VERSION + 9
 """Both sides must use the same version. It includes the format of blocks."""
 
 MAX_FRAME = 8 << 20
@@ -187,6 +187,11 @@ class Locate(Message, frozen=True, tag=17):
     keys: Keys
 
 
+class Why(Message, frozen=True, tag=18):
+    number: Number
+    key: Key
+
+
 class Administer(Message, frozen=True, tag=32):
     """``fields``: of the command of that name, see ``admin``. Answered by any number of
     ``Progress`` and one ``Administered``."""
@@ -200,6 +205,7 @@ Request = (
     Register
     | Find
     | Locate
+    | Why
     | Acquire
     | Poll
     | Release
@@ -285,6 +291,11 @@ class LocatedReply(Message, frozen=True, tag=73):
     pending: bool
 
 
+class WhyReply(Message, frozen=True, tag=74):
+    number: Number
+    absence: Absence
+
+
 class Progress(Message, frozen=True, tag=76):
     """Of a command: what is done, and what there is to do."""
 
@@ -307,6 +318,7 @@ Reply = (
     | Trouble
     | FoundReply
     | LocatedReply
+    | WhyReply
     | RecallReply
     | ReserveReply
     | Flushed

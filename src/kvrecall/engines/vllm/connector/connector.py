@@ -432,10 +432,11 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._scheduler.tally.is_due(self._scheduler.is_busy):
             return None
         gauges = self._scheduler.tally.watch(self._pool.stats())
-        counts, splits, loads = self._scheduler.tally.take()
-        if not (counts or splits or loads):
+        stats = self._scheduler.tally.take()
+        if not any(stats.data.values()):
             return None
-        return RecallStats.of(counts, gauges, splits, loads=loads)
+        stats.data["gauges"] = gauges
+        return stats
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> RecallStats | None:
