@@ -111,12 +111,18 @@ class Outcome:
         return "; ".join([*self.wrong[:2], *self.races[:2], self.deadlock])
 
 
-def run(model: Path, seed: int, ignored: frozenset[str] = frozenset()) -> Outcome:
+def run(
+    model: Path, seed: int, ignored: frozenset[str] = frozenset(), kind: str = "one group"
+) -> Outcome:
     """One schedule, which follows from its seed."""
     chance = random.Random(seed)
     machine = Machine(chance, Style.draw(chance), ignored)
     overlapping, by_priority = chance.random() < 0.7, chance.random() < 0.5
     blocks = chance.choice((12, 16, 24))
+    reaches: tuple[int, ...] = (0,)
+    if kind == "several groups":
+        reaches = chance.choice(((0, 40), (24, 0), (0, 24, 56), (40, 0, 16)))
+        blocks += 12 * len(reaches) - 12
     settings = RecallSettings.from_mapping({"host_size": f"{4 * chance.choice(_SLOTS)}KiB"})
     outcome = Outcome(sites=machine.sites)
     tier = LateTier(machine, chance) if chance.random() < 0.5 else None
@@ -130,6 +136,7 @@ def run(model: Path, seed: int, ignored: frozenset[str] = frozenset()) -> Outcom
             blocks,
             loads_first=chance.random() < 0.5,
             zeroes=chance.random() < 0.5,
+            reaches=reaches,
         )
         if tier is not None:
             tier.cells_of = engine.slot_cells
