@@ -51,12 +51,17 @@ from kvrecall.engines.vllm.compat.config import Sharing, kv_groups
 from kvrecall.engines.vllm.connector import worker as workers
 from kvrecall.engines.vllm.connector.connector import RecallConnector
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
-from kvrecall.engines.vllm.connector.wire import ORIGIN_BYTES, EngineFacts, GroupFacts
+from kvrecall.engines.vllm.connector.wire import (
+    ALL_BLOCKS,
+    ORIGIN_BYTES,
+    EngineFacts,
+    GroupFacts,
+)
 from kvrecall.engines.vllm.connector.worker import RecallWorker
 from kvrecall.pool import Pool
 from kvrecall.pool.base import Verdict
 
-from .device import Cells, LateDevice, Machine, Mark, cells_of
+from .device import Cells, LateDevice, Machine, Mark
 
 BLOCK = 16
 LAYERS = 2
@@ -93,14 +98,22 @@ def story(prompt: tuple[int, ...]) -> tuple[list[int], np.ndarray]:
         rows.append(state)
         if at + 1 == len(tokens):
             tokens.append(state[0])
-    first = np.frombuffer(b"".join(rows), np.uint8).reshape(LONGEST, TOKEN)
+    first = np.frombuffer(b"".join(rows), np.uint8).reshape(LONGEST, TOKEN).copy()
+    first[:, 1::2] &= 0x3F  # numbers of 16 bits, all of them finite
     return tokens, np.stack([first ^ layer for layer in range(LAYERS)])
 
 
 @functools.cache
-def config(model: Path, overlapping: bool, by_priority: bool) -> Any:
+def config(
+    model: Path,
+    overlapping: bool,
+    by_priority: bool,
+    connector: str = "SimulatedConnector",
+    module: str = __name__,
+) -> Any:
     """vLLM's configuration. ``overlapping``: asynchronous scheduling. ``by_priority``: of requests,
-    so that one may be preempted in the step that scheduled it."""
+    so that one may be preempted in the step that scheduled it. ``connector``: a class of
+    ``module``."""
     args = EngineArgs(
         model=str(model),
         skip_tokenizer_init=True,
@@ -113,8 +126,8 @@ def config(model: Path, overlapping: bool, by_priority: bool) -> Any:
         enable_prefix_caching=True,
         scheduling_policy="priority" if by_priority else "fcfs",
         kv_transfer_config=KVTransferConfig(
-            kv_connector="SimulatedConnector",
-            kv_connector_module_path=__name__,
+            kv_connector=connector,
+            kv_connector_module_path=module,
             kv_role="kv_both",
         ),
     )
@@ -184,12 +197,16 @@ class Rank:
     """A worker, and the device's memory of its rank: uint8 ``[blocks, PAGE]`` by layer of a
     group."""
 
-    def __init__(self, vllm_config: Any, cache: KVCacheConfig, number: int) -> None:
+    def __init__(
+        self, machine: Machine, vllm_config: Any, cache: KVCacheConfig, number: int
+    ) -> None:
+        self.machine = machine
         self.number = number
         self.memory = [aligned(cache.num_blocks, PAGE) for _ in range(LAYERS)]
+        self.caches = self._caches(vllm_config, cache)
         self.worker = RecallWorker(vllm_config, cache)
         layers = range(LAYERS * len(cache.kv_cache_groups))
-        self.worker.register({f"layers.{i}": self.memory[i % LAYERS] for i in layers})
+        self.worker.register({f"layers.{i}": self.caches[i % LAYERS] for i in layers})
 
         def placed(sizes: Sequence[int], *_: Any) -> list[int]:
             return list(accumulate(sizes, initial=number * sum(sizes)))[:-1]
@@ -197,24 +214,32 @@ class Rank:
         with patch.object(workers.config, "record_places", placed):
             self.shard = self.worker.shard()
 
+    def _caches(self, vllm_config: Any, cache: KVCacheConfig) -> list[torch.Tensor]:
+        """The memory as the model's layers have it, which are made here."""
+        return self.memory
+
     @property
     def part(self) -> range:
         """Its bytes of a record."""
         nbytes = self.shard.nbytes()
         return range(self.number * nbytes, (self.number + 1) * nbytes)
 
-    def cells(self, ids: Sequence[int]) -> Cells:
+    def cells(self, ids: Sequence[int], layers: Sequence[int] = range(LAYERS)) -> Cells:
         """Those of device blocks."""
         return {
             cell
-            for rows in self.memory
+            for layer in layers
             for block in ids
-            for cell in cells_of(rows.data_ptr() + block * PAGE, PAGE)
+            for cell in self.machine.cells(self.memory[layer].data_ptr() + block * PAGE, PAGE)
         }
 
 
 class Engine:
     """See the module. Within ``on(machine)``."""
+
+    rank: type[Rank] = Rank
+    exact_blocks = ALL_BLOCKS
+    """As of ``EngineFacts``."""
 
     def __init__(
         self,
@@ -241,12 +266,12 @@ class Engine:
         vllm_config = copy.copy(vllm_config)
         vllm_config.compilation_config = SimpleNamespace(static_forward_context={})
         self.reaches = reaches
-        cache = kv_cache(blocks, reaches)
+        cache = self._cache(blocks)
         cache.zeroes = self._zeroes = zeroes
         kind = AsyncScheduler if self.overlapping else Scheduler
         grammar = SimpleNamespace(accept_tokens=lambda *_: True)
         self.scheduler = kind(vllm_config, cache, grammar, BLOCK)
-        self.ranks = [Rank(vllm_config, cache, number) for number in range(ranks)]
+        self.ranks = [self.rank(machine, vllm_config, cache, number) for number in range(ranks)]
         self._aggregator = KVOutputAggregator(ranks)
         assert not any(rank.shard.copies_in_step for rank in self.ranks)
         of_rank = self.ranks[0].shard.nbytes()  # the same of each group
@@ -258,6 +283,7 @@ class Engine:
             copies_in_step=False,
             rank_share=of_rank / nbytes,
             recovers=RECOVERS,
+            exact_blocks=self.exact_blocks,
         )
         manager = self.scheduler.kv_cache_manager
         connector = self.scheduler.connector
@@ -368,6 +394,9 @@ class Engine:
         for rank in self.ranks:
             rank.worker.close()
 
+    def _cache(self, blocks: int) -> SimulatedCache:
+        return kv_cache(blocks, self.reaches)
+
     # ---- within --------------------------------------------------------------------------
 
     def _take(self) -> None:
@@ -439,7 +468,8 @@ class Engine:
             memory = rank.worker._arena.memory(self.pool.arena_handle())
             assert memory is not None
             part = rank.part
-            found.update(cells_of(memory.ctypes.data + offset + part.start, len(part)))
+            begin = memory.ctypes.data + offset + part.start
+            found.update(self.machine.cells(begin, len(part)))
         return found
 
     def _zero(self, rank: Rank, ids: list[int]) -> None:

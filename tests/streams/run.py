@@ -7,12 +7,13 @@ wait of kvrecall's taken out, which they must find, too.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from kvrecall.pool.tier import NullTier
 
 from .device import DeadlockError, Machine, Style
 from .engine import BLOCK, LONGEST, RECOVERS, Engine, config, on
+from .retrieval import RetrievalEngine, drawn_settings, retrieving
 from .tier import LateTier
 
 _MOST_STEPS = 2000
@@ -125,11 +127,23 @@ def run(
         blocks += 12 * len(reaches) - 12
     settings = RecallSettings.from_mapping({"host_size": f"{4 * chance.choice(_SLOTS)}KiB"})
     outcome = Outcome(sites=machine.sites)
+    offloads = kind == "offload"
     tier = LateTier(machine, chance) if chance.random() < 0.5 else None
     arena = Arena.create(settings.pool.host_bytes)
-    with on(machine), Pool(arena, tier or NullTier(), settings.pool.policy) as pool:
-        engine = Engine(
-            config(model, overlapping, by_priority),
+    with ExitStack() as stack:
+        stack.enter_context(on(machine))
+        pool = stack.enter_context(Pool(arena, tier or NullTier(), settings.pool.policy))
+        make: Callable[..., Engine] = Engine
+        told = config(model, overlapping, by_priority)
+        if offloads:
+            retrieval = drawn_settings(chance)
+            stack.enter_context(retrieving(machine, retrieval, chance.choice((2, 8, 64))))
+            make = functools.partial(RetrievalEngine, chance, retrieval)
+            told = config(
+                model, overlapping, by_priority, "RecallConnector", "streams.retrieval"
+            )
+        engine = make(
+            told,
             machine,
             pool,
             chance.choice((1, 1, 2)),
