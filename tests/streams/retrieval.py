@@ -33,6 +33,7 @@ from kvrecall.attention.selection import Gate
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.engines.vllm import device as devices
 from kvrecall.engines.vllm.attention import backend, cuda, offload_scheduler
+from kvrecall.engines.vllm.attention import layer as layers
 from kvrecall.engines.vllm.attention.backend import RetrievalAttention
 from kvrecall.engines.vllm.attention.cuda import DeviceBuilder
 from kvrecall.engines.vllm.attention.offload_scheduler import (
@@ -74,6 +75,13 @@ def drawn_settings(chance: random.Random) -> RetrievalSettings:
     )
 
 
+class EveryStep(int):
+    """In place of ``layer._SEEN_EVERY``: what was chosen is noted in every sparse step."""
+
+    def __rmod__(self, _: int) -> int:
+        return 1
+
+
 @contextmanager
 def retrieving(machine: Machine, settings: RetrievalSettings, patience: int) -> Iterator[None]:
     """Within ``engine.on``: layers of engines made in here decode by retrieval with these
@@ -94,6 +102,7 @@ def retrieving(machine: Machine, settings: RetrievalSettings, patience: int) -> 
             stack.enter_context(patch.object(module, "active_settings", lambda _: settings))
         stack.enter_context(patch.object(runner, "follow_blocks", lambda _: None))
         stack.enter_context(patch.object(offload_scheduler, "PATIENCE", patience))
+        stack.enter_context(patch.object(layers, "_SEEN_EVERY", EveryStep(16)))
         stack.enter_context(patch.object(Records, "pages", read))
         forms = {META.type: lambda _: LateDevice(machine, tensors)}
         stack.enter_context(patch.dict(devices.FORMS, forms))
@@ -268,26 +277,23 @@ class Kernels:
             reads |= self._rows(coded, [one for one in middle if one >= 0])
         for written in (table, missed, place, state, counts):
             self._machine.unknown(written)
-        plain = table.plain, missed.plain, place.plain, state.plain, counts.plain
-        digests = coded.plain, off.plain
+        plain = [one.plain.numpy() for one in (table, missed, place, state, counts)]
+        digests = [one.plain.numpy().view(np.uint8) for one in (coded, off)]
 
         def work() -> None:
             for at, (row, ids, name) in enumerate(zip(known, choice.blocks, names, strict=False)):
                 init, middle, count = row[INIT], row[MIDDLE], row[CHOSEN]
-                told = rank.told(name, layer)
+                want = rank.digests_of(name, layer)
+                for one in range(init, init + middle):
+                    found = digests[0][:, ids[one]] if ids[one] >= 0 else digests[1][:, -1 - ids[one]]
+                    if not np.array_equal(found, want[:, one]):
+                        rank.wrong(f"a digest of {name} is not that of its block's keys")
                 for head in range(HEADS):
-                    for one in range(middle):
-                        number = ids[init + one]
-                        which = digests[number < 0][head, number if number >= 0 else -1 - number]
-                        if not np.array_equal(
-                            which.numpy().view(np.uint8), rank.digest_of(told, head, init + one)
-                        ):
-                            rank.wrong(f"a digest of {name} is not that of its block's keys")
                     chosen = sorted(rank.chance.sample(range(middle), count))
                     choice.chosen[at * HEADS + head] = chosen
                     named = [*ids[:init], *(ids[init + one] for one in chosen)]
                     named += ids[init + middle : row[BLOCKS]]
-                    plain[0][at * HEADS + head, : len(named)] = torch.tensor(named)
+                    plain[0][at * HEADS + head, : len(named)] = named
                     if RECALLS and row[SLOTS]:
                         wanted = [-1 - one for one in named[init : init + count] if one < 0]
                         ours = choice.slots[at][: row[SLOTS]]
@@ -303,10 +309,10 @@ class Kernels:
         row: int,
         wanted: list[int],
         slots: list[int],
-        missed: torch.Tensor,
-        place: torch.Tensor,
-        state: torch.Tensor,
-        counts: torch.Tensor,
+        missed: np.ndarray,
+        place: np.ndarray,
+        state: np.ndarray,
+        counts: np.ndarray,
     ) -> None:
         """Slots for these numbers; the longest unused ones are taken."""
         holds, used, clock = state[:, head]
@@ -323,11 +329,11 @@ class Kernels:
             rank.wrong(f"{name} has too few slots")
             lost = lost[: len(slots)]
         missed[row, 0] = len(lost)
-        missed[row, 1 : 1 + len(lost)] = torch.tensor(lost, dtype=torch.int32)
+        missed[row, 1 : 1 + len(lost)] = lost
         oldest = sorted(slots, key=lambda slot: int(used[slot]))[: len(lost)]
         for number, slot in zip(lost, oldest, strict=True):
             holds[slot], place[head, number], used[slot] = number + 1, slot, now
-        counts += torch.tensor([len(wanted) - len(lost), len(lost)])
+        counts += [len(wanted) - len(lost), len(lost)]
 
     def fetch_blocks(
         self,
@@ -352,7 +358,7 @@ class Kernels:
                     if one < 0:
                         reads.update(self._machine.cells(known[-1 - one] + layer_at, PAGE))
                 writes |= rank.cells(slots[: row[SLOTS]], [choice.layer])
-        plain = table.plain, missed.plain, place.plain, addresses.plain
+        plain = [one.plain.numpy() for one in (table, missed, place, addresses)]
 
         def work() -> None:
             for at, row in enumerate(choice.facts):
@@ -387,7 +393,7 @@ class Kernels:
         for row, ids, slots in zip(choice.facts, choice.blocks, choice.slots, strict=False):
             there = [one for one in ids[: row[BLOCKS]] if one >= 0]
             reads |= rank.cells([*there, *slots[: row[SLOTS]]], [layer])
-        plain = table.plain
+        plain = table.plain.numpy()
 
         def work() -> None:
             memory = rank.memory[layer].numpy().reshape(-1, HEADS, BLOCK, TOKEN // HEADS)
@@ -439,6 +445,7 @@ class RetrievalRank(Rank):
         self.builder = Builder(group.kv_cache_spec, names, vllm_config, META)
         self.layout = self.builder._settings.layout(BLOCK, narrows=False)
         self.tokens: dict[int, str] = {}
+        self._known: dict[tuple[str, int], np.ndarray] = {}
         self.machine.ranks.append(self)
         return made
 
@@ -459,11 +466,15 @@ class RetrievalRank(Rank):
         rows = self.engine.rows(name, self.number)[layer]
         return rows.reshape(len(rows), HEADS, TOKEN // HEADS).transpose(1, 0, 2)
 
-    def digest_of(self, told: np.ndarray, head: int, block: int) -> np.ndarray:
-        """The digest of a block, as bytes ``[rows, width]``."""
-        rows = np.ascontiguousarray(told[head, block * BLOCK : (block + 1) * BLOCK])
-        keys = torch.from_numpy(rows).view(torch.float16)[:, :DIM]
-        return digested(self, keys).numpy().view(np.uint8)
+    def digests_of(self, name: str, layer: int) -> np.ndarray:
+        """The digests of a request's blocks: uint8 ``[HEADS, blocks, rows, width]``."""
+        found = self._known.get((name, layer))
+        if found is None:
+            rows = np.ascontiguousarray(self.told(name, layer))
+            rows = rows[:, : rows.shape[1] // BLOCK * BLOCK].reshape(HEADS, -1, BLOCK, TOKEN // HEADS)
+            keys = torch.from_numpy(rows).view(torch.float16)[..., :DIM]
+            found = self._known[name, layer] = digested(self, keys).numpy().view(np.uint8)
+        return found
 
     def wrong(self, text: str) -> None:
         self.engine.wrong.append(text)

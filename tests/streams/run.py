@@ -12,18 +12,27 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
+from kvrecall.attention.residency import DeviceResidency
 from kvrecall.config import RecallSettings
+from kvrecall.engines.vllm.attention.backend import RetrievalBuilder
+from kvrecall.engines.vllm.attention.copied import CopiedLayer
+from kvrecall.engines.vllm.attention.group import RetrievalGroup
+from kvrecall.engines.vllm.attention.offload_scheduler import OffloadManager, OffloadPlanner
+from kvrecall.engines.vllm.compat import scheduler as compat
 from kvrecall.engines.vllm.connector.saver import Saver
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
+from kvrecall.engines.vllm.connector.wire import Arrival, EngineFacts
+from kvrecall.engines.vllm.connector.worker import RecallWorker
 from kvrecall.lab.models import write_model
 from kvrecall.pool import Pool
 from kvrecall.pool.arena import Arena
@@ -36,6 +45,7 @@ from .tier import LateTier
 
 _MOST_STEPS = 2000
 _LENGTH = 30
+_FAILS = 0.5  # how likely a step fails, beside _ACTIONS
 _SLOTS = (8, 40, 100)
 """Blocks of 4 KiB that the pool has room for."""
 
@@ -80,18 +90,170 @@ def _failed_steps_cached() -> Any:
     return patch.object(KVCacheManager, "evict_blocks", lambda *_: None)
 
 
-RULES: dict[str, Callable[[], Any]] = {
-    "rule: device blocks of a request that ended are held for its stores": _freed_at_once,
-    "rule: blocks are committed when all ranks have stored them": _committed_by_the_first_rank,
-    "rule: slots are leased until their load is complete": _released_at_once,
+def _freed_while_stored() -> Any:
+    return patch.object(EngineFacts, "frees_while_running", False)
+
+
+def _loaded_wherever_it_ends() -> Any:
+    return patch.object(compat, "room_for", lambda _: lambda *_: True)
+
+
+def _left_without_a_lease() -> Any:
+    left = OffloadPlanner.left
+
+    def forget(planner: Any, request_id: str, block_ids: Any, slots: Any) -> None:
+        left(planner, request_id, block_ids, slots)
+        sequence = planner._sequences[request_id]
+        for ticket in sequence.tickets:
+            planner._pool.release(ticket)
+        sequence.tickets.clear()
+
+    return patch.object(OffloadPlanner, "left", forget)
+
+
+def _arrived_without_a_lease() -> Any:
+    arrived = OffloadPlanner.arrived
+
+    def forget(planner: Any, request_id: str, slots: Any) -> None:
+        arrived(planner, request_id, slots)
+        sequence = planner._sequences[request_id]
+        for ticket in sequence.tickets:
+            planner._pool.release(ticket)
+        sequence.tickets.clear()
+
+    return patch.object(OffloadPlanner, "arrived", forget)
+
+
+def _released_while_under_way() -> Any:
+    def forget(planner: Any, request_id: str) -> None:
+        sequence = planner._sequences.pop(request_id, None)
+        if sequence is not None:
+            planner._release(sequence)
+            planner._ended += [request_id] if sequence.gone else []
+
+    return patch.object(OffloadPlanner, "ended", forget)
+
+
+@contextmanager
+def _moved_after_the_step() -> Iterator[None]:
+    carry_out, start_stores = RetrievalGroup._carry_out, RecallWorker.start_stores
+    late: list[Any] = []
+
+    def forget(group: Any, order: Any, records: Any) -> bool:
+        if isinstance(order, Arrival) or order.request_id not in group._sequences:
+            return carry_out(group, order, records)
+        late.append(functools.partial(carry_out, group, order, records))
+        return True
+
+    def begin(worker: Any, orders: Any) -> None:
+        while late:
+            late.pop(0)()
+        start_stores(worker, orders)
+
+    with (
+        patch.object(RetrievalGroup, "_carry_out", forget),
+        patch.object(RecallWorker, "start_stores", begin),
+    ):
+        yield
+
+
+def _fresh_though_loaded() -> Any:
+    return patch.object(RetrievalGroup, "note_overwritten", lambda *_: None)
+
+
+def _fresh_though_written() -> Any:
+    return patch.object(RetrievalBuilder, "_note_written", lambda *_: None)
+
+
+def _left_with_stale_digests() -> Any:
+    carry_out = RetrievalGroup._carry_out
+
+    def forget(group: Any, order: Any, records: Any) -> bool:
+        none = torch.empty(0, dtype=torch.int64)
+        with patch.object(group.freshness, "take_stale", lambda _: none):
+            return carry_out(group, order, records)
+
+    return patch.object(RetrievalGroup, "_carry_out", forget)
+
+
+def _slots_given_away() -> Any:
+    add = OffloadManager._add_slots
+
+    def forget(manager: Any, request_id: str, count: int) -> list[int]:
+        ids = add(manager, request_id, count)
+        held = manager._slots[request_id]
+        manager.block_pool.free_blocks(held[len(held) - len(ids) :])
+        del held[len(held) - len(ids) :]
+        return ids
+
+    return patch.object(OffloadManager, "_add_slots", forget)
+
+
+def _numbers_remembered() -> Any:
+    def forget(residency: Any, numbers: Any, slots: Any, most: int) -> None:
+        known = residency.place.shape[1]
+        if known < most:
+            place = residency.place.new_zeros((len(residency.place), 2 * most))
+            place[:, :known] = residency.place
+            residency.place = place
+
+    return patch.object(DeviceResidency, "begin", forget)
+
+
+def _copied_once_though_open() -> Any:
+    copied = CopiedLayer.copy
+
+    def forget(layer: Any, kv_cache: Any, row: Any, new_tokens: int) -> Any:
+        made = copied(layer, kv_cache, row, new_tokens)
+        if row.kept is not None:
+            row.kept.copied[layer._name] = -(-row.tokens // BLOCK)
+        return made
+
+    return patch.object(CopiedLayer, "copy", forget)
+
+
+ALL = ("one group", "several groups", "offload")
+"""Kinds of schedules."""
+
+GROUPS, OFFLOAD = ("several groups",), ("offload",)
+RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "rule: device blocks of a request that ended are held for its stores": (_freed_at_once, ALL),
+    "rule: blocks are committed when all ranks have stored them": (
+        _committed_by_the_first_rank,
+        ALL,
+    ),
+    "rule: slots are leased until their load is complete": (_released_at_once, ALL),
+    "rule: stores are waited for before what a window has freed is overwritten": (
+        _freed_while_stored,
+        GROUPS,
+    ),
+    "rule: a hit is loaded where it fits to its end beside those that wait": (
+        _loaded_wherever_it_ends,
+        GROUPS,
+    ),
+    "rule: blocks that left are leased": (_left_without_a_lease, OFFLOAD),
+    "rule: blocks that stay in the pool are leased": (_arrived_without_a_lease, OFFLOAD),
+    "rule: leases outlast the steps under way of a sequence that is preempted": (
+        _released_while_under_way,
+        OFFLOAD,
+    ),
+    "rule: digests of leaving blocks are taken before the step writes": (
+        _moved_after_the_step,
+        OFFLOAD,
+    ),
+    "rule: digests of loaded blocks are stale": (_fresh_though_loaded, OFFLOAD),
+    "rule: digests of written blocks are stale": (_fresh_though_written, OFFLOAD),
+    "rule: stale blocks are digested before they leave": (_left_with_stale_digests, OFFLOAD),
+    "rule: slots are a sequence's until it ends": (_slots_given_away, OFFLOAD),
+    "rule: what held a number or slot before is forgotten": (_numbers_remembered, OFFLOAD),
+    "rule: a block is copied again until it is full": (_copied_once_though_open, OFFLOAD),
 }
-"""Waits of the scheduler side, which no event names; each with what takes it out."""
+"""Waits and orders that no event names; each with what takes it out, and where it matters."""
 
 _ACTIONS: dict[str, float] = {"add": 8, "abort": 1, "preempt": 1, "sleep": 0.2, "step": 8}
 if RECOVERS:
-    RULES["rule: blocks of a step that failed are not committed"] = _failed_steps_believed
-    RULES["rule: they leave vLLM's prefix cache"] = _failed_steps_cached
-    _ACTIONS["fail"] = 0.5
+    RULES["rule: blocks of a step that failed are not committed"] = _failed_steps_believed, ALL[:2]
+    RULES["rule: they leave vLLM's prefix cache"] = _failed_steps_cached, ALL[:2]
 
 
 @dataclass(slots=True)
@@ -175,8 +337,10 @@ def _drive(engine: Engine, chance: random.Random, outcome: Outcome) -> None:
     prompts = [[chance.randrange(256) for _ in range(LONGEST)] for _ in range(4)]
     did = outcome.did
     steps = 0
+    fails = RECOVERS and not isinstance(engine, RetrievalEngine)
+    actions = {**_ACTIONS, "fail": _FAILS} if fails else _ACTIONS
     for number in range(_LENGTH):
-        action = chance.choices([*_ACTIONS], [*_ACTIONS.values()])
+        action = chance.choices([*actions], [*actions.values()])
         did[action[0]] = did.get(action[0], 0) + 1
         if action == ["add"] and len(engine.names) < 8:
             most = chance.choice((1, 2, 9, 30))
@@ -220,46 +384,72 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "model", weights=False)
-        result = check(model, given.seed, given.schedules)
+        result = check(model, given.seed, divided(given.schedules))
     print(json.dumps(result))
 
 
-def check(model: Path, first: int, schedules: int) -> dict[str, object]:
-    """Runs so many schedules, then each mutant until one finds it."""
+def divided(schedules: int) -> dict[str, int]:
+    """How many of each kind; those of several groups take twice as long, those that offload ten
+    times."""
+    offload = schedules // 5
+    several = 2 * schedules // 5
+    return dict(zip(ALL, (schedules - several - offload, several, offload), strict=True))
+
+
+def check(model: Path, first: int, schedules: Mapping[str, int]) -> dict[str, object]:
+    """Runs so many schedules of each kind, then each mutant until one finds it."""
     began = time.monotonic()
-    outcomes = {seed: run(model, seed) for seed in range(first, first + schedules)}
-    bad = {seed: one for seed, one in outcomes.items() if not one.is_good}
-    for seed, one in list(bad.items())[:5]:
-        print(f"schedule {seed}: {one.text}")
-    sites = [*sorted(set().union(*(one.sites for one in outcomes.values()))), *RULES]
-    caught = {site: caught_at(model, site, outcomes) for site in sites}
-    for site, seed in caught.items():
-        print(f"{'caught by ' + str(seed) if seed is not None else 'NOT CAUGHT':>16}  {site}")
+    kinds: dict[str, dict[str, object]] = {}
+    caught: dict[str, bool] = {}
     did: dict[str, int] = {}
-    for one in outcomes.values():
-        for name, count in one.did.items():
-            did[name] = did.get(name, 0) + count
+    for kind, count in schedules.items():
+        outcomes = {seed: run(model, seed, kind=kind) for seed in range(first, first + count)}
+        bad = {seed: one for seed, one in outcomes.items() if not one.is_good}
+        for seed, one in list(bad.items())[:5]:
+            print(f"{kind}, schedule {seed}: {one.text}")
+        sites = sorted(set().union(*(one.sites for one in outcomes.values())))
+        for site in [*sites, *(rule for rule, (_, where) in RULES.items() if kind in where)]:
+            seed = caught_at(model, site, outcomes, kind)
+            caught[site] = caught.get(site, False) or seed is not None
+            word = "not caught" if seed is None else f"caught by {seed}"
+            print(f"{kind:>14} {word:>16}  {site}")
+        done: dict[str, int] = {}
+        for one in outcomes.values():
+            for name, times in one.did.items():
+                done[name] = done.get(name, 0) + times
+                did[name] = did.get(name, 0) + times
+        kinds[kind] = {
+            "schedules": count,
+            "wrong": sum(bool(one.wrong) for one in bad.values()),
+            "early_reads": sum(bool(one.races) for one in bad.values()),
+            "deadlocks": sum(bool(one.deadlock) for one in bad.values()),
+            "did": done,
+        }
+    sums = {
+        name: sum(int(str(one[name])) for one in kinds.values())
+        for name in ("schedules", "wrong", "early_reads", "deadlocks")
+    }
+    for site in (site for site, is_caught in caught.items() if not is_caught):
+        print(f"NOT CAUGHT: {site}")
     return {
-        "schedules": schedules,
-        "wrong": sum(bool(one.wrong) for one in bad.values()),
-        "early_reads": sum(bool(one.races) for one in bad.values()),
-        "deadlocks": sum(bool(one.deadlock) for one in bad.values()),
-        "mutants": len(sites),
-        "mutants_caught": sum(seed is not None for seed in caught.values()),
-        "host_waits": [site for site in sites if site.startswith(("wait", "join"))],
+        **sums,
+        "mutants": len(caught),
+        "mutants_caught": sum(caught.values()),
+        "host_waits": [site for site in caught if site.startswith(("wait", "join"))],
+        "kinds": kinds,
         "did": did,
         "seconds": round(time.monotonic() - began),
     }
 
 
-def caught_at(model: Path, site: str, outcomes: dict[int, Outcome]) -> int | None:
+def caught_at(model: Path, site: str, outcomes: dict[int, Outcome], kind: str) -> int | None:
     """The first of these schedules that goes wrong without the wait at that site, or the rule of
     that name; None if none does."""
     for seed, one in outcomes.items():
         if not one.is_good or not (site in RULES or site in one.sites):
             continue
-        with RULES.get(site, nullcontext)():
-            if not run(model, seed, frozenset({site})).is_good:
+        with RULES[site][0]() if site in RULES else nullcontext():
+            if not run(model, seed, frozenset({site}), kind).is_good:
                 return seed
     return None
 

@@ -7,13 +7,12 @@ alone, is known when work is queued, so that an operation's accesses are known t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from .device import CELL, Cells, Machine
 
@@ -106,15 +105,18 @@ class Queueing(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        late = [one for one in tree_leaves((args, kwargs)) if isinstance(one, LateTensor)]
+        late = [one for one in _leaves(args) if isinstance(one, LateTensor)]
         goes_there = getattr(kwargs.get("device"), "type", "") == "meta"
         if not late and not goes_there:
             return func(*args, **kwargs)
         if goes_there:
             kwargs["device"] = torch.device("cpu")
         name = func.overloadpacket.__name__
-        plain = tree_map(lambda one: one.plain if isinstance(one, LateTensor) else one, (args, kwargs))
-        known = self._known(args, kwargs)
+        plain = _mapped(args, lambda one: one.plain), kwargs
+        knowns = [self.machine.known_of(one) for one in late]
+        known = None
+        if all(one is not None for one in knowns):
+            known = _mapped(args, self.machine.known_of), kwargs
 
         def here(of: Any) -> Any:
             return func(*of[0], **of[1])
@@ -133,7 +135,7 @@ class Queueing(TorchDispatchMode):
             self.machine.torch_waits()
             found = here(plain)
             return self._wrapped(found, found.clone()) if isinstance(found, torch.Tensor) else found
-        reads, writes = self._accesses(name, func, args, plain, known)
+        reads, writes = self._accesses(name, func, args)
         if func._schema.is_mutable:
             (written,) = [
                 one
@@ -165,20 +167,15 @@ class Queueing(TorchDispatchMode):
         knowns = known if known is not None else [None] * len(made)
         return type(made)(LateTensor(self.machine, *both) for both in zip(made, knowns, strict=True))
 
-    def _known(self, args: Any, kwargs: Any) -> Any:
-        """The arguments as they are known; None if one is not."""
-        leaves = tree_leaves((args, kwargs))
-        if any(isinstance(one, LateTensor) and self.machine.known_of(one) is None for one in leaves):
-            return None
-        return tree_map(
-            lambda one: self.machine.known_of(one) if isinstance(one, LateTensor) else one,
-            (args, kwargs),
-        )
-
     def _accesses(
-        self, name: str, func: Any, args: Any, plain: Any, known: Any
+        self, name: str, func: Any, args: Any
     ) -> tuple[Cells, Cells]:
         """Cells read and written of the memory that not this stream alone accesses."""
+        if not any(
+            isinstance(one, LateTensor) and self.machine.is_shared(one.data_ptr())
+            for one in _leaves(args)
+        ):
+            return set(), set()
         reads: Cells = set()
         writes: Cells = set()
         first = args[0] if args else None
@@ -186,23 +183,41 @@ class Queueing(TorchDispatchMode):
             places = _places(first)
             if name in ("index", "index_put_", "index_select", "index_fill_"):
                 if name in ("index", "index_put_"):
-                    places = torch.ops.aten.index.Tensor(places, self._told(args[1]))
+                    places = torch.ops.aten.index.Tensor(places, _mapped(args[1], LateTensor.told))
                 else:
-                    places = places.index_select(args[1], self._told(args[2]))
+                    places = places.index_select(args[1], args[2].told())
             cells = {
                 cell
                 for place in np.unique(places.numpy()).tolist()
                 for cell in self.machine.cells(place, first.element_size())
             }
             (writes if func._schema.is_mutable else reads).update(cells)
-        for other in tree_leaves(args[1:]):
+        for other in _leaves(args[1:]):
             if isinstance(other, LateTensor) and self.machine.is_shared(other.data_ptr()):
                 for place in np.unique(_places(other).numpy()).tolist():
                     reads.update(self.machine.cells(place, other.element_size()))
         return reads, writes
 
-    def _told(self, one: Any) -> Any:
-        return tree_map(lambda leaf: leaf.told() if isinstance(leaf, LateTensor) else leaf, one)
+
+def _leaves(args: Iterable[Any]) -> Iterator[Any]:
+    """The arguments of an operation, and those in lists of them."""
+    for one in args:
+        if isinstance(one, list | tuple):
+            yield from one
+        else:
+            yield one
+
+
+def _mapped(args: Iterable[Any], of: Callable[[LateTensor], Any]) -> list[Any]:
+    """The same, with something for each device tensor."""
+    return [
+        _mapped(one, of)
+        if isinstance(one, list | tuple)
+        else of(one)
+        if isinstance(one, LateTensor)
+        else one
+        for one in args
+    ]
 
 
 def _places(tensor: torch.Tensor) -> torch.Tensor:
