@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from kvrecall.attention.kernels.device import Piece
@@ -84,7 +83,7 @@ class Machine:
         self.faults: list[str] = []
         self.sites: set[str] = set()
         self.calls: dict[str, int] = {}
-        self.kept: list[torch.Tensor] = []  # freed, but a mutant that copies there ends no process
+        self.kept: list[object] = []  # unmapped, but a mutant that copies there ends no process
         self.now = 0.0  # seconds of the host's clock
         self.byte_s = 1e-9  # that a copy takes for a byte
         self._chance = chance
@@ -564,7 +563,6 @@ class LateDevice(Device):
     def unlock(self, memory: torch.Tensor) -> None:
         self.machine.free(memory.data_ptr(), memory.numel())
         del self.locked[memory.data_ptr()]
-        self.machine.kept.append(memory)
 
     def wait_locked(self) -> None:
         return

@@ -59,7 +59,8 @@ from kvrecall.engines.vllm.connector.wire import (
 )
 from kvrecall.engines.vllm.connector.worker import RecallWorker
 from kvrecall.pool import Pool
-from kvrecall.pool.base import Verdict
+from kvrecall.pool.arena import Arena
+from kvrecall.pool.base import ArenaHandle, Verdict
 
 from .device import Cells, LateDevice, Machine, Mark
 
@@ -180,6 +181,14 @@ def on(machine: Machine) -> Iterator[None]:
                 patch.object(workers.config, name, lambda *_, answer=answer: answer)
             )
         stack.enter_context(patch.object(workers, "settle_scales", lambda *_: None))
+        attach = Arena.attach
+
+        def kept(handle: ArenaHandle) -> Arena:
+            arena = attach(handle)
+            machine.kept.append(arena.array())
+            return arena
+
+        stack.enter_context(patch.object(Arena, "attach", kept))
         stack.enter_context(patch.dict(devices.FORMS, {"cpu": lambda _: LateDevice(machine)}))
         devices.device_of.cache_clear()
         stack.callback(devices.device_of.cache_clear)

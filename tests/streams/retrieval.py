@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from ctypes import memmove
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -163,14 +164,16 @@ class DenseAttention:
             rows.append((self.rank.tokens[int(places[starts[at]])], ids, lengths[at]))
             if kv_cache.data_ptr() == self.rank.caches[self.layer].data_ptr():
                 reads |= self.rank.cells(ids, [self.layer])
-        bytes_of = kv_cache.plain.view(torch.uint8)
+        bytes_of = kv_cache.plain.view(torch.uint8).numpy()
 
         def work() -> None:
             for name, ids, length in rows:
                 told = self.rank.told(name, self.layer)
-                found = bytes_of.numpy()[ids].transpose(1, 0, 2, 3).reshape(HEADS, -1, TOKEN // HEADS)
+                found = bytes_of[ids].transpose(1, 0, 2, 3).reshape(HEADS, -1, TOKEN // HEADS)
                 if not np.array_equal(found[:, :length], told[:, :length]):
-                    self.rank.wrong(f"dense attention of {name} reads other KV than its tokens have")
+                    self.rank.wrong(
+                        f"dense attention of {name} reads other KV than its tokens have"
+                    )
 
         self.rank.machine.computing.launch(work, reads, set(), "dense attention")
         return output
@@ -255,7 +258,7 @@ class Kernels:
         state: LateTensor,
         counts: LateTensor,
         *_: Any,
-        RECALLS: bool,  # noqa: N803 - the kernel's name
+        RECALLS: bool,
         **sizes: Any,
     ) -> None:
         rank, layer = next(
@@ -267,9 +270,7 @@ class Kernels:
         places = query.told()[:, 0, 0].tolist()
         known = [row for row in facts.told().tolist() if row[BLOCKS]]
         names = [rank.tokens[int(places[row[TOKEN_OF]])] for row in known]
-        choice = Choice(
-            rank, layer, known, blocks.told().tolist(), slots.told().tolist(), names
-        )
+        choice = Choice(rank, layer, known, blocks.told().tolist(), slots.told().tolist(), names)
         self._choices[table.data_ptr()] = choice
         reads: Cells = set()
         for row, ids in zip(known, choice.blocks, strict=False):
@@ -285,7 +286,9 @@ class Kernels:
                 init, middle, count = row[INIT], row[MIDDLE], row[CHOSEN]
                 want = rank.digests_of(name, layer)
                 for one in range(init, init + middle):
-                    found = digests[0][:, ids[one]] if ids[one] >= 0 else digests[1][:, -1 - ids[one]]
+                    found = (
+                        digests[0][:, ids[one]] if ids[one] >= 0 else digests[1][:, -1 - ids[one]]
+                    )
                     if not np.array_equal(found, want[:, one]):
                         rank.wrong(f"a digest of {name} is not that of its block's keys")
                 for head in range(HEADS):
@@ -471,7 +474,9 @@ class RetrievalRank(Rank):
         found = self._known.get((name, layer))
         if found is None:
             rows = np.ascontiguousarray(self.told(name, layer))
-            rows = rows[:, : rows.shape[1] // BLOCK * BLOCK].reshape(HEADS, -1, BLOCK, TOKEN // HEADS)
+            rows = rows[:, : rows.shape[1] // BLOCK * BLOCK].reshape(
+                HEADS, -1, BLOCK, TOKEN // HEADS
+            )
             keys = torch.from_numpy(rows).view(torch.float16)[..., :DIM]
             found = self._known[name, layer] = digested(self, keys).numpy().view(np.uint8)
         return found
@@ -486,10 +491,16 @@ class RetrievalEngine(Engine):
     rank = RetrievalRank
 
     def __init__(
-        self, chance: random.Random, settings: RetrievalSettings, vllm_config: Any, *args: Any, **kwargs: Any
+        self,
+        chance: random.Random,
+        settings: RetrievalSettings,
+        vllm_config: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         self.exact_blocks = max(1, settings.dense_boundary // BLOCK)
         self._chance = chance
+        self.moved = {"departures": 0, "arrivals": 0}
         super().__init__(vllm_config, *args, **kwargs)
         for rank in self.ranks:
             rank.engine, rank.chance = self, random.Random(chance.random())
@@ -521,6 +532,10 @@ class RetrievalEngine(Engine):
         return self._stories[name][1] ^ np.uint8(number * LAYERS)
 
     def _forward(self, rank: Any, output: Any) -> ModelRunnerOutput:
+        moves = output.kv_connector_metadata.offload
+        if moves is not None:
+            self.moved["departures"] += len(moves.departures)
+            self.moved["arrivals"] += len(moves.arrivals)
         tokens: list[list[int]] = []
         starts, lengths, prompts, prefills, tables = [0], [], [], [], []
         written: list[tuple[str, int, int, list[int]]] = []
@@ -581,7 +596,7 @@ class RetrievalEngine(Engine):
             seq_lens=send(seq_lens),
             num_reqs=len(ids),
             num_actual_tokens=starts[-1],
-            max_query_len=max(b - a for a, b in zip(starts, starts[1:], strict=False)),
+            max_query_len=max(b - a for a, b in pairwise(starts)),
             max_seq_len=max(lengths),
             block_table_tensor=send(torch.from_numpy(ids.copy())),
             slot_mapping=send(torch.zeros(starts[-1], dtype=torch.int64)),

@@ -9,12 +9,15 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,7 +31,6 @@ from kvrecall.engines.vllm.attention.backend import RetrievalBuilder
 from kvrecall.engines.vllm.attention.copied import CopiedLayer
 from kvrecall.engines.vllm.attention.group import RetrievalGroup
 from kvrecall.engines.vllm.attention.offload_scheduler import OffloadManager, OffloadPlanner
-from kvrecall.engines.vllm.compat import scheduler as compat
 from kvrecall.engines.vllm.connector.saver import Saver
 from kvrecall.engines.vllm.connector.scheduler import RecallScheduler
 from kvrecall.engines.vllm.connector.wire import Arrival, EngineFacts
@@ -94,10 +96,6 @@ def _freed_while_stored() -> Any:
     return patch.object(EngineFacts, "frees_while_running", False)
 
 
-def _loaded_wherever_it_ends() -> Any:
-    return patch.object(compat, "room_for", lambda _: lambda *_: True)
-
-
 def _left_without_a_lease() -> Any:
     left = OffloadPlanner.left
 
@@ -155,10 +153,6 @@ def _moved_after_the_step() -> Iterator[None]:
         patch.object(RecallWorker, "start_stores", begin),
     ):
         yield
-
-
-def _fresh_though_loaded() -> Any:
-    return patch.object(RetrievalGroup, "note_overwritten", lambda *_: None)
 
 
 def _fresh_though_written() -> Any:
@@ -227,10 +221,6 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         _freed_while_stored,
         GROUPS,
     ),
-    "rule: a hit is loaded where it fits to its end beside those that wait": (
-        _loaded_wherever_it_ends,
-        GROUPS,
-    ),
     "rule: blocks that left are leased": (_left_without_a_lease, OFFLOAD),
     "rule: blocks that stay in the pool are leased": (_arrived_without_a_lease, OFFLOAD),
     "rule: leases outlast the steps under way of a sequence that is preempted": (
@@ -241,7 +231,6 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         _moved_after_the_step,
         OFFLOAD,
     ),
-    "rule: digests of loaded blocks are stale": (_fresh_though_loaded, OFFLOAD),
     "rule: digests of written blocks are stale": (_fresh_though_written, OFFLOAD),
     "rule: stale blocks are digested before they leave": (_left_with_stale_digests, OFFLOAD),
     "rule: slots are a sequence's until it ends": (_slots_given_away, OFFLOAD),
@@ -249,6 +238,14 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "rule: a block is copied again until it is full": (_copied_once_though_open, OFFLOAD),
 }
 """Waits and orders that no event names; each with what takes it out, and where it matters."""
+
+RARE = {
+    "rule: blocks that stay in the pool are leased",
+    "rule: leases outlast the steps under way of a sequence that is preempted",
+    "rule: stale blocks are digested before they leave",
+    "rule: what held a number or slot before is forgotten",
+}
+"""What a few schedules do not find."""
 
 _ACTIONS: dict[str, float] = {"add": 8, "abort": 1, "preempt": 1, "sleep": 0.2, "step": 8}
 if RECOVERS:
@@ -287,10 +284,11 @@ def run(
     if kind == "several groups":
         reaches = chance.choice(((0, 40), (24, 0), (0, 24, 56), (40, 0, 16)))
         blocks += 12 * len(reaches) - 12
-    settings = RecallSettings.from_mapping({"host_size": f"{4 * chance.choice(_SLOTS)}KiB"})
-    outcome = Outcome(sites=machine.sites)
     offloads = kind == "offload"
-    tier = LateTier(machine, chance) if chance.random() < 0.5 else None
+    slots = chance.choice((12, 24, 60) if offloads else _SLOTS)
+    settings = RecallSettings.from_mapping({"host_size": f"{4 * slots}KiB"})
+    outcome = Outcome(sites=machine.sites)
+    tier = LateTier(machine, chance) if chance.random() < (0.8 if offloads else 0.5) else None
     arena = Arena.create(settings.pool.host_bytes)
     with ExitStack() as stack:
         stack.enter_context(on(machine))
@@ -301,9 +299,7 @@ def run(
             retrieval = drawn_settings(chance)
             stack.enter_context(retrieving(machine, retrieval, chance.choice((2, 8, 64))))
             make = functools.partial(RetrievalEngine, chance, retrieval)
-            told = config(
-                model, overlapping, by_priority, "RecallConnector", "streams.retrieval"
-            )
+            told = config(model, overlapping, by_priority, "RecallConnector", "streams.retrieval")
         engine = make(
             told,
             machine,
@@ -328,6 +324,8 @@ def run(
     outcome.wrong, outcome.races = engine.wrong, machine.faults
     outcome.did |= machine.calls
     outcome.did["preempted"] = engine.preempted
+    if isinstance(engine, RetrievalEngine):
+        outcome.did |= engine.moved
     outcome.did["from the tier"] = tier.loaded if tier is not None else 0
     return outcome
 
@@ -337,14 +335,17 @@ def _drive(engine: Engine, chance: random.Random, outcome: Outcome) -> None:
     prompts = [[chance.randrange(256) for _ in range(LONGEST)] for _ in range(4)]
     did = outcome.did
     steps = 0
-    fails = RECOVERS and not isinstance(engine, RetrievalEngine)
+    offloads = isinstance(engine, RetrievalEngine)
+    fails = RECOVERS and not offloads
     actions = {**_ACTIONS, "fail": _FAILS} if fails else _ACTIONS
     for number in range(_LENGTH):
         action = chance.choices([*actions], [*actions.values()])
         did[action[0]] = did.get(action[0], 0) + 1
         if action == ["add"] and len(engine.names) < 8:
-            most = chance.choice((1, 2, 9, 30))
-            prompt = chance.choice(prompts)[: chance.randrange(BLOCK, LONGEST - most - 1)]
+            most, least = chance.choice((1, 2, 9, 30)), BLOCK
+            if offloads:
+                most, least = chance.choice((2, 9, 30, 60)), 3 * BLOCK
+            prompt = chance.choice(prompts)[: chance.randrange(least, LONGEST - most - 1)]
             engine.add(f"r{number}", prompt, most, chance.randrange(4))
         elif action == ["abort"] and engine.names:
             engine.abort(chance.choice(engine.names))
@@ -384,60 +385,91 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "model", weights=False)
-        result = check(model, given.seed, divided(given.schedules))
+        processes = min(len(ALL), os.cpu_count() or 1)
+        result = check(model, given.seed, divided(given.schedules), processes)
     print(json.dumps(result))
 
 
 def divided(schedules: int) -> dict[str, int]:
-    """How many of each kind; those of several groups take twice as long, those that offload ten
+    """How many of each kind: one of several groups takes twice as long, one that offloads twelve
     times."""
-    offload = schedules // 5
-    several = 2 * schedules // 5
+    offload, several = schedules // 25, schedules // 4
     return dict(zip(ALL, (schedules - several - offload, several, offload), strict=True))
 
 
-def check(model: Path, first: int, schedules: Mapping[str, int]) -> dict[str, object]:
-    """Runs so many schedules of each kind, then each mutant until one finds it."""
-    began = time.monotonic()
-    kinds: dict[str, dict[str, object]] = {}
-    caught: dict[str, bool] = {}
-    did: dict[str, int] = {}
-    for kind, count in schedules.items():
-        outcomes = {seed: run(model, seed, kind=kind) for seed in range(first, first + count)}
-        bad = {seed: one for seed, one in outcomes.items() if not one.is_good}
-        for seed, one in list(bad.items())[:5]:
-            print(f"{kind}, schedule {seed}: {one.text}")
-        sites = sorted(set().union(*(one.sites for one in outcomes.values())))
-        for site in [*sites, *(rule for rule, (_, where) in RULES.items() if kind in where)]:
-            seed = caught_at(model, site, outcomes, kind)
-            caught[site] = caught.get(site, False) or seed is not None
-            word = "not caught" if seed is None else f"caught by {seed}"
-            print(f"{kind:>14} {word:>16}  {site}")
-        done: dict[str, int] = {}
-        for one in outcomes.values():
-            for name, times in one.did.items():
-                done[name] = done.get(name, 0) + times
-                did[name] = did.get(name, 0) + times
-        kinds[kind] = {
-            "schedules": count,
-            "wrong": sum(bool(one.wrong) for one in bad.values()),
-            "early_reads": sum(bool(one.races) for one in bad.values()),
-            "deadlocks": sum(bool(one.deadlock) for one in bad.values()),
-            "did": done,
+@dataclass(slots=True)
+class Found:
+    """What schedules of a kind found. ``caught``: by mutant, the first that did; None: none."""
+
+    kind: str
+    outcomes: dict[int, Outcome]
+    caught: dict[str, int | None]
+
+    def told(self) -> dict[str, object]:
+        every = self.outcomes.values()
+        names = sorted(set().union(*(one.did for one in every)))
+        return {
+            "schedules": len(self.outcomes),
+            "wrong": sum(bool(one.wrong) for one in every),
+            "early_reads": sum(bool(one.races) for one in every),
+            "deadlocks": sum(bool(one.deadlock) for one in every),
+            "mutants": len(self.caught),
+            "mutants_caught": sum(seed is not None for seed in self.caught.values()),
+            "did": {name: sum(one.did.get(name, 0) for one in every) for name in names},
         }
+
+
+def explored(model: Path, first: int, quick: bool, kind: str, schedules: int) -> Found:
+    """Runs so many schedules, then each mutant until one finds it. ``quick``: not those that need
+    many schedules."""
+    outcomes = {seed: run(model, seed, kind=kind) for seed in range(first, first + schedules)}
+    bad = {seed: one for seed, one in outcomes.items() if not one.is_good}
+    print(f"{kind}: {len(bad)} of {schedules} schedules went wrong", flush=True)
+    for seed, one in list(bad.items())[:5]:
+        print(f"{kind}, schedule {seed}: {one.text}", flush=True)
+    sites = sorted(set().union(*(one.sites for one in outcomes.values())))
+    rules = [rule for rule, (_, where) in RULES.items() if kind in where]
+    found: dict[str, int | None] = {}
+    for site in [*sites, *(rule for rule in rules if not (quick and rule in RARE))]:
+        seed_of = found[site] = caught_at(model, site, outcomes, kind)
+        word = "not caught" if seed_of is None else f"caught by {seed_of}"
+        print(f"{kind:>14} {word:>16}  {site}", flush=True)
+    return Found(kind, outcomes, found)
+
+
+def check(
+    model: Path,
+    first: int,
+    schedules: Mapping[str, int],
+    processes: int = 1,
+    quick: bool = False,
+) -> dict[str, Any]:
+    """Runs so many schedules of each kind. A mutant counts as caught if those of one kind do.
+    ``quick``: as of ``explored``."""
+    began = time.monotonic()
+    with ProcessPoolExecutor(processes, get_context("spawn")) as several:
+        apply = several.map if processes > 1 else map
+        kinds = list(
+            apply(functools.partial(explored, model, first, quick), schedules, schedules.values())
+        )
+    caught: dict[str, bool] = {}
+    for found in kinds:
+        for site, seed in found.caught.items():
+            caught[site] = caught.get(site, False) or seed is not None
+    for site, is_caught in caught.items():
+        if not is_caught:
+            print(f"NOT CAUGHT: {site}")
+    told = {found.kind: found.told() for found in kinds}
     sums = {
-        name: sum(int(str(one[name])) for one in kinds.values())
+        name: sum(int(str(one[name])) for one in told.values())
         for name in ("schedules", "wrong", "early_reads", "deadlocks")
     }
-    for site in (site for site, is_caught in caught.items() if not is_caught):
-        print(f"NOT CAUGHT: {site}")
     return {
         **sums,
         "mutants": len(caught),
         "mutants_caught": sum(caught.values()),
         "host_waits": [site for site in caught if site.startswith(("wait", "join"))],
-        "kinds": kinds,
-        "did": did,
+        "kinds": told,
         "seconds": round(time.monotonic() - began),
     }
 

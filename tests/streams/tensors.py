@@ -1,8 +1,8 @@
 """Tensors of the simulated device: what PyTorch is asked to do with them is queued on the stream on
 which the engine computes, like every kernel, and done late.
 
-To PyTorch they are on its ``meta`` device. What the host itself has sent, and what follows from that
-alone, is known when work is queued, so that an operation's accesses are known to the row.
+To PyTorch they are on its ``meta`` device. What the host itself has sent, and what follows from
+that alone, is known when work is queued, so that an operation's accesses are known to the row.
 """
 
 from __future__ import annotations
@@ -85,8 +85,12 @@ class FetchedTensor(torch.Tensor):
 
     def numpy(self, *_: Any, **__: Any) -> Any:
         first, step = self.plain.data_ptr(), self.plain.element_size()
-        extent = step + sum((n - 1) * by * step for n, by in zip(self.shape, self.stride(), strict=True))
-        self.machine.host(set(self.machine.cells(first, extent)), set(), "the host, of a fetched tensor,")
+        extent = step + sum(
+            (n - 1) * by * step for n, by in zip(self.shape, self.stride(), strict=True)
+        )
+        self.machine.host(
+            set(self.machine.cells(first, extent)), set(), "the host, of a fetched tensor,"
+        )
         return self.plain.numpy()
 
     def tolist(self) -> Any:
@@ -94,8 +98,7 @@ class FetchedTensor(torch.Tensor):
 
 
 class Queueing(TorchDispatchMode):
-    """Queues operations on tensors of the device. ``pages``: the memory that other streams or the
-    host access, too, as ``(first byte, end)``."""
+    """Queues operations on tensors of the device."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__()
@@ -165,11 +168,11 @@ class Queueing(TorchDispatchMode):
         if isinstance(made, torch.Tensor):
             return LateTensor(self.machine, made, known)
         knowns = known if known is not None else [None] * len(made)
-        return type(made)(LateTensor(self.machine, *both) for both in zip(made, knowns, strict=True))
+        return type(made)(
+            LateTensor(self.machine, *both) for both in zip(made, knowns, strict=True)
+        )
 
-    def _accesses(
-        self, name: str, func: Any, args: Any
-    ) -> tuple[Cells, Cells]:
+    def _accesses(self, name: str, func: Any, args: Any) -> tuple[Cells, Cells]:
         """Cells read and written of the memory that not this stream alone accesses."""
         if not any(
             isinstance(one, LateTensor) and self.machine.is_shared(one.data_ptr())

@@ -15,34 +15,34 @@ from kvrecall.lab.models import write_model
 from kvrecall.pool import Pool
 from streams.device import CELL, DeadlockError, LateDevice, Machine, Style
 from streams.engine import BLOCK, LAYERS, PAGE, RECOVERS, TOKEN_S, Engine, config, on
-from streams.run import check
+from streams.run import ALL, check
 
-SCHEDULES = 80
+SCHEDULES = dict(zip(ALL, (30, 16, 6), strict=True))
 
 
 def test_no_order_of_copies_goes_wrong_and_each_wait_is_needed(
     tmp_path: Path,
 ) -> None:
-    """`make streams` runs thousands."""
-    found = check(write_model(tmp_path / "model", weights=False), 0, SCHEDULES)
+    """`make streams` runs thousands, and there all mutants must be caught."""
+    model = write_model(tmp_path / "model", weights=False)
+    found = check(model, 0, SCHEDULES, quick=True)
     assert (found["wrong"], found["early_reads"], found["deadlocks"]) == (0, 0, 0)
-    assert found["mutants"] == found["mutants_caught"] >= 9
+    assert found["schedules"] == sum(SCHEDULES.values())
+    assert found["mutants"] == found["mutants_caught"] >= 15
     # This thread waits for the device where blocks are taken from a request, and at the end.
     ends = ("RecallWorker.before_overwrite", "RecallWorker.close")
     assert all(site.endswith(ends) for site in found["host_waits"])
-    did = found["did"]
-    for what in (
-        "loads",
-        "stores",
-        "preempted",
-        "zeroing",
-        "abort",
-        "sleep",
-        "shut down",
-        "from the tier",
-    ):
-        assert did[what] > 0, what
-    assert (did.get("fail", 0) > 0) == RECOVERS
+    kinds = found["kinds"]
+    common = ("loads", "stores", "preempted", "zeroing", "abort", "sleep", "from the tier")
+    for kind in ALL:
+        for what in common:
+            assert kinds[kind]["did"][what] > 0, (kind, what)
+    assert kinds["one group"]["did"]["shut down"] > 0
+    for what in ("fetches", "sparse attention", "departures", "arrivals"):
+        assert kinds["offload"]["did"][what] > 0, what
+    # PyTorch makes no host wait for the device either.
+    assert not kinds["offload"]["did"].get("torch's waits")
+    assert (kinds["one group"]["did"].get("fail", 0) > 0) == RECOVERS
 
 
 @pytest.mark.parametrize("overlapping", [False, True])
