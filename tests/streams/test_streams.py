@@ -16,6 +16,7 @@ from kvrecall.pool import Pool
 from streams.device import CELL, DeadlockError, LateDevice, Machine, Style
 from streams.engine import BLOCK, LAYERS, PAGE, RECOVERS, TOKEN_S, Engine, config, on
 from streams.run import ALL, check
+from streams.tensors import META, DeviceTensors, LateTensor, Queueing
 
 SCHEDULES = dict(zip(ALL, (30, 16, 6), strict=True))
 
@@ -131,3 +132,43 @@ def test_unmapping_under_a_copy_is_noticed() -> None:
     bench.write(first)
     bench.device.unlock(memory)
     assert bench.machine.faults == ["unmapping overwrites what compute is still to write"]
+
+
+def test_what_torch_does_on_the_device_is_late() -> None:
+    machine = Machine(random.Random(0), Style(0.0, 10**9, True, (1.0,)))
+    device = LateDevice(machine, DeviceTensors(machine))
+    with Queueing(machine):
+        rows = torch.zeros(4, 3, device=META)
+        assert isinstance(rows, LateTensor)
+        at = device.send(torch.tensor([2, 0]))
+        rows[at] = device.send(torch.ones(2, 3))
+        sums = rows.sum(1)
+        assert rows.plain.sum() == 0, "nothing is done yet"
+        assert sums.told().tolist() == [3, 0, 3, 0], "it follows from what was sent"
+        here, event = device.fetch(sums)
+        assert here.plain.view(torch.uint8)[0] == 0xEE
+        here.tolist()
+        assert machine.faults == [
+            "the host, of a fetched tensor, reads what compute is still to write"
+        ]
+        event.wait()
+        assert here[1:].tolist() == [0, 3, 0]
+        assert len(machine.faults) == 1
+        with pytest.raises(AssertionError, match="the host reads device memory"):
+            sums.tolist()
+
+
+def test_rows_that_another_stream_reads_are_told_apart() -> None:
+    machine = Machine(random.Random(0), Style(0.0, 10**9, True, (1.0,)))
+    device, copies = LateDevice(machine, DeviceTensors(machine)), machine.stream("copies")
+    with Queueing(machine):
+        rows = torch.zeros(4, 8, dtype=torch.uint8, device=META)
+        machine.watch(rows.data_ptr(), rows.nbytes, 8)
+        rows[device.send(torch.tensor([1]))] = 7
+        second = set(machine.cells(rows.data_ptr() + 8, 8))
+        copies.launch(lambda: None, second, set(), "copy")
+        assert machine.faults == ["copy reads what compute is still to write"]
+        rows[device.send(torch.tensor([2]))] = 7
+        assert len(machine.faults) == 1, "another row"
+        rows[device.send(torch.tensor([1]))] = 8
+        assert machine.faults[1:] == ["torch's operations overwrites what copies still reads"]
