@@ -140,20 +140,20 @@ class RetrievalLayer:
         heads, _, nbytes = self.digest_rows(kv_cache).transpose(0, 1).shape
         pages = records.pages(offsets, digests_of_layer(self._name), heads * nbytes)
         signed = records.pages(offsets, checksums_of_layer(self._name), CHECKSUM_BYTES)
-        checksums = torch.from_numpy(signed)
-        device = self._kernel.device
-        stored = torch.from_numpy(pages).view(self._rows.dtype).to(device)
+        stored = torch.from_numpy(pages).view(self._rows.dtype)
         stored = stored.view(len(pages), heads, *self._rows.shape[2:])
-        damaged = damaged_among(stored, checksums.to(device)).nonzero().flatten()
+        sums = checksums_of if self._kernel.device.type == "cpu" else sums_of
+        damaged = (sums(stored) != torch.from_numpy(signed)).any(-1).nonzero().flatten()
+        stored = self._sent(stored)  # verified on the host, which does not wait for the device
         if len(damaged):
-            kept = records.pages(offsets[damaged.cpu().numpy()], self._name, kv_cache[0].nbytes)
-            blocks = _blocks_of(torch.from_numpy(kept).to(device), kv_cache)
-            ids = torch.arange(len(blocks), device=device)
-            stored[damaged] = self._digests_of(blocks, ids)
+            kept = records.pages(offsets[damaged.numpy()], self._name, kv_cache[0].nbytes)
+            blocks = _blocks_of(self._sent(torch.from_numpy(kept)), kv_cache)
+            ids = self._sent(torch.arange(len(blocks)))
+            stored[self._sent(damaged)] = self._digests_of(blocks, ids)
             self._activity.digests_mended += len(damaged)
         self._begin(sequence, kv_cache)
         self._recalled[sequence.key].depart(stored.transpose(0, 1))
-        self._activity.bytes_digests += pages.nbytes + checksums.nbytes
+        self._activity.bytes_digests += pages.nbytes + signed.nbytes
 
     def _begin(self, sequence: OffloadedSequence, kv_cache: torch.Tensor) -> None:
         """Starts a sequence without offloaded blocks."""
@@ -321,9 +321,10 @@ class RetrievalLayer:
         if self._indexes is not None:
             self._written[ids] += 1
 
-    def _sent(self, ids: torch.Tensor) -> torch.Tensor:
+    def _sent(self, values: torch.Tensor) -> torch.Tensor:
+        """On the kernel's device."""
         device = self._kernel.device
-        return ids if ids.device == device else device_of(device).send(ids)
+        return values if values.device == device else device_of(device).send(values)
 
     def _digests_of(self, kv_cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         """Digests in storage form: int8 ``[blocks, kv_heads, rows, width]``."""

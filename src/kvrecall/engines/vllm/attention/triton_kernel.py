@@ -173,9 +173,13 @@ class TritonKernel(RowKernel):
             totals, event = device_of(self.device).fetch(self._counts)
             self._asked.append((event, totals))
             self._untold = False
-        while self._asked and (wait or self._asked[0][0].is_reached()):
-            event, totals = self._asked.popleft()
-            event.wait()
+        while self._asked:
+            event, totals = self._asked[0]
+            if wait:
+                event.wait()
+            elif not event.is_reached():
+                break
+            self._asked.popleft()
             hits, loaded = (n - m for n, m in zip(totals.tolist(), self._collected, strict=True))
             self._collected = totals.tolist()
             shape = self.shape
