@@ -1,7 +1,7 @@
-"""The search for the blocks most similar to a query, on a CPU: one compiled call, in which PyTorch's
-own OpenMP threads share the digests.
+"""The search for the blocks most similar to a query, on a CPU: one compiled call, in which
+PyTorch's own OpenMP threads share the digests.
 
-It selects what ``selection.Selector`` does. PyTorch runs some thirty small operations for that, each
+It finds what a ``selection.Selector`` does. PyTorch runs some thirty small operations for it, each
 of which waits for memory after attention has emptied the caches, and none of which has work for two
 threads; and a thread of our own must first get a core from OpenMP's threads, which wait busily for
 the next operation (docs/log.md). NumKong computes the products, called at its C symbols; numba,
@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import itertools
 import logging
 from collections.abc import Sequence
 
@@ -20,7 +21,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrecall.attention.digest import SCALE_BYTES, Layout
+from kvrecall.attention.digest import DIGESTS, SCALE_BYTES, Layout, encode
+from kvrecall.attention.selection import selector_of
+from kvrecall.attention.settings import RetrievalSettings
 
 Numbers = npt.NDArray[np.int64]
 
@@ -116,22 +119,22 @@ class Search:
     def run(
         self,
         query: torch.Tensor,
-        rows: Sequence[torch.Tensor],
-        coarse: Sequence[torch.Tensor | None],
+        parts: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
         scale: float,
     ) -> torch.Tensor:
         """The most similar blocks, in the sequence's order: int64 ``[kv_heads, count]``, valid
         until the next call. Of equally similar ones the first.
 
-        ``query``: ``[heads, dim]``; ``rows``: the digests of each part, int8
-        ``[kv_heads, any number, rows, width + 4]``; ``coarse``: copies of their coarse rows, side
-        by side, if there are any; ``scale``: that of the attention.
+        ``query``: ``[heads, dim]``; ``parts``: the digests of each part, int8 ``[kv_heads, any
+        number, rows, width + 4]``, and a copy of their coarse rows, side by side, if there are any;
+        ``scale``: that of the attention.
         """
         halved = query.dtype is torch.bfloat16
         if not halved and query.dtype is not torch.float32:
             query = query.float()
         query = query.contiguous()
-        read = rows if coarse[0] is None else coarse
+        rows = [part for part, _ in parts]
+        read = [part if coarse is None else coarse for part, coarse in parts]
         self._layer[0] = query.data_ptr(), *(part.data_ptr() for part in read)
         self._layer[1] = halved, *(part.stride(0) for part in read)
         self._layer[2] = read[0].stride(1), *(one.data_ptr() + self._coarse_bytes for one in rows)
@@ -142,12 +145,6 @@ class Search:
         return self._found
 
 
-def is_compiled() -> bool:
-    """Whether there can be a ``Search`` here. The first call compiles it: for seconds, if no other
-    process has left the result in numba's cache."""
-    return _native() is not None
-
-
 class _Native:
     """The compiled code, and the functions that it calls."""
 
@@ -155,6 +152,9 @@ class _Native:
         """Raises ImportError, AttributeError or OSError if something is missing."""
         from kvrecall.attention.kernels import search_loops
 
+        library = importlib.import_module("numkong")
+        if not library.__version__.startswith("7."):
+            raise ImportError(f"NumKong {library.__version__}'s C functions are not known, 7's are")
         products = ctypes.CDLL(importlib.import_module("numkong._numkong").__file__)
         self.work = search_loops.WORK
         self.pack, self.dots = (
@@ -185,10 +185,36 @@ def _aligned(nbytes: int) -> int:
 
 @functools.cache
 def _native() -> _Native | None:
-    """None if something is missing, or it finds other blocks than PyTorch does."""
+    """None if something is missing."""
     try:
-        native = _Native()
+        return _Native()
     except (ImportError, AttributeError, OSError) as error:
-        _LOG.warning("kvrecall: the search for blocks is not compiled, and slower: %s", error)
+        _LOG.warning("kvrecall: the search for blocks is not compiled, so it is slower: %s", error)
         return None
-    return native
+
+
+@functools.cache
+def is_compiled() -> bool:
+    """Whether there can be a ``Search`` here: whether all it calls is there, and it finds what
+    PyTorch does. The first call compiles it: for seconds, if no other process has left the result
+    in numba's cache."""
+    if _native() is None:
+        return False
+    for share, kind in itertools.product((0.2, 0.02), DIGESTS):
+        layout = RetrievalSettings(topk_share=share, digest=kind).layout(128)
+        drawn = torch.Generator().manual_seed(0)
+        keys = torch.randn(2, 61, 128, 32, generator=drawn)
+        query = torch.randn(2, 3, 32, generator=drawn)
+        rows, ids = encode(layout.rows_of(keys)), torch.arange(60, 3, -1)
+        told = rows[:, :, layout.coarse_rows].contiguous() if layout.coarse else None
+        found = Search((2, 3, 32), layout, [ids.numpy()], 7).run(
+            query.flatten(0, 1), [rows], [told], 0.2
+        )
+        want = selector_of(layout).choose(query, [rows[:, ids]], 7, 0.2)
+        if not torch.equal(found, want.sort(-1).values):
+            _LOG.warning(
+                "kvrecall: the search for blocks is not compiled, so it is slower: on this "
+                "processor its result is not PyTorch's"
+            )
+            return False
+    return True

@@ -25,11 +25,12 @@ WORK = np.dtype([*((name, np.int64) for name in _FIELDS), ("scale", np.float32)]
 ``ids``: their numbers there. ``first``, ``fine``: rows of a block that are read first, and those
 that are then read of the ``few`` best blocks only. ``counters``, on lines of their own: the next
 thread, the next chunk of ``at_once`` blocks, and of each head the chunks that are not done.
-``room``: bytes of ``scratch`` for a thread; ``sums_at``, ``packed_at``: in it. ``pack``, ``dots``:
-NumKong's functions. ``table``: where the names of a head's blocks are written, ``number * heads +
-head``, int32, in rows that are ``table_row`` bytes apart; 0: nowhere. ``layer``, int64 ``[4, 1 + segments]``: the address of the query, whether it is
-of 16 bits (bfloat16), and bytes from block to block, of rows that are read first and of fine ones;
-then of each segment where the former begin, bytes from head to head, and the same of the latter."""
+``room``: bytes of ``scratch`` for a thread; ``sums_at``, ``packed_at``: in it. ``table``: where the
+names of a head's blocks are written, ``number * heads + head``, int32, in rows that are
+``table_row`` bytes apart; 0: nowhere. ``pack``, ``dots``: NumKong's functions. ``layer``, int64
+``[4, 1 + segments]``: the address of the query, whether it is of 16 bits (bfloat16), and bytes from
+block to block, of rows that are read first and of fine ones; then of each segment where the former
+begin, bytes from head to head, and the same of the latter."""
 
 _AHEAD = 1
 """Blocks that are asked of memory in advance."""
@@ -140,11 +141,11 @@ def _score(
     begin, block_bytes, rows = place
     group, row_bytes = work.group, work.row_bytes
     for block in range(blocks):
-        place, nbytes = begin + block * block_bytes, rows * row_bytes
+        at_rows, nbytes = begin + block * block_bytes, rows * row_bytes
         if block + _AHEAD < blocks:
             for line in range(_AHEAD * block_bytes, _AHEAD * block_bytes + nbytes, 8 * LINE):
-                _prefetch(place + line)
-        told = place, packed, sums.ctypes.data + block * rows * group * 4
+                _prefetch(at_rows + line)
+        told = at_rows, packed, sums.ctypes.data + block * rows * group * 4
         _call8(work.dots, (*told, rows, group, row_bytes - 4, row_bytes, group * 4))
     for block in range(blocks):
         scale = carray(_pointer(begin + block * block_bytes + row_bytes - 4), 1, np.float32)[0]

@@ -243,8 +243,8 @@ class RetrievalLayer:
                 named = rows[:, split.init : split.init + split.chosen].cpu().numpy()
                 places = torch.from_numpy(_places_of(named, sequence.blocks.numpy()))
             elif sequence.search is not None:
-                parts = zip(*self._parts(sequence), strict=True)
-                places = sequence.search.run(query[sequence.token], *parts, scale)
+                parts = self._parts(sequence)
+                places = sequence.search.run(query[sequence.token], parts, scale)
             else:
                 grouped = query[sequence.token].reshape(heads, shape.group, shape.head_dim)
                 # In the sequence's order, so that the sum does not depend on where blocks lie.
