@@ -208,7 +208,7 @@ def is_compiled() -> bool:
         rows, ids = encode(layout.rows_of(keys)), torch.arange(60, 3, -1)
         told = rows[:, :, layout.coarse_rows].contiguous() if layout.coarse else None
         found = Search((2, 3, 32), layout, [ids.numpy()], 7).run(
-            query.flatten(0, 1), [rows], [told], 0.2
+            query.flatten(0, 1), [(rows, told)], 0.2
         )
         want = selector_of(layout).choose(query, [rows[:, ids]], 7, 0.2)
         if not torch.equal(found, want.sort(-1).values):
