@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -26,6 +28,7 @@ from kvrecall.attention.selection import CodedQuery, best_products, split_of
 from kvrecall.attention.settings import RetrievalSettings
 from kvrecall.lab.bench.needle.dataset import Dataset, PromptStyle, is_answered
 from kvrecall.lab.bench.needle.tasks import approximate_tokens, raw_prompt
+from kvrecall.lab.bench.needle.words import sentences
 
 from .decode import Reader, load
 from .tokenizer import END, TURN_END
@@ -173,8 +176,8 @@ def main() -> None:
         ways = {name: ways[name] for name in ("dense", *args.only)}
     readers = {"bfloat16": Chooser(load(args.folder, torch.bfloat16), torch.bfloat16)}
     readers["float32"] = Chooser(load(args.folder, torch.float32), torch.float32)
-    # As the benchmark measures a document: by the tokens of its own text.
-    text = "The code of the violet comb is 417. " * 8
+    # As `kvrecall bench needle` measures documents, so that they are the same.
+    text = " ".join(islice(sentences(random.Random(1)), min(120, min(args.lengths) // 24)))
     ratio = 1.005 * len(tokenizer.encode(text).ids) / approximate_tokens(text)
     dataset = Dataset(tuple(args.lengths), tuple(args.tasks), args.samples)
 

@@ -259,11 +259,12 @@ class RetrievalLayer:
         """The step's sequence ``at`` attends to these of its middle blocks: ``[kv_heads, chosen]``.
         Recalls them to the device where the kernel does not read them in place."""
         sequence, kernel = step.sequences[at], self._kernel
-        ids, offloaded = sequence.blocks[places], sequence.offloaded
+        offloaded = sequence.offloaded
         if offloaded is not None and kernel.in_place:
-            recalled = self._recalled[offloaded.key]
-            kernel.enter_in_place(step, at, recalled.find(places.numpy(), ids.numpy()))
+            found = self._recalled[offloaded.key].find(places.numpy(), sequence.blocks.numpy())
+            kernel.enter_in_place(step, at, found)
             return
+        ids = sequence.blocks[places]
         if offloaded is not None:
             left = places < offloaded.count
             slots = self._recalled[offloaded.key].fetch(places.numpy(), left.numpy())
@@ -412,6 +413,7 @@ class RecalledBlocks:
         self._residency = Residency(kernel.shape.kv_heads)
         self._digests = digests
         self._count = self._slots = 0
+        self._away = np.empty(0, dtype=np.int64)
 
     @property
     def digests(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -435,6 +437,7 @@ class RecalledBlocks:
         else:
             self._digests.reach(self._count)
             self._digests.write(torch.arange(first, self._count, device=digests.device), digests)
+        self._away = sequence.addresses(self._layer)[: self._count] - self._cache.data_ptr()
         self._residency.grow(self._slots, self._count)
 
     def end(self) -> None:
@@ -450,13 +453,16 @@ class RecalledBlocks:
         if not (inside and all(0 <= slot < len(self._cache) for slot in slots)):
             raise IndexError(f"blocks of {sequence.key} lie outside of the arena or of the cache")
 
-    def find(self, blocks: Ints, ids: Ints) -> Ints:
-        """Where these middle blocks begin, in bytes from the start of the cache. ``blocks``,
-        ``ids``: ``[kv_heads, count]``; device blocks of those that have not left."""
-        left, known = blocks < self._count, np.minimum(blocks, self._count - 1)
-        away = self._sequence.addresses(self._layer)[known] - self._cache.data_ptr()
-        self._activity.blocks_in_place += int(left.sum())
-        return np.where(left, away, ids.astype(np.int64) * self._block)
+    def find(self, places: Ints, blocks: Ints) -> Ints:
+        """Where these middle blocks begin, in bytes from the start of the cache: ``[kv_heads,
+        count]``, as ``places``. ``blocks``: device blocks of all middle ones that have not left."""
+        begins = self._away
+        if self._count < len(blocks):
+            here = blocks[self._count :].astype(np.int64) * self._block
+            begins = np.concatenate([begins, here])
+        self._activity.blocks_in_place += int((places < self._count).sum())
+        found: Ints = begins[places]
+        return found
 
     def fetch(self, blocks: Ints, wanted: Flags) -> Ints:
         """Recalls blocks to the device; returns places in the sequence's slots, valid until the
