@@ -145,6 +145,9 @@ _MODELS: Mapping[str, Kind] = {
         swaps=(("1024 4096 16384 32768", "128 256"), ("4096", "128")),
         more=" --questions 1 --limit 1 --threads 1",
     ),
+    "python -m bench.model.choices": Runs(
+        swaps=(("16384", "1024"), ("24", "1")), more=" --only 'as served'", says='"as served"'
+    ),
     "python -m bench.digests.capture": Runs(
         swaps=(("FOLDER", str(ROOT / _MODEL)), ("4096 16384", "1024")), more=" --samples 1"
     ),
