@@ -189,14 +189,15 @@ class Fleet:
 
     def best_for_prefill(self, prompt: Prompt | None) -> list[Instance]:
         """The healthy prefill instances, best first."""
-        return self._best(prompt, self.prefill, next(self._prefill_turns))
+        return self.ranked(prompt, self.prefill, next(self._prefill_turns))
 
     def best_for_decode(self, prompt: Prompt | None) -> list[Instance]:
         """The healthy decode instances, best first, then the prefill instances as a fallback."""
         turn = next(self._decode_turns)
-        return self._best(prompt, self.decode, turn) + self._best(prompt, self.prefill, turn)
+        return self.ranked(prompt, self.decode, turn) + self.ranked(prompt, self.prefill, turn)
 
-    def _best(self, prompt: Prompt | None, among: Sequence[Instance], turn: int) -> list[Instance]:
+    def ranked(self, prompt: Prompt | None, among: Sequence[Instance], turn: int) -> list[Instance]:
+        """The healthy ones of some instances, best first; ``turn``: the number of the choice."""
         healthy = [instance for instance in among if instance.healthy]
         costs = [one.waiting + self.cost(one, prompt) for one in healthy]
         bound = min((i.inflight for i in healthy), default=0) + self._imbalance

@@ -156,10 +156,10 @@ def error_response(status: int, message: str, kind: str = "router_error") -> Res
 class Router:
     """Serves completions with the instances of a fleet."""
 
-    def __init__(self, settings: RouterSettings) -> None:
+    def __init__(self, settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> None:
         self._settings = settings
         self._subscriptions = Subscriptions(lambda seconds: self.metrics.event_lag.observe(seconds))
-        self.fleet = Fleet(
+        self.fleet = fleet_of(
             settings.prefill,
             settings.decode,
             settings.imbalance,
