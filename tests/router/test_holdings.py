@@ -307,10 +307,11 @@ def test_what_was_just_sent_is_expected_until_events_speak() -> None:
     instance = all_.all[0]
     all_.sent(instance, prompt)
     assert all_.expected(instance, prompt) == {TierName.DEVICE: 160}
-    say(one, stored("GPU", chain))
+    say(one, stored("CPU", chain))
     assert all_.expected(instance, prompt) == {TierName.DEVICE: 160}
-    say(one, removed("GPU", chain))
-    assert all_.expected(instance, prompt) == {}
+    say(one, stored("GPU", chain), removed("GPU", chain))
+    assert all_.expected(instance, prompt) == {TierName.HOST: 160}
+    say(one, removed("CPU", chain))
     all_.sent(instance, prompt)
     now[0] = 31.0
     assert all_.expected(instance, prompt) == {}

@@ -7,20 +7,19 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvrecall.block import TierName
 from kvrecall.engines.base import Role
 from kvrecall.router.events import Publisher, Subscription, Subscriptions
-from kvrecall.router.holdings import DEVICE, REMOTE, BlockHash, HashRule, Holdings, tier_of
+from kvrecall.router.holdings import REMOTE, BlockHash, HashRule, Holdings, tier_of
 from kvrecall.router.prefixes import PrefixMap, Prompt
 
 log = logging.getLogger("kvrecall.router")
 
 _FAILED_PROBES = 2  # in a row, before an instance counts as down
-_COMING_S = 30.0  # from sending a prompt until its blocks must have been reported
 
 COST = {
     TierName.DEVICE: 0.0,
@@ -63,7 +62,6 @@ class Instance:
     waiting: float = 0.0
     failed_probes: int = 0
     models: frozenset[str] = frozenset()
-    _coming: dict[BlockHash, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -102,25 +100,6 @@ class Instance:
             yield
         finally:
             self.waiting = max(0.0, self.waiting - cost)
-
-    def sent(self, chain: Iterable[BlockHash], now: float) -> None:
-        """It is going to have these blocks on its device, and to report them."""
-        for block in chain:
-            self._coming.pop(block, None)
-            self._coming[block] = now + _COMING_S
-        while self._coming and next(iter(self._coming.values())) < now:
-            del self._coming[next(iter(self._coming))]
-
-    def is_coming(self, block: BlockHash, now: float) -> bool:
-        """Whether it was sent the block lately and has reported nothing yet."""
-        return self._coming.get(block, 0.0) > now
-
-    def reported(self, block: BlockHash) -> None:
-        """Its events speak of the block: they are believed from now on."""
-        self._coming.pop(block, None)
-
-    def forget_sent(self) -> None:
-        self._coming.clear()
 
 
 Expected = Mapping[TierName, int]
@@ -247,11 +226,7 @@ class Fleet:
         for block in chain:
             mask = 0
             for one in own:
-                mask |= one.mask(block)
-            if mask & DEVICE:
-                instance.reported(block)
-            elif instance.is_coming(block, now):
-                mask |= DEVICE
+                mask |= one.mask(block, now)
             if not mask:
                 for one in others:
                     mask |= one.mask(block) & REMOTE
@@ -269,7 +244,8 @@ class Fleet:
     def sent(self, instance: Instance, prompt: Prompt | None) -> None:
         """``instance`` computes or recalls ``prompt`` now."""
         if prompt is not None and (chain := prompt.chain(instance.rule)) is not None:
-            instance.sent(chain, self._clock())
+            for one in instance.engine[:1]:
+                one.holdings.sent(chain, self._clock())
 
     def computed(self, instance: Instance, prompt: Prompt | None) -> None:
         """Notes that ``instance`` has computed or loaded ``prompt``."""
@@ -291,5 +267,6 @@ class Fleet:
         if instance.healthy:
             instance.healthy = False
             self.prefixes.forget(instance.bit)
-            instance.forget_sent()
+            for one in instance.engine:
+                one.holdings.forget_sent()
             log.warning("%s instance %s is down: %s", instance.role, instance.url, why)

@@ -16,10 +16,12 @@ from kvrecall.block import TierName
 
 _SEED = "vllm-none-hash"
 _MOST_BLOCKS = 8_000_000  # of one publisher: some GB
+_COMING_S = 30.0  # from sending a prompt until its blocks must have been reported
 _LOW = (1 << 64) - 1
 _BITS = {TierName.DEVICE: 1, TierName.HOST: 2, TierName.DISK: 4, TierName.REMOTE: 8}
 TIERS = tuple(_BITS)
 """Nearest first."""
+DEVICE, REMOTE = _BITS[TierName.DEVICE], _BITS[TierName.REMOTE]
 
 BlockHash = int
 """The last 64 bits of vLLM's block hash, as vLLM publishes it by default."""
@@ -105,6 +107,7 @@ class Holdings:
     def __init__(self) -> None:
         self._tiers: dict[BlockHash, int] = {}
         self._counts = dict.fromkeys(TIERS, 0)
+        self._coming: dict[BlockHash, float] = {}  # to the device, and until when that is believed
         self._partial: set[int] = set()  # groups of windows or states
         self.rule: HashRule | None = None
         self.unknown_rule = False
@@ -122,9 +125,26 @@ class Holdings:
         """All known blocks of a tier: for tests."""
         return {one for one, tiers in self._tiers.items() if tiers & _BITS[tier]}
 
-    def mask(self, block: BlockHash) -> int:
+    def mask(self, block: BlockHash, now: float = 0.0) -> int:
         """The tiers of a block, as bits; 0 if it is not known."""
-        return self._tiers.get(block, 0)
+        known = self._tiers.get(block, 0)
+        if self._coming and self._coming.get(block, now) > now:
+            return known | DEVICE
+        return known
+
+    def sent(self, blocks: Iterable[BlockHash], now: float) -> None:
+        """The engine was sent a prompt: these blocks are going to be on its device. That is
+        believed until its events speak of them, or a while has passed."""
+        for block in blocks:
+            self._coming.pop(block, None)
+            if not self._tiers.get(block, 0) & DEVICE:
+                self._coming[block] = now + _COMING_S
+        while self._coming and next(iter(self._coming.values())) <= now:
+            del self._coming[next(iter(self._coming))]
+
+    def forget_sent(self) -> None:
+        """What was sent will not be answered."""
+        self._coming.clear()
 
     def stored(self, tier: TierName, blocks: Iterable[BlockHash], group: int | None = None) -> None:
         """Blocks are in a tier, perhaps for long."""
@@ -132,6 +152,8 @@ class Holdings:
             return
         bit, tiers = _BITS[tier], self._tiers
         for block in blocks:
+            if bit == DEVICE:
+                self._coming.pop(block, None)
             known = tiers.get(block, 0)
             if not known and len(tiers) >= _MOST_BLOCKS:
                 self.refused += 1
@@ -147,6 +169,8 @@ class Holdings:
             return
         bit, tiers = _BITS[tier], self._tiers
         for block in blocks:
+            if bit == DEVICE:
+                self._coming.pop(block, None)
             known = tiers.get(block, 0)
             if known & bit:
                 self._counts[tier] -= 1
@@ -188,7 +212,3 @@ def tier_of(mask: int) -> TierName | None:
         if mask & bit:
             return tier
     return None
-
-
-REMOTE = _BITS[TierName.REMOTE]
-DEVICE = _BITS[TierName.DEVICE]

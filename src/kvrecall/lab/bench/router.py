@@ -34,7 +34,7 @@ from kvrecall.router.router import RouterSettings
 BLOCK = 64
 ANSWER_TOKENS = 16
 _ENGINES = 2
-_SYSTEM_TOKENS = 1024
+_SYSTEM_TOKENS = 512
 _START_S = 30.0
 _SOURCES = ("device", "host", "disk", "remote")
 
@@ -95,17 +95,18 @@ class Session:
 
 
 def agents(sessions: int, turns: int, seed: int) -> tuple[Session, ...]:
-    """Sessions over one of two system prompts of 1,024 tokens; a task of 128 to 512, results of
-    tools of 64 to 384 tokens, after pauses of 0.2 seconds and more (exponential, mean 1)."""
+    """Sessions over one of two system prompts of 512 tokens, one every two seconds; a task of 128
+    to 512, results of tools of 64 to 384 tokens, after pauses of half a second and more (in the
+    mean 2.5, exponential, at most 10)."""
     draw, texts = random.Random(seed), Texts(seed)
     systems = [texts.document(_SYSTEM_TOKENS) for _ in range(2)]
 
     def turn() -> Turn:
-        return Turn(min(4.0, 0.2 + draw.expovariate(1.0)), texts.document(draw.randint(64, 384)))
+        return Turn(min(10.0, 0.5 + draw.expovariate(0.5)), texts.document(draw.randint(64, 384)))
 
     return tuple(
         Session(
-            draw.uniform(0, 0.5 * sessions),
+            draw.uniform(0, 2.0 * sessions),
             systems[number % 2] + texts.document(draw.randint(128, 512)),
             tuple(turn() for _ in range(turns)),
         )
@@ -302,19 +303,19 @@ def measure_router(
     ] = False,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> Report:
-    """Agents' sessions before two engines, whose devices hold a sixth of it each and their hosts a
-    third: round robin, least busy, prefix map by guess, prefix map by the engines' KV events; the
+    """Agents' sessions before two engines, whose devices hold an eighth of it each and their hosts a
+    fifth: round robin, least busy, prefix map by guess, prefix map by the engines' KV events; the
     same sessions with each, by turns."""
     names = names_in(ways)
     for name in names:
         if name not in WAYS:
             raise EngineError(f"there is no way {name!r}; known: {', '.join(WAYS)}")
-    model = BenchModel(hidden=512, layers=6, heads=8)
+    model = BenchModel(hidden=256, layers=4, heads=4, kv_heads=2)
     all_sessions = [agents(sessions, turns, seed + number) for number in range(rounds)]
     longest = max(map(longest_of, all_sessions)) + 128
     unique = 2 * _SYSTEM_TOKENS + sessions * (longest - _SYSTEM_TOKENS)
-    device = max(unique // 6, longest + 4 * BLOCK) * model.token_bytes
-    host, disk = unique // 3 * model.token_bytes, 0
+    device = max(unique // 8, longest + 4 * BLOCK) * model.token_bytes
+    host, disk = unique // 5 * model.token_bytes, 0
     played: dict[str, list[Played]] = {name: [] for name in names}
     figures: dict[str, Any] = {}
     expected: dict[str, int] = {}
