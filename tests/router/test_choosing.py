@@ -162,7 +162,7 @@ def test_what_waits_at_an_instance_counts_as_work() -> None:
     all_ = fleet()
     first, second, third = all_.decode
     all_.computed(first, prompt(TEXT))
-    with first.answering(2 * prompt(TEXT).tokens):
+    with first.answering(5 * prompt(TEXT).tokens):
         assert all_.best_for_decode(prompt(TEXT))[0] in (second, third)
     assert all_.best_for_decode(prompt(TEXT))[0] is first
 

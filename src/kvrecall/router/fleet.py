@@ -31,6 +31,11 @@ COST = {
 where computing is slow (docs/benchmarks.md): 0.003, 0.01, 0.03. On a GPU computing is ten and more
 times faster, and a disk or network is not."""
 
+_WAITS = 0.25
+"""What a token that waits at an instance weighs against one to compute. It delays this prompt alone;
+a token computed although another instance holds it delays all that come after it, and takes room
+from their blocks."""
+
 
 @dataclass(frozen=True, slots=True)
 class Address:
@@ -108,9 +113,9 @@ Expected = Mapping[TierName, int]
 
 class Fleet:
     """All instances. The best for a prompt is the healthy one with the least work until the
-    prompt's first token: tokens to compute, tokens to recall at the cost of their tier, and the
-    prompts that wait there; unless it has more than ``imbalance`` requests in flight above the
-    least busy one.
+    prompt's first token: tokens to compute, tokens to recall at the cost of their tier, and a share
+    of what waits there; unless it has more than ``imbalance`` requests in flight above the least
+    busy one.
 
     ``subscriptions``: makes those of the publishers in the addresses.
     """
@@ -178,7 +183,7 @@ class Fleet:
     def ranked(self, prompt: Prompt | None, among: Sequence[Instance], turn: int) -> list[Instance]:
         """The healthy ones of some instances, best first; ``turn``: the number of the choice."""
         healthy = [instance for instance in among if instance.healthy]
-        costs = [one.waiting + self.cost(one, prompt) for one in healthy]
+        costs = [self.cost(one, prompt) + _WAITS * one.waiting for one in healthy]
         bound = min((i.inflight for i in healthy), default=0) + self._imbalance
 
         def rank(place: int) -> tuple[bool, float, int, int]:

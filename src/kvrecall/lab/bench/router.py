@@ -303,8 +303,8 @@ def measure_router(
     ] = False,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> Report:
-    """Agents' sessions before two engines, whose devices hold an eighth of it each and their hosts a
-    fifth: round robin, least busy, prefix map by guess, prefix map by the engines' KV events; the
+    """Agents' sessions before two engines, whose devices hold an eighth of it each and their hosts
+    a fifth: round robin, least busy, prefix map by guess, prefix map by the engines' KV events; the
     same sessions with each, by turns."""
     names = names_in(ways)
     for name in names:
