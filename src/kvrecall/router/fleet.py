@@ -32,7 +32,7 @@ where computing is slow (docs/benchmarks.md): 0.003, 0.01, 0.03. On a GPU comput
 times faster, and a disk or network is not."""
 
 _WAITS = 0.25
-"""What a token that waits at an instance weighs against one to compute. It delays this prompt alone;
+"""What a token that waits at an instance weighs against one to compute. It delays this prompt only;
 a token computed although another instance holds it delays all that come after it, and takes room
 from their blocks."""
 
