@@ -157,6 +157,7 @@ class Router:
     """Serves completions with the instances of a fleet."""
 
     def __init__(self, settings: RouterSettings, fleet_of: type[Fleet] = Fleet) -> None:
+        """``fleet_of``: how it chooses among its instances."""
         self._settings = settings
         self._subscriptions = Subscriptions(lambda seconds: self.metrics.event_lag.observe(seconds))
         self.fleet = fleet_of(
