@@ -95,6 +95,7 @@ _POOL: Mapping[str, Kind] = {
 _BENCH: Mapping[str, Kind] = {
     "kvrecall bench chat": Elsewhere("tests/bench/test_serving.py", 'figures_of("chat", '),
     "kvrecall bench replay": Elsewhere("tests/bench/test_servers.py", '("replay", '),
+    "kvrecall bench router": Elsewhere("tests/bench/test_router.py", 'figures_of("router", '),
     "kvrecall bench tiers": Runs(more=" --rounds 2 --requests 1"),
     "kvrecall bench restore": Elsewhere("tests/bench/test_servers.py", '"restore", '),
     "kvrecall bench soak": Elsewhere("tests/bench/test_soak.py", '"soak", '),

@@ -47,7 +47,7 @@ from kvrecall.pool.disk.codec import make_codec
 from kvrecall.pool.eviction import make_policy
 from kvrecall.pool.host import Block, Evictor, HostStore
 from kvrecall.pool.names import DictNames
-from kvrecall.pool.remote.backends import with_remote
+from kvrecall.pool.remote.backends import store_name, with_remote
 from kvrecall.pool.residents import BlockInfo, TenantUse, hangs
 from kvrecall.pool.slots import ArenaSlots, slot_bytes_of
 from kvrecall.pool.tier import Done, Get, NullTier, Outcome, Tier
@@ -172,6 +172,7 @@ class Pool:
         self._lookups = self._found = self._refused = 0
         self._host_hits = self._commits = self._commit_bytes = 0
         self._closed = False
+        self.store_name: str | None = None  # of the remote store, the same on all hosts
         near = cascade.near if cascade else below
         disk = near if isinstance(near, DiskTier) else None
         self._disk = disk
@@ -204,6 +205,7 @@ class Pool:
                 below = with_remote(below, config.remote, arena, cipher)
                 undo.callback(below.close)
             pool = cls(arena, below, config.policy, terms=terms)
+            pool.store_name = store_name(config.remote) if config.remote is not None else None
             undo.pop_all()
             return pool
 
@@ -537,13 +539,14 @@ class Pool:
     # -- changes ---------------------------------------------------------------------------
 
     def watch(self, watcher: Watcher) -> None:
-        """From now on ``watcher`` is told what enters and leaves the host and the disk."""
+        """From now on ``watcher`` is told what enters and leaves each tier; of a remote one, what
+        this pool stores and finds missing."""
         with self._changed:
             self._host.watchers = (*self._host.watchers, watcher)
             self._below.watch(watcher)
 
     def sweep(self, watcher: Watcher) -> Iterator[None]:
-        """Reports every block in the host and on disk as stored, some with each step."""
+        """Reports every block in every tier as stored, some with each step."""
         with self._changed:
             keys = list(self._host.blocks)
         for start in range(0, len(keys), _LOOKED_UP):

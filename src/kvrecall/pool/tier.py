@@ -138,8 +138,7 @@ class Tier(ABC):
         """Forgets every block, also those queued to be stored."""
 
     def watch(self, watcher: Watcher) -> None:  # noqa: B027
-        """From now on ``watcher`` is told what enters and leaves this tier. Does nothing in a tier
-        that other hosts change too, such as a remote one."""
+        """From now on ``watcher`` is told what enters and leaves this tier."""
 
     def sweep(self, watcher: Watcher) -> Iterator[None]:
         """Reports every block of a tier that can be watched as stored, some with each step."""

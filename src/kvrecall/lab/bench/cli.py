@@ -91,6 +91,10 @@ COMMANDS = {
         "Conversations and questions over long texts against servers with each kind of pool.",
     ),
     "replay": ("serving", "A slice of a recorded trace, scaled down, against live servers."),
+    "router": (
+        "router",
+        "Agents' sessions before two engines: which of them a router chooses, and what it knows.",
+    ),
     "needle": (
         "needle.evaluate",
         "Does the model still answer? Facts in long texts, dense and by retrieval.",

@@ -80,6 +80,10 @@ BIAS: Mapping[str, str] = {
         "for retrieval: a model with little but attention to do; against it: random keys and "
         "weights, so that steps select other blocks than the steps before them"
     ),
+    "router": (
+        "for prefix maps: sessions that come back, over system prompts that they share; against "
+        "them: two engines on the same cores, so that a wrong choice makes no queue longer"
+    ),
     "needle": (
         "for retrieval: few facts in much filler; against it: questions whose answer one block "
         "holds, so that a block not chosen is an answer lost"

@@ -235,7 +235,7 @@ class RecallConnector(KVConnectorBase_V1, SupportsHMA):
         if not isinstance(self._pool, Pool):
             logger.warning(
                 "kvrecall: kv_events_config publishes the device's blocks alone, because the pool "
-                "is a service's; use an engine's own pool (backend embedded) to publish its tiers"
+                "is a service's, which publishes its own: kvrecall pool serve --events PORT"
             )
             return None
         cleared = events.DeviceClears(self._kv_cache_manager)
