@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from kvrecall.attention.residency import DeviceResidency
@@ -122,16 +121,6 @@ def _arrived_without_a_lease() -> Any:
     return patch.object(OffloadPlanner, "arrived", forget)
 
 
-def _released_while_under_way() -> Any:
-    def forget(planner: Any, request_id: str) -> None:
-        sequence = planner._sequences.pop(request_id, None)
-        if sequence is not None:
-            planner._release(sequence)
-            planner._ended += [request_id] if sequence.gone else []
-
-    return patch.object(OffloadPlanner, "ended", forget)
-
-
 @contextmanager
 def _moved_after_the_step() -> Iterator[None]:
     carry_out, start_stores = RetrievalGroup._carry_out, RecallWorker.start_stores
@@ -157,17 +146,6 @@ def _moved_after_the_step() -> Iterator[None]:
 
 def _fresh_though_written() -> Any:
     return patch.object(RetrievalBuilder, "_note_written", lambda *_: None)
-
-
-def _left_with_stale_digests() -> Any:
-    carry_out = RetrievalGroup._carry_out
-
-    def forget(group: Any, order: Any, records: Any) -> bool:
-        none = torch.empty(0, dtype=torch.int64)
-        with patch.object(group.freshness, "take_stale", lambda _: none):
-            return carry_out(group, order, records)
-
-    return patch.object(RetrievalGroup, "_carry_out", forget)
 
 
 def _slots_given_away() -> Any:
@@ -223,16 +201,11 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "rule: blocks that left are leased": (_left_without_a_lease, OFFLOAD),
     "rule: blocks that stay in the pool are leased": (_arrived_without_a_lease, OFFLOAD),
-    "rule: leases outlast the steps under way of a sequence that is preempted": (
-        _released_while_under_way,
-        OFFLOAD,
-    ),
     "rule: digests of leaving blocks are taken before the step writes": (
         _moved_after_the_step,
         OFFLOAD,
     ),
     "rule: digests of written blocks are stale": (_fresh_though_written, OFFLOAD),
-    "rule: stale blocks are digested before they leave": (_left_with_stale_digests, OFFLOAD),
     "rule: slots are a sequence's until it ends": (_slots_given_away, OFFLOAD),
     "rule: what held a number or slot before is forgotten": (_numbers_remembered, OFFLOAD),
     "rule: a block is copied again until it is full": (_copied_once_though_open, OFFLOAD),
@@ -241,8 +214,6 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 
 RARE = {
     "rule: blocks that stay in the pool are leased",
-    "rule: leases outlast the steps under way of a sequence that is preempted",
-    "rule: stale blocks are digested before they leave",
     "rule: what held a number or slot before is forgotten",
 }
 """What a few schedules do not find."""
