@@ -123,6 +123,16 @@ def test_the_nearest_of_several_known_ones_counts(pool: Pool) -> None:
     assert (told["reason"], told["token"], told["from"]) == ("diverged", 28, BLOCK)
 
 
+def test_many_other_beginnings_hide_none(pool: Pool) -> None:
+    bench = Bench(pool)
+    ask(bench, PROMPT)
+    for first in range(5_000, 5_000 + 60 * 1000, 1000):
+        ask(bench, list(range(first, first + BLOCK + 4)))
+    told = ask(bench, [*PROMPT[:12], *range(90_000, 90_000 + 2 * BLOCK)])
+    assert told is not None
+    assert (told["reason"], told["token"]) == ("diverged", 12)
+
+
 def test_few_common_tokens_at_the_beginning_are_a_template(pool: Pool) -> None:
     bench = Bench(pool)
     ask(bench, PROMPT)

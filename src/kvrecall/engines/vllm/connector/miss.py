@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from array import array
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
@@ -201,7 +202,7 @@ class MissExplainer:
             return {"reason": Reason.NEW}
         begin = first * size
         found = self.chains.parting(self._parent(state, first), prompt[begin : begin + size])
-        if found is None or found.ends or (not first and found.common < LEAST_COMMON):
+        if found is None or found.ends:
             return {"reason": Reason.NEW}
         if not self._tells_tokens:
             return {"reason": Reason.DIVERGED}
@@ -210,12 +211,14 @@ class MissExplainer:
         return {"reason": Reason.DIVERGED, "token": begin + found.common}
 
     def _parent(self, state: RequestState, first: int) -> BlockKey:
-        """Key of the block before, or the name of the beginning of this tenant's chains."""
+        """Key of the block before, or the name of the beginning of this tenant's chains that have
+        these first tokens in common: without them a prompt does not leave one."""
         if first:
             return state.keys(first)[first - 1]
         assert state.namespace is not None
+        beginning = array("q", state.request.prompt_token_ids[:LEAST_COMMON]).tobytes()
         salt = (state.request.cache_salt or "").encode()
-        root = hashlib.blake2b(salt, digest_size=_ROOT_BYTES).digest()
+        root = hashlib.blake2b(beginning + salt, digest_size=_ROOT_BYTES).digest()
         return state.namespace.key(root)
 
     def _learn(self, state: RequestState, start: int, final: int | None = None) -> None:
