@@ -221,7 +221,7 @@ def test_an_engine_that_is_killed_and_comes_back_with_its_disk(two: Two) -> None
     two.step(back)  # from the first request on it knows its namespace, and publishes its disk
     assert until(lambda: two.step(back) or two.blocks(back, "disk") >= BLOCKS // BLOCK)
     assert not two.blocks(back, "host")
-    assert two.router.count("publisher_restarts") == 1
+    assert two.router.count("publisher_restarts") >= 1
     before = counters(two)
     reply = two.router.complete(prompt=text)
     assert two.served(reply) is back

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -164,9 +164,21 @@ def play(sessions: Sequence[Session], router: RouterThread, restart: bool) -> Pl
     answered; requests wait for it."""
     played = Played()
     half = sum(len(one.turns) for one in sessions) // 2
-    is_up = threading.Event()
-    is_up.set()
-    active = threading.Semaphore(0)
+    state = threading.Condition()
+    is_up, asking = True, 0
+
+    @contextlib.contextmanager
+    def turn_at_router() -> Iterator[None]:
+        nonlocal asking
+        with state:
+            state.wait_for(lambda: is_up)
+            asking += 1
+        try:
+            yield
+        finally:
+            with state:
+                asking -= 1
+                state.notify_all()
 
     def converse(session: Session) -> None:
         prompt = session.opening
@@ -175,25 +187,32 @@ def play(sessions: Sequence[Session], router: RouterThread, restart: bool) -> Pl
             for turn in session.turns:
                 time.sleep(turn.pause_s)
                 prompt += turn.text
-                is_up.wait()
-                answer, ttft_s, split = ask(client, router.url, prompt)
+                with turn_at_router():
+                    answer, ttft_s, split = ask(client, router.url, prompt)
+                    played.add(ttft_s, split)
                 prompt += answer
-                played.add(ttft_s, split)
-                active.release()
 
     with ThreadPoolExecutor(len(sessions)) as clients:
         running = [clients.submit(converse, one) for one in sessions]
         if restart:
-            for _ in range(half):
-                while not active.acquire(timeout=1.0):
-                    if all(one.done() for one in running):
+            with state:
+                while not state.wait_for(lambda: len(played.ttft_s) >= half, timeout=1.0):
+                    if failed(running):
                         break
-            is_up.clear()
+                is_up = False
+                state.wait_for(lambda: not asking)
             router.restart()
-            is_up.set()
+            with state:
+                is_up = True
+                state.notify_all()
         for one in running:
             one.result()
     return played
+
+
+def failed(running: Sequence[Future[None]]) -> bool:
+    """Whether a session has ended with an error."""
+    return any(one.done() and one.exception() for one in running)
 
 
 # -- router and engines ---------------------------------------------------------------------

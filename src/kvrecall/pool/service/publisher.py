@@ -121,7 +121,7 @@ class EventPublisher:
         self._pub.set_hwm(_QUEUED)
         self._replay = self._context.socket(zmq.ROUTER)
         try:
-            for socket, number in ((self._pub, port), (self._replay, port + 1)):
+            for socket, number in ((self._replay, port + 1), (self._pub, port)):
                 socket.set(zmq.LINGER, 500)
                 try:
                     socket.bind(f"tcp://{host}:{number}")
