@@ -281,7 +281,7 @@ class Pool:
             is_run = part[-1] - part[0] == len(part) - 1
             asked = keys[part[0] : part[-1] + 1] if is_run else [keys[place] for place in part]
             below = self._below.tiers_of(asked)
-            if is_run and None not in below:
+            if is_run and below[0] is not None and below.count(below[0]) == len(below):
                 tiers[part[0] : part[-1] + 1] = cast(list[TierName], below)
                 continue
             for place, tier in zip(part, below, strict=True):
