@@ -10,7 +10,7 @@ import mmap
 import os
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -214,9 +214,9 @@ class _Table:
         slots[at] = (code & _LOW) << 32 | number + 1
         return True
 
-    def remove(self, number: int, code: int, start: int, hashes: Any) -> bool:
+    def remove(self, number: int, code: int, start: int, code_of: Callable[[int], int]) -> bool:
         """Removes a number; what was put behind its full group moves up. False if it is not here.
-        ``start``: all groups before are empty. ``hashes``: by number."""
+        ``start``: all groups before are empty. ``code_of``: the hash of a number's key."""
         slots, home = self.slots.cells, code >> self.shift
         word = (code & _LOW) << 32 | number + 1
         at, end = max(home, start) << _GROUP_BITS, (home << _GROUP_BITS) + _REACH
@@ -228,7 +228,7 @@ class _Table:
         while slots[last := behind * _GROUP + _GROUP - 1]:  # full
             behind += 1
             for other in range(last + 1, last + 1 + _GROUP):
-                if (word := slots[other]) and hashes[(word & _LOW) - 1] >> self.shift <= group:
+                if (word := slots[other]) and code_of((word & _LOW) - 1) >> self.shift <= group:
                     slots[at], at, group = word, other, behind
                     break
         last = group * _GROUP + _GROUP - 1
@@ -257,7 +257,7 @@ class CompactNames(Names):
         self._moved = 0  # groups of the old table that are empty now
         self._far: dict[BlockKey, int] = {}  # numbers that no table had room for
         self._size = 0  # numbers ever used
-        self._free = 0  # the first free number plus one, linked by their hashes; 0: none
+        self._free = 0  # the first free number plus one, linked by their forms; 0: none
         self._count = 0
         self._room = max(1 << 12, room)
         self._odd: dict[int, BlockKey] = {}
@@ -266,7 +266,6 @@ class CompactNames(Names):
         self._factors = tuple(np.frombuffer(os.urandom(16), np.uint64).tolist())
         self._mark = os.urandom(8)  # between keys that are looked up together
         self._columns: list[MemoryColumn] = []
-        self._hash = self.column("Q")
         self._digest = self.column("B", _HASH_BYTES)
         # Bytes of the digest, and whether it is a tail; above that the namespace.
         self._form = self.column("I")
@@ -298,6 +297,9 @@ class CompactNames(Names):
         code: int = (word + space * first) * second & _WORD | 1
         return code
 
+    def _code_of(self, number: int) -> int:
+        return self._code(self.key(number))
+
     def _number(self, key: BlockKey, code: int) -> int:
         number = self._search(self._table, 0, code, key)
         if number < 0 and self._old is not None:
@@ -326,7 +328,7 @@ class CompactNames(Names):
     def _add(self, key: BlockKey, code: int) -> int:
         number = self._free - 1
         if number >= 0:
-            self._free = self._hash.cells[number]
+            self._free = self._form.cells[number]
             self._refs.cells[number] = 0
         else:
             number = self._size
@@ -337,7 +339,6 @@ class CompactNames(Names):
         if self._count > self._table.most and self._old is None:
             self._old, self._moved = self._table, 0
             self._table = _Table(self._old.bits + 1)
-        self._hash.cells[number] = code
         self._write(number, key)
         self._place(code, number)
         if self._old is not None:
@@ -355,11 +356,11 @@ class CompactNames(Names):
 
     def _move_group(self, old: _Table) -> None:
         """Moves the numbers of one more group of the old table into the new one."""
-        slots, hashes = old.slots.cells, self._hash.cells
+        slots = old.slots.cells
         for at in range(self._moved * _GROUP, (self._moved + 1) * _GROUP):
             if word := slots[at]:
                 number = (word & _LOW) - 1
-                self._place(hashes[number], number)
+                self._place(self._code_of(number), number)
                 slots[at] = 0
         self._moved += 1
         if self._moved * _GROUP == len(slots):
@@ -429,16 +430,15 @@ class CompactNames(Names):
                 self.drop(number)
 
     def _delete(self, number: int) -> None:
-        hashes = self._hash.cells
-        code = hashes[number]
-        here = self._table.remove(number, code, 0, hashes)
+        code = self._code_of(number)
+        here = self._table.remove(number, code, 0, self._code_of)
         if not here and self._old is not None:
-            here = self._old.remove(number, code, self._moved, hashes)
+            here = self._old.remove(number, code, self._moved, self._code_of)
         if not here:
             del self._far[self.key(number)]
         self._odd.pop(number, None)
         self._refs.cells[number] = -1
-        hashes[number] = self._free
+        self._form.cells[number] = self._free
         self._free = number + 1
         self._count -= 1
 
@@ -483,7 +483,6 @@ class CompactNames(Names):
         numbers[new] = added
         part = slice(int(added[0]), int(added[0]) + count)
         codes = self._codes(given)
-        self._hash.array()[part] = codes
         self._digest.array()[part].view(np.uint64)[:] = given[:, _SPACE_WORDS:-1]
         spaces = [self._space_number(key[:NAMESPACE_BYTES]) for key in fresh]
         self._form.array()[part] = np.asarray(spaces) << _FORM | _HASH_BYTES
