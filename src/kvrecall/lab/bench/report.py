@@ -53,7 +53,7 @@ BIAS: Mapping[str, str] = {
         "for explanations: one request at a time, each cause alone; against them: a small model, "
         "whose first token takes milliseconds"
     ),
-    "service": "for the service: two clients that do nothing else",
+    "service": "for the service: clients that do nothing else, few at once or at a steady rate",
     "lookup": "for the pool: one caller, keys that are all there or all absent",
     "index": "for the index: blocks of one size and one namespace, in chains of 50",
     "soak": "for neither: nothing is compared; one process, blocks of 256 KiB, a steady rate",

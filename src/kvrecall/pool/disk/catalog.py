@@ -8,6 +8,7 @@ import copy
 import itertools
 import threading
 import time
+from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -110,7 +111,7 @@ class Catalog(EvictionOrders):
         self._tenant_list: list[Tenant] = []
         self._tenants_gone: list[int] = []  # their numbers, to be used again
         self._late: _Late | None = None  # while blocks are still being recovered
-        self._pending_free: list[int] = []
+        self._pending_free = array("q")  # not a list: it may become as long as the tier has blocks
         self._unnoted_uses: dict[int, int] = {}  # seconds by address, not in the index yet
         self._unnoted_pins: dict[int, int] = {}  # 1 or 0 by address, not in the index yet
         self.used_bytes = 0
@@ -776,7 +777,7 @@ class Catalog(EvictionOrders):
     def take_pending_free(self, limit: int) -> list[int]:
         """Slots whose rows are to be deleted; the caller owns them now."""
         with self._lock:
-            taken = self._pending_free[-limit:]
+            taken = self._pending_free[-limit:].tolist()
             del self._pending_free[-limit:]
             return taken
 

@@ -91,7 +91,7 @@ class DiskTier(Tier):
             self._lock = FolderLock(config.path)
             undo.callback(self._lock.release)
             try:
-                self._open(io or FileIo(), policy, clock, undo)
+                self._open_whole(io or FileIo(), policy, clock, undo)
             except (OSError, sqlite3.Error) as error:
                 raise TierError(f"disk_path: {config.path}: {error}") from error
             undo.pop_all()
@@ -220,7 +220,7 @@ class DiskTier(Tier):
             reader.join(max(0.0, until - time.monotonic()))
         read = not any(reader.is_alive() for reader in self._readers)
         if flushed:
-            self._index.close()
+            self._index.close(not (self._recovery.is_damaged or self._reclaimer.is_failing))
         if flushed and read:
             self._store.close()
             self._lock.release()
@@ -413,6 +413,22 @@ class DiskTier(Tier):
 
     # -- opening ---------------------------------------------------------------------------
 
+    def _open_whole(
+        self,
+        io: FileIo,
+        policy: str,
+        clock: Callable[[], float],
+        undo: contextlib.ExitStack,
+    ) -> None:
+        """``_open``, and again if the index is damaged although it was closed well: only then is it
+        checked, and moved aside."""
+        try:
+            with contextlib.ExitStack() as attempt:
+                self._open(io, policy, clock, attempt)
+                undo.enter_context(attempt.pop_all())
+        except sqlite3.DatabaseError:
+            self._open(io, policy, clock, undo)
+
     def _open(
         self,
         io: FileIo,
@@ -423,7 +439,7 @@ class DiskTier(Tier):
         """Opens index and slabs and finds their blocks; ``undo`` collects how to close them."""
         path, capacity = self._config.path, self._config.capacity_bytes
         self._index = Index.open(path)
-        undo.callback(self._index.close)
+        undo.callback(self._index.close, False)
         self._admit()
         limit = capacity - aside_bytes(path)
         self._store = SlabStore(path, limit, self._index.pool_id, io, self._config.direct_io)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
@@ -38,15 +39,26 @@ _HELD = 4
 _HANGS = 8
 
 
+T = TypeVar("T")
+_untrack = ctypes.pythonapi.PyObject_GC_UnTrack
+_untrack.argtypes, _untrack.restype = (ctypes.py_object,), None
+
+
+def _untracked(it: T) -> T:
+    """Hides an object from the garbage collector, which otherwise visits it in every full
+    collection. It must never be part of a cycle."""
+    _untrack(it)
+    return it
+
+
 _NONE = array("i")  # shared and never appended to
 
 
 class _Cohort:
     """The blocks of one class with the same time of last use: they age together.
 
-    There are very many blocks, and tens of thousands of cohorts: each keeps its blocks in arrays,
-    in which the garbage collector does not look at members. It does visit each array, so that an
-    empty one is shared.
+    There are very many blocks, and tens of thousands of cohorts: the garbage collector sees neither
+    them nor the arrays of their blocks.
     """
 
     __slots__ = (
@@ -54,6 +66,7 @@ class _Cohort:
         "begin",
         "bin",
         "born",
+        "ended",
         "first",
         "forgotten",
         "kind",
@@ -68,13 +81,15 @@ class _Cohort:
         self.born = born
         self.bin = 0
         self.alive = 0  # members not used again since, resident or remembered
-        self.names = array("i")  # who joined; some may have moved on
+        self.names = _untracked(array("i"))  # who joined; some may have moved on
         # Who became resident, oldest first, as runs down a chain; some may have left since. The
         # first run, then the others; the first block of each of these is inverted (~number).
         self.first = _NONE
         self.rest = _NONE
         self.begin = 0  # of ``rest``: what is before is in ``first`` or gone
+        self.ended = False  # has no members and gets no more
         self.forgotten = False  # names are no longer remembered when they are evicted
+        _untrack(self)
 
     def settle(self, number: int, parent: int) -> None:
         """A member became resident."""
@@ -84,7 +99,7 @@ class _Cohort:
         elif self.first and parent >= 0 and self.first[-1] == parent:
             self.first.append(number)
         elif self.rest is _NONE:
-            self.rest = array("i", (~number,))
+            self.rest = _untracked(array("i", (~number,)))
         else:
             self.rest.append(~number)
 
@@ -96,7 +111,7 @@ class _Cohort:
                 self.rest, self.begin = _NONE, 0
             return False
         self.begin = _end_of(rest, begin)
-        self.first = rest[begin : self.begin]
+        self.first = _untracked(rest[begin : self.begin])
         self.first[0] = ~self.first[0]
         return True
 
@@ -170,16 +185,16 @@ class HazardPolicy(EvictionPolicy):
         self._hung_next = self.names.column("i")
         self._ghosts = 0
         self._has_groups = False  # a block that hangs on a chain was seen
-        # Cohorts with members, the oldest first: by age, by number, and all that may be forgotten.
-        self._by_bin: list[OrderedDict[_Cohort, None]]
-        self._by_bin = [OrderedDict() for _ in range(self._bins.count)]
-        self._cohorts: dict[int, _Cohort] = {}
-        self._memory: OrderedDict[_Cohort, None] = OrderedDict()
-        self._born = 0  # number of the last cohort
+        # Cohorts with members, by number; the oldest first by age, and all that may be forgotten.
+        self._cohorts: list[_Cohort] = _untracked([])
+        self._unused: list[int] = _untracked([])  # numbers of cohorts that ended
+        self._by_bin: list[OrderedDict[int, None]]
+        self._by_bin = [_untracked(OrderedDict()) for _ in range(self._bins.count)]
+        self._memory: OrderedDict[int, None] = _untracked(OrderedDict())
         self._is_late = False  # some have not reached the bins of their age
         self._youngest: dict[int, _Cohort] = {}  # by class
         # Cohorts with residents that may go, by cell (class, bin); cells ordered by worth.
-        self._ready: list[dict[_Cohort, None]] = [{} for _ in range(_CLASSES * self._bins.count)]
+        self._ready: list[dict[int, None]] = [{} for _ in range(_CLASSES * self._bins.count)]
         self._is_taught = False  # has seen enough blocks come back to refuse others
         # The order until taught for the first time.
         self._recency: LruPolicy | None = LruPolicy(self.names, links)
@@ -346,7 +361,7 @@ class HazardPolicy(EvictionPolicy):
     def _candidates(self) -> Iterator[_Cohort]:
         """Ready cohorts, least worth first."""
         for place in self._filled:
-            yield from self._ready[self._order[place]]
+            yield from map(self._cohorts.__getitem__, self._ready[self._order[place]])
 
     def _trim(self, cohort: _Cohort) -> bool:
         """Drops blocks that left from the end of the first run. False if no block is left."""
@@ -586,12 +601,11 @@ class HazardPolicy(EvictionPolicy):
             or cohort.forgotten
             or len(cohort.names) >= _MEMBERS
         ):
-            self._born = self._born % 0xFFFF_FFFF + 1
-            while self._born in self._cohorts:
-                self._born = self._born % 0xFFFF_FFFF + 1
-            old, cohort = cohort, _Cohort(self._born, kind, self._now)
-            self._youngest[kind] = self._cohorts[cohort.number] = cohort
-            self._by_bin[0][cohort] = self._memory[cohort] = None
+            number = self._unused.pop() if self._unused else len(self._cohorts)
+            old, cohort = cohort, _Cohort(number, kind, self._now)
+            self._cohorts[number : number + 1] = (cohort,)
+            self._youngest[kind] = cohort
+            self._by_bin[0][number] = self._memory[number] = None
             if old is not None:
                 self._bury(old)
         cohort.alive += 1
@@ -611,14 +625,15 @@ class HazardPolicy(EvictionPolicy):
             self._drop(cohort)
 
     def _drop(self, cohort: _Cohort) -> None:
-        if self._cohorts.pop(cohort.number, None) is None:
+        if cohort.ended:
             return
         self._make_unready(cohort)
-        self._by_bin[cohort.bin].pop(cohort, None)
-        self._memory.pop(cohort, None)
-        cohort.forgotten = True
-        cohort.names, cohort.first, cohort.rest = array("i"), _NONE, _NONE
+        self._by_bin[cohort.bin].pop(cohort.number, None)
+        self._memory.pop(cohort.number, None)
+        cohort.forgotten = cohort.ended = True
+        cohort.names, cohort.first, cohort.rest = _untracked(array("i")), _NONE, _NONE
         cohort.begin = 0
+        self._unused.append(cohort.number)
 
     def _cell(self, cohort: _Cohort) -> int:
         return cohort.kind * self._bins.count + cohort.bin
@@ -637,15 +652,15 @@ class HazardPolicy(EvictionPolicy):
         ready = self._ready[cell]
         if not ready:
             insort(self._filled, self._place[cell])
-        ready[cohort] = None
+        ready[cohort.number] = None
 
     def _make_unready(self, cohort: _Cohort) -> bool:
         """False if it was not ready."""
         cell = self._cell(cohort)
         ready = self._ready[cell]
-        if cohort not in ready:
+        if cohort.number not in ready:
             return False
-        del ready[cohort]
+        del ready[cohort.number]
         if not ready:
             del self._filled[bisect_left(self._filled, self._place[cell])]
         return True
@@ -658,11 +673,11 @@ class HazardPolicy(EvictionPolicy):
         left = _GROWN
         for queue, end in zip(reversed(self._by_bin), reversed(self._bins.ends), strict=True):
             while queue:
-                cohort = next(iter(queue))
+                cohort = self._cohorts[next(iter(queue))]
                 if cohort.alive == 0:
                     self._drop(cohort)
                 elif self._now - cohort.born >= end and left:
-                    del queue[cohort]
+                    del queue[cohort.number]
                     self._grow(cohort)
                 else:
                     break
@@ -678,7 +693,7 @@ class HazardPolicy(EvictionPolicy):
         while self._now - cohort.born >= ends[cohort.bin]:
             cohort.bin += 1
             entered[cohort.bin] += cohort.alive
-        self._by_bin[cohort.bin][cohort] = None
+        self._by_bin[cohort.bin][cohort.number] = None
         if was_ready:
             self._make_ready(cohort)
 
@@ -686,9 +701,9 @@ class HazardPolicy(EvictionPolicy):
         """Drops the oldest names beyond what may be remembered."""
         state, cohorts = self._state.cells, self._cohort.cells
         while self._ghosts > self._remember and self._memory:
-            cohort, _ = self._memory.popitem(last=False)
+            cohort = self._cohorts[self._memory.popitem(last=False)[0]]
             cohort.forgotten = True
-            names, cohort.names = cohort.names, array("i")
+            names, cohort.names = cohort.names, _untracked(array("i"))
             for number in names:
                 if cohorts[number] == cohort.number and state[number] & _GHOST:
                     self._ghosts -= 1
