@@ -195,3 +195,33 @@ def test_a_table_that_is_full_around_one_home_leaves_others_alone() -> None:
         assert not len(names)
         assert not names._far
         assert not names._table.slots.array().any()
+
+
+def test_many_names_come_and_go_while_the_table_grows() -> None:
+    """Freed numbers are used again, and keys of every form move along."""
+    rng, names = random.Random(5), CompactNames()
+    here: dict[BlockKey, int] = {}
+    moving = 0
+    for turn in range(100):
+        ones = [key(number) for number in range(turn * 40, turn * 40 + 40)]
+        many = [SPACES[turn % 3].key(rng.randbytes(32)) for _ in range(250)]
+        for some in (ones, many + many[:3] * (turn % 2)):
+            numbers = names.meet_many(some)
+            if len(set(some)) == len(some):
+                assert not set(numbers.tolist()) & set(here.values())
+            for one, number in zip(some, numbers.tolist(), strict=True):
+                if one not in here:
+                    names.keep(number)
+                here[one] = number
+        leaving = rng.sample(sorted(here), 60)
+        names.keep(here[leaving[0]])
+        names.drop_all([here[one] for one in (*leaving, leaving[0])])
+        for one in leaving:
+            del here[one]
+            assert names.number(one) == -1
+        moving += names._old is not None
+        assert len(names) == len(here) == len(set(here.values()))
+    assert 0 < moving < 100
+    assert names.size < len(here) + 400, "free numbers are used first"
+    assert {one: names.number(one) for one in here} == here
+    assert {one: names.key(number) for one, number in here.items()} == {one: one for one in here}

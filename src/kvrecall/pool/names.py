@@ -53,6 +53,11 @@ class Names(ABC):
     def drop(self, number: int) -> None:
         """Undoes ``keep``; the last one frees the number."""
 
+    def drop_all(self, numbers: Sequence[int]) -> None:
+        """``drop`` of each."""
+        for number in numbers:
+            self.drop(number)
+
     @abstractmethod
     def sweep(self, numbers: Sequence[int]) -> None:
         """Frees those of these numbers that are not kept."""
@@ -336,14 +341,17 @@ class CompactNames(Names):
                 self._grow()
             self._size += 1
         self._count += 1
-        if self._count > self._table.most and self._old is None:
-            self._old, self._moved = self._table, 0
-            self._table = _Table(self._old.bits + 1)
+        self._begin_growing()
         self._write(number, key)
         self._place(code, number)
         if self._old is not None:
             self._move_group(self._old)
         return number
+
+    def _begin_growing(self) -> None:
+        if self._count > self._table.most and self._old is None:
+            self._old, self._moved = self._table, 0
+            self._table = _Table(self._old.bits + 1)
 
     def _grow(self) -> None:
         self._room *= 2
@@ -420,7 +428,7 @@ class CompactNames(Names):
         left = refs[number] - 1
         refs[number] = left
         if not left:
-            self._delete(number)
+            self._delete(number, self._code_of(number))
 
     def sweep(self, numbers: Sequence[int]) -> None:
         refs = self._refs.cells
@@ -429,8 +437,17 @@ class CompactNames(Names):
                 refs[number] = 1
                 self.drop(number)
 
-    def _delete(self, number: int) -> None:
-        code = self._code_of(number)
+    def drop_all(self, numbers: Sequence[int]) -> None:
+        dropped = np.asarray(numbers, np.int64)
+        refs = self._refs.array()
+        np.subtract.at(refs, dropped, 1)
+        ended = np.unique(dropped[refs[dropped] == 0])
+        del refs
+        if ended.size:
+            for number, code in zip(ended.tolist(), self._codes_of(ended).tolist(), strict=True):
+                self._delete(number, code)
+
+    def _delete(self, number: int, code: int) -> None:
         here = self._table.remove(number, code, 0, self._code_of)
         if not here and self._old is not None:
             here = self._old.remove(number, code, self._moved, self._code_of)
@@ -451,6 +468,9 @@ class CompactNames(Names):
         return found
 
     def meet_all(self, keys: Sequence[BlockKey]) -> Sequence[int]:
+        if len(keys) >= _FEW:
+            met: list[int] = self.meet_many(keys).tolist()
+            return met
         numbers = list(self.numbers(keys))
         for place, number in enumerate(numbers):
             if number < 0:
@@ -467,27 +487,70 @@ class CompactNames(Names):
         if (
             given is None
             or len(fresh[0]) != _KEY_BYTES
-            or self._old is not None
-            or self._count + count > self._table.most
+            or count > self._table.most // 2
             or len(set(fresh)) < count
             or len({key[:NAMESPACE_BYTES] for key in fresh} | self._spaces.keys()) > _SPACES
         ):
             for place, key in zip(new.tolist(), fresh, strict=True):
                 numbers[place] = self.meet(key)
             return numbers
-        while self._size + count > self._room:
-            self._grow()
-        added = np.arange(self._size, self._size + count)
-        self._size += count
+        added = self._take(count)
         self._count += count
+        self._begin_growing()
         numbers[new] = added
-        part = slice(int(added[0]), int(added[0]) + count)
         codes = self._codes(given)
-        self._digest.array()[part].view(np.uint64)[:] = given[:, _SPACE_WORDS:-1]
+        self._digest.array().view(np.uint64)[added] = given[:, _SPACE_WORDS:-1]
         spaces = [self._space_number(key[:NAMESPACE_BYTES]) for key in fresh]
-        self._form.array()[part] = np.asarray(spaces) << _FORM | _HASH_BYTES
+        self._form.array()[added] = np.asarray(spaces) << _FORM | _HASH_BYTES
+        self._refs.array()[added] = 0
         self._place_all(codes, added)
+        if self._old is not None:
+            self._move_groups(self._old, count)
         return numbers
+
+    def _move_groups(self, old: _Table, count: int) -> None:
+        """``_move_group`` of many."""
+        slots = old.slots.array()
+        part = slots[self._moved : self._moved + count]
+        numbers = (part[part != 0] & np.uint64(_LOW)).astype(np.int64) - 1
+        part[:] = 0
+        if numbers.size:
+            self._place_all(self._codes_of(numbers), numbers)
+        self._moved = min(self._moved + count, len(slots))
+        if self._moved == len(slots):
+            self._old = None
+            self._table.slots.use_huge_pages(at_once=False)
+
+    def _codes_of(self, numbers: Numbers) -> Words:
+        """``_code_of`` of each."""
+        first, second = map(np.uint64, self._factors)
+        forms = self._form.array().take(numbers)
+        kinds = forms & 0xFF
+        is_plain = (kinds != _ODD) & (kinds & (_TAILED - 1) >= 8)
+        spaces = np.frombuffer(b"".join(self._space_list), np.uint64)[::_SPACE_WORDS]
+        codes = np.zeros(len(numbers), np.uint64)
+        if is_plain.any():
+            words = self._digest.array().view(np.uint64)[numbers[is_plain], 0]
+            codes[is_plain] = (words + spaces[forms[is_plain] >> _FORM] * first) * second
+            codes |= np.uint64(1)
+        for place in np.flatnonzero(~is_plain).tolist():
+            codes[place] = self._code_of(int(numbers[place]))
+        return codes
+
+    def _take(self, count: int) -> Numbers:
+        """Free numbers, or else new ones."""
+        numbers: list[int] = []
+        forms = self._form.cells
+        while self._free and len(numbers) < count:
+            numbers.append(self._free - 1)
+            self._free = forms[numbers[-1]]
+        del forms
+        fresh = count - len(numbers)
+        while self._size + fresh > self._room:
+            self._grow()
+        numbers += range(self._size, self._size + fresh)
+        self._size += fresh
+        return np.array(numbers, np.int64)
 
     def _place_all(self, codes: Words, numbers: Numbers) -> None:
         """``_place`` of very many, for which the table is large enough."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import os
 import statistics
 import tempfile
@@ -83,7 +84,9 @@ class _SparseIo(FileIo):
 
 def key_of(number: int) -> BlockKey:
     """The key of one of the blocks of ``write_folder``."""
-    return NAMESPACE.key(hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest())
+    return NAMESPACE.key(
+        hashlib.blake2b(number.to_bytes(8, "little", signed=True), digest_size=32).digest()
+    )
 
 
 def write_folder(config: DiskConfig, blocks: int) -> None:
@@ -259,9 +262,16 @@ def _pauses(tier: DiskTier, blocks: int, repeats: int) -> dict[str, float]:
         whole_s = time.thread_time() - began
         kept = collected[:-1]
         watch("clear", lambda keys: tier.clear(), 1)
+        kinds = itertools.count()
+        watch("touch of 1,000 new ones", lambda keys: tier.touch(_new(next(kinds))), 3 * repeats)
     found["collection of garbage"] = 1e3 * max(kept, default=0.0)
     found["full collection of garbage"] = 1e3 * whole_s
     return found
+
+
+def _new(kind: int) -> list[BlockKey]:
+    """Keys that no block has."""
+    return [key_of(-1 - number - _FOUND * kind) for number in range(_FOUND)]
 
 
 def _acquire(tier: DiskTier, keys: Sequence[BlockKey]) -> None:

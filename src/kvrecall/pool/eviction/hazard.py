@@ -29,6 +29,8 @@ _FADE = 0.995  # what then stays of the old counts: half after 139 looks, about 
 _EVIDENCE = 4.0  # requests' worth of blocks that a class needs to be believed half
 _RETURNS = 16  # ticks in which blocks came back, before the tables are believed at all
 _MEMBERS = 4096  # of a cohort: so many names are forgotten at once
+_DROPPED = 1024  # numbers that are given up at once, at least
+_GOING = 1 << 17  # numbers to be given up before no more names are forgotten
 _GROWN = 256  # cohorts that move to another bin at once
 _LARGE = 1 << 20  # names that a large tier remembers at least
 # What is known of a name:
@@ -184,6 +186,7 @@ class HazardPolicy(EvictionPolicy):
         self._hung = self.names.column("i")  # the first of those that hang on it
         self._hung_next = self.names.column("i")
         self._ghosts = 0
+        self._going = array("i")  # forgotten names whose numbers are still kept, and their parents
         self._has_groups = False  # a block that hangs on a chain was seen
         # Cohorts with members, by number; the oldest first by age, and all that may be forgotten.
         self._cohorts: list[_Cohort] = _untracked([])
@@ -243,7 +246,8 @@ class HazardPolicy(EvictionPolicy):
         if self._uses >= self._refresh_at:
             self._table.fade(_FADE)
             self._refresh()
-        self._forget()
+        if self._ghosts > self._remember or self._going:
+            self._forget()
 
     def insert_n(
         self, number: int, parent: int, depth: int, now: float, hangs: bool = False
@@ -272,7 +276,7 @@ class HazardPolicy(EvictionPolicy):
         self._has_groups |= hangs
         if self._has_groups:
             self._settle(number)
-        if self._ghosts > self._remember:
+        if self._ghosts > self._remember or self._going:
             self._forget()
 
     def remove_n(self, number: int) -> None:
@@ -698,18 +702,32 @@ class HazardPolicy(EvictionPolicy):
             self._make_ready(cohort)
 
     def _forget(self) -> None:
-        """Drops the oldest names beyond what may be remembered."""
-        state, cohorts = self._state.cells, self._cohort.cells
-        while self._ghosts > self._remember and self._memory:
+        """Forgets the oldest names beyond what may be remembered, a few thousand at once, and gives
+        up some of the numbers of those that it forgot."""
+        state, cohorts, parents = self._state.cells, self._cohort.cells, self._parent.cells
+        going, before = self._going, len(self._going)
+        while (
+            self._ghosts > self._remember
+            and self._memory
+            and len(going) - before < 2 * _MEMBERS
+            and before < _GOING
+        ):
             cohort = self._cohorts[self._memory.popitem(last=False)[0]]
             cohort.forgotten = True
             names, cohort.names = cohort.names, _untracked(array("i"))
             for number in names:
                 if cohorts[number] == cohort.number and state[number] & _GHOST:
                     self._ghosts -= 1
-                    self._unlearn(number)
                     cohort.alive -= 1
+                    state[number] = 0
+                    going.append(number)
+                    if parents[number]:
+                        going.append(parents[number] - 1)
+                        parents[number] = 0
             self._bury(cohort)
+        some = slice(-max(_DROPPED, len(going) // 16), None)
+        self.names.drop_all(going[some])
+        del going[some]
 
     def _refresh(self) -> None:
         """Ranks the cells again by the life table."""
