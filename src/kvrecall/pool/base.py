@@ -20,6 +20,7 @@ from typing import Protocol
 import msgspec
 
 from kvrecall.block import SHARED, BlockKey, Namespace, Tenant, TierName
+from kvrecall.pool.hints import Hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +246,8 @@ class PoolClient(Protocol):
         keys: Sequence[BlockKey],
         hanging: Sequence[BlockKey] = (),
         ending: Sequence[BlockKey] = (),
+        hint: Hint | None = None,
+        tenant: Tenant = SHARED,
     ) -> None:
         """The chain ``keys`` (prefix first) was used: refreshes recency in every tier.
 
@@ -255,6 +258,9 @@ class PoolClient(Protocol):
         not. ``ending``: those at its own end, which a request that continues it will need: in the
         pool, or to be saved. Both may be reported later than the chain, with no ``keys``. All
         others are not named: they age.
+
+        ``hint``: what the client says about the return of the chain; believed as far as hints of
+        ``tenant`` came true so far.
         """
 
     def flush(self, keys: Sequence[BlockKey], deadline_s: float) -> bool:

@@ -42,6 +42,7 @@ from kvrecall.pool.cipher import read_cipher
 from kvrecall.pool.disk import DiskTier
 from kvrecall.pool.disk.codec import make_codec
 from kvrecall.pool.eviction import make_policy
+from kvrecall.pool.hints import Hint, HintRecord
 from kvrecall.pool.host import Block, Evictor, HostStore
 from kvrecall.pool.remote.backends import with_remote
 from kvrecall.pool.residents import BlockInfo, TenantUse, hangs
@@ -157,6 +158,7 @@ class Pool:
         self._names: dict[bytes, Namespace] = {}
         self._filling: dict[BlockKey, Block] = {}
         self._tickets: dict[int, Ticket] = {}
+        self._hints = HintRecord()
         self._loading: dict[BlockKey, _Loading] = {}
         self._silent_until = float("-inf")
         self._numbers = itertools.count(1)
@@ -335,11 +337,14 @@ class Pool:
         keys: Sequence[BlockKey],
         hanging: Sequence[BlockKey] = (),
         ending: Sequence[BlockKey] = (),
+        hint: Hint | None = None,
+        tenant: Tenant = SHARED,
     ) -> None:
         with self._changed:
-            self._host.touch(keys, hanging, ending)
+            advice = self._hints.used(keys, self._monotonic(), tenant, hint)
+            self._host.touch(keys, hanging, ending, advice=advice)
             if self._writer.has_below:
-                self._below.touch(keys, hanging, ending)
+                self._below.touch(keys, hanging, ending, advice)
                 self._writer.touched(keys, hanging)
 
     # -- save ------------------------------------------------------------------------------

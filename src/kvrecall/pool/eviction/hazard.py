@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from array import array
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
@@ -11,16 +12,20 @@ from typing import ClassVar
 import numpy as np
 
 from kvrecall.pool.eviction.base import EvictionPolicy
+from kvrecall.pool.eviction.classes import (
+    BARE,
+    CLASSES,
+    INNER,
+    class_of,
+    feature,
+    feature_of,
+    levels,
+)
 from kvrecall.pool.eviction.lifetable import AgeBins, LifeTable
 from kvrecall.pool.eviction.queues import Links, LruPolicy
+from kvrecall.pool.hints import Advice
 from kvrecall.pool.names import Names
 
-_USES = (0, 0, 1, 2, 3, 3, 4, 4, 4, 4, 5)  # uses -> group; more uses: the last
-_GROUPS = 6
-# Classes: group x (in a chain, ended its request or not), then group of what hangs on a chain,
-_INNER = 3 * _GROUPS  # what hangs there and was neither used nor at the end of a request,
-_BARE = _INNER + 1  # and what can serve no hit as things are.
-_CLASSES = _BARE + 1
 _TICK = 0.25  # seconds; what happens within one counts as happening at once
 _SLACK = 8.0  # the same for blocks without a request, as after a restart
 _REFRESH = 64.0  # requests between two looks at the life table
@@ -30,12 +35,15 @@ _RETURNS = 16  # ticks in which blocks came back, before the tables are believed
 _MEMBERS = 4096  # of a cohort: so many names are forgotten at once
 _GROWN = 256  # cohorts that move to another bin at once
 _LARGE = 1 << 20  # names that a large tier remembers at least
+_KEPT_SHARE = 0.5  # of a tier: what the pins of all tenants' hints may keep
 # What is known of a name:
 _RESIDENT = 1
 _GHOST = 2  # remembered for a while after it was evicted or refused
 _KNOWN = _RESIDENT | _GHOST
 _HELD = 4
 _HANGS = 8
+_KEPT = 16  # by the pin of a hint
+_STAYS = _RESIDENT | _HELD | _KEPT  # of these only the first, if it may be given up
 
 
 _NONE = array("i")  # shared and never appended to
@@ -158,8 +166,9 @@ class HazardPolicy(EvictionPolicy):
             remember = max(2 * capacity_blocks, min(16 * capacity_blocks + 32_768, 262_144))
             remember = min(remember, max(capacity_blocks // 2, _LARGE))
         self._remember = remember
+        self._capacity = capacity_blocks
         self._bins = AgeBins()
-        self._table = LifeTable(_CLASSES, self._bins)
+        self._table = LifeTable(CLASSES, self._bins, levels())
         # By name; parents and what hangs plus one, 0 for none.
         self._state = self.names.column("B")
         self._used = self.names.column("B")  # times, up to 255
@@ -169,6 +178,11 @@ class HazardPolicy(EvictionPolicy):
         self._hung = self.names.column("i")  # the first of those that hang on it
         self._hung_next = self.names.column("i")
         self._ghosts = 0
+        # Pins of hints: until when, and whose; and their ends, a heap with the blocks.
+        self._kept: dict[int, tuple[float, str]] = {}
+        self._kept_by: dict[str, int] = {}
+        self._pins_end: list[tuple[float, int, list[int]]] = []
+        self._pins = 0
         self._has_groups = False  # a block that hangs on a chain was seen
         # Cohorts with members, the oldest first: by age, by number, and all that may be forgotten.
         self._by_bin: list[OrderedDict[_Cohort, None]]
@@ -179,7 +193,7 @@ class HazardPolicy(EvictionPolicy):
         self._is_late = False  # some have not reached the bins of their age
         self._youngest: dict[int, _Cohort] = {}  # by class
         # Cohorts with residents that may go, by cell (class, bin); cells ordered by worth.
-        self._ready: list[dict[_Cohort, None]] = [{} for _ in range(_CLASSES * self._bins.count)]
+        self._ready: list[dict[_Cohort, None]] = [{} for _ in range(CLASSES * self._bins.count)]
         self._is_taught = False  # has seen enough blocks come back to refuse others
         # The order until taught for the first time.
         self._recency: LruPolicy | None = LruPolicy(self.names, links)
@@ -204,6 +218,7 @@ class HazardPolicy(EvictionPolicy):
         now: float,
         hanging: Sequence[int] = (),
         ending: Sequence[int] = (),
+        advice: Advice | None = None,
     ) -> None:
         if not (chain or hanging or ending):
             return
@@ -218,13 +233,13 @@ class HazardPolicy(EvictionPolicy):
             if not state[number] & _KNOWN:
                 self._meet(number, -1, 1, 0.0, True)
                 self._remember_it(number)
-            elif self._cohorts[self._cohort.cells[number]].kind == _INNER:
-                self._move(number, _kind(self._used.cells[number], 1, True))
+            elif self._cohorts[self._cohort.cells[number]].kind == INNER:
+                self._move(number, class_of(self._used.cells[number], 1, True))
         if not chain:
             return
         self._mean_chain += 0.01 * (len(chain) - self._mean_chain)
         self._uses += len(chain)
-        self._use_chain(chain)
+        self._use_chain(chain, advice)
         if self._uses >= self._refresh_at:
             self._table.fade(_FADE)
             self._refresh()
@@ -240,14 +255,16 @@ class HazardPolicy(EvictionPolicy):
             self._ghosts -= 1
             if parent >= 0 and not self._parent.cells[number]:
                 self._adopt(number, parent)
-                state[number] = _HANGS * hangs
+                state[number] = state[number] & _KEPT | _HANGS * hangs
         else:
             if now - self._now >= _TICK:
                 self._advance(now)
-            self._meet(number, parent, 0, _SLACK, hangs)
+            self._meet(number, parent, 0, _SLACK, hangs, self._feature_below(parent))
         if self._recency is not None:
             self._recency.insert_n(number, parent, depth, now, hangs)
-        state[number] = state[number] & _HANGS | _RESIDENT
+            if state[number] & _KEPT:
+                self._recency.hold_n(number)
+        state[number] = state[number] & (_HANGS | _KEPT) | _RESIDENT
         cohort = self._cohorts[self._cohort.cells[number]]
         above = self._parent.cells[number] - 1
         cohort.settle(number, above)
@@ -266,10 +283,12 @@ class HazardPolicy(EvictionPolicy):
             return
         if self._recency is not None:
             self._recency.remove_n(number)
+        if state[number] & _KEPT:
+            self._unkeep(number)
         state[number] &= _HANGS
         cohort = self._cohorts[self._cohort.cells[number]]
         for child in self._hung_on(number):
-            self._move(child, _BARE)
+            self._move(child, BARE)
         above = self._parent.cells[number] - 1
         if above >= 0:
             hangs = state[number] & _HANGS
@@ -279,8 +298,8 @@ class HazardPolicy(EvictionPolicy):
             self._children.cells[above] = left
             if not left and state[above] & _RESIDENT:
                 self._make_ready(self._cohorts[self._cohort.cells[above]])
-                if hangs or cohort.kind == _BARE:
-                    self._move(above, _BARE)
+                if hangs or cohort.kind == BARE:
+                    self._move(above, BARE)
         if cohort.forgotten:
             self._unlearn(number)
             self._leave(cohort)
@@ -299,7 +318,7 @@ class HazardPolicy(EvictionPolicy):
         if state[number] & _HELD:
             state[number] ^= _HELD
             self._make_ready(self._cohorts[self._cohort.cells[number]])
-            if self._recency is not None:
+            if self._recency is not None and not state[number] & _KEPT:
                 self._recency.release_n(number)
 
     # -- what to give up -------------------------------------------------------------------
@@ -310,9 +329,10 @@ class HazardPolicy(EvictionPolicy):
         if not self._is_taught:
             return True
         self._advance(now)
-        if number >= 0 and not self._state.cells[number] & _GHOST:
-            number = -1
-        mine = self._worth[self._cell_of(number, hangs)]
+        known = self._state.cells[number] if number >= 0 else 0
+        if known & _KEPT:
+            return True
+        mine = self._worth[self._cell_of(number if known & _GHOST else -1, hangs, parent)]
         for cohort in self._candidates():
             if self._trim(cohort):
                 return self._worth[self._cell(cohort)] < mine
@@ -375,7 +395,7 @@ class HazardPolicy(EvictionPolicy):
         state, cohorts, own = self._state.cells, self._cohort.cells, cohort.number
         able = False
         for number in cohort.members():
-            if cohorts[number] != own or state[number] & (_RESIDENT | _HELD) != _RESIDENT:
+            if cohorts[number] != own or state[number] & _STAYS != _RESIDENT:
                 continue
             if not self._is_leaf(number, going):
                 continue
@@ -400,7 +420,7 @@ class HazardPolicy(EvictionPolicy):
             above = self._parent.cells[number] - 1
             if above < 0 or above in found:
                 continue
-            if state[above] & (_RESIDENT | _HELD) != _RESIDENT or not self._is_leaf(above, going):
+            if state[above] & _STAYS != _RESIDENT or not self._is_leaf(above, going):
                 continue
             if evictable(above):
                 self._give(above, found, going)
@@ -421,7 +441,13 @@ class HazardPolicy(EvictionPolicy):
     # -- names -----------------------------------------------------------------------------
 
     def _meet(
-        self, number: int, parent: int, ended: int, slack: float = 0.0, hangs: bool = False
+        self,
+        number: int,
+        parent: int,
+        ended: int,
+        slack: float = 0.0,
+        hangs: bool = False,
+        feature: int = 0,
     ) -> None:
         """A name is used for the first time, up to ``slack`` seconds ago."""
         self.names.keep(number)
@@ -429,7 +455,7 @@ class HazardPolicy(EvictionPolicy):
         self._used.cells[number] = 1
         if parent >= 0:
             self._adopt(number, parent)
-        self._enter(number, self._join(_kind(1, ended, hangs), slack))
+        self._enter(number, self._join(class_of(1, ended, hangs, feature), slack))
 
     def _adopt(self, number: int, parent: int) -> None:
         """Records the parent of a name."""
@@ -442,6 +468,8 @@ class HazardPolicy(EvictionPolicy):
 
     def _unlearn(self, number: int) -> None:
         """Forgets a name that is neither resident nor remembered."""
+        if self._state.cells[number] & _KEPT:
+            self._unkeep(number)
         self._state.cells[number] = 0
         parent = self._parent.cells[number]
         self._parent.cells[number] = 0
@@ -457,16 +485,23 @@ class HazardPolicy(EvictionPolicy):
             cohort.settle(number, self._parent.cells[number] - 1)
             self._make_ready(cohort)
 
-    def _use_chain(self, chain: Sequence[int]) -> None:
+    def _use_chain(self, chain: Sequence[int], advice: Advice | None) -> None:
         """``_use`` of each of a chain, or its first use: the innermost loop, written out."""
+        known_blocks, pause = self._continues(chain)
+        plain = own = feature(len(chain) - known_blocks, pause)
+        begin = len(chain)
+        if advice is not None:  # which is about what no other chain shares
+            begin = self._fork(chain)
+            own = feature(0, None, advice.kind) if advice.kind else plain
         state, parents, used = self._state.cells, self._parent.cells, self._used.cells
         of, cohorts, uses_seen = self._cohort.cells, self._cohorts, self._table.used
         last, parent = len(chain) - 1, -1
         kind, cohort, is_ready = -1, None, False
         for index, number in enumerate(chain):
             known = state[number]
+            here = plain if index < begin else own
             if not known & _KNOWN:
-                self._meet(number, parent, int(index == last))
+                self._meet(number, parent, int(index == last), feature=here)
                 self._remember_it(number)
                 parent = number
                 continue
@@ -481,7 +516,7 @@ class HazardPolicy(EvictionPolicy):
             if uses < 255:
                 uses += 1
                 used[number] = uses
-            now_kind = _kind(uses, int(index == last), bool(known & _HANGS))
+            now_kind = class_of(uses, int(index == last), bool(known & _HANGS), here)
             if now_kind == kind and cohort is not None and len(cohort.names) < _MEMBERS:
                 cohort.alive += 1
                 self._table.entered[kind][0] += 1.0
@@ -501,6 +536,21 @@ class HazardPolicy(EvictionPolicy):
                 self._returned_at = self._now
                 self._returns += 1
             parent = number
+        if advice is not None and advice.pin_s:
+            self._keep(chain[begin:], advice)
+
+    def _continues(self, chain: Sequence[int]) -> tuple[int, float | None]:
+        """The number of leading blocks that are known, and the seconds since the last of them was
+        used; None if that is the root, which many have in common, or there is none."""
+        state, count = self._state.cells, 0
+        for number in chain:
+            if not state[number] & _KNOWN:
+                break
+            count += 1
+        deepest = count - 1 - (count == len(chain))  # the last may end many chains
+        if deepest < 1:
+            return count, None
+        return count, self._now - self._cohorts[self._cohort.cells[chain[deepest]]].born
 
     def _use(self, number: int, ended: int) -> None:
         """Records another use of a known block and puts it with others of its kind."""
@@ -513,7 +563,7 @@ class HazardPolicy(EvictionPolicy):
         uses[number] = min(255, uses[number] + 1)
         hangs = bool(self._state.cells[number] & _HANGS)
         old.alive -= 1
-        self._enter(number, self._join(_kind(uses[number], ended, hangs)))
+        self._enter(number, self._join(class_of(uses[number], ended, hangs)))
         self._bury(old)
 
     def _move(self, number: int, kind: int) -> None:
@@ -522,6 +572,61 @@ class HazardPolicy(EvictionPolicy):
         old.alive -= 1
         self._enter(number, self._join(kind))
         self._bury(old)
+
+    # -- hints -----------------------------------------------------------------------------
+
+    def _fork(self, chain: Sequence[int]) -> int:
+        """Where a chain's own part begins: behind its last block with children in two chains."""
+        children = self._children.cells
+        for index in range(len(chain) - 1, 0, -1):
+            if children[chain[index - 1]] > 1:
+                return index
+        return 0
+
+    def _keep(self, numbers: Sequence[int], advice: Advice) -> None:
+        """Pins blocks for a time, the first of them, as far as there is room for pins."""
+        tenant, until = advice.tenant, self._now + advice.pin_s
+        left = int(min(
+            self._capacity * advice.share - self._kept_by.get(tenant, 0),
+            self._capacity * _KEPT_SHARE - len(self._kept),
+        ))  # fmt: skip
+        state, pinned = self._state.cells, []
+        for number in numbers:
+            if state[number] & _KEPT:
+                self._kept[number] = (max(until, self._kept[number][0]), self._kept[number][1])
+            elif left > 0:
+                left -= 1
+                state[number] |= _KEPT
+                self._kept[number] = (until, tenant)
+                self._kept_by[tenant] = self._kept_by.get(tenant, 0) + 1
+                if self._recency is not None and state[number] & _RESIDENT:
+                    self._recency.hold_n(number)
+            else:
+                break
+            pinned.append(number)
+        if pinned:
+            self._pins += 1
+            heapq.heappush(self._pins_end, (until, self._pins, pinned))
+
+    def _unkeep(self, number: int) -> None:
+        self._state.cells[number] &= ~_KEPT
+        _, tenant = self._kept.pop(number)
+        left = self._kept_by.pop(tenant) - 1
+        if left:
+            self._kept_by[tenant] = left
+
+    def _end_pins(self) -> None:
+        """Lets go of blocks whose pins are past."""
+        while self._pins_end and self._pins_end[0][0] <= self._now:
+            for number in heapq.heappop(self._pins_end)[2]:
+                if number not in self._kept or self._kept[number][0] > self._now:
+                    continue
+                self._unkeep(number)
+                state = self._state.cells[number]
+                if state & _RESIDENT and not state & _HELD:
+                    self._make_ready(self._cohorts[self._cohort.cells[number]])
+                    if self._recency is not None:
+                        self._recency.release_n(number)
 
     # -- what hangs on a chain -------------------------------------------------------------
 
@@ -538,7 +643,7 @@ class HazardPolicy(EvictionPolicy):
         if self._state.cells[number] & _HANGS:
             self._hang(number, above)
             if not is_here:
-                self._move(number, _BARE)
+                self._move(number, BARE)
 
     def _hung_on(self, number: int) -> Iterator[int]:
         """Resident blocks that hang on it, in the order in which they came."""
@@ -569,10 +674,10 @@ class HazardPolicy(EvictionPolicy):
 
     def _revive(self, number: int) -> None:
         """The block may serve hits again."""
-        if self._cohorts[self._cohort.cells[number]].kind == _BARE:
+        if self._cohorts[self._cohort.cells[number]].kind == BARE:
             uses = self._used.cells[number]
             hangs = bool(self._state.cells[number] & _HANGS)
-            self._move(number, _kind(uses, int(uses > 1), hangs))
+            self._move(number, class_of(uses, int(uses > 1), hangs))
 
     # -- classes, cohorts and time ---------------------------------------------------------
 
@@ -623,14 +728,19 @@ class HazardPolicy(EvictionPolicy):
     def _cell(self, cohort: _Cohort) -> int:
         return cohort.kind * self._bins.count + cohort.bin
 
-    def _cell_of(self, number: int, hangs: bool = False) -> int:
+    def _cell_of(self, number: int, hangs: bool = False, parent: int = -1) -> int:
         """The cell of a block; of one that is not known, or was given up as bare: a new one's."""
-        if number < 0 or not self._state.cells[number] & _KNOWN:
-            return _kind(1, 0, hangs) * self._bins.count
-        cohort = self._cohorts[self._cohort.cells[number]]
-        if cohort.kind == _BARE:
-            return _kind(1, 0, hangs) * self._bins.count
-        return self._cell(cohort)
+        if number >= 0 and self._state.cells[number] & _KNOWN:
+            cohort = self._cohorts[self._cohort.cells[number]]
+            if cohort.kind != BARE:
+                return self._cell(cohort)
+        return class_of(1, 0, hangs, self._feature_below(parent)) * self._bins.count
+
+    def _feature_below(self, parent: int) -> int:
+        """The feature of a block that no request used yet: its parent's."""
+        if parent < 0 or not self._state.cells[parent] & _KNOWN:
+            return 0
+        return feature_of(self._cohorts[self._cohort.cells[parent]].kind)
 
     def _make_ready(self, cohort: _Cohort) -> None:
         cell = self._cell(cohort)
@@ -655,6 +765,8 @@ class HazardPolicy(EvictionPolicy):
         if now - self._now < _TICK and not self._is_late:
             return
         self._now = max(now, self._now)
+        if self._pins_end:
+            self._end_pins()
         left = _GROWN
         for queue, end in zip(reversed(self._by_bin), reversed(self._bins.ends), strict=True):
             while queue:
@@ -705,7 +817,7 @@ class HazardPolicy(EvictionPolicy):
             self._recency = None
         self._chances = None
         table = self._table.worth(evidence)
-        table[_BARE] = 0.0
+        table[BARE] = 0.0
         worth = table.ravel()
         order = len(worth) - 1 - np.argsort(worth[::-1], kind="stable")  # ties: the older first
         place = np.empty_like(order)
@@ -713,11 +825,3 @@ class HazardPolicy(EvictionPolicy):
         self._worth, self._order, self._place = worth.tolist(), order.tolist(), place.tolist()
         self._filled = sorted(self._place[cell] for cell, ready in enumerate(self._ready) if ready)
         self._refresh_at = self._uses + int(_REFRESH * self._mean_chain) + 1
-
-
-def _kind(uses: int, ended: int, hangs: bool) -> int:
-    """The class of a block."""
-    group = _USES[uses] if uses < len(_USES) else _USES[-1]
-    if hangs:
-        return 2 * _GROUPS + group if ended else _INNER
-    return 2 * group + ended

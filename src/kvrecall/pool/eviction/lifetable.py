@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -39,8 +40,9 @@ class LifeTable:
     them into ranks.
     """
 
-    def __init__(self, classes: int, bins: AgeBins) -> None:
+    def __init__(self, classes: int, bins: AgeBins, levels: Sequence[npt.NDArray[np.intp]]) -> None:
         self.bins = bins
+        self._levels = levels
         self.entered: list[list[float]] = [[0.0] * bins.count for _ in range(classes)]
         self.used: list[list[float]] = [[0.0] * bins.count for _ in range(classes)]
 
@@ -80,9 +82,16 @@ class LifeTable:
         share = 0.1
         for index, (hits, all_) in enumerate(zip(used.sum(0), entered.sum(0), strict=True)):
             usual[index] = share = (hits + weight * share) / (all_ + weight)
-        ratio = (used.sum(1) + weight) / ((entered * usual).sum(1) + weight)
-        expected = np.minimum(ratio[:, None] * usual, _MOST)
-        hazard = (used + weight * expected) / (entered + weight)
+        hazard = np.broadcast_to(usual, used.shape)
+        for of in self._levels:
+            groups = int(of.max()) + 1
+            hits, all_, prior = (np.zeros((groups, self.bins.count)) for _ in range(3))
+            np.add.at(hits, of, used)
+            np.add.at(all_, of, entered)
+            prior[of] = hazard  # the same for all classes of a group
+            ratio = (hits.sum(1) + weight) / ((all_ * prior).sum(1) + weight)
+            expected = np.minimum(ratio[:, None] * prior, _MOST)
+            hazard = ((hits + weight * expected) / (all_ + weight))[of]
         return np.asarray(np.clip(hazard, _LEAST, _MOST), dtype=np.float64)
 
 

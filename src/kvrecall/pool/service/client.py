@@ -44,6 +44,7 @@ from kvrecall.pool.base import (
     Verdict,
     check_parents,
 )
+from kvrecall.pool.hints import Hint
 from kvrecall.pool.service import protocol as p
 from kvrecall.pool.service.link import Link, LinkLate, LinkLost
 from kvrecall.pool.slots import ALIGNMENT
@@ -312,10 +313,12 @@ class ServiceClient:
         keys: Sequence[BlockKey],
         hanging: Sequence[BlockKey] = (),
         ending: Sequence[BlockKey] = (),
+        hint: Hint | None = None,
+        tenant: Tenant = SHARED,
     ) -> None:
         room = p.MAX_KEYS // 3 if hanging or ending else p.MAX_KEYS
         named = (tuple(each[:room]) for each in (keys, hanging, ending))
-        self._tell(self._current(), p.Touch(*named))
+        self._tell(self._current(), p.Touch(*named, hint, tenant))
 
     # -- save ------------------------------------------------------------------------------
 
