@@ -152,6 +152,10 @@ class PoolStats:
     lookups: int = 0  # blocks looked up
     hits: int = 0  # blocks found, any tier
     refused: int = 0  # reservations refused
+    hints: int = 0  # given by clients
+    hints_believed: int = 0  # because enough of the tenant's came true before
+    hints_true: int = 0  # by their outcome
+    hints_false: int = 0
     unwritten_bytes: int = 0  # in the host and, by the write policy, not written yet
     pool_up: int = 1  # gauge; 0: the pool is a service's, and it is away
     histograms: dict[str, tuple[tuple[float, int], ...]] = field(default_factory=dict)

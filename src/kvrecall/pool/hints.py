@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import heapq
-import math
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -192,10 +191,35 @@ def _kind(hint: Hint) -> int:
     return RETURNS if hint.returns else NOT_AGAIN
 
 
-def check(value: object, name: str) -> float:
-    """The seconds that a client gave. Raises ValueError, with the reason."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name} is {value!r}; it must be a number of seconds")
-    if not 0.0 <= value <= MAX_SECONDS:
-        raise ValueError(f"{name} is {value!r}; it must be between 0 and {MAX_SECONDS:g} seconds")
+def hint_of(given: object) -> Hint:
+    """The hint of a JSON object with ``returns``, ``in_s`` and ``pin_s``, each of which may be
+    missing or null. Raises ValueError, with the reason, for anything else."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"it is {_shown(given)}; it must be an object with {_NAMES}")
+    for name in given:
+        if name not in Hint._fields:
+            raise ValueError(f"{_shown(name)} is unknown; known: {_NAMES}")
+    returns, in_s, pin_s = (given.get(name) for name in Hint._fields)
+    if returns is not None and not isinstance(returns, bool):
+        raise ValueError(f"returns is {_shown(returns)}; it must be true or false")
+    if returns is False and (in_s is not None or pin_s is not None):
+        raise ValueError("returns is false; leave out in_s and pin_s")
+    return Hint(returns, _seconds("in_s", in_s), _seconds("pin_s", pin_s))
+
+
+_NAMES = ", ".join(Hint._fields)
+
+
+def _seconds(name: str, value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} is {_shown(value)}; it must be a number of seconds")
+    if not 0 <= value <= MAX_SECONDS:  # nor is NaN
+        raise ValueError(f"{name} is {_shown(value)}; it must be 0 to {MAX_SECONDS:g} seconds")
     return float(value)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -456,6 +456,7 @@ class Pool:
             )
             below = self._below.stats_of_each() if self._writer.has_below else ()
             puts, gets = self._below.queued()
+            hints = self._hints.counts
             return PoolStats(
                 tiers=(host_stats, *below),
                 leases=host.leases,
@@ -465,6 +466,10 @@ class Pool:
                 lookups=self._lookups,
                 hits=self._found,
                 refused=self._refused,
+                hints=hints.given,
+                hints_believed=hints.believed,
+                hints_true=hints.true,
+                hints_false=hints.false,
                 unwritten_bytes=self._writer.unwritten_bytes,
                 histograms=self._below.histograms(),
             )

@@ -62,7 +62,10 @@ _CLEAR_S = 10.0
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 1.0
 _WATCH_S = 1.0
-_POOL_COUNTERS = ("lookups", "hits", "refused")
+_POOL_COUNTERS = (
+    *("lookups", "hits", "refused"),
+    *("hints", "hints_believed", "hints_true", "hints_false"),
+)
 _TIER_GAUGES = ("name", "capacity_bytes", "used_bytes", "blocks", "pinned_bytes", "full")
 _TIER_COUNTERS = tuple(
     field.name for field in dataclasses.fields(TierStats) if field.name not in _TIER_GAUGES
