@@ -31,8 +31,8 @@ HANDOVER = "kvrecall_handover"
 which part of the prompt is in the pool."""
 
 HINT = "kvrecall_hint"
-"""Key in ``kv_transfer_params`` of a request, and the type of an action of vLLM's ``kv_hints``: what
-the client says about the return of its blocks (``pool.hints.hint_of``)."""
+"""Key in ``kv_transfer_params`` of a request, and the type of an action of vLLM's ``kv_hints``:
+what the client says about the return of its blocks (``pool.hints.hint_of``)."""
 
 CONTEXT_PARALLEL = (
     "with context parallelism a rank keeps only some of a block's tokens, and no engine has "

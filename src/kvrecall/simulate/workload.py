@@ -148,7 +148,7 @@ class _Agents:
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
         self._ids = _Ids()
-        self.rows: list[Row] = []
+        self.rows: list[tuple[float, list[int], Hint]] = []
         self._heads = [self._ids.take(self._rng.randint(16, 32)) for _ in range(4)]
         self._sub_heads = [self._ids.take(14) for _ in self._heads]  # of sub-agents, by role
 

@@ -7,6 +7,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import ClassVar
 
 import numpy as np
@@ -23,13 +24,14 @@ from kvrecall.pool.eviction.classes import (
 )
 from kvrecall.pool.eviction.lifetable import AgeBins, LifeTable
 from kvrecall.pool.eviction.queues import Links, LruPolicy
+from kvrecall.pool.eviction.rival import Rival
 from kvrecall.pool.hints import Advice
 from kvrecall.pool.names import Names
 
 _TICK = 0.25  # seconds; what happens within one counts as happening at once
 _SLACK = 8.0  # the same for blocks without a request, as after a restart
-_REFRESH = 64.0  # requests between two looks at the life table
-_FADE = 0.995  # what then stays of the old counts: half after 139 looks, about 9,000 requests
+_REFRESH = 32.0  # requests between two looks at the life table
+_FADE = 0.9975  # what then stays of the old counts: half after 277 looks, about 9,000 requests
 _EVIDENCE = 4.0  # requests' worth of blocks that a class needs to be believed half
 _RETURNS = 16  # ticks in which blocks came back, before the tables are believed at all
 _MEMBERS = 4096  # of a cohort: so many names are forgotten at once
@@ -183,6 +185,7 @@ class HazardPolicy(EvictionPolicy):
         self._kept_by: dict[str, int] = {}
         self._pins_end: list[tuple[float, int, list[int]]] = []
         self._pins = 0
+        self._rival = Rival(capacity_blocks)
         self._has_groups = False  # a block that hangs on a chain was seen
         # Cohorts with members, the oldest first: by age, by number, and all that may be forgotten.
         self._by_bin: list[OrderedDict[_Cohort, None]]
@@ -241,8 +244,7 @@ class HazardPolicy(EvictionPolicy):
         self._uses += len(chain)
         self._use_chain(chain, advice)
         if self._uses >= self._refresh_at:
-            self._table.fade(_FADE)
-            self._refresh()
+            self._refresh(_FADE)
         self._forget()
 
     def insert_n(
@@ -326,7 +328,7 @@ class HazardPolicy(EvictionPolicy):
     def admit_n(
         self, number: int, parent: int, depth: int, now: float, hangs: bool = False
     ) -> bool:
-        if not self._is_taught:
+        if not self._is_taught or self._rival.is_better:
             return True
         self._advance(now)
         known = self._state.cells[number] if number >= 0 else 0
@@ -343,7 +345,7 @@ class HazardPolicy(EvictionPolicy):
             return None
         self._advance(now)
         if self._chances is None:
-            self._chances = self._table.chances(_EVIDENCE * self._mean_chain).ravel().tolist()
+            self._chances = self._table.chances().ravel().tolist()
         return self._chances[self._cell_of(number)]
 
     def victims_n(self, count: int, evictable: Callable[[int], bool], now: float) -> list[int]:
@@ -364,9 +366,14 @@ class HazardPolicy(EvictionPolicy):
         return list(found)
 
     def _candidates(self) -> Iterator[_Cohort]:
-        """Ready cohorts, least worth first."""
-        for place in self._filled:
-            yield from self._ready[self._order[place]]
+        """Ready cohorts, least worth first; or the oldest first, while recency is better."""
+        if not self._rival.is_better:
+            for place in self._filled:
+                yield from self._ready[self._order[place]]
+            return
+        for _, places in groupby(self._filled, lambda place: self._order[place] % self._bins.count):
+            cells = (self._ready[self._order[place]] for place in places)
+            yield from heapq.merge(*cells, key=lambda cohort: cohort.born)
 
     def _trim(self, cohort: _Cohort) -> bool:
         """Drops blocks that left from the end of the first run. False if no block is left."""
@@ -471,6 +478,7 @@ class HazardPolicy(EvictionPolicy):
         if self._state.cells[number] & _KEPT:
             self._unkeep(number)
         self._state.cells[number] = 0
+        self._rival.forget(number)
         parent = self._parent.cells[number]
         self._parent.cells[number] = 0
         self.names.drop(number)
@@ -487,7 +495,8 @@ class HazardPolicy(EvictionPolicy):
 
     def _use_chain(self, chain: Sequence[int], advice: Advice | None) -> None:
         """``_use`` of each of a chain, or its first use: the innermost loop, written out."""
-        known_blocks, pause = self._continues(chain)
+        known_blocks, hits, pause = self._continues(chain)
+        self._rival.use(chain, hits)
         plain = own = feature(len(chain) - known_blocks, pause)
         begin = len(chain)
         if advice is not None:  # which is about what no other chain shares
@@ -539,18 +548,24 @@ class HazardPolicy(EvictionPolicy):
         if advice is not None and advice.pin_s:
             self._keep(chain[begin:], advice)
 
-    def _continues(self, chain: Sequence[int]) -> tuple[int, float | None]:
-        """The number of leading blocks that are known, and the seconds since the last of them was
-        used; None if that is the root, which many have in common, or there is none."""
-        state, count = self._state.cells, 0
+    def _continues(self, chain: Sequence[int]) -> tuple[int, int, float | None]:
+        """The numbers of leading blocks that are known and that are resident, and the seconds
+        since the last known one was used; None if that is the root, which many have in common, or
+        there is none."""
+        state, count, hits = self._state.cells, 0, -1
         for number in chain:
-            if not state[number] & _KNOWN:
-                break
+            known = state[number]
+            if not known & _RESIDENT:
+                if hits < 0:
+                    hits = count
+                if not known & _KNOWN:
+                    break
             count += 1
+        hits = count if hits < 0 else hits
         deepest = count - 1 - (count == len(chain))  # the last may end many chains
         if deepest < 1:
-            return count, None
-        return count, self._now - self._cohorts[self._cohort.cells[chain[deepest]]].born
+            return count, hits, None
+        return count, hits, self._now - self._cohorts[self._cohort.cells[chain[deepest]]].born
 
     def _use(self, number: int, ended: int) -> None:
         """Records another use of a known block and puts it with others of its kind."""
@@ -808,7 +823,7 @@ class HazardPolicy(EvictionPolicy):
                     cohort.alive -= 1
             self._bury(cohort)
 
-    def _refresh(self) -> None:
+    def _refresh(self, fade: float = 1.0) -> None:
         """Ranks the cells again by the life table."""
         evidence = _EVIDENCE * self._mean_chain
         seen = sum(map(sum, self._table.used))
@@ -816,8 +831,13 @@ class HazardPolicy(EvictionPolicy):
         if self._is_taught:
             self._recency = None
         self._chances = None
-        table = self._table.worth(evidence)
-        table[BARE] = 0.0
+        self._rival.look(self._mean_chain)
+        self._table.refresh(evidence, fade)
+        if self._rival.is_better:
+            table = np.tile(-np.arange(self._bins.count, dtype=np.float64), (CLASSES, 1))
+        else:
+            table = self._table.worth()
+        table[BARE] = table.min() - 1.0
         worth = table.ravel()
         order = len(worth) - 1 - np.argsort(worth[::-1], kind="stable")  # ties: the older first
         place = np.empty_like(order)

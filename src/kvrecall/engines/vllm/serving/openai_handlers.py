@@ -130,7 +130,7 @@ def _ttl(mark: object) -> float:
     if not isinstance(mark, dict) or mark.get("type") != "ephemeral":
         raise ValueError(f'it is {mark!r:.80}; it must be {{"type": "ephemeral"}}')
     ttl = mark.get("ttl", "5m")
-    if ttl not in _TTLS:
+    if not isinstance(ttl, str) or ttl not in _TTLS:
         raise ValueError(f"ttl is {ttl!r:.80}; it must be 5m or 1h")
     return _TTLS[ttl]
 
