@@ -7,10 +7,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 _SAMPLE = 4096  # blocks in the rival's tier, at most
-_TRIAL = 4  # looks until the two are compared
+_TRIAL = 6  # looks until the two are compared
 _CHANCE = 0.35  # standard deviations of the hits: what may be lost by chance
 _FADE = 0.99  # of the hits, with each further look
-_FIRST_PAUSE = 32  # looks for which the loser rests; twice as long each time that it loses again
+_FIRST_PAUSE = 8  # looks for which the loser rests; twice as long each time that it loses again
 _LONGEST_PAUSE = 512
 
 
