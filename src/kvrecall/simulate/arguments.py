@@ -86,8 +86,6 @@ def load_trace(trace: str, hints: str = "none") -> Trace:
     the clients of a workload say. Raises ConfigError."""
     if trace.startswith(SYNTHETIC):
         return make_workload(trace.removeprefix(SYNTHETIC), hints=hints)
-    if not trace:
-        raise ConfigError("give TRACE, a file, or --workload NAME")
     if hints != "none":
         raise ConfigError(f"--hints: {hints!r}, but a file has no hints; --workload agents has")
     path = Path(trace)

@@ -43,9 +43,7 @@ class LifeTable:
     taken to behave as the coarser one does.
     """
 
-    def __init__(
-        self, classes: int, bins: AgeBins, levels: Sequence[npt.NDArray[np.intp]]
-    ) -> None:
+    def __init__(self, classes: int, bins: AgeBins, levels: Sequence[npt.NDArray[np.intp]]) -> None:
         self.bins = bins
         self.entered: list[list[float]] = [[0.0] * bins.count for _ in range(classes)]
         self.used: list[list[float]] = [[0.0] * bins.count for _ in range(classes)]

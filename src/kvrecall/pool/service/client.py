@@ -320,8 +320,8 @@ class ServiceClient:
         tenant: Tenant = SHARED,
     ) -> None:
         room = p.MAX_KEYS // 3 if hanging or ending else p.MAX_KEYS
-        named = (tuple(each[:room]) for each in (keys, hanging, ending))
-        self._tell(self._current(), p.Touch(*named, hint, tenant))
+        used, beside, last = (tuple(each[:room]) for each in (keys, hanging, ending))
+        self._tell(self._current(), p.Touch(used, beside, last, hint, tenant))
 
     # -- save ------------------------------------------------------------------------------
 
