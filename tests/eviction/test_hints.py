@@ -274,7 +274,7 @@ def test_agents_have_the_published_shape() -> None:
 
 
 def test_hints_help_if_true_and_do_no_harm_if_not() -> None:
-    capacity = 500
+    capacity = 400
     plain = sessions("none", 8)
     tier = [TierSpec("host", capacity)]
     lru = replay(plain, tier, "lru").hit_rate
